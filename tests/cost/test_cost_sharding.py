@@ -27,6 +27,20 @@ def test_whole_parameters_are_taken_where_they_leave_room_and_the_reason_has_the
     assert choose_shard(memory(), 71 * GB, tokens=2048).shard == "zero3"
 
 
+def test_hybrid_is_taken_by_several_nodes_where_a_node_holds_the_model():
+    """6/8 + 16/64 bytes of each of 8.03B parameters are 8 GB, beside 3.7 gathered; of 70B a node holds too little."""
+    nodes = memory(ranks=64, ranks_per_node=8)
+    assert replace(nodes, shard="hybrid").state_bytes() == pytest.approx((6 / 8 + 16 / 64) * 8.03e9, rel=0.001)
+    assert sum(replace(nodes, shard="hybrid").state_parts().values()) == replace(nodes, shard="hybrid").state_bytes()
+    assert choose_shard(nodes, 80 * GB, tokens=2048).shard == "zero1"
+    found = choose_shard(nodes, 40 * GB, tokens=2048)
+    assert found.shard == "hybrid"
+    assert "hybrid, over 8 ranks of a node, takes" in found.why
+    large = replace(nodes, shape=named_shape("llama-3.1-70b"))
+    assert choose_shard(large, 80 * GB, tokens=2048).shard == "zero3"
+    assert choose_shard(replace(nodes, ranks_per_node=64), 40 * GB, tokens=2048).shard == "zero3"
+
+
 def test_what_is_chosen_holds_what_was_wanted():
     for size in (24, 40, 64, 80, 141):
         for tokens in (128, 2048, 8192):

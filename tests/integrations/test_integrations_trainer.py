@@ -241,24 +241,28 @@ def test_run_goes_on_from_a_checkpoint_on_any_number_of_ranks(tmp_path, dtype, p
     assert state["global_step"] == 3
 
 
-def test_parameters_lie_over_the_ranks(tmp_path):
-    """As one process, from a checkpoint of zero1 on 2 ranks to zero3 on 3, whose files Hugging Face opens."""
+@pytest.mark.parametrize(("ranks", "shard"), [(3, "zero3"), more(4, "hybrid")])
+def test_parameters_lie_over_the_ranks(tmp_path, ranks, shard):
+    """As one process, from a checkpoint of zero1 on 2 ranks to one of sharded parameters, which Hugging Face opens."""
     changes = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}  # of 2 ranks and of 3: 12 a step
 
     def work(ranks, shard, steps, resume, _rank):
         per_rank = {name: 12 // max(ranks, 1) for name in sizes}
         args = arguments(tmp_path / shard, ranks or 1, **{**changes, **per_rank, "max_steps": steps})
-        kind = partial(PlannedTrainer, capacity_tokens=CAPACITY, shard=shard) if ranks else Trainer
+        node = 2 if shard == "hybrid" else None
+        options = {"capacity_tokens": CAPACITY, "shard": shard, "ranks_per_node": node}
+        kind = partial(PlannedTrainer, **options) if ranks else Trainer
         found = trained(kind, args, resume=resume, eval_dataset=data(LENGTHS[:9]))
         return found["weights"], [log["loss"] for log in found["logs"] if "loss" in log]
 
     ((expected, losses),) = in_trainers(partial(work, 0, "plain", 4, None), 1, tmp_path)
     in_trainers(partial(work, 2, "zero1", 2, None), 2, tmp_path)
-    (weights, found), *_ = in_trainers(partial(work, 3, "zero3", 4, str(tmp_path / "zero1/checkpoint-2")), 3, tmp_path)
+    before = str(tmp_path / "zero1/checkpoint-2")
+    (weights, found), *_ = in_trainers(partial(work, ranks, shard, 4, before), ranks, tmp_path)
     assert found == pytest.approx(losses[2:], rel=2e-6)
     assert difference(weights, expected) < 2e-5
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "zero3/checkpoint-4")
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / f"{shard}/checkpoint-4")
     assert all(torch.equal(each, weights[name]) for name, each in opened.named_parameters())
 
 

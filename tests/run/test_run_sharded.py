@@ -33,6 +33,7 @@ from tiers import more, some
 
 CPU = torch.device("cpu")
 LENGTHS = [37, 11, 5, 7, 2, 90, 64, 33, 12, 8, 9, 23]
+HYBRID = ("--set", "shard=hybrid", "--set", "ranks_per_node=2", "--timeout-seconds", 30)
 ZERO3 = ("--set", "shard=zero3", "--timeout-seconds", 30)
 
 
@@ -77,9 +78,10 @@ def largest_difference(got, expected):
 def test_a_run_has_the_numbers_of_one_that_is_not_sharded(tmp_path, keys, tolerance):
     path = run_file(tmp_path, **keys)
     expected, model = trained(path, "zero1", ranks=2)
-    numbers, own = trained(path, "zero3", *ZERO3, ranks=3)
-    assert numbers == pytest.approx(expected, rel=tolerance)
-    assert largest_difference(own, model) <= tolerance
+    for ranks, sharded in ((3, ZERO3), (4, HYBRID)):
+        numbers, own = trained(path, f"on-{ranks}", *sharded, ranks=ranks)
+        assert numbers == pytest.approx(expected, rel=tolerance)
+        assert largest_difference(own, model) <= tolerance
 
 
 def test_offload_and_evaluation_work_beside_it(tmp_path):
@@ -98,15 +100,21 @@ def test_offload_and_evaluation_work_beside_it(tmp_path):
     assert all(row["offloaded_bytes"] for row in rows)
 
 
-@pytest.mark.parametrize(("first", "then"), [more(("zero1", 3), ("zero3", 4)), (("zero3", 3), ("zero1", 2))])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [more(("zero1", 3), ("hybrid", 4)), more(("hybrid", 4), ("zero3", 3)), (("zero3", 3), ("zero1", 2))],
+)
 def test_a_run_goes_on_under_another_layout_and_rank_count(tmp_path, first, then):
     """Without `--accept-changes`: how parameters lie decides nothing of what is trained."""
     path = run_file(tmp_path, checkpoint={"every_steps": 2, "background": False}, steps=5)
     _, expected = trained(path, "whole")
     fault = {"LENGTHWISE_FAULT": "step-end:0:4:kill"}
-    command = Command("train", path, "--ranks", first[1], "--set", f"shard={first[0]}", **fault)
+    nodes = {"hybrid": ("--set", "ranks_per_node=2")}
+    command = Command(
+        "train", path, "--ranks", first[1], "--set", f"shard={first[0]}", *nodes.get(first[0], ()), **fault
+    )
     assert command.finish()[0] != 0
-    _, model = trained(path, "out", "--resume", "--set", f"shard={then[0]}", ranks=then[1])
+    _, model = trained(path, "out", "--resume", "--set", f"shard={then[0]}", *nodes.get(then[0], ()), ranks=then[1])
     assert largest_difference(model, expected) <= 1e-14
     assert (tmp_path / "out/checkpoints/step-000004").exists()
 
@@ -241,6 +249,23 @@ def test_what_goes_by_whole_parameters_is_refused_together(tmp_path, capsys):
     for key in ("planner", "measurements", "compile"):
         assert f"error[config] {key}: " in err
     assert err.count("zero3") == 3
+
+
+def test_nodes_that_do_not_divide_the_ranks_and_none_are_refused(tmp_path, capsys):
+    path = run_file(tmp_path)
+    for ranks, arguments, said in (
+        (3, HYBRID, "ranks_per_node: expected a number that divides 3 ranks; got 2"),
+        (2, (*ZERO3, "--set", "ranks_per_node=2"), "ranks_per_node: expected none under `shard: zero3`"),
+        (2, ("--set", "parallel.shard=zero3"), "Here it is `shard`"),
+    ):
+        assert call("train", path, "--ranks", ranks, *arguments) == 2
+        assert said in words(capsys.readouterr().err)
+
+
+def test_hybrid_on_one_node_is_zero3(tmp_path, capfd):
+    path = run_file(tmp_path, shard="hybrid", steps=1)
+    assert call("train", path, "--ranks", 2) == 0
+    assert "where it is zero3" in words(capfd.readouterr().out)
 
 
 def test_a_layout_is_taken_by_what_fits_and_said(tmp_path, capfd, monkeypatch):

@@ -116,7 +116,8 @@ def both_loops(
     losses, norms = zip(*(zip(*each, strict=True) for each in found), strict=True)
     inner, plain = hugging_face_model(model), hugging_face_model(plain)
     trained = {name: each for name, each in plain.named_parameters() if each.requires_grad}
-    own = exact if options.get("shard") == "zero3" else {name: inner.get_parameter(name) for name in trained}
+    is_cut = options.get("shard") in ("zero3", "hybrid")
+    own = exact if is_cut else {name: inner.get_parameter(name) for name in trained}
     weights = [(own[name] - trained[name]).norm() / trained[name].norm() for name in own]
     return (
         max(abs(a - b) / abs(b) for a, b in zip(losses[0], losses[1], strict=True)),

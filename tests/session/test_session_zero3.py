@@ -50,17 +50,25 @@ def weight_groups(parameters):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "make", "changes"),
+    ("ranks", "node", "make", "changes"),
     [
-        (3, weight_groups, {"tie_word_embeddings": True}),
-        more(3, ADAMW, {}),
-        more(2, MOMENTUM, {"tie_word_embeddings": True}),
-        more(1, ADAMW, {"tie_word_embeddings": True}),
+        (3, None, weight_groups, {"tie_word_embeddings": True}),
+        (4, 2, weight_groups, {"tie_word_embeddings": True}),
+        more(3, None, ADAMW, {}),
+        more(4, 1, ADAMW, {}),
+        more(6, 3, ADAMW, {}),
+        more(2, None, MOMENTUM, {"tie_word_embeddings": True}),
+        more(1, None, ADAMW, {"tie_word_embeddings": True}),
     ],
 )
-def test_a_loop_is_the_plain_loop(ranks, make, changes, tmp_path):
-    capacity = 128 if ranks == 1 else 64
-    options = {"capacity": capacity, "shard": "zero3", "recompute": "layer" if ranks == 2 else "auto"}
+def test_a_loop_is_the_plain_loop(ranks, node, make, changes, tmp_path):
+    capacity, shard = 128 if ranks == 1 else 64, "hybrid" if node else "zero3"
+    options = {
+        "capacity": capacity,
+        "shard": shard,
+        "ranks_per_node": node,
+        "recompute": "layer" if ranks == 2 else "auto",
+    }
     work = in_double(lambda _rank: both_loops(make, model=small_model(**changes), **options))
     for loss, norm, weights in in_ranks(work, ranks, tmp_path):
         assert loss < 1e-13
@@ -100,28 +108,28 @@ def test_routers_are_balanced_over_the_whole_batch(tmp_path):
 
 
 def test_a_loop_goes_on_over_layouts_and_ranks(tmp_path):
-    """From zero1 to zero3, whose tied parameters lie in another order, to hybrid, to zero1; other ranks each time."""
+    """From zero1 on 2 ranks to zero3 on 3, where tied parameters lie otherwise, to hybrid on 4, to zero1 on 1."""
     steps = steps_of()
 
-    def part(rank, layout, ranks, steps, state=None):
+    def part(rank, shard, ranks, steps, state=None):
+        node = 2 if shard == "hybrid" else None
         model = small_model(tie_word_embeddings=True)
         optimizer = weight_groups(list(model.parameters()))
         capacity = 128 if ranks == 1 else 64
-        with Session(model, optimizer, capacity_tokens=capacity, **layout) as session:
+        with Session(model, optimizer, capacity_tokens=capacity, shard=shard, ranks_per_node=node) as session:
             if state is not None:
                 session.load_state_dict(state if rank == 0 else None)
             planned_loop(session, optimizer, CONSTANT(optimizer), steps)
             return session.state_dict()
 
-    def run(shard, ranks, *given, **node):
-        layout = {"shard": shard, **node}
-        return in_ranks(in_double(lambda rank: part(rank, layout, ranks, *given)), ranks, tmp_path)[0]
+    def run(shard, ranks, *given):
+        return in_ranks(in_double(lambda rank: part(rank, shard, ranks, *given)), ranks, tmp_path)[0]
 
     whole = run("zero1", 1, steps)
     first = run("zero1", 2, steps[:1])
-    second = run("zero3", 3, steps[1:3], first)
-    nodes = run("hybrid", 4, steps[3:5], second, ranks_per_node=2)
-    third = run("zero1", 1, steps[5:], nodes)
+    second = run("zero3", 3, steps[1:2], first)
+    third = run("hybrid", 4, steps[2:3], second)
+    third = run("zero1", 1, steps[3:], third)
     assert third["steps"] == len(steps)
     for name, expected in whole["master_weights"].items():
         assert (third["master_weights"][name] - expected).norm() <= 1e-11 * expected.norm(), name
@@ -143,10 +151,10 @@ def test_adapters_on_a_frozen_base_of_another_dtype(tmp_path):
 
     def work(rank):
         found = {}
-        for shard in ("zero1", "zero3"):
+        for shard, node in (("zero1", None), ("zero3", None), ("hybrid", 1)):
             model = adapted()
             optimizer = ADAMW([each for each in model.parameters() if each.requires_grad])
-            with Session(model, optimizer, capacity_tokens=64, shard=shard) as session:
+            with Session(model, optimizer, capacity_tokens=64, shard=shard, ranks_per_node=node) as session:
                 losses = planned_loop(session, optimizer, CONSTANT(optimizer), steps_of()[:2])
                 dtypes = {each.dtype for each in model.parameters() if not each.requires_grad}
                 session.save_pretrained(tmp_path / shard)
@@ -155,9 +163,10 @@ def test_adapters_on_a_frozen_base_of_another_dtype(tmp_path):
 
     found, _ = in_ranks(work, 2, tmp_path)
     (losses, weights, dtypes), (expected, others, _) = found["zero3"], found["zero1"]
-    assert dtypes == {torch.bfloat16}
+    assert dtypes == found["hybrid"][2] == {torch.bfloat16}
     assert losses[0] == pytest.approx(expected[0], rel=1e-3)  # of bf16: plans differ
-    assert weights.keys() == others.keys()
+    assert found["hybrid"][0] == [pytest.approx(each, rel=1e-3) for each in expected]
+    assert weights.keys() == others.keys() == found["hybrid"][1].keys()
     saved = [peft.utils.load_peft_weights(str(tmp_path / shard)) for shard in ("zero1", "zero3")]
     assert saved[0].keys() == saved[1].keys()
     assert len(saved[1]) == len(weights)
@@ -250,10 +259,7 @@ def test_a_whole_model_is_saved_and_what_needs_one_is_refused_at_once(tmp_path):
 
 def test_another_planner_and_an_unknown_layout_are_refused_by_name():
     model = small_model()
-    for shard, planner, said in (
-        ("zero3", "packed_dp", "lock-step"),
-        ("zero2", "lengthwise", "zero1 or zero3 or hybrid"),
-    ):
+    for shard, planner, said in (("zero3", "packed_dp", "lock-step"), ("zero2", "lengthwise", "zero1 or zero3")):
         with pytest.raises(LengthwiseError, match=said):
             Session(model, MOMENTUM(model.parameters()), shard=shard, planner=planner)
 
