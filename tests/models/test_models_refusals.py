@@ -146,7 +146,7 @@ REFUSED_BY_KEY = [
     ),
     (
         lambda: with_keys(LlamaConfig(**SIZES), layer_types=["full_attention", "linear_attention"]),
-        ["layer_types[1]: expected", "got linear_attention", "state passed on"],
+        ["layer_types[1]: expected", "got linear_attention", "state passed between"],
     ),
     (lambda: MixtralConfig(**SIZES, router_jitter_noise=0.1), ["router_jitter_noise"]),
     (lambda: Gemma3TextConfig(**SIZES, use_bidirectional_attention=True), ["bidirectional"]),

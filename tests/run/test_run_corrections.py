@@ -22,6 +22,7 @@ class RunOf:
 
     planning: StepPlanning
     ranks: int = RANKS
+    replicas: int = RANKS
 
 
 class Planner:
