@@ -374,3 +374,36 @@ def test_transport_leaves_its_world_on_close():
 
     # A thread of gloo's that is left aborts the process, where it lets go of a tensor while Python ends.
     assert run_ranks(work, 2) == [(False, set()), (False, set())]
+
+
+def test_ranks_of_torchrun_meet_again_after_they_left():
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )  # torchrun keeps one for all its ranks
+
+    def work(t):
+        t.close()
+        ours = {
+            "RANK": t.rank,
+            "WORLD_SIZE": 2,
+            "LOCAL_RANK": t.rank,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": store.port,
+        }
+        os.environ.update({name: str(value) for name, value in ours.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+        sums = []
+        for _ in range(2):
+            time.sleep(0.3 * t.rank)  # what rank 1 wrote last time must not be met
+            again = join(world_from_environment(), timeout_seconds=10.0)
+            again.all_reduce(number := torch.ones(1))
+            sums.append(number.item())
+            again.close()
+        return sums
+
+    assert run_ranks(work, 2) == [[2.0, 2.0]] * 2
+
+
+def test_a_rank_that_nobody_meets_says_so(tmp_path):
+    alone = World(rank=0, world_size=2, local_rank=0, local_size=2, rendezvous=tmp_path / "ranks", gpus=0)
+    with pytest.raises(TransferError, match="rank 0, start: expected all ranks to answer within 1 s"):
+        join(alone, timeout_seconds=1.0)

@@ -84,10 +84,10 @@ class TorchTransport:
         self._on_phase = on_phase
         self.phase = "start"
         self._timeout_seconds = timeout_seconds
-        timeout = timedelta(seconds=timeout_seconds)
+        timeout, self._everyone = timedelta(seconds=timeout_seconds), "all ranks"
         met = self._guard(lambda: world.connect(timeout))
         self.shares_gpus, self.device_ranks = met.shares_gpus, met.device_ranks
-        self._groups, self._owned, self._everyone = {_HOST: met.host}, met.owned, "all ranks"
+        self._groups, self._owned = {_HOST: met.host}, met.owned
         self._device = torch.device("cpu") if self.shares_gpus else world.device
         self._watch = None
         if self._device.type == "cpu":

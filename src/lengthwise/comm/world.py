@@ -7,6 +7,7 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -81,7 +82,8 @@ class World:
             # count starts each by itself: several need a new store each time (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
             shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "in a new store"
-            store = PrefixStore(f"start {start} of {self.world_size}", store)
+            # A process may meet the others again after it left them, as two sessions in a row do.
+            store = PrefixStore(f"start {start} of {self.world_size}, meeting {next(_meetings)}", store)
         else:
             _use_loopback()
             store = FileStore(str(self.rendezvous), self.world_size)
@@ -128,6 +130,8 @@ class World:
         on_gpu, devices = sum(int(row[0]) for row in rows), [int(row[1]) for row in rows]
         return on_gpu, on_gpu > 0 and len(set(devices)) < len(devices), devices.count(digest)
 
+
+_meetings = count()  # all ranks meet equally often
 
 _MPI = {  # what launchers call rank, size, rank and size on this machine
     "Open MPI": tuple(f"OMPI_COMM_WORLD_{each}" for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
