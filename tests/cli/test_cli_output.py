@@ -14,9 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from lengthwise.cli import step_lines
+from lengthwise.cli import train
 from lengthwise.cli.output import refuse_unwritable_file, write_atomically
-from lengthwise.cli.step_lines import StepLines
+from lengthwise.cli.train import StepLines
 from lengthwise.core.errors import OutputError
 from run.small_runs import Command, call, make_rows, read_lines, write_run
 
@@ -97,7 +97,7 @@ def test_step_lines_are_wrapped_where_a_line_does_not_fit(width):
 
 def test_step_lines_tell_the_time_left_by_all_that_passed_since_the_step_before(monkeypatch):
     now = iter([100.0, 130.0, 140.0])
-    monkeypatch.setattr(step_lines.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(train.time, "monotonic", lambda: next(now))
     lines = StepLines()
     said = [lines.of(finished(step, 10, step_seconds=2.0), None).rpartition("eta ")[2] for step in (1, 2, 3)]
     assert said == ["0:18", "2:08", "1:38"]  # 9 x 2 s, 8 x (2 + 30) / 2 s, 7 x (2 + 30 + 10) / 3 s
