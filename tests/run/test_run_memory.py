@@ -16,8 +16,8 @@ from lengthwise.engine import step as work
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import DTYPES, build_model
 from lengthwise.run import building, warmup
-from lengthwise.run.job import prepare_job
-from lengthwise.run.warmup import check_memory, largest_pack
+from lengthwise.run.capacity import check_memory, largest_pack
+from lengthwise.run.checks import prepare_job
 from run.small_runs import VOCAB, call, losses, make_rows, train, write_run
 from tiers import more
 

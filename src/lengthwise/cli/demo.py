@@ -25,8 +25,8 @@ from lengthwise.report.lengths import length_histogram, summarize_lengths
 
 if TYPE_CHECKING:
     from lengthwise.data import Dataset
+    from lengthwise.run.callbacks import TrainResult
     from lengthwise.run.check import Check
-    from lengthwise.run.metrics import TrainResult
 
 Show = Callable[..., None]
 Rows = Sequence[dict[str, Any]]

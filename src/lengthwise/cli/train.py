@@ -24,8 +24,8 @@ from lengthwise.report.tables import wrapped
 
 if TYPE_CHECKING:
     from lengthwise.config import RunConfig
+    from lengthwise.run.callbacks import EvalMetrics, FinishedStep, NotFinite, TrainResult
     from lengthwise.run.job import Job
-    from lengthwise.run.metrics import EvalMetrics, FinishedStep, NotFinite, TrainResult
 
 
 @dataclass(frozen=True, kw_only=True)
