@@ -86,12 +86,7 @@ class Data:
             return load_tokenizer(found.tokenizer)
 
         dataset = load_dataset(
-            sources,
-            tokenizer=tokenizer,
-            vocab_size=None,
-            key=found.key,
-            check_tokenizer=False,
-            on_bad_row=bad.append,
+            sources, tokenizer=tokenizer, vocab_size=None, key=found.key, check_tokenizer=False, on_bad_row=bad.append
         )
         used += [name for each in sources if each.path is not None and (name := prepared_with(each.path)) is not None]
         units = ["bytes" if name == "bytes" else f"tokens of {name}" for name in dict.fromkeys(used)]

@@ -25,10 +25,7 @@ from lengthwise.config import (
     RunConfig,
 )
 from lengthwise.core.errors import Collector, ConfigError, DataError
-from lengthwise.cost import (
-    Cost,
-    shape_from_config,
-)
+from lengthwise.cost import Cost, shape_from_config
 from lengthwise.cost.measured import cost_from_measurements
 from lengthwise.data import Batches, Dataset, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.engine.activations import check_offload
@@ -203,12 +200,7 @@ def _measured_cost(
     known = ranks > 1 and not gpus and world_from_environment() is None
     threads = threads_of_each(ranks) if known else None
     return cost_from_measurements(
-        config.measurements,
-        shape,
-        precision=config.precision,
-        threads=threads,
-        adapters=adapters,
-        on_gpus=gpus > 0,
+        config.measurements, shape, precision=config.precision, threads=threads, adapters=adapters, on_gpus=gpus > 0
     )
 
 

@@ -96,11 +96,7 @@ def _build(config: RunConfig) -> tuple[Any, FlatParameters]:
     source = find_model(config.model, weights=config.weights)
     model: Any = build_adapted(source, config.lora, seed=config.seed)
     parameters = FlatParameters(
-        model,
-        SoloTransport(),
-        dtype=DTYPES[config.precision],
-        device=torch.device("cpu"),
-        layers=wrapped_layers(model),
+        model, SoloTransport(), dtype=DTYPES[config.precision], device=torch.device("cpu"), layers=wrapped_layers(model)
     )
     return model, parameters
 

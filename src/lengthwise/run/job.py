@@ -11,21 +11,12 @@ import numpy as np
 from lengthwise.config import MEASURE_AT_START, RunConfig
 from lengthwise.core.measurements import Precision
 from lengthwise.core.plan import Plan
-from lengthwise.cost import (
-    DTYPE_BYTES,
-    Cost,
-    hardware_of_gpu,
-    logits_at_once,
-    shape_from_config,
-)
+from lengthwise.cost import DTYPE_BYTES, Cost, hardware_of_gpu, logits_at_once, shape_from_config
 from lengthwise.cost.measured import base_cost
 from lengthwise.data import Batches, Dataset, Tokenizer
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.schedule import warmup_steps
-from lengthwise.models import (
-    Computing,
-    ModelSource,
-)
+from lengthwise.models import Computing, ModelSource
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.program import refuse_unsupported
@@ -102,7 +93,7 @@ class Job:
     @property
     def precision(self) -> Precision:
         """What the run computes in."""
-        assert self.config.precision != "auto", "run.defaults fills it in"
+        assert self.config.precision != "auto", "run.checks fills it in"
         return self.config.precision
 
     @property
@@ -245,8 +236,5 @@ class Job:
 def computing_of(config: RunConfig) -> Computing:
     """Return how a run file asks the model to compute."""
     return Computing(
-        attention=config.attention,
-        compile=config.compile,
-        fused_layers=config.fused_layers,
-        experts=config.experts,
+        attention=config.attention, compile=config.compile, fused_layers=config.fused_layers, experts=config.experts
     )

@@ -146,12 +146,7 @@ def _tokens(given: int | str) -> int:
 
 
 def shard_of(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    transport: Transport,
-    settings: SessionSettings,
-    *,
-    local_ranks: int,
+    model: nn.Module, optimizer: Optimizer | None, transport: Transport, settings: SessionSettings, *, local_ranks: int
 ) -> tuple[str, int]:
     """Return how the parameters of a model lie over the ranks, and how many neighbouring ranks share them. Collective.
 
@@ -182,11 +177,7 @@ def shard_of(
 
 
 def _chosen(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    transport: Transport,
-    settings: SessionSettings,
-    node: int | None,
+    model: nn.Module, optimizer: Optimizer | None, transport: Transport, settings: SessionSettings, node: int | None
 ) -> str:
     """Return the layout that what is free allows, and say why. Collective."""
     config: Any = model.config
