@@ -183,7 +183,6 @@ class MeshChoices:
         return planning.options(**({"mode": "pipeline", "stages": stages} if is_pipeline else {}))
 
     def _devices(self) -> int:
-        """Return how many there are in all."""
         refuse_but_one("simulate", {"--ranks": self.ranks is not None, "--gpus": self.gpus is not None})
         of_rank = (self.tp or 1) * (self.pp or 1)
         if self.ranks is not None:

@@ -252,7 +252,6 @@ _HIGH_RATE = 1e-4  # for the whole of a model that was trained before
 
 
 def _update(job: Job) -> str:
-    """Say how a step updates the parameters."""
     optimizer, warmup = job.config.optimizer, job.warmup_steps
     high = job.model.weights and job.config.lora is None and (optimizer.lr or 0.0) > _HIGH_RATE
     said = f"{counted(warmup, 'step')} of warm-up" if warmup else "no warm-up"

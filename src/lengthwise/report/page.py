@@ -140,7 +140,6 @@ def _spans(row: Row, rank: int, most: float) -> list[Span]:
 
 
 def _details(found: Sequence[Best], verdict: str, remarks: Sequence[str]) -> str:
-    """Write planners in detail, one column each."""
     tables = "".join(
         f"<h3>{escape(title)}</h3>{html_table(list(zip(COLUMNS, *result_rows(each), strict=True)), wraps=True)}"
         for title, each in tables_of(found)

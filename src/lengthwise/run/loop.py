@@ -179,7 +179,6 @@ class _Loop:
         return metrics, following
 
     def _update(self, lr: float) -> None:
-        """Clip, update and publish. Collective."""
         rank, limit = self._rank, self._rank.job.config.optimizer.max_grad_norm
         fault("update", rank.rank, self._runner.steps)
         with reporting_update(self._transport):

@@ -222,7 +222,6 @@ def states_an_entry(optimizer: Optimizer) -> int:
 
 
 def _offload_of(model: nn.Module, offload: Mapping[str, Any] | None, device: torch.device) -> OffloadConfig | None:
-    """Return the section `offload`, if one is given."""
     if offload is None:
         return None
     values = dict(offload)
