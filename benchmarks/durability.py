@@ -39,8 +39,7 @@ import torch
 import lengthwise
 from lengthwise.core.faults import VARIABLE
 from lengthwise.run import checkpoints as saving
-from lengthwise.run.callbacks import Callback
-from lengthwise.run.metrics import FinishedStep
+from lengthwise.run.callbacks import Callback, FinishedStep
 from pages import Findings, markdown, parse_options, verdict
 from trials import RANKS, STEPS, Failure, Trials, corrupt, hostile, kill, living_children, saved_runs, stop, write_run
 

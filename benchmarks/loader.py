@@ -44,7 +44,8 @@ from lengthwise.engine.step import run_plan
 from lengthwise.models import ModelSource, build_model
 from lengthwise.models.load import tiny_config
 from lengthwise.planner.service.process import PlannerProcess
-from lengthwise.run.job import Job, prepare_job
+from lengthwise.run.checks import prepare_job
+from lengthwise.run.job import Job
 from lengthwise.session.source import PlanAhead
 from pages import Findings, markdown, parse_options, verdict
 

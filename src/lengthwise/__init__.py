@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from lengthwise.planner import plan_step as plan
     from lengthwise.program import check_plan as check
     from lengthwise.run.api import train, verify
-    from lengthwise.run.callbacks import Callback
-    from lengthwise.run.metrics import TrainResult
+    from lengthwise.run.callbacks import Callback, TrainResult
     from lengthwise.run.start import Run
     from lengthwise.run.verify import VerifyReport
     from lengthwise.session import Session, StepResult

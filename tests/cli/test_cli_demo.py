@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 import lengthwise
-from lengthwise.cli import demo, demo_compare
+from lengthwise.cli import demo
 from lengthwise.config import load_config
 from lengthwise.core.errors import OutputError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data import Batches, ByteTokenizer, load_dataset
-from lengthwise.run.metrics import StepMetrics, TrainResult
+from lengthwise.run.callbacks import StepMetrics, TrainResult
 from lengthwise.run.verify import VerifyReport
 from run.small_runs import call, make_rows, write_model, write_run
 
@@ -76,22 +76,22 @@ def rows_of(seconds, losses):
 
 
 def test_demo_compares_the_steps_that_both_runs_made():
-    said = demo_compare.comparison_line(rows_of([1.0, 3.0, 100.0], [4.0, 2.0, 1.0]), rows_of([3.0, 3.0], [4.0, 2.2]))
+    said = demo.comparison_line(rows_of([1.0, 3.0, 100.0], [4.0, 2.0, 1.0]), rows_of([3.0, 3.0], [4.0, 2.2]))
     assert said == "losses of 2 steps agree to 9e-02: plans change the time, not the result"
 
 
 def test_demo_trains_the_first_steps_again_with_a_static_mesh(tmp_path):
     path = write_run(tmp_path, make_rows([30, 12, 5, 40, 8, 9]), capacity_tokens=24, steps=4)
     ours = lengthwise.train(path, ranks=2).folder
-    static = demo_compare.train_static(path, 2, ranks=2)
-    rows = [demo_compare.read_metrics(each) for each in (ours, static)]
+    static = demo.train_static(path, 2, ranks=2)
+    rows = [demo.read_metrics(each) for each in (ours, static)]
     assert [len(each) for each in rows] == [4, 2]
     assert rows[0][1]["loss"] == pytest.approx(rows[1][1]["loss"], rel=1e-12)
     assert "planner: static" in (static / "config.yaml").read_text()
 
 
 def test_demo_quotes_what_simulate_does_and_draws_both_on_one_scale():
-    told = list(demo_compare.simulated_lines([100, 500, 2000, 3000, 120_000, 400_000] * 100))
+    told = list(demo.simulated_lines([100, 500, 2000, 3000, 120_000, 400_000] * 100))
     assert "the longest 120000" in told[0]
     assert told[1].startswith("8 x h100, ")
     assert [line[:21].strip() for line in told[2].splitlines()[1:]] == [

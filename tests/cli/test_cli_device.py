@@ -72,13 +72,6 @@ def test_train_says_that_a_build_without_cuda_leaves_the_gpu_unused(tmp_path, mo
     assert "1 process on CPU, as this build of torch has no CUDA, though the machine has a GPU" in described[True]
 
 
-def test_device_of_an_unknown_kind_is_refused(tmp_path, capfd):
-    assert call("train", write_run(tmp_path, make_rows([5]), device="tpu")) == 2
-    err = capfd.readouterr().err
-    assert "device" in err
-    assert "tpu" in err
-
-
 @pytest.mark.parametrize(
     ("device", "ranks", "gpus", "expected"),
     [("auto", None, 3, (3, 3)), ("auto", 2, 1, (2, 1)), ("cpu", None, 3, (1, 0)), ("auto", None, 0, (1, 0))],
@@ -107,13 +100,6 @@ def test_train_says_device_kernel_and_transfers_with_reasons(tmp_path, capfd):
     assert "2 processes on CPU" in out
     assert out.count("transfers: gloo; because the run computes on the CPU\n") == 1
     assert out.count("attention kernel: torch flash attention for CPU; because the run computes on the CPU\n") == 1
-
-
-def test_verify_says_kernel_and_transfers(tmp_path, capfd):
-    assert call("verify", write_run(tmp_path, make_rows([30, 5])), "--ranks", 2) == 0
-    out = capfd.readouterr().out
-    assert "transfers: gloo" in out
-    assert "attention kernel: " in out
 
 
 def test_environment_gets_expandable_segments_unless_the_user_has_set_it():

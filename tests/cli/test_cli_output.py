@@ -14,11 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from lengthwise.cli import step_lines
+from lengthwise.cli import train
 from lengthwise.cli.output import refuse_unwritable_file, write_atomically
-from lengthwise.cli.step_lines import StepLines
+from lengthwise.cli.train import StepLines
 from lengthwise.core.errors import OutputError
-from run.small_runs import Command, call, make_rows, read_lines, write_run
+from run.small_runs import Command, make_rows, read_lines, write_run
 
 
 @pytest.mark.parametrize("path", ["/dev/null", "/dev/stdout", "/dev/fd/1", "/dev/new", "/proc/self/fd/1"])
@@ -97,7 +97,7 @@ def test_step_lines_are_wrapped_where_a_line_does_not_fit(width):
 
 def test_step_lines_tell_the_time_left_by_all_that_passed_since_the_step_before(monkeypatch):
     now = iter([100.0, 130.0, 140.0])
-    monkeypatch.setattr(step_lines.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(train.time, "monotonic", lambda: next(now))
     lines = StepLines()
     said = [lines.of(finished(step, 10, step_seconds=2.0), None).rpartition("eta ")[2] for step in (1, 2, 3)]
     assert said == ["0:18", "2:08", "1:38"]  # 9 x 2 s, 8 x (2 + 30) / 2 s, 7 x (2 + 30 + 10) / 3 s
@@ -126,13 +126,6 @@ def test_train_shows_every_step_whole_on_a_terminal(tmp_path, columns):
         assert f"{row['grad_norm']:.3g}" in said
         assert "eta " in said
         assert max(map(len, lines[first : first + 2])) <= columns
-
-
-def test_train_writes_plain_lines_to_a_pipe(tmp_path, capfd):
-    path = write_run(tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40)
-    assert call("train", path) == 0
-    (first,) = [line for line in capfd.readouterr().out.split("\n") if line.startswith("step 1/3")]
-    assert all(f" {name}" in first for name in ("loss ", "lr ", "grad ", "tok/s", "eta "))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device here")

@@ -62,6 +62,7 @@ def test_plan_of_lengths_and_of_a_recipe(tmp_path, capsys):
 def test_plan_wants_one_of_config_and_lengths(tmp_path, capfd, lengths):
     run = write_run(tmp_path, make_rows([3]), model="tiny")
     rest = ("--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
+    assert "--capacity" in refused(capfd, "--lengths", lengths, "--ranks", 2, "--out", tmp_path / "plan.json")
     assert "got neither" in refused(capfd, *rest)
     assert "got both" in refused(capfd, "--lengths", lengths, "--config", run, *rest)
     assert not (tmp_path / "plan.json").exists()
@@ -89,10 +90,6 @@ def test_plan_refuses_numbers_below_one(tmp_path, capfd, lengths, source, key, v
     err = refused(capfd, f"--{source}", path, *keys, "--out", tmp_path / "plan.json")
     assert key in err
     assert f"got {value}" in err
-
-
-def test_plan_needs_a_capacity_with_lengths(tmp_path, capfd, lengths):
-    assert "--capacity" in refused(capfd, "--lengths", lengths, "--ranks", 2, "--out", tmp_path / "plan.json")
 
 
 def test_plan_names_a_sequence_that_no_rank_holds_and_what_would(tmp_path, capfd, lengths):
@@ -134,18 +131,13 @@ def test_plan_that_cannot_be_written_says_so_and_leaves_nothing_behind(tmp_path,
 def test_plan_file_may_be_read_by_others(tmp_path, lengths):
     """A plan is handed to a colleague or to another job: it has the mode that the umask gives, as any file."""
     out = tmp_path / "plan.json"
+    out.write_text("x" * 100_000)  # an older one, which is replaced whole
     before = os.umask(0o022)
     try:
         assert call("plan", "--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", out) == 0
     finally:
         os.umask(before)
     assert out.stat().st_mode & 0o777 == 0o644
-
-
-def test_plan_replaces_an_older_plan_whole(tmp_path, lengths):
-    out = tmp_path / "plan.json"
-    out.write_text("x" * 100_000)
-    assert call("plan", "--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", out) == 0
     assert read_plan(out).tokens == (5, 70, 9)
 
 

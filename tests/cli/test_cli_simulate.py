@@ -10,7 +10,7 @@ import pytest
 
 from cli.simulate_calls import OWN, SMALL, simulate
 from lengthwise import cost
-from lengthwise.cli.simulate_lengths import drawn_batch
+from lengthwise.cli.sources import drawn_batch
 
 
 def test_simulate_published_lengths_writes_json_traces_and_a_page(tmp_path, capsys) -> None:

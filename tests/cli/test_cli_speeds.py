@@ -2,7 +2,7 @@
 
 import pytest
 
-from lengthwise.cli.speeds import parse_speeds
+from lengthwise.cli.options import parse_speeds
 from lengthwise.core.errors import ConfigError
 
 

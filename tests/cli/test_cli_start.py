@@ -1,10 +1,8 @@
 """Starting a run: what is refused and how it is told, where the output may go, torchrun, pipes and narrow terminals."""
 
-import contextlib
 import ctypes
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -14,18 +12,7 @@ import pytest
 from transformers import GPT2Config, OPTConfig
 
 from lengthwise import __version__
-from run.small_runs import (
-    VOCAB,
-    Command,
-    call,
-    count_lines,
-    losses,
-    make_rows,
-    steps_of,
-    train,
-    write_model,
-    write_run,
-)
+from run.small_runs import VOCAB, Command, call, count_lines, losses, make_rows, steps_of, train, write_model, write_run
 from tiers import more
 
 
@@ -160,12 +147,9 @@ def test_an_unknown_option_names_the_nearest_of_this_verb_alone(tmp_path, capfd)
     assert len(told.splitlines()) <= 10
 
 
-def test_start_refuses_a_run_file_that_is_not_there(tmp_path, capfd):
+def test_start_refuses_bad_usage_with_status_2(tmp_path, capfd):
     for verb in (("train",), ("verify",), ("plan", "--ranks", 1, "--out", tmp_path / "p.json", "--config")):
         assert "nowhere.yaml" in refused(capfd, *verb, tmp_path / "nowhere.yaml")
-
-
-def test_start_refuses_bad_usage_with_status_2(capfd):
     assert "--rankz" in refused(capfd, "train", "run.yaml", "--rankz", 3)
     assert "trian" in refused(capfd, "trian")
 
@@ -306,29 +290,6 @@ def test_command_whose_reader_went_away_ends_without_a_traceback(tmp_path):
     assert done.stdout.count("\n") == 1
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
-
-
-@pytest.mark.parametrize("ranks", [more(1), 2])
-def test_train_cuts_no_step_on_a_narrow_terminal(tmp_path, ranks):
-    path = write_run(tmp_path, make_rows([5, 6]), steps=6, eval={"data": [{"path": "train.jsonl"}], "every_steps": 6})
-    ours, theirs = pty.openpty()
-    command = Command("train", path, "--ranks", ranks, stdout=theirs, COLUMNS="40")
-    os.close(theirs)
-    seen = b""
-    with contextlib.suppress(OSError):  # EIO: the terminal's last writer is gone
-        while chunk := os.read(ours, 4096):
-            seen += chunk
-    os.close(ours)
-    assert command.finish()[0] == 0
-    text = seen.decode().replace("\r\n", "\n").replace("\r\x1b[K", "")
-    assert "\r" not in text
-    shown = text[text.index("\nstep 1/6") + 1 : text.index("\nevaluation after step 6")].split("\n")
-    assert max(map(len, shown)) <= 40
-    assert [line for line in shown if line.startswith("step ")] == [
-        line for number in range(1, 7) for line in shown if line.startswith(f"step {number}/6 loss ")
-    ]
-    assert sum("eta " in line for line in shown) == 6
-    assert "\ndone " in text
 
 
 def test_train_with_an_ascii_terminal_does_not_crash(tmp_path):

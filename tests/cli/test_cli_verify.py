@@ -47,6 +47,8 @@ def test_verify_passes(run_file, capsys, precision, ranks):
     assert {"fp64": "tolerance 1e-12", "fp32": "tolerance 1e-05", "bf16": by_rounding}[precision] in out
     assert (", plain bf16 " in out) == (precision == "bf16")
     assert "exercised: rings of " in out
+    assert "transfers: gloo" in out
+    assert "attention kernel: " in out
 
 
 def test_verify_passes_alone_and_leaves_no_output(run_file, capsys):
@@ -196,19 +198,17 @@ def test_verify_refuses_a_plan_that_does_not_fit(run_file, capfd, change, said):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("text", some([b"", b"{", b"[]", b'{"schema": "lengthwise.plan/1"}', b"\xed\xa0\x80"], 0, 3))
+@pytest.mark.parametrize(
+    "text", some([None, b"", b"{", b"[]", b'{"schema": "lengthwise.plan/1"}', b"\xed\xa0\x80"], 0, 4)
+)
 def test_verify_refuses_a_broken_plan_file(run_file, capfd, text):
     path = run_file.parent / "broken.json"
-    path.write_bytes(text)
+    if text is not None:  # else it is not there
+        path.write_bytes(text)
     assert full(run_file, "--ranks", 2, "--plan", path) == 2
     err = capfd.readouterr().err
     assert "broken.json" in err
     assert "Traceback" not in err
-
-
-def test_verify_refuses_a_plan_file_that_is_not_there(run_file, capfd):
-    assert full(run_file, "--ranks", 2, "--plan", run_file.parent / "nowhere.json") == 2
-    assert "nowhere.json" in capfd.readouterr().err
 
 
 def merge_that_averages(out, lse, block_out, block_lse):
@@ -471,14 +471,6 @@ def test_verify_floors_differences_by_the_median_norm():
     found = verify.gradient_differences(gradients, expected)
     assert found["a"] == found["b"] == 0
     assert found["c"] == pytest.approx(2e-9 / (1e-3 * 2))
-
-
-def test_verify_refuses_dropout_by_name(tmp_path, capfd):
-    path = write_run(tmp_path, make_rows([5, 6]))
-    config = tmp_path / "model/config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "attention_dropout": 0.1}))
-    assert full(path, "--ranks", 2) == 2
-    assert "attention_dropout" in capfd.readouterr().err
 
 
 def test_verify_refuses_an_attention_argument_it_does_not_know(run_file, capfd, monkeypatch):

@@ -85,7 +85,7 @@ def test_a_run_trains_on_the_same_steps_from_the_cache(tmp_path, monkeypatch, wh
     monkeypatch.setenv(VARIABLE, "off")
     lengthwise.train(tmp_path / "off.yaml", ranks=2)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr("lengthwise.run.job.data_cache", lambda *_args: cache_in(tmp_path / "cache", vocab_size=64))
+    monkeypatch.setattr("lengthwise.run.checks.data_cache", lambda *_args: cache_in(tmp_path / "cache", vocab_size=64))
     lengthwise.train(tmp_path / "on.yaml", ranks=2)
     assert len(entries(tmp_path / "cache")) == 2
     assert steps_of(tmp_path / "on") == steps_of(tmp_path / "off")

@@ -12,7 +12,7 @@ from lengthwise.config import build_config
 from lengthwise.core.errors import ConfigError
 from lengthwise.models import Computing, computing
 from lengthwise.run import pricing
-from lengthwise.run.job import prepare_job
+from lengthwise.run.checks import prepare_job
 from run.small_runs import call, losses, make_rows, relative, train, write_run
 from tiers import more
 

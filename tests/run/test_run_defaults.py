@@ -3,7 +3,7 @@
 import pytest
 
 from lengthwise.config import load_config
-from lengthwise.run.defaults import settle
+from lengthwise.run.checks import settle
 from run.small_runs import call, make_rows, write_model, write_run
 
 

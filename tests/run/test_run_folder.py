@@ -22,8 +22,8 @@ from lengthwise.core.errors import LengthwiseError, OutputError
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.run import export, folder, launch, loop, setup, writes
+from lengthwise.run.callbacks import EvalMetrics, FinishedStep, StepMetrics
 from lengthwise.run.folder import RunFolder
-from lengthwise.run.metrics import EvalMetrics, FinishedStep, StepMetrics
 from lengthwise.run.writes import MOST_FAILURES
 from run.small_runs import Command, FailsAfter, call, count_lines, make_rows, write_run
 from tiers import more, some

@@ -9,7 +9,7 @@ import torch
 from lengthwise.config import build_config
 from lengthwise.profiler.place import device_bytes, first_gpu_name
 from lengthwise.run import job as jobs
-from lengthwise.run.job import prepare_job
+from lengthwise.run.checks import prepare_job
 from run.small_runs import make_rows, write_run
 
 

@@ -12,7 +12,7 @@ from lengthwise.config import load_config
 from lengthwise.cost import shape_from_config
 from lengthwise.cost.measured import base_cost, read_measurements
 from lengthwise.run import building, pricing
-from lengthwise.run.job import prepare_job
+from lengthwise.run.checks import prepare_job
 from run.small_runs import (
     DTYPES,
     call,

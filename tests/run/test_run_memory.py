@@ -15,9 +15,9 @@ from lengthwise.engine import objective
 from lengthwise.engine import step as work
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import DTYPES, build_model
-from lengthwise.run import building, warmup
-from lengthwise.run.job import prepare_job
-from lengthwise.run.warmup import check_memory, largest_pack
+from lengthwise.run import building, capacity
+from lengthwise.run.capacity import check_memory, largest_pack
+from lengthwise.run.checks import prepare_job
 from run.small_runs import VOCAB, call, losses, make_rows, train, write_run
 from tiers import more
 
@@ -64,7 +64,7 @@ def test_memory_check_runs_the_most_sequences_too(tmp_path, monkeypatch):
     job, seen = job_of(tmp_path, [20, 3, 4, 2, 5, 1], capacity_tokens=12), []
     run = work.run_plan
     monkeypatch.setattr(
-        warmup, "run_plan", lambda model, plan, *a, **k: seen.append(plan.tokens) or run(model, plan, *a, **k)
+        capacity, "run_plan", lambda model, plan, *a, **k: seen.append(plan.tokens) or run(model, plan, *a, **k)
     )
     model = build_model(job.model, seed=0)
     said = check_memory(model, FlatParameters(model, SoloTransport(), dtype=torch.float64), job, FlashCpuKernel())
@@ -80,7 +80,7 @@ def test_memory_check_runs_forward_and_backward_of_the_whole_pack(tmp_path, monk
         seen.append((plan.tokens, any(p.grad.any() for p in model.parameters())))
         return done
 
-    monkeypatch.setattr(warmup, "run_plan", watched)
+    monkeypatch.setattr(capacity, "run_plan", watched)
     model = build_model(job.model, seed=0)
     check_memory(model, FlatParameters(model, SoloTransport(), dtype=torch.float64), job, FlashCpuKernel())
     assert seen == [((30, 2), True)]

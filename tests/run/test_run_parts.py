@@ -11,8 +11,8 @@ from testing import make_plan
 from lengthwise.comm import World
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.run import loop
+from lengthwise.run.callbacks import StepMetrics
 from lengthwise.run.launch import StatusBoard, StopRequest
-from lengthwise.run.metrics import StepMetrics
 from lengthwise.run.verify import VerifyReport
 
 

@@ -14,7 +14,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.cost.measured import read_measurements
 from lengthwise.engine import step
 from lengthwise.run import pricing
-from lengthwise.run.job import prepare_job
+from lengthwise.run.checks import prepare_job
 from lengthwise.run.launch import threads_of_each
 from run.small_runs import METRIC_KEYS, call, losses, make_rows, read_lines, train, write_run
 

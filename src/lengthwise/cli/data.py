@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +13,7 @@ import tyro
 
 from lengthwise.cli.options import PlanChoices, named_alike
 from lengthwise.cli.output import plain_console, refuse_unwritable_file, write_atomically
-from lengthwise.cli.sources import asked_sources, is_run_file
+from lengthwise.cli.sources import KnownLengths, asked_sources, is_run_file
 from lengthwise.core.errors import Collector, ConfigError, DataError, printable
 from lengthwise.core.names import counted
 from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
@@ -86,12 +86,7 @@ class Data:
             return load_tokenizer(found.tokenizer)
 
         dataset = load_dataset(
-            sources,
-            tokenizer=tokenizer,
-            vocab_size=None,
-            key=found.key,
-            check_tokenizer=False,
-            on_bad_row=bad.append,
+            sources, tokenizer=tokenizer, vocab_size=None, key=found.key, check_tokenizer=False, on_bad_row=bad.append
         )
         used += [name for each in sources if each.path is not None and (name := prepared_with(each.path)) is not None]
         units = ["bytes" if name == "bytes" else f"tokens of {name}" for name in dict.fromkeys(used)]
@@ -176,9 +171,6 @@ class Data:
 
     def _simulated(self, asked: Asked, facts: Survey, units: list[str]) -> str:
         """Simulate one step and say what it takes, and what it takes with other planners."""
-        from dataclasses import replace
-
-        from lengthwise.cli.simulate_lengths import KnownLengths
         from lengthwise.report.simulation import closing_sentences
 
         assert asked.meshes is not None, "asked for"

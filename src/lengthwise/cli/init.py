@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from lengthwise.cli.options import named_alike
-from lengthwise.cli.simulate_lengths import KnownLengths, lengths_of_data, refuse_data
+from lengthwise.cli.sources import KnownLengths, lengths_of_data, refuse_data
 from lengthwise.core.errors import Collector, ConfigError, DataError, LengthwiseError, Problems
 from lengthwise.core.names import NO_TEMPLATE, counted
 from lengthwise.core.sizes import read_whole

@@ -1,21 +1,23 @@
-"""What `plan` and `simulate` take alike, and what they refuse: options that exclude or do nothing beside another."""
+"""What `plan` and `simulate` take alike, speeds as a user types them, and options that exclude one another."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from lengthwise.core.errors import ConfigError, raise_problems
+from lengthwise.core.files import read_json
 from lengthwise.core.names import unknown_name
 from lengthwise.core.plan import RECOMPUTE_KINDS
 
 if TYPE_CHECKING:
     from lengthwise.planner import PlanOptions
 
-
+_MOST_SPEEDS = 2**20  # ranks in a run of equal ones
 _OFF = "(default: off; of simulate --mesh best: auto)"
 
 
@@ -79,3 +81,38 @@ def refuse_recompute(recompute: str | None, capacity: object) -> None:
     if recompute == "auto":
         expected = "nothing beside --recompute auto: every kind has its own"
         refuse_beside({"--capacity": capacity}, expected, "Leave out one of them.")
+
+
+def parse_speeds(text: str, where: str = "--speeds") -> list[float]:
+    """Read speeds as a user types them: `1,1,0.5`, runs like `8x1.0,8x0.6`, or the name of a JSON file with a list.
+
+    Raises:
+        ConfigError: an entry that is neither a number nor a run of one, or a file without a list of speeds.
+    """
+    from lengthwise.planner.problem.speeds import refuse_speeds
+
+    if text.endswith(".json"):
+        return _speeds_of_file(Path(text))
+    speeds: list[float] = []
+    for number, entry in enumerate(text.split(",")):
+        count, _, speed = entry.strip().rpartition("x") if "x" in entry else ("1", "", entry)
+        try:
+            if not 0 < int(count) <= _MOST_SPEEDS:
+                raise ValueError(count)
+            speeds += [float(speed)] * int(count)
+        except ValueError:
+            expected = "a speed, or COUNTxSPEED for neighbouring ranks, as in 8x1.0,8x0.6"
+            raise refuse_speeds(f"{where}: entry {number + 1}", expected, repr(entry)) from None
+    return speeds
+
+
+def _speeds_of_file(path: Path) -> list[float]:
+    from lengthwise.planner.problem.speeds import refuse_speeds
+
+    try:
+        speeds = read_json(path)
+    except ValueError as error:
+        raise refuse_speeds(str(path), "a JSON list of speeds", str(error)) from None
+    if not isinstance(speeds, list):
+        raise refuse_speeds(str(path), "a JSON list of speeds", type(speeds).__name__)
+    return speeds

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import tempfile
 from pathlib import Path
 
 from rich.console import Console
 
 from lengthwise.core.errors import OutputError
+from lengthwise.core.files import replace_file
 
 
 def plain_console() -> Console:
@@ -54,15 +53,9 @@ def write_atomically(path: Path, text: str) -> None:
     """
     path = path.resolve()  # what a link names is written, and the link stays
     refuse_unwritable_file(path)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    except BaseException as error:  # the half file goes, after Ctrl-C too
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        if not isinstance(error, OSError):
-            raise
+        replace_file(path, text)
+    except OSError as error:
         got = error.strerror or str(error)
         raise OutputError(str(path), expected="a file to write", got=got, remedy="Choose another --out.") from None

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from lengthwise.cli.options import PlanChoices, named_alike, refuse_beside, refuse_but_one, refuse_recompute
+from lengthwise.cli.options import (
+    PlanChoices,
+    named_alike,
+    parse_speeds,
+    refuse_beside,
+    refuse_but_one,
+    refuse_recompute,
+)
 from lengthwise.cli.output import plain_console, refuse_unwritable_file, write_atomically
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.names import counted
@@ -143,7 +150,6 @@ class PlanCommand:
 
     def _read(self) -> Asked:
         """Read all of the command line but the lengths of a run file's data; raise all that is wrong with it."""
-        from lengthwise.cli.speeds import parse_speeds
         from lengthwise.data.recipes import lengths_from_file
 
         problems = Collector()

@@ -1,9 +1,15 @@
-"""`lengthwise simulate`: what steps would take on machines that one does not have. Needs no torch and no GPU."""
+"""`lengthwise simulate`: what steps would take on machines that one does not have. Needs no torch and no GPU.
+
+A second run into the same folder takes the place of the first: traces of planners that are no longer in it go, because
+a reader could not tell them from those of this run. What an earlier run wrote is known from its simulation.json; files
+of these names without one are not ours, and the run is refused.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,17 +18,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from lengthwise.cli.options import PlanChoices, named_alike, refuse_beside, refuse_but_one
-from lengthwise.cli.output import plain_console
-from lengthwise.cli.simulate_details import USUAL, Details, compare_in_detail
-from lengthwise.cli.simulate_lengths import KnownLengths, lengths_of_data, listed_lengths, refuse_data
+from lengthwise.cli.output import plain_console, refuse_unwritable, write_atomically
 from lengthwise.cli.simulate_meshes import MeshChoices, Meshes
-from lengthwise.core.errors import Collector, ConfigError, raise_problems
+from lengthwise.cli.sources import KnownLengths, lengths_of_data, listed_lengths, refuse_data
+from lengthwise.core.errors import Collector, ConfigError, OutputError, raise_problems
+from lengthwise.core.files import read_json
 from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.sizes import parse_tokens, read_whole
 
 if TYPE_CHECKING:
-    from lengthwise.simulator import Answer
+    from lengthwise.simulator import Answer, Best
 
+_FIGURES, _PAGE = "simulation.json", "report.html"
+_USUAL = ("packed-dp", "static", "single-degree", "power-of-two", "bytescale", "lengthwise")
 _TOKENS_A_DEVICE = 128 * 1024  # of a step whose size is not given
 _NAMES = named_alike("mode virtual offload heads recompute kernel hardware model tokenizer capacity ranks data") | {
     "planner": "--planners",
@@ -102,10 +110,9 @@ class Simulate:
 
     def run(self) -> int:
         """Run the command; return the exit status."""
-        from lengthwise.cli.simulate_files import write_simulation
         from lengthwise.report.answer import answer_json, answer_notes, answer_sentence, answer_table
         from lengthwise.report.page import simulation_page
-        from lengthwise.report.simulation import simulation_json
+        from lengthwise.report.simulation import closing_sentences, remarks, simulation_json, simulation_tables
         from lengthwise.report.tables import wrapped
 
         asked = self._read()
@@ -117,29 +124,27 @@ class Simulate:
         sentence, notes = answer_sentence(found, known.unit), answer_notes(found)
         about = self._about(meshes, batches, known)
         width = console.width if console.is_terminal else None
-        for part in (
-            wrapped(sentence, width),
-            "",
-            answer_table(found),
-            "",
-            *(wrapped(each, width) for each in (about, *notes)),
-        ):
+        lines = (wrapped(each, width) for each in (about, *notes))
+        for part in (wrapped(sentence, width), "", answer_table(found), "", *lines):
             console.print(part)
-        details = Details()
+        best, said, verdict = list["Best"](), list[str](), ""
         if planners:
-            names, ranks = self.names(), self.trace_ranks
-            details = compare_in_detail(meshes, planners, batches, unit=known.unit, names=names, trace_ranks=ranks)
-            for part in ("", *details.tables, *details.remarks, details.sentences):
+            best, question = meshes.compare(planners, batches), meshes.question
+            room, may_train = question.hardware.device_bytes, question.trained_today() is not None
+            said = remarks(best, device_bytes=room, names=self.names(), may_train=may_train)
+            devices = f"{counted(question.devices, 'device')} of {question.hardware.name}"
+            absent, is_one = [name for name in _USUAL if name not in planners], meshes.same is not None
+            verdict = closing_sentences(best, devices, one_mesh=is_one, not_compared=absent, unit=known.unit)
+            for part in ("", *simulation_tables(best), *said, verdict):
                 console.print(part)
         if self.out is not None:
             facts = {"about": about, "answer": answer_json(found, sentence), **self._facts(meshes, batches, known)}
-            figures = json.dumps(simulation_json(details.found, facts), indent=1) + "\n"
+            figures = json.dumps(simulation_json(best, facts), indent=1) + "\n"
             page = simulation_page(
-                found, batches, about=about, sentence=sentence, notes=notes,
-                details=details.found, verdict=details.sentences, remarks=details.remarks,
-            )  # fmt: skip
-            write_simulation(self.out, figures, page, details.traces)
-            console.print(f"written to {self.out}: simulation.json, report.html{', trace-*.json' * bool(planners)}")
+                found, batches, about=about, sentence=sentence, notes=notes, details=best, verdict=verdict, remarks=said
+            )
+            _write_simulation(self.out, figures, page, self._traces(best) if best else {})
+            console.print(f"written to {self.out}: {_FIGURES}, {_PAGE}{', trace-*.json' * bool(planners)}")
         elif not planners:
             console.print(
                 "More: --details compares planners on one engine, where fixed groups of ranks attend as ours do, too;\n"
@@ -172,6 +177,21 @@ class Simulate:
         with showing("comparing FSDP2 and Lengthwise, each at its best settings", sys.stderr):
             return answer(batches, question)
 
+    def _traces(self, found: Sequence[Best]) -> dict[str, str]:
+        from lengthwise.report.simulation import shown_of
+        from lengthwise.simulator import chrome_trace
+
+        most = self.trace_ranks
+        return {
+            each.planner: chrome_trace(
+                each.result.first_plan,
+                each.result.first,
+                ranks_per_node=each.setting.cost.ranks_per_node,
+                most_ranks=most,
+            )
+            for each in shown_of(found)
+        }
+
     def names(self) -> dict[str, str]:
         """Map names of the library to what the user typed for them."""
         from lengthwise.data.recipes import RECIPES
@@ -191,13 +211,12 @@ class Simulate:
 
     def _read(self) -> Asked:
         """Read all of the command line but the data; raise all that is wrong with it."""
-        from lengthwise.cli.simulate_files import refuse_others_files
         from lengthwise.simulator import LOADERS
 
         problems = Collector()
         attempt = problems.attempt
         if self.out is not None:
-            attempt(partial(refuse_others_files, self.out))
+            attempt(partial(_refuse_others_files, self.out))
         if self.lora is not None:
             attempt(partial(read_whole, "--lora", self.lora))
             if self.is_detailed:
@@ -241,7 +260,7 @@ class Simulate:
         from lengthwise.planner.registry import optional_planners, unknown_planner
 
         if self.planners is None:
-            return [*USUAL[:-1], *optional_planners(), USUAL[-1]]
+            return [*_USUAL[:-1], *optional_planners(), _USUAL[-1]]
         names = [name.strip() for name in self.planners.split(",") if name.strip()]
         raise_problems([error for name in names if (error := unknown_planner("--planners", name)) is not None])
         if not names or len(set(names)) < len(names):
@@ -305,3 +324,58 @@ class Simulate:
             "longest_tokens": max(map(max, batches)),
             "loader": self.loader,
         }
+
+
+def _refuse_others_files(folder: Path) -> None:
+    """Raise OutputError for a folder that cannot be written, or where files of our names are not of a simulation."""
+    refuse_unwritable(folder)
+    ours = {_FIGURES, _PAGE, *map(_trace_name, _known_planners())}
+    there = sorted(name for name in ours if (folder / name).exists())
+    if there and _earlier_planners(folder) is None:
+        where, expected = str(folder), "an empty folder, or that of an earlier simulation, which is then replaced"
+        got = f"{', '.join(there)}, not written by a simulation"
+        raise OutputError(where, expected=expected, got=got, remedy="Choose another --out, or take them out of it.")
+
+
+def _write_simulation(folder: Path, figures: str, page: str, traces: Mapping[str, str]) -> None:
+    """Write all files of a simulation, `traces` by planner, in place of those of an earlier one.
+
+    Raises:
+        OutputError: one cannot be written, or an old one not be removed.
+    """
+    for planner in _earlier_planners(folder) or ():
+        if planner not in traces:
+            try:
+                (folder / _trace_name(planner)).unlink(missing_ok=True)
+            except OSError as error:
+                where = str(folder / _trace_name(planner))
+                expected, got = "leave to remove what an earlier simulation wrote", error.strerror or str(error)
+                raise OutputError(where, expected=expected, got=got, remedy="Choose another --out.") from None
+    for planner, trace in traces.items():
+        write_atomically(folder / _trace_name(planner), trace)
+    write_atomically(folder / _PAGE, page)
+    write_atomically(folder / _FIGURES, figures)  # last: it says which traces belong to it
+
+
+def _earlier_planners(folder: Path) -> list[str] | None:
+    """Name the planners of the simulation in a folder; None: there is none."""
+    from lengthwise.report.simulation import SCHEMA
+
+    try:
+        figures = read_json(folder / _FIGURES)
+    except ValueError:
+        return None
+    is_ours = isinstance(figures, dict) and figures.get("schema") == SCHEMA
+    planners = figures.get("planners") if is_ours else None
+    return [planner for planner in _known_planners() if planner in planners] if isinstance(planners, dict) else None
+
+
+def _trace_name(planner: str) -> str:
+    return f"trace-{planner}.json"
+
+
+def _known_planners() -> tuple[str, ...]:
+    """Name all that a simulation may have had, whose packages may be gone since."""
+    from lengthwise.planner.registry import OPTIONAL_PLANNERS, planner_names
+
+    return tuple(dict.fromkeys((*planner_names(), *OPTIONAL_PLANNERS)))

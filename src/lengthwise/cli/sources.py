@@ -1,18 +1,25 @@
-"""Data named on the command line: a run file's, or files and folders."""
+"""Data named on the command line: a run file's, files and folders; and the lengths that batches are drawn from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lengthwise.core.errors import Collector, ConfigError
+import numpy as np
+
+from lengthwise.core.errors import Collector, ConfigError, raise_problems
+from lengthwise.core.names import counted, unknown_name
+from lengthwise.core.sizes import parse_tokens
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
 _RUN_FILES = (".yaml", ".yml")
+_PUBLISHED_CONTEXT = "128K"
+_EMPTY = ("error", "skip")
+_MOST_SEQUENCES = 2**22  # of a batch: short lengths and the batch of a large cluster would take all memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,3 +77,121 @@ def asked_sources(
     sources = tuple(DataSource.model_validate({"path": path.absolute(), **limits}) for path in inputs)
     local = str(Path(tokenizer).absolute()) if Path(tokenizer).is_dir() else tokenizer
     return NamedSources(sources=sources, tokenizer=local, key="FILE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownLengths:
+    """Lengths to draw batches from, in tokens, and how they were counted.
+
+    `unit` is what one token stands for: "tokens", "bytes" of texts that no tokenizer has seen, or "tokens of NAME".
+    `left_out` counts the rows that were skipped, by reason. `recipe`: a published set, drawn anew for each batch.
+    """
+
+    name: str
+    recipe: str | None = None
+    lengths: Sequence[int] = ()
+    unit: str = "tokens"
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def note(self) -> str:
+        """What a reader of the figures must know of how these lengths were counted; empty: nothing."""
+        notes = [f"{counted(number, 'row')} left out ({reason})" for reason, number in self.left_out.items()]
+        if "bytes" in self.unit.split(" and "):
+            notes.append(
+                "texts counted in bytes, not tokens (English has 4 to 5 bytes a token): --tokenizer counts real tokens"
+            )
+        return "; ".join(notes)
+
+    def batches(self, wanted_tokens: int, number: int, context_tokens: int | None) -> tuple[list[list[int]], int]:
+        """Draw so many batches, each with its own seed; return them and the context, the longest that there may be.
+
+        Raises:
+            ConfigError: a context below the longest of one's own lengths, or batches of too many of them.
+            Problems: both.
+        """
+        from lengthwise.data.recipes import draw_lengths
+
+        if self.recipe is not None:
+            context = context_tokens or parse_tokens(_PUBLISHED_CONTEXT, "--context")
+            self._refuse_many(wanted_tokens // context, wanted_tokens)
+            return [draw_lengths(self.recipe, wanted_tokens, seed, context) for seed in range(number)], context
+        longest = max(self.lengths)
+        problems: list[ConfigError] = []
+        if context_tokens is not None and longest > context_tokens:
+            expected, remedy = f"at least the longest sequence, {longest}", "Raise it."
+            problems.append(ConfigError("--context", expected=expected, got=str(context_tokens), remedy=remedy))
+        try:
+            self._refuse_many(round(wanted_tokens * len(self.lengths) / sum(self.lengths)), wanted_tokens)
+        except ConfigError as error:
+            problems.append(error)
+        raise_problems(problems)
+        return [drawn_batch(self.lengths, wanted_tokens, seed) for seed in range(number)], context_tokens or longest
+
+    def _refuse_many(self, sequences: int, wanted_tokens: int) -> None:
+        if sequences > _MOST_SEQUENCES:
+            expected = f"a batch of at most {_MOST_SEQUENCES:,} sequences"
+            got = f"{wanted_tokens:,} tokens, about {sequences:,}"
+            raise ConfigError("--batch-tokens", expected=expected, got=got, remedy="Lower it.")
+
+
+def listed_lengths(name: str) -> KnownLengths:
+    """Take what --lengths names: a published set, or a JSON file.
+
+    Raises:
+        ConfigError: an unknown name.
+        LengthwiseError: of `lengths_from_file`.
+    """
+    from lengthwise.data.recipes import RECIPES, lengths_from_file
+
+    if name in RECIPES:
+        return KnownLengths(name=name, recipe=name)
+    if not name.endswith(".json") and not Path(name).exists():
+        raise unknown_name("--lengths", name, RECIPES)
+    return KnownLengths(name=name, lengths=lengths_from_file(name))
+
+
+def refuse_data(paths: Sequence[Path], empty: str) -> None:
+    """Raise ConfigError, or Problems, for nothing at a path and for no such way to treat empty rows."""
+    problems = [] if empty in _EMPTY else [unknown_name("--empty", empty, _EMPTY)]
+    raise_problems([*problems, *wrong_paths(paths, "--data")])
+
+
+def lengths_of_data(paths: Sequence[Path], tokenizer: str, empty: str) -> KnownLengths:
+    """Read one's own data and count their tokens.
+
+    Raises:
+        LengthwiseError: of `load_dataset`, all bad rows together.
+    """
+    from lengthwise.config import DataSource
+    from lengthwise.data import Tokenizer, load_dataset, load_tokenizer
+    from lengthwise.data.store import prepared_with
+
+    used: list[str] = []
+
+    def load() -> Tokenizer:
+        used.append(tokenizer)
+        return load_tokenizer(tokenizer)
+
+    sources = [DataSource.model_validate({"path": path, "empty": empty}) for path in paths]
+    dataset = load_dataset(sources, tokenizer=load, vocab_size=None, key="--data", check_tokenizer=False)
+    used += [name for name in map(prepared_with, paths) if name is not None]
+    units = ["bytes" if name == "bytes" else f"tokens of {name}" for name in dict.fromkeys(used)]
+    unit = " and ".join(units) or "tokens"
+    lengths = [int(length) for length in dataset.lengths[dataset.ids]]
+    others = f" and {counted(len(paths) - 1, 'other')}" if len(paths) > 1 else ""
+    return KnownLengths(name=f"{paths[0]}{others}", lengths=lengths, unit=unit, left_out=dataset.skipped)
+
+
+def drawn_batch(known: Sequence[int], wanted_tokens: int, seed: int) -> list[int]:
+    """Draw sequences without putting back, all of them before any twice, until a batch has `wanted_tokens`."""
+    rng = np.random.Generator(np.random.PCG64(seed))
+    batch: list[int] = []
+    total = 0
+    while total < wanted_tokens:
+        for place in rng.permutation(len(known)).tolist():
+            batch.append(known[place])
+            total += known[place]
+            if total >= wanted_tokens:
+                break
+    return batch

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +15,17 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from lengthwise.cli.options import named_alike
-from lengthwise.cli.step_lines import StepLines
 from lengthwise.core.errors import Collector
 from lengthwise.core.names import counted
 from lengthwise.core.sizes import MOST_RANKS, read_whole
-from lengthwise.report.figures import count, percent, seconds
+from lengthwise.report.figures import clock, count, percent, seconds
 from lengthwise.report.progress import LiveLine, PhaseLine
 from lengthwise.report.tables import wrapped
 
 if TYPE_CHECKING:
     from lengthwise.config import RunConfig
+    from lengthwise.run.callbacks import EvalMetrics, FinishedStep, NotFinite, TrainResult
     from lengthwise.run.job import Job
-    from lengthwise.run.metrics import EvalMetrics, FinishedStep, NotFinite, TrainResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +121,43 @@ def how_to_resume(config: RunConfig, command: str) -> str:
     return "no checkpoint: the run ended before the first one"
 
 
+_WIDTH = 80
+_TIMED_STEPS = 50  # the last ones, whose mean is that of the steps that are left
 _SILENT_SECONDS = 60.0  # of a step, in a log
 _LEARNING_STEPS = 10  # of a run, after which what its steps take should be known
+
+
+class StepLines:
+    """Makes the lines of a run's steps, of at most 80 columns; all else is in metrics.jsonl."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=_TIMED_STEPS)
+        self._before: float | None = None
+
+    def of(self, step: FinishedStep, width: int | None) -> str:
+        """Return the lines of a step on a terminal of `width` columns; None: no terminal."""
+        done = step.metrics
+        now = time.monotonic()
+        self._seconds.append(done.step_seconds if self._before is None else now - self._before)
+        self._before = now
+        left = (step.num_steps - done.step) * sum(self._seconds) / len(self._seconds)
+        parts = [
+            f"step {done.step:>{len(str(step.num_steps))}}/{step.num_steps}",
+            f"loss {done.loss:.4f}",
+            f"lr {done.lr:.2e}",
+            f"grad {done.grad_norm:.3g}",
+            f"{count(done.tokens_per_second)} tok/s",
+            seconds(done.step_seconds),
+            f"eta {clock(left)}",
+        ]
+        lines, most = [parts[0]], _WIDTH if width is None else width
+        between = "  " if len("  ".join(parts)) <= most else " "
+        for part in parts[1:]:
+            if width is None or len(lines[-1]) + len(between) + len(part) <= most:
+                lines[-1] += between + part
+            else:
+                lines.append(f"  {part}")
+        return "\n".join(lines)
 
 
 class PrintedProgress:
@@ -216,7 +252,6 @@ _HIGH_RATE = 1e-4  # for the whole of a model that was trained before
 
 
 def _update(job: Job) -> str:
-    """Say how a step updates the parameters."""
     optimizer, warmup = job.config.optimizer, job.warmup_steps
     high = job.model.weights and job.config.lora is None and (optimizer.lr or 0.0) > _HIGH_RATE
     said = f"{counted(warmup, 'step')} of warm-up" if warmup else "no warm-up"

@@ -14,7 +14,7 @@ FRESH_RATE, LOADED_RATE, LOADED_WARMUP = 3e-4, 2e-5, 0.03  # of AdamW; where fin
 LORA_RATE = 2e-4  # of adapters: ten times the rate of the whole model, as LoRA recipes have it
 
 # The arguments of each optimizer, with its defaults: torch's, of Lion its paper's, of AdamW ours. None: it depends on
-# the model, see `run.defaults`.
+# the model, see `run.checks`.
 OPTIMIZERS: Mapping[str, Mapping[str, object]] = {
     "adamw": {"lr": None, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
     "adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},

@@ -1,4 +1,4 @@
-"""Files: locks, what brings one to the disk, and plain files, JSON and plans read so that every problem has words.
+"""Files: locks; files and folders written whole or not at all; plain files, JSON and plans, whose problems have words.
 
 `json` takes the last of two equal keys without a word; whoever wrote both meant one of them. Here that is an error.
 """
@@ -12,9 +12,11 @@ import gzip
 import io
 import json
 import os
+import shutil
 import socket
 import stat
 import zlib
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any, TextIO
@@ -68,6 +70,61 @@ def make_readable(path: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file whole, synced; one that is there stays as it is where that fails. OSError: it did."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        sync(unfinished)
+        unfinished.replace(path)
+    except BaseException:  # the half file goes, after Ctrl-C too
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
+    """Give a folder to write into; it becomes `path` when the block ends, synced, whole or not at all.
+
+    `replaces`: one that is there keeps its place until then, and its content beside it until the other has its name.
+    """
+    unfinished, previous = unfinished_of(path), previous_of(path)
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        for each in (*unfinished.rglob("*"), unfinished):
+            if each.is_file():
+                make_readable(each)
+            sync(each)
+        if replaces and path.exists():
+            path.rename(previous)
+        unfinished.rename(path)
+        sync(path.parent)
+        shutil.rmtree(previous, ignore_errors=True)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def put_back(folder: Path) -> None:
+    """Restore the earlier content where a fault came between two renames of `whole_folder`; remove unfinished ones."""
+    shutil.rmtree(unfinished_of(folder), ignore_errors=True)
+    if folder.exists():
+        shutil.rmtree(previous_of(folder), ignore_errors=True)
+    elif previous_of(folder).exists():
+        previous_of(folder).rename(folder)
+
+
+def unfinished_of(path: Path) -> Path:
+    """Name the folder that becomes `path` when it is whole."""
+    return path.with_name(f"{path.name}.unfinished")
+
+
+def previous_of(path: Path) -> Path:
+    """Name the folder that was `path` until another took its place."""
+    return path.with_name(f"{path.name}.previous")
 
 
 def read_plain(path: str | Path, *, most_bytes: int = MOST_BYTES) -> bytes:

@@ -36,8 +36,8 @@ def warmup_steps(config: OptimizerConfig, num_steps: int) -> int:
 
 
 def _settled(config: OptimizerConfig) -> tuple[float, str]:
-    assert config.lr is not None, "run.defaults fills it in"
-    assert config.schedule is not None, "run.defaults fills it in"
+    assert config.lr is not None, "run.checks fills it in"
+    assert config.schedule is not None, "run.checks fills it in"
     return config.lr, config.schedule
 
 

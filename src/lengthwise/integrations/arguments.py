@@ -98,10 +98,7 @@ CALLABLES: Mapping[str, str] = {
 
 
 def problems_of(
-    arguments: Any,
-    *,
-    callables: Collection[str],
-    refused: Mapping[str, Refusal] = MappingProxyType({}),
+    arguments: Any, *, callables: Collection[str], refused: Mapping[str, Refusal] = MappingProxyType({})
 ) -> list[LengthwiseError]:
     """Return all that a planned Trainer refuses of `arguments`.
 

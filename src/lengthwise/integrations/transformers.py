@@ -102,7 +102,6 @@ class PlannedTrainerMixin(_Base):
         return RowCollator(collate)
 
     def _rows_of_update(self, batches: list[Examples]) -> list[Row]:
-        """Return what is planned of the batches of one update."""
         return [row for batch in batches for row in batch.rows]
 
     def _divides_by_items(self) -> bool:

@@ -28,10 +28,7 @@ _ROW_WORDS = (
     ),
     ("padded", "sequences of a microbatch are padded to its longest; by length: a microbatch has similar lengths."),
     ("packed", "whole sequences share a microbatch and do not attend to each other."),
-    (
-        "one ring size",
-        "context parallelism: every pack is cut over a ring; all rings have the same number of GPUs.",
-    ),
+    ("one ring size", "context parallelism: every pack is cut over a ring; all rings have the same number of GPUs."),
     ("Lengthwise", "each sequence is cut over as many GPUs as make the step faster; short ones are packed."),
     ("zero1, zero3", "Lengthwise with all parameters on each GPU, or with parameters sharded over all GPUs."),
     ("recompute all", "backward computes whole layers a second time, as gradient checkpointing does, to save memory."),
@@ -45,10 +42,7 @@ _DETAIL_WORDS = (
         "no sequence is cut; one mesh of rings for all steps; one degree for each step.",
     ),
     ("power-of-two, bytescale", "a degree for each sequence, by their published rules."),
-    (
-        "of ideal",
-        "arithmetic time, spread evenly over all GPUs, divided by the step time; 100 % is ideal.",
-    ),
+    ("of ideal", "arithmetic time, spread evenly over all GPUs, divided by the step time; 100 % is ideal."),
     ("MFU", "the model's floating-point operations over what the GPUs could do at their peak."),
     ("idle, exposed", "time without a microbatch; time in one without arithmetic, waiting for transfers or partners."),
 )
@@ -146,7 +140,6 @@ def _spans(row: Row, rank: int, most: float) -> list[Span]:
 
 
 def _details(found: Sequence[Best], verdict: str, remarks: Sequence[str]) -> str:
-    """Write planners in detail, one column each."""
     tables = "".join(
         f"<h3>{escape(title)}</h3>{html_table(list(zip(COLUMNS, *result_rows(each), strict=True)), wraps=True)}"
         for title, each in tables_of(found)

@@ -24,13 +24,12 @@ from lengthwise.core.packages import check_trackers
 from lengthwise.core.plan import Plan
 from lengthwise.core.sizes import read_whole
 from lengthwise.program import check_plan
-from lengthwise.run.callbacks import Callback, call_back
+from lengthwise.run.callbacks import Callback, TrainResult, call_back
 from lengthwise.run.check import Check, part_of_batch, whole_batch
 from lengthwise.run.evaluation import read_best
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
 from lengthwise.run.loop import train_rank
-from lengthwise.run.metrics import TrainResult
 from lengthwise.run.resume import Resume, find_resume, has_checkpoint, has_model, is_finished, torchrun_agent
 from lengthwise.run.stacks import FOLDER as STACKS
 from lengthwise.run.start import Run, Start, prepare, run_ranks
@@ -78,10 +77,8 @@ def train(
                 got, remedy = "both", "Leave one out: the first deletes the run, the second resumes it."
                 raise ConfigError("overwrite", expected="{overwrite} or {resume}", got=got, remedy=remedy)
             if accept_changes and not resume:
-                remedy = "Add {resume}, or leave it out."
-                raise ConfigError(
-                    "accept_changes", expected="{resume} beside {accept_changes}", got="it alone", remedy=remedy
-                )
+                expected, remedy = "{resume} beside {accept_changes}", "Add {resume}, or leave it out."
+                raise ConfigError("accept_changes", expected=expected, got="it alone", remedy=remedy)
             folder, deletes, goes_on = RunFolder(config.output), overwrite, bool(resume)
             if resume == "if_any" or folder.is_restart(torchrun_agent()):
                 goes_on = has_checkpoint(config)
@@ -94,14 +91,8 @@ def train(
             read_best(config.output)
             return found
 
-        start = prepare(
-            run,
-            overrides,
-            ranks=ranks,
-            timeout_seconds=timeout_seconds,
-            claim=claim,
-            on_phase=partial(call_back, callbacks, "on_phase"),
-        )
+        show = partial(call_back, callbacks, "on_phase")
+        start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds, claim=claim, on_phase=show)
         hearing = callbacks if start.is_first else ()
         _check_restarts(max_restarts, start)
         if (finished := _finished(start)) is not None:

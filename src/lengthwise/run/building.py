@@ -48,12 +48,7 @@ def connect(
 
 
 def build_trained(
-    job: Job,
-    world: World,
-    transport: Transport,
-    *,
-    say: Callable[[str], None] | None = None,
-    draws_both: bool = False,
+    job: Job, world: World, transport: Transport, *, say: Callable[[str], None] | None = None, draws_both: bool = False
 ) -> tuple[Any, Parameters]:
     """Build the job's model and take rank 0's parameters and buffers over, which alone reads weights. Collective.
 
@@ -123,12 +118,7 @@ def _build_stage(
 
 
 def engine_of(
-    job: Job,
-    world: World,
-    transport: Transport,
-    planner: StepPlanner | None,
-    model: Any,
-    parameters: Parameters,
+    job: Job, world: World, transport: Transport, planner: StepPlanner | None, model: Any, parameters: Parameters
 ) -> Engine:
     """Return what runs the steps of this job with a model that was built for it."""
     return Engine(

@@ -1,15 +1,124 @@
-"""Callbacks of a run: files, the line on the terminal, and whatever a user adds."""
+"""Callbacks of a run: files, the line on the terminal, whatever a user adds; and what they are given."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from lengthwise.core.errors import CallbackError, LengthwiseError
-from lengthwise.run.metrics import EvalMetrics, FinishedStep, NotFinite, TrainResult
+from lengthwise.core.plan import Plan
 
 if TYPE_CHECKING:
     from lengthwise.run.job import Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One line of metrics.jsonl, from the step's plan and `busy_seconds`, one entry a rank.
+
+    `loss` is the mean over the loss tokens of the global batch, before the update, `router_loss` the balance loss over
+    it, before its coefficient (None: there is none). `imbalance_ratio` is the largest over the mean busy time of ranks
+    (busy: in microbatches, not waiting for a transfer; on a GPU by its own clock), `idle_ratio` 1 - mean busy / step
+    time, `ring_token_ratio` the share of tokens in cut sequences.
+    `predicted_step_seconds` is what the plan's costs say. Of memory and waits the largest rank counts:
+    `peak_memory_bytes` on its GPU, or resident, with the update before this step; `exposed_ring_seconds` for transfers
+    that no work hid; `offload_wait_seconds` for copies. `offloaded_bytes` are those of all ranks.
+    """
+
+    plan: InitVar[Plan]
+    busy_seconds: InitVar[Sequence[float]]
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    num_sequences: int = field(init=False)
+    num_tokens: int = field(init=False)
+    num_loss_tokens: int
+    num_microbatches: int = field(init=False)
+    step_seconds: float
+    tokens_per_second: float = field(init=False)
+    imbalance_ratio: float = field(init=False)
+    idle_ratio: float = field(init=False)
+    ring_token_ratio: float = field(init=False)
+    plan_seconds: float
+    predicted_step_seconds: float
+    peak_memory_bytes: int
+    offloaded_bytes: int
+    offload_wait_seconds: float
+    exposed_ring_seconds: float
+    router_loss: float | None = None
+
+    def __post_init__(self, plan: Plan, busy_seconds: Sequence[float]) -> None:
+        num_tokens, mean_busy = sum(plan.tokens), sum(busy_seconds) / len(busy_seconds)
+        derived = {
+            "num_sequences": len(plan.tokens),
+            "num_tokens": num_tokens,
+            "num_microbatches": len(plan.microbatches),
+            "tokens_per_second": num_tokens / self.step_seconds,
+            "imbalance_ratio": max(busy_seconds) / mean_busy if mean_busy else 1.0,
+            "idle_ratio": max(0.0, 1 - mean_busy / self.step_seconds),
+            "ring_token_ratio": plan.ring_tokens / num_tokens,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedStep:
+    """A step that was run and its update made. `sequences`: those of the data, in the order of the plan's tokens."""
+
+    metrics: StepMetrics
+    num_steps: int
+    sequences: tuple[int, ...]
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotFinite:
+    """One line of not_finite.jsonl: a value of `step` that is NaN or infinite, `what` it is of, over which sequences.
+
+    `what` is loss, router loss, norm of the gradient, or parameter: then `step` is the one whose update ruined it.
+    """
+
+    step: int
+    what: str
+    value: str
+    sequences: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalMetrics:
+    """One line of eval.jsonl. `loss` is the mean over all loss tokens of the eval data after `step`."""
+
+    step: int
+    loss: float
+    num_sequences: int
+    num_tokens: int
+    num_loss_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """How a run ended.
+
+    steps: from the first one, those before a checkpoint too; `num_tokens`, `seconds`: of this process alone. metrics:
+    of the last step; None: the run was at its end. stopped_by: the signal that ended it early, or None. skipped: of the
+    steps, those whose sequences changed nothing, because something in them was not finite. parameters: of the model; of
+    a run that was already finished, those that train.
+    """
+
+    steps: int
+    num_tokens: int
+    seconds: float
+    first_loss: float
+    last_loss: float
+    metrics: StepMetrics | None
+    parameters: int
+    stopped_by: int | None
+    folder: Path
+    skipped: int = 0
 
 
 class Callback(Protocol):

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from lengthwise.config.problems import shown
 from lengthwise.core.errors import LengthwiseError, OutputError
-from lengthwise.core.files import parse_json, read_plain
-from lengthwise.run.callbacks import call_back
-from lengthwise.run.folder import BEST, previous_of, put_back, whole_folder, writing
-from lengthwise.run.metrics import EvalMetrics
+from lengthwise.core.files import parse_json, previous_of, put_back, read_plain, whole_folder
+from lengthwise.run.callbacks import EvalMetrics, call_back
+from lengthwise.run.folder import BEST, writing
 
 if TYPE_CHECKING:
     from lengthwise.run.setup import RankRun

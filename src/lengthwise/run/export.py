@@ -20,10 +20,11 @@ from lengthwise.checkpoint import (
 from lengthwise.comm.solo import SoloTransport
 from lengthwise.config import RunConfig, load_config
 from lengthwise.core.errors import ConfigError, OutputError
+from lengthwise.core.files import whole_folder
 from lengthwise.data import Tokenizer, load_tokenizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import DTYPES, build_adapted, find_model, save_adapter, save_model, wrapped_layers
-from lengthwise.run.folder import CONFIG, whole_folder
+from lengthwise.run.folder import CONFIG
 from lengthwise.run.resume import FOLDER, model_settings, run_settings
 
 _ANOTHER = "Take another checkpoint, with {step}."
@@ -95,11 +96,7 @@ def _build(config: RunConfig) -> tuple[Any, FlatParameters]:
     source = find_model(config.model, weights=config.weights)
     model: Any = build_adapted(source, config.lora, seed=config.seed)
     parameters = FlatParameters(
-        model,
-        SoloTransport(),
-        dtype=DTYPES[config.precision],
-        device=torch.device("cpu"),
-        layers=wrapped_layers(model),
+        model, SoloTransport(), dtype=DTYPES[config.precision], device=torch.device("cpu"), layers=wrapped_layers(model)
     )
     return model, parameters
 

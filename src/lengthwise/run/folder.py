@@ -26,10 +26,18 @@ from lengthwise.checkpoint import CheckpointFolder
 from lengthwise.config import RunConfig, dump_config
 from lengthwise.config.problems import shown
 from lengthwise.core.errors import OutputError, WriteError
-from lengthwise.core.files import compress_plan, make_readable, owner_name, parse_json, read_plain, sync, try_lock
+from lengthwise.core.files import (
+    compress_plan,
+    owner_name,
+    parse_json,
+    put_back,
+    read_plain,
+    replace_file,
+    try_lock,
+    whole_folder,
+)
 from lengthwise.core.measurements import Measurements
-from lengthwise.run.callbacks import Callback
-from lengthwise.run.metrics import EvalMetrics, FinishedStep, NotFinite
+from lengthwise.run.callbacks import Callback, EvalMetrics, FinishedStep, NotFinite
 from lengthwise.run.resume import EARLIER, MODEL
 from lengthwise.run.resume import FOLDER as CHECKPOINTS
 from lengthwise.run.stacks import FOLDER as STACKS
@@ -136,7 +144,7 @@ class RunFolder(Callback):
                 if (self.path / name).exists():
                     shutil.rmtree(self.path / name)
             (self.path / "plans").mkdir(parents=True)
-            _replace(self.path / CONFIG, dump_config(config))
+            replace_file(self.path / CONFIG, dump_config(config))
 
     def kept(self, step: int) -> tuple[dict[Path, str], dict[Path, int]]:
         """Return what a run that goes on after `step` finds: the lines up to it by file, and of which step a plan is.
@@ -170,19 +178,19 @@ class RunFolder(Callback):
             if self.model.exists():
                 (self.path / EARLIER).touch()
             for path, text in lines.items():
-                _replace(path, text)
+                replace_file(path, text)
             (self.path / "plans").mkdir(exist_ok=True)
             for path, of in plans.items():
                 if of > step:
                     path.unlink()
                 else:
                     self._count_plan(path, path.stat().st_size)
-            _replace(self.path / CONFIG, dump_config(config))
+            replace_file(self.path / CONFIG, dump_config(config))
 
     def keep_measurements(self, found: Measurements) -> None:
         """Write what was measured before the first step, for later runs and for plans."""
         with self.writing():
-            _replace(self.path / "measurements.json", found.to_json())
+            replace_file(self.path / "measurements.json", found.to_json())
 
     def writing(self, kind: type[OutputError] = WriteError) -> AbstractContextManager[None]:
         """Raise an error of this kind for what goes wrong in the block while files are written, a full disk say."""
@@ -322,18 +330,6 @@ def _lines_up_to(path: Path, step: int) -> str:
     return "".join(kept)
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file whole, synced; one that is there stays as it is where that fails. OSError: it did."""
-    other = path.with_name(f"{path.name}.unfinished")
-    try:
-        other.write_text(text, encoding="utf-8")
-        sync(other)
-        other.rename(path)
-    except OSError:
-        other.unlink(missing_ok=True)
-        raise
-
-
 @contextlib.contextmanager
 def writing(path: Path, kind: type[OutputError] = WriteError) -> Iterator[None]:
     """Raise an error of this kind, which names `path`, for what goes wrong in the block while files are written."""
@@ -342,45 +338,3 @@ def writing(path: Path, kind: type[OutputError] = WriteError) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         remedy = "Free or repair the disk, or choose another output."
         raise kind(str(path), expected="a folder that can be written", got=str(error), remedy=remedy) from None
-
-
-@contextlib.contextmanager
-def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """Give a folder to write into; it becomes `path` when the block ends, synced, whole or not at all.
-
-    `replaces`: one that is there keeps its place until then, and its content beside it until the other has its name.
-    """
-    unfinished, previous = unfinished_of(path), previous_of(path)
-    try:
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        for each in (*unfinished.rglob("*"), unfinished):
-            if each.is_file():
-                make_readable(each)
-            sync(each)
-        if replaces and path.exists():
-            path.rename(previous)
-        unfinished.rename(path)
-        sync(path.parent)
-        shutil.rmtree(previous, ignore_errors=True)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def put_back(folder: Path) -> None:
-    """Restore the earlier content where a fault came between two renames of `whole_folder`; remove unfinished ones."""
-    shutil.rmtree(unfinished_of(folder), ignore_errors=True)
-    if folder.exists():
-        shutil.rmtree(previous_of(folder), ignore_errors=True)
-    elif previous_of(folder).exists():
-        previous_of(folder).rename(folder)
-
-
-def unfinished_of(path: Path) -> Path:
-    """Name the folder that becomes `path` when it is whole."""
-    return path.with_name(f"{path.name}.unfinished")
-
-
-def previous_of(path: Path) -> Path:
-    """Name the folder that was `path` until another took its place."""
-    return path.with_name(f"{path.name}.previous")

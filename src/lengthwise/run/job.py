@@ -7,51 +7,21 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
 import numpy as np
-import torch
 
-from lengthwise.comm import world_from_environment
-from lengthwise.config import MEASURE_AT_START, MEASURE_NOTHING, DataSource, RunConfig
-from lengthwise.core.errors import Collector, ConfigError, DataError
+from lengthwise.config import MEASURE_AT_START, RunConfig
 from lengthwise.core.measurements import Precision
 from lengthwise.core.plan import Plan
-from lengthwise.cost import (
-    DTYPE_BYTES,
-    Cost,
-    StepMemory,
-    hardware_of_gpu,
-    logits_at_once,
-    shape_from_config,
-    sharded_cost,
-)
-from lengthwise.cost.measured import base_cost, cost_from_measurements
-from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
-from lengthwise.engine.activations import check_offload
+from lengthwise.cost import DTYPE_BYTES, Cost, hardware_of_gpu, logits_at_once, shape_from_config
+from lengthwise.cost.measured import base_cost
+from lengthwise.data import Batches, Dataset, Tokenizer
 from lengthwise.engine.batch import StepBatch
-from lengthwise.engine.memory import free_bytes
-from lengthwise.engine.schedule import check_steps, warmup_steps
-from lengthwise.models import (
-    DTYPES,
-    Computing,
-    ModelSource,
-    check_buildable,
-    check_computing,
-    check_lora,
-    check_model_config,
-    check_recompute,
-    check_weights,
-    find_model,
-    position_limit,
-)
-from lengthwise.planner import PACKED_DP, PlanOptions
+from lengthwise.engine.schedule import warmup_steps
+from lengthwise.models import Computing, ModelSource
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.program import refuse_unsupported
-from lengthwise.report.figures import count
-from lengthwise.run.caching import data_cache
-from lengthwise.run.defaults import settle
-from lengthwise.run.launch import threads_of_each
 from lengthwise.run.resume import Resume
-from lengthwise.run.stages import check_cut, check_ranks
+from lengthwise.session.settings import step_planning
 
 _UNMEASURED_TOKENS = 4096
 MEASURING_SECONDS = 8.0  # that measuring before the first step takes, about
@@ -123,13 +93,13 @@ class Job:
     @property
     def precision(self) -> Precision:
         """What the run computes in."""
-        assert self.config.precision != "auto", "run.defaults fills it in"
+        assert self.config.precision != "auto", "run.checks fills it in"
         return self.config.precision
 
     @property
     def computing(self) -> Computing:
         """How the model computes, by the run file."""
-        return _computing(self.config)
+        return computing_of(self.config)
 
     @property
     def num_heads(self) -> int:
@@ -229,33 +199,26 @@ class Job:
     @property
     def planning(self) -> StepPlanning:
         """What plans the steps of this run."""
-        config, shape = self.config, shape_from_config(self.model.config.to_dict())
-        ratio = config.offload.ratio if config.offload else "off"
-        stages, in_step = config.stages, config.ranks_in_step(self.ranks)
-        cost = self.measured_cost
+        config, stages, cost = self.config, self.config.stages, self.measured_cost
+        pipeline = {"mode": "pipeline", "stages": stages, "virtual": config.virtual} if stages > 1 else {}
         if cost is None:
+            shape = shape_from_config(self.model.config.to_dict())
             cost = base_cost(shape, self.hardware, precision=config.precision, adapters=self.adapters, stages=stages)
-        if in_step > 1:
-            memory = StepMemory(
-                shape=shape, dtype_bytes=DTYPE_BYTES[self.precision], ranks=self.ranks, trained=self.adapters
-            )
-            cost = sharded_cost(cost, memory, group=in_step)
-        return StepPlanning(
-            ranks=self.replicas,
-            cost=cost,
-            capacities=self.capacities,
+        return step_planning(
+            cost,
+            self.model.config,
+            self.capacities,
+            ranks=self.ranks,
+            in_step=config.ranks_in_step(self.ranks),
+            dtype_bytes=DTYPE_BYTES[self.precision],
+            offload=config.offload,
             measured=self.measured_capacities,
-            options=PlanOptions(
-                planner=config.planner,
-                mode="pipeline" if stages > 1 else config.plan_mode(self.ranks),
-                stages=stages if stages > 1 else None,
-                virtual=config.virtual if stages > 1 else None,
-                layers=self.model.config.num_hidden_layers,
-                context_tokens=int(self.dataset.lengths.max()),
-                offload=ratio if isinstance(ratio, str) else "off",
-                heads=config.heads,
-            ),
-            offload_ratio=None if isinstance(ratio, str) else ratio,
+            trained=self.adapters,
+            stages=stages,
+            planner=config.planner,
+            context_tokens=int(self.dataset.lengths.max()),
+            heads=config.heads,
+            **pipeline,
         )
 
     def refuse_plan(self, plan: Plan) -> None:
@@ -270,167 +233,8 @@ class Job:
         return plan
 
 
-def prepare_job(
-    config: RunConfig,
-    *,
-    ranks: int,
-    timeout_seconds: float,
-    gpus: int = 0,
-    gpu_name: str | None = None,
-    resume: Resume | None = None,
-    chosen: Mapping[str, str] | None = None,
-) -> Job:
-    """Find the model, read the data and check one against the other.
-
-    Raises:
-        LengthwiseError: all problems at once.
-    """
-    collector = Collector()
-    attempt = collector.attempt
-    config, settled = settle(config, gpus=gpus)
-    model = attempt(lambda: find_model(config.model, weights=config.weights))
-    vocab_size = getattr(model.config, "vocab_size", None) if model else None
-    loaded: list[Tokenizer] = []
-
-    def tokenizer() -> Tokenizer:
-        if not loaded:
-            loaded.append(load_tokenizer(config.tokenizer_name))
-        return loaded[0]
-
-    def read(sources: Sequence[DataSource], key: str) -> Dataset | None:
-        def load() -> Dataset:
-            ready = sources if cache is None else cache.prepared(sources, key)
-            return load_dataset(ready, tokenizer=tokenizer, vocab_size=vocab_size, key=key)
-
-        return attempt(load)
-
-    cache = data_cache(config.tokenizer_name, tokenizer, vocab_size, timeout_seconds)
-    dataset = read(config.data, "data")
-    eval_dataset = read(config.eval.data, "eval.data") if config.eval and config.eval.data else None
-    positions = position_limit(model.config) if model else None
-    capacity, cuts = config.capacity_tokens, config.planner != PACKED_DP
-    attempt(lambda: check_ranks(config, ranks))
-    sizes = {"ranks": max(1, ranks // config.stages), "stages": config.stages}
-    for each in filter(None, (dataset, eval_dataset)):
-        if capacity != "auto" and config.offload is None:
-            attempt(lambda each=each: check_fits(each, **sizes, capacity_tokens=capacity, cuts=cuts))
-        if positions is not None:
-            attempt(lambda each=each: check_positions(each, positions=positions))
-    if dataset is not None:
-        attempt(lambda: check_steps(config.optimizer, Batches(dataset, config).num_steps))
-        if resume is not None:
-            attempt(lambda: resume.check_within(Batches(dataset, config).num_steps))
-    adapters, cost = None, None
-    if model:
-        adapters = _check_model(config, model, collector, gpus=gpus)
-        if adapters is not None or config.lora is None:  # else what trains is not known
-            cost = attempt(lambda: _measured_cost(config, model, ranks=ranks, gpus=gpus, adapters=adapters))
-    collector.raise_all()
-    assert model is not None, "a model that was not found must have been a problem"
-    assert dataset is not None, "data that was not read must have been a problem"
-    job = Job(
-        config=config,
-        ranks=ranks,
-        model=model,
-        dataset=dataset,
-        eval_dataset=eval_dataset,
-        tokenizer=loaded[0] if loaded else None,
-        timeout_seconds=timeout_seconds,
-        gpus=gpus,
-        gpu_name=gpu_name,
-        adapters=adapters,
-        measured_cost=cost,
-        resume=resume,
-        chosen=chosen or settled,
-    )
-    if capacity != "auto" and config.offload is not None:  # how much more a rank holds then is the model's matter
-        sizes = {"ranks": ranks, "capacity_tokens": capacity, "held_tokens": job.planning.most_held_tokens}
-        for each in filter(None, (dataset, eval_dataset)):
-            attempt(lambda each=each: check_fits(each, **sizes, cuts=cuts))
-    collector.raise_all()
-    _check_losses(job)
-    return job
-
-
-def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *, gpus: int) -> int | None:
-    """Collect what keeps the model from being trained so; return how many parameters of adapters train, if any."""
-    attempt, refused = collector.attempt, len(collector.problems)
-    attempt(lambda: check_model_config(model.config))
-    if len(collector.problems) == refused:
-        parameters = attempt(lambda: check_buildable(model.config))
-        if not (gpus and model.weights and config.shard != "zero1"):  # ranks read their own rows of them
-            attempt(lambda: check_room(model, parameters or 0))
-    if len(collector.problems) > refused:
-        return None
-    attempt(lambda: check_weights(model))
-    if config.recompute != "auto":
-        attempt(lambda: check_recompute(model.config, config.recompute))
-    dtype = DTYPES[config.precision]
-    attempt(lambda: check_computing(model.config, _computing(config), dtype=dtype, on_gpus=gpus > 0))
-    attempt(lambda: _check_heads(config, model))
-    if config.stages > 1:
-        attempt(lambda: check_cut(config, model))
-    attempt(lambda: check_offload(config.offload, model.config.num_hidden_layers, on_gpus=gpus > 0))
-    return attempt(lambda: check_lora(model, config.lora))
-
-
-def check_room(model: ModelSource, parameters: int) -> None:
-    """Refuse a model whose parameters alone, in fp32 as they are read or drawn, are more than this machine holds."""
-    needed, free = 4 * parameters, free_bytes(torch.device("cpu"), 1)
-    if 0 < free < needed:
-        expected = f"a model whose parameters fit into the {free / 1e9:.1f} GB that are free here"
-        got, remedy = f"{count(parameters)} parameters, {needed / 1e9:.1f} GB in fp32", "Give a smaller model."
-        raise ConfigError(f"model {model.name}", expected=expected, got=got, remedy=remedy)
-
-
-def _computing(config: RunConfig) -> Computing:
+def computing_of(config: RunConfig) -> Computing:
+    """Return how a run file asks the model to compute."""
     return Computing(
-        attention=config.attention,
-        compile=config.compile,
-        fused_layers=config.fused_layers,
-        experts=config.experts,
+        attention=config.attention, compile=config.compile, fused_layers=config.fused_layers, experts=config.experts
     )
-
-
-def _measured_cost(
-    config: RunConfig, model: ModelSource, *, ranks: int, gpus: int, adapters: int | None
-) -> Cost | None:
-    """Read the costs of the run's file of measurements; None where it names none.
-
-    Threads count where several ranks are started here, on the CPU: other launchers decide them.
-    """
-    if config.measurements in (None, MEASURE_AT_START, MEASURE_NOTHING):
-        return None
-    shape = shape_from_config(model.config.to_dict())
-    known = ranks > 1 and not gpus and world_from_environment() is None
-    threads = threads_of_each(ranks) if known else None
-    return cost_from_measurements(
-        config.measurements,
-        shape,
-        precision=config.precision,
-        threads=threads,
-        adapters=adapters,
-        on_gpus=gpus > 0,
-    )
-
-
-def _check_heads(config: RunConfig, model: ModelSource) -> None:
-    """Refuse groups of heads that the model cannot be split in, whatever the ranks."""
-    heads = shape_from_config(model.config.to_dict()).heads
-    if isinstance(config.heads, int) and heads % config.heads:
-        expected = f"auto, off, or a number that divides the model's {heads} heads"
-        raise ConfigError("heads", expected=expected, got=f"{config.heads}", remedy="Set heads: auto.")
-
-
-def _check_losses(job: Job) -> None:
-    """Find what has no loss token now, not hours in; only data with such sequences can have it."""
-    if not job.dataset.loss_tokens[job.dataset.ids].all():
-        first, number = Batches(job.dataset, job.config).steps_of_zero(job.dataset.loss_tokens)
-        if first is not None:
-            where = f"step {first.step}" + (f" and {number - 1} more" if number > 1 else "")
-            got = f"none in sequences {', '.join(map(str, first.ids[:10]))}{' ...' if len(first.ids) > 10 else ''}"
-            remedy = "Enlarge global_batch, or leave out sequences of one token and fully masked ones."
-            raise DataError(where, expected="at least one token with a label in a global batch", got=got, remedy=remedy)
-    if job.eval_dataset is not None and not job.eval_dataset.loss_tokens.any():
-        remedy = "Give eval data with labels, or leave eval out."
-        raise DataError("eval.data", expected="at least one token with a label", got="none", remedy=remedy)

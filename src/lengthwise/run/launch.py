@@ -130,8 +130,7 @@ def _ending_at_the_second() -> Iterator[None]:
                 return
         if not ended.wait(_GRACE_SECONDS):
             os.write(
-                2,
-                b"interrupted: within a step, nothing more was saved; --resume goes on from the newest checkpoint\n",
+                2, b"interrupted: within a step, nothing more was saved; --resume goes on from the newest checkpoint\n"
             )
             os._exit(128 + signal.SIGINT)
 

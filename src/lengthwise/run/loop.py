@@ -20,17 +20,16 @@ from lengthwise.engine.memory import reporting_update
 from lengthwise.engine.schedule import learning_rates
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.run.building import connect
-from lengthwise.run.callbacks import Callback, call_back
+from lengthwise.run.callbacks import Callback, FinishedStep, StepMetrics, TrainResult, call_back
+from lengthwise.run.capacity import check_memory, check_step_end
 from lengthwise.run.evaluation import Evaluation
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
 from lengthwise.run.launch import StopRequest
-from lengthwise.run.metrics import FinishedStep, StepMetrics, TrainResult
 from lengthwise.run.pricing import Pricing
 from lengthwise.run.resume import told_resume, torchrun_agent
 from lengthwise.run.setup import RankRun, set_up
 from lengthwise.run.trackers import Trackers
-from lengthwise.run.warmup import check_memory, check_step_end
 from lengthwise.session.source import PlannedStep
 
 
@@ -180,7 +179,6 @@ class _Loop:
         return metrics, following
 
     def _update(self, lr: float) -> None:
-        """Clip, update and publish. Collective."""
         rank, limit = self._rank, self._rank.job.config.optimizer.max_grad_norm
         fault("update", rank.rank, self._runner.steps)
         with reporting_update(self._transport):

@@ -16,9 +16,8 @@ from lengthwise.comm import Transport
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import LengthwiseError, NumericError
 from lengthwise.engine.parameters import Parameters, largest_magnitude
-from lengthwise.run.callbacks import Callback, call_back
+from lengthwise.run.callbacks import Callback, NotFinite, call_back
 from lengthwise.run.checkpoints import Checkpoints
-from lengthwise.run.metrics import NotFinite
 from lengthwise.run.resume import Resume, find_resume, told_resume
 
 MOST_IN_A_ROW = 10  # steps without an update

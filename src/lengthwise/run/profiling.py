@@ -19,12 +19,7 @@ _TIMEOUT_SECONDS = 600.0
 
 
 def profile_model(
-    model: str,
-    settings: ProfileSettings,
-    *,
-    ranks: int | None = None,
-    device: str = "auto",
-    disk: Path | None = None,
+    model: str, settings: ProfileSettings, *, ranks: int | None = None, device: str = "auto", disk: Path | None = None
 ) -> Measurements | None:
     """Measure a model on this machine, or on all machines of torchrun; None on its ranks but the first.
 

@@ -13,7 +13,8 @@ from lengthwise.engine.memory import free_bytes
 from lengthwise.engine.optimizer import states_of
 from lengthwise.models.load import count_parameters
 from lengthwise.profiler.place import device_bytes
-from lengthwise.run.job import Job, check_room
+from lengthwise.run.checks import check_room
+from lengthwise.run.job import Job
 from lengthwise.session.capacity import kinds_of
 
 

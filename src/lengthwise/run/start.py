@@ -26,8 +26,8 @@ from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.faults import asked_faults
 from lengthwise.core.sizes import MOST_RANKS, read_whole
 from lengthwise.profiler.place import first_gpu_name
-from lengthwise.run.defaults import settle
-from lengthwise.run.job import Job, prepare_job
+from lengthwise.run.checks import prepare_job, settle
+from lengthwise.run.job import Job
 from lengthwise.run.launch import launch
 from lengthwise.run.resume import Resume
 from lengthwise.run.sharding import settle_shard

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from lengthwise.core.faults import fault
 from lengthwise.engine.memory import PeakMemory
 from lengthwise.engine.step import RankResult
+from lengthwise.run.callbacks import StepMetrics
 from lengthwise.run.checkpoints import Checkpoints
-from lengthwise.run.metrics import StepMetrics
 from lengthwise.run.not_finite import FinitePolicy
 from lengthwise.session.runner import StepEnd, StepResult
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
-from lengthwise.run.callbacks import Callback
-from lengthwise.run.metrics import EvalMetrics, FinishedStep, StepMetrics
+from lengthwise.run.callbacks import Callback, EvalMetrics, FinishedStep, StepMetrics
 
 if TYPE_CHECKING:
     from lengthwise.run.job import Job

@@ -26,26 +26,13 @@ from lengthwise.cost import shape_from_config
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import reporting_shortage
 from lengthwise.engine.replicated import trainable
-from lengthwise.models import (
-    ANY_KEY,
-    DTYPES,
-    build_adapted,
-    keep_double,
-    plain_attention,
-)
+from lengthwise.models import ANY_KEY, DTYPES, build_adapted, keep_double, plain_attention
 from lengthwise.program import HeadRange
 from lengthwise.run.building import build_trained, connect, engine_of
 from lengthwise.run.check import Check
 from lengthwise.run.job import Job
 from lengthwise.run.reference import Reference, plain_gradients
-from lengthwise.run.rounding import (
-    SUMS_TOLERANCE,
-    TOLERANCES,
-    Difference,
-    Rounding,
-    plain_kernels,
-    rounding_of,
-)
+from lengthwise.run.rounding import SUMS_TOLERANCE, TOLERANCES, Difference, Rounding, plain_kernels, rounding_of
 from lengthwise.session.runner import StepEnd, StepRunner
 from lengthwise.session.source import PlannedStep
 

@@ -72,7 +72,6 @@ def insist(write: Callable[[], None], failed: Callable[[Exception], None], kind:
 
 
 def _append_whole(path: Path, content: bytes) -> None:
-    """Append all or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)  # someone may have removed it
     with path.open("ab", buffering=0) as file:
         end = file.tell()

@@ -87,15 +87,7 @@ class Engine:
         weight = batch.loss_weight if divisor is None else divisor
         return NextToken(batch=batch, divisor=weight, logits_at_once=self.logits_at_once)
 
-    def run(
-        self,
-        planned: PlannedStep,
-        name: str,
-        *,
-        step: int,
-        train: bool,
-        objective: Objective,
-    ) -> RankResult:
+    def run(self, planned: PlannedStep, name: str, *, step: int, train: bool, objective: Objective) -> RankResult:
         """Run this rank's microbatches forward, and backward to `train`. Collective."""
         kind, dtype = self.device.type, self.cast_dtype()
         if dtype is not None:

@@ -27,14 +27,7 @@ from lengthwise.engine.objective import Objective
 from lengthwise.models import Computing, compute_so, has_dropout
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.engine import Engine
-from lengthwise.session.losses import (
-    ComputeLoss,
-    SumCheck,
-    TokenLoss,
-    TokenValues,
-    log_probabilities,
-    objective_of,
-)
+from lengthwise.session.losses import ComputeLoss, SumCheck, TokenLoss, TokenValues, log_probabilities, objective_of
 from lengthwise.session.model import hugging_face_model
 from lengthwise.session.parameters import take_over
 from lengthwise.session.rows import Row, RowBatch

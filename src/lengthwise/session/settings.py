@@ -117,15 +117,8 @@ def check_settings(
         refuse("planner", expected, planner, "Take planner out.")
     where = next(model.parameters()).device if device is None else torch.device(device)
     if where.type == "meta":
-        remedy = "Give device, for example cuda:0."
-        problems.add(
-            ConfigError(
-                "device",
-                expected="the device where steps run",
-                got="a model on the meta device, without storage",
-                remedy=remedy,
-            )
-        )
+        expected, got = "the device where steps run", "a model on the meta device, without storage"
+        problems.add(ConfigError("device", expected=expected, got=got, remedy="Give device, for example cuda:0."))
     kind = recompute if recompute != "auto" or is_measured else "none"
     wrapped = kind if kind in RECOMPUTE_KINDS else "none"
     dtype = problems.attempt(partial(check_session_model, model, wrapped, trains=trains))
@@ -153,12 +146,7 @@ def _tokens(given: int | str) -> int:
 
 
 def shard_of(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    transport: Transport,
-    settings: SessionSettings,
-    *,
-    local_ranks: int,
+    model: nn.Module, optimizer: Optimizer | None, transport: Transport, settings: SessionSettings, *, local_ranks: int
 ) -> tuple[str, int]:
     """Return how the parameters of a model lie over the ranks, and how many neighbouring ranks share them. Collective.
 
@@ -189,11 +177,7 @@ def shard_of(
 
 
 def _chosen(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    transport: Transport,
-    settings: SessionSettings,
-    node: int | None,
+    model: nn.Module, optimizer: Optimizer | None, transport: Transport, settings: SessionSettings, node: int | None
 ) -> str:
     """Return the layout that what is free allows, and say why. Collective."""
     config: Any = model.config
@@ -238,7 +222,6 @@ def states_an_entry(optimizer: Optimizer) -> int:
 
 
 def _offload_of(model: nn.Module, offload: Mapping[str, Any] | None, device: torch.device) -> OffloadConfig | None:
-    """Return the section `offload`, if one is given."""
     if offload is None:
         return None
     values = dict(offload)
@@ -268,7 +251,6 @@ def cost_of(config: Any, device: torch.device, dtype: torch.dtype, measurements:
 
 def planning_of(engine: Engine, sharded: ShardedInPlace | None, cost: Cost, settings: SessionSettings) -> StepPlanning:
     """Return what plans the steps of a session; what memory holds is measured where it is asked for. Collective."""
-    ratio = settings.offload.ratio if settings.offload else "off"
     measured = None
     if settings.capacity_tokens is not None:
         capacities = {settings.recompute: settings.capacity_tokens}
@@ -280,24 +262,51 @@ def planning_of(engine: Engine, sharded: ShardedInPlace | None, cost: Cost, sett
         measured = _measured(engine, settings, kept_bytes=kept, end_bytes=end, trains=True)
         sharded.parameters.clear_gradients()
         capacities = dict(measured.plain)
-    in_step = 1 if engine.parameters is None else engine.parameters.ranks_in_step
-    if in_step > 1:
-        shape, narrow = shape_from_config(engine.config.to_dict()), DTYPE_BYTES[PRECISIONS[settings.dtype]]
-        memory = StepMemory(shape=shape, dtype_bytes=narrow, ranks=engine.transport.world_size)
-        cost = sharded_cost(cost, memory, group=in_step)
-    return StepPlanning(
+    return step_planning(
+        cost,
+        engine.config,
+        capacities,
         ranks=engine.transport.world_size,
+        in_step=1 if engine.parameters is None else engine.parameters.ranks_in_step,
+        dtype_bytes=DTYPE_BYTES[PRECISIONS[settings.dtype]],
+        offload=settings.offload,
+        measured=measured,
+        planner=settings.planner,
+        heads=settings.heads,
+    )
+
+
+def step_planning(
+    cost: Cost,
+    model: Any,
+    capacities: Mapping[str, int],
+    *,
+    ranks: int,
+    in_step: int,
+    dtype_bytes: int,
+    offload: OffloadConfig | None,
+    measured: Capacities | None,
+    trained: int | None = None,
+    stages: int = 1,
+    **options: Any,
+) -> StepPlanning:
+    """Return what plans the steps of a model, by its config, on so many ranks.
+
+    in_step: neighbouring ranks that share parameters, and so run in lock-step. options: of `PlanOptions`.
+    """
+    ratio = offload.ratio if offload else "off"
+    if in_step > 1:
+        shape = shape_from_config(model.to_dict())
+        memory = StepMemory(shape=shape, dtype_bytes=dtype_bytes, ranks=ranks, trained=trained)
+        cost = sharded_cost(cost, memory, group=in_step)
+    kinds = {"mode": "waves" if in_step > 1 else "free", "offload": ratio if isinstance(ratio, str) else "off"}
+    return StepPlanning(
+        ranks=ranks // stages,
         cost=cost,
         capacities=capacities,
         measured=measured,
-        options=PlanOptions(
-            planner=settings.planner,
-            mode="waves" if in_step > 1 else "free",
-            layers=engine.config.num_hidden_layers,
-            heads=settings.heads,
-            offload=ratio if isinstance(ratio, str) else "off",
-        ),
-        offload_ratio=ratio if isinstance(ratio, float) else None,
+        options=PlanOptions(**{"layers": model.num_hidden_layers, **kinds, **options}),
+        offload_ratio=None if isinstance(ratio, str) else ratio,
     )
 
 

@@ -1,0 +1,242 @@
+"""What is checked before any process starts: a run file, its model and its data, one against the other.
+
+Defaults that depend on model and device (precision, learning rate, schedule, warm-up) are filled in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+from lengthwise.comm import world_from_environment
+from lengthwise.config import (
+    FRESH_RATE,
+    LOADED_RATE,
+    LOADED_WARMUP,
+    LORA_RATE,
+    MEASURE_AT_START,
+    MEASURE_NOTHING,
+    TINY_MODEL,
+    DataSource,
+    OptimizerConfig,
+    RunConfig,
+)
+from lengthwise.core.errors import Collector, ConfigError, DataError
+from lengthwise.cost import Cost, shape_from_config
+from lengthwise.cost.measured import cost_from_measurements
+from lengthwise.data import Batches, Dataset, check_fits, check_positions, load_dataset, load_tokenizer
+from lengthwise.engine.activations import check_offload
+from lengthwise.engine.memory import free_bytes
+from lengthwise.engine.schedule import check_steps
+from lengthwise.models import (
+    DTYPES,
+    ModelSource,
+    check_buildable,
+    check_computing,
+    check_lora,
+    check_model_config,
+    check_recompute,
+    check_stages,
+    check_weights,
+    find_model,
+    position_limit,
+)
+from lengthwise.models.weights import holds_weights
+from lengthwise.planner import PACKED_DP
+from lengthwise.report.figures import count
+from lengthwise.run.caching import data_cache
+from lengthwise.run.job import Job, computing_of
+from lengthwise.run.launch import threads_of_each
+from lengthwise.run.resume import Resume
+
+
+def settle(config: RunConfig, *, gpus: int) -> tuple[RunConfig, Mapping[str, str]]:
+    """Return the settings with these defaults filled in, and the reason of each key that was. Idempotent."""
+    loads = _loads_weights(config)
+    start = "loaded weights" if loads else "fresh weights"
+    rate = LORA_RATE if config.lora is not None else LOADED_RATE if loads else FRESH_RATE
+    optimizer, reasons = _settled_optimizer(config.optimizer, rate, loads=loads, start=start)
+    if config.lora is not None and "lr" in reasons:
+        reasons["lr"] = "the default for LoRA"
+    if config.precision == "auto":
+        reasons["precision"] = "the default on GPUs" if gpus else "the default on CPUs"
+    precision = config.precision_on(gpus=gpus > 0)
+    return config.model_copy(update={"precision": precision, "optimizer": optimizer}), reasons
+
+
+def _settled_optimizer(
+    asked: OptimizerConfig, rate: float, *, loads: bool, start: str
+) -> tuple[OptimizerConfig, dict[str, str]]:
+    schedule = asked.schedule or ("cosine" if loads else "constant")
+    warmup = LOADED_WARMUP if loads and schedule != "constant" else 0
+    filled = {"lr": rate, "schedule": schedule, "warmup_steps": warmup}
+    filled = {key: value for key, value in filled.items() if getattr(asked, key) is None}
+    return asked.model_copy(update=filled), dict.fromkeys(filled, f"the default for {start}")
+
+
+def _loads_weights(config: RunConfig) -> bool:
+    """Whether the run starts from weights of its model's folder or hub name; a missing model is reported later."""
+    if config.model == TINY_MODEL or config.weights == "fresh":
+        return False
+    folder = Path(config.model)
+    return not folder.is_dir() or holds_weights(folder)
+
+
+def prepare_job(
+    config: RunConfig,
+    *,
+    ranks: int,
+    timeout_seconds: float,
+    gpus: int = 0,
+    gpu_name: str | None = None,
+    resume: Resume | None = None,
+    chosen: Mapping[str, str] | None = None,
+) -> Job:
+    """Find the model, read the data and check one against the other.
+
+    Raises:
+        LengthwiseError: all problems at once.
+    """
+    collector, (config, settled) = Collector(), settle(config, gpus=gpus)
+    attempt = collector.attempt
+    model = attempt(lambda: find_model(config.model, weights=config.weights))
+    vocab_size = getattr(model.config, "vocab_size", None) if model else None
+    tokenizer = cache(lambda: load_tokenizer(config.tokenizer_name))
+    stored = data_cache(config.tokenizer_name, tokenizer, vocab_size, timeout_seconds)
+
+    def read(sources: Sequence[DataSource], key: str) -> Dataset:
+        ready = sources if stored is None else stored.prepared(sources, key)
+        return load_dataset(ready, tokenizer=tokenizer, vocab_size=vocab_size, key=key)
+
+    dataset = attempt(partial(read, config.data, "data"))
+    held_out = config.eval.data if config.eval else ()
+    eval_dataset = attempt(partial(read, held_out, "eval.data")) if held_out else None
+    positions, capacity = position_limit(model.config) if model else None, config.capacity_tokens
+    cuts = config.planner != PACKED_DP
+    attempt(lambda: check_ranks(config, ranks))
+    sizes = {"ranks": max(1, ranks // config.stages), "stages": config.stages}
+    for each in filter(None, (dataset, eval_dataset)):
+        if capacity != "auto" and config.offload is None:
+            attempt(lambda each=each: check_fits(each, **sizes, capacity_tokens=capacity, cuts=cuts))
+        if positions is not None:
+            attempt(lambda each=each: check_positions(each, positions=positions))
+    if dataset is not None:
+        attempt(lambda: check_steps(config.optimizer, Batches(dataset, config).num_steps))
+        attempt(lambda: resume and resume.check_within(Batches(dataset, config).num_steps))
+    adapters, cost = _check_model(config, model, collector, gpus=gpus) if model else None, None
+    if model and (adapters is not None or config.lora is None):  # else what trains is not known
+        cost = attempt(lambda: _measured_cost(config, model, ranks=ranks, gpus=gpus, adapters=adapters))
+    collector.raise_all()
+    assert model is not None, "a model that was not found must have been a problem"
+    assert dataset is not None, "data that was not read must have been a problem"
+    job = Job(
+        config=config,
+        ranks=ranks,
+        model=model,
+        dataset=dataset,
+        eval_dataset=eval_dataset,
+        tokenizer=tokenizer() if tokenizer.cache_info().currsize else None,
+        timeout_seconds=timeout_seconds,
+        gpus=gpus,
+        gpu_name=gpu_name,
+        adapters=adapters,
+        measured_cost=cost,
+        resume=resume,
+        chosen=chosen or settled,
+    )
+    if capacity != "auto" and config.offload is not None:  # how much more a rank holds then is the model's matter
+        sizes = {"ranks": ranks, "capacity_tokens": capacity, "held_tokens": job.planning.most_held_tokens}
+        for each in filter(None, (dataset, eval_dataset)):
+            attempt(lambda each=each: check_fits(each, **sizes, cuts=cuts))
+    collector.raise_all()
+    _check_losses(job)
+    return job
+
+
+def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *, gpus: int) -> int | None:
+    """Collect what keeps the model from being trained so; return how many parameters of adapters train, if any."""
+    attempt, refused = collector.attempt, len(collector.problems)
+    attempt(lambda: check_model_config(model.config))
+    if len(collector.problems) == refused:
+        parameters = attempt(lambda: check_buildable(model.config))
+        if not (gpus and model.weights and config.shard != "zero1"):  # ranks read their own rows of them
+            attempt(lambda: check_room(model, parameters or 0))
+    if len(collector.problems) > refused:
+        return None
+    attempt(lambda: check_weights(model))
+    if config.recompute != "auto":
+        attempt(lambda: check_recompute(model.config, config.recompute))
+    dtype = DTYPES[config.precision]
+    attempt(lambda: check_computing(model.config, computing_of(config), dtype=dtype, on_gpus=gpus > 0))
+    attempt(lambda: _check_heads(config, model))
+    if config.stages > 1:
+        attempt(lambda: check_cut(config, model))
+    attempt(lambda: check_offload(config.offload, model.config.num_hidden_layers, on_gpus=gpus > 0))
+    return attempt(lambda: check_lora(model, config.lora))
+
+
+def check_room(model: ModelSource, parameters: int) -> None:
+    """Refuse a model whose parameters alone, in fp32 as they are read or drawn, are more than this machine holds."""
+    needed, free = 4 * parameters, free_bytes(torch.device("cpu"), 1)
+    if 0 < free < needed:
+        expected = f"a model whose parameters fit into the {free / 1e9:.1f} GB that are free here"
+        got, remedy = f"{count(parameters)} parameters, {needed / 1e9:.1f} GB in fp32", "Give a smaller model."
+        raise ConfigError(f"model {model.name}", expected=expected, got=got, remedy=remedy)
+
+
+def _measured_cost(
+    config: RunConfig, model: ModelSource, *, ranks: int, gpus: int, adapters: int | None
+) -> Cost | None:
+    """Read the costs of the run's file of measurements; None where it names none.
+
+    Threads count where several ranks are started here, on the CPU: other launchers decide them.
+    """
+    if config.measurements in (None, MEASURE_AT_START, MEASURE_NOTHING):
+        return None
+    shape = shape_from_config(model.config.to_dict())
+    known = ranks > 1 and not gpus and world_from_environment() is None
+    threads = threads_of_each(ranks) if known else None
+    return cost_from_measurements(
+        config.measurements, shape, precision=config.precision, threads=threads, adapters=adapters, on_gpus=gpus > 0
+    )
+
+
+def _check_heads(config: RunConfig, model: ModelSource) -> None:
+    """Refuse groups of heads that the model cannot be split in, whatever the ranks."""
+    heads = shape_from_config(model.config.to_dict()).heads
+    if isinstance(config.heads, int) and heads % config.heads:
+        expected = f"auto, off, or a number that divides the model's {heads} heads"
+        raise ConfigError("heads", expected=expected, got=f"{config.heads}", remedy="Set heads: auto.")
+
+
+def _check_losses(job: Job) -> None:
+    """Find what has no loss token now, not hours in; only data with such sequences can have it."""
+    if not job.dataset.loss_tokens[job.dataset.ids].all():
+        first, number = Batches(job.dataset, job.config).steps_of_zero(job.dataset.loss_tokens)
+        if first is not None:
+            where = f"step {first.step}" + (f" and {number - 1} more" if number > 1 else "")
+            got = f"none in sequences {', '.join(map(str, first.ids[:10]))}{' ...' if len(first.ids) > 10 else ''}"
+            remedy = "Enlarge global_batch, or leave out sequences of one token and fully masked ones."
+            raise DataError(where, expected="at least one token with a label in a global batch", got=got, remedy=remedy)
+    if job.eval_dataset is not None and not job.eval_dataset.loss_tokens.any():
+        remedy = "Give eval data with labels, or leave eval out."
+        raise DataError("eval.data", expected="at least one token with a label", got="none", remedy=remedy)
+
+
+def check_ranks(config: RunConfig, ranks: int) -> None:
+    """Refuse ranks that are no whole number of replicas."""
+    if ranks % config.stages:
+        expected, got = f"a multiple of the {config.stages} stages", str(ranks)
+        raise ConfigError("ranks", expected=expected, got=got, remedy="Start {ranks} of them, or change stages.")
+
+
+def check_cut(config: RunConfig, model: ModelSource) -> None:
+    """Refuse more chunks than layers, and families that are not cut into stages."""
+    layers, chunks = model.config.num_hidden_layers, config.stages * config.virtual
+    if chunks > layers:
+        expected, got = f"stages x virtual of at most the {layers} layers", f"{config.stages} x {config.virtual}"
+        raise ConfigError("stages", expected=expected, got=got, remedy="Use fewer of them.")
+    check_stages(model.config)
