@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Choices, Cost, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner.problem.choices import write_offload
 from lengthwise.planner.problem.degrees import (
     DegreeTable,
     cheapest_degrees,
@@ -19,6 +18,7 @@ from lengthwise.planner.problem.degrees import (
     most_degrees,
     useful_degrees,
 )
+from lengthwise.planner.problem.finish import write_offload
 from lengthwise.program import check_plan, ring_order
 from properties import costly
 

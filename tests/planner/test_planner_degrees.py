@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner import plan_step
-from lengthwise.planner.problem.degrees import DegreeTable, most_degrees
+from lengthwise.planner.problem.degrees import DegreeTable
 
 COSTS = st.builds(
     Cost,
@@ -38,17 +38,6 @@ def test_quickest_degree_stops_growing_where_hops_outweigh_the_gain() -> None:
     cost = Cost(linear_seconds=1.0, hop_seconds=1.0)
     (degree,) = DegreeTable(cost, np.array([400]), np.array([1]), np.array([400])).quickest().tolist()
     assert 17 <= degree <= 23  # 400 / d + d is least at 20
-
-
-def test_grown_degrees_leave_about_the_floor_on_a_rank() -> None:
-    cost = Cost(quadratic_seconds=1.0)
-    lengths, least = np.array([100_000]), np.array([2])
-    most = most_degrees(lengths, least, 64, 4096)
-    assert DegreeTable(cost, lengths, least, most).grown(1.0).tolist() == [24]
-
-
-def test_most_degrees_never_undo_what_memory_needs() -> None:
-    assert most_degrees(np.array([5000]), np.array([5]), 8, 4096).tolist() == [5]
 
 
 def test_growth_goes_below_the_floor_where_ranks_would_only_wait() -> None:

@@ -30,11 +30,6 @@ def _gaps(*rows: tuple[int, int, int, float]) -> Gaps:
     whole = [np.array(column, dtype=np.int64) for column in (ranks, after, before)]
     return Gaps(ranks=whole[0], after=whole[1], before=whole[2], seconds=np.array(seconds, dtype=np.float64))
 
-
-def test_fill_gaps_leaves_no_gap_too_long() -> None:
-    gaps = _gaps((2, -1, 0, 10.0))
-    packs = fill_gaps(gaps, _short([8, 4, 3]), capacity_tokens=9, launch_seconds=1.0)
-    assert [(pack.rank, pack.sequences, pack.before, pack.beside) for pack in packs] == [(2, [2], 0, None)]
     # 8 and its launch; nothing fits into the second that is left
 
 
@@ -42,18 +37,6 @@ def test_fill_gaps_needs_no_launch_beside_the_ring_before_the_gap() -> None:
     rooms = Rooms([4], [7])
     packs = fill_gaps(_gaps((0, 0, 1, 8.0)), _short([9, 5, 2]), capacity_tokens=9, launch_seconds=1.0, rooms=rooms)
     assert [(pack.sequences, pack.before, pack.beside) for pack in packs] == [([1, 0], None, 0)]
-
-
-def test_level_ends_prefers_room_to_a_launch() -> None:
-    packs, end = level_ends([0.0, 20.0], _short([6, 3]), capacity_tokens=9, launch_seconds=100.0)
-    assert [(pack.rank, pack.sequences) for pack in packs] == [(0, [1, 0])]
-    assert end == 109.0
-
-
-def test_level_ends_gives_to_the_least_loaded() -> None:
-    packs, end = level_ends([0.0, 5.0], _short([6, 4, 2]), capacity_tokens=6, launch_seconds=0.0)
-    assert sorted((pack.rank, pack.sequences) for pack in packs) == [(0, [0]), (0, [2]), (1, [1])]
-    assert end == 9.0
 
 
 def test_level_ends_puts_sequences_beside_the_last_ring_of_a_rank() -> None:
@@ -101,11 +84,6 @@ def test_packs_hold_every_sequence_once_within_capacity(
     beside = [(pack.rank, pack.beside) for pack in packs if pack.beside is not None]
     assert len(set(beside)) == len(beside)
     assert all(sum(short.lengths[i] for i in pack.sequences) <= room for pack in packs if pack.beside is not None)
-
-
-def test_full_packs_take_the_longest_that_still_fits() -> None:
-    assert full_packs([9, 8, 7, 6], [1, 4, 5, 6], 10) == [[6, 8], [7, 9]]
-    assert full_packs([], [], 10) == []
 
 
 @given(lengths=st.lists(st.integers(1, 50), max_size=60))

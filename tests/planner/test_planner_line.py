@@ -8,25 +8,6 @@ from lengthwise.planner.placement.line import place_rings
 from lengthwise.planner.problem.topology import Extras
 
 
-def test_place_rings_side_by_side_from_the_lowest_rank() -> None:
-    line = place_rings([(0, 3, 5.0), (1, 2, 4.0)], 6)
-    assert [(ring.first, ring.degree) for ring in line.rings] == [(0, 3), (3, 2)]
-    assert line.gaps.longest_first(0.0) == []
-    assert line.free.tolist() == [5, 5, 5, 4, 4, 0]
-    assert line.last.tolist() == [0, 0, 0, 1, 1, -1]
-
-
-def test_place_rings_remembers_the_gap_before_a_ring() -> None:
-    line = place_rings([(0, 3, 5.0), (1, 2, 4.0)], 4)
-    assert line.rings[1].first == 0  # all start at 5: the interval without idle ranks
-    assert line.gaps.longest_first(0.0) == []
-    line = place_rings([(0, 2, 5.0), (1, 3, 4.0), (2, 2, 1.0), (3, 3, 1.0)], 3)
-    assert line.gaps.longest_first(0.0) == [(2, -1, 1, 5.0), (2, 1, 3, 1.0)]
-    assert line.gaps.longest_first(2.0) == [(2, -1, 1, 5.0)]
-    assert line.busy_seconds == 10 + 12 + 2 + 3
-    assert line.free.tolist() == [11, 11, 11]
-
-
 @given(data=st.data(), ranks=st.integers(1, 17))
 def test_place_rings_starts_each_as_early_as_any_interval_allows(data: st.DataObject, ranks: int) -> None:
     degrees = st.integers(1, ranks) | st.integers(1, min(3, ranks))  # the latter: many of one degree, swept together

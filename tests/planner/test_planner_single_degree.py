@@ -86,15 +86,6 @@ def test_room_tokens_never_let_a_position_hold_too_much(lengths: list[int], degr
     assert held_tokens(pack, degree).max() <= capacity + (len(pack) if degree > 1 else 0)
 
 
-def test_room_tokens_of_uncut_sequences_are_their_lengths() -> None:
-    lengths = np.arange(1, 50)
-    assert room_tokens(lengths, 1).tolist() == lengths.tolist()
-
-
-def test_first_fit_packs_go_in_data_order() -> None:
-    assert first_fit_packs(np.array([6, 5, 4, 5, 1]), 10) == [[0, 2], [1, 3], [4]]
-
-
 @pytest.mark.parametrize("recipe", some(["github", "byted", "prolong", "wikipedia"], 0))
 def test_single_degree_is_not_behind_the_static_mesh(recipe: str) -> None:
     """Here the mesh of `static` is all 64 ranks, one of the degrees tried; like lengths alone end 2.5 % behind it."""

@@ -34,13 +34,6 @@ def test_pack_skyline_keeps_a_degree_where_wider_would_not_be_quicker() -> None:
     assert [ring.degree for ring in line.rings] == [3]
 
 
-def test_pack_skyline_remembers_the_gap_under_a_ring_that_is_wider_than_the_stretch() -> None:
-    line = pack_skyline(_moldable(LINEAR, (80, 4, 4), (60, 3, 5)), Topology(LINEAR, 5), LINEAR)
-    assert [ring.degree for ring in line.rings] == [4, 5]
-    assert line.gaps.longest_first(0.0) == [(4, -1, 1, 20.0)]
-    assert line.free.max() == 20 + 60 / 5
-
-
 @given(
     rings=st.lists(st.tuples(st.integers(1, 500), st.integers(2, 13), st.integers(0, 30)), max_size=40),
     ranks=st.integers(13, 40),

@@ -19,7 +19,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import CUTTING_PLANNERS, PLANNERS, PlanOptions, bound_seconds, plan_step, score
-from lengthwise.planner.problem.speeds import noted_speeds, read_speeds, speed_runs
+from lengthwise.planner.problem.speeds import noted_speeds, read_speeds
 from lengthwise.planner.problem.topology import levelled
 from lengthwise.program import check_plan, ring_order
 from lengthwise.simulator import simulate_plan
@@ -245,10 +245,6 @@ def test_plan_step_refuses_speeds_in_lock_step() -> None:
     with pytest.raises(ConfigError, match="speeds: expected all 1 in mode waves"):
         plan_step([5, 6], Cluster(ranks=2, capacity_tokens=10), COST, PlanOptions(speeds=[1, 0.5], mode="waves"))
     plan_step([5, 6], Cluster(ranks=2, capacity_tokens=10), COST, PlanOptions(speeds=[1, 1], mode="waves"))
-
-
-def test_speeds_are_noted_as_runs() -> None:
-    assert speed_runs([1, 1, 0.6, 1]) == [[2, 1], [1, 0.6], [1, 1]]
 
 
 @pytest.mark.parametrize("note", [[[2, 1.0]], [[3, 0]], [[1.5, 1], [1.5, 1]], "fast", [3, 1.0], [[3, 1.0, 2]], {}])

@@ -8,18 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
-from testing.plans import clip_for
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError, Problems
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, analytic_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import CUTTING_PLANNERS, PLANNERS, PlanOptions, bound_seconds, plan_step, score
+from lengthwise.planner import CUTTING_PLANNERS, PlanOptions, plan_step, score
 from lengthwise.planner.problem.bounds import has_lone_rings
-from lengthwise.program import check_plan, ring_order
+from lengthwise.program import check_plan
 from tiers import some
 
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
@@ -38,32 +36,6 @@ CLUSTER = Cluster(ranks=3, capacity_tokens=20)
 CAPACITY = 97  # prime, so that nothing divides
 RANKS = (1, 2, 3, 5, 6, 7, 12, 13, 97)
 UGLY = st.sampled_from([1, 2, 3, 89, CAPACITY - 1, CAPACITY, CAPACITY + 1, 2 * CAPACITY, 2 * CAPACITY + 1, 1009])
-
-
-@given(
-    ranks=st.sampled_from(RANKS),
-    tokens=st.lists(UGLY | st.integers(1, 2000), min_size=1, max_size=40),
-    giant=st.booleans(),
-    ones=st.integers(0, 30),
-    cost=st.sampled_from(COSTS),
-    planner=st.sampled_from(PLANNERS),
-)
-def test_plan_step_plans_any_lengths_on_any_ranks(
-    ranks: int, tokens: list[int], giant: bool, ones: int, cost: Cost, planner: str
-) -> None:
-    cluster = Cluster(ranks=ranks, capacity_tokens=CAPACITY)
-    tokens = [min(length, cluster.longest_tokens) for length in tokens] + [1] * ones
-    tokens = clip_for(planner, tokens + [cluster.longest_tokens] * giant, CAPACITY)
-    plan = plan_step(tokens, cluster, cost, PlanOptions(planner=planner, layers=4))
-    check_plan(plan)
-    makespan = score(plan, cost).makespan_seconds
-    assert plan.notes["predicted_seconds"] == makespan
-    assert plan.notes["bound_seconds"] <= makespan * (1 + 1e-9)
-    assert bound_seconds(tokens, cluster, cost, lone_rings=False) <= makespan * (1 + 1e-9)
-    assert plan.tokens == tuple(tokens)
-    for microbatch in plan.microbatches:
-        for piece in microbatch.pieces:
-            assert piece.ranks == ring_order(min(piece.ranks), piece.degree)
 
 
 @pytest.mark.parametrize("recipe", some(["prolong", "wikipedia", "github", "byted"], 2, 3))
@@ -132,19 +104,6 @@ def test_plan_step_does_not_call_a_ring_lone_that_only_rounding_holds() -> None:
     assert not has_lone_rings(plan)
 
 
-def test_plan_step_notes_say_who_planned_with_what() -> None:
-    notes = plan_step([5, 6], Cluster(ranks=2, capacity_tokens=10), COMPUTE).notes
-    assert set(notes) == {"planner", "predicted_seconds", "bound_seconds", "cost"}
-    assert (notes["planner"], notes["cost"]) == ("lengthwise", "compute only")
-
-
-def test_plan_step_takes_numpy_lengths() -> None:
-    cluster = Cluster(ranks=2, capacity_tokens=10)
-    plan = plan_step(np.array([5, 12, 6]), cluster, COMPUTE)  # type: ignore[arg-type]
-    assert plan == plan_step([5, 12, 6], cluster, COMPUTE)
-    assert all(type(length) is int for length in plan.tokens)
-
-
 def test_plan_step_is_the_same_in_another_process() -> None:
     script = (
         "from lengthwise.core.shape import Cluster; from lengthwise.cost import Cost;"
@@ -154,6 +113,10 @@ def test_plan_step_is_the_same_in_another_process() -> None:
         "from lengthwise.planner import CUTTING_PLANNERS;"
         "plans = [plan_step(draw_lengths(r, 2**20, 5, 100_000), cluster, cost, PlanOptions(planner=name))"
         " for r in ('github', 'byted') for name in CUTTING_PLANNERS];"
+        "from lengthwise.cost import all_terms_cost, named_hardware, named_shape;"
+        "links = all_terms_cost(named_shape('llama-7b'), named_hardware('h100'));"
+        "chosen = PlanOptions(layers=32, offload='auto', heads='auto');"
+        "plans += [plan_step([90000, 40000, 9000, 700, 3] * 2, cluster, links, chosen)];"
         "print(*[plan.digest() for plan in plans])"
     )
     told = [
@@ -167,7 +130,7 @@ def test_plan_step_is_the_same_in_another_process() -> None:
         for seed in ("1", "2")
     ]
     assert told[0] == told[1]
-    assert len(told[0].split()) == 2 * len(CUTTING_PLANNERS)
+    assert len(told[0].split()) == 2 * len(CUTTING_PLANNERS) + 1
 
 
 def test_plan_step_imports_without_torch() -> None:
@@ -213,20 +176,6 @@ def test_plan_step_takes_whole_numbers_of_numpy(planner: str) -> None:
     assert theirs.to_json() == mine.to_json()
 
 
-def test_plan_step_takes_stages_of_numpy() -> None:
-    options = PlanOptions(layers=4, mode="pipeline", stages=np.int64(2), virtual=np.int64(2))  # type: ignore[arg-type]
-    plan = plan_step([5, 9], Cluster(ranks=2, capacity_tokens=20), COMPUTE, options)
-    assert Plan.from_json(plan.to_json()).schedule == {"kind": "pipeline", "stages": 2, "virtual": 2}
-
-
-@pytest.mark.parametrize("planner", PLANNERS)
-@pytest.mark.parametrize("context", [0, -1, 2.5, True])
-def test_plan_step_refuses_a_context_that_is_none(planner: str, context: object) -> None:
-    options = PlanOptions(planner=planner, context_tokens=context)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="context_tokens: expected a whole number of at least 1"):
-        plan_step([5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, options)
-
-
 def test_plan_step_tells_all_wrong_options_at_once() -> None:
     options = PlanOptions(
         planner="statik", mode="fre", recompute="all", layers=0, context_tokens=-1, offload="maybe", heads="on",
@@ -265,11 +214,6 @@ def test_plan_step_names_arguments_of_another_kind_all_at_once(given: dict[str, 
     assert all(expected in line for expected, line in zip(told, lines, strict=True))
 
 
-def test_plan_step_refuses_no_layers() -> None:
-    with pytest.raises(ConfigError, match="layers"):
-        plan_step([5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, PlanOptions(layers=0))
-
-
 GOLDEN = {
     "one-rank": ([3, 1, 9, 4], 1, 10, COMPUTE, "lengthwise"),
     "six-ranks": ([300, 120, 90, 55, 10, 7, 1, 1, 99, 230, 101], 6, 100, ALL_TERMS, "lengthwise"),
@@ -303,8 +247,3 @@ def test_plan_step_puts_one_kind_of_recomputation_into_every_microbatch_and_pric
         assert plan.notes["predicted_seconds"] == score(plan, ALL_TERMS).makespan_seconds
         assert plan.notes["predicted_seconds"] > kept.notes["predicted_seconds"]
         assert plan.notes["bound_seconds"] > kept.notes["bound_seconds"]
-
-
-def test_plan_step_names_the_nearest_kind_of_recomputation() -> None:
-    with pytest.raises(ConfigError, match="Did you mean `layer`"):
-        plan_step([5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, PlanOptions(recompute="layers"))

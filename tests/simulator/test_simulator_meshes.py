@@ -248,12 +248,3 @@ def test_where_nothing_can_be_gained_nothing_is_claimed(lengths: list[int], devi
     said = closing_sentences(found, f"{devices} devices of h100")
     assert "no gain beyond the error" in said
     assert "fewer GPU hours" not in said
-
-
-def test_on_eight_devices_no_gain_is_claimed_where_the_best_rival_offloads() -> None:
-    from lengthwise.report.simulation import closing_sentences
-
-    batches = [draw_lengths("github", 2**18, seed, 2**16) for seed in range(4)]
-    found = best_meshes(["static", "single-degree", "bytescale", "lengthwise"], batches, replace(QUESTION, devices=8))
-    said = closing_sentences(found, "8 devices of h100")
-    assert "no gain beyond the error" in said

@@ -200,12 +200,6 @@ def test_clocks_are_near_the_costs(length: int, degree: int, heads: int, recompu
         assert clocks.total.max() == pytest.approx(priced, rel=0.12)
 
 
-def test_heads_split_over_a_node_exchange_there() -> None:
-    piece = Piece(ranks=tuple(range(8)), sequences=(0,), heads=8)
-    clocks = microbatch_clocks(Microbatch(pieces=(piece,)), [80_000], COST)
-    assert clocks.total.max() == pytest.approx(COST.fixed_seconds + COST.piece_seconds([80_000], 8, Choice(heads=8)))
-
-
 def test_copies_hold_up_what_compute_does_not_hide() -> None:
     piece = Piece(ranks=(0,), sequences=(0,))
     plain, offloaded = (microbatch_clocks(Microbatch(pieces=(piece,), offload=o), [3000], COST) for o in (0.0, 1.0))
@@ -225,14 +219,6 @@ def test_shares_with_split_heads_are_refused() -> None:
     piece = Piece(ranks=(0, 1), sequences=(0,), heads=2, shares=(1.0, 2.0))
     with pytest.raises(PlanError, match="split heads"):
         piece_layer(piece, [100], COST)
-
-
-def test_blocks_sum_to_the_costs_attention() -> None:
-    lengths = [1, 17, 3000, 90_000]
-    for degree, heads in ((1, 1), (3, 1), (8, 2), (8, 8)):
-        piece = Piece(ranks=tuple(range(degree)), sequences=(0, 1, 2, 3), heads=heads)
-        blocks = piece_layer(piece, lengths, COST).blocks.sum() * heads * COST.layers
-        assert blocks == pytest.approx(COST.attention_seconds(np.array(lengths, dtype=float), degree / heads).sum())
 
 
 @given(

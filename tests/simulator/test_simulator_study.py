@@ -27,13 +27,6 @@ def _compare(planners, batches):
     return compare_planners(planners, batches, SETTING, progress=lambda *_: None)
 
 
-def test_step_flops_are_six_a_parameter_and_seven_a_seen_pair() -> None:
-    width = 32 * 32 * 128
-    assert step_flops(SHAPE, [1000, 10]) == pytest.approx(
-        6 * SHAPE.linear_params * 1010 + 7 * width * (1000**2 + 10**2)
-    )
-
-
 def test_study_of_uniform_sequences() -> None:
     (result,) = _compare(["lengthwise"], [[8192] * 32])
     plan = plan_step([8192] * 32, SETTING.cluster, SETTING.cost, PlanOptions(layers=32))
@@ -110,12 +103,3 @@ def test_ideal_seconds_are_arithmetic_alone_spread_evenly() -> None:
     assert step.ideal_seconds == pytest.approx(4 * ideal)
     slow = tuple(replace(step, ideal_seconds=ideal, step_seconds=times * ideal) for times in (2, 8))
     assert replace(result, steps=slow).ideal_ratio == pytest.approx(2 / 10)
-
-
-def test_a_step_that_loses_nothing_has_an_ideal_ratio_of_one() -> None:
-    """Blocks at full speed, no launches, no reduction, the same work on each rank."""
-    free = replace(HARDWARE, block_efficiency=((1, 1.0),), layer_launch_seconds=0.0)
-    cost = all_terms_cost(SHAPE, free)
-    setting = replace(SETTING, hardware=free, cost=cost, cluster=Cluster(ranks=1, capacity_tokens=8192))
-    (result,) = compare_planners(["lengthwise"], [[8192, 8192]], setting, progress=lambda *_: None)
-    assert result.ideal_ratio == pytest.approx(1.0)

@@ -24,9 +24,16 @@ from lengthwise.cost.memory import (
 from lengthwise.cost.microbatch import WINDOW_LAYERS, MicrobatchBytes, Moments, largest_peak
 from lengthwise.cost.passes import Pass
 from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
-from lengthwise.cost.sharding import ZERO3_ALONE, ShardChoice, choose_shard, ranks_of_node, wanted_tokens
+from lengthwise.cost.sharding import (
+    ZERO3_ALONE,
+    ShardChoice,
+    choose_shard,
+    ranks_of_node,
+    sharded_cost,
+    sharded_traffic,
+    wanted_tokens,
+)
 from lengthwise.cost.terms import Cost
-from lengthwise.cost.traffic import sharded_cost, sharded_traffic
 
 __all__ = [
     "DTYPE_BYTES",

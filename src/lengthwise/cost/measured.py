@@ -193,7 +193,6 @@ def _keys(loc: tuple[int | str, ...]) -> list[str]:
 
 
 def _contradictions(found: Measurements, where: str) -> list[LengthwiseError]:
-    """List what is of the right type and makes no sense."""
     problems: list[LengthwiseError] = []
 
     def refuse(key: str, expected: str, got: object) -> None:

@@ -228,10 +228,7 @@ class Cost:
         return float(np.max(self._seconds(part, total, degree, choice, self.reach(degree, choice.heads, ranks))))
 
     def ring_piece_seconds(self, lengths: Whole, degrees: Whole, choice: Choice | None = None) -> Floats:
-        """Do `piece_seconds` for many pieces of one sequence each, each in as few nodes as can be.
-
-        Entry i is of `lengths[i]` over `degrees[i]` ranks. Choosing heads costs about as much again.
-        """
+        """Do `piece_seconds` for pieces of `lengths[i]` over `degrees[i]` ranks, each in as few nodes as can be."""
         tokens = lengths.astype(np.float64)
         if not self.prices_choices:
             attention = self.quadratic_seconds * self.seen_pairs(tokens)
@@ -260,10 +257,7 @@ class Cost:
         return sum(each.attention for each in passes) * attention + sum(each.linear for each in passes) * linear
 
     def attention_seconds(self, tokens: Floats, positions: Numbers) -> Floats:
-        """Count the attention of each sequence in seconds, all its ranks together, cut over ring `positions`.
-
-        Entry i of both is sequence i; blocks of fewer tokens run slower, as `block_efficiency` says.
-        """
+        """Count the attention of sequence i in seconds, all ranks together; blocks of fewer tokens run slower."""
         seconds = self.quadratic_seconds * self.seen_pairs(tokens)
         if not self.block_efficiency:
             return seconds
@@ -299,12 +293,9 @@ class Cost:
         return offload * (layers - 2) / layers * self.copy_bytes[recompute] * held / self.copy_bytes_per_second
 
     def step_end_seconds(self, ranks: int) -> float:
-        """Return how long gradients and parameters take to be reduced and gathered over all ranks, once a step.
-
-        Between nodes all links of a node carry their part, as ring collectives do, as far as its uplink allows.
-        """
+        """Return how long gradients and parameters take to be reduced and gathered over all ranks, once a step."""
         rate = self.near.bytes_per_second
-        if ranks > self.ranks_per_node:
+        if ranks > self.ranks_per_node:  # all links of a node carry their part, as far as its uplink allows
             rate = min(rate, self.far.bytes_per_second * self.ranks_per_node, self.uplink_bytes_per_second)
         return self.ending.seconds(self.reduced_bytes, ranks, rate)
 
@@ -398,7 +389,6 @@ class Cost:
         return passes_seconds(self.passes(choice.recompute), work, by_ring_step=self.stages > 1 or self.shares_uplinks)
 
     def _groups(self, degree: int) -> list[int]:
-        """List the sizes of groups that may split heads, 1 first."""
         most = min(degree, self.heads) if self.choices.splits_heads else 1
         return [group for group in range(1, most + 1) if self.heads % group == 0]
 

@@ -4,14 +4,13 @@ The same lengths, cluster, costs and planner give the same plan, in any process 
 """
 
 from lengthwise.core.sizes import PLANNING_SHARE
-from lengthwise.planner.api import plan_step
+from lengthwise.planner.api import PlanStep, arithmetic_seconds, plan_recomputed, plan_step
 from lengthwise.planner.baselines.single_degree import PACKED_DP
 from lengthwise.planner.options import MODES, PlanOptions
 from lengthwise.planner.problem.bounds import bound_seconds
-from lengthwise.planner.problem.choices import split_heads
+from lengthwise.planner.problem.finish import split_heads
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import Score, score
-from lengthwise.planner.recomputation import PlanStep, arithmetic_seconds, plan_recomputed
 from lengthwise.planner.registry import CUTTING_PLANNERS, PLANNERS, planner_names, register_planner
 
 __all__ = [

@@ -1,20 +1,29 @@
-"""The one entry of the planner: lengths, cluster, costs and options in, a plan out."""
+"""The one entry of the planner: lengths, cluster, costs and options in, a plan out.
+
+`plan_recomputed` also chooses the kind of recomputation, each with the capacity that memory leaves it: what backward
+computes again need not be kept, so sequences need fewer ranks, for a third more of forward work. The capacity is one
+number a plan, so it is one kind a step. A kind whose arithmetic alone, spread evenly over all ranks, takes as long as
+the best plan before it is not planned.
+"""
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import replace
+from math import inf
+from typing import TypeAlias
 
-from lengthwise.core.errors import ConfigError, raise_problems
+import numpy as np
+
+from lengthwise.core.errors import ConfigError, PlanError, raise_problems
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost
+from lengthwise.cost import Choices, Cost
 from lengthwise.planner.baselines.single_degree import PACKED_DP, refuse_cut
-from lengthwise.planner.options import DEFAULT, PlanOptions
+from lengthwise.planner.options import CHOICES, DEFAULT, PlanOptions
 from lengthwise.planner.portfolio import choose_plan
 from lengthwise.planner.problem.bounds import has_lone_rings, shares_launches_only
-from lengthwise.planner.problem.choices import CHOICES
 from lengthwise.planner.problem.lengths import read_tokens, refuse_unheld
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.speeds import at_mean_speed, speed_runs
@@ -68,7 +77,6 @@ def plan_step(tokens: Sequence[int], cluster: Cluster, cost: Cost, options: Plan
 
 
 def _refuse_mistaken(**arguments: object) -> None:
-    """Refuse arguments of `plan_step` that are not what their names say, all of them at once."""
     kinds = {"tokens": (Collection, "lengths of sequences"), "cluster": (Cluster, "a Cluster")}
     kinds |= {"cost": (Cost, "a Cost"), "options": (PlanOptions, "PlanOptions")}
     remedy = "Give lengths, cluster, cost and options, in this order."
@@ -81,7 +89,6 @@ def _refuse_mistaken(**arguments: object) -> None:
 
 
 def _bound_of(plan: Plan, request: PlanRequest) -> float:
-    """Find the highest bound that holds for plans of this kind."""
     if has_lone_rings(plan):
         kind, bound = {}, request.bound_seconds
     elif shares_launches_only(plan):
@@ -91,3 +98,55 @@ def _bound_of(plan: Plan, request: PlanRequest) -> float:
     if request.priced_stages == 1:
         return bound
     return max(bound, request.least_seconds(**kind, stages=request.priced_stages))
+
+
+PlanStep: TypeAlias = Callable[[Sequence[int], Cluster, Cost, PlanOptions], Plan]
+
+
+def plan_recomputed(
+    tokens: Sequence[int],
+    ranks: int,
+    cost: Cost,
+    capacities: Mapping[str, int],
+    options: PlanOptions = DEFAULT,
+    *,
+    plan_each: PlanStep = plan_step,
+) -> Plan:
+    """Plan one step with the kind of recomputation that ends first.
+
+    Args:
+        tokens: length of each sequence, as for `plan_step`.
+        ranks: of the cluster.
+        cost: what work takes.
+        capacities: tokens that a rank holds, for each kind of recomputation to try.
+        options: for `plan_step`; their own `recompute` does not count.
+        plan_each: what plans with one kind, for who keeps plans.
+
+    Raises:
+        ConfigError: as `plan_step` does.
+        PlanError: as `plan_step` does, with the kind of the largest capacity; kinds that cannot hold a sequence which
+            another one holds are not chosen.
+    """
+    best: Plan | None = None
+    least = inf
+    refused: dict[str, PlanError] = {}
+    for kind, capacity in capacities.items():
+        if options.speeds is None and arithmetic_seconds(tokens, cost, kind) >= least * ranks:
+            continue
+        cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
+        try:
+            plan = plan_each(tokens, cluster, cost, replace(options, recompute=kind))
+        except PlanError as error:
+            refused[kind] = error
+            continue
+        if (seconds := float(plan.notes["predicted_seconds"])) < least:
+            best, least = plan, seconds
+    if best is None:
+        raise refused[max(refused, key=lambda kind: capacities[kind])]
+    return best
+
+
+def arithmetic_seconds(tokens: Sequence[int], cost: Cost, recompute: str) -> float:
+    """Return the arithmetic of a step with a kind of recomputation: all ranks together take no less."""
+    priced = cost.choosing(Choices(recompute=recompute, layers=max(1, cost.layers)))
+    return float(priced.compute_seconds(np.array(tokens, dtype=np.int64)).sum())

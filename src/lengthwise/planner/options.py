@@ -6,7 +6,7 @@ once, with or without costs at hand, so that a command refuses before it reads a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -16,10 +16,10 @@ from lengthwise.core.names import unknown_name
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.sizes import read_whole
 from lengthwise.cost import Choices, Cost
-from lengthwise.planner.problem.choices import refuse_choices
 from lengthwise.planner.problem.speeds import read_speeds
 from lengthwise.planner.registry import unknown_planner
 
+CHOICES = ("off", "auto")  # of offload and heads
 MODES = ("free", "waves", "pipeline")
 
 
@@ -86,7 +86,7 @@ class PlanOptions:
         if share is not None and not share >= 0:
             got, remedy = repr(share), "Leave it out for all that tries cost."
             problems.add(ConfigError("planning_share", expected="a number from 0", got=got, remedy=remedy))
-        problems.attempt(partial(refuse_choices, {"offload": self.offload, "heads": self.heads}, cost, layers, speeds))
+        problems.attempt(partial(_refuse_choices, {"offload": self.offload, "heads": self.heads}, cost, layers, speeds))
         counts = {name: value for name, value in read.items() if name != "context_tokens"}
         if self.mode in MODES and None not in counts.values():
             problems.attempt(partial(_refuse_stages, replace(self, **counts), cost))
@@ -94,7 +94,6 @@ class PlanOptions:
         return replace(self, **read, speeds=speeds)
 
     def _refuse_names(self) -> None:
-        """Refuse names that do not exist or do not go together."""
         unknown = [unknown_planner("planner", self.planner)]
         for name, known in (("mode", MODES), ("recompute", RECOMPUTE_KINDS)):
             value = getattr(self, name)
@@ -106,7 +105,6 @@ class PlanOptions:
             raise ConfigError("mode", expected=expected, got=self.mode, remedy=remedy)
 
     def _read_speeds(self, ranks: int) -> tuple[float, ...] | None:
-        """Check speeds; None where all ranks are alike."""
         speeds = read_speeds(self.speeds, ranks)
         if speeds is not None and self.mode != "free":
             remedy = "Use mode free, or leave {speeds} out."
@@ -117,8 +115,29 @@ class PlanOptions:
 DEFAULT = PlanOptions()
 
 
+def _refuse_choices(
+    asked: Mapping[str, object], cost: Cost | None, layers: int, speeds: Sequence[float] | None
+) -> None:
+    """Refuse what these costs (None: not known yet) cannot price, or ranks of these speeds do not plan."""
+    problems: list[LengthwiseError] = []
+    for name, value in asked.items():
+        if value not in CHOICES and not (name == "heads" and str(value).isdecimal() and int(str(value))):
+            problems.append(unknown_name(name, value, CHOICES))
+        elif value != "off" and cost is not None and not cost.prices_choices:
+            remedy = f"Plan with a hardware description ({{hardware}}), or without {{{name}}}."
+            got = f"costs {cost.version}, which do not tell what {name} takes"
+            problems.append(ConfigError(name, expected="off, with these costs", got=f"{value}; {got}", remedy=remedy))
+    if asked["offload"] == "auto" and cost is not None and cost.prices_choices and layers < cost.layers:
+        expected = f"those of the model, at least {cost.layers}: they tell what offload leaves on the device"
+        problems.append(ConfigError("layers", expected=expected, got=str(layers), remedy="Set {layers}."))
+    if set(asked.values()) != {"off"} and speeds is not None:
+        expected = "all 1 beside offload or heads, which are not planned together yet"
+        remedy = "Plan with {speeds}, or with these choices."
+        problems.append(ConfigError("speeds", expected=expected, got="unequal ranks", remedy=remedy))
+    raise_problems(problems)
+
+
 def _refuse_stages(options: PlanOptions, cost: Cost | None) -> None:
-    """Refuse stages and virtual ones that are too many, not those of the costs, or without their mode."""
     mode, stages, virtual = options.mode, options.stages, options.virtual
     problems: list[LengthwiseError] = []
     for name, value in (("stages", stages), ("virtual", virtual)):

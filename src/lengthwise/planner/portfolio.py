@@ -10,16 +10,16 @@ Tries are counted, never timed. docs/decisions/other-planners-as-candidates.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
 from lengthwise.core.plan import Microbatch, Plan
+from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.planner.options import PlanOptions
+from lengthwise.planner.options import CHOICES, PlanOptions
 from lengthwise.planner.placement.annealing import MOST_WORK, anneal
-from lengthwise.planner.problem.choices import CHOICES, choice_variants, split_heads, write_offload
 from lengthwise.planner.problem.effort import (
     FAR,
     GOOD_ENOUGH,
@@ -30,6 +30,7 @@ from lengthwise.planner.problem.effort import (
     SMALL_STEP,
     WAVE_SECONDS,
 )
+from lengthwise.planner.problem.finish import split_heads, write_offload
 from lengthwise.planner.problem.lengths import NEARLY
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import score
@@ -88,7 +89,7 @@ def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selec
     longest = max(request.tokens)
     if options.planner == "static" and request.context_tokens is not None:
         longest = max(longest, request.context_tokens)  # what its mesh has to hold
-    for variant in choice_variants(request.cost, longest, request.cluster, heads=_ways_of_heads(request, options)):
+    for variant in _variants(request.cost, longest, request.cluster, heads=_ways_of_heads(request, options)):
         if options.planner == "lengthwise" and selection.seconds <= request.bound_seconds * GOOD_ENOUGH:
             break  # of lone rings, more choices could gain no more than that
         asked = request if variant == request.cost else replace(request, cost=variant)
@@ -102,6 +103,20 @@ def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selec
     return selection
 
 
+def _variants(widest: Cost, longest_tokens: int, cluster: Cluster, *, heads: Sequence[bool]) -> Iterator[Cost]:
+    """Yield the costs to plan with, those of fewest choices first; nothing that a device holds is worth offloading."""
+    if not widest.chooses:
+        yield widest
+        return
+    may_offload = widest.choices.offloads
+    offloads = [False] * (longest_tokens <= cluster.longest_tokens or not may_offload)
+    offloads += [True] * (may_offload and longest_tokens > cluster.capacity_tokens)
+    for splits_heads in heads if widest.choices.splits_heads else (False,):
+        for offload in offloads:
+            variant = replace(widest, choices=replace(widest.choices, splits_heads=splits_heads))
+            yield variant if offload else variant.without_copies()
+
+
 def _ways_of_heads(request: PlanRequest, options: PlanOptions) -> tuple[bool, ...]:
     """Return whether degrees are chosen for the sake of split heads: each way that is worth its time."""
     if options.planner == "lengthwise":
@@ -112,7 +127,6 @@ def _ways_of_heads(request: PlanRequest, options: PlanOptions) -> tuple[bool, ..
 
 
 def _offer_all(request: PlanRequest, selection: Selection) -> None:
-    """Offer every candidate of `lengthwise` for one part of the choices."""
     if is_worth_search(request):
         _offer_searched(request, selection)
     if request.priced_stages > 1 and request.speeds is None:

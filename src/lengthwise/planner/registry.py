@@ -18,8 +18,7 @@ from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError, Prob
 from lengthwise.core.names import PLANNER_GROUP, unknown_name
 from lengthwise.core.packages import PLANNER_PACKAGES, has_package, missing_package_of
 from lengthwise.core.plan import Microbatch, Plan
-from lengthwise.planner.baselines.bytescale import plan_bytescale
-from lengthwise.planner.baselines.bytescale_naive import plan_bytescale_naive
+from lengthwise.planner.baselines.bytescale import plan_bytescale, plan_bytescale_naive
 from lengthwise.planner.baselines.flexsp import plan_flexsp
 from lengthwise.planner.baselines.megatron_core import plan_megatron_core
 from lengthwise.planner.baselines.power_of_two import plan_power_of_two
@@ -131,7 +130,6 @@ def _asked(name: str, request: PlanRequest) -> list[Microbatch]:
 
 
 def _refuse_outside(name: str, microbatches: list[Microbatch], request: PlanRequest) -> None:
-    """Refuse what is no microbatch, and ranks and sequences that there are none of."""
     for each in microbatches:
         if not isinstance(each, Microbatch):
             raise _broken(name, "a list of microbatches", f"a {type(each).__name__} in it")

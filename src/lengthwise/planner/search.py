@@ -122,7 +122,6 @@ class Search:
         self._waiting.clear()
 
     def _try_level(self, level: float, table: DegreeTable) -> None:
-        """Place rings with degrees of a level, as they are and stacked."""
         degrees = table.grown(level * self.bound)
         self._place(degrees, table)
         if not (self.over or self._crowded):

@@ -1,7 +1,6 @@
 """Plans x costs -> a timeline: what a step would take on machines that nobody here has. Pure: no torch, no clock."""
 
 from lengthwise.simulator.answer import Answer, Question, Row, answer
-from lengthwise.simulator.gains import MODEL_ERROR, Gain, gain_over, gain_text
 from lengthwise.simulator.loading import LOADERS, loading_seconds, waits_seconds
 from lengthwise.simulator.mesh_search import best_mesh, best_meshes, refuse_unheld
 from lengthwise.simulator.meshes import (
@@ -15,7 +14,7 @@ from lengthwise.simulator.meshes import (
 )
 from lengthwise.simulator.rounds import microbatch_clocks
 from lengthwise.simulator.step import simulate_plan
-from lengthwise.simulator.study import PlannerResult, Setting, compare_planners
+from lengthwise.simulator.study import MODEL_ERROR, Gain, PlannerResult, Setting, compare_planners, gain_over, gain_text
 from lengthwise.simulator.trace import chosen_ranks, chrome_trace
 
 __all__ = [

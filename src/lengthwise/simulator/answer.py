@@ -41,7 +41,6 @@ from lengthwise.simulator.step import simulate_plan
 
 PADDED, PACKED, ONE_RING, OURS = "FSDP2, padded", "FSDP2, packed", "FSDP2, one ring size", "Lengthwise"
 RIVALS = (PADDED, PACKED, ONE_RING)
-_RIVAL_KINDS = RECOMPUTE_KINDS  # torchtitan's selective checkpointing keeps attention, others have all or nothing
 _SHARES = (1.0, 0.5, 0.25)  # of the tokens that fit, that a device may hold in a microbatch
 _MORE_MICROBATCHES = (0, 1, 2, 4, 8)  # of packs, than the fewest that hold a batch
 _FILLED = 0.98  # of a pack, as packing whole sequences leaves it
@@ -188,10 +187,6 @@ class Question:
             return fitting
         return dict.fromkeys([kind for kind, held in fitting.items() if held >= given] or kinds, given)
 
-    def shares(self) -> tuple[float, ...]:
-        """Return the parts of a capacity to try: all of one that was given."""
-        return (1.0,) if self.capacity_tokens is not None else _SHARES
-
 
 def answer(batches: Sequence[Sequence[int]], question: Question) -> Answer:
     """Compare the four ways on the same batches, entry i of each the length of sequence i in tokens."""
@@ -244,7 +239,7 @@ def _rival(
         for number, settings in enumerate(_rival_settings(name, longest, most_tokens, question, in_order=in_order))
     ]
     if not tried:
-        capacities = question.capacities("zero3", _RIVAL_KINDS)
+        capacities = question.capacities("zero3", RECOMPUTE_KINDS)
         return Row(name=name, refusal=_too_long(name, longest, capacities, question))
     settings = min(tried)[2]
     runs = [run_rival(tokens, settings, question) for tokens in batches]
@@ -267,7 +262,7 @@ def _rival_settings(
     """
     ranks = question.devices
     degrees = [d for d in range(2, ranks + 1) if ranks % d == 0] if name == ONE_RING else [1]
-    for (kind, held), degree in product(question.capacities("zero3", _RIVAL_KINDS).items(), degrees):
+    for (kind, held), degree in product(question.capacities("zero3", RECOMPUTE_KINDS).items(), degrees):
         least = -(-longest // degree)
         if least > held:
             continue
@@ -323,32 +318,31 @@ def _ours(
     """Run Lengthwise with a layout at its best settings: offloading only where nothing holds the sequences without."""
     ways = list(_our_settings(layout, question))
     for offload in ("off", "auto"):
-        tried = []
-        for number, way in enumerate(ways):
-            try:
-                run_ours([longest], way, question, offload=offload)
-                tried.append((run_ours(heaviest, way, question, offload=offload).seconds, number, way))
-            except PlanError:
-                continue
-        for _, _, way in sorted(tried):
-            try:
-                runs = [run_ours(tokens, way, question, offload=offload) for tokens in batches]
-            except PlanError:
-                continue
-            return Row(
-                name=OURS,
-                settings=way,
-                step_seconds=tuple(run.seconds for run in runs),
-                memory_bytes=max(run.memory_bytes for run in runs),
-                stretches=_stretches(runs[0]),
-                degrees=_degrees(runs[0].plan),
-            )
+        tried = [(_held([[longest], heaviest], way, question, offload), number) for number, way in enumerate(ways)]
+        for _, number in sorted((runs[1].seconds, number) for runs, number in tried if runs):
+            if runs := _held(batches, ways[number], question, offload):
+                return Row(
+                    name=OURS,
+                    settings=ways[number],
+                    step_seconds=tuple(run.seconds for run in runs),
+                    memory_bytes=max(run.memory_bytes for run in runs),
+                    stretches=_stretches(runs[0]),
+                    degrees=_degrees(runs[0].plan),
+                )
     held = question.capacities(layout, RECOMPUTE_KINDS)
     return Row(name=OURS, refusal=_too_long(ONE_RING, longest, held, question, layout))
 
 
+def _held(batches: Sequence[Sequence[int]], way: Settings, question: Question, offload: str) -> list[OurStep] | None:
+    try:
+        return [run_ours(tokens, way, question, offload=offload) for tokens in batches]
+    except PlanError:
+        return None
+
+
 def _our_settings(layout: str, question: Question) -> Iterator[Settings]:
-    for (kind, whole), share in product(question.capacities(layout, RECOMPUTE_KINDS).items(), question.shares()):
+    shares = (1.0,) if question.capacity_tokens is not None else _SHARES
+    for (kind, whole), share in product(question.capacities(layout, RECOMPUTE_KINDS).items(), shares):
         held = whole if share == 1.0 else int(whole * share) // STEP_TOKENS * STEP_TOKENS
         if held:
             yield Settings(recompute=kind, capacity_tokens=held, layout=layout)
@@ -375,10 +369,8 @@ def run_ours(tokens: Sequence[int], settings: Settings, question: Question, *, o
         mode="free" if layout == "zero1" else "waves", recompute=settings.recompute, layers=question.shape.layers,
         heads="auto", offload=offload, planning_share=PLANNING_SHARE,
     )  # fmt: skip
-    cluster, costs = (
-        Cluster(ranks=question.devices, capacity_tokens=settings.capacity_tokens),
-        question.costs_of(layout),
-    )
+    cluster = Cluster(ranks=question.devices, capacity_tokens=settings.capacity_tokens)
+    costs = question.costs_of(layout)
     plan = plan_step(tokens, cluster, costs, options)
     timeline = simulate_plan(plan, costs)
     memory = question.memory(layout)
@@ -398,12 +390,10 @@ def _degrees(plan: Plan) -> tuple[tuple[int, int], ...]:
 
 
 def _stretches(run: OurStep) -> tuple[Stretch, ...]:
-    timeline = run.timeline
-    found = []
+    timeline, found = run.timeline, list[Stretch]()
     for row, number in enumerate(timeline.microbatch.tolist()):
-        rank = int(timeline.rank[row])
-        start = float(timeline.start[row])
-        pieces = [piece for piece in run.plan.microbatches[number].pieces if rank in piece.ranks]
-        kind = "ring" if any(piece.degree > 1 for piece in pieces) else "local"
-        found.append(Stretch(rank=rank, start=start, end=start + float(timeline.busy_seconds[row]), kind=kind))
+        rank, start = int(timeline.rank[row]), float(timeline.start[row])
+        in_ring = any(rank in piece.ranks and piece.degree > 1 for piece in run.plan.microbatches[number].pieces)
+        end = start + float(timeline.busy_seconds[row])
+        found.append(Stretch(rank=rank, start=start, end=end, kind="ring" if in_ring else "local"))
     return tuple(found)

@@ -67,7 +67,6 @@ def waits_seconds(loads: Sequence[float], works: Sequence[float]) -> list[float]
 
 
 def _group_tokens(plan: Plan) -> NDArray[np.float64]:
-    """Count the tokens of all whole sequences that each rank has a part of."""
     read = np.zeros(plan.ranks)
     for microbatch in plan.microbatches:
         for piece in microbatch.pieces:

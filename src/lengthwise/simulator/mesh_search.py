@@ -114,7 +114,6 @@ class _Search:
         return self.first[mesh].result.mean_seconds if mesh in self.first else inf
 
     def _walk(self, question: MeshQuestion) -> None:
-        """Try meshes in the order of the module's list."""
         for stages in question.stages:
             for tensor in question.tensors:
                 if question.devices % (tensor * stages) == 0:
@@ -169,7 +168,6 @@ class _Search:
                 self.refusal = error
 
     def _finish(self, mesh: Mesh) -> Found:
-        """Run all batches on a mesh that was tried."""
         if len(self.batches) == 1:
             return self.first[mesh]
         if mesh not in self.finished:
@@ -182,7 +180,6 @@ class _Search:
         return self.finished[mesh]
 
     def _heaviest(self, setting: Setting) -> Sequence[int]:
-        """Return the batch of most work."""
         return max(self.batches, key=lambda tokens: ideal_seconds(tokens, setting))
 
     def _found_on(self, mesh: Mesh, setting: Setting, batches: Sequence[Sequence[int]]) -> Found:

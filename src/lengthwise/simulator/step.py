@@ -56,7 +56,6 @@ def simulate_plan(plan: Plan, cost: Cost) -> Timeline:
 
 
 def _run_flat(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timeline:
-    """Walk the plan's order with a clock a rank."""
     free = np.zeros(plan.ranks)
     starts = []
     for each in clocks:

@@ -19,11 +19,12 @@ from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost import Cost, Hardware, analytic_cost, microbatches_kept, step_flops, step_memory
 from lengthwise.planner import PlanOptions, PlanStep, plan_recomputed, plan_step
+from lengthwise.planner.options import DEFAULT
 from lengthwise.program import features_of
 from lengthwise.simulator.loading import loading_seconds, waits_seconds
 from lengthwise.simulator.step import simulate_plan
 
-_DEFAULT = PlanOptions()
+MODEL_ERROR = 0.05  # between planners under the same costs: docs/benchmarks.md
 
 
 class TooLarge(PlanError):  # noqa: N818 - the name says what happened
@@ -131,7 +132,7 @@ def compare_planners(
     setting: Setting,
     *,
     progress: Callable[[str, int], None],
-    options: PlanOptions = _DEFAULT,
+    options: PlanOptions = DEFAULT,
     plan_each: PlanStep = plan_step,
 ) -> list[PlannerResult]:
     """Plan and simulate every batch, the lengths of a step, with every planner; before each, call `progress`.
@@ -300,3 +301,41 @@ def _memory_bytes(plan: Plan, timeline: Timeline, setting: Setting) -> float:
         tokens, ratio, kept = (each[kinds == kind] for each in (held, offload, together[rank]))
         largest = max(largest, float(np.max(memory.microbatch_bytes(tokens, kind, ratio, kept=kept))))
     return memory.state_bytes() + largest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """How much sooner one planner ends than another: `ratio` of mean step seconds over the same batches.
+
+    Between `low` and `high` the simulation cannot tell: the error of the model, a share of the ratio, and two standard
+    errors of the ratio over the batches (linearised; nothing is known of them from one batch).
+    """
+
+    ratio: float
+    low: float
+    high: float
+    batches: int
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the two cannot be told apart."""
+        return self.low <= 1 <= self.high
+
+
+def gain_over(
+    other_seconds: Sequence[float], our_seconds: Sequence[float], *, model_error: float = MODEL_ERROR
+) -> Gain:
+    """Compare step seconds of the same batches, batch i in entry i of both; `model_error`: share of the ratio."""
+    other, ours = np.array(other_seconds, dtype=np.float64), np.array(our_seconds, dtype=np.float64)
+    assert len(other) == len(ours) > 0, f"{len(other)} and {len(ours)} batches"
+    ratio = float(other.sum() / ours.sum())
+    spread = 0.0
+    if len(ours) > 1:
+        spread = 2 * float(np.std(other - ratio * ours, ddof=1)) / float(ours.mean()) / len(ours) ** 0.5
+    error = model_error * ratio + spread
+    return Gain(ratio=ratio, low=ratio - error, high=ratio + error, batches=len(ours))
+
+
+def gain_text(gain: Gain) -> str:
+    """Write a gain for a table: 1.23x, or `equal` where it cannot be told from none."""
+    return f"equal ({gain.ratio:.2f}x)" if gain.is_equal else f"{gain.ratio:.2f}x"

@@ -1,10 +1,14 @@
-"""A baseline: ByteScale's balance scheduler, the best published one of hybrid data parallelism.
+"""Two baselines: ByteScale's balance scheduler, the best published one of hybrid data parallelism.
 
 1. Each sequence takes the fewest ranks that hold it, offload that compute hides counted; or so many, rounded up, that
    heads split well.
 2. Longest first, sequences form buckets of about equal FLOPs.
 3. Ranks that lag behind the busiest by more than delta get sequences of one bucket, until all are level again.
    DP-Balance takes the first bucket that is not empty, PP-Balance all in turn.
+
+`plan_bytescale_naive` has no such scheduler: what dynamic groups gain by themselves. Long sequences take the fewest
+ranks that hold them, in data order, then packs, each time the longest that still fits; a piece of d ranks takes the
+next d places of the first round that has them (section 5.3, Algorithm 1).
 
 O(N log d) a ring or pack. Source: arXiv 2502.21231, section 6, Algorithm 2;
 docs/decisions/baselines-in-their-favour.md.
@@ -154,6 +158,33 @@ def _make_work(
 
 
 def _longest_run(lagging: NDArray[np.bool_]) -> int:
-    """Count the most neighbouring ranks that all lag."""
     borders = np.flatnonzero(np.diff(np.concatenate(([False], lagging, [False]))))
     return int((borders[1::2] - borders[::2]).max(initial=0))
+
+
+def plan_bytescale_naive(request: PlanRequest) -> list[Microbatch]:
+    """Plan one step with the fewest ranks a sequence, dealt in order."""
+    capacity = request.cluster.capacity_tokens
+    tokens, degrees = request.tokens, request.hidden_degrees.tolist()
+    short = sorted((i for i, length in enumerate(tokens) if length <= capacity), key=lambda i: (tokens[i], -i))
+    pieces = [(degree, [i]) for i, degree in enumerate(degrees) if tokens[i] > capacity]
+    pieces += [(1, pack) for pack in full_packs(short, [tokens[i] for i in short], capacity)]
+    slots = deal_in_rounds([degree for degree, _ in pieces], request.cluster.ranks)
+    order = sorted(range(len(pieces)), key=lambda place: slots[place])
+    return [interval_microbatch(slots[place][1], *pieces[place]) for place in order]
+
+
+def deal_in_rounds(degrees: Sequence[int], ranks: int) -> list[tuple[int, int]]:
+    """Give each piece, in order, the next free slots of the first round that has as many as it needs.
+
+    Returns for each piece its round and its first rank. Slots of a round are taken from rank 0 upward.
+    """
+    taken = np.zeros(len(degrees), dtype=np.int64)
+    num_rounds = 0
+    slots: list[tuple[int, int]] = []
+    for degree in degrees:
+        number = int(np.argmax(taken[: num_rounds + 1] + degree <= ranks))
+        slots.append((number, int(taken[number])))
+        taken[number] += degree
+        num_rounds = max(num_rounds, number + 1)
+    return slots

@@ -84,7 +84,7 @@ def least_seconds(request: PlanRequest, degree: int) -> float:
 def _degrees(request: PlanRequest) -> range:
     """Return the degrees to try: those that hold the longest sequence.
 
-    Where costs offer offload, those that need it: the others are tried with costs that offer none (`choice_variants`).
+    Where costs offer offload, those that need it: the others are tried with costs that offer none (`portfolio`).
     """
     least, ranks = int(request.fewest_degrees.max()), request.cluster.ranks
     without = -(-max(request.tokens) // request.cluster.capacity_tokens)
@@ -160,7 +160,6 @@ def _pack_seconds(request: PlanRequest, degree: int, pack: list[int]) -> float:
 
 
 def _deal_packs(request: PlanRequest, degree: int, packs: list[list[int]]) -> list[tuple[int, list[int]]]:
-    """Give packs to the least loaded group, longest time first."""
     groups = [(0.0, group) for group in range(request.cluster.ranks // degree)]
     dealt: list[tuple[int, list[int]]] = []
     timed = [(_pack_seconds(request, degree, pack), pack) for pack in packs]
@@ -172,7 +171,6 @@ def _deal_packs(request: PlanRequest, degree: int, packs: list[list[int]]) -> li
 
 
 def _makespan(request: PlanRequest, degree: int, packs: list[tuple[int, list[int]]]) -> float:
-    """Return when the last group is done."""
     loads = np.zeros(request.cluster.ranks // degree)
     for group, pack in packs:
         loads[group] += _pack_seconds(request, degree, pack)

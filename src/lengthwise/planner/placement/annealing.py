@@ -186,7 +186,6 @@ class Annealing:
         return state
 
     def _piece_seconds(self, degree: int, sequences: tuple[int, ...]) -> list[float]:
-        """Return how long a piece takes, launch included, from each first rank."""
         key = degree, sequences
         if key not in self._seconds:
             lengths = [self.request.tokens[i] for i in sequences]

@@ -2,7 +2,7 @@
 
 1. Every sequence has a degree d >= s / capacity with t(d) <= T; the work of all, each at its cheapest such degree, is
    at most ranks x T. Halving finds the least T.
-2. Launches count by parts here and whole in `launches`.
+2. Launches count by parts here and whole in `_whole_launches_bound`.
 3. What a plan may do lowers it: share a ring's launch, cut packs. Stages of pipelines raise it by their fill.
 
 Costs some tables of degrees over the distinct lengths. Why each holds: docs/decisions/bound-by-kind.md.
@@ -10,7 +10,7 @@ Costs some tables of degrees over the distinct lengths. Why each holds: docs/dec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,8 +21,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner.problem.degrees import DegreeTable, cheapest_degrees
-from lengthwise.planner.problem.launches import least_feasible, whole_launches_bound
-from lengthwise.planner.problem.lengths import ROUNDING, read_tokens, refuse_unheld
+from lengthwise.planner.problem.lengths import NEARLY, ROUNDING, read_tokens, refuse_unheld
 from lengthwise.planner.problem.speeds import at_mean_speed, read_speeds
 from lengthwise.planner.problem.topology import Topology
 
@@ -73,7 +72,7 @@ def launches_makespan(tokens: NDArray[np.int64], cluster: Cluster, cost: Cost, t
         return 0.0
     lengths, counts = np.unique(tokens, return_counts=True)
     roomy = replace(cluster, capacity_tokens=cost.most_held_tokens(cluster.capacity_tokens) + ROUNDING_TOKENS)
-    return whole_launches_bound(lengths, counts, cost.compute_seconds(lengths), roomy, cost.fixed_seconds)
+    return _whole_launches_bound(lengths, counts, cost.compute_seconds(lengths), roomy, cost.fixed_seconds)
 
 
 def least_makespan(
@@ -133,7 +132,7 @@ def least_makespan(
 
     if feasible(low):
         return low
-    return least_feasible(feasible, low, max(low, float(quick.max())))
+    return _least_feasible(feasible, low, max(low, float(quick.max())))
 
 
 def has_lone_rings(plan: Plan) -> bool:
@@ -176,3 +175,45 @@ def _least_degrees_allowed(
     most_alone = cluster.capacity_tokens + int(counts[short].sum()) - short
     alone, beside = ((stretch * most).astype(np.int64) for most in (most_alone, most_alone + 1))
     return np.where(lengths <= alone, 1, np.maximum(2, -(-lengths // beside)))
+
+
+def _whole_launches_bound(
+    lengths: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    work_seconds: NDArray[np.float64],
+    cluster: Cluster,
+    launch_seconds: float,
+) -> float:
+    """Return the least time in which whole launches could do the work of `counts[i]` sequences of `lengths[i]`.
+
+    Where a rank needs j and a part launches, let n ranks run at most j and the others at least j + 1:
+
+        work <= min(n (T - g), D(n j capacity)) + (N - n) (T - (j + 1) g)        for some n of 0 .. N
+
+    D(S): the most work that S tokens can hold. A T for which no n will do is out of reach.
+    """
+    ranks, capacity = cluster.ranks, cluster.capacity_tokens
+    tokens, work = (lengths * counts).astype(np.float64), work_seconds * counts
+    needed, total = float(tokens.sum()) / (ranks * capacity), float(work.sum())
+    few, low = int(needed), total / ranks + needed * launch_seconds
+    if launch_seconds == 0:
+        return low
+    densest = np.argsort(-work_seconds / lengths, kind="stable")
+    held = np.concatenate(([0.0], np.cumsum(tokens[densest])))
+    most = np.concatenate(([0.0], np.cumsum(work[densest])))
+    with_few = np.arange(ranks + 1)
+    by_tokens = np.interp(with_few * float(few * capacity), held, most)
+
+    def feasible(seconds: float) -> bool:
+        of_few = np.minimum(with_few * max(0.0, seconds - launch_seconds), by_tokens)
+        of_others = (ranks - with_few) * max(0.0, seconds - (few + 1) * launch_seconds)
+        return bool(np.max(of_few + of_others) >= total * (1 - ROUNDING))
+
+    return _least_feasible(feasible, low, total / ranks + (few + 1) * launch_seconds)  # at most, all run one more
+
+
+def _least_feasible(feasible: Callable[[float], bool], low: float, high: float) -> float:
+    """Close in on the least feasible value between an infeasible and a feasible one; return the infeasible end."""
+    while high - low > NEARLY * low and low < (middle := (low + high) / 2) < high:  # denormal numbers end here, too
+        low, high = (low, middle) if feasible(middle) else (middle, high)
+    return low

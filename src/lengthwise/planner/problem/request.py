@@ -202,5 +202,4 @@ class PlanRequest:
 
     @cached_property
     def _launches_seconds(self) -> float:
-        """The bound that counts whole launches."""
         return launches_makespan(self.lengths, self.cluster, self.cost, self.topology)

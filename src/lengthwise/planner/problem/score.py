@@ -194,7 +194,6 @@ def _recompute(microbatch: Microbatch, cost: Cost) -> str:
 def _written_seconds(
     lengths: list[int], microbatch: Microbatch, piece: Piece, cost: Cost, *, speeds: Sequence[float] | None = None
 ) -> float:
-    """Price a piece where the plan puts it, launches left out."""
     choice = Choice(heads=piece.heads, offload=microbatch.offload, recompute=_recompute(microbatch, cost))
     return cost.piece_seconds(lengths, piece.degree, choice, ranks=piece.ranks, shares=piece.shares, speeds=speeds)
 

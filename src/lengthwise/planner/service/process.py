@@ -104,7 +104,6 @@ _Status = Callable[[float | None], int | None]
 
 
 def _start(reading: int, writing: int) -> tuple[_Kill, _Status]:
-    """Start a new process on these ends of the pipes."""
     # It imports from where this process does: not from the working folder, which may hold a user's `queue.py`.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     process = subprocess.Popen(  # noqa: S603 - this module, two numbers
@@ -124,7 +123,6 @@ def _start(reading: int, writing: int) -> tuple[_Kill, _Status]:
 
 
 def _fork(reading: int, writing: int) -> tuple[_Kill, _Status]:
-    """Fork this process; the child serves on these ends of the pipes."""
     process = multiprocessing.get_context("fork").Process(
         target=_serve_forked, args=(os.getpid(), reading, writing), name="planner", daemon=True
     )
@@ -152,7 +150,6 @@ def _serve_forked(parent: int, reading: int, writing: int) -> None:
 
 
 def _serve(reading: int, writing: int) -> None:
-    """Answer requests until there are no more."""
     answers = os.fdopen(writing, "wb")
     requests: SimpleQueue[tuple[StepPlanning, tuple[int, ...]]] = SimpleQueue()
     threading.Thread(target=_read, args=(os.fdopen(reading, "rb"), requests), daemon=True).start()

@@ -4,7 +4,7 @@ import pytest
 
 from lengthwise.core.errors import ConfigError, Problems
 from lengthwise.cost import Cost
-from lengthwise.cost.given import cost_from_file
+from lengthwise.cost.costs import cost_from_file
 
 
 def test_cost_from_file_takes_what_is_left_out_as_zero(tmp_path):
@@ -51,8 +51,3 @@ def test_cost_from_file_tells_all_problems_at_once(tmp_path):
     assert [problem.where.rpartition(": ")[2] for problem in caught.value.problems] == [
         "speed", "linear_seconds", "ring_seconds"
     ]  # fmt: skip
-
-
-def test_cost_from_file_names_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match=r"none\.json.*No such file"):
-        cost_from_file(tmp_path / "none.json")

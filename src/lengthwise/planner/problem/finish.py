@@ -1,7 +1,7 @@
-"""What a planner may choose beside degrees, offload and the split of heads, and how a finished plan gets it.
+"""The choices of a finished plan, whoever made it: offload ratios, and the split of heads.
 
 Planners price pieces with the best of their choices (`Cost.choosing`) and decide degrees alone; two passes then write
-the choices into the plan, whoever made it.
+the choices into the plan.
 
 1. `write_offload`: ranks of a microbatch share one ratio, the least at which the fullest holds its tokens.
 2. `split_heads`: each ring takes the quickest of the groups that divide its ranks and the model's heads.
@@ -10,68 +10,15 @@ the choices into the plan, whoever made it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
-from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.core.held import held_by_rank
-from lengthwise.core.names import unknown_name
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.core.shape import Cluster
 from lengthwise.cost import Choice, Cost
 from lengthwise.program.ring_order import ring_order
 
-CHOICES = ("off", "auto")
 _DIGITS = 6  # of an offload ratio; rounded up
-
-
-def choice_variants(widest: Cost, longest_tokens: int, cluster: Cluster, *, heads: Sequence[bool]) -> Iterator[Cost]:
-    """Yield the costs to plan with, those of fewest choices first.
-
-    Args:
-        widest: costs with every choice that there is.
-        longest_tokens: that must be held; nothing that a device holds by itself is worth offloading.
-        cluster: ranks and capacity.
-        heads: whether degrees are chosen for the sake of split heads, each way that is worth a try.
-    """
-    if not widest.chooses:
-        yield widest
-        return
-    may_offload = widest.choices.offloads
-    offloads = [False] * (longest_tokens <= cluster.longest_tokens or not may_offload)
-    offloads += [True] * (may_offload and longest_tokens > cluster.capacity_tokens)
-    for splits_heads in heads if widest.choices.splits_heads else (False,):
-        for offload in offloads:
-            variant = replace(widest, choices=replace(widest.choices, splits_heads=splits_heads))
-            yield variant if offload else variant.without_copies()
-
-
-def refuse_choices(asked: Mapping[str, object], cost: Cost | None, layers: int, speeds: Sequence[float] | None) -> None:
-    """Refuse what these costs (None: not known yet) cannot price, or ranks of these speeds do not plan.
-
-    `asked`: one of `CHOICES` for each of offload and heads; for heads a number, too.
-
-    Raises:
-        ConfigError, Problems: no choice of that name, costs without the terms for it, or fewer layers than the costs
-        have.
-    """
-    problems: list[LengthwiseError] = []
-    for name, value in asked.items():
-        if value not in CHOICES and not (name == "heads" and str(value).isdecimal() and int(str(value))):
-            problems.append(unknown_name(name, value, CHOICES))
-        elif value != "off" and cost is not None and not cost.prices_choices:
-            remedy = f"Plan with a hardware description ({{hardware}}), or without {{{name}}}."
-            got = f"costs {cost.version}, which do not tell what {name} takes"
-            problems.append(ConfigError(name, expected="off, with these costs", got=f"{value}; {got}", remedy=remedy))
-    if asked["offload"] == "auto" and cost is not None and cost.prices_choices and layers < cost.layers:
-        expected = f"those of the model, at least {cost.layers}: they tell what offload leaves on the device"
-        problems.append(ConfigError("layers", expected=expected, got=str(layers), remedy="Set {layers}."))
-    if set(asked.values()) != {"off"} and speeds is not None:
-        expected = "all 1 beside offload or heads, which are not planned together yet"
-        remedy = "Plan with {speeds}, or with these choices."
-        problems.append(ConfigError("speeds", expected=expected, got="unequal ranks", remedy=remedy))
-    raise_problems(problems)
 
 
 def write_offload(plan: Plan) -> Plan:
