@@ -8,23 +8,19 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from testing import RecordingTransport, make_batch, make_plan, random_plan, run_ranks
+from testing import RecordingTransport, make_batch, make_plan, random_plan
 from testing.order import check_order
 from testing.strict import StrictWorld
 from testing.tiny import ROPES
 from transformers import (
     Gemma3TextConfig,
-    GemmaConfig,
     GptOssConfig,
     LlamaConfig,
-    MistralConfig,
     MixtralConfig,
-    Olmo2Config,
     OlmoeConfig,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
-    Qwen3MoeConfig,
 )
 
 from lengthwise.attention import choose_kernel
@@ -36,10 +32,10 @@ from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
-from lengthwise.models import DTYPES, ModelSource, build_model, check_model_config, keep_double, plain_attention
+from lengthwise.models import DTYPES, ModelSource, build_model, keep_double, plain_attention
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.program import Segment, lower_plan
-from tiers import more, some
+from tiers import some
 
 LENGTHS = (1, 57, 2, 3, 40, 1, 5, 7, 31, 11, 13, 8)
 SIZES = {
@@ -59,17 +55,11 @@ EXPERTS = {"num_experts_per_tok": 2}
 CONFIGS = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "llama tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "mistral": MistralConfig(**SIZES, sliding_window=None),
-    "mistral window not shorter": MistralConfig(**SIZES, sliding_window=57),
-    "mistral window": MistralConfig(**SIZES, sliding_window=5),
+    "llama yarn": LlamaConfig(**SIZES, rope_parameters=ROPES["yarn"]),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
-    "qwen2 windows in the upper layers": Qwen2Config(
-        **SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1
-    ),
-    "qwen3 window": Qwen3Config(**SIZES, head_dim=16, use_sliding_window=True, sliding_window=7, max_window_layers=0),
-    "olmo2": Olmo2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
+    "qwen3 tied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
     "phi3": Phi3Config(**SIZES, sliding_window=6),
-    "gemma": GemmaConfig(**SIZES, head_dim=8),
     "gemma3": Gemma3TextConfig(
         **SIZES, head_dim=8, query_pre_attn_scalar=8, sliding_window=6, layer_types=LOCAL_AND_GLOBAL
     ),
@@ -77,23 +67,9 @@ CONFIGS = {
         **SIZES, head_dim=8, **EXPERTS, num_local_experts=4, sliding_window=6, layer_types=LOCAL_AND_GLOBAL
     ),
     "mixtral": MixtralConfig(**SIZES, **EXPERTS, num_local_experts=4),
-    "qwen3-moe": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8, num_experts=4, moe_intermediate_size=24),
     "olmoe": OlmoeConfig(**SIZES, **EXPERTS, num_experts=4),
-    "padded vocabulary": LlamaConfig(**{**SIZES, "vocab_size": 64}, tie_word_embeddings=True),
-    "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
-    "qwen3 tied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
-    **{f"llama {kind}": LlamaConfig(**SIZES, rope_parameters=rope) for kind, rope in ROPES.items()},
 }
 BATCH = make_batch(LENGTHS, vocab=48, seed=1, masked=0.2)
-BY_DEFAULT = {
-    "llama",
-    "qwen2 windows in the upper layers",
-    "gemma3",
-    "gpt-oss",
-    "qwen3-moe",
-    "qwen3 tied",
-    "padded vocabulary",
-}
 BARS = {"fp64": (1e-13, 1e-12), "fp32": (2e-6, 1e-5)}
 
 
@@ -174,9 +150,9 @@ def check_parity(got, want, precision):
 
 
 @pytest.mark.parametrize("precision", some(BARS, 0))
-@pytest.mark.parametrize("family", [name if name in BY_DEFAULT else more(name) for name in CONFIGS])
-def test_family_equals_plain_hugging_face(family, precision):
-    check_model_config(CONFIGS[family])
+@pytest.mark.parametrize("family", ["llama", "qwen3 tied", "gemma3", "gpt-oss"])
+def test_any_number_of_ranks_equals_plain_hugging_face(family, precision):
+    """All families are in `test_models_families`."""
     want = run_plain(family, BATCH, precision)
     for ranks in (1, 2, 3, 5):
         plan = planned(ranks)
@@ -254,14 +230,6 @@ def test_bf16_error_of_mixtures_is_near_that_of_one_device(family):
         got = run_planned(family, planned(3), batch, "bf16", weights="bf16")[1]
         ratios.append(total_error(got, exact) / total_error(alone, exact))
     assert sorted(ratios)[2] <= 1.5
-
-
-def test_real_processes_equal_plain_hugging_face():
-    batch = make_batch(LENGTHS, vocab=48, seed=1)
-    plan = planned(3)
-    built("llama")
-    got = run_ranks(lambda t: run_rank(t, "llama", plan, batch, "fp64"), 3)[0]
-    check_parity(got, run_plain("llama", batch, "fp64"), "fp64")
 
 
 def test_rank_without_tokens_takes_part():

@@ -14,7 +14,6 @@ from testing import (
     make_batch,
     make_plan,
     random_plan,
-    run_ranks,
     tiny_family_config,
 )
 from testing.order import check_order, rank_groups
@@ -182,11 +181,6 @@ def test_balance_loss_with_layers_computed_again(family, kinds):
     check_parity(run_planned(family, plan, batch), one_process(family, batch))
 
 
-def test_balance_loss_over_real_processes():
-    batch, plan = make_batch(LENGTHS, vocab=48, seed=1), planned(3)
-    check_parity(run_ranks(lambda t: run_rank(t, "mixtral", plan, batch), 3)[0], one_process("mixtral", batch))
-
-
 @pytest.mark.parametrize("family", ["mixtral", more("gpt_oss")])
 def test_balance_loss_in_fp32_is_within_its_bars(family):
     batch = make_batch(LENGTHS, vocab=48, seed=1)
@@ -307,14 +301,6 @@ def test_train_writes_router_loss_beside_loss_and_trains_on_both(run_file, ranks
     trained = dict(AutoModelForCausalLM.from_pretrained(output / "model", dtype=torch.float64).named_parameters())
     for name, parameter in model.named_parameters():
         assert (trained[name] - parameter).norm() < 1e-5 * parameter.norm(), name
-
-
-@pytest.mark.exhaustive
-def test_train_with_the_balance_loss_levels_the_routers(run_file):
-    path, _ = run_file
-    output = train(path, "--ranks", 2, "--set", "steps=12", "optimizer.lr=0.01")
-    found = [row["router_loss"] for row in read_lines(output / "metrics.jsonl")]
-    assert found[-1] < found[0] - 0.1
 
 
 def test_evaluation_does_not_add_the_balance_loss(run_file):
