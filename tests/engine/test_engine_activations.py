@@ -7,7 +7,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from testing import CountingStore, DelayedStore, build_pair, draw_lengths, make_batch, make_plan, random_plan, run_ranks
+from testing import (
+    SIZES,
+    CountingStore,
+    DelayedStore,
+    build_pair,
+    draw_lengths,
+    make_batch,
+    make_plan,
+    random_plan,
+    run_ranks,
+)
 from testing.strict import StrictWorld
 from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
@@ -25,22 +35,18 @@ from tiers import some
 
 CPU = torch.device("cpu")
 LAYERS = 5
-SIZES = {
-    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "head_dim": 8,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
+DEEP = {**SIZES, "num_hidden_layers": LAYERS, "head_dim": 8}
 FAMILIES = {
-    "llama": LlamaConfig(**SIZES),
+    "llama": LlamaConfig(**DEEP),
     "gemma3_text": Gemma3TextConfig(
-        **SIZES, query_pre_attn_scalar=8, sliding_window=6, layer_types=["sliding_attention", "full_attention"] * 2 +
+        **DEEP, query_pre_attn_scalar=8, sliding_window=6, layer_types=["sliding_attention", "full_attention"] * 2 +
         ["full_attention"]
     ),
     "gpt_oss": GptOssConfig(
-        **SIZES, num_experts_per_tok=2, num_local_experts=4, sliding_window=6,
+        **DEEP, num_experts_per_tok=2, num_local_experts=4, sliding_window=6,
         layer_types=["sliding_attention", "full_attention"] * 2 + ["full_attention"],
     ),
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts_per_tok=2, num_experts=4, moe_intermediate_size=24),
+    "qwen3_moe": Qwen3MoeConfig(**DEEP, num_experts_per_tok=2, num_experts=4, moe_intermediate_size=24),
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from testing import make_batch, make_plan
+from testing import enliven, make_batch, make_plan
 from testing.tiny import MODEL_TYPES, VOCAB, tiny_family_config
 
 from lengthwise.attention import choose_kernel
@@ -33,14 +33,7 @@ def has_experts(family):
 
 @cache
 def built(family):
-    model = build_model(ModelSource(name=family, config=tiny_family_config(family), weights=False), seed=3)
-    random = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.mul_(3)
-        else:
-            parameter.data.add_(torch.rand(parameter.shape, generator=random) * 0.2)
-    return model
+    return enliven(build_model(ModelSource(name=family, config=tiny_family_config(family), weights=False), seed=3))
 
 
 def run(family, experts, precision):

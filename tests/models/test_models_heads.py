@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from testing import (
+    SIZES,
     CountingStore,
     RecordingTransport,
     make_batch,
@@ -34,7 +35,6 @@ from models.test_models_parity import (
     BATCH,
     CONFIGS,
     LENGTHS,
-    SIZES,
     built,
     check_parity,
     run_plain,

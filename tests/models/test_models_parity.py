@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from testing import RecordingTransport, make_batch, make_plan, random_plan
+from testing import SIZES, RecordingTransport, enliven, make_batch, make_plan, random_plan
 from testing.order import check_order
 from testing.strict import StrictWorld
 from testing.tiny import ROPES
@@ -38,18 +38,6 @@ from lengthwise.program import Segment, lower_plan
 from tiers import some
 
 LENGTHS = (1, 57, 2, 3, 40, 1, 5, 7, 31, 11, 13, 8)
-SIZES = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 LOCAL_AND_GLOBAL = ["sliding_attention", "full_attention"]
 EXPERTS = {"num_experts_per_tok": 2}
 CONFIGS = {
@@ -76,15 +64,8 @@ BARS = {"fp64": (1e-13, 1e-12), "fp32": (2e-6, 1e-5)}
 @cache
 def built(family, attention="lengthwise"):
     source = ModelSource(name=family, config=copy.deepcopy(CONFIGS[family]), weights=False)
-    model = build_model(source, seed=3, attention=plain_attention(source) if attention == "plain" else attention)
-    with torch.no_grad():  # norms start as ones: draw them, or a gradient could hide behind their symmetry
-        generator = torch.Generator().manual_seed(1)
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-            else:
-                parameter.mul_(3)
-    return model
+    attention = plain_attention(source) if attention == "plain" else attention
+    return enliven(build_model(source, seed=3, attention=attention))
 
 
 @cache

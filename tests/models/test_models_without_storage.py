@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from testing import MODEL_TYPES, tiny_family_config
+from testing import MODEL_TYPES, SIZES, tiny_family_config
 from testing.strict import StrictWorld
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -44,10 +44,7 @@ def test_all_but_parameters_is_that_of_any_other_build(model_type):
 
 
 def test_only_rank_0_opens_weights(tmp_path, monkeypatch):
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, bos_token_id=None, eos_token_id=None, tie_word_embeddings=True,
-    )  # fmt: skip
+    config = LlamaConfig(**SIZES, tie_word_embeddings=True)
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(copy.deepcopy(config)).save_pretrained(tmp_path)
     source = find_model(str(tmp_path))

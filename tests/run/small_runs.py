@@ -16,6 +16,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from testing import SIZES, enliven
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -36,28 +37,13 @@ METRIC_KEYS = {
 
 def write_model(folder, *, weights=True, seed=7, **changes):
     """Write a Llama of two layers; without weights only its config.json."""
-    settings = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        **changes,
-    }
-    config = LlamaConfig(**settings)
+    config = LlamaConfig(**{**SIZES, "vocab_size": VOCAB, "tie_word_embeddings": False, **changes})
     if not weights:
         config.save_pretrained(folder)
         return folder
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-        for parameter in model.parameters():  # livelier than the initial 0.02, so that errors show
-            parameter.data.mul_(3) if parameter.dim() > 1 else parameter.data.add_(torch.rand_like(parameter) * 0.2)
+        model = enliven(LlamaForCausalLM(config))
     model.save_pretrained(folder)
     return folder
 
