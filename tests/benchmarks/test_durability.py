@@ -23,20 +23,6 @@ def saved(trials):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(2))
-def test_a_run_that_is_killed_goes_on_to_the_same_bits(trials, seed):
-    assert random_faults.kill(trials, random.Random(seed)) in ("went on to the same bits", "killed too late")
-
-
-@pytest.mark.exhaustive
-def test_a_rank_that_is_stopped_is_named(trials):
-    assert random_faults.stop(trials, random.Random(0)) in (
-        "named in time, went on to the same bits",
-        "stopped too late",
-    )
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(6))
 def test_damage_is_found_or_does_no_harm(trials, saved, seed):
     random_faults.corrupt(trials, random.Random(seed), saved)
@@ -128,9 +114,3 @@ def test_a_real_run_is_measured():
     assert len(run.with_save) + len(run.without) == 5  # steps 5 to 9
     assert len(run.costs) == len(run.copies) == 2
     assert run.num_bytes > 100_000
-
-
-@pytest.mark.exhaustive
-def test_a_real_kill_is_measured():
-    new, first = durability.seconds_after_kill((), hidden=32, layers=1)
-    assert 0 < new < first < durability.LONGEST_SECONDS
