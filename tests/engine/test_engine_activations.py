@@ -16,7 +16,6 @@ from testing import (
     make_batch,
     make_plan,
     random_plan,
-    run_ranks,
 )
 from testing.strict import StrictWorld
 from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen3MoeConfig
@@ -28,7 +27,7 @@ from lengthwise.engine.activations import Offloading, measure_saved
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, apply_policy, keep_double, run_layers
-from lengthwise.offload import ActivationSaver, DiskStore, parameter_storages
+from lengthwise.offload import ActivationSaver, parameter_storages
 from lengthwise.program import lower_plan
 from properties import costliest
 from tiers import some
@@ -153,21 +152,6 @@ def test_backward_of_a_model_waits_for_no_copy():
     assert store.put_bytes > 0
     assert store.late == []
     assert store.resets == 1
-
-
-def test_offload_to_a_disk_on_processes_gives_the_same_bits(tmp_path):
-    model, lengths = planned_model("llama"), (400, 90, 250, 30)
-    batch = make_batch(lengths, vocab=48)
-    plan = make_plan(3, lengths, [Piece(ranks=(0, 2, 1), sequences=(0, 2)), Piece(ranks=(1,), sequences=(1, 3))],
-                     layers=LAYERS)  # fmt: skip
-
-    def work(transport, ratio, where):
-        return run_rank(transport, model, offloaded(plan, ratio), batch, "fp64", lambda: DiskStore(where, where="test"))
-
-    kept, got = (run_ranks(lambda t, ratio=ratio: work(t, ratio, tmp_path), 3) for ratio in (0.0, 0.7))
-    assert sum(away for _, _, away in got) > 0
-    assert same_bits(got[0], kept[0])
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_router_balance_loss_keeps_its_bits():

@@ -22,6 +22,14 @@ RING = Piece(ranks=(0, 2, 1), sequences=(0,))
 PAIR = Piece(ranks=(1, 2), sequences=(1,))
 
 
+def send(peer, size=1):
+    return Operation(kind="send", peer=peer, size=size)
+
+
+def receive(peer, size=1):
+    return Operation(kind="receive", peer=peer, size=size)
+
+
 @given(choose=st.randoms(use_true_random=False), ranks=st.integers(2, 7), count=st.integers(1, 5))
 def test_order_a_each_round_is_one_grouped_call_with_the_same_pairing_on_both_sides(choose, ranks, count):
     plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count))
@@ -231,3 +239,15 @@ def test_order_check_names_ranks_of_a_deadlock(monkeypatch):
     monkeypatch.setattr(order, "lower_plan", lambda _, rank, **__: lower(make_plan(3, [6, 6, 6], plans[rank]), rank))
     with pytest.raises(PlanError, match=r"deadlock.*rank 0 in.*rank 1 in.*rank 2 in"):
         check_order(make_plan(3, [6, 6, 6], [a, b, c]))
+
+
+def test_matcher_lets_no_message_overtake():
+    """The first send to rank 2 waits for its receive, so the second, though rank 2 asks for nothing else, waits too."""
+    matcher = StrictMatcher(3)
+    matcher.post(0, "sends", [send(1, size="a"), send(1, size="b"), send(2)])
+    matcher.post(2, "other", [receive(0)])
+    assert len(list(matcher.progress())) == 1
+    matcher.post(1, "x", [receive(0, size="a")])
+    matcher.post(1, "y", [receive(0, size="b")])
+    assert len(list(matcher.progress())) == 2
+    assert matcher.stuck() == {}

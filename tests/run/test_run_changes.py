@@ -5,8 +5,20 @@ import torch
 
 import lengthwise
 from lengthwise.core.errors import OutputError
-from run.small_runs import call, losses, make_rows, plain_training, read_lines, relative, steps_of, write_rows
-from run.test_run_resume import EVERY, LENGTHS, assert_equal_runs, broken_off, run_of, whole
+from run.small_runs import (
+    assert_equal_runs,
+    broken_off,
+    call,
+    losses,
+    make_rows,
+    plain_training,
+    read_lines,
+    relative,
+    steps_of,
+    whole,
+    write_rows,
+)
+from run.test_run_resume import EVERY, LENGTHS, run_of
 
 CHANGES = ["optimizer.lr=0.01", "optimizer.schedule=linear", "steps=9"]
 

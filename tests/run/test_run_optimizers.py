@@ -7,8 +7,18 @@ import torch
 
 import lengthwise
 from engine.optimizer_cases import CASES, keys_of, plain_optimizer
-from run.small_runs import losses, make_rows, plain_model, plain_training, relative, steps_of
-from run.test_run_resume import LENGTHS, assert_equal_runs, broken_off, run_of, whole
+from run.small_runs import (
+    assert_equal_runs,
+    broken_off,
+    losses,
+    make_rows,
+    plain_model,
+    plain_training,
+    relative,
+    steps_of,
+    whole,
+)
+from run.test_run_resume import LENGTHS, run_of
 from tiers import some
 
 TRAINED = ("adam", "sgd momentum", "lion")

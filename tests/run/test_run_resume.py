@@ -1,6 +1,5 @@
 """Runs that go on from a checkpoint: the same to the bit on as many ranks, to rounding on others; what is refused."""
 
-import hashlib
 import json
 import os
 import re
@@ -23,12 +22,14 @@ from lengthwise.run.resume import FREE_SETTINGS
 from run.small_runs import (
     Command,
     FailsAfter,
+    assert_equal_runs,
+    broken_off,
     call,
     count_lines,
     losses,
     make_rows,
     read_lines,
-    steps_of,
+    whole,
     write_rows,
     write_run,
 )
@@ -41,48 +42,6 @@ EVERY = {"every_steps": 2, "background": False}
 
 def run_of(folder, **keys):
     return write_run(folder, make_rows(LENGTHS), **{"steps": 7, "capacity_tokens": 64, "checkpoint": EVERY, **keys})
-
-
-WHOLE = {}  # by what decides it: the output of a run
-
-
-def whole(path, ranks=1):
-    """Return the output of the run that nothing disturbs: one in a session of tests for all with its settings."""
-    settings = json.loads(path.read_text())
-    files = [*path.parent.glob("*.jsonl"), *Path(settings["model"]).glob("*")]
-    contents = sorted((file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files)
-    key = json.dumps([ranks, {**settings, "model": None}, contents])
-    if key not in WHOLE:
-        lengthwise.train(path, ranks=ranks, overrides=["output=whole"])
-        WHOLE[key] = path.parent / "whole"
-    return WHOLE[key]
-
-
-def broken_off(path, ranks, after):
-    with pytest.raises(lengthwise.LengthwiseError, match="Fault"):
-        lengthwise.train(path, ranks=ranks, callbacks=[FailsAfter(after)])
-    return path.parent / "out"
-
-
-def model_of(output):
-    folder = output / "model"
-    (file,) = folder.glob("*.safetensors")
-    return load_file(file)
-
-
-def assert_equal_runs(found, wanted, *, exactly=True):
-    assert steps_of(found) == steps_of(wanted)
-    assert [row["step"] for row in read_lines(found / "metrics.jsonl")] == list(range(1, len(losses(wanted)) + 1))
-    assert len(list((found / "plans").iterdir())) == len(losses(wanted))
-    ours, theirs = model_of(found), model_of(wanted)
-    assert ours.keys() == theirs.keys()
-    if exactly:
-        assert losses(found) == losses(wanted)
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    else:
-        assert losses(found) == pytest.approx(losses(wanted), rel=1e-11)
-        for name, value in ours.items():
-            torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize(("before", "after"), some([(2, 4), (4, 3), (1, 3), (3, 1), (2, 2)], 0))
