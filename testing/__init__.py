@@ -1,17 +1,18 @@
 """What the tests and the benchmarks stand on: builders, oracles, recorders, and real processes; not installed."""
 
 from lengthwise.engine.live_bytes import LiveBytes
-from testing.families import Difference, build_pair, family_difference
+from testing.families import Difference, build_pair, enliven, family_difference
 from testing.oracles import dense_attention, relative_error, rounding_floor
 from testing.plans import draw_lengths, make_plan, random_plan, visible_pairs
 from testing.ranks import run_ranks
 from testing.recording import Call, RecordingTransport
 from testing.sequences import make_batch
 from testing.stores import CountingStore, DelayedStore
-from testing.tiny import MODEL_TYPES, VARIANTS, tiny_family_config
+from testing.tiny import MODEL_TYPES, SIZES, VARIANTS, tiny_family_config
 
 __all__ = [
     "MODEL_TYPES",
+    "SIZES",
     "VARIANTS",
     "Call",
     "CountingStore",
@@ -22,6 +23,7 @@ __all__ = [
     "build_pair",
     "dense_attention",
     "draw_lengths",
+    "enliven",
     "family_difference",
     "make_batch",
     "make_plan",

@@ -45,15 +45,19 @@ def build_pair(model_type: str, config: Any) -> dict[str, torch.nn.Module]:
         "plain": build_model(source, seed=3, attention=plain_attention(source)),
         "planned": build_model(source, seed=3),
     }
-    for model in pair.values():
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-                else:
-                    parameter.mul_(3)
-    return pair
+    return {name: enliven(model) for name, model in pair.items()}
+
+
+def enliven(model: torch.nn.Module) -> torch.nn.Module:
+    """Make parameters larger than a fresh model's, and norms other than ones, so that errors show."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            else:
+                parameter.mul_(3)
+    return model
 
 
 def family_difference(

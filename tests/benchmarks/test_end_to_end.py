@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testing.core_shares import quota
 
-from end_to_end import link_bytes_per_second, ratios, refuse_unequal, training_flops, waiting_share, worst_difference
+from end_to_end import ratios, refuse_unequal, training_flops, waiting_share, worst_difference
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
@@ -73,10 +73,6 @@ def test_packs_fit_and_hold_every_sequence_once(lengths: list[int], ranks: int, 
     for piece in (piece for microbatch in plan.microbatches for piece in microbatch.pieces):
         assert len(piece.sequences) == 1 or sum(lengths[i] for i in piece.sequences) <= room
     assert all(len(microbatch.ranks) == 1 for microbatch in plan.microbatches)
-
-
-def test_links_have_the_ratio_of_the_cluster() -> None:
-    assert link_bytes_per_second(50e9) == pytest.approx(12.5e6)
 
 
 def test_flops_of_training_are_six_a_weight_and_attention() -> None:

@@ -26,7 +26,7 @@ from lengthwise.core.errors import OutputError, Problems
 from lengthwise.engine.flat_layout import lay_out
 from properties import costly
 
-RANKS = st.sampled_from([1, 2, 3, 4, 5, 7, 8, 13])
+RANKS = st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 2), (5, 1), (6, 3), (7, 1), (8, 2), (13, 1)])  # and per node
 
 
 def shards(layout, values):
@@ -58,6 +58,7 @@ def save(path, layout, values, *, step=5, names=None, states=with_moment):
         run={"seed": 0},
         data="0" * 64,
         borders=layout.borders,
+        ranks_per_node=layout.ranks_per_node,
         parameters=parameters_of(layout, names, [(len(value),) for value in values]),
         files=take_digests(folder.unfinished(step), layout.world_size),
     )
@@ -69,10 +70,11 @@ def save(path, layout, values, *, step=5, names=None, states=with_moment):
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=8), st.data())
 def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path_factory, sizes, data):
     layers = sorted(data.draw(st.lists(st.integers(0, 3), min_size=len(sizes), max_size=len(sizes))))
-    old_ranks, new_ranks = data.draw(RANKS), data.draw(RANKS)
-    old = lay_out(sizes, layers, world_size=old_ranks, bucket_entries=data.draw(st.integers(1, 300)))
+    (old_ranks, old_node), (new_ranks, new_node) = data.draw(RANKS), data.draw(RANKS)
+    buckets = data.draw(st.integers(1, 300))
+    old = lay_out(sizes, layers, world_size=old_ranks, bucket_entries=buckets, ranks_per_node=old_node)
     order = data.draw(st.permutations(range(len(sizes))))  # of the model that reads
-    new = lay_out([sizes[i] for i in order], [0] * len(sizes), world_size=new_ranks)
+    new = lay_out([sizes[i] for i in order], [0] * len(sizes), world_size=new_ranks, ranks_per_node=new_node)
     values = [torch.arange(size, dtype=torch.float32) + 1000 * index for index, size in enumerate(sizes)]
     path = tmp_path_factory.mktemp("checkpoint")
     save(path, old, values)

@@ -132,15 +132,6 @@ def test_a_lost_message_is_found_at_the_next_one():
     assert "message 2, float32 of shape [4], of step 2; got message 2, float32 of shape [4], of step 3" in said
 
 
-def test_a_message_that_was_lost_on_its_way_is_told_by_its_number():
-    def send(t):
-        t._sent[1] += 1
-        t.exchange([(floats(4), 1)], []).wait()
-
-    said = refused(send, lambda t: t.exchange([], [(floats(4), 0)]).wait())
-    assert "message 1, float32 of shape [4], of step 1; got message 2" in said
-
-
 def test_a_lost_message_that_none_follows_is_an_error_within_the_time_out():
     def work(t):
         t.phase = "step 1"

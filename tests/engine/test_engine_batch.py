@@ -33,11 +33,6 @@ def test_batch_cuts_give_each_token_its_own_position_and_the_label_of_the_next(l
     assert batch.loss_tokens == sum(int((labels != -100).sum()) for _, labels in whole)
 
 
-def test_batch_of_a_rank_without_tokens_is_empty():
-    batch = make_batch([5], vocab=9)
-    assert [tensor.tolist() for tensor in batch.tensors([Segment(sequence=0, start=2, stop=2)])] == [[], [], []]
-
-
 def test_batch_entry_i_is_sequence_ids_i():
     builder = DatasetBuilder()
     builder.start_source("data.0", "x", None)

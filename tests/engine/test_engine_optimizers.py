@@ -4,6 +4,7 @@ import pytest
 import torch
 from testing.strict import StrictWorld
 from torch import nn
+from transformers import LlamaConfig
 
 from engine.optimizer_cases import CASES, keys_of, plain_optimizer
 from lengthwise.comm import SoloTransport
@@ -12,6 +13,8 @@ from lengthwise.config.optimizer import OPTIMIZERS
 from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.optimizer import FUSED, ShardedOptimizer, kept_bytes, step_end_bytes
 from lengthwise.engine.replicated import FlatParameters
+from lengthwise.models import wrapped_layers
+from lengthwise.models.load import build_skeleton
 from tiers import some
 
 STEPS, LR = 6, 1e-2
@@ -63,6 +66,11 @@ def plain(case, max_grad_norm):
     return list(model.parameters())
 
 
+def skip_where_not_fused(case, fused):
+    if fused and case not in FUSED_CASES:
+        pytest.skip("torch has no such kernel")
+
+
 def test_every_optimizer_is_tried():
     assert {case.split()[0] for case in CASES} == set(OPTIMIZERS)
     assert {key for args in CASES.values() for key in args} >= {
@@ -73,9 +81,12 @@ def test_every_optimizer_is_tried():
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("max_grad_norm", [None, 1e-3])
 @pytest.mark.parametrize("ranks", some([1, 2, 3, 4], 2))
-def test_slices_make_the_update_of_whole_parameters(case, ranks, max_grad_norm):
+@pytest.mark.parametrize("fused", [False, True])
+def test_slices_make_the_update_of_whole_parameters(case, ranks, max_grad_norm, fused):
+    skip_where_not_fused(case, fused)
+
     def work(transport):
-        model, _, own = make(transport, case, max_grad_norm=max_grad_norm)
+        model, _, own = make(transport, case, fused=fused, max_grad_norm=max_grad_norm)
         for step in range(STEPS):
             for number, objective in enumerate(objectives(model, step)):
                 if transport.rank == (step + number) % transport.world_size:
@@ -92,7 +103,9 @@ def test_slices_make_the_update_of_whole_parameters(case, ranks, max_grad_norm):
 
 @pytest.mark.parametrize("case", FUSED_CASES)
 @pytest.mark.parametrize("max_grad_norm", some([None, 1e-3], 1))
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-3)], ids=str
+)
 def test_one_kernel_makes_the_same_update(case, dtype, tolerance, max_grad_norm):
     found = []
     for fused in (False, True):
@@ -106,8 +119,7 @@ def test_one_kernel_makes_the_same_update(case, dtype, tolerance, max_grad_norm)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_what_goes_on_from_its_state_is_the_same_to_the_bit(case, fused):
-    if fused and case not in FUSED_CASES:
-        pytest.skip("torch has no such kernel")
+    skip_where_not_fused(case, fused)
     keys = {"fused": fused or None}
     model, flat, optimizer = make(SoloTransport(), case, torch.float32, **keys)
     train(model, optimizer, range(3))
@@ -125,11 +137,13 @@ def test_what_goes_on_from_its_state_is_the_same_to_the_bit(case, fused):
     assert not torch.equal(flat.master_weights, weights)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_a_rehearsal_changes_no_bit_of_what_follows(case):
+def test_a_rehearsal_changes_no_bit_of_what_follows(case, fused):
+    skip_where_not_fused(case, fused)
     found = []
     for rehearses in (False, True):
-        model, flat, optimizer = make(SoloTransport(), case, torch.float32)
+        model, flat, optimizer = make(SoloTransport(), case, torch.float32, fused=fused)
         if rehearses:
             optimizer.rehearse()
         train(model, optimizer, range(3))
@@ -137,11 +151,14 @@ def test_a_rehearsal_changes_no_bit_of_what_follows(case):
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_all_that_is_kept_is_there_before_the_first_step_and_its_end_needs_what_is_said(case):
+def test_all_that_is_kept_is_there_before_the_first_step_and_its_end_needs_what_is_said(case, fused, dtype):
+    skip_where_not_fused(case, fused)
     config = OptimizerConfig.model_validate(keys_of(case))
     with LiveBytes() as live:
-        model, flat, optimizer = make(SoloTransport(), case, torch.float32, width=1200)
+        model, flat, optimizer = make(SoloTransport(), case, dtype, width=1200, fused=fused)
         live.peak_bytes = before = live.now_bytes
         for step in range(STEPS):
             live.peak_bytes = live.now_bytes
@@ -149,3 +166,38 @@ def test_all_that_is_kept_is_there_before_the_first_step_and_its_end_needs_what_
             assert live.peak_bytes - before <= step_end_bytes(flat, config) + (1 << 14), step
             assert live.now_bytes - before < 1 << 12
     assert abs(before - kept_bytes(model, flat, config)) < 1 << 14  # counters of steps
+
+
+def test_fused_is_for_gpus_unless_asked_for():
+    assert not make(SoloTransport(), "adamw")[2].fused
+    assert make(SoloTransport(), "adamw", fused=True)[2].fused
+
+
+class Silent(SoloTransport):
+    """A rank of a world in which nobody answers."""
+
+    def all_gather(self, output, source):
+        assert len(output) == len(source) * self.world_size
+
+
+@pytest.mark.parametrize("world_size", [8, 64])
+def test_an_8b_model_starts_and_ends_a_step_within_6_and_16_by_w_bytes_a_parameter_and_one_layer(world_size):
+    """Of Llama 3's shape in bf16, on no device: operations are counted, not run."""
+    config = LlamaConfig(
+        vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, bos_token_id=None, eos_token_id=None, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = build_skeleton(config)
+    parameters = sum(each.numel() for each in model.parameters())
+    assert 8.0e9 < parameters < 8.1e9
+    layers = wrapped_layers(model)
+    layer = sum(each.numel() for each in layers[0].parameters())
+    transport = Silent()
+    transport.world_size = world_size
+    with LiveBytes() as live:
+        flat = FlatParameters(model, transport, dtype=torch.bfloat16, device=torch.device("meta"), layers=layers)
+        optimizer = ShardedOptimizer(flat, OptimizerConfig(), transport, fused=True)
+        optimizer.step(1e-3)
+    kept = parameters * (6 + 16 / world_size)
+    assert kept <= live.now_bytes < kept * 1.001
+    assert live.peak_bytes <= kept + 2 * layer

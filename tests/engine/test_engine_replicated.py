@@ -160,20 +160,3 @@ def test_flat_keeps_fp32_master_weights_of_a_bf16_model_and_adds_gradients_in_fp
         model(torch.tensor([[value, 0, 0]], dtype=torch.bfloat16)).sum().backward()
     assert flat.reduce_gradients()[0] == 258
     assert model.weight.grad is None
-
-
-def test_flat_parameters_start_from_those_of_rank_0():
-    """Whatever each rank loaded or drew, all train the same model."""
-
-    def work(transport):
-        layer = torch.nn.Linear(3, 2)
-        with torch.no_grad():
-            layer.weight.fill_(float(transport.rank))
-            layer.bias.fill_(10.0 + transport.rank)
-        flat = FlatParameters(layer, transport, dtype=torch.float32)
-        return flat.values.tolist(), flat.master_weights.tolist()
-
-    results = StrictWorld(3).run(work)
-    assert all(values == results[0][0] for values, _ in results)
-    assert (results[0][0][:6], results[0][0][64:66]) == ([0.0] * 6, [10.0] * 2)
-    assert [value for _, master_weights in results for value in master_weights] == results[0][0]

@@ -1,7 +1,6 @@
 """Layers that backward computes again: the same bits, the same rings in the plan's order, and less memory."""
 
 import copy
-import random
 from dataclasses import replace
 
 import pytest
@@ -11,12 +10,10 @@ from hypothesis import strategies as st
 from testing import (
     LiveBytes,
     RecordingTransport,
-    build_pair,
     draw_lengths,
     make_batch,
     make_plan,
     random_plan,
-    run_ranks,
     tiny_family_config,
 )
 from testing.order import check_order
@@ -34,9 +31,7 @@ from models.test_models_parity import (
     CONFIGS,
     LENGTHS,
     built,
-    check_parity,
     planned,
-    run_plain,
     run_planned,
     run_rank,
 )
@@ -79,26 +74,6 @@ def test_recomputing_changes_no_bit(family, precision):
         assert same_bits(run_planned(family, again, batch, precision), kept)
 
 
-@pytest.mark.parametrize("kind", AGAIN)
-def test_recomputing_changes_no_bit_of_a_router_balance_loss(kind):
-    """The routers' logits leave a checkpointed layer on the side, and their gradients come back into it there."""
-    config = copy.deepcopy(CONFIGS["mixtral"])
-    config.output_router_logits, config.router_aux_loss_coef = True, 0.5
-    model = build_pair("mixtral", config)["planned"]
-    batch, plan = make_batch(LENGTHS, vocab=48, seed=1), planned(3)
-
-    def work(transport, plan):
-        mine = copy.deepcopy(model)
-        flat = FlatParameters(mine, transport, dtype=torch.float32)
-        done = run_plan(mine, plan, batch, transport, choose_kernel(CPU), name="test")
-        flat.reduce_gradients()
-        return done.router_loss, flat.gather_gradients()
-
-    kept, got = (StrictWorld(3).run(lambda t, plan=plan: work(t, plan))[0] for plan in (plan, recomputing(plan, kind)))
-    assert kept[0] > 0
-    assert same_bits(got, kept)
-
-
 @costly
 @given(choose=st.randoms(use_true_random=False), ranks=st.sampled_from([1, 2, 3, 5]), count=st.integers(1, 6))
 def test_any_plan_with_any_recomputation_gives_the_same_bits(choose, ranks, count):
@@ -108,16 +83,6 @@ def test_any_plan_with_any_recomputation_gives_the_same_bits(choose, ranks, coun
     batch = make_batch(lengths, vocab=48)
     kept, got = (run_planned("qwen3", each, batch, "fp32") for each in (plan, recomputing(plan, *kinds)))
     assert same_bits(got, kept), kinds
-
-
-def test_a_plan_of_mixed_kinds_runs_on_processes():
-    choose = random.Random(3)
-    lengths = [57, 1, 40, 13, 2, 31, 8]
-    plan = recomputing(random_plan(choose, 3, lengths, layers=2), *RECOMPUTE_KINDS)
-    assert {m.recompute for m in plan.microbatches if any(p.degree > 1 for p in m.pieces)} > {"layer"}
-    batch = make_batch(lengths, vocab=48, seed=1, masked=0.2)
-    want = run_plain("llama", batch, "fp64")
-    check_parity(run_ranks(lambda t: run_rank(t, "llama", plan, batch, "fp64"), 3)[0], want, "fp64")
 
 
 @pytest.mark.parametrize("family", some(["llama", "gemma3"], 1))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch._dynamo
-from testing import make_batch, make_plan
+from testing import enliven, make_batch, make_plan
 from testing.strict import StrictWorld
 from testing.tiny import VOCAB, tiny_family_config
 from torch._dynamo.utils import counters
@@ -37,17 +37,8 @@ def nothing_traced():
 
 
 def built(family, **changes):
-    config = tiny_family_config(family)
-    for key, value in changes.items():
-        setattr(config, key, value)
-    model = build_model(ModelSource(name=family, config=config, weights=False), seed=3)
-    random = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.mul_(3)
-        else:
-            parameter.data.add_(torch.randn(parameter.shape, generator=random) * 0.2)
-    return model
+    config = tiny_family_config(family, changes)
+    return enliven(build_model(ModelSource(name=family, config=config, weights=False), seed=3))
 
 
 class Trained:

@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Piece
-from lengthwise.models import Computing, check_computing, compute_so
+from lengthwise.models import Computing, compute_so
 from lengthwise.models.families import FAMILIES
 from lengthwise.models.fused_layers import (
     FUSED_FAMILIES,
@@ -22,7 +22,6 @@ from lengthwise.models.fused_layers import (
     FusedNeeds,
     choose_fused,
     fuse_layers,
-    installed_liger,
     liger_kernels,
 )
 from tiers import some
@@ -186,15 +185,3 @@ def test_a_run_on_a_gpu_says_what_is_exchanged_and_by_what(monkeypatch):
         say=said.append,
     )
     assert said[1:] == ["fused layers: off; because the run file asks for it"]
-
-
-def test_liger_is_refused_before_any_process_starts():
-    config = tiny_family_config("llama")
-    with pytest.raises(ConfigError, match="Liger's kernels are for GPUs"):
-        check_computing(config, Computing(fused_layers="liger"), dtype=torch.bfloat16, on_gpus=False)
-    if installed_liger() is None:
-        with pytest.raises(ConfigError, match=r"liger-kernel is not installed\. pip install"):
-            check_computing(config, Computing(fused_layers="liger"), dtype=torch.bfloat16, on_gpus=True)
-    both = Computing(fused_layers="liger", compile=True)
-    with pytest.raises(ConfigError, match="compile: true joins the same"):
-        check_computing(config, both, dtype=torch.bfloat16, on_gpus=True)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
+from testing import SIZES
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -33,20 +34,9 @@ from lengthwise.models import (
 from lengthwise.models.refusals import refused_model
 from tiers import some
 
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
 
 def source(kind=LlamaConfig, **changes):
-    return ModelSource(name="t", config=kind(**SIZES, **changes), weights=False)
+    return ModelSource(name="t", config=kind(**{**SIZES, **changes}), weights=False)
 
 
 @pytest.mark.parametrize("precision", some(DTYPES, 0, 2))
@@ -139,7 +129,7 @@ def test_one_source_builds_models_that_keep_their_own_attention(order):
 def test_keep_double_computes_norms_in_fp64():
     """Hugging Face norms step down to fp32 in any model; `verify` in fp64 must not, or it fails at random at 1e-12."""
     norm = build_model(source(), seed=1).double().model.norm
-    x = torch.randn(50, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = torch.randn(50, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     exact = x / (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
     assert (norm(x) - exact).abs().max() > 1e-9, "plain Hugging Face rounds here"
     with keep_double(torch.float64):

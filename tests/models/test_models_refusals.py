@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from testing import make_batch, make_plan
+from testing import SIZES, make_batch, make_plan
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -22,18 +22,6 @@ from lengthwise.core.plan import Piece
 from lengthwise.models import ModelSource, build_model, check_model_config, families, find_model, model_loss
 from lengthwise.models.adapter import AskedMask
 from lengthwise.program import lower_plan
-
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 
 
 def one_rank(lengths=(5,), config=None):

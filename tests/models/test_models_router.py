@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from testing import MODEL_TYPES, tiny_family_config
+from testing import MODEL_TYPES, SIZES, tiny_family_config
 from transformers import LlamaConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -24,11 +24,6 @@ from lengthwise.models import (
     has_balance_loss,
     keep_double,
 )
-
-SIZES = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
 
 
 def family_module(model_type):

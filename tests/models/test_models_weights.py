@@ -7,21 +7,13 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from testing import SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.models import build_model, check_weights, find_model
 from tiers import some
 
-CONFIG = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -31,7 +23,7 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        model = LlamaForCausalLM(LlamaConfig(**CONFIG))
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
     model.save_pretrained(folder / "single")
     model.save_pretrained(folder / "shards", max_shard_size="5KB")
     assert (folder / "shards" / INDEX).is_file()
@@ -111,7 +103,7 @@ def test_weights_in_shards_are_those_of_one_file(whole):
 
 
 def test_weights_fresh_beside_whole_ones_are_those_of_the_seed(whole, tmp_path):
-    LlamaConfig(**CONFIG).save_pretrained(tmp_path)
+    LlamaConfig(**SIZES).save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt"):
         (tmp_path / name).touch()
     bare, asked = find_model(str(tmp_path)), find_model(str(whole / "single"), weights="fresh")
@@ -122,13 +114,13 @@ def test_weights_fresh_beside_whole_ones_are_those_of_the_seed(whole, tmp_path):
 
 @pytest.mark.parametrize("name", ["tiny", "bare"])
 def test_weights_load_is_refused_where_there_are_none(tmp_path, name):
-    LlamaConfig(**CONFIG).save_pretrained(tmp_path / "bare")
+    LlamaConfig(**SIZES).save_pretrained(tmp_path / "bare")
     with pytest.raises(ConfigError, match=f"weights to load; got .*{name}, which has none"):
         find_model("tiny" if name == "tiny" else str(tmp_path / name), weights="load")
 
 
 def test_weights_tied_and_buffers_are_not_missing(tmp_path):
-    LlamaForCausalLM(LlamaConfig(**CONFIG, tie_word_embeddings=True)).save_pretrained(tmp_path, max_shard_size="5KB")
+    LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).save_pretrained(tmp_path, max_shard_size="5KB")
     names = json.loads((tmp_path / INDEX).read_text())["weight_map"]
     assert not any("lm_head" in name or "inv_freq" in name for name in names)
     build_model(find_model(str(tmp_path)), seed=0)

@@ -1,6 +1,7 @@
 """Small runs for tests, and the same training written plainly with Hugging Face and torch: no code of ours in it."""
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -16,9 +17,12 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
+from testing import SIZES
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+import lengthwise
 from lengthwise.cli import main
 from lengthwise.run.callbacks import Callback
 
@@ -36,20 +40,7 @@ METRIC_KEYS = {
 
 def write_model(folder, *, weights=True, seed=7, **changes):
     """Write a Llama of two layers; without weights only its config.json."""
-    settings = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        **changes,
-    }
-    config = LlamaConfig(**settings)
+    config = LlamaConfig(**{**SIZES, "vocab_size": VOCAB, "tie_word_embeddings": False, **changes})
     if not weights:
         config.save_pretrained(folder)
         return folder
@@ -196,6 +187,48 @@ class FailsAfter(Callback):
     def on_step(self, step):
         if step.metrics.step == self._step:
             raise Fault
+
+
+WHOLE = {}  # by what decides it: the output of a run
+
+
+def whole(path, ranks=1):
+    """Return the output of the run that nothing disturbs: one in a session of tests for all with its settings."""
+    settings = json.loads(path.read_text())
+    files = [*path.parent.glob("*.jsonl"), *Path(settings["model"]).glob("*")]
+    contents = sorted((file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files)
+    key = json.dumps([ranks, {**settings, "model": None}, contents])
+    if key not in WHOLE:
+        lengthwise.train(path, ranks=ranks, overrides=["output=whole"])
+        WHOLE[key] = path.parent / "whole"
+    return WHOLE[key]
+
+
+def broken_off(path, ranks, after):
+    with pytest.raises(lengthwise.LengthwiseError, match="Fault"):
+        lengthwise.train(path, ranks=ranks, callbacks=[FailsAfter(after)])
+    return path.parent / "out"
+
+
+def model_of(output):
+    folder = output / "model"
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
+
+
+def assert_equal_runs(found, wanted, *, exactly=True):
+    assert steps_of(found) == steps_of(wanted)
+    assert [row["step"] for row in read_lines(found / "metrics.jsonl")] == list(range(1, len(losses(wanted)) + 1))
+    assert len(list((found / "plans").iterdir())) == len(losses(wanted))
+    ours, theirs = model_of(found), model_of(wanted)
+    assert ours.keys() == theirs.keys()
+    if exactly:
+        assert losses(found) == losses(wanted)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    else:
+        assert losses(found) == pytest.approx(losses(wanted), rel=1e-11)
+        for name, value in ours.items():
+            torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-11)
 
 
 class Command:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from lengthwise.config import load_config
-from lengthwise.core.errors import CallbackError, ConfigError, LengthwiseError
+from lengthwise.core.errors import CallbackError, LengthwiseError
 from lengthwise.run import job
 from lengthwise.run.api import train, verify
 from lengthwise.run.callbacks import Callback
@@ -106,11 +106,6 @@ def test_train_runs_in_a_thread_that_is_not_the_main_one(tmp_path, ranks):
 def test_train_refuses_wrong_arguments_by_name(tmp_path, arguments, message):
     with pytest.raises(LengthwiseError, match=message):
         train(**{"run": write_run(tmp_path, make_rows([5, 6])), **arguments})
-
-
-def test_train_raises_what_the_command_prints(tmp_path):
-    with pytest.raises(ConfigError, match="ranks: expected a whole number from 1 to 262144; got 0"):
-        train(write_run(tmp_path, make_rows([5, 6])), ranks=0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

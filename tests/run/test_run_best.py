@@ -11,6 +11,7 @@ import lengthwise
 from lengthwise.run.evaluation import BestModel, read_best
 from run.small_runs import (
     Command,
+    broken_off,
     call,
     make_rows,
     plain_loss,
@@ -18,10 +19,10 @@ from run.small_runs import (
     read_lines,
     relative,
     train,
+    whole,
     write_rows,
     write_run,
 )
-from run.test_run_resume import broken_off
 from tiers import more
 
 OTHERS = make_rows([7, 50, 33, 18], seed=8)  # trained on at a rate so large that the second evaluation is the best
@@ -79,14 +80,14 @@ def test_the_best_model_is_kept_beside_the_last(tmp_path, capsys, keys):
 
 def test_it_survives_a_resume(tmp_path):
     path = run_file(tmp_path)
-    lengthwise.train(path, ranks=2, overrides=["output=whole"])
-    step = best_of(tmp_path / "whole")
+    undisturbed = whole(path, ranks=2)
+    step = best_of(undisturbed)
     for after in (step, step + 1):  # a fault before the best, and after it
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         broken_off(path, 2, after=after)
         lengthwise.train(path, ranks=2, resume=True)
         assert check_best(tmp_path / "out") == step
-        ours, theirs = (load_file(tmp_path / each / "model-best/model.safetensors") for each in ("out", "whole"))
+        ours, theirs = (load_file(each / "model-best/model.safetensors") for each in (tmp_path / "out", undisturbed))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 

@@ -8,8 +8,8 @@ from testing import tiny_family_config
 from transformers import GPT2LMHeadModel
 
 import lengthwise
-from run.small_runs import call, losses, make_rows, train, write_run
-from run.test_run_resume import LENGTHS, assert_equal_runs, broken_off, run_of, whole
+from run.small_runs import assert_equal_runs, broken_off, call, losses, make_rows, train, whole, write_run
+from run.test_run_resume import LENGTHS, run_of
 from tiers import more
 
 pytestmark = pytest.mark.usefixtures("checked_transfers")

@@ -13,8 +13,8 @@ from lengthwise.core.errors import ConfigError, Problems, TransferError
 from lengthwise.core.faults import ACTIONS, POINTS, VARIABLE
 from lengthwise.run import api, launch
 from lengthwise.run.stacks import with_own_stacks
-from run.small_runs import Command, call, count_lines
-from run.test_run_resume import assert_equal_runs, run_of, whole
+from run.small_runs import Command, assert_equal_runs, call, count_lines, whole
+from run.test_run_resume import run_of
 from tiers import more, some
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "resume.md").read_text(encoding="utf-8")

@@ -39,16 +39,6 @@ def test_heads_are_in_the_plans_of_a_run_and_change_no_loss(tmp_path, ranks):
     assert found[2] == pytest.approx(found["off"], rel=1e-12, abs=0)
 
 
-@pytest.mark.exhaustive
-def test_heads_auto_are_the_planners_and_change_no_loss(tmp_path):
-    runs = [
-        train(write_run(tmp_path / heads, make_rows(LENGTHS), heads=heads, capacity_tokens=16), "--ranks", 4)
-        for heads in ("off", "auto")
-    ]
-    assert all(heads == 1 for _, heads in pieces_run(runs[0]))
-    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-12, abs=0)
-
-
 def test_plan_of_a_run_file_has_its_heads(tmp_path):
     path, made = write_run(tmp_path, make_rows(LENGTHS), heads=2), tmp_path / "plan.json"
     for asked, heads in (((), {2}), (("--heads", "off"), {1})):

@@ -62,28 +62,17 @@ def test_memory_check_leaves_no_gradient_and_no_other_parameter(tmp_path, precis
 def test_memory_check_runs_the_most_sequences_too(tmp_path, monkeypatch):
     """Kernels for packs need memory for every sequence, however short."""
     job, seen = job_of(tmp_path, [20, 3, 4, 2, 5, 1], capacity_tokens=12), []
-    run = work.run_plan
-    monkeypatch.setattr(
-        capacity, "run_plan", lambda model, plan, *a, **k: seen.append(plan.tokens) or run(model, plan, *a, **k)
-    )
-    model = build_model(job.model, seed=0)
-    said = check_memory(model, FlatParameters(model, SoloTransport(), dtype=torch.float64), job, FlashCpuKernel())
-    assert seen == [(12,), (1, 2, 3, 4)]
-    assert said == "memory check: the largest microbatch, 12 tokens, ran, so did one of 4 sequences"
 
-
-def test_memory_check_runs_forward_and_backward_of_the_whole_pack(tmp_path, monkeypatch):
-    job, seen = job_of(tmp_path, [30, 12]), []
-
-    def watched(model, plan, batch, *rest, **options):
-        done = work.run_plan(model, plan, batch, *rest, **options)
+    def watched(model, plan, *rest, **options):
+        done = work.run_plan(model, plan, *rest, **options)
         seen.append((plan.tokens, any(p.grad.any() for p in model.parameters())))
         return done
 
     monkeypatch.setattr(capacity, "run_plan", watched)
     model = build_model(job.model, seed=0)
-    check_memory(model, FlatParameters(model, SoloTransport(), dtype=torch.float64), job, FlashCpuKernel())
-    assert seen == [((30, 2), True)]
+    said = check_memory(model, FlatParameters(model, SoloTransport(), dtype=torch.float64), job, FlashCpuKernel())
+    assert seen == [((12,), True), ((1, 2, 3, 4), True)], "forward and backward"
+    assert said == "memory check: the largest microbatch, 12 tokens, ran, so did one of 4 sequences"
 
 
 @pytest.mark.parametrize("ranks", [more(1), 3])

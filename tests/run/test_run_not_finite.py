@@ -20,6 +20,7 @@ from run.small_runs import (
     read_lines,
     steps_of,
     train,
+    whole,
     write_model,
     write_run,
 )
@@ -55,15 +56,14 @@ def poison(monkeypatch, what, *steps, rank):
 
 
 def run_of(folder, **keys):
-    """A run of 8 steps, done once without a fault into `all`."""
     path = write_run(folder, ROWS, steps=8, checkpoint={"every_steps": 2}, **{**KEYS, **keys})
-    train(path, "--set", "output=all")
+    whole(path)  # before anything is poisoned
     return path
 
 
 def assert_kept(path, kept, *, ledger=None):
     """The run is a plain loop over these steps of the undisturbed one, and others changed nothing."""
-    output, undisturbed = path.parent / "out", steps_of(path.parent / "all")
+    output, undisturbed = path.parent / "out", steps_of(whole(path))
     ledger = kept if ledger is None else ledger
     expected, _, model = plain_training(
         path.parent / "model", ROWS, [undisturbed[step - 1] for step in kept], dtype=torch.float64, lrs=[LR] * len(kept)
@@ -87,7 +87,7 @@ def test_a_step_that_is_not_finite_is_left_out(tmp_path, monkeypatch, capfd, ran
     name = {"loss": "loss", "gradient": "norm of the gradient"}[what]
     assert [(row["step"], row["what"]) for row in found] == [(1, name), (4, name)]
     assert not any(math.isfinite(float(row["value"])) for row in found)
-    undisturbed = steps_of(tmp_path / "all")
+    undisturbed = steps_of(whole(path))
     assert [row["sequences"] for row in found] == [undisturbed[0], undisturbed[3]]
     said = capfd.readouterr().out
     assert f"step 4: {found[1]['value']} over sequences" in said
@@ -108,7 +108,7 @@ def test_a_run_goes_back_to_its_checkpoint(tmp_path, monkeypatch, ranks, what, s
     output = train(path, "--ranks", ranks, "--set", "not_finite=roll_back")
     assert_kept(path, kept, ledger=ledger)
     (found,) = read_lines(output / "not_finite.jsonl")
-    assert (found["step"], found["sequences"]) == (step, steps_of(tmp_path / "all")[step - 1])
+    assert (found["step"], found["sequences"]) == (step, steps_of(whole(path))[step - 1])
 
 
 @pytest.mark.parametrize("ranks", [more(1), 2])

@@ -1,6 +1,5 @@
 """Runs with each optimizer: the training of one plain process, and gone on with as if nothing had been."""
 
-import json
 import shutil
 
 import pytest
@@ -8,8 +7,18 @@ import torch
 
 import lengthwise
 from engine.optimizer_cases import CASES, keys_of, plain_optimizer
-from run.small_runs import call, losses, make_rows, plain_model, plain_training, relative, steps_of
-from run.test_run_resume import LENGTHS, assert_equal_runs, broken_off, run_of, whole
+from run.small_runs import (
+    assert_equal_runs,
+    broken_off,
+    losses,
+    make_rows,
+    plain_model,
+    plain_training,
+    relative,
+    steps_of,
+    whole,
+)
+from run.test_run_resume import LENGTHS, run_of
 from tiers import some
 
 TRAINED = ("adam", "sgd momentum", "lion")
@@ -40,22 +49,3 @@ def test_run_is_that_of_one_process_and_goes_on_on_any_ranks(tmp_path, case):
     assert_equal_runs(tmp_path / "out", wanted)
     lengthwise.train(path, ranks=3, resume=True, overrides=["output=other"])
     assert_equal_runs(tmp_path / "other", wanted, exactly=False)
-
-
-def test_a_checkpoint_of_another_optimizer_is_refused_by_name(tmp_path, capsys):
-    path = run_of(tmp_path)
-    broken_off(path, 1, after=3)
-    manifest = json.loads((tmp_path / "out/checkpoints/step-000002/manifest.json").read_text())
-    assert manifest["run"]["optimizer"]["name"] == "adamw"
-    capsys.readouterr()
-    assert call("train", path, "--resume", "--set", "optimizer={name: adam}") == 2
-    assert "optimizer.name: 'adamw' (text) then, 'adam' (text) now" in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.exhaustive
-def test_a_run_that_goes_on_checks_its_memory_too(tmp_path):
-    path = run_of(tmp_path, memory_check=True)
-    wanted = whole(path, ranks=2)
-    broken_off(path, 2, after=5)
-    lengthwise.train(path, ranks=2, resume=True)
-    assert_equal_runs(tmp_path / "out", wanted)

@@ -40,11 +40,3 @@ def test_recompute_holds_under_verify_and_is_planned(tmp_path, capsys, kind):
     made = tmp_path / "plan.json"
     assert call("plan", "--config", path, "--ranks", 2, "--out", made) == 0
     assert set(kinds_of(json.loads(made.read_text()))) == {kind}
-
-
-def test_recompute_of_an_unknown_kind_is_told_with_the_nearest(tmp_path, capfd):
-    path = write_run(tmp_path, make_rows(LENGTHS), recompute="layers")
-    assert call("train", path, "--ranks", 2) == 2
-    error = capfd.readouterr().err
-    assert "recompute" in error
-    assert "Did you mean `layer`?" in error

@@ -1,6 +1,5 @@
 """Runs that go on from a checkpoint: the same to the bit on as many ranks, to rounding on others; what is refused."""
 
-import hashlib
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 from transformers.optimization import get_scheduler
 
 import lengthwise
-from lengthwise.checkpoint import take_digests, write_part
+from lengthwise.checkpoint import write_part
 from lengthwise.checkpoint.manifest import signed
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import OutputError
@@ -23,12 +22,15 @@ from lengthwise.run.resume import FREE_SETTINGS
 from run.small_runs import (
     Command,
     FailsAfter,
+    assert_equal_runs,
+    broken_off,
     call,
     count_lines,
     losses,
     make_rows,
     read_lines,
-    steps_of,
+    whole,
+    write_rows,
     write_run,
 )
 from tiers import some
@@ -40,48 +42,6 @@ EVERY = {"every_steps": 2, "background": False}
 
 def run_of(folder, **keys):
     return write_run(folder, make_rows(LENGTHS), **{"steps": 7, "capacity_tokens": 64, "checkpoint": EVERY, **keys})
-
-
-WHOLE = {}  # by what decides it: the output of a run
-
-
-def whole(path, ranks=1):
-    """Return the output of the run that nothing disturbs: one in a session of tests for all with its settings."""
-    settings = json.loads(path.read_text())
-    files = [*path.parent.glob("*.jsonl"), *Path(settings["model"]).glob("*")]
-    contents = sorted((file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files)
-    key = json.dumps([ranks, {**settings, "model": None}, contents])
-    if key not in WHOLE:
-        lengthwise.train(path, ranks=ranks, overrides=["output=whole"])
-        WHOLE[key] = path.parent / "whole"
-    return WHOLE[key]
-
-
-def broken_off(path, ranks, after):
-    with pytest.raises(lengthwise.LengthwiseError, match="Fault"):
-        lengthwise.train(path, ranks=ranks, callbacks=[FailsAfter(after)])
-    return path.parent / "out"
-
-
-def model_of(output):
-    folder = output / "model"
-    (file,) = folder.glob("*.safetensors")
-    return load_file(file)
-
-
-def assert_equal_runs(found, wanted, *, exactly=True):
-    assert steps_of(found) == steps_of(wanted)
-    assert [row["step"] for row in read_lines(found / "metrics.jsonl")] == list(range(1, len(losses(wanted)) + 1))
-    assert len(list((found / "plans").iterdir())) == len(losses(wanted))
-    ours, theirs = model_of(found), model_of(wanted)
-    assert ours.keys() == theirs.keys()
-    if exactly:
-        assert losses(found) == losses(wanted)
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    else:
-        assert losses(found) == pytest.approx(losses(wanted), rel=1e-11)
-        for name, value in ours.items():
-            torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize(("before", "after"), some([(2, 4), (4, 3), (1, 3), (3, 1), (2, 2)], 0))
@@ -101,6 +61,7 @@ def test_a_run_goes_on_at_any_number_of_ranks(tmp_path, before, after):
     {"lora": {"r": 4}},
     {"optimizer": {"schedule": "cosine", "warmup_steps": 2}},
     {"eval": {"data": [{"path": "train.jsonl"}], "every_steps": 3}},
+    {"memory_check": True},
 ], 0, 2), ids=str)  # fmt: skip
 def test_a_run_that_went_on_is_the_same_to_the_bit(tmp_path, keys):
     path = run_of(tmp_path, **keys)
@@ -149,23 +110,6 @@ def test_no_sequence_is_taken_twice_or_left_out(tmp_path, keys, after):
     assert_equal_runs(tmp_path / "out", wanted)
 
 
-@pytest.mark.exhaustive  # faults kill it at each point by default
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_costs_the_steps_since_the_checkpoint(tmp_path, rank):
-    path = run_of(tmp_path, steps=60, precision="fp32", checkpoint={"every_steps": 3, "keep_last": 2})
-    wanted = whole(path, ranks=2)
-    command = Command("train", path, "--ranks", 2)
-    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 10)
-    os.kill(command.ranks()[rank], signal.SIGKILL)
-    status, _, err = command.finish()
-    assert status == 1
-    assert f"rank {rank}" in err
-    kept = sorted(each.name for each in (tmp_path / "out/checkpoints").glob("step-??????"))
-    assert len(kept) == 2
-    lengthwise.train(path, ranks=2, resume=True)
-    assert_equal_runs(tmp_path / "out", wanted)
-
-
 def test_a_stopped_run_is_saved_where_it_stopped(tmp_path):
     path = run_of(tmp_path, steps=1000, precision="fp32", checkpoint={"every_steps": 0})
     command = Command("train", path, "--ranks", 2)
@@ -192,6 +136,10 @@ def test_a_run_that_is_asked_to_stop_at_a_steps_end_begins_no_other(tmp_path):
     assert (result.steps, result.stopped_by) == (2, signal.SIGTERM)
 
 
+def contents(folder):
+    return {each: each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+
+
 def break_bit(path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
@@ -205,69 +153,78 @@ def swap(path: Path) -> None:
     other.write_bytes(mine)
 
 
+def change_state(folder: Path, name: str, change, rank=0) -> None:
+    """Change a state of a rank, with a manifest that fits."""
+    file = f"rank-{rank:05d}.safetensors"
+    state = load_file(folder / file)
+    write_part(folder, rank, {**state, name: change(state[name])})
+    note = (folder / file).with_suffix(".digest")
+    values = json.loads((folder / "manifest.json").read_text())
+    values["files"][file]["sha256"] = json.loads(note.read_text())["sha256"]
+    note.unlink()
+    (folder / "manifest.json").write_text(signed(values))
+
+
+def negative_moment(path: Path) -> None:
+    """Change a state in a file that fits its manifest."""
+    change_state(path.parent, "exp_avg_sq", lambda values: -1 - values, rank=1)
+
+
 @pytest.mark.parametrize("ranks", some([1, 2, 3], 2))
-@pytest.mark.parametrize("damage", [break_bit, swap])
+@pytest.mark.parametrize("damage", [break_bit, swap, negative_moment])
 def test_a_damaged_file_is_named_before_anything_changes(tmp_path, capsys, damage, ranks):
     path = run_of(tmp_path)
     broken_off(path, 2, after=5)
     damage(tmp_path / "out/checkpoints/step-000004/rank-00001.safetensors")
-    before = {each: each.read_bytes() for each in (tmp_path / "out").rglob("*") if each.is_file()}
+    before = contents(tmp_path / "out")
     capsys.readouterr()
     assert call("train", path, "--ranks", ranks, "--resume") == 2
     told = capsys.readouterr().err
-    assert "SHA-256" in told
+    assert ("exp_avg_sq" if damage is negative_moment else "SHA-256") in told
     assert "step-000004/rank-0000" in told
-    after = {each: each.read_bytes() for each in (tmp_path / "out").rglob("*") if each.is_file()}
-    assert after == before
+    assert contents(tmp_path / "out") == before
 
 
-def change_state(folder: Path, name: str, change) -> None:
-    """Change a state of rank 0, of one rank, with a manifest that fits."""
-    state = load_file(folder / "rank-00000.safetensors")
-    write_part(folder, 0, {**state, name: change(state[name])})
-    (part,) = take_digests(folder, 1).values()
-    values = json.loads((folder / "manifest.json").read_text())
-    values["files"]["rank-00000.safetensors"]["sha256"] = part.sha256
-    (folder / "manifest.json").write_text(signed(values))
+def other_tokens(folder):
+    rows = make_rows(LENGTHS)
+    rows[2]["input_ids"][0] ^= 1
+    write_rows(folder / "train.jsonl", rows)
 
 
-def test_a_state_that_cannot_be_is_named_before_anything_changes(tmp_path, capsys):
-    """Of files and a manifest that fit each other."""
+REFUSED = [
+    (("--resume", "--overwrite"), ["expected --overwrite or --resume; got both"]),
+    (("--accept-changes",), ["--resume beside --accept-changes"]),
+    (("--resume", "--set", "output=nowhere"), ["a checkpoint to go on from"]),
+    (
+        ("--resume", "--set", "seed=1", "global_batch={tokens: 64}", "optimizer.lr=0.1", "planner=static", "steps=9"),
+        ["seed: 0", "global_batch.", "optimizer.lr", "steps: 7", "--accept-changes"],
+    ),
+    (("--resume", "--set", "optimizer={name: adam}"), ["optimizer.name: 'adamw' (text) then, 'adam' (text) now"]),
+    (("--resume", "--accept-changes", "--set", "optimizer={name: adam}"), ["states of adamw (exp_avg, exp_avg_sq)"]),
+    (("--resume", "--accept-changes", "--set", "precision=fp32"), ["float64, not float32"]),
+    (("--resume",), ["other data"]),
+]
+
+
+def test_what_a_run_cannot_go_on_with_is_refused_and_nothing_changes(tmp_path, capsys):
     path = run_of(tmp_path)
     broken_off(path, 1, after=3)
-    folder = tmp_path / "out/checkpoints/step-000002"
-    change_state(folder, "exp_avg_sq", lambda values: -1 - values)
-    lines = (tmp_path / "out/metrics.jsonl").read_text()
-    assert call("train", path, "--resume") == 2
-    assert "rank-00000.safetensors: exp_avg_sq" in " ".join(capsys.readouterr().err.split())
-    assert (tmp_path / "out/metrics.jsonl").read_text() == lines
-
-
-def test_what_a_run_is_may_not_change(tmp_path, capsys):
-    path = run_of(tmp_path)
-    broken_off(path, 1, after=3)
-    capsys.readouterr()
-    changes = ["seed=1", "global_batch={tokens: 64}", "optimizer.lr=0.1", "planner=static", "steps=9"]
-    assert call("train", path, "--resume", "--set", *changes) == 2
-    told = capsys.readouterr().err
-    for each in ("seed: 0", "global_batch.", "optimizer.lr", "steps: 7"):
-        assert each in told
-    assert "planner" not in told, "how fast, not what"
+    before = contents(tmp_path / "out")
+    for arguments, words in REFUSED:
+        if words == ["other data"]:
+            other_tokens(tmp_path)
+        capsys.readouterr()
+        assert call("train", path, *arguments) == 2, arguments
+        told = " ".join(capsys.readouterr().err.split())
+        assert [each for each in words if each not in told] == [], told
+        assert "planner" not in told, "how fast, not what"
+        assert contents(tmp_path / "out") == before
+    assert not (tmp_path / "nowhere").exists()
 
 
 def test_the_page_names_what_may_change():
     (passage,) = [text for text in PAGE.split("\n\n") if "takes the newest checkpoint" in text]
     assert set(re.findall(r"`(\w+)`", passage)) & set(RunConfig.model_fields) == FREE_SETTINGS
-
-
-def test_other_data_is_refused(tmp_path, capsys):
-    path = run_of(tmp_path)
-    broken_off(path, 1, after=3)
-    rows = make_rows(LENGTHS)
-    rows[2]["input_ids"][0] ^= 1
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert call("train", path, "--resume") == 2
-    assert "other data" in capsys.readouterr().err
 
 
 def test_a_broken_newest_is_passed_over_and_told(tmp_path, capsys):
@@ -281,21 +238,6 @@ def test_a_broken_newest_is_passed_over_and_told(tmp_path, capsys):
     assert "skipped and removed: error[output]" in told
     assert "step-000002, after step 2" in told
     assert_equal_runs(tmp_path / "out", wanted)
-
-
-def test_a_run_is_not_both_deleted_and_gone_on_with(tmp_path, capsys):
-    path = run_of(tmp_path)
-    broken_off(path, 1, after=3)
-    assert call("train", path, "--resume", "--overwrite") == 2
-    assert "expected --overwrite or --resume; got both" in capsys.readouterr().err
-    assert (tmp_path / "out/checkpoints/step-000002").is_dir()
-
-
-def test_nothing_to_go_on_from_is_said(tmp_path, capsys):
-    path = run_of(tmp_path)
-    assert call("train", path, "--resume") == 2
-    assert "a checkpoint to go on from" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_an_ended_run_has_nothing_left_to_do(tmp_path, capsys):

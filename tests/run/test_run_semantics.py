@@ -24,7 +24,6 @@ from run.small_runs import (
     row_losses,
     steps_of,
     train,
-    write_model,
     write_run,
 )
 from tiers import more
@@ -86,34 +85,6 @@ def test_train_parameters_equal_a_plain_adamw_loop(tmp_path, ranks, optimizer, l
     trained = dict(plain_model(output / "model", torch.float64).named_parameters())
     for name, parameter in model.named_parameters():
         assert (trained[name] - parameter).abs().max() < 1e-9, name
-
-
-def test_train_decays_only_parameters_of_two_dimensions(tmp_path):
-    """A learning rate whose updates are almost all decay: norms stay, matrices shrink."""
-    path = write_run(tmp_path, make_rows([4] * 4), steps=1, optimizer={"lr": 1e-3, "weight_decay": 900.0})
-    before = dict(plain_model(tmp_path / "model", torch.float64).named_parameters())
-    after = dict(plain_model(train(path, "--ranks", 2) / "model", torch.float64).named_parameters())
-    for name, parameter in before.items():
-        shrunk = after[name].norm() / parameter.norm()
-        assert shrunk < 0.3 if parameter.dim() >= 2 else shrunk > 0.9, name
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_train_learning_rate_warms_up_peaks_and_falls(tmp_path, schedule):
-    path = write_run(
-        tmp_path, make_rows([6] * 4), steps=8, optimizer={"lr": 0.01, "schedule": schedule, "warmup_steps": 3}
-    )
-    lrs = [row["lr"] for row in read_lines(train(path) / "metrics.jsonl")]
-    assert lrs[:3] == pytest.approx([0.0, 0.01 / 3, 0.02 / 3])
-    assert lrs[3] == pytest.approx(0.01)
-    assert all(later < earlier for earlier, later in itertools.pairwise(lrs[3:]))
-    assert 0 <= lrs[-1] < 0.003
-    if schedule == "linear":
-        falls = [a - b for a, b in itertools.pairwise(lrs[3:])]
-        assert falls == pytest.approx([falls[0]] * 4)
-    else:
-        # A cosine falls slowly, fast, slowly: the first fall is the smallest of the first half.
-        assert lrs[3] - lrs[4] < lrs[4] - lrs[5]
 
 
 def test_eval_batch_without_a_loss_token_counts_for_nothing(tmp_path):
@@ -201,15 +172,6 @@ def test_train_global_batch_of_tokens_takes_as_many_whole_sequences_as_fit_and_a
     assert any(len(step) == 1 and lengths[step[0]] > 70 for step in steps)
 
 
-def test_train_epochs_are_not_counted_by_world_size(tmp_path):
-    """Design 7: three ranks see an epoch once, not a third of it and not three times."""
-    write_run(tmp_path, make_rows([9] * 7))
-    for ranks in (1, 3):
-        path = write_run(tmp_path, steps=None, epochs=1, global_batch={"sequences": 3}, output=f"out{ranks}")
-        assert call("train", path, "--ranks", ranks) == 0
-        assert sorted(itertools.chain(*steps_of(tmp_path / f"out{ranks}"))) == list(range(7))
-
-
 def test_train_skipped_rows_keep_their_number_over_data_files(tmp_path):
     first, second = make_rows([5, 40, 7]), make_rows([40, 6], seed=2)
     write_run(tmp_path, first)
@@ -217,47 +179,6 @@ def test_train_skipped_rows_keep_their_number_over_data_files(tmp_path):
     sources = [{"path": name, "max_tokens": 10, "too_long": "skip"} for name in ("train.jsonl", "more.jsonl")]
     path = write_run(tmp_path, data=sources, steps=None, epochs=1, global_batch={"sequences": 9})
     assert sorted(steps_of(train(path))[0]) == [0, 2, 4]
-
-
-def test_train_shifts_labels_inside_a_sequence_only(tmp_path):
-    """Changing the first token's label of a row changes nothing; its last label does, though a pack goes on there."""
-    rows = make_rows([5, 6, 7])
-    for row in rows:
-        row["labels"] = list(row["input_ids"])
-    model, found = write_model(tmp_path / "model"), []
-    for name, place, value in (("same", 0, 0), ("first", 0, 11), ("last", -1, 11)):
-        rows[1]["labels"] = list(rows[1]["input_ids"])
-        rows[1]["labels"][place] = value or rows[1]["labels"][place]
-        folder = tmp_path / name
-        found.append(losses(train(write_run(folder, rows, model=model, steps=1)))[0])
-    same, first, last = found
-    assert first == same
-    assert last != same
-
-
-@pytest.mark.parametrize("ranks", [more(1), more(2), 3])
-def test_train_labels_are_not_shifted_after_the_cut(tmp_path, ranks):
-    """Design 7: the last token of a shard is asked for the first token of the next; all on one ring, lengths prime."""
-    rows = make_rows([89, 31, 2])
-    path = write_run(tmp_path, rows, steps=1, capacity_tokens=89 // ranks + 1)
-    output = train(path, "--ranks", ranks)
-    [expected], _, _ = plain_training(tmp_path / "model", rows, steps_of(output), dtype=torch.float64, lrs=[0])
-    assert relative(losses(output)[0], expected) < 1e-13
-
-
-def test_train_loss_is_not_scaled_by_world_size_and_does_not_average_averages(tmp_path):
-    """Design 7: two rows of very unequal loss tokens on two ranks; each token weighs the same."""
-    rows = make_rows([60, 60])
-    rows[1]["labels"] = [-100] * 57 + rows[1]["input_ids"][57:]
-    output = train(write_run(tmp_path, rows, steps=1, capacity_tokens=60), "--ranks", 2)
-    plan = Plan.from_json(read_plan_text(output / "plans/step-000001.json.gz"))
-    assert len(plan.microbatches) > 1
-    model = plain_model(tmp_path / "model", torch.float64)
-    (long, n), (short, m) = (row_losses(model, row, torch.float64) for row in rows)
-    assert (n, m) == (59, 3)
-    loss = losses(output)[0]
-    assert relative(loss, (long + short).item() / 62) < 1e-13
-    assert abs(loss - (long.item() / 59 + short.item() / 3) / 2) > 1e-4
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1, 2], more([2]), more([1, 5]), more([3, 1, 1, 1, 1, 1, 1, 1, 1])])
@@ -281,16 +202,6 @@ def test_train_refuses_a_batch_without_any_loss_token_by_its_step(tmp_path, capf
     assert "error[data] step " in errors
     assert "at least one token with a label" in errors
     assert not (tmp_path / "out").exists()
-
-
-def test_train_masked_rows_beside_others_are_in_ledger_and_plan(tmp_path):
-    rows = make_rows([9, 1, 9])
-    rows[2]["labels"] = [-100] * 9
-    output = train(write_run(tmp_path, rows, steps=1), "--ranks", 2)
-    assert sorted(steps_of(output)[0]) == [0, 1, 2]
-    [row] = read_lines(output / "metrics.jsonl")
-    assert (row["num_sequences"], row["num_tokens"], row["num_loss_tokens"]) == (3, 19, 8)
-    assert math.isfinite(row["loss"])
 
 
 def test_train_writes_a_resolved_config_that_trains_the_same_again(tmp_path):

@@ -1,7 +1,5 @@
 """`shard: zero3` of the run file: the numbers of zero1, checkpoints across layouts, faults, refusals."""
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -12,9 +10,6 @@ from safetensors.torch import load_file, save_file
 from testing import run_ranks, tiny_family_config
 from transformers import AutoModelForCausalLM
 
-from lengthwise.checkpoint.manifest import parameters_of
-from lengthwise.checkpoint.part import moves
-from lengthwise.engine.flat_layout import lay_out
 from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.models import build_model, find_model, wrapped_layers
 from lengthwise.models.own_rows import OwnRows, own_rows
@@ -22,8 +17,6 @@ from lengthwise.run import sharding as run_sharding
 from run.small_runs import (
     Command,
     call,
-    children,
-    count_lines,
     make_rows,
     read_lines,
     write_model,
@@ -190,50 +183,6 @@ def test_no_rank_holds_the_whole_model_at_the_start(tmp_path):
 def own_bytes():
     (line,) = (each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
-
-
-@given(data=st.data())
-def test_any_layout_is_read_from_any_other(data):
-    """Every entry of every parameter moves to its place, once."""
-    shape = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
-    shapes = data.draw(st.lists(shape, min_size=1, max_size=5))
-    sizes = [torch.Size(each).numel() for each in shapes]
-
-    def drawn():
-        ranks = data.draw(st.integers(1, 9))
-        return lay_out(sizes, list(range(len(sizes))), world_size=ranks, bucket_entries=data.draw(st.integers(1, 64)))
-
-    old, new = drawn(), drawn()
-    numbers = [torch.arange(size) + 1 + 1000 * place for place, size in enumerate(sizes)]
-
-    def shards(layout):
-        made = torch.zeros(layout.world_size, layout.shard_entries, dtype=torch.int64)
-        for rank in range(layout.world_size):
-            for run in layout.runs(rank):
-                made[rank, run.start : run.stop] = numbers[run.parameter][run.entry : run.entry + run.stop - run.start]
-        return made
-
-    saved, expected = shards(old), shards(new)
-    assert len(parameters_of(old, [str(i) for i in range(len(shapes))], shapes)) == len(shapes)
-    for rank in range(new.world_size):
-        got = torch.zeros_like(expected[rank])
-        for move in moves(old, new, rank):
-            assert not got[move.target].any()
-            got[move.target] = saved[move.rank, move.source]
-        assert torch.equal(got, expected[rank])
-
-
-def test_a_killed_rank_is_named(tmp_path):
-    path = run_file(tmp_path, steps=1_000_000)
-    command = Command("train", path, "--ranks", 3, *ZERO3)
-    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
-    ranks = [pid for pid in children(command.pid) if Path(f"/proc/{pid}").exists()]
-    os.kill(ranks[2], signal.SIGKILL)
-    status, _, err = command.finish(seconds=60)
-    assert status == 1
-    assert "error[rank] rank " in err
-    assert "signal SIGKILL" in err
-    assert "Traceback" not in err
 
 
 def test_what_goes_by_whole_parameters_is_refused_together(tmp_path, capsys):

@@ -10,8 +10,8 @@ import pytest
 
 import lengthwise
 from lengthwise.core.faults import VARIABLE
-from run.small_runs import Command, losses, read_lines
-from run.test_run_resume import assert_equal_runs, run_of, whole
+from run.small_runs import Command, assert_equal_runs, losses, read_lines, whole
+from run.test_run_resume import run_of
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 

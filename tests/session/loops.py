@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from testing import SIZES
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lengthwise.models import keep_double
@@ -22,18 +23,9 @@ UGLY = [[1, 2, 97, 3], [64, 65, 63, 1, 1, 31], [128, 5], [59, 2, 2, 2]]
 
 
 def small_model(dtype=torch.float64, **changes):
-    settings = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-    }
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        config = LlamaConfig(**{**settings, **changes})
+        config = LlamaConfig(**{**SIZES, "vocab_size": VOCAB, **changes})
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype).train()
 
 
