@@ -22,6 +22,12 @@ def saved(trials):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(2))
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(trials, seed):
+    assert random_faults.kill(trials, random.Random(seed)) in ("went on to the same bits", "killed too late")
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(6))
 def test_damage_is_found_or_does_no_harm(trials, saved, seed):
     random_faults.corrupt(trials, random.Random(seed), saved)

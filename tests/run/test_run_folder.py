@@ -135,6 +135,27 @@ def test_a_claim_under_which_nothing_was_written_leaves_nothing(tmp_path):
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize("ranks", some([1, 2], 1))
+def test_a_run_killed_while_it_saves_leaves_no_model(tmp_path, monkeypatch, ranks):
+    save = export.save_model
+
+    def killed_halfway(model, folder):
+        save(model, folder)
+        (folder / "model.safetensors").unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    path = write_run(tmp_path, make_rows([30, 12]))
+    monkeypatch.setattr(export, "save_model", killed_halfway)
+    command = Command("train", path, "--ranks", ranks)
+    assert command.finish()[0] != 0
+    assert not (tmp_path / "out/model").exists()
+    assert (tmp_path / "out/model.unfinished").exists()
+    monkeypatch.undo()
+    assert call("train", path, "--overwrite") == 0
+    assert (tmp_path / "out/model/model.safetensors").exists()
+    assert not (tmp_path / "out/model.unfinished").exists()
+
+
 def test_an_interrupt_says_whether_the_model_was_saved(tmp_path, monkeypatch, capfd):
     """Interrupted twice, before the model is there and after: what is said is what is true."""
 

@@ -51,6 +51,19 @@ def test_train_trajectory_of_many_steps_equals_one_process(tmp_path, steps, prec
     assert degrees == set(range(1, ranks + 1))
 
 
+@pytest.mark.parametrize("precision", [more("fp32"), "bf16"])
+def test_train_twice_gives_the_same_bits(tmp_path, precision):
+    found = []
+    write_run(tmp_path, lively_rows())
+    for name in ("first", "second"):
+        path = write_run(
+            tmp_path, steps=2, precision=precision, output=name, capacity_tokens=20, optimizer={"lr": 1e-2}
+        )
+        assert call("train", path, "--ranks", 3) == 0
+        found.append((losses(tmp_path / name), (tmp_path / name / "model/model.safetensors").read_bytes()))
+    assert found[0] == found[1]
+
+
 def test_train_packed_dp_gives_the_same_losses_and_refuses_longer_sequences_before_any_process(tmp_path, capfd):
     write_model(tmp_path / "model", num_hidden_layers=4)
     write_run(tmp_path, lively_rows())
