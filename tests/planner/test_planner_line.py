@@ -110,3 +110,5 @@ def test_place_rings_remembers_the_gap_before_a_ring() -> None:
     assert line.gaps.longest_first(2.0) == [(2, -1, 1, 5.0)]
     assert line.busy_seconds == 10 + 12 + 2 + 3
     assert line.free.tolist() == [11, 11, 11]
+    line = place_rings([(0, 1, 3.0), (1, 2, 5.0), (2, 2, 1.0)], 3)
+    assert line.rings[2].first == 1  # rank 0 would wait from 3 to 5
