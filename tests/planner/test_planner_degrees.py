@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner import plan_step
-from lengthwise.planner.problem.degrees import DegreeTable
+from lengthwise.planner.problem.degrees import DegreeTable, most_degrees
 
 COSTS = st.builds(
     Cost,
@@ -49,3 +49,10 @@ def test_growth_stops_at_the_floor_where_that_is_good_enough() -> None:
     lengths = [200_000] + [1000] * 800
     plan = plan_step(lengths, Cluster(ranks=4, capacity_tokens=200_000), Cost(linear_seconds=1.0))
     assert max(piece.degree for microbatch in plan.microbatches for piece in microbatch.pieces) == 1
+
+
+def test_grown_degrees_leave_about_the_floor_on_a_rank() -> None:
+    cost = Cost(quadratic_seconds=1.0)
+    lengths, least = np.array([100_000]), np.array([2])
+    most = most_degrees(lengths, least, 64, 4096)
+    assert DegreeTable(cost, lengths, least, most).grown(1.0).tolist() == [24]

@@ -95,3 +95,15 @@ def test_full_packs_hold_each_once_and_close_only_when_nothing_fits(lengths: lis
         room = 50 - sum(lengths[i] for i in pack)
         assert room >= 0
         assert all(lengths[i] > room for later in packs[number + 1 :] for i in later)
+
+
+def test_fill_gaps_leaves_no_gap_too_long() -> None:
+    gaps = _gaps((2, -1, 0, 10.0))
+    packs = fill_gaps(gaps, _short([8, 4, 3]), capacity_tokens=9, launch_seconds=1.0)
+    assert [(pack.rank, pack.sequences, pack.before, pack.beside) for pack in packs] == [(2, [2], 0, None)]
+
+
+def test_level_ends_prefers_room_to_a_launch() -> None:
+    packs, end = level_ends([0.0, 20.0], _short([6, 3]), capacity_tokens=9, launch_seconds=100.0)
+    assert [(pack.rank, pack.sequences) for pack in packs] == [(0, [1, 0])]
+    assert end == 109.0

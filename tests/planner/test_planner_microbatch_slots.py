@@ -1,6 +1,7 @@
 """The slots of ranks x slots: every sequence once, no slot above its room, ranks level, sizes in the asked order."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,3 +77,13 @@ def test_rows_beyond_the_full_slots_make_more_of_them() -> None:
     slots = MicrobatchSlots(2, np.array([0.5, 1.0]), [Bundle((i,), 2, 5, 5.0) for i in range(3)], 10)
     assert slots.weights.tolist() == [0.5, 1.0, 1.0, 1.0]
     assert [len(microbatch.ranks) for microbatch in slots.microbatches(np.zeros(0, dtype=np.int64))] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("rank_seconds", [0.0, 7.0, 1e12])
+def test_targets_come_to_what_each_rank_is_to_have(rank_seconds: float) -> None:
+    slots = MicrobatchSlots(2, np.array([0.5, 1.0, 0.5]), [Bundle((0,), 1, 1, 3.0)], 10)
+    targets = slots.targets(rank_seconds)
+    assert targets.min() >= 0
+    assert targets.sum(axis=1) + slots.taken.sum(axis=1) == pytest.approx(
+        np.maximum(rank_seconds, slots.taken.sum(axis=1))
+    )

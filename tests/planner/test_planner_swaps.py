@@ -58,3 +58,9 @@ def test_properties(data: st.DataObject) -> None:
     assert sorted(i for packs in bins for each in packs for i in each.indices) == list(range(len(lengths)))
     for each in (each for packs in bins for each in packs):
         assert each.room_tokens == capacity - sum(lengths[i] for i in each.indices) >= 0
+
+
+def test_a_goal_that_is_reached_ends_the_search() -> None:
+    bins = [[Bin([0, 1], 0)], [Bin([], 9)]]
+    lengths, seconds = np.array([2, 4]), np.array([2.0, 4.0])
+    assert level_by_swaps([6.0, 0.0], bins, lengths, seconds, goal_seconds=6.0, most_swaps=9) == 6.0
