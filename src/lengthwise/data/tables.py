@@ -1,6 +1,7 @@
 """Rows of columnar files, as plain values: Parquet, Arrow, and folders that `datasets.save_to_disk` wrote.
 
-pyarrow reads them; it comes in with the first such file. A batch of rows is in memory at a time.
+pyarrow reads them; it comes in with the first such file. A batch of rows is in memory at a time. A table may be read in
+parts: row groups of Parquet, record batches of Arrow.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,30 +50,50 @@ def saved_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def read_table(file: BufferedReader, head: bytes, where: str) -> Iterator[dict[str, Any] | DataError]:
+def read_table(
+    file: BufferedReader, head: bytes, where: str, part: tuple[int, int] | None = None
+) -> Iterator[dict[str, Any] | DataError]:
     """Yield the rows of an open file in order, each a value a column; an error for one that is no text.
 
-    Raises DataError where pyarrow is not installed, and for a file that is broken or ends early.
+    `part`: row groups or batches [first, last); rows are counted from the first of them.
+
+    Raises DataError for a file that is broken or ends early.
     """
-    pa, parquet = _import_pyarrow(where)
+    import pyarrow as pa
+
     count = 0
     try:
-        for batch in _batches(pa, parquet, file, head):
+        for batch in _batches(file, head, part):
             for first in range(0, batch.num_rows, _BATCH):
-                part = batch.slice(first, _BATCH)
-                yield from _rows(part, where, count)
-                count += part.num_rows
+                rows = batch.slice(first, _BATCH)
+                yield from _rows(rows, where, count)
+                count += rows.num_rows
     except (pa.ArrowException, OSError) as error:
         got = f"{' '.join(str(error).split())[:200]}, after row {count}"
         raise DataError(where, expected="a whole file", got=got, remedy="Write or copy it again.") from None
-    if not count:
+    if not count and part is None:
         raise DataError(where, expected="rows", got="a table of none", remedy="Take it out of {data|`data`}.")
+
+
+def table_sizes(file: BufferedReader, head: bytes) -> list[int]:
+    """Return the bytes of each row group or batch of an open table; one entry where it cannot be read in parts."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        if head.startswith(PARQUET):
+            groups = parquet.ParquetFile(file).metadata
+            return [groups.row_group(number).total_byte_size for number in range(groups.num_row_groups)]
+        return [batch.nbytes for batch in _batches(file, head, None)]
+    except (pa.ArrowException, OSError):  # whoever reads it says what is wrong
+        return [0]
 
 
 @contextmanager
 def unpacked(file: BufferedReader, where: str) -> Iterator[BufferedReader]:
-    """Read an open file of Zstandard as what is in it; DataError without pyarrow, and where it is broken or cut."""
-    pa, _ = _import_pyarrow(where)
+    """Read an open file of Zstandard as what is in it; DataError where it is broken or cut."""
+    import pyarrow as pa
+
     try:
         with pa.CompressedInputStream(file, "zstd") as packed:
             yield BufferedReader(packed)
@@ -80,23 +102,19 @@ def unpacked(file: BufferedReader, where: str) -> Iterator[BufferedReader]:
         raise DataError(where, expected="a whole file of Zstandard", got=got, remedy="Copy it again.") from None
 
 
-def _import_pyarrow(where: str) -> tuple[Any, Any]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as parquet
-    except ImportError:
-        remedy = "pip install 'lengthwise[data]'"
-        raise DataError(where, expected="pyarrow, to read this file", got="none installed", remedy=remedy) from None
-    return pa, parquet
+def _batches(file: BufferedReader, head: bytes, part: tuple[int, int] | None) -> Iterator[Any]:
+    import pyarrow as pa
+    from pyarrow import parquet
 
-
-def _batches(pa: Any, parquet: Any, file: BufferedReader, head: bytes) -> Iterator[Any]:
+    first, last = part or (0, None)
     if head.startswith(PARQUET):
-        return parquet.ParquetFile(file).iter_batches(batch_size=_BATCH)
+        table = parquet.ParquetFile(file)
+        return table.iter_batches(_BATCH, row_groups=range(first, last or table.num_row_groups))
+    mapped = pa.memory_map(file.name)
     if head.startswith(ARROW_FILE):
-        reader = pa.ipc.open_file(file)
-        return (reader.get_batch(number) for number in range(reader.num_record_batches))
-    return iter(pa.ipc.open_stream(file))
+        reader = pa.ipc.open_file(mapped)
+        return (reader.get_batch(number) for number in range(first, last or reader.num_record_batches))
+    return islice(pa.ipc.open_stream(mapped), first, last)
 
 
 def _rows(batch: Any, where: str, count: int) -> Iterator[dict[str, Any] | DataError]:

@@ -1,39 +1,39 @@
-"""How far a preparation of data is, as a live line."""
+"""How far a preparation of data is, as a live line, and how many processes it takes."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lengthwise.report.figures import count, percent, seconds
+from lengthwise.report.figures import percent, seconds
 from lengthwise.report.progress import LiveLine
 
 if TYPE_CHECKING:
-    from lengthwise.data.progress import Progress
+    from lengthwise.data.prepare import Progress
 
 _BAR = 20  # characters
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def progress_line(line: LiveLine) -> Callable[[Progress], None]:
     """Return what shows how far a preparation is, and how long it will still take."""
     start = time.monotonic()
-    before: list[Progress] = []
 
     def show(now: Progress) -> None:
-        before.append(now) if not before else None
-        found, spent = before[0], time.monotonic() - start
-        share = now.bytes_done / max(1, now.num_bytes)
+        share = now.parts_done / max(1, now.num_parts)
         bar = "#" * round(_BAR * share)
-        shards = f"{now.shards_done} of {now.num_shards} shards"
-        text = f"[{bar:.<{_BAR}}] {percent(share)}, {shards}, {count(now.tokens)} tokens"
-        if now is found and found.shards_found:
-            text += f" of an earlier try ({found.shards_found} shards)"
-        new_bytes = now.bytes_done - found.bytes_done
-        if new_bytes and spent:
-            left = spent * (now.num_bytes - now.bytes_done) / new_bytes
-            rate = (now.tokens - found.tokens) / spent
-            text += f", {count(rate)} tokens/s, {seconds(left)} left" if left else f", {count(rate)} tokens/s"
+        text = f"[{bar:.<{_BAR}}] {percent(share)}, {now.parts_done} of {now.num_parts} parts"
+        if now.parts_found:
+            text += f", {now.parts_found} of an earlier try"
+        new = now.parts_done - now.parts_found
+        if new:
+            text += f", {seconds((time.monotonic() - start) * (now.num_parts - now.parts_done) / new)} left"
         line.update(text)
 
     return show
