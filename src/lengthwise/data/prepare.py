@@ -344,53 +344,48 @@ def _part_table(batch: Any, parts: Sequence[tuple[int, Listing]], plan: ToPrepar
     origin, listing = parts[number]
     source = plan.listings[origin][0]
     tokenizer = functools.partial(_loaded, plan.tokenizer_name)
-    found = {name: [] for name in features()}
     rows = token_rows(listing, plan.sources[source], plan.keys[source], tokenizer=tokenizer, vocab_size=plan.vocab_size)
-    for place, row in enumerate(rows):
-        for name, value in _values(row).items():
-            found[name].append(value)
-        found["origin"].append(origin)
-        found["name"].append(printable_name(listing.names[place]) if listing.names and row.is_row else None)
+    found = list(zip(*map(_values, rows), strict=True)) or [()] * len(_COLUMNS)
+    columns = dict(zip(_COLUMNS, found, strict=True))
+    number = len(columns["kind"])
+    columns["origin"] = [origin] * number
+    columns["name"] = [*map(printable_name, listing.names or ()), *[None] * number][:number]
     schema = features().arrow_schema
-    digests = pa.array(np.frombuffer(b"".join(found.pop("digest")), dtype=np.uint8))
-    columns = {"digest": pa.FixedSizeListArray.from_arrays(digests, ROW_DIGEST_BYTES)}
-    for name, values in found.items():
-        kind = schema.field(name).type
-        columns[name] = _lists(values, kind) if pa.types.is_list(kind) else pa.array(values, kind)
-    return pa.table([columns[name] for name in schema.names], schema=schema)
+    arrays = [_column(columns[name], schema.field(name).type) for name in schema.names]
+    return pa.table(arrays, schema=schema)
 
 
-def _lists(rows: Sequence[np.ndarray | None], kind: Any) -> Any:
-    """Return a column of lists: an array a row, None where it is null."""
+def _column(values: Sequence[Any], kind: Any) -> Any:
+    """Return values as a column: of numbers, texts, digests, or lists, an array a row and None where it is null."""
     import pyarrow as pa
 
-    there = [row for row in rows if row is not None]
-    values = np.concatenate([np.empty(0, dtype=kind.value_type.to_pandas_dtype()), *there])
-    ends = np.cumsum([0, *(0 if row is None else len(row) for row in rows)])
-    mask = pa.array([row is None for row in rows]) if len(there) < len(rows) else None
-    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(values, kind.value_type), kind, mask=mask)
+    if pa.types.is_fixed_size_list(kind):
+        return pa.FixedSizeListArray.from_arrays(pa.array(np.frombuffer(b"".join(values), np.uint8)), type=kind)
+    if not pa.types.is_list(kind):
+        return pa.array(values, kind)
+    there = [row for row in values if row is not None]
+    flat = np.concatenate([np.empty(0, dtype=kind.value_type.to_pandas_dtype()), *there])
+    ends = np.cumsum([0, *(0 if row is None else len(row) for row in values)])
+    mask = pa.array([row is None for row in values]) if len(there) < len(values) else None
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(flat, kind.value_type), kind, mask=mask)
 
 
-def _values(row: TokenRow) -> dict[str, Any]:
-    """Return the columns of a row that follow from it alone."""
-    error = row.error
-    kind = UNREADABLE if not row.is_row else row.kind
-    left_out = {
-        "input_ids": _NO_IDS, "labels": None, "weights": None, "digest": bytes(ROW_DIGEST_BYTES),
-        "loss_tokens": 0, "loss_weight": 0.0, "largest_id": 0, "kind": KINDS.index(kind),
-        "error": None if error is None else json.dumps([error.where, error.expected, error.got, error.remedy]),
-    }  # fmt: skip
+_COLUMNS = (
+    "input_ids", "labels", "weights", "digest", "loss_tokens", "loss_weight", "largest_id", "kind", "error"
+)  # fmt: skip
+
+
+def _values(row: TokenRow) -> tuple[Any, ...]:
+    """Return what is in `_COLUMNS` of a row."""
+    kind = KINDS.index(row.kind if row.is_row else UNREADABLE)
     if row.tokens is None:
-        return left_out
+        error = row.error and json.dumps([row.error.where, row.error.expected, row.error.got, row.error.remedy])
+        return _NO_IDS, None, None, bytes(ROW_DIGEST_BYTES), 0, 0.0, 0, kind, error
     labels = None if row.labels is None or np.array_equal(row.labels, row.tokens) else row.labels
-    counted = (row.tokens if labels is None else labels)[1:] != NO_LOSS
-    weights = row.weights
-    return left_out | {
-        "input_ids": row.tokens, "labels": labels, "weights": weights,
-        "digest": row_digest(row.tokens, labels, weights), "loss_tokens": int(np.count_nonzero(counted)),
-        "loss_weight": float(np.count_nonzero(counted)) if weights is None else sum_of_weights(weights),
-        "largest_id": int(row.tokens.max()),
-    }  # fmt: skip
+    losses = len(row.tokens) - 1 if labels is None else int(np.count_nonzero(labels[1:] != NO_LOSS))
+    weight = float(losses) if row.weights is None else sum_of_weights(row.weights)
+    digest = row_digest(row.tokens, labels, row.weights)
+    return row.tokens, labels, row.weights, digest, losses, weight, int(row.tokens.max()), kind, None
 
 
 def _checked(plan: ToPrepare, columns: Columns) -> Prepared:
