@@ -63,19 +63,20 @@ def family_difference(
     *,
     precision: str,
     logits_at_once: int | None = LOGITS_AT_ONCE,
-    sharded: bool = False,
+    ranks_per_node: int | None = None,
 ) -> Difference:
     """Run a plan on strict in-process ranks and the plain model in one; return how far apart they are.
 
-    sharded: parameters lie over the ranks.
+    ranks_per_node: parameters lie over the ranks of each node; None: whole on every rank.
     """
-    batch, expected = _reference(pair["plain"], tuple(lengths), precision)
+    batch, expected = reference(pair["plain"], tuple(lengths), precision)
     dtype = DTYPES[precision]
 
     def work(transport: Transport) -> tuple[float, float, dict[str, torch.Tensor]]:
         model, cpu = copy.deepcopy(pair["planned"]), torch.device("cpu")
-        if sharded:
-            parameters = ShardedParameters(model, transport, dtype=dtype, device=cpu, layers=wrapped_layers(model))
+        if ranks_per_node:
+            options = {"dtype": dtype, "device": cpu, "layers": wrapped_layers(model)}
+            parameters = ShardedParameters(model, transport, ranks_per_node=ranks_per_node, **options)
         else:
             parameters = FlatParameters(model, transport, dtype=dtype)
         options = {"name": "family", "logits_at_once": logits_at_once, "parameters": parameters}
@@ -96,6 +97,7 @@ def family_difference(
 
 
 @lru_cache(maxsize=1)  # a pair is asked with one plan after another
-def _reference(plain: torch.nn.Module, lengths: tuple[int, ...], precision: str) -> tuple[StepBatch, Reference]:
+def reference(plain: torch.nn.Module, lengths: tuple[int, ...], precision: str) -> tuple[StepBatch, Reference]:
+    """Return the batch of these lengths, and what one process gives of it."""
     batch = make_batch(lengths, vocab=VOCAB, seed=1, masked=0.2)
     return batch, plain_gradients(copy.deepcopy(plain), batch.dataset, batch.ids, DTYPES[precision])

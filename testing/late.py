@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from lengthwise.comm.transport import Around, Key, Message, Pending
+from lengthwise.comm.transport import Around, Key, Message, Pending, Transport
 
 
 class LateTransport(Around):
@@ -22,6 +22,10 @@ class LateTransport(Around):
     def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Gather, once it is waited for."""
         return _Late(output, lambda: self._inner.all_gather_async(output, source, key=key).wait())
+
+    def among(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return the collectives of this rank's group, as late."""
+        return LateTransport(self._inner.among(groups))
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post, with NaN where messages will be."""

@@ -15,9 +15,9 @@ from typing import Any
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.engine.wave_order import END, UnitKind, backward_calls, forward_calls
-from lengthwise.program.edges import head_peers
 from lengthwise.program.lower import MicrobatchProgram, last_on_all_ranks, lower_plan
 from lengthwise.program.records import Content, Round, Transfer
+from lengthwise.program.ring_order import head_peers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +25,12 @@ class Operation:
     """One side of a message ("send", "receive"), or a rank's part in a "collective".
 
     `size` (of a collective: which one, and its sizes) and `peer` must agree with the other side; `payload` is carried
-    through untouched.
+    through untouched. members: the ranks of a collective; empty: all.
     """
 
     kind: str
     peer: int = -1
+    members: tuple[int, ...] = ()
     size: object = 0
     payload: Any = None
 
@@ -76,10 +77,11 @@ class StrictMatcher:
                 for pair in self._match_from(source):
                     moved = True
                     yield pair
-            collective = self._match_collective()
-            if collective is not None:
-                moved = True
-                yield collective, collective
+            for members in dict.fromkeys(self._collectives_ahead()):
+                collective = self._match_collective(members)
+                if collective is not None:
+                    moved = True
+                    yield collective, collective
             for queue in self._queues:
                 while queue and queue[0].done:
                     queue.popleft()
@@ -111,16 +113,25 @@ class StrictMatcher:
             receiving.unmatched.discard(j)
             yield [send], [receive]
 
-    def _match_collective(self) -> list[Operation] | None:
-        heads = [queue[0] if queue else None for queue in self._queues]
+    def _collectives_ahead(self) -> Iterator[tuple[int, ...]]:
+        """Yield the members of the collectives that ranks have come to."""
+        for queue in self._queues:
+            if queue and queue[0].operations and queue[0].operations[0].kind == "collective" and not queue[0].done:
+                yield queue[0].operations[0].members
+
+    def _match_collective(self, members: tuple[int, ...]) -> list[Operation] | None:
+        ranks = members or range(len(self._queues))
+        heads = [self._queues[rank][0] if self._queues[rank] else None for rank in ranks]
         operations = []
         for head in heads:
             if head is None or head.done or head.operations[0].kind != "collective":
                 return None
+            if head.operations[0].members != members:  # in another communicator: it waits there
+                return None
             operations.append(head.operations[0])
-        for rank, operation in enumerate(operations):
+        for rank, operation in zip(ranks, operations, strict=True):
             if operation.size != operations[0].size:
-                expected = f"{operations[0].size}, as on rank 0"
+                expected = f"{operations[0].size}, as on rank {ranks[0]}"
                 remedy = "All ranks must make the same collective calls in the same order."
                 raise PlanError(f"rank {rank}, collective", expected=expected, got=str(operation.size), remedy=remedy)
         for head in heads:
@@ -141,14 +152,16 @@ def check_order(
     windows: Sequence[int | None] | None = None,
     counts_routers: bool = False,
     tied: bool = False,
+    ranks_per_node: int | None = None,
 ) -> int:
     """Run the grouped calls of one step of `plan` under strict matching; return how many messages were matched.
 
     Each rank connects to whom it needs and posts, for its microbatches in order, the forward and the backward rounds of
     every layer, between them what recomputation runs again, and last the step-end collective. `windows` gives the
     sliding window of each layer (default: `layers` layers without one). `counts_routers`: the counting pass of a model
-    with a router balance loss comes first (`engine.step`). In a plan of kind `waves` every rank runs all microbatches,
-    and gathers and reduces units between rounds, as `engine.waves` does; `tied`: all that is in no layer is one unit.
+    with a router balance loss comes first (`engine.step`). In a plan of kind `waves` every rank runs all microbatches
+    of its node's ranks (`ranks_per_node`; None: of all), and gathers and reduces units between rounds, as
+    `engine.waves` does; `tied`: all that is in no layer is one unit.
 
     Raises:
         PlanError: the ranks would wait for each other for ever; it names the ranks and what they wait in.
@@ -156,7 +169,10 @@ def check_order(
     matcher = StrictMatcher(plan.ranks)
     windows = [None] * layers if windows is None else windows
     for rank in range(plan.ranks):
-        for label, operations in rank_groups(plan, rank, windows=windows, counts_routers=counts_routers, tied=tied):
+        groups = rank_groups(
+            plan, rank, windows=windows, counts_routers=counts_routers, tied=tied, ranks_per_node=ranks_per_node
+        )
+        for label, operations in groups:
             matcher.post(rank, label, operations)
     matched = sum(1 for senders, _ in matcher.progress() if senders[0].kind == "send")
     stuck = matcher.stuck()
@@ -168,26 +184,34 @@ def check_order(
 
 
 def rank_groups(
-    plan: Plan, rank: int, *, windows: Sequence[int | None], counts_routers: bool = False, tied: bool = False
+    plan: Plan,
+    rank: int,
+    *,
+    windows: Sequence[int | None],
+    counts_routers: bool = False,
+    tied: bool = False,
+    ranks_per_node: int | None = None,
 ) -> Iterator[tuple[str, list[Operation]]]:
     """Yield (label, operations) of every grouped call that `rank` makes in a step, in order."""
     gathers = plan.schedule["kind"] == "waves"
     units = _units(len(windows), tied=tied) if gathers else []
-    programs = lower_plan(plan, rank, in_lock_step=gathers)
+    in_step = (ranks_per_node or plan.ranks) if gathers else 1
+    node = range(rank - rank % in_step, rank - rank % in_step + in_step)
+    programs = lower_plan(plan, rank, ranks_in_step=in_step)
     if peers := head_peers(programs, rank):
         yield "connections", [Operation(kind=kind, peer=peer) for kind in ("send", "receive") for peer in peers]
     if counts_routers:
-        kept = {programs[-1].index} if gathers else last_on_all_ranks(plan)
+        kept = last_on_all_ranks(plan, ranks_in_step=in_step)
         for program in programs:
             name = "forward" if program.index in kept else "counting"
-            yield from _pass_groups(program, rank, name, windows, units)
+            yield from _pass_groups(program, rank, name, windows, units, node)
         yield "sum of counts", [Operation(kind="collective")]
         for program in (each for each in programs if each.index in kept):
-            yield from _pass_groups(program, rank, "backward", windows, units)
+            yield from _pass_groups(program, rank, "backward", windows, units, node)
         programs = [each for each in programs if each.index not in kept]
     for program in programs:
-        yield from _pass_groups(program, rank, "forward", windows, units)
-        yield from _pass_groups(program, rank, "backward", windows, units)
+        yield from _pass_groups(program, rank, "forward", windows, units, node)
+        yield from _pass_groups(program, rank, "backward", windows, units, node)
     yield "step end", [Operation(kind="collective")]
 
 
@@ -197,9 +221,14 @@ def _units(layers: int, *, tied: bool) -> list[UnitKind]:
 
 
 def _pass_groups(
-    program: MicrobatchProgram, rank: int, name: str, windows: Sequence[int | None], units: Sequence[UnitKind]
+    program: MicrobatchProgram,
+    rank: int,
+    name: str,
+    windows: Sequence[int | None],
+    units: Sequence[UnitKind],
+    node: range,
 ) -> Iterator[tuple[str, list[Operation]]]:
-    """Yield the groups of a pass. units: what is gathered in it; none: all parameters are there."""
+    """Yield the groups of a pass. units: what is gathered in it by a node; none: all parameters are there."""
     rounds = dict(_layer_groups(program, rank, name, windows))
     if not units:
         yield from (each for of_layer in rounds.values() for each in of_layer)
@@ -208,7 +237,7 @@ def _pass_groups(
     for entered, calls in entries:
         for call in calls:
             label = f"microbatch {program.index}, {name}, {call.kind} of unit {call.unit}"
-            yield label, [Operation(kind="collective", size=label)]
+            yield label, [Operation(kind="collective", size=label, members=tuple(node))]
         yield from rounds.get(entered - 1, ()) if entered != END else ()
 
 

@@ -24,9 +24,9 @@ class Call:
 class RecordingTransport(Around):
     """A transport around another; `calls` is what went through it."""
 
-    def __init__(self, inner: Transport) -> None:
+    def __init__(self, inner: Transport, calls: list[Call] | None = None) -> None:
         super().__init__(inner)
-        self.calls: list[Call] = []
+        self.calls: list[Call] = [] if calls is None else calls
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Record and post one grouped call."""
@@ -62,6 +62,10 @@ class RecordingTransport(Around):
         """Record and overwrite."""
         self._collective("broadcast")
         self._inner.broadcast(tensor, source)
+
+    def among(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return the collectives of this rank's group, recorded with the others."""
+        return RecordingTransport(self._inner.among(groups), self.calls)
 
     def _collective(self, name: str, key: Key | None = None) -> None:
         self.calls.append(Call(name=name, phase=self.phase, key=key))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.comm.clock import Clock
-from lengthwise.comm.transport import Done, Key, Message, Pending
+from lengthwise.comm.transport import Done, Key, Message, Pending, Transport
 from lengthwise.core.errors import TransferError
 from testing.order import Group, Operation, StrictMatcher
 
@@ -113,6 +113,8 @@ class StrictTransport:
         self._world = world
         self._last_key: Key | None = None
         self._under_way: dict[str, list[_StrictPending]] = {"transfer": [], "collective": []}
+        self._members: tuple[int, ...] = ()
+        self._place = rank  # in the world
 
     def connect(self, peers: Sequence[int]) -> None:
         """Exchange one number with each of these ranks."""
@@ -151,6 +153,11 @@ class StrictTransport:
             f"broadcast from {source}", tensor, tensor, lambda tensors: [tensors[source].clone()] * len(tensors)
         ).wait()
 
+    def among(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return the collectives of this rank's group (see `Transport.among`)."""
+        members = next(tuple(ranks) for ranks in groups if self._place in ranks)
+        return _Among(self, members)
+
     def close(self) -> None:
         """Nothing to leave: the thread ends."""
 
@@ -163,7 +170,8 @@ class StrictTransport:
         key: Key | None = None,
     ) -> Pending:
         size = (name, key, _size(output), _size(source))
-        operation = Operation(kind="collective", size=size, payload=(output, source, combine))
+        payload = (output, source, combine)
+        operation = Operation(kind="collective", size=size, payload=payload, members=self._members)
         if key is not None:
             if self._last_key is not None and key <= self._last_key:
                 self._refuse(f"a call after {self._last_key}", str(key), "Post calls in the order of their keys.")
@@ -181,14 +189,33 @@ class StrictTransport:
             got = f"{len(unfinished)} not waited for, the first of them posted in {unfinished[0].group.label}"
             self._refuse(f"no {other} under way when a {kind} is posted", got, f"Wait for every {other} first.")
         label = self.phase if key is None else f"{self.phase}, {key}"
-        pending = _StrictPending(self, self._world.post(self.rank, label, operations), self._under_way[kind], key)
+        pending = _StrictPending(self, self._world.post(self._place, label, operations), self._under_way[kind], key)
         self._under_way[kind].append(pending)
         return pending
 
     def _refuse(self, expected: str, got: str, remedy: str) -> NoReturn:
-        error = TransferError(f"rank {self.rank}, {self.phase}", expected=expected, got=got, remedy=remedy)
+        error = TransferError(f"rank {self._place}, {self.phase}", expected=expected, got=got, remedy=remedy)
         self._world.fail(str(error))
         raise error
+
+
+class _Among(StrictTransport):
+    """The collectives of some ranks, under the same rules beside transfers and other collectives."""
+
+    def __init__(self, world: StrictTransport, members: tuple[int, ...]) -> None:
+        self._place, self.rank, self.world_size = world._place, members.index(world._place), len(members)
+        self.device_ranks = world.device_ranks
+        self.clock, self._world, self._last_key, self._under_way = world.clock, world._world, None, world._under_way
+        self._parent, self._members = world, members
+
+    @property
+    def phase(self) -> str:
+        """Where in the step the rank is, in words."""
+        return self._parent.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._parent.phase = phase
 
 
 class _StrictPending:
@@ -203,7 +230,7 @@ class _StrictPending:
             self._under_way.remove(self)
         is_collective = self.group.operations[0].kind == "collective"
         with self._transport.clock.waiting(in_collective=is_collective):
-            self._transport._world.wait(self._transport.rank, self.group)
+            self._transport._world.wait(self._transport._place, self.group)
 
 
 def _size(tensor: Tensor) -> tuple[object, ...]:

@@ -5,17 +5,17 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
-from testing import dense_attention, make_plan, relative_error
-from testing.strict import StrictWorld
+from testing import make_plan, relative_error
 from testing.varlen import ReferenceDenseOps, ReferenceVarlenOps
 
-from lengthwise.attention import Block, PlannedAttention, ReferenceKernel, Saved, planned_attention
+from attention.whole_documents import check, documents, run_strict
+from lengthwise.attention import Block, ReferenceKernel, Saved
 from lengthwise.attention.cudnn import ByLengthKernel, CudnnOps, DenseKernel
 from lengthwise.attention.kernels import BlockMask
 from lengthwise.attention.packs import PackKernel, pack_of
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.core.plan import Piece
-from lengthwise.program import lower_microbatch, lower_plan
+from lengthwise.program import lower_microbatch
 
 CPU = torch.device("cpu")
 
@@ -132,32 +132,10 @@ def test_padding_after_one_long_document_keeps_it_a_long_block():
 
 @pytest.mark.parametrize("window", [None, 50])
 def test_rings_and_packs_by_length_equal_dense(window):
-    lengths = (120, 33, 5)
     pieces = [[Piece(ranks=(0, 1, 2), sequences=(0,))], [Piece(ranks=(1,), sequences=(1,))]]
-    plan = make_plan(3, lengths, [*pieces, [Piece(ranks=(1,), sequences=(2,))]])
-    rows = [draw(length, seed=number) for number, length in enumerate(lengths)]
-    whole = [[torch.empty_like(row[n]) for n in (0, 0, 1, 2)] for row in rows]
-
-    def work(transport):
-        kernel, dense, varlen = by_length(diagonal_tokens=25, full_tokens=20)
-        for program in lower_plan(plan, transport.rank):
-            segments = program.segments(transport.rank)
-            q, k, v, grad = (torch.cat([rows[s.sequence][n][s.start : s.stop] for s in segments]) for n in range(4))
-            planned = PlannedAttention(program, transport, kernel)
-            q, k, v = (x.requires_grad_() for x in (q, k, v))
-            out = planned_attention(q, k, v, planned, scale=0.3, window=window)
-            results, start = (out.detach(), *torch.autograd.grad(out, (q, k, v), grad)), 0
-            for s in segments:
-                for into, part in zip(whole[s.sequence], results, strict=True):
-                    into[s.start : s.stop] = part[start : start + s.num_tokens]
-                start += s.num_tokens
-        return len(dense.shapes), varlen.calls
-
-    counts = StrictWorld(3).run(work)
-    if window is None:
-        assert all(long and rest for long, rest in counts[1:2])
-    for row, got in zip(rows, whole, strict=True):
-        q, k, v = (x.clone().requires_grad_() for x in row[:3])
-        out, _ = dense_attention(q, k, v, scale=0.3, window=window)
-        expected = (out.detach(), *torch.autograd.grad(out, (q, k, v), row[3]))
-        assert all(relative_error(a, b) < 1e-12 for a, b in zip(got, expected, strict=True))
+    plan = make_plan(3, (120, 33, 5), [*pieces, [Piece(ranks=(1,), sequences=(2,))]])
+    kernel, dense, varlen = by_length(diagonal_tokens=25, full_tokens=20)
+    rows = documents(plan.tokens)
+    check(run_strict(plan, rows, kernel, window=window), rows, window=window)
+    assert varlen.calls
+    assert window or dense.shapes

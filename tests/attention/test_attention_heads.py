@@ -8,103 +8,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testing import (
     RecordingTransport,
-    dense_attention,
     draw_lengths,
     make_plan,
     random_plan,
-    relative_error,
-    rounding_floor,
     run_ranks,
 )
-from testing.order import check_order
 from testing.strict import StrictWorld
 from testing.varlen import ReferenceVarlenOps
 
-from lengthwise.attention import FlashCpuKernel, PlannedAttention, ReferenceKernel, planned_attention
+from attention.whole_documents import DIM, check, documents, joined, run_rank, run_strict
+from lengthwise.attention import FlashCpuKernel, ReferenceKernel
 from lengthwise.attention.heads import heads_taken, shares_keys
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost import all_terms_cost, named_hardware
-from lengthwise.program import HeadRange, lower_plan
+from lengthwise.program import HeadRange
 from tiers import some
-
-DIM, SCALE = 4, 0.4
-TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
-NAMES = ("out", "dq", "dk", "dv")
-
-
-def draw(lengths, heads, kv_heads, dtype=torch.float64):
-    """Draw (q, k, v, grad_out) of each sequence."""
-    random = torch.Generator().manual_seed(5)
-    counts = (heads, kv_heads, kv_heads, heads)
-    return [
-        [torch.randn(length, n, DIM, generator=random, dtype=torch.float64).to(dtype) for n in counts]
-        for length in lengths
-    ]
-
-
-def run_rank(transport, plan, rows, kernel, *, window=None, sinks=None):
-    """Return (parts, sink gradient): of each of this rank's segments (sequence, start, stop, [out, dq, dk, dv])."""
-    parts, sink_grad = [], None if sinks is None else torch.zeros_like(sinks)
-    for program in lower_plan(plan, transport.rank):
-        segments = program.segments(transport.rank)
-        *leaves, grad_out = (torch.cat([rows[s.sequence][n][s.start : s.stop] for s in segments]) for n in range(4))
-        leaves = [leaf.requires_grad_() for leaf in leaves]
-        mine = [] if sinks is None else [sinks.clone().requires_grad_()]
-        planned = PlannedAttention(program, transport, kernel)
-        out = planned_attention(*leaves, planned, scale=SCALE, window=window, sinks=mine[0] if mine else None)
-        assert out.dtype == leaves[0].dtype
-        grads = torch.autograd.grad(out, [*leaves, *mine], grad_out)
-        if sink_grad is not None:
-            sink_grad += grads[3]
-        start = 0
-        for s in segments:
-            here = slice(start, start + s.num_tokens)
-            parts.append((s.sequence, s.start, s.stop, [x[here].detach().clone() for x in (out, *grads[:3])]))
-            start = here.stop
-    return parts, sink_grad
-
-
-def joined(rows, by_rank):
-    """Put the parts of all ranks back into whole sequences; every token must have been computed once."""
-    whole = [[torch.full_like(row[n], float("nan")) for n in (0, 0, 1, 2)] for row in rows]
-    for sequence, start, stop, results in (part for parts, _ in by_rank for part in parts):
-        for into, result in zip(whole[sequence], results, strict=True):
-            assert into[start:stop].isnan().all()
-            into[start:stop] = result
-    return whole
-
-
-def check(by_rank, rows, *, window=None, sinks=None):
-    """Compare with each document alone, in fp64."""
-    dtype = rows[0][0].dtype
-    sink_grad = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float64)
-    for i, (row, mine) in enumerate(zip(rows, joined(rows, by_rank), strict=True)):
-        q, k, v = (x.double().requires_grad_() for x in row[:3])
-        extra = [] if sinks is None else [sinks.double().requires_grad_()]
-        out, _ = dense_attention(q, k, v, scale=SCALE, window=window, sinks=extra[0] if extra else None)
-        grads = torch.autograd.grad(out, [q, k, v, *extra], row[3].double())
-        floor = max(0.0 if dtype == torch.float64 else rounding_floor(*grads[:3]), 1e-2 * len(q) ** 0.5)
-        for name, a, b in zip(NAMES, mine, (out.detach(), *grads[:3]), strict=True):
-            error = relative_error(a, b, floor=floor)
-            assert error < TOLERANCES[dtype], f"{name} of sequence {i}, {len(q)} tokens: {error}"
-        if sink_grad is not None:
-            sink_grad += grads[3]
-    if sink_grad is not None:
-        assert relative_error(sum(grad for _, grad in by_rank), sink_grad, floor=1e-2) < TOLERANCES[dtype]
-
-
-def run_strict(plan, rows, kernel=None, **options):
-    kernel = kernel or FlashCpuKernel()
-    check_order(plan, windows=[options.get("window")])
-    return StrictWorld(plan.ranks).run(lambda transport: run_rank(transport, plan, rows, kernel, **options))
 
 
 @given(
     choose=st.randoms(use_true_random=False),
-    ranks=st.sampled_from([2, 3, 4, 5, 6, 8]),
+    ranks=st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8]),
     count=st.integers(1, 5),
     sizes=st.sampled_from(
         [(4, 2), (4, 1), (4, 4), (8, 2), (6, 2), (6, 3), (12, 4), (12, 3), (10, 5), (10, 2), (24, 8)]
@@ -119,7 +45,7 @@ def test_heads_equal_dense_under_any_plan(choose, ranks, count, sizes, window, w
     plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count), num_heads=heads)
     sinks = torch.linspace(-3, 2, heads, dtype=dtype) if with_sinks else None
     kernel = VarlenKernel(ReferenceVarlenOps()) if packs else FlashCpuKernel()
-    rows = draw(plan.tokens, heads, kv_heads, dtype)
+    rows = documents(plan.tokens, dtype, heads=heads, kv_heads=kv_heads)
     check(run_strict(plan, rows, kernel, window=window, sinks=sinks), rows, window=window, sinks=sinks)
 
 
@@ -131,7 +57,7 @@ def test_heads_equal_dense_at_awkward_lengths_for_every_split_of_a_degree(degree
     lengths = [1, 2, max(1, degree - 1), degree, 2 * degree - 1, 2 * degree, 2 * degree + 1, 31, 127]
     for heads in (u for u in range(1, degree + 1) if degree % u == 0):
         piece = Piece(ranks=tuple(reversed(range(degree))), sequences=tuple(range(9)), heads=heads)
-        rows = draw(lengths, 2 * heads, heads)
+        rows = documents(lengths, heads=2 * heads, kv_heads=heads)
         check(run_strict(make_plan(degree, lengths, [piece]), rows, kernel), rows)
 
 
@@ -146,14 +72,14 @@ def test_heads_beside_local_packs_and_pieces_of_other_splits():
     ]
     plan = make_plan(4, [29, 17, 6, 3, 1, 40, 12, 9], [pieces])
     for kernel in (FlashCpuKernel(), VarlenKernel(ReferenceVarlenOps())):
-        rows = draw(plan.tokens, 8, 2)
+        rows = documents(plan.tokens, heads=8, kv_heads=2)
         check(run_strict(plan, rows, kernel), rows)
 
 
 def test_heads_equal_dense_on_gloo():
     pieces = [Piece(ranks=(0, 1, 2, 3), sequences=(0,), heads=2), Piece(ranks=(1, 3), sequences=(1,), heads=2)]
     plan = make_plan(4, [61, 18], [pieces])
-    rows = draw(plan.tokens, 4, 1)
+    rows = documents(plan.tokens, heads=4, kv_heads=1)
     gloo = run_ranks(lambda t: run_rank(t, plan, rows, FlashCpuKernel()), 4)
     check(gloo, rows)
     strict = run_strict(plan, rows)
@@ -164,7 +90,7 @@ def test_heads_equal_dense_on_gloo():
 def test_heads_sum_shared_gradients_in_fp32_and_send_the_others_as_narrow_as_they_are():
     for kv_heads, sums in ((4, "bfloat16"), (1, "float32")):
         plan = make_plan(4, [200], [Piece(ranks=(0, 1, 2, 3), sequences=(0,), heads=4)])
-        rows, recorded = draw(plan.tokens, 4, kv_heads, torch.bfloat16), {}
+        rows, recorded = documents(plan.tokens, torch.bfloat16, heads=4, kv_heads=kv_heads), {}
 
         def work(transport, plan=plan, rows=rows, recorded=recorded):
             recorded[transport.rank] = RecordingTransport(transport)
@@ -183,7 +109,7 @@ def test_bytes_sent_are_those_that_costs_count(heads):
     )  # fmt: skip
     cost, degree, tokens = all_terms_cost(shape, named_hardware("h100")), 8, 160
     plan = make_plan(degree, [tokens], [Piece(ranks=tuple(range(degree)), sequences=(0,), heads=heads)])
-    rows, recorded = draw([tokens], shape.heads, shape.kv_heads, torch.bfloat16), {}
+    rows, recorded = documents([tokens], torch.bfloat16, heads=shape.heads, kv_heads=shape.kv_heads), {}
 
     def work(transport):
         recorded[transport.rank] = RecordingTransport(transport)
@@ -199,16 +125,9 @@ def test_bytes_sent_are_those_that_costs_count(heads):
         assert sent == pytest.approx(exchanged + passed, rel=1e-12)
 
 
-def test_heads_repeat_bit_for_bit():
-    plan = make_plan(4, [61, 7], [[Piece(ranks=(0, 1, 2, 3), sequences=(0, 1), heads=2)]])
-    rows = draw(plan.tokens, 4, 2, torch.float32)
-    first, second = (joined(rows, run_strict(plan, rows)) for _ in range(2))
-    assert all(torch.equal(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
-
-
 def test_heads_that_do_not_divide_those_of_the_model_are_refused_by_name():
     plan = make_plan(3, [9], [Piece(ranks=(0, 1, 2), sequences=(0,), heads=3)])
-    rows = draw(plan.tokens, 4, 2)
+    rows = documents(plan.tokens, heads=4, kv_heads=2)
     with pytest.raises(PlanError, match=r"heads.*divisor of the model's 4 attention heads"):
         run_strict(plan, rows)
 

@@ -2,114 +2,22 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from testing import (
     RecordingTransport,
-    dense_attention,
-    draw_lengths,
     make_plan,
-    random_plan,
     relative_error,
-    rounding_floor,
     run_ranks,
 )
 from testing.strict import StrictWorld
 from testing.varlen import ReferenceVarlenOps
 
-from lengthwise.attention import FlashCpuKernel, PlannedAttention, ReferenceKernel, planned_attention
+from attention.whole_documents import TOLERANCES, check, dense, documents, joined, run_rank, run_strict
+from lengthwise.attention import FlashCpuKernel, ReferenceKernel
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.plan import Piece
-from lengthwise.program import lower_plan
-from properties import costly
 
-HEADS, KV_HEADS, DIM, SCALE = 4, 2, 4, 0.4
 KERNELS = (FlashCpuKernel(), ReferenceKernel(), VarlenKernel(ReferenceVarlenOps()))
-TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-def documents(lengths, dtype, *, seed=0, spread=1.0):
-    """Draw (q, k, v, grad_out) of each sequence; a sequence's values depend on its index and length only."""
-    rows = []
-    for i, length in enumerate(lengths):
-        random = torch.Generator().manual_seed(1000 * seed + i)
-        shapes = ((length, HEADS, DIM), (length, KV_HEADS, DIM), (length, KV_HEADS, DIM), (length, HEADS, DIM))
-        rows.append([(torch.randn(s, generator=random, dtype=torch.float64) * spread).to(dtype) for s in shapes])
-    return rows
-
-
-def dense(rows):
-    """Return [out, dq, dk, dv] of each sequence, computed alone in fp64."""
-    results = []
-    for q, k, v, grad_out in rows:
-        q, k, v = (x.double().clone().requires_grad_() for x in (q, k, v))
-        out, _ = dense_attention(q, k, v, scale=SCALE)
-        results.append([out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out.double())])
-    return results
-
-
-def run_rank(transport, plan, rows, kernel):
-    """Return [(sequence, start, stop, [out, dq, dk, dv])] of this rank's segments; all forwards come first."""
-    pieces = []
-    for program in lower_plan(plan, transport.rank):
-        segments = program.segments(transport.rank)
-        q, k, v, grad_out = (
-            torch.cat([rows[s.sequence][n][s.start : s.stop] for s in segments])
-            .transpose(0, 1)
-            .contiguous()
-            .transpose(0, 1)
-            for n in range(4)
-        )
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = planned_attention(*leaves, PlannedAttention(program, transport, kernel), scale=SCALE)
-        assert out.dtype == q.dtype
-        results = [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
-        start = 0
-        for s in segments:
-            rows_of = slice(start, start + s.num_tokens)
-            pieces.append((s.sequence, s.start, s.stop, [x[rows_of].clone() for x in results]))
-            start += s.num_tokens
-        assert start == len(q)
-    return pieces
-
-
-def joined(plan, rows, by_rank):
-    """Put the pieces of all ranks back into whole sequences; every token must have been computed once."""
-    whole = [[torch.full_like(row[n], float("nan")) for n in (0, 0, 1, 2)] for row in rows]
-    for sequence, start, stop, results in (piece for pieces in by_rank for piece in pieces):
-        for into, part in zip(whole[sequence], results, strict=True):
-            assert into[start:stop].isnan().all()
-            into[start:stop] = part
-    return whole
-
-
-def run_strict(plan, rows, kernel=None):
-    kernel = kernel or FlashCpuKernel()
-    return joined(plan, rows, StrictWorld(plan.ranks).run(lambda t: run_rank(t, plan, rows, kernel)))
-
-
-def check(got, rows, dtype):
-    for i, (mine, wanted) in enumerate(zip(got, dense(rows), strict=True)):
-        # dq and dk of a one-token document are zero in exact arithmetic: floored by the size of the others.
-        least = 0.0 if dtype == torch.float64 else rounding_floor(*wanted[1:])
-        for name, a, b in zip(("out", "dq", "dk", "dv"), mine, wanted, strict=True):
-            error = relative_error(a, b, floor=max(least, 1e-2 * len(a) ** 0.5))
-            assert error < TOLERANCES[dtype], f"{name} of sequence {i}, {len(a)} tokens: {error}"
-
-
-@costly
-@given(
-    choose=st.randoms(use_true_random=False),
-    ranks=st.sampled_from([1, 2, 3, 5, 7]),
-    count=st.integers(1, 6),
-    dtype=st.sampled_from([torch.float64, torch.float32]),
-    packs=st.booleans(),
-)
-def test_planned_equals_dense_under_any_plan(choose, ranks, count, dtype, packs):
-    plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count))
-    rows = documents(plan.tokens, dtype)
-    check(run_strict(plan, rows, VarlenKernel(ReferenceVarlenOps()) if packs else FlashCpuKernel()), rows, dtype)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 7])
@@ -123,39 +31,13 @@ def test_planned_equals_dense_at_awkward_lengths(ranks, kernel):
     ):
         plan = make_plan(ranks, lengths, microbatches)
         rows = documents(lengths, torch.float64)
-        check(run_strict(plan, rows, kernel), rows, torch.float64)
-
-
-def test_planned_equals_dense_with_two_rings_on_one_rank_and_packs_beside():
-    plan = make_plan(
-        5,
-        [29, 17, 6, 3, 1],
-        [
-            [
-                Piece(ranks=(3,), sequences=(2,)),
-                Piece(ranks=(0, 2, 1), sequences=(0, 4), shares=(1, 0, 3)),
-                Piece(ranks=(2, 3, 4, 0, 1), sequences=(1,)),
-                Piece(ranks=(2,), sequences=(3,)),
-            ]
-        ],
-    )
-    rows = documents(plan.tokens, torch.float64)
-    check(run_strict(plan, rows), rows, torch.float64)
-
-
-def test_planned_equals_dense_on_six_ranks():
-    """Section 7: a rank count of 6 silently giving wrong groups."""
-    pieces = [Piece(ranks=(0, 2, 4, 5, 3, 1), sequences=(0,)), Piece(ranks=(4, 5), sequences=(1,))]
-    pieces += [Piece(ranks=(0, 2, 3, 1), sequences=(2,)), Piece(ranks=(1,), sequences=(3,))]
-    plan = make_plan(6, [53, 13, 22, 7], pieces)
-    rows = documents(plan.tokens, torch.float64)
-    check(run_strict(plan, rows), rows, torch.float64)
+        check(run_strict(plan, rows, kernel), rows)
 
 
 def test_planned_survives_scores_that_overflow_exp():
     plan = make_plan(3, [40], [Piece(ranks=(0, 1, 2), sequences=(0,))])
     rows = documents(plan.tokens, torch.float64, spread=60.0)
-    check(run_strict(plan, rows), rows, torch.float64)
+    check(run_strict(plan, rows), rows)
 
 
 def test_planned_sums_bf16_gradients_in_fp32():
@@ -168,23 +50,14 @@ def test_planned_sums_bf16_gradients_in_fp32():
         recorded[t.rank] = RecordingTransport(t)
         return run_rank(recorded[t.rank], plan, rows, FlashCpuKernel())
 
-    ring = joined(plan, rows, StrictWorld(5).run(work))
+    ring = joined(rows, StrictWorld(5).run(work))
     kinds = [[dtype.removeprefix("torch.") for *_, dtype in call.sends] for call in recorded[0].calls]
     forward, backward = kinds[:4], kinds[4:]
     assert forward == [["bfloat16"]] * 4
     assert backward == [["bfloat16"], ["bfloat16"], *[["bfloat16", "float32"]] * 2, ["float32"], ["float32"]]
-    alone = run_strict(make_plan(1, [200], [Piece(ranks=(0,), sequences=(0,))]), rows)
-    for name, a, b, c in zip(("out", "dq", "dk", "dv"), ring[0], alone[0], dense(rows)[0], strict=True):
+    alone = joined(rows, run_strict(make_plan(1, [200], [Piece(ranks=(0,), sequences=(0,))]), rows))
+    for name, a, b, c in zip(("out", "dq", "dk", "dv"), ring[0], alone[0], dense(rows[0]), strict=True):
         assert relative_error(a, c) <= 1.5 * relative_error(b, c) + 1e-4, name
-
-
-def test_planned_repeats_bit_for_bit():
-    plan = make_plan(
-        5, [61, 33, 7], [[Piece(ranks=(0, 2, 4, 3, 1), sequences=(0,)), Piece(ranks=(4, 0, 1), sequences=(1, 2))]]
-    )
-    rows = documents(plan.tokens, torch.float32)
-    first, second = run_strict(plan, rows), run_strict(plan, rows)
-    assert all(torch.equal(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -201,20 +74,20 @@ def test_packed_documents_do_not_see_each_other_bit_for_bit(dtype, piece):
         rows = documents(before, dtype)
         changed = documents(after, dtype)
         changed[1] = documents(after, dtype, seed=1, spread=50.0)[1]
-        a, b = run_strict(plan, rows), run_strict(plan, changed)
+        a, b = joined(rows, run_strict(plan, rows)), joined(changed, run_strict(plan, changed))
         for kept in (0, 2):
             assert all(torch.equal(x, y) for x, y in zip(a[kept], b[kept], strict=True))
         assert not torch.equal(a[1][0], b[1][0])
         # A neighbour of another length: the first document's place in the pack does not change.
         longer = make_plan(3, [17, other, 23], [piece])
-        c = run_strict(longer, documents([17, other, 23], dtype))
+        c = joined(others := documents([17, other, 23], dtype), run_strict(longer, others))
         assert all(torch.equal(x, y) for x, y in zip(a[0], c[0], strict=True))
 
 
 def test_document_result_does_not_depend_on_its_place_in_a_pack():
     rows = documents([9, 14], torch.float32)
-    first = run_strict(make_plan(1, [9, 14], [Piece(ranks=(0,), sequences=(0, 1))]), rows)
-    second = run_strict(make_plan(1, [9, 14], [Piece(ranks=(0,), sequences=(1, 0))]), rows)
+    first = joined(rows, run_strict(make_plan(1, [9, 14], [Piece(ranks=(0,), sequences=(0, 1))]), rows))
+    second = joined(rows, run_strict(make_plan(1, [9, 14], [Piece(ranks=(0,), sequences=(1, 0))]), rows))
     assert all(torch.equal(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
 
 
@@ -241,7 +114,22 @@ def test_planned_equals_dense_on_gloo(ranks):
     )
     rows = documents(plan.tokens, torch.float64)
     by_rank = run_ranks(lambda t: run_rank(t, plan, rows, FlashCpuKernel()), ranks)
-    check(joined(plan, rows, by_rank), rows, torch.float64)
-    strict = run_strict(plan, rows)
-    gloo = joined(plan, rows, by_rank)
+    check(by_rank, rows)
+    strict = joined(rows, run_strict(plan, rows))
+    gloo = joined(rows, by_rank)
     assert all(torch.equal(a, b) for x, y in zip(gloo, strict, strict=True) for a, b in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
+@pytest.mark.parametrize("window", [1, 60, 128, 150, 400])
+def test_windows_equal_dense_in_tiles_and_over_chunk_borders(kernel, window):
+    pieces = [Piece(ranks=(0, 2, 1), sequences=(0,)), Piece(ranks=(1,), sequences=(1, 2))]
+    plan = make_plan(3, [700, 301, 40], pieces)
+    sinks, rows = torch.tensor([1.0, 0.0, -1.0, 30.0], dtype=torch.float64), documents(plan.tokens)
+    check(run_strict(plan, rows, kernel, window=window, sinks=sinks), rows, window=window, sinks=sinks)
+
+
+def test_sinks_of_any_size_do_not_overflow():
+    plan = make_plan(2, [30], [Piece(ranks=(0, 1), sequences=(0,))])
+    sinks, rows = torch.tensor([1e4, -1e4, 700.0, -700.0], dtype=torch.float64), documents(plan.tokens)
+    check(run_strict(plan, rows, window=7, sinks=sinks), rows, window=7, sinks=sinks)

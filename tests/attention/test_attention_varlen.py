@@ -7,7 +7,7 @@ from testing.strict import StrictWorld
 from testing.varlen import ReferenceVarlenOps
 
 from lengthwise.attention import Block, PlannedAttention, ReferenceKernel, Saved, planned_attention
-from lengthwise.attention.cuda_kernels import EfficientKernel, TorchVarlenOps
+from lengthwise.attention.cuda_kernels import EfficientKernel
 from lengthwise.attention.kernels import BlockMask
 from lengthwise.attention.packs import pack_of
 from lengthwise.attention.varlen import VarlenKernel
@@ -113,33 +113,6 @@ def test_reference_varlen_refuses_what_a_kernel_would_misread():
     mask = BlockMask(queries=9, keys=4, distance=6, causal=False, window=3)
     with pytest.raises(AssertionError, match="sees none of 4 keys"):
         kernel.forward(Block(q=q, k=k[:4], v=v[:4], causal=False, scale=0.3, mask=mask))
-
-
-@pytest.mark.parametrize("dim", [64, 20])
-def test_torch_flash_calls_fit_the_operators_of_this_torch(dim):
-    """Every argument goes through the operators' own shape functions, on tensors without memory."""
-    kernel = VarlenKernel(TorchVarlenOps())
-    plan = make_plan(1, [300, 20], [Piece(ranks=(0,), sequences=(0, 1))])
-    q, k, v = (torch.empty(n, h, dim, dtype=torch.bfloat16, device="meta") for n, h in ((10, 4), (12, 2), (12, 2)))
-    mask = BlockMask(queries=10, keys=12, distance=300, causal=False, window=301)
-    out, lse = kernel.forward(Block(q=q, k=k, v=v, causal=False, scale=0.1, mask=mask))
-    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (4, 10), torch.float32)
-    grads = kernel.backward(out, Block(q=q, k=k, v=v, causal=False, scale=0.1, mask=mask), Saved(out=out, lse=lse))
-    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
-    pack = pack_of(lower_microbatch(plan, 0).tasks(0, 0), window=None, device=torch.device("meta"))
-    q, k, v = (torch.empty(320, h, dim, dtype=torch.bfloat16, device="meta") for h in (4, 2, 2))
-    out, lse = kernel.forward_pack(Block(q=q, k=k, v=v, scale=0.1), pack)
-    grads = kernel.backward_pack(out, Block(q=q, k=k, v=v, scale=0.1), Saved(out=out, lse=lse), pack)
-    assert [x.shape for x in (out, lse, *grads)] == [q.shape, (4, 320), q.shape, k.shape, v.shape]
-
-
-def test_torch_efficient_calls_fit_the_operators_of_this_torch():
-    kernel = EfficientKernel()
-    q, k, v = (torch.empty(n, h, 64, device="meta") for n, h in ((10, 4), (12, 2), (12, 2)))
-    out, lse = kernel.forward(Block(q=q, k=k, v=v, causal=False, scale=0.1))
-    assert (out.shape, lse.shape) == (q.shape, (4, 10))
-    grads = kernel.backward(out, Block(q=q, k=k, v=v, causal=False, scale=0.1), Saved(out=out, lse=lse))
-    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
 def test_efficient_kernel_hands_masked_blocks_to_the_reference():

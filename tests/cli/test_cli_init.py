@@ -73,12 +73,12 @@ def test_a_model_that_fits_no_gpu_is_sharded(tmp_path, capsys):
     command = ["init", "--model", "llama-3.1-70b", "--data", data, "--gpus"]
     assert call(*command, 64) == 0
     text = (tmp_path / "run.yaml").read_text()
-    assert "# parallel: {shard: auto}  # by estimate zero3" in text
+    assert "# shard: auto  # by estimate zero3" in text
     assert "lora" not in text
     assert call(*command, 1, "--force") == 2
     assert "under shard: zero3" in " ".join(capsys.readouterr().err.split())
     assert call("init", "--model", "qwen3-8b", "--data", data, "--gpus", 64, "--force") == 0
-    assert "parallel" not in (tmp_path / "run.yaml").read_text()
+    assert "shard" not in (tmp_path / "run.yaml").read_text()
 
 
 def test_rows_that_cannot_be_counted_here_are_said(tmp_path):

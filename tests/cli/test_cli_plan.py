@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cli.plan_calls import plan_without_torch, read_plan, refused
+from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Plan
-from lengthwise.core.plan_file import read_plan_text
 from run.small_runs import VOCAB, call, make_rows, read_lines, train, write_model, write_run
 from tiers import more
 

@@ -177,7 +177,7 @@ def test_verify_runs_a_plan_of_several_pieces_written_by_hand(run_file, capsys, 
                 lambda plan: plan.update(
                     schedule={"kind": "pipeline", "stages": 2, "virtual": 1}, requires=[*plan["requires"], "pipeline"]
                 ),
-                "(all this version runs); got pipeline",
+                "for a run without `stages`; got kind pipeline, stages 2",
             ),
         ],
         0,

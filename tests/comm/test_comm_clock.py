@@ -35,31 +35,6 @@ class _Faked:  # no fixture: hypothesis wants a new device for every example
         self.patch.undo()
 
 
-def test_transfer_that_work_hides_counts_nothing(device):
-    clock = Clock()
-    interval = clock.start(CUDA)
-    arrives = device.host + 2.0
-    device.give(3.0)
-    with clock.waiting(on_stream=True):
-        device.wait_for(arrives)
-    assert interval.stop() == Spent(seconds=3.0, transfer_seconds=0.0, collective_seconds=0.0)
-
-
-def test_transfer_counts_the_part_that_no_work_hides_once(device):
-    clock = Clock()
-    interval = clock.start(CUDA)
-    device.give(3.0)
-    device.host += 0.5  # it takes the host a while to post; the device works on
-    with clock.waiting(on_stream=True):
-        device.host += 0.25
-        device.wait_for(5.0)
-    device.give(1.0)
-    spent = interval.stop()
-    assert spent == Spent(seconds=6.0, transfer_seconds=2.0, collective_seconds=0.0)
-    assert spent.busy_seconds == 4.0
-    assert clock.waited_seconds == clock.waited_seconds == 2.0
-
-
 def test_interval_ends_when_the_device_is_done_and_begins_when_it_has_done_the_step_before(device):
     clock = Clock()
     device.give(4.0)  # of the update before: the host is ahead

@@ -115,7 +115,7 @@ def gpus_replaced(monkeypatch):
     """Take the path of NCCL with gloo in its place: groups, watch, waits of the stream, all but the device itself."""
     groups, new_group = [], dist.new_group
 
-    def gloo_group(*, timeout, backend, device_id=None, pg_options=None):
+    def gloo_group(*, timeout, ranks=None, backend, device_id=None, pg_options=None):
         groups.append((backend, str(device_id), timeout.total_seconds(), pg_options))
         return new_group(timeout=timeout, backend="gloo")
 
@@ -287,18 +287,6 @@ def test_gloo_names_rank_and_phase_when_a_rank_stops_answering(monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_gloo_collective_names_the_phase_when_a_rank_stops_answering():
-    def work(t):
-        t.phase = "step end"
-        if t.rank == 1:
-            time.sleep(60)
-        t.all_reduce(torch.zeros(1))
-
-    with pytest.raises(TransferError, match="step end: expected all ranks to answer within 1 s"):
-        run_ranks(work, 2, timeout_seconds=1.0)
-
-
-@pytest.mark.exhaustive
 def test_gloo_collective_under_way_names_the_phase_it_was_posted_in():
     def work(t):
         t.phase = "step 3, end"
@@ -310,15 +298,6 @@ def test_gloo_collective_under_way_names_the_phase_it_was_posted_in():
 
     with pytest.raises(TransferError, match="rank 0, step 3, end: expected all ranks to answer within 1 s"):
         run_ranks(work, 2, timeout_seconds=1.0)
-
-
-def test_gloo_agree_names_the_rank_that_differs():
-    def work(t):
-        t.phase = "agreeing"
-        agree(t, b"other" if t.rank == 1 else b"same", "plan")
-
-    with pytest.raises(RankError, match=r"the same plan on all ranks; got another digest on rank 1\."):
-        run_ranks(work, 3)
 
 
 def test_launch_returns_the_result_of_rank_0():

@@ -9,14 +9,6 @@ from lengthwise.comm.groups import DEFAULTS, MOST_OPERATIONS, nccl_options, refu
 from lengthwise.core.errors import PlanError
 
 
-@pytest.mark.parametrize(("for_transfers", "thread_blocks"), [(True, 8), (False, 16)])
-def test_groups_have_few_thread_blocks_and_transfers_streams_of_high_priority(for_transfers, thread_blocks):
-    options = nccl_options(timedelta(seconds=3), NcclOptions, {}, for_transfers=for_transfers)
-    found = (options.is_high_priority_stream, options.config.max_ctas, options._timeout)
-    assert found == (for_transfers, thread_blocks, timedelta(seconds=3))
-    assert options.config.min_ctas == NcclOptions().config.min_ctas
-
-
 @pytest.mark.parametrize("name", ["NCCL_MAX_CTAS", "NCCL_MIN_CTAS"])
 @pytest.mark.parametrize("for_transfers", [True, False])
 def test_thread_blocks_that_the_environment_asks_for_are_left(name, for_transfers):

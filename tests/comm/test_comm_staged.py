@@ -2,17 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from testing import draw_lengths, random_plan, run_ranks
+from testing import run_ranks
 from testing.strict import StrictWorld
 
-from lengthwise.attention import FlashCpuKernel, PlannedAttention, planned_attention
 from lengthwise.comm import StagedTransport, agree, broadcast_bytes, join
-from lengthwise.comm.slabs import Slabs
-from lengthwise.program import lower_plan
 from lengthwise.run.launch import launch
-from properties import costly
 from tiers import some
 
 
@@ -79,29 +73,6 @@ def everything(t):
 def test_staged_transport_moves_and_sums(run):
     for rank, got in enumerate(run(lambda t: everything(staged(t)))):
         assert got == [[2.0 - rank, 5.0], [8.0 - rank], [3.0], [2.0 * (1 + rank)], [11.0]]
-
-
-@costly
-@given(choose=st.randoms(use_true_random=False), ranks=st.sampled_from([1, 2, 3, 5]), count=st.integers(1, 4))
-def test_staged_rings_are_those_of_any_other_transport_bit_for_bit(choose, ranks, count):
-    plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count))
-
-    def work(transport):
-        results = []
-        for program in lower_plan(plan, transport.rank):
-            planned = PlannedAttention(program, transport, FlashCpuKernel())
-            random = torch.Generator().manual_seed(transport.rank)
-            shapes = [(planned.num_tokens, n, 4) for n in (4, 2, 2)]
-            leaves = [torch.randn(s, generator=random, dtype=torch.float64).requires_grad_() for s in shapes]
-            out = planned_attention(*leaves, planned, scale=0.4)
-            results += [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
-        return results
-
-    plain = StrictWorld(ranks).run(work)
-    through = StrictWorld(ranks).run(
-        lambda t: work(StagedTransport(t, stages=lambda tensor: True, slabs=Slabs(slab_bytes=256)))
-    )
-    assert all(torch.equal(a, b) for x, y in zip(plain, through, strict=True) for a, b in zip(x, y, strict=True))
 
 
 def test_staged_message_is_what_it_was_when_posted():

@@ -30,35 +30,24 @@ def test_world_is_none_when_started_alone():
 
 
 def test_world_is_read_from_torchrun():
-    for name, value in TORCHRUN.items():
-        os.environ.__setitem__(name, value)
+    os.environ.update(TORCHRUN)
     world = world_from_environment()
     assert world is not None
     assert (world.rank, world.world_size, world.local_rank, world.rendezvous) == (3, 8, 1, None)
 
 
-@pytest.mark.parametrize("name", TORCHRUN)
-def test_world_refuses_half_of_torchrun(name):
-    for other, value in TORCHRUN.items():
-        if other != name:
-            os.environ.__setitem__(other, value)
-    with pytest.raises(ConfigError, match=f"{name}=None"):
-        world_from_environment()
-
-
-@pytest.mark.parametrize(("name", "value"), [("RANK", "x"), ("WORLD_SIZE", "-1"), ("LOCAL_RANK", "")])
-def test_world_refuses_what_is_no_number(name, value):
-    for other, good in TORCHRUN.items():
-        os.environ.__setitem__(other, good)
-    os.environ.__setitem__(name, value)
-    with pytest.raises(ConfigError, match="environment"):
-        world_from_environment()
-
-
-def test_world_refuses_a_rank_outside_the_world():
-    for name, value in (TORCHRUN | {"RANK": "8"}).items():
-        os.environ.__setitem__(name, value)
-    with pytest.raises(ConfigError, match="RANK=8"):
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        *(({name: None}, f"{name}=None") for name in TORCHRUN),
+        *(({name: value}, "environment") for name, value in (("RANK", "x"), ("WORLD_SIZE", "-1"), ("LOCAL_RANK", ""))),
+        ({"RANK": "8"}, "RANK=8"),
+    ],
+    ids=str,
+)
+def test_world_refuses_an_environment_that_is_not_whole(changes, said):
+    os.environ.update({name: value for name, value in (TORCHRUN | changes).items() if value is not None})
+    with pytest.raises(ConfigError, match=said):
         world_from_environment()
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import ConfigError, LengthwiseError
-from lengthwise.core.package_data import read_package_json
+from lengthwise.core.files import read_package_json
 from lengthwise.cost import (
     HARDWARE_NAMES,
     SHAPE_NAMES,

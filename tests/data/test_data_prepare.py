@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from data.stores import DOCUMENTS, FILES, content, files_of, fresh, load, prepare, write_sources
 from lengthwise.config import DataSource
 from lengthwise.core.errors import ConfigError, DataError, OutputError, Problems, RankError
-from lengthwise.core.locks import try_lock
+from lengthwise.core.files import try_lock
 from lengthwise.data import load_tokenizer, shard_writer
 from lengthwise.data.manifest import NAME
 from lengthwise.run.workers import worker_processes

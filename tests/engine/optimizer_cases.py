@@ -7,18 +7,9 @@ CASES = {
     "adam": {"betas": [0.8, 0.9], "weight_decay": 0.3, "eps": 1e-4},
     "sgd": {"weight_decay": 0.3},
     "sgd momentum": {"momentum": 0.9, "weight_decay": 0.3},
-    "sgd nesterov": {"momentum": 0.9, "nesterov": True},
-    "adagrad": {"lr_decay": 0.1, "initial_accumulator_value": 1e-3, "weight_decay": 0.3},
-    "rmsprop": {"alpha": 0.9, "weight_decay": 0.3},
-    "rmsprop centered": {"alpha": 0.9, "momentum": 0.5, "centered": True, "eps": 1e-3},
-    "nadam": {"momentum_decay": 0.1, "weight_decay": 0.3},
-    "nadam decoupled": {"decoupled_weight_decay": True, "weight_decay": 0.3},
-    "radam": {"betas": [0.8, 0.8], "weight_decay": 0.3},
-    "radam decoupled": {"betas": [0.8, 0.8], "decoupled_weight_decay": True, "weight_decay": 0.3},
     "lion": {"weight_decay": 0.3},
 }
-_TORCH = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop", "nadam": "NAdam",
-          "radam": "RAdam"}  # fmt: skip
+_TORCH = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
 
 
 def keys_of(case, **more):

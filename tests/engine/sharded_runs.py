@@ -21,6 +21,14 @@ WAVES = [
     [Piece(ranks=(0, 1), sequences=(5,)), Piece(ranks=(2,), sequences=(1, 2))],
     [Piece(ranks=(2,), sequences=(3, 4))],
 ]
+# On nodes of 2: a ring over both; a pack on each alone; a ring over both that the second then ends with, the first not.
+WAVES_OF_NODES = [
+    [Piece(ranks=(0, 2, 1), sequences=(0,))],
+    [Piece(ranks=(3,), sequences=(1,))],
+    [Piece(ranks=(1,), sequences=(2, 3))],
+    [Piece(ranks=(2, 0), sequences=(5,))],
+    [Piece(ranks=(0,), sequences=(4,))],
+]
 KINDS = ("none", "layer", "all_but_attention")
 
 
@@ -40,8 +48,9 @@ def build(family="llama", **changes):
     return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
 
 
-def shard(model, transport, dtype=torch.float64):
-    return ShardedParameters(model, transport, dtype=dtype, device=CPU, layers=wrapped_layers(model))
+def shard(model, transport, dtype=torch.float64, ranks_per_node=None):
+    options = {"dtype": dtype, "device": CPU, "layers": wrapped_layers(model), "ranks_per_node": ranks_per_node}
+    return ShardedParameters(model, transport, **options)
 
 
 def run(model, parameters, transport, plan, lengths=LENGTHS, dtype=torch.float64, **options):

@@ -17,13 +17,13 @@ from lengthwise.models.load import build_skeleton
 TOLERANCES = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
-def make(transport, dtype, config, *, width=300):
+def make(transport, dtype, config, *, width=300, fused=None):
     model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 3))
     random = torch.Generator().manual_seed(0)  # of its own: ranks of a strict world are threads
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.05, generator=random)
     flat = FlatParameters(model, transport, dtype=dtype, layers=[*model], bucket_entries=1)
-    return model, flat, ShardedOptimizer(flat, config, transport)
+    return model, flat, ShardedOptimizer(flat, config, transport, fused=fused)
 
 
 def train(model, flat, optimizer, steps=3):
@@ -41,7 +41,7 @@ def test_fused_update_is_the_same_with_clipping_in_it(dtype, max_grad_norm):
     """Gradients so large that clipping matters; Adam alone would hide a factor: eps is large, too."""
     config = {"max_grad_norm": max_grad_norm, "eps": 1e-3, "weight_decay": 0.3}
     apart, fused = (
-        train(*make(SoloTransport(), dtype, OptimizerConfig(**config, fused=fused))) for fused in (False, True)
+        train(*make(SoloTransport(), dtype, OptimizerConfig(**config), fused=fused)) for fused in (False, True)
     )
     torch.testing.assert_close(fused, apart, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype] * 0.1)  # of steps of 1e-2
     assert not torch.equal(apart, make(SoloTransport(), dtype, OptimizerConfig())[1].master_weights)
@@ -49,12 +49,12 @@ def test_fused_update_is_the_same_with_clipping_in_it(dtype, max_grad_norm):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_shards_of_several_ranks_make_the_update_of_one(fused):
-    config = OptimizerConfig(fused=fused, max_grad_norm=0.5)
-    whole_model, whole, optimizer = make(SoloTransport(), torch.float64, config)
+    config = OptimizerConfig(max_grad_norm=0.5)
+    whole_model, whole, optimizer = make(SoloTransport(), torch.float64, config, fused=fused)
     train(whole_model, whole, optimizer)
 
     def work(transport):
-        model, _, own = make(transport, torch.float64, config)
+        model, _, own = make(transport, torch.float64, config, fused=fused)
         for step in range(3):
             if transport.rank == step % transport.world_size:
                 x = torch.randn(9, 300, generator=torch.Generator().manual_seed(step)).double()
@@ -69,14 +69,14 @@ def test_shards_of_several_ranks_make_the_update_of_one(fused):
 
 def test_fused_is_for_gpus_unless_asked_for():
     assert not make(SoloTransport(), torch.float32, OptimizerConfig())[2].fused
-    assert make(SoloTransport(), torch.float32, OptimizerConfig(fused=True))[2].fused
+    assert make(SoloTransport(), torch.float32, OptimizerConfig(), fused=True)[2].fused
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_all_that_is_kept_is_there_before_the_first_step_and_its_end_needs_what_is_said(dtype, fused):
     with LiveBytes() as live:
-        model, flat, optimizer = make(SoloTransport(), dtype, OptimizerConfig(fused=fused), width=1200)
+        model, flat, optimizer = make(SoloTransport(), dtype, OptimizerConfig(), width=1200, fused=fused)
         live.peak_bytes = before = live.now_bytes
         optimizer.rehearse()
         assert live.now_bytes - before < 64
@@ -107,7 +107,7 @@ def test_an_8b_model_starts_and_ends_a_step_within_6_and_16_by_w_bytes_a_paramet
     transport.world_size = world_size
     with LiveBytes() as live:
         flat = FlatParameters(model, transport, dtype=torch.bfloat16, device=torch.device("meta"), layers=layers)
-        optimizer = ShardedOptimizer(flat, OptimizerConfig(fused=True), transport)
+        optimizer = ShardedOptimizer(flat, OptimizerConfig(), transport, fused=True)
         optimizer.step(1e-3, 1.0)
         flat.publish()
     kept = parameters * (6 + 16 / world_size)
@@ -117,9 +117,9 @@ def test_an_8b_model_starts_and_ends_a_step_within_6_and_16_by_w_bytes_a_paramet
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_rehearsed_step_end_changes_no_bit_of_what_follows(fused):
-    config, found = OptimizerConfig(fused=fused, weight_decay=0.5), []
+    config, found = OptimizerConfig(weight_decay=0.5), []
     for rehearses in (False, True):
-        model, flat, optimizer = make(SoloTransport(), torch.float32, config)
+        model, flat, optimizer = make(SoloTransport(), torch.float32, config, fused=fused)
         if rehearses:
             before = flat.master_weights.clone()
             optimizer.rehearse()

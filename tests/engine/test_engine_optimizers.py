@@ -8,13 +8,13 @@ from torch import nn
 from engine.optimizer_cases import CASES, keys_of, plain_optimizer
 from lengthwise.comm import SoloTransport
 from lengthwise.config import OptimizerConfig
-from lengthwise.config.optimizer import FUSED, OPTIMIZERS
+from lengthwise.config.optimizer import OPTIMIZERS
 from lengthwise.engine.live_bytes import LiveBytes
-from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes, step_end_bytes
+from lengthwise.engine.optimizer import FUSED, ShardedOptimizer, kept_bytes, step_end_bytes
 from lengthwise.engine.replicated import FlatParameters
 from tiers import some
 
-STEPS, LR = 6, 1e-2  # of RAdam the first steps are not rectified
+STEPS, LR = 6, 1e-2
 FUSED_CASES = [case for case in CASES if case.split()[0] in FUSED]
 
 
@@ -26,11 +26,11 @@ def make_model(width):
     return model
 
 
-def make(transport, case, dtype=torch.float64, *, width=70, **keys):
+def make(transport, case, dtype=torch.float64, *, width=70, fused=None, **keys):
     model = make_model(width)
     config = OptimizerConfig.model_validate(keys_of(case, **keys))
     flat = FlatParameters(model, transport, dtype=dtype, layers=[*model], bucket_entries=1)
-    return model, flat, ShardedOptimizer(flat, config, transport)
+    return model, flat, ShardedOptimizer(flat, config, transport, fused=fused)
 
 
 def objectives(model, step):
@@ -108,7 +108,7 @@ def test_one_kernel_makes_the_same_update(case, dtype, tolerance, max_grad_norm)
 def test_what_goes_on_from_its_state_is_the_same_to_the_bit(case, fused):
     if fused and case not in FUSED_CASES:
         pytest.skip("torch has no such kernel")
-    keys = {"fused": True} if fused else {}
+    keys = {"fused": fused or None}
     model, flat, optimizer = make(SoloTransport(), case, torch.float32, **keys)
     train(model, optimizer, range(3))
     weights, states = flat.master_weights.clone(), {name: each.clone() for name, each in optimizer.state().items()}

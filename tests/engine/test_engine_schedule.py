@@ -6,7 +6,8 @@ from transformers.optimization import get_scheduler
 
 from lengthwise.config import OptimizerConfig
 from lengthwise.config.optimizer import SCHEDULES
-from lengthwise.engine.schedule import learning_rates
+from lengthwise.core.errors import ConfigError
+from lengthwise.engine.schedule import check_steps, learning_rates
 
 ARGUMENTS = {
     "constant": [{}],
@@ -58,3 +59,17 @@ def test_learning_rates_are_transformers_at_every_step(name, args, warmup, steps
     found = [rate(step) for step in range(1, steps + 1)]
     assert found == theirs(name, args, warmup, steps, 4e-3)
     assert len(set(found)) > 1 or name == "constant" or not warmup
+
+
+@pytest.mark.parametrize(
+    ("schedule", "args", "expected"),
+    [
+        ("polynomial", {"power": "two"}, "gives a learning rate"),
+        ("warmup_stable_decay", {"num_decay_steps": 3, "decay_type": "steep"}, "decay type"),
+        ("warmup_stable_decay", {"num_decay_steps": 30}, "at most the run's 20 steps"),
+    ],
+)
+def test_arguments_that_give_no_learning_rate_are_refused_before_the_first_step(schedule, args, expected):
+    config = OptimizerConfig.model_validate({"lr": 4e-3, "schedule": schedule, "schedule_args": args})
+    with pytest.raises(ConfigError, match=expected):
+        check_steps(config, 20)

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from testing import (
 from testing.strict import StrictWorld
 from torch.distributed.fsdp import fully_shard
 
-from engine.sharded_runs import CPU, KINDS, LENGTHS, WAVES, build, in_waves, run, shard
+from engine.sharded_runs import CPU, KINDS, LENGTHS, WAVES, WAVES_OF_NODES, build, in_waves, run, shard
 from lengthwise.attention import choose_kernel
 from lengthwise.checkpoint import Manifest, read_state
 from lengthwise.checkpoint.manifest import file_name, parameters_of
@@ -37,6 +38,7 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.units import UnitPart
 from lengthwise.models import keep_double
 from lengthwise.models.families import FAMILIES
+from lengthwise.program import lower_plan
 from properties import costliest
 from tiers import more, some
 
@@ -54,18 +56,51 @@ def test_gradients_are_those_of_one_process(family):
         config.output_router_logits, config.router_aux_loss_coef = True, 0.5
     plan = in_waves(make_plan(3, LENGTHS, WAVES, layers=config.num_hidden_layers), *KINDS)
     found = family_difference(
-        build_pair(family, config), plan, LENGTHS, precision="fp64", logits_at_once=7 * config.vocab_size, sharded=True
+        build_pair(family, config),
+        plan,
+        LENGTHS,
+        precision="fp64",
+        logits_at_once=7 * config.vocab_size,
+        ranks_per_node=3,
     )
     assert found.loss <= 1e-13
     assert found.router_loss <= 1e-13
     assert found.gradient <= 1e-12
 
 
+BY_NODE = [("qwen3_moe", {}, 2), ("gemma3_text", {}, 2), ("gpt_oss", {}, 1), ("qwen3", {}, 2), ("llama", {}, 1)]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "ranks_per_node"),
+    some([*BY_NODE, ("llama", {"tie_word_embeddings": True}, 2), ("llama", {}, 4)]),
+)
+def test_gradients_of_nodes_that_skip_waves_are_those_of_one_process(family, changes, ranks_per_node):
+    """Nodes gather by themselves, and run the microbatches of their ranks alone; rings go over several."""
+    config = tiny_family_config(family, changes)
+    if family == "qwen3_moe":
+        config.output_router_logits, config.router_aux_loss_coef = True, 0.5
+    plan = in_waves(make_plan(4, LENGTHS, WAVES_OF_NODES, layers=config.num_hidden_layers), *KINDS)
+    found = family_difference(
+        build_pair(family, config),
+        plan,
+        LENGTHS,
+        precision="fp64",
+        logits_at_once=7 * config.vocab_size,
+        ranks_per_node=ranks_per_node,
+    )
+    assert found.loss <= 1e-13
+    assert found.router_loss <= 1e-13
+    assert found.gradient <= 1e-12
+    programs = [len(lower_plan(plan, rank, ranks_in_step=ranks_per_node)) for rank in range(4)]
+    assert programs == {1: [3, 2, 2, 1], 2: [4, 4, 3, 3], 4: [5, 5, 5, 5]}[ranks_per_node]
+
+
 @given(data=st.data())
 @costliest
 def test_gradients_of_any_waves_are_those_of_one_process(data):
     """Lengths of 1 and primes, fewer sequences than ranks, more ranks than entries of some parameters."""
-    ranks = data.draw(st.sampled_from((2, 3, 5, 8)))
+    ranks, per_node = data.draw(st.sampled_from(((2, 2), (3, 3), (5, 5), (8, 8), (8, 4), (8, 2), (6, 3), (4, 1))))
     lengths = data.draw(st.lists(st.sampled_from((1, 2, 3, 7, 13, 2 * ranks - 1, 29, 40)), min_size=1, max_size=7))
     if max(lengths) == 1:
         lengths.append(2)  # one token has no next one
@@ -74,7 +109,7 @@ def test_gradients_of_any_waves_are_those_of_one_process(data):
     choose = random.Random(data.draw(st.integers(0, 2**16)))
     plan = random_plan(choose, ranks, lengths, layers=2, num_heads=4)
     plan = in_waves(plan, *choose.choices(KINDS, k=2))
-    found = family_difference(build_pair("llama", config), plan, lengths, precision="fp64", sharded=True)
+    found = family_difference(build_pair("llama", config), plan, lengths, precision="fp64", ranks_per_node=per_node)
     assert max(found.loss, found.gradient) <= 1e-11
 
 
@@ -105,11 +140,14 @@ def test_three_clipped_updates_are_those_of_zero1(changes, frozen):
 
     flat = StrictWorld(3).run(lambda t: trained(t, lambda m, t: FlatParameters(m, t, dtype=torch.float64), plan))
     sharded = StrictWorld(3).run(lambda t: trained(t, shard, in_waves(plan, "layer")))
-    assert sharded[0][0] == pytest.approx(flat[0][0], rel=1e-12)
+    by_node = in_waves(make_plan(4, LENGTHS, WAVES_OF_NODES, layers=2), "layer")
+    hybrid = StrictWorld(4).run(lambda t: trained(t, partial(shard, ranks_per_node=2), by_node))
     assert min(flat[0][0]) > 1e-3
-    assert sharded[0][1].keys() == flat[0][1].keys()
-    for name, expected in flat[0][1].items():
-        assert (sharded[0][1][name] - expected).abs().max() <= 1e-12, name
+    for norms, weights in (sharded[0], hybrid[0]):
+        assert norms == pytest.approx(flat[0][0], rel=1e-12)
+        assert weights.keys() == flat[0][1].keys()
+        for name, expected in flat[0][1].items():
+            assert (weights[name] - expected).abs().max() <= 1e-12, name
 
 
 def test_gradients_are_those_of_fsdp2():
@@ -144,8 +182,8 @@ def test_gradients_are_those_of_fsdp2():
     assert max(run_ranks(work, 2)) <= 1e-12
 
 
-@pytest.mark.parametrize("tied", [False, more(True)])
-def test_a_rank_keeps_its_part_and_gathers_two_units(tied, monkeypatch):
+@pytest.mark.parametrize(("tied", "per_node"), some([(False, 4), (False, 2), (True, 4)]))
+def test_a_rank_keeps_its_part_and_gathers_two_units(tied, per_node, monkeypatch):
     """Masters and gradients between steps; in a wave two units beside those that stay, and one sum in fp32."""
     model = build(num_hidden_layers=4, tie_word_embeddings=tied)
     plan = in_waves(make_plan(4, LENGTHS, WAVES, layers=4), "layer")
@@ -154,7 +192,7 @@ def test_a_rank_keeps_its_part_and_gathers_two_units(tied, monkeypatch):
 
     def work(transport):
         own = copy.deepcopy(model)
-        parameters = shard(own, transport, torch.bfloat16)
+        parameters = shard(own, transport, torch.bfloat16, per_node)
         units = parameters._waves._parts
 
         def note():
@@ -178,7 +216,8 @@ def test_a_rank_keeps_its_part_and_gathers_two_units(tied, monkeypatch):
         kept = sum(each.nbytes for each in parameters.tensors())
         return kept / sum(each.numel() for each in own.parameters())
 
-    assert StrictWorld(4).run(work) == pytest.approx([8 / 4] * 4, rel=0.05)
+    expected = 8 / 4 + (per_node < 4) * 6 / per_node
+    assert StrictWorld(4).run(work) == pytest.approx([expected] * 4, rel=0.05)
     assert max(units for units, _ in seen) == 2 + tied
     assert max(sums for _, sums in seen) == 1
 
@@ -208,10 +247,10 @@ class FirstOfMany(SoloTransport):
     def reduce_scatter(self, output, source):
         output.copy_(source.view(4, -1)[0])
 
-    def all_gather_async(self, output, source, *, key=None):
+    def all_gather_async(self, output, source, *, key=None, among=None):
         return Later(lambda: self.all_gather(output, source))
 
-    def reduce_scatter_async(self, output, source, *, key=None):
+    def reduce_scatter_async(self, output, source, *, key=None, among=None):
         return Later(lambda: self.reduce_scatter(output, source))
 
 
@@ -272,7 +311,7 @@ def test_no_parameter_is_offloaded():
 
 
 def test_masters_keep_their_bits_over_layouts_and_ranks(tmp_path):
-    """From 2 ranks of zero1 to 3 of zero3 to 4 of zero1, through files, where tied parameters lie in another order."""
+    """From zero1 on 2 ranks to zero3 on 3 to hybrid on 6 to zero1 on 4; tied parameters lie in another order."""
     model = build(tie_word_embeddings=True)
 
     def saved(make, ranks, folder, before=None):
@@ -298,6 +337,7 @@ def test_masters_keep_their_bits_over_layouts_and_ranks(tmp_path):
             run={},
             data="0" * 64,
             borders=layout.borders,
+            ranks_per_node=layout.ranks_per_node,
             parameters=parameters_of(layout, names, shapes),
             files={},
         )
@@ -306,11 +346,12 @@ def test_masters_keep_their_bits_over_layouts_and_ranks(tmp_path):
     def flat(model, transport):
         return FlatParameters(model, transport, dtype=torch.bfloat16)
 
-    def cut(model, transport):
-        return shard(model, transport, torch.bfloat16)
+    def cut(model, transport, ranks_per_node=None):
+        return shard(model, transport, torch.bfloat16, ranks_per_node)
 
     expected, _ = saved(flat, 4, tmp_path / "expected")
     _, first = saved(flat, 2, tmp_path / "first")
     _, second = saved(cut, 3, tmp_path / "second", first)
-    found, _ = saved(flat, 4, tmp_path / "found", second)
+    _, third = saved(partial(cut, ranks_per_node=2), 6, tmp_path / "third", second)
+    found, _ = saved(flat, 4, tmp_path / "found", third)
     assert all(torch.equal(got, own) for got, own in zip(found, expected, strict=True))

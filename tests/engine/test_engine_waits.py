@@ -42,7 +42,7 @@ def reads(model_type, microbatches, *, experts="eager"):
     ).train()
     transport = SoloTransport()
     flat = FlatParameters(model, transport, dtype=torch.float32)
-    optimizer = ShardedOptimizer(flat, OptimizerConfig(fused=True), transport)
+    optimizer = ShardedOptimizer(flat, OptimizerConfig(), transport, fused=True)
     plan = make_plan(1, LENGTHS, [[Piece(ranks=(0,), sequences=each)] for each in microbatches])
     kernel = choose_kernel(torch.device("cpu"))
     with Reads() as during:

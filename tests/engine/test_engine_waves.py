@@ -31,9 +31,9 @@ from tiers import some
 )
 @costliest
 def test_all_that_ranks_post_completes_on_one_strict_queue_a_rank(seed, kind, family, tied, chunks):
-    """Gathers, sums, heads and rings; each rank's collectives have the same keys, whatever tokens it has."""
+    """Gathers, sums, heads and rings; collectives of a node's ranks have the same keys, whatever tokens these have."""
     choose = random.Random(seed)
-    ranks = choose.choice((2, 3, 4))
+    ranks, per_node = choose.choice(((2, 2), (3, 3), (4, 4), (4, 2), (6, 2), (6, 3), (4, 1)))
     lengths = [choose.randint(2, 40) for _ in range(choose.randint(1, 6))]
     plan = in_waves(random_plan(choose, ranks, lengths, layers=2, num_heads=4), kind)
     model = build(family, tie_word_embeddings=tied)
@@ -42,16 +42,18 @@ def test_all_that_ranks_post_completes_on_one_strict_queue_a_rank(seed, kind, fa
     def work(transport):
         own, recording = copy.deepcopy(model), RecordingTransport(transport)
         at_once = None if chunks is None else chunks * own.config.vocab_size
-        run(own, shard(own, recording), recording, plan, lengths, logits_at_once=at_once)
+        run(own, shard(own, recording, ranks_per_node=per_node), recording, plan, lengths, logits_at_once=at_once)
         return [each.key for each in recording.calls if each.key is not None]
 
     keys = StrictWorld(ranks).run(work)
-    assert keys == [keys[0]] * ranks
-    labels = [label for label, posted in rank_groups(plan, 0, windows=windows, tied=tied) if ", " in label]
-    expected = [each.split(", ")[1:] for each in labels if " of unit " in each]
-    got = [["backward" if key.is_backward else "forward", key.what.split()[0]] for key in keys[0]]
-    assert got == [[name, what.split()[0]] for name, what in expected], "as `check_order` has them"
-    assert check_order(plan, layers=2, windows=windows, tied=tied) >= 0
+    assert keys == [keys[rank - rank % per_node] for rank in range(ranks)]
+    how = {"windows": windows, "tied": tied, "ranks_per_node": per_node}
+    for rank in range(0, ranks, per_node):
+        labels = [label for label, posted in rank_groups(plan, rank, **how) if ", " in label]
+        expected = [each.split(", ")[1:] for each in labels if " of unit " in each]
+        got = [["backward" if key.is_backward else "forward", key.what.split()[0]] for key in keys[rank]]
+        assert got == [[name, what.split()[0]] for name, what in expected], "as `check_order` has them"
+    assert check_order(plan, layers=2, **how) >= 0
 
 
 def freed_as_nan(self):

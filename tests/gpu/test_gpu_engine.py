@@ -21,7 +21,7 @@ from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 LENGTHS = (300, 128, 1, 40, 129, 64)
 
 
-def make(device, dtype, *, hidden=128, **optimizer):
+def make(device, dtype, *, hidden=128, fused=None):
     register_attention()
     config = LlamaConfig(
         vocab_size=48, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=3, num_attention_heads=4,
@@ -30,7 +30,7 @@ def make(device, dtype, *, hidden=128, **optimizer):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32).train()
     flat = FlatParameters(model, SoloTransport(), dtype=dtype, device=device, layers=wrapped_layers(model))
-    return model, flat, ShardedOptimizer(flat, OptimizerConfig(max_grad_norm=0.1, **optimizer), SoloTransport())
+    return model, flat, ShardedOptimizer(flat, OptimizerConfig(max_grad_norm=0.1), SoloTransport(), fused=fused)
 
 
 def run(model, flat, device, dtype, *, name="step"):

@@ -31,7 +31,6 @@ from lengthwise.engine.step import run_plan
 from lengthwise.models import apply_policy, check_recompute, model_loss
 from lengthwise.program import lower_plan
 from models.test_models_parity import (
-    BATCH,
     CONFIGS,
     LENGTHS,
     built,
@@ -57,15 +56,6 @@ def recomputing(plan, *kinds):
 
 def same_bits(got, want):
     return got[0] == want[0] and all(torch.equal(got[1][name], want[1][name]) for name in want[1])
-
-
-@pytest.mark.parametrize("family", some(CONFIGS, 0, 5, 9, 14))
-def test_recomputed_family_equals_plain_hugging_face(family):
-    want = run_plain(family, BATCH, "fp64")
-    for ranks, kinds in ((1, AGAIN), (2, AGAIN[::-1]), (3, AGAIN), (5, AGAIN[::-1])):  # rings come first in a plan
-        plan = recomputing(planned(ranks), *kinds)
-        assert len(plan.microbatches) > 1
-        check_parity(run_planned(family, plan, BATCH, "fp64"), want, "fp64")
 
 
 def test_family_without_hugging_faces_wrap_is_refused_by_name():

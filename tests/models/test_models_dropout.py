@@ -11,18 +11,14 @@ from hypothesis import strategies as st
 from testing import MODEL_TYPES, build_pair, family_difference, make_batch, make_plan, tiny_family_config
 from testing.strict import StrictWorld
 from testing.tiny import VOCAB
-from torch import nn
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DropoutKey, KeyedDropout, check_model_config, keep_double, token_keys
 from lengthwise.models.dropout import DROPOUT_FAMILIES, DROPOUT_KEYS, drop
-from lengthwise.run.reference import plain_gradients
-from lengthwise.run.verify import gradient_differences, relative_difference
 from models.test_models_checkpointing import recomputing
 from models.test_models_families import LENGTHS, NOT_RECOMPUTED, SPLIT, planned
 from tiers import some
@@ -159,40 +155,3 @@ def test_recomputation_draws_the_same_to_the_bit(kind):
     wanted, found = run(model, planned(), batch), run(model, recomputing(planned(), kind), batch)
     assert found[0] == wanted[0]
     assert all(torch.equal(found[1][name], each) for name, each in wanted[1].items())
-
-
-def test_the_mean_over_many_draws_is_that_of_torch():
-    """Of torch's own dropout in the same places of a model that is linear in what falls out."""
-    layer = nn.Sequential(nn.Dropout(0.25), nn.Linear(8, 1, bias=False)).double()
-    x, found = torch.randn(1, 40, 8, dtype=torch.float64), []
-    for step in range(400):
-        keys = token_keys(DropoutKey(step=step), torch.zeros(40).long(), torch.arange(40))
-        with KeyedDropout(keys):
-            found.append(layer(x)[0, :, 0].detach())
-    found, exact = torch.stack(found), layer[1](x)[0, :, 0].detach()
-    spread = (x[0] ** 2 @ layer[1].weight[0].detach() ** 2 * (0.25 / 0.75)).sqrt()
-    assert ((found.mean(0) - exact).abs() < 5 * spread / 20).all()
-    assert (found.std(0) / spread - 1).abs().max() < 0.25
-
-
-def test_a_plain_model_would_notice_other_draws():
-    pair = build_pair("gpt2", tiny_family_config("gpt2", {"resid_pdrop": 0.3}))
-    batch = make_batch(LENGTHS, vocab=VOCAB)
-    expected = plain_gradients(copy.deepcopy(pair["plain"]), batch.dataset, batch.ids, torch.float64)
-    for key, same in ((DropoutKey(), True), (DropoutKey(step=1), False)):
-        loss, gradients = run(pair["planned"], planned(), batch, dropout=key)
-        assert (relative_difference(loss / batch.loss_tokens, expected.loss) < 1e-12) == same
-        assert (max(gradient_differences(gradients, expected.gradients).values()) < 1e-11) == same
-
-
-def test_solo_and_strict_ranks_draw_alike():
-    batch, model = make_batch(LENGTHS, vocab=VOCAB), gpt2(0.3)
-    plan = make_plan(1, LENGTHS, [Piece(ranks=(0,), sequences=(number,)) for number in range(len(LENGTHS))])
-    own = copy.deepcopy(model)
-    flat = FlatParameters(own, SoloTransport(), dtype=torch.float64)
-    with keep_double(torch.float64):
-        done = run_plan(own, plan, batch, SoloTransport(), choose_kernel(torch.device("cpu")), name="t")
-    flat.reduce_gradients()
-    loss, gradients = run(model, planned(), batch)
-    assert relative_difference(done.loss_sum, loss) < 1e-13
-    assert max(gradient_differences(gradients, flat.gather_gradients()).values()) < 1e-12

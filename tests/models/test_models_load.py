@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -77,16 +76,6 @@ def test_saved_model_opens_with_equal_weights(tmp_path, kind, tied, precision):
         assert torch.equal(tensor, model.state_dict()[name]), name
 
 
-def test_saved_model_says_what_the_trained_one_said(tmp_path):
-    model = build_model(source(), seed=1, attention="sdpa")
-    FlatParameters(model, SoloTransport(), dtype=torch.float32)
-    save_model(model, tmp_path / "model")
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    ids = torch.arange(9)[None]
-    with torch.no_grad():
-        assert torch.equal(model(ids, use_cache=False).logits, opened(ids, use_cache=False).logits)
-
-
 def test_saved_model_is_found_and_built_again(tmp_path):
     model = build_model(source(), seed=1)
     save_model(model, tmp_path / "model")
@@ -96,39 +85,6 @@ def test_saved_model_is_found_and_built_again(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     found.config.save_pretrained(tmp_path / "bare")
     assert not find_model(str(tmp_path / "bare")).weights
-
-
-def write_weights(folder, change):
-    """Save a model, with the weights as `change` makes them."""
-    save_model(build_model(source(), seed=1), folder)
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return find_model(str(folder))
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (lambda w: w.pop("model.norm.weight"), r"1 missing \(model\.norm\.weight\)"),
-        (lambda w: w.update(extra=torch.zeros(2)), r"1 not in the model \(extra\)"),
-        (lambda w: w.update({"model.norm.weight": torch.zeros(3)}), r"model\.norm\.weight"),
-    ],
-    ids=["missing", "extra", "misshapen"],
-)
-def test_weights_of_another_model_are_refused_by_name(tmp_path, change, told):
-    found = write_weights(tmp_path / "model", change)
-    with pytest.raises(ConfigError, match=told):
-        build_model(found, seed=0)
-
-
-@pytest.mark.parametrize("damage", [lambda raw: raw[: len(raw) // 2], lambda raw: b"\xff" * 64, lambda raw: b""])
-def test_damaged_weights_are_told_in_one_line(tmp_path, damage):
-    save_model(build_model(source(), seed=1), tmp_path / "model")
-    path = tmp_path / "model" / "model.safetensors"
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ConfigError, match="model"):
-        build_model(find_model(str(tmp_path / "model")), seed=0)
 
 
 def test_fp64_weights_are_not_rounded(tmp_path):
@@ -163,14 +119,6 @@ def test_flat_buffers_leave_rope_frequencies_in_fp32():
     FlatParameters(model, SoloTransport(), dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf"])
-def test_weights_that_are_not_safetensors_are_not_taken_for_none(tmp_path, name):
-    source().config.save_pretrained(tmp_path)
-    (tmp_path / name).write_bytes(b"weights")
-    with pytest.raises(ConfigError, match=name):
-        find_model(str(tmp_path))
 
 
 def test_tiny_has_about_a_million_parameters_and_grouped_heads():

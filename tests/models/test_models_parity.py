@@ -2,7 +2,6 @@
 
 import copy
 import random
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -358,14 +357,6 @@ def test_order_d_training_steps_make_no_collective_before_the_last_ring_transfer
     assert all(row[2] == 0 for row in transfers)
 
 
-def test_the_same_plan_twice_is_the_same_bits():
-    batch = make_batch(LENGTHS, vocab=48)
-    plan = planned(3)
-    first, second = (run_planned("llama", plan, batch, "fp32") for _ in range(2))
-    assert first[0] == second[0]
-    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
-
-
 def test_fully_masked_batch_rows_have_loss_zero_and_no_gradient():
     batch = make_batch((6, 12), vocab=48, masked=1.0)
     assert batch.loss_tokens == 0
@@ -401,11 +392,3 @@ def test_parity_would_notice_one_missing_label():
     batch.dataset.flat_tokens[20] = (batch.dataset.flat_tokens[20] + 1) % 48
     with pytest.raises(AssertionError):
         check_parity(run_planned("llama", planned(2), batch, "fp64"), want, "fp64")
-
-
-def test_replaced_capacity_changes_no_result():
-    """Two plans of one batch, another mix of rings and packs: the same loss and gradients."""
-    batch = make_batch(LENGTHS, vocab=48)
-    a, b = planned(3, capacity=20), planned(3, capacity=60)
-    assert a.microbatches != b.microbatches
-    check_parity(*(run_planned("llama", replace(plan, notes={}), batch, "fp64") for plan in (a, b)), "fp64")

@@ -229,21 +229,6 @@ def test_order_check_finds_ranks_in_opposite_microbatch_orders():
         list(matcher.progress())
 
 
-def test_order_check_finds_a_circle_of_rings_in_opposite_orders():
-    """Three pairs, each rank between two of them, each starting with another one: no two sides ever meet."""
-    a, b, c = (Piece(ranks=(i, (i + 1) % 3), sequences=(i,)) for i in range(3))
-    orders = {0: (a, c), 1: (b, a), 2: (c, b)}
-    matcher = StrictMatcher(3)
-    for rank, pieces in orders.items():
-        plan = make_plan(3, [6, 6, 6], pieces)
-        for label, operations in rank_groups(plan, rank, windows=[None]):
-            matcher.post(rank, label, operations)
-    assert list(matcher.progress()) == []
-    stuck = matcher.stuck()
-    assert stuck.keys() == {0, 1, 2}
-    assert all("microbatch 0, layer 0, forward, ring step 0" in label for label in stuck.values())
-
-
 def test_order_check_names_ranks_of_a_deadlock(monkeypatch):
     """`check_order` itself, on ranks that lower another plan each."""
     from testing import order
@@ -261,14 +246,6 @@ def test_matcher_refuses_sizes_that_differ():
     matcher.post(0, "here", [send(1, size=("kv", 8))])
     matcher.post(1, "there", [receive(0, size=("kv", 9))])
     with pytest.raises(PlanError, match=r"rank 0 to rank 1.*9.* in there.*8.* in here"):
-        list(matcher.progress())
-
-
-def test_matcher_pairs_first_with_first_without_tags():
-    matcher = StrictMatcher(2)
-    matcher.post(0, "a", [send(1, size="x"), send(1, size="y")])
-    matcher.post(1, "a", [receive(0, size="y"), receive(0, size="x")])
-    with pytest.raises(PlanError):
         list(matcher.progress())
 
 

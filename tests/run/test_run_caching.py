@@ -16,7 +16,7 @@ from data.stores import DOCUMENTS, FILES, SHARD_BYTES, content, load, prepare, w
 from data.test_data_hub import hub  # noqa: F401 - a fixture
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError, OutputError, RankError
-from lengthwise.core.locks import try_lock
+from lengthwise.core.files import try_lock
 from lengthwise.data import ByteTokenizer
 from lengthwise.data.manifest import NAME
 from lengthwise.run import caching

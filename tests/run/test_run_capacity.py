@@ -7,9 +7,9 @@ import torch
 from testing import LiveBytes, make_batch, run_ranks
 
 from lengthwise.attention import choose_kernel
+from lengthwise.core.files import read_plan_text
 from lengthwise.core.held import held_by_rank
 from lengthwise.core.plan import Plan
-from lengthwise.core.plan_file import read_plan_text
 from lengthwise.engine import memory
 from lengthwise.engine.activations import start_offloading
 from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes

@@ -19,8 +19,8 @@ import pytest
 from lengthwise import train
 from lengthwise.config import load_config
 from lengthwise.core.errors import LengthwiseError, OutputError
+from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.core.plan_file import read_plan_text
 from lengthwise.run import export, folder, launch, loop, setup, writes
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.metrics import EvalMetrics, FinishedStep, StepMetrics

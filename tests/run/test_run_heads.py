@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lengthwise.core.plan_file import read_plan_text
+from lengthwise.core.files import read_plan_text
 from run.small_runs import call, losses, make_rows, train, write_run
 from tiers import more
 

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
+from lengthwise.core.files import read_plan_text
 from lengthwise.core.held import held_by_rank
 from lengthwise.core.plan import Plan
-from lengthwise.core.plan_file import read_plan_text
 from run.small_runs import call, losses, make_rows, read_lines, write_model, write_run
 from tiers import more, some
 

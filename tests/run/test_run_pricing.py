@@ -9,8 +9,8 @@ import pytest
 from cost.measured_samples import measurements_of, samples_of
 from cost.test_cost_fit import machine
 from lengthwise.config import load_config
+from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Plan
-from lengthwise.core.plan_file import read_plan_text
 from lengthwise.cost.measured import read_measurements
 from lengthwise.engine import step
 from lengthwise.run import pricing

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Plan
-from lengthwise.core.plan_file import read_plan_text
 from lengthwise.program import check_plan
 from run.small_runs import (
     DTYPES,

@@ -1,4 +1,4 @@
-"""`parallel: {shard: zero3}` of the run file: the numbers of zero1, checkpoints across layouts, faults, refusals."""
+"""`shard: zero3` of the run file: the numbers of zero1, checkpoints across layouts, faults, refusals."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ from tiers import more, some
 
 CPU = torch.device("cpu")
 LENGTHS = [37, 11, 5, 7, 2, 90, 64, 33, 12, 8, 9, 23]
-ZERO3 = ("--set", "parallel.shard=zero3", "--timeout-seconds", 30)
+ZERO3 = ("--set", "shard=zero3", "--timeout-seconds", 30)
 
 
 def run_file(folder, **keys):
@@ -104,9 +104,9 @@ def test_a_run_goes_on_under_another_layout_and_rank_count(tmp_path, first, then
     path = run_file(tmp_path, checkpoint={"every_steps": 2, "background": False}, steps=5)
     _, expected = trained(path, "whole")
     fault = {"LENGTHWISE_FAULT": "step-end:0:4:kill"}
-    command = Command("train", path, "--ranks", first[1], "--set", f"parallel.shard={first[0]}", **fault)
+    command = Command("train", path, "--ranks", first[1], "--set", f"shard={first[0]}", **fault)
     assert command.finish()[0] != 0
-    _, model = trained(path, "out", "--resume", "--set", f"parallel.shard={then[0]}", ranks=then[1])
+    _, model = trained(path, "out", "--resume", "--set", f"shard={then[0]}", ranks=then[1])
     assert largest_difference(model, expected) <= 1e-14
     assert (tmp_path / "out/checkpoints/step-000004").exists()
 
@@ -231,7 +231,7 @@ def test_a_killed_rank_is_named(tmp_path):
 def test_what_goes_by_whole_parameters_is_refused_together(tmp_path, capsys):
     path = run_file(
         tmp_path,
-        parallel={"shard": "zero3"},
+        shard="zero3",
         planner="static",
         compile=True,
         measurements="auto",
@@ -257,16 +257,17 @@ def test_a_layout_is_taken_by_what_fits_and_said(tmp_path, capfd, monkeypatch):
 
 
 def test_a_free_plan_is_refused(tmp_path, capsys):
-    path = run_file(tmp_path, parallel={"shard": "zero3"})
+    path = run_file(tmp_path, shard="zero3")
     plan = tmp_path / "plan.json"
     assert call("plan", "--config", path, "--ranks", 3, "--mode", "free", "--out", plan) == 0
     assert call("verify", path, "--ranks", 3, "--plan", plan) == 2
     assert "expected a plan of kind waves, for `shard: zero3`; got free" in capsys.readouterr().err
 
 
-def test_verify_runs_it(tmp_path, capsys):
+@pytest.mark.parametrize(("ranks", "layout"), [(3, {"shard": "zero3"}), (4, {"shard": "hybrid", "ranks_per_node": 2})])
+def test_verify_runs_it(tmp_path, capsys, ranks, layout):
     """In bf16 once more in fp32, from weights that were rounded where they lie."""
-    assert call("verify", run_file(tmp_path, precision="bf16", parallel={"shard": "zero3"}), "--ranks", 3) == 0
+    assert call("verify", run_file(tmp_path, precision="bf16", **layout), "--ranks", ranks) == 0
     assert "PASS" in capsys.readouterr().out
 
 

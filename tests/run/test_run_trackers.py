@@ -5,7 +5,7 @@ import threading
 import pytest
 
 import lengthwise
-from lengthwise.core import tracker_packages
+from lengthwise.core import packages
 from lengthwise.core.errors import ConfigError, Problems
 from lengthwise.run import trackers
 from lengthwise.run.callbacks import Callback
@@ -100,8 +100,8 @@ class Recording:
 
 def put_in_place(monkeypatch, recording):
     monkeypatch.setattr(trackers, "_callback_of", lambda _name, _folder, _step: recording)
-    there = dict.fromkeys(tracker_packages.TRACKER_PACKAGES, ("torch",))
-    monkeypatch.setattr(tracker_packages, "TRACKER_PACKAGES", there)
+    there = dict.fromkeys(packages.TRACKER_PACKAGES, ("torch",))
+    monkeypatch.setattr(packages, "TRACKER_PACKAGES", there)
     return recording
 
 
@@ -140,7 +140,7 @@ def test_trackers_that_hang_are_named_once_and_do_not_stall_a_run(tmp_path, monk
 
 def test_trackers_without_their_package_are_refused_before_anything_is_written(tmp_path, monkeypatch):
     missing = {"mlflow": ("no-such-mlflow", "nor-this"), "wandb": ("no-such-wandb",)}
-    monkeypatch.setattr(tracker_packages, "TRACKER_PACKAGES", missing)
+    monkeypatch.setattr(packages, "TRACKER_PACKAGES", missing)
     with pytest.raises(Problems) as told:
         lengthwise.train(run_of(tmp_path, ["mlflow", "wandb"]))
     assert "the package no-such-mlflow, which reports to mlflow need" in str(told.value)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Plan
-from lengthwise.core.plan_file import read_plan_text
 from run.small_runs import (
     DTYPES,
     call,

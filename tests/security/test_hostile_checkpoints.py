@@ -117,10 +117,3 @@ def test_manifest_that_is_no_file_is_refused(checkpoints, tmp_path, kind):
     )
     with pytest.raises(OutputError, match=r"manifest\.json"):
         CheckpointFolder(checkpoints).newest()
-
-
-def test_checkpoint_that_is_a_link_is_not_one(checkpoints, tmp_path):
-    (folder,) = checkpoints.iterdir()
-    folder.rename(tmp_path / "elsewhere")
-    folder.symlink_to(tmp_path / "elsewhere")
-    assert CheckpointFolder(checkpoints).steps() == []

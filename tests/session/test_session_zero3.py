@@ -100,26 +100,28 @@ def test_routers_are_balanced_over_the_whole_batch(tmp_path):
 
 
 def test_a_loop_goes_on_over_layouts_and_ranks(tmp_path):
-    """From zero1 on 2 ranks to zero3 on 3, whose tied parameters lie in another order, to zero1 on 1, and in plain."""
+    """From zero1 to zero3, whose tied parameters lie in another order, to hybrid, to zero1, on other ranks each time."""
     steps = steps_of()
 
-    def part(rank, shard, ranks, steps, state=None):
+    def part(rank, layout, ranks, steps, state=None):
         model = small_model(tie_word_embeddings=True)
         optimizer = weight_groups(list(model.parameters()))
         capacity = 128 if ranks == 1 else 64
-        with Session(model, optimizer, capacity_tokens=capacity, shard=shard) as session:
+        with Session(model, optimizer, capacity_tokens=capacity, **layout) as session:
             if state is not None:
                 session.load_state_dict(state if rank == 0 else None)
             planned_loop(session, optimizer, CONSTANT(optimizer), steps)
             return session.state_dict()
 
-    def run(shard, ranks, *given):
-        return in_ranks(in_double(lambda rank: part(rank, shard, ranks, *given)), ranks, tmp_path)[0]
+    def run(shard, ranks, *given, **node):
+        layout = {"shard": shard, **node}
+        return in_ranks(in_double(lambda rank: part(rank, layout, ranks, *given)), ranks, tmp_path)[0]
 
     whole = run("zero1", 1, steps)
     first = run("zero1", 2, steps[:1])
     second = run("zero3", 3, steps[1:3], first)
-    third = run("zero1", 1, steps[3:], second)
+    nodes = run("hybrid", 4, steps[3:5], second, ranks_per_node=2)
+    third = run("zero1", 1, steps[5:], nodes)
     assert third["steps"] == len(steps)
     for name, expected in whole["master_weights"].items():
         assert (third["master_weights"][name] - expected).norm() <= 1e-11 * expected.norm(), name
@@ -248,7 +250,10 @@ def test_a_whole_model_is_saved_and_what_needs_one_is_refused_at_once(tmp_path):
 
 def test_another_planner_and_an_unknown_layout_are_refused_by_name():
     model = small_model()
-    for shard, planner, said in (("zero3", "packed_dp", "lock-step"), ("zero2", "lengthwise", "zero1 or zero3")):
+    for shard, planner, said in (
+        ("zero3", "packed_dp", "lock-step"),
+        ("zero2", "lengthwise", "zero1 or zero3 or hybrid"),
+    ):
         with pytest.raises(LengthwiseError, match=said):
             Session(model, MOMENTUM(model.parameters()), shard=shard, planner=planner)
 

@@ -2,9 +2,9 @@
 
 from lengthwise.attention.abilities import AttentionNeeds
 from lengthwise.attention.choose import Faults, check_attention, choose_kernel
-from lengthwise.attention.copies import to_device
 from lengthwise.attention.cuda_kernels import activate_flash
 from lengthwise.attention.kernels import Block, BlockKernel, FlashCpuKernel, ReferenceKernel, Saved
+from lengthwise.attention.packs import to_device
 from lengthwise.attention.planned import PlannedAttention, planned_attention
 from lengthwise.attention.recompute import ActivationPolicy, Recomputation
 

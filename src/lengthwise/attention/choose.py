@@ -49,9 +49,9 @@ def choose_kernel(
     say: Callable[[str], None] | None = None,
     agree: Callable[[Faults], Faults] | None = None,
 ) -> BlockKernel:
-    """Return the fastest kernel for `device` that takes the model, or the one named; `say` hears which, and why.
+    """Return the fastest kernel for `device` that takes the model, or the one named; `say` reports which, and why.
 
-    Each is compared with plain attention before it is returned; `say` hears of one that is wrong and therefore not used
+    Each is compared with plain attention before it is returned; `say` reports one that is wrong and therefore not used
     (None: it is a warning of Python's). agree: returns what was found wrong by any rank, the same on all; called by all
     ranks alike. None: this rank decides alone.
 

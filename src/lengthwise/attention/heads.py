@@ -16,7 +16,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from lengthwise.attention.copies import to_device
+from lengthwise.attention.packs import to_device
 from lengthwise.comm import Done, Pending, Transport
 from lengthwise.core.errors import PlanError
 from lengthwise.program import ALL_HEADS, Content, HeadRange, MicrobatchProgram, RankRound, Transfer
@@ -172,7 +172,6 @@ class HeadExchange:
         return buffers[piece.heads][piece.members[transfer.owner]]
 
     def _order(self, heads: HeadRange, device: torch.device) -> Tensor:
-        """Return for each row of a range where it is among the rows exchanged."""
         if heads not in self._orders:
             rows = [torch.arange(run.start, run.stop) for run in self._runs[heads]]
             self._orders[heads] = to_device(torch.cat(rows), device)
@@ -204,7 +203,6 @@ def _add(own: Sequence[Tensor], tokens: slice, heads: HeadRange, message: Tensor
 
 @lru_cache(maxsize=256)
 def _columns(taken: tuple[int, ...], device: torch.device) -> slice | Tensor:
-    """Return the index of some heads, a slice where they lie side by side."""
     first, last = taken[0], taken[-1]
     return slice(first, last + 1) if len(taken) == last - first + 1 else to_device(torch.tensor(taken), device)
 

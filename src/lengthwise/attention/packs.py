@@ -15,7 +15,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lengthwise.attention.copies import to_device
 from lengthwise.attention.kernels import Block, BlockKernel, Gradients, Saved
 from lengthwise.program import BlockTask
 
@@ -71,3 +70,13 @@ def pack_of(tasks: Sequence[BlockTask], *, window: int | None, device: torch.dev
         window=window,
         padding=padding,
     )
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of host memory to `device`; the same tensor where that is the host.
+
+    To a GPU through pinned memory: from memory that can be paged the host waits for all that the stream has to do.
+    """
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)

@@ -57,6 +57,7 @@ class PlannedAttention:
         rows = self.num_tokens + rows_beyond
         self.num_rows = max(1, -(-rows // multiple)) * multiple  # with the padding that the model runs
         self.layers_run = 0
+        self.layers_passed = 0  # layers of the model that others run, where it is cut into stages
         self.recomputation: Recomputation | None = None  # the checkpointed layer that is running, if one is
         self._heads = HeadExchange(program, transport)
         starts = program.row_starts(transport.rank)

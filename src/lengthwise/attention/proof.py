@@ -139,7 +139,6 @@ def _long_cases(kernel: ByLengthKernel, device: torch.device) -> Iterator[Case]:
 
 
 def _compared(kernel: BlockKernel, case: Case, needs: AttentionNeeds, device: torch.device) -> list[str]:
-    """Return what differs by more than the tolerance."""
     q, k, v, grad_out, sinks = _operands(case, needs, device)
     scale = needs.head_dim**-0.5
     expected, saved = _expected(case, q, k, v, grad_out, sinks, scale=scale)

@@ -13,9 +13,9 @@ import shutil
 from pathlib import Path
 
 from lengthwise.checkpoint.manifest import NAME, Manifest, read_manifest
-from lengthwise.core.disk import sync
 from lengthwise.core.errors import LengthwiseError, OutputError, Problems
 from lengthwise.core.faults import fault
+from lengthwise.core.files import sync
 
 _COMMITTED = re.compile(r"step-(\d{6,})")
 _UNFINISHED = ".unfinished"

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from lengthwise.config.problems import shown
 from lengthwise.core.errors import OutputError
-from lengthwise.core.strict_json import read_json
+from lengthwise.core.files import read_json
 from lengthwise.engine.flat_layout import FlatLayout
 
 SCHEMA = "lengthwise.checkpoint/1"
@@ -57,7 +57,8 @@ class Parameter:
 class Manifest:
     """A checkpoint after `step` steps, `skipped` of them without an update.
 
-    dtype: of master weights and moments. ranks: that wrote a file each. borders: of the buckets (`FlatLayout`).
+    dtype: of master weights and moments. ranks: that wrote a file each. borders, stage_buckets, ranks_per_node: as in
+    `FlatLayout`.
     run: the settings that decide what is trained. data: SHA-256 of the tokens. first_loss, loss: of step 1 and of
     `step`.
     """
@@ -75,6 +76,8 @@ class Manifest:
     run: Mapping[str, object]
     data: _Hex
     borders: tuple[_FromZero, ...]
+    ranks_per_node: _Count = 1
+    stage_buckets: tuple[_Count, ...] = ()
     parameters: tuple[Parameter, ...]
     files: Mapping[str, File]
 
@@ -86,7 +89,9 @@ class Manifest:
             starts=tuple(each.start for each in self.parameters),
             borders=self.borders,
             bucket_of=tuple(each.bucket for each in self.parameters),
-            world_size=self.ranks,
+            world_size=self.ranks // max(1, len(self.stage_buckets)),
+            ranks_per_node=self.ranks_per_node,
+            stage_buckets=self.stage_buckets,
         )
 
     def to_json(self) -> str:
@@ -101,7 +106,6 @@ def signed(values: Mapping[str, object]) -> str:
 
 
 def _digest_of(values: Mapping[str, object]) -> str:
-    """Return the SHA-256 of a manifest's values, however its file is laid out."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -148,12 +152,19 @@ def _contradictions(found: Manifest) -> Iterator[str]:
         yield f"skipped: {found.skipped} of {found.step} steps"
     if len(found.files) != found.ranks or list(found.files) != [file_name(rank) for rank in range(found.ranks)]:
         yield "other files than one of each rank"
-    borders = found.borders
-    if len(borders) < 2 or borders[0] != 0 or any(a > b or b % found.ranks for a, b in pairwise(borders)):
+    if found.ranks % found.ranks_per_node:
+        yield f"ranks_per_node: {found.ranks_per_node} of {found.ranks} ranks"
+        return
+    borders, stages = found.borders, found.stage_buckets
+    if stages and (found.ranks % len(stages) or sum(stages) != len(borders) - 1):
+        yield "stages that no pipeline has"
+        return
+    sharing = found.ranks // max(1, len(stages))
+    if len(borders) < 2 or borders[0] != 0 or any(a > b or b % sharing for a, b in pairwise(borders)):
         yield "borders that no layout has"
         return
-    shard_bytes = borders[-1] // found.ranks * _ENTRY_BYTES[found.dtype]
-    if any(file.num_bytes < shard_bytes for file in found.files.values()):
+    layout, entry_bytes = found.layout, _ENTRY_BYTES[found.dtype]
+    if any(file.num_bytes < layout.entries_of(rank) * entry_bytes for rank, file in enumerate(found.files.values())):
         yield "borders of more entries than the files have bytes for"
         return
     end = 0

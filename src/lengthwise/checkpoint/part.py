@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lengthwise.checkpoint.manifest import File, Manifest, file_name
-from lengthwise.core.disk import make_readable, sync
 from lengthwise.core.errors import OutputError
-from lengthwise.core.strict_json import read_json
+from lengthwise.core.files import make_readable, read_json, sync
 from lengthwise.engine.flat_layout import FlatLayout
 from lengthwise.engine.parameters import MASTER_WEIGHTS
 
-_NOT_NEGATIVE = ("exp_avg_sq", "square_avg", "sum")  # of squares; see `engine.optimizer.states_of`
+_NOT_NEGATIVE = ("exp_avg_sq",)  # means of squares; see `engine.optimizer.states_of`
 _AT_ONCE = 1 << 24  # numbers of a state that are looked at
 
 _DIGEST = ".digest"  # beside a rank's file until the checkpoint is committed
@@ -79,8 +79,9 @@ def unfit(
     folder: Path, manifest: Manifest, state: Mapping[str, Tensor], *, every: int = 1, first: int = 0
 ) -> str | None:
     """Return which file `read_state` cannot take such a state from, and why; None: none. Looks at files as `broken`."""
-    number = manifest.layout.shard_entries
+    layout = manifest.layout
     for rank in range(first, manifest.ranks, every):
+        number = layout.entries_of(rank)
         path = folder / file_name(rank)
         try:
             with safe_open(path, "pt") as file:
@@ -123,7 +124,7 @@ def differences(manifest: Manifest, names: Sequence[str], shapes: Sequence[tuple
     return found + ([] if manifest.dtype == dtype else [f"all are {manifest.dtype}, not {dtype}"])
 
 
-class Move(NamedTuple):
+class CopiedSlice(NamedTuple):
     """Entries [source] of the file of `rank` that are entries [target] of a shard now."""
 
     rank: int
@@ -131,33 +132,32 @@ class Move(NamedTuple):
     target: slice
 
 
-def moves(old: FlatLayout, new: FlatLayout, rank: int) -> Iterator[Move]:
+def moves(old: FlatLayout, new: FlatLayout, rank: int) -> Iterator[CopiedSlice]:
     """Yield what fills the shard of `rank` from the files of other ranks; the parameters are the same, in order."""
     for run in new.runs(rank):
         entry, start = run.entry, run.start
         while start < run.stop:
             owner, place, follow = old.owner(run.parameter, entry)
             size = min(follow, run.stop - start)
-            yield Move(rank=owner, source=slice(place, place + size), target=slice(start, start + size))
+            yield CopiedSlice(rank=owner, source=slice(place, place + size), target=slice(start, start + size))
             entry, start = entry + size, start + size
 
 
 def read_state(
     folder: Path, manifest: Manifest, layout: FlatLayout, names: Sequence[str], rank: int, state: Mapping[str, Tensor]
 ) -> None:
-    """Fill the state of `rank`, (entries,) each, in a model whose parameters `names` lie as in `layout`.
+    """Fill the state of `rank` of `layout`, (entries,) each, in which the parameters `names` lie so.
 
     Only what this rank needs is read. The files must have been checked (`broken`, `differences`).
     """
     order = {each.name: number for number, each in enumerate(manifest.parameters)}
     saved = manifest.layout
     places = [order[name] for name in names]
-    old = FlatLayout(
+    old = replace(
+        saved,
         sizes=tuple(saved.sizes[place] for place in places),
         starts=tuple(saved.starts[place] for place in places),
-        borders=saved.borders,
         bucket_of=tuple(saved.bucket_of[place] for place in places),
-        world_size=saved.world_size,
     )
     with ExitStack() as files:
         opened: dict[int, dict[str, object]] = {}

@@ -156,8 +156,8 @@ def _show_plans(dataset: Dataset, show: Show) -> None:
 
 def _train(run_file: Path) -> TrainResult:
     from lengthwise.cli.train import PrintedProgress
+    from lengthwise.core.files import read_plan_text
     from lengthwise.core.plan import Plan
-    from lengthwise.core.plan_file import read_plan_text
     from lengthwise.report.plans import degrees
     from lengthwise.report.progress import LiveLine
     from lengthwise.run.api import train

@@ -117,7 +117,7 @@ class Init:
         ]
         if chosen.shard != "zero1":
             lines += [
-                f"# parallel: {{shard: auto}}  # by estimate {chosen.shard}: each rank has its part of the parameters,",
+                f"# shard: auto  # by estimate {chosen.shard}: each rank has its part of the parameters,",
                 "#   too, and gathers a layer when it runs; docs/sharding.md",
             ]
         if chosen.adapters:

@@ -164,7 +164,7 @@ class PlanCommand:
         planner, layers = self.planner or (config.planner if config else "lengthwise"), shape.layers if shape else 1
         heads = self.planning.heads or (str(config.heads) if config and not self.cost else "off")
         offload, ratio = self._offload(config)
-        mode = self.planning.mode or (config.parallel.plan_mode(ranks or 1) if config else "free")
+        mode = self.planning.mode or (config.plan_mode(ranks or 1) if config else "free")
         own = {"heads": heads, "offload": offload, "mode": mode}
         options = self.planning.options(planner=planner, layers=layers, speeds=speeds, stages=self.stages, **own)
         problems.attempt(partial(options.checked, ranks or len(speeds or [1]), cost))
@@ -337,7 +337,7 @@ def _adapters_of(config: RunConfig) -> int | None:
 
 def _shape_of(config: RunConfig) -> ModelShape:
     """Read the shape of a run file's model without torch: `tiny`, or a folder's config.json."""
-    from lengthwise.core.package_data import read_json_object
+    from lengthwise.core.files import read_json_object
     from lengthwise.cost import named_shape, shape_from_config
 
     if config.model == "tiny":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lengthwise.cli.output import refuse_unwritable, write_atomically
 from lengthwise.core.errors import OutputError
-from lengthwise.core.strict_json import read_json
+from lengthwise.core.files import read_json
 from lengthwise.planner.registry import OPTIONAL_PLANNERS, planner_names
 from lengthwise.report.simulation import SCHEMA
 

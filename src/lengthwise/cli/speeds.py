@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lengthwise.core.strict_json import read_json
+from lengthwise.core.files import read_json
 from lengthwise.planner.problem.speeds import refuse_speeds
 
 _MOST = 2**20  # ranks in a run

@@ -1,12 +1,14 @@
 """Moves tensors between ranks: grouped transfers for rings, and the collectives of the step's end.
 
 One interface (`Transport`), two executors: torch.distributed (gloo, NCCL) and a strict in-process one; `join` chooses.
-No communicator is ever made for a sequence: all ranks share one global group for collectives and one for transfers.
+No communicator is ever made for a sequence: all ranks share one global group for collectives and one for transfers, and
+the replicas of a pipeline stage have one for theirs (`Mesh`).
 """
 
 from lengthwise.comm.checked import CheckedTransport, checks_transfers
 from lengthwise.comm.devices import built_for_gpus, count_gpus, find_gpus, has_unused_gpu
 from lengthwise.comm.exchange import agree, broadcast_bytes, share_first, share_numbers
+from lengthwise.comm.mesh import Mesh
 from lengthwise.comm.solo import SoloTransport
 from lengthwise.comm.staged import StagedTransport
 from lengthwise.comm.torch_transport import TorchTransport, join
@@ -16,6 +18,7 @@ from lengthwise.comm.world import World, session_world, world_from_environment
 __all__ = [
     "CheckedTransport",
     "Done",
+    "Mesh",
     "Pending",
     "SoloTransport",
     "StagedTransport",

@@ -50,8 +50,9 @@ class Exchange(Protocol):
 class CheckedTransport(Around):
     """Sends a header ahead of each message of `inner`, by `exchange_headers`, and refuses what does not match."""
 
-    def __init__(self, inner: Transport, exchange_headers: Exchange) -> None:
+    def __init__(self, inner: Transport, exchange_headers: Exchange, *, ranks: Sequence[int] | None = None) -> None:
         super().__init__(inner)
+        self._ranks = ranks or range(inner.world_size)  # as the headers' exchange counts them
         self._exchange_headers = exchange_headers
         self._sent, self._received = Counter[int](), Counter[int]()  # messages so far, by peer
         self._under_way: deque[_CheckedPending] = deque()
@@ -80,11 +81,16 @@ class CheckedTransport(Around):
         self._compare(source, key)
         return self._inner.all_gather_async(output, source, key=key)
 
+    def among(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return the collectives of this rank's group, compared among its ranks."""
+        own = next(ranks for ranks in groups if self.rank in ranks)
+        return CheckedTransport(self._inner.among(groups), self._exchange_headers, ranks=own)
+
     def _compare(self, source: Tensor, key: Key | None) -> None:
         """Send the key of a collective to the next rank, and compare that of the rank before."""
-        if key is None:
+        if key is None or len(self._ranks) == 1:
             return
-        before, after = (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
+        before, after = self._ranks[self.rank - 1], self._ranks[(self.rank + 1) % len(self._ranks)]
         header, room = _Header(0, str(source.dtype), str(list(source.shape)), str(key)), torch.empty_like(_ROOM)
         self._exchange_headers([(header.packed(), after)], [(room, before)]).wait()
         if _unpacked(room) != _unpacked(header.packed()):

@@ -1,4 +1,6 @@
-"""The groups of torch.distributed, each over all ranks, and what NCCL is asked for beyond its defaults.
+"""The groups of torch.distributed, and what NCCL is asked for beyond its defaults.
+
+They are over all ranks, those of collectives also over the ranks of a node, or of one place in all nodes.
 
 A ring transfer runs beside attention, whose grid fills the device: its kernel would come to run when attention is over.
 So the transfers' group works on streams of high priority, and with few thread blocks (CTAs), which leave the device to
@@ -16,7 +18,7 @@ well. `Watch`, which counts from when a call could begin, is the judge; NCCL's t
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,17 +33,28 @@ DEFAULTS = {"NCCL_NCHANNELS_PER_NET_PEER": "4", "NCCL_LAUNCH_ORDER_IMPLICIT": "1
 WATCHDOG_GRACE = timedelta(days=1)
 
 
-def gloo_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Make a group for host memory."""
-    return _made(dist.new_group(timeout=timeout, backend="gloo"))
+def gloo_group(timeout: timedelta, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """Make a group of `ranks` for host memory, by default of all; they alone call it."""
+    some = None if ranks is None else list(ranks)
+    return _made(dist.new_group(some, timeout=timeout, backend="gloo", use_local_synchronization=some is not None))
 
 
-def nccl_group(timeout: timedelta, device: torch.device, *, for_transfers: bool) -> dist.ProcessGroup:
-    """Make and connect a group for GPUs; `timeout` is that of `Watch`."""
+def nccl_group(
+    timeout: timedelta, device: torch.device, *, for_transfers: bool, ranks: Sequence[int] | None = None
+) -> dist.ProcessGroup:
+    """Make and connect a group of `ranks` for GPUs, by default of all; `timeout` is that of `Watch`."""
     set_defaults(os.environ)
     longer = timeout + WATCHDOG_GRACE
     options = nccl_options(longer, dist.ProcessGroupNCCL.Options, os.environ, for_transfers=for_transfers)
-    return _made(dist.new_group(timeout=longer, backend="nccl", pg_options=options, device_id=device))
+    made = dist.new_group(
+        None if ranks is None else list(ranks),
+        timeout=longer,
+        backend="nccl",
+        pg_options=options,
+        use_local_synchronization=ranks is not None,
+        device_id=device,
+    )
+    return _made(made)
 
 
 def set_defaults(environment: MutableMapping[str, str]) -> None:
@@ -73,5 +86,5 @@ def refuse_large(operations: int, *, where: str) -> None:
 
 
 def _made(group: object) -> dist.ProcessGroup:
-    assert isinstance(group, dist.ProcessGroup), f"every rank is a member of a group of all ranks, got {group}"
+    assert isinstance(group, dist.ProcessGroup), f"this rank is a member of the group, got {group}"
     return group

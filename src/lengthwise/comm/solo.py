@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lengthwise.comm.clock import Clock
-from lengthwise.comm.transport import Done, Key, Message, Pending
+from lengthwise.comm.transport import Done, Key, Message, Pending, Transport
 
 
 class SoloTransport:
@@ -53,6 +53,11 @@ class SoloTransport:
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Leave the tensor as it is."""
+
+    def among(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return itself: the only group is the world."""
+        assert [list(each) for each in groups] == [[0]], f"a world of one has no groups {groups}"
+        return self
 
     def close(self) -> None:
         """Nothing to leave."""

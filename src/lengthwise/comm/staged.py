@@ -96,6 +96,10 @@ class StagedTransport(Around):
         self.all_gather(output, source)
         return Done()
 
+    def among(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return the collectives of this rank's group, through host memory, too."""
+        return StagedTransport(self._inner.among(groups), stages=self._stages, slabs=self._slabs)
+
     def _in_place(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
         if not self._stages(tensor):
             call(tensor)

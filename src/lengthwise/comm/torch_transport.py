@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -87,7 +87,7 @@ class TorchTransport:
         timeout = timedelta(seconds=timeout_seconds)
         met = self._guard(lambda: world.connect(timeout))
         self.shares_gpus, self.device_ranks = met.shares_gpus, met.device_ranks
-        self._groups, self._owned = {_HOST: met.host}, met.owned
+        self._groups, self._owned, self._everyone = {_HOST: met.host}, met.owned, "all ranks"
         self._device = torch.device("cpu") if self.shares_gpus else world.device
         self._watch = None
         if self._device.type == "cpu":
@@ -171,7 +171,19 @@ class TorchTransport:
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite with the tensor of rank `source`."""
-        self._collective(lambda group: dist.broadcast(tensor, source, group=group, async_op=True), tensor).wait()
+        self._collective(
+            lambda group: dist.broadcast(tensor, group=group, group_src=source, async_op=True), tensor
+        ).wait()
+
+    def among(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return the collectives of this rank's group (see `Transport.among`)."""
+        own, timeout = next(ranks for ranks in groups if self.rank in ranks), timedelta(seconds=self._timeout_seconds)
+        made = {_HOST: self._guard(lambda: gloo_group(timeout, own), own)}
+        if _GPUS in self._groups:
+            made[_GPUS] = self._guard(lambda: nccl_group(timeout, self._device, for_transfers=False, ranks=own), own)
+        for name, group in made.items():
+            self._groups[f"{name} among {own}"] = group  # which ends them
+        return _Among(self, own, made)
 
     def close(self) -> None:
         """Leave the world, without which torch warns at exit, or our groups in one that is not ours."""
@@ -216,7 +228,7 @@ class TorchTransport:
         if self._watch is not None and on_stream:
             reached = torch.cuda.Event()
             reached.record()
-            self._watch.add(works, reached=reached, phase=phase, others=_named(peers))
+            self._watch.add(works, reached=reached, phase=phase, others=self._named(peers))
         return _TorchPending(transport=self, works=works, peers=peers, phase=phase, alive=alive, on_stream=on_stream)
 
     def _guard(
@@ -226,18 +238,43 @@ class TorchTransport:
             return call()
         except (RuntimeError, ValueError) as error:  # DistBackendError is a RuntimeError
             got = _without_place(str(error))
-            raise self._transfer_error(phase or self.phase, _named(peers), got) from error
+            raise self._transfer_error(phase or self.phase, self._named(peers), got) from error
 
     def _transfer_error(self, phase: str, others: str, got: str) -> TransferError:
         expected = f"{others} to answer within {self._timeout_seconds:g} s"
         remedy = "Look at the first rank that reported another error, or died; then start again."
         return TransferError(f"rank {self.rank}, {phase}", expected=expected, got=got, remedy=remedy)
 
+    def _named(self, peers: Sequence[int] | None) -> str:
+        return self._everyone if peers is None else "ranks " + ", ".join(map(str, peers))
+
     def _give_up(self, posted: Posted) -> None:
         """End this process: the main thread waits for a GPU that waits for a peer, and cannot be called back."""
         self.phase = f"{posted.phase}, waiting for {posted.others}"
         print(self._transfer_error(posted.phase, posted.others, "no answer"), file=sys.stderr, flush=True)
         os._exit(TransferError.exit_status)
+
+
+class _Among(TorchTransport):
+    """The collectives of some ranks of a world, with its clock, watch and place in the step; it has no transfers."""
+
+    def __init__(self, world: TorchTransport, ranks: Sequence[int], groups: Mapping[str, dist.ProcessGroup]) -> None:
+        self._world = world
+        self.rank, self.world_size, self.device_ranks = ranks.index(world.rank), len(ranks), world.device_ranks
+        self.clock, self._watch, self._timeout_seconds = world.clock, world._watch, world._timeout_seconds
+        self._groups, self._everyone = dict(groups), self._named(ranks)
+
+    @property
+    def phase(self) -> str:
+        """Where in the step the rank is, in words."""
+        return self._world.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._world.phase = phase
+
+    def close(self) -> None:
+        """Leave it to the world."""
 
 
 @dataclass(kw_only=True)
@@ -262,10 +299,6 @@ class _TorchPending:
 
 def _zero(device: torch.device) -> Tensor:
     return torch.zeros(1, device=device)
-
-
-def _named(peers: Sequence[int] | None) -> str:
-    return "all ranks" if peers is None else "ranks " + ", ".join(map(str, peers))
 
 
 def _without_place(message: str) -> str:

@@ -88,6 +88,13 @@ class Transport(Protocol):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite `tensor` with that of rank `source`."""
 
+    def among(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return the collectives of this rank's group, whose ranks count from 0. Collective.
+
+        groups: each rank of the world is in one of them, the same on all ranks. For transfers, see `comm.mesh`.
+        """
+        ...
+
     def close(self) -> None:
         """Leave the world."""
 
@@ -145,6 +152,10 @@ class Around:
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite with the tensor of rank `source`."""
         self._inner.broadcast(tensor, source)
+
+    def among(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return the collectives of this rank's group (see `Transport.among`)."""
+        return self._inner.among(groups)
 
     def close(self) -> None:
         """Leave the world."""

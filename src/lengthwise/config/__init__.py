@@ -5,7 +5,7 @@ First on the way of the data: whatever a run does is decided by the `RunConfig` 
 
 from lengthwise.config.document import dump_values as _dump_values
 from lengthwise.config.load import build_config, load_config
-from lengthwise.config.optimizer import FRESH_RATE, LOADED_RATE, LOADED_WARMUP, OptimizerConfig, ScheduleArgs
+from lengthwise.config.optimizer import FRESH_RATE, LOADED_RATE, LOADED_WARMUP, OptimizerConfig
 from lengthwise.config.schema import MEASURE_AT_START, MEASURE_NOTHING, TINY_MODEL, RunConfig
 from lengthwise.config.sections import DataSource, EvalConfig, GlobalBatch, LoraConfig, OffloadConfig
 
@@ -23,7 +23,6 @@ __all__ = [
     "OffloadConfig",
     "OptimizerConfig",
     "RunConfig",
-    "ScheduleArgs",
     "build_config",
     "dump_config",
     "load_config",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 _BATCH = "`global_batch: {sequences: n}` is the step of all ranks together"
 _PACKING = "Leave it out: sequences are always packed, and never attend to each other"
-_SHARDING = "Leave it out: parameters are sharded where a model needs it; to choose, set `parallel: {shard: zero3}`"
+_SHARDING = "Leave it out: parameters are sharded where a model needs it; to choose, set `shard: zero3`"
 _LONGEST = "`data.0.max_tokens` is the longest sequence to take, `capacity_tokens` what one rank holds"
 _WARMUP = "Here it is `optimizer.warmup_steps`: steps, or below 1 a share of them"
 _BETAS = "Here it is `optimizer.betas: [0.9, 0.95]`"
@@ -49,6 +49,9 @@ FOREIGN_NAMES: Mapping[str, str] = {
     "torch_compile": "Here it is `compile`",
     "use_liger_kernel": "Here it is `fused_layers`",
     "lora_r": "Here it is `lora.r`",
+    "bias": "Leave it out: only adapters are trained",
+    "modules_to_save": "Leave it out: only adapters are trained",
+    "use_dora": "There is none: LoRA, or rank-stabilized LoRA by `lora.use_rslora`",
     "lora_target_modules": "Here it is `lora.target_modules`",
     "output_dir": "Here it is `output`",
     "per_device_train_batch_size": _BATCH,
@@ -76,6 +79,7 @@ FOREIGN_NAMES: Mapping[str, str] = {
     "context_parallel_size": _DEGREES,
     "context_parallel_degree": _DEGREES,
     "sequence_parallel_degree": _DEGREES,
+    "parallel": "Here it is `shard`, at the top: `shard: zero3`",
     "fsdp": _SHARDING,
     "fsdp_config": _SHARDING,
     "zero_stage": _SHARDING,

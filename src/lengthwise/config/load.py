@@ -11,8 +11,8 @@ from lengthwise.config.document import parse_values
 from lengthwise.config.overrides import apply_overrides
 from lengthwise.config.problems import find_problems, sections_at, shown
 from lengthwise.config.schema import MEASURE_AT_START, MEASURE_NOTHING, TINY_MODEL, RunConfig
-from lengthwise.core.disk import read_plain
 from lengthwise.core.errors import ConfigError, raise_problems
+from lengthwise.core.files import read_plain
 from lengthwise.core.names import BYTES_TOKENIZER
 
 _FILE, _FOLDER = "file", "folder"

@@ -10,23 +10,16 @@ from pydantic import Field, model_validator
 from lengthwise.config.settings import Fraction, Settings
 from lengthwise.core.errors import ConfigError
 
-Curve = Literal["linear", "cosine", "1-sqrt"]
 FRESH_RATE, LOADED_RATE, LOADED_WARMUP = 3e-4, 2e-5, 0.03  # of AdamW; where fine-tuning begins, as in TRL
 
-_ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 # The arguments of each optimizer, with its defaults: torch's, of Lion its paper's, of AdamW ours. None: it depends on
 # the model, see `run.defaults`.
 OPTIMIZERS: Mapping[str, Mapping[str, object]] = {
     "adamw": {"lr": None, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
-    "adam": {"lr": 1e-3, **_ADAM, "weight_decay": 0.0},
-    "sgd": {"lr": 1e-3, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0},
-    "adagrad": {"lr": 1e-2, "lr_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10, "weight_decay": 0.0},
-    "rmsprop": {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "centered": False, "weight_decay": 0.0},
-    "nadam": {"lr": 2e-3, **_ADAM, "momentum_decay": 4e-3, "decoupled_weight_decay": False, "weight_decay": 0.0},
-    "radam": {"lr": 1e-3, **_ADAM, "decoupled_weight_decay": False, "weight_decay": 0.0},
+    "adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    "sgd": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
     "lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
 }
-FUSED = ("adamw", "adam", "sgd", "adagrad")  # of which torch has one kernel for a whole update
 _ARGUMENTS = tuple(dict.fromkeys(key for arguments in OPTIMIZERS.values() for key in arguments))
 
 # The arguments of each schedule, by transformers' names, and those of them that have no default there.
@@ -63,47 +56,18 @@ REFUSED_NAMES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("adafactor", "muon", "shampoo", "soap", "galore_adamw", "apollo_adamw"), _MATRICES),
         **dict.fromkeys(("lamb", "lars"), _NORMS),
         **dict.fromkeys(_IN_8_BIT, _BLOCKS),
-        **dict.fromkeys(("adamw_torch", "adamw_hf", "adamw_torch_fused"), "Here it is adamw; see `fused`"),
+        **dict.fromkeys(("adamw_torch", "adamw_hf", "adamw_torch_fused"), "Here it is adamw"),
+        **dict.fromkeys(("adagrad", "rmsprop", "nadam", "radam"), "A `Session` takes torch's own"),
         "lbfgs": "It takes several forward passes a step, and a global history",
     },
     "schedule": {"reduce_lr_on_plateau": _FOLLOWS_LOSS, "greedy": _FOLLOWS_LOSS},
 }
 
 
-class ScheduleArgs(Settings):
-    """What a schedule takes beside warm-up and the number of steps, by transformers' names."""
-
-    num_cycles: float | None = Field(
-        default=None, ge=0, description="waves of a cosine; default 0.5 (half a wave: down), of cosine_with_restarts 1"
-    )
-    min_lr: float | None = Field(
-        default=None, ge=0, description="the learning rate at the end of a cosine; default null: see min_lr_rate"
-    )
-    min_lr_rate: float | None = Field(
-        default=None, ge=0, le=1, description="the end of a cosine as a share of lr; default null: see min_lr"
-    )
-    lr_end: float | None = Field(
-        default=None, ge=0, description=f"where polynomial ends, a learning rate; default {POLYNOMIAL_END:g}"
-    )
-    power: float | None = Field(default=None, gt=0, description="exponent of polynomial; default 1")
-    timescale: int | None = Field(
-        default=None, ge=1, description="steps of inverse_sqrt; default warmup_steps, and 10000 without"
-    )
-    num_decay_steps: int | None = Field(default=None, ge=0, description="steps of the decay; required")
-    num_stable_steps: int | None = Field(
-        default=None, ge=0, description="steps at lr; default: those left beside warm-up and decay"
-    )
-    warmup_type: Curve | None = Field(default=None, description="linear, cosine or 1-sqrt; default linear")
-    decay_type: Curve | None = Field(default=None, description="linear, cosine or 1-sqrt; default cosine")
-    min_lr_ratio: float | None = Field(
-        default=None, ge=0, le=1, description="where warm-up begins and decay ends, as a share of lr; default 0"
-    )
-
-
 class OptimizerConfig(Settings):
     """The optimizer and its learning-rate schedule. Arguments that the optimizer does not take are None."""
 
-    name: Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "nadam", "radam", "lion"] = Field(
+    name: Literal["adamw", "adam", "sgd", "lion"] = Field(
         default="adamw", description="the optimizer; its other keys and their defaults depend on it; default adamw"
     )
     lr: float | None = Field(
@@ -124,27 +88,9 @@ class OptimizerConfig(Settings):
     weight_decay: float = Field(
         default=0.1, ge=0, description="decay a step, on parameters of 2 or more dimensions; default of adamw 0.1"
     )
-    momentum: Fraction | None = Field(default=None, description="of sgd and rmsprop, from 0 to below 1; default 0")
-    nesterov: bool | None = Field(default=None, description="of sgd: Nesterov's momentum; default false")
-    alpha: Fraction | None = Field(default=None, description="of rmsprop: decay of the second moment; default 0.99")
-    centered: bool | None = Field(default=None, description="of rmsprop: by the variance; default false")
-    lr_decay: float | None = Field(
-        default=None, ge=0, description="of adagrad: lr / (1 + (step - 1) lr_decay); default 0"
-    )
-    initial_accumulator_value: float | None = Field(
-        default=None, ge=0, description="of adagrad: what its sum of squares starts from; default 0"
-    )
-    momentum_decay: float | None = Field(default=None, ge=0, description="of nadam; default 4e-3")
-    decoupled_weight_decay: bool | None = Field(
-        default=None, description="of nadam and radam: decay as adamw does, not in the gradient; default false"
-    )
+    momentum: Fraction | None = Field(default=None, description="of sgd, from 0 to below 1; default 0")
     max_grad_norm: float | None = Field(
         default=1.0, gt=0, description="gradients are clipped to this global norm; null: no clipping; default 1.0"
-    )
-    fused: bool | None = Field(
-        default=None,
-        description="the whole update in one kernel, which clips, too; rounds otherwise; default null: on GPUs only, "
-        f"for {', '.join(FUSED)}",
     )
     schedule: (
         Literal[
@@ -164,8 +110,9 @@ class OptimizerConfig(Settings):
         description="the learning rate, by transformers' names; default cosine where weights are loaded, constant "
         "where they are drawn",
     )
-    schedule_args: ScheduleArgs | None = Field(
-        default=None, description="other schedule arguments, by transformers' names; default null: its defaults"
+    schedule_args: dict[str, float | str] | None = Field(
+        default=None,
+        description="{min_lr_rate: 0.1}: other arguments of the schedule, by transformers' names; default: its own",
     )
     warmup_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] | None = Field(
         default=None,
@@ -202,12 +149,6 @@ class OptimizerConfig(Settings):
                 others = ", ".join(other for other, keys in OPTIMIZERS.items() if key in keys)
                 expected, remedy = f"an argument of {name}: {', '.join(own)}", f"Take it out; it belongs to {others}."
                 found.append(ConfigError(key, expected=expected, got=f"`{key}`", remedy=remedy))
-        if values.get("nesterov") is True and not values.get("momentum"):
-            remedy = "Add for example `momentum: 0.9`."
-            found.append(ConfigError("nesterov", expected="a momentum beside it", got="none", remedy=remedy))
-        if values.get("fused") is True and name not in FUSED:
-            expected = f"one of {', '.join(FUSED)}, of which torch has such a kernel"
-            found.append(ConfigError("fused", expected=expected, got=name, remedy="Take `fused` out."))
         default_lr = own["lr"] or LOADED_RATE
         assert isinstance(default_lr, float), default_lr
         return found + _schedule_problems(values, default_lr)
@@ -218,8 +159,7 @@ def _schedule_problems(values: Mapping[str, object], default_lr: float) -> list[
     name, raw = values.get("schedule") or "cosine", values.get("schedule_args")
     if not isinstance(name, str) or name not in SCHEDULES:
         return []
-    args: Mapping[str, Any] = vars(raw) if isinstance(raw, ScheduleArgs) else raw if isinstance(raw, dict) else {}
-    given = {key: value for key, value in args.items() if value is not None and key in ScheduleArgs.model_fields}
+    given: Mapping[str, Any] = raw if isinstance(raw, dict) else {}
     found = []
 
     def refuse(key: str, expected: str, got: str, remedy: str) -> None:
@@ -229,7 +169,7 @@ def _schedule_problems(values: Mapping[str, object], default_lr: float) -> list[
     known = ", ".join(SCHEDULES[name]) or "nothing"
     for key in given:
         if key not in SCHEDULES[name]:
-            others = ", ".join(other for other, keys in SCHEDULES.items() if key in keys)
+            others = ", ".join(other for other, keys in SCHEDULES.items() if key in keys) or "no schedule"
             refuse(key, f"an argument of schedule {name}: {known}", f"`{key}`", f"Take it out; it belongs to {others}.")
     ends = [key for key in ("min_lr", "min_lr_rate") if key in given]
     if "min_lr" in SCHEDULES[name] and len(ends) != 1:

@@ -13,7 +13,7 @@ from lengthwise.config.schema import SECTIONS, RunConfig
 from lengthwise.config.settings import Settings
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import did_you_mean
-from lengthwise.core.planner_packages import PLANNER_PACKAGES, missing_package_of
+from lengthwise.core.packages import PLANNER_PACKAGES, missing_package_of
 
 _MOST_TOLD = 100
 
@@ -86,7 +86,6 @@ def _once_a_field(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
 
 
 def _of_field(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Leave out of a place what names a choice of its field's type."""
     for end in range(len(loc), 0, -1):
         section = _section(loc[: end - 1])
         if isinstance(loc[end - 1], int) or (section is not None and loc[end - 1] in section.model_fields):
@@ -134,7 +133,6 @@ def _unknown_remedy(key: str, section: type[Settings], listed: set[type[Settings
 
 
 def _help(loc: Sequence[int | str], kind: str, value: object) -> str:
-    """The description of the field, or of the list that the entry is in."""
     names = [str(part) for part in loc if isinstance(part, str)]
     section = _section(names[:-1])
     field = section.model_fields.get(names[-1]) if section and names else None

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, WrapValidator, model_validator
 
-from lengthwise.config.optimizer import OptimizerConfig, ScheduleArgs
+from lengthwise.config.optimizer import OptimizerConfig
 from lengthwise.config.sections import (
     CheckpointConfig,
     DataSource,
@@ -20,14 +20,13 @@ from lengthwise.config.sections import (
     GlobalBatch,
     LoraConfig,
     OffloadConfig,
-    ParallelConfig,
     SaveConfig,
     scheme_of,
 )
 from lengthwise.config.settings import PathSetting, Settings, Tokens
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import BYTES_TOKENIZER, PLANNER_GROUP
-from lengthwise.core.planner_packages import PLANNER_PACKAGES, has_package
+from lengthwise.core.packages import PLANNER_PACKAGES, has_package
 
 DEFAULT_STEPS = 100
 TINY_MODEL = "tiny"
@@ -111,9 +110,29 @@ class RunConfig(Settings):
         description="{store: disk, path: /scratch}: offload a share of the activations until backward; default null, or"
         " off (all activations stay on the device)",
     )
-    parallel: ParallelConfig = Field(
-        default=ParallelConfig(),
-        description="{shard: zero3}: parameters are sharded over the ranks, too; default {shard: auto}",
+    shard: Literal["auto", "zero1", "zero3", "hybrid"] = Field(
+        default="auto",
+        description="zero1: every rank has all parameters and gradients, and its shard of the optimizer states; zero3: "
+        "every rank has its shard of all three and gathers a layer when it runs, all ranks in lock-step; hybrid: "
+        "parameters and gradients are sharded inside each node, the optimizer states over all ranks; auto: the first "
+        "of zero1, hybrid and zero3 that fits with room for tokens, by estimate; default auto",
+    )
+    ranks_per_node: int | None = Field(
+        default=None,
+        ge=1,
+        description="how many neighbouring ranks shard the parameters under hybrid; it must divide the ranks; default "
+        "null: as many as the launcher starts on a machine",
+    )
+    stages: int = Field(
+        default=1,
+        ge=1,
+        description="the pipeline stages that the decoder layers are cut into; a sequence is cut over ranks / stages "
+        "replicas, and each rank has the layers of one stage; default 1",
+    )
+    virtual: int = Field(
+        default=1,
+        ge=1,
+        description="the chunks of layers that each stage takes in turn (interleaved 1F1B); default 1",
     )
     heads: Literal["auto", "off"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
@@ -182,12 +201,6 @@ class RunConfig(Settings):
         description="{every_steps: 50}: save what `--resume` needs, also after the last step; default null (save only "
         "the model, at the end)",
     )
-    most_log_mb: int = Field(
-        default=400,
-        ge=1,
-        description="the most MB that plans of past steps may take in the output folder; the ledger may take as many; "
-        "the oldest are deleted; default 400",
-    )
     save: SaveConfig | None = Field(
         default=None,
         description="{best: eval_loss}: also keep the model with the best evaluation; default null",
@@ -238,7 +251,8 @@ class RunConfig(Settings):
         if isinstance(trackers, list | tuple) and len({*map(str, trackers)}) < len(trackers):
             got, remedy = ", ".join(map(str, trackers)), "Leave out what is there before."
             found.append(ConfigError("report_to", expected="each tracker once", got=got, remedy=remedy))
-        found += _not_under_zero3(values)
+        found += _not_where_sharded(values)
+        found += _not_with_stages(values)
         if (scheme := scheme_of(output := values.get("output"))) is not None:
             expected, got = "a folder of this machine", f"{output}: {scheme}:// is not written yet"
             found.append(ConfigError("output", expected=expected, got=got, remedy="Mount it, and name that folder."))
@@ -253,6 +267,15 @@ class RunConfig(Settings):
             return self.precision
         return "bf16" if gpus else "fp32"
 
+    def ranks_in_step(self, ranks: int) -> int:
+        """Return how many neighbouring ranks have the parameters together; auto is zero1 until it is settled."""
+        within = {"zero3": ranks, "hybrid": self.ranks_per_node or ranks}.get(self.shard, 1)
+        return min(within, ranks)
+
+    def plan_mode(self, ranks: int) -> str:
+        """Return how ranks run beside each other in plans for this layout."""
+        return "free" if self.ranks_in_step(ranks) == 1 else "waves"
+
     @property
     def tokenizer_name(self) -> str:
         """The tokenizer in use: the one named, else the model's own, and bytes for `tiny`."""
@@ -261,13 +284,16 @@ class RunConfig(Settings):
         return BYTES_TOKENIZER if self.model == TINY_MODEL else self.model
 
 
-def _not_under_zero3(values: Mapping[str, object]) -> list[ConfigError]:
+def _not_where_sharded(values: Mapping[str, object]) -> list[ConfigError]:
     """Refuse what goes by whole parameters, or plans without lock-step, where each rank has a part of them."""
-    section = values.get("parallel")  # which may be raw
-    shard = section.get("shard") if isinstance(section, Mapping) else getattr(section, "shard", None)
-    if shard != "zero3":
-        return []
-    found, under = [], f"under `parallel: {{shard: {shard}}}`"
+    found, shard = [], values.get("shard", "auto")
+    under = f"under `shard: {shard}`"
+    if shard in ("zero1", "zero3") and values.get("ranks_per_node") is not None:
+        expected, remedy = f"none {under}: hybrid alone shards inside nodes", "Take ranks_per_node out, or set hybrid."
+        got = str(values["ranks_per_node"])
+        found.append(ConfigError("ranks_per_node", expected=expected, got=got, remedy=remedy))
+    if shard not in ("zero3", "hybrid"):
+        return found
     if values.get("planner", "lengthwise") != "lengthwise":
         expected, got = f"lengthwise {under}, the only one that plans in lock-step", str(values["planner"])
         found.append(ConfigError("planner", expected=expected, got=got, remedy="Take planner out."))
@@ -281,6 +307,35 @@ def _not_under_zero3(values: Mapping[str, object]) -> list[ConfigError]:
     return found
 
 
+def _not_with_stages(values: Mapping[str, object]) -> list[ConfigError]:
+    """Refuse what stages of a pipeline do not run beside them."""
+    stages = values.get("stages", 1)
+    if stages == 1:
+        more = values.get("virtual", 1)
+        found = [] if more == 1 else ["virtual"]
+        remedy = "Add `stages`, or take virtual out."
+        return [ConfigError(each, expected="1 without `stages`", got=str(more), remedy=remedy) for each in found]
+    shard = values.get("shard", "auto")
+    beside, found = f"beside `stages: {stages}`", list[ConfigError]()
+
+    def refuse(key: str, expected: str, got: object, remedy: str) -> None:
+        found.append(ConfigError(key, expected=f"{expected} {beside}", got=str(got), remedy=remedy))
+
+    if shard not in ("auto", "zero1"):
+        why = "auto or zero1 (each microbatch would gather the layers of a stage again)"
+        refuse("shard", why, shard, "Take shard out, or stages.")
+    if values.get("capacity_tokens", "auto") == "auto":
+        refuse("capacity_tokens", "a number", "auto", "Give the tokens of a microbatch on a rank: capacity_tokens: 8K")
+    for key, only in (("offload", None), ("compile", False)):
+        if values.get(key, only) not in (only, None):
+            refuse(key, "nothing", "it", f"Take {key} out: stages do not run with it yet.")
+    if values.get("memory_check"):
+        refuse("memory_check", "false", "true", "Take memory_check out.")
+    if values.get("measurements") not in (None, MEASURE_NOTHING):
+        refuse("measurements", MEASURE_NOTHING, values.get("measurements"), "Take measurements out.")
+    return found
+
+
 # The section each part of a run file is read into, by its config path without list indices.
 SECTIONS: Mapping[tuple[str, ...], type[Settings]] = {
     (): RunConfig,
@@ -289,10 +344,8 @@ SECTIONS: Mapping[tuple[str, ...], type[Settings]] = {
     ("eval", "data"): DataSource,
     ("global_batch",): GlobalBatch,
     ("optimizer",): OptimizerConfig,
-    ("optimizer", "schedule_args"): ScheduleArgs,
     ("lora",): LoraConfig,
     ("offload",): OffloadConfig,
-    ("parallel",): ParallelConfig,
     ("checkpoint",): CheckpointConfig,
     ("save",): SaveConfig,
 }

@@ -197,25 +197,6 @@ class OffloadConfig(Settings):
         return [ConfigError("path", expected=expected, got=got, remedy=remedy)]
 
 
-class ParallelConfig(Settings):
-    """How parameters, gradients and the optimizer's states lie over the ranks."""
-
-    shard: Literal["auto", "zero1", "zero3"] = Field(
-        default="auto",
-        description="zero1: every rank has all parameters and gradients, and its shard of the optimizer states; zero3: "
-        "every rank has its shard of all three and gathers a layer when it runs, all ranks in lock-step; "
-        "auto: zero1 if it fits with room for tokens, by estimate, else zero3; default auto",
-    )
-
-    def on(self, ranks: int) -> str:
-        """Return the layout over so many ranks: one has all anyhow; auto is zero1 until it is settled."""
-        return "zero3" if self.shard == "zero3" and ranks > 1 else "zero1"
-
-    def plan_mode(self, ranks: int) -> str:
-        """Return how ranks run beside each other in plans for this layout."""
-        return "free" if self.on(ranks) == "zero1" else "waves"
-
-
 class CheckpointConfig(Settings):
     """What a run goes on from after a fault: when it is saved, and how many are kept."""
 
@@ -258,9 +239,6 @@ class LoraConfig(Settings):
         default=None,
         description="the dropout rate of each adapter's inputs in training, from 0 to below 1; default 0",
     )
-    bias: Literal["none"] = Field(default="none", description="none: only adapters are trained")
-    use_dora: Literal[False] = Field(default=False, description="false: DoRA is not supported")
-    modules_to_save: None = Field(default=None, description="null: only adapters are trained")
 
     @model_validator(mode="before")
     @classmethod

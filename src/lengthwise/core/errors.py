@@ -153,11 +153,11 @@ class Problems(LengthwiseError):  # noqa: N818 - a list of errors
 
 
 class Collector:
-    """Goes on after a problem, so that a user hears of all of them at once."""
+    """Collect errors and raise them together."""
 
     def __init__(self) -> None:
         self.problems: list[LengthwiseError] = []
-        self._told: set[str] = set()
+        self._lines: set[str] = set()
 
     def attempt(self, call: Callable[[], Result]) -> Result | None:
         """Return what `call` returns; None when it raises an error of ours, which is kept."""
@@ -172,8 +172,8 @@ class Collector:
 
     def add(self, error: LengthwiseError) -> None:
         """Keep an error that is not among the kept ones already."""
-        if str(error) not in self._told:
-            self._told.add(str(error))
+        if str(error) not in self._lines:
+            self._lines.add(str(error))
             self.problems.append(error)
 
     def raise_all(self) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lengthwise.core.errors import PlanError
+from lengthwise.core.files import is_deeper, unique_keys
 from lengthwise.core.sizes import MOST, is_number
-from lengthwise.core.strict_json import is_deeper, unique_keys
 
 SCHEMA = "lengthwise.plan/1"
 KNOWN_FEATURES = frozenset({"heads", "shares", "pipeline", "waves"})

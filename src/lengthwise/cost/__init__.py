@@ -24,7 +24,7 @@ from lengthwise.cost.memory import (
 from lengthwise.cost.microbatch import WINDOW_LAYERS, MicrobatchBytes, Moments, largest_peak
 from lengthwise.cost.passes import Pass
 from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
-from lengthwise.cost.sharding import ShardChoice, choose_shard, wanted_tokens
+from lengthwise.cost.sharding import ShardChoice, choose_shard, ranks_of_node, wanted_tokens
 from lengthwise.cost.terms import Cost
 
 __all__ = [
@@ -57,6 +57,7 @@ __all__ = [
     "microbatches_kept",
     "named_hardware",
     "named_shape",
+    "ranks_of_node",
     "recompute_capacities",
     "shape_from_config",
     "state_bytes",

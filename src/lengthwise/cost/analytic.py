@@ -50,6 +50,12 @@ def step_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     return float(counting.compute_seconds(np.array(lengths, dtype=np.int64)).sum())
 
 
+def layer_flops(shape: ModelShape, lengths: Sequence[int]) -> tuple[float, float]:
+    """Count the FLOPs of one layer, on average, and those of the head, as `step_flops` does."""
+    head = 6.0 * shape.hidden * shape.vocab * float(np.sum(lengths))
+    return (step_flops(shape, lengths) - head) / shape.layers, head
+
+
 def flops_coefficients(shape: ModelShape) -> tuple[float, float]:
     """Return FLOPs a token of everything but attention, and FLOPs a squared token of attention."""
     return 6.0 * shape.linear_params, (1 + 2.5) * 2.0 * shape.layers * shape.heads * shape.head_dim

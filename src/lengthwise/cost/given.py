@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
+from lengthwise.core.files import read_json
 from lengthwise.core.names import unknown_name
 from lengthwise.core.sizes import is_number
-from lengthwise.core.strict_json import read_json
 from lengthwise.cost.terms import Cost
 
 KEYS = ("quadratic_seconds", "linear_seconds", "fixed_seconds", "ring_seconds")

@@ -14,8 +14,8 @@ from itertools import pairwise
 from typing import Any
 
 from lengthwise.core.errors import ConfigError, raise_problems
+from lengthwise.core.files import is_path, read_json_object, read_package_json
 from lengthwise.core.names import unknown_name
-from lengthwise.core.package_data import is_path, read_json_object, read_package_json
 
 _DESCRIPTIONS = read_package_json("lengthwise.cost", "hardware.json")
 HARDWARE_NAMES = tuple(_DESCRIPTIONS)

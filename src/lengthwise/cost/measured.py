@@ -15,10 +15,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from lengthwise.config.problems import expected_value, shown
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
+from lengthwise.core.files import read_json
 from lengthwise.core.measurements import SCHEMA, MeasuredModel, Measurements
 from lengthwise.core.names import did_you_mean
 from lengthwise.core.shape import ModelShape
-from lengthwise.core.strict_json import read_json
 from lengthwise.cost.all_terms import all_terms_cost
 from lengthwise.cost.fit import with_terms
 from lengthwise.cost.hardware import HARDWARE_NAMES, named_hardware
@@ -64,19 +64,25 @@ def measured_model(shape: ModelShape) -> MeasuredModel:
 
 
 def base_cost(
-    shape: ModelShape, hardware: str, *, precision: str, ranks_per_node: int | None = None, adapters: int | None = None
+    shape: ModelShape,
+    hardware: str,
+    *,
+    precision: str,
+    ranks_per_node: int | None = None,
+    adapters: int | None = None,
+    stages: int = 1,
 ) -> Cost:
     """Make the costs whose terms stand where none was measured: of a named hardware, computing in this precision.
 
     `ranks_per_node`: its nodes are as large as the measured ones, their uplinks by as much wider; None: its own.
-    `adapters`: as in `all_terms_cost`.
+    `adapters`, `stages`: as in `all_terms_cost`.
     """
     named = named_hardware(hardware)
     ranks_per_node = ranks_per_node or named.ranks_per_node
     uplink = named.node_uplink_bytes_per_second / named.ranks_per_node * ranks_per_node
     changed = {"ranks_per_node": ranks_per_node, "node_uplink_bytes_per_second": uplink}
     computing = replace(named, compute_dtype_bytes=DTYPE_BYTES[precision], **changed)
-    return all_terms_cost(shape, computing, adapters=adapters)
+    return all_terms_cost(shape, computing, adapters=adapters, stages=stages)
 
 
 def measured_cost(measurements: Measurements) -> Cost:

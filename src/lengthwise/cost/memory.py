@@ -9,6 +9,7 @@ not kept. Held to what steps take by tests/engine/test_engine_peaks.py. `cost.ca
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -42,30 +43,40 @@ def state_bytes(
 
 
 def sharded_state_bytes(
-    parameters: float, *, dtype_bytes: int, ranks: int, trained: float | None = None, states: int = 2
+    parameters: float,
+    *,
+    dtype_bytes: int,
+    ranks: int,
+    trained: float | None = None,
+    states: int = 2,
+    ranks_per_node: int | None = None,
 ) -> float:
     """Count a rank's rows of what `engine.sharded` and the optimizer keep: master weights, gradients and states.
 
-    Of what does not train, the parameters alone, in the model's numbers. trained: how many; None: all.
+    Of what does not train, the parameters alone, in the model's numbers. trained: how many; None: all. ranks_per_node:
+    of hybrid, where a node's ranks have rows of values and sums beside that; None: zero3.
     """
-    trained = parameters if trained is None else trained
-    return ((2 + states) * wide_bytes(dtype_bytes) * trained + dtype_bytes * (parameters - trained)) / ranks
+    trained, node = parameters if trained is None else trained, ranks_per_node or ranks
+    of_node = 0.0 if node == ranks else (dtype_bytes + wide_bytes(dtype_bytes)) * trained / node
+    frozen = dtype_bytes * (parameters - trained) / node
+    return (2 + states) * wide_bytes(dtype_bytes) * trained / ranks + of_node + frozen
 
 
 def gathered_bytes(
-    layer: float, words: float, *, dtype_bytes: int, ranks: int, ties: bool, trains: bool = True
+    layer: float, words: float, *, dtype_bytes: int, ranks: int, ties: bool, trains: bool = True, casts: bool = True
 ) -> float:
     """Count what `engine.sharded` holds at most beside rows and activations.
 
     layer, words: parameters of a decoder layer, and of the embedding; the head has as many, or is the embedding, where
     a model `ties` them. As backward computes a layer there are its values and gradients, the next layer's values, which
     arrive from a rank's row in the same numbers, and the sum of the layer or the head before in wide ones, whole and as
-    a row. What is tied stays with its gradients; where both of these meet there are three.
+    a row. What is tied stays with its gradients; where both of these meet there are three. ranks: that gather together.
+    casts: whether rows are wide, and cast before they are gathered; those of hybrid are not.
     """
     narrow, wide = dtype_bytes, wide_bytes(dtype_bytes)
     if not trains:
         return narrow * (2 * layer + words if ties else max(2 * layer, layer + words))
-    summed, beside = wide * (1 + 1 / ranks), narrow * (3 + 1 / ranks) * layer
+    summed, beside = wide * (1 + 1 / ranks), narrow * (3 + casts / ranks) * layer
     if ties:
         return max(beside + summed * layer + narrow * 2 * words, narrow * (4 * words + 2 * layer) + summed * layer)
     return max(beside + summed * max(layer, words), narrow * layer + (narrow + wide) * words)
@@ -109,7 +120,8 @@ class StepMemory:
     logits_at_once: that the loss makes; None: all.
     fused_norms: norms keep input and result in the model's numbers, as fused kernels do (Megatron's); else as Hugging
     Face's operations, which keep the input in fp32 and what is normed, too.
-    shard: how parameters lie over the ranks, zero1 or zero3. states: that the optimizer keeps of each. ties: whether
+    shard: how parameters lie over the ranks, zero1, zero3 or hybrid. ranks_per_node: that share them under hybrid.
+    states: that the optimizer keeps of each. ties: whether
     head and embedding are the same; None: as the family usually has it.
     """
 
@@ -124,12 +136,13 @@ class StepMemory:
     logits_at_once: int | None = LOGITS_AT_ONCE
     fused_norms: bool = False
     shard: str = "zero1"
+    ranks_per_node: int | None = None
     states: int = 2
     ties: bool | None = None
 
     def state_bytes(self) -> float:
         """Count what a device keeps from step to step, gradients included."""
-        count = sharded_state_bytes if self._is_sharded else state_bytes
+        count = partial(sharded_state_bytes, ranks_per_node=self._node) if self._is_sharded else state_bytes
         held = count(
             self._parameters(), dtype_bytes=self.dtype_bytes, ranks=self.ranks, trained=self.trained, states=self.states
         )
@@ -141,7 +154,8 @@ class StepMemory:
         bare = replace(self, states=0)
         states = self.state_bytes() - bare.state_bytes()
         if self._is_sharded:
-            sums = trained * wide_bytes(self.dtype_bytes) / self.ranks / devices
+            rows = 1 / self.ranks + (self._node < self.ranks) / self._node
+            sums = trained * wide_bytes(self.dtype_bytes) * rows / devices
             return {"weights": bare.state_bytes() - sums, "gradients": sums, "states": states}
         weights, sums = (
             self._parameters() * self.dtype_bytes / devices,
@@ -157,7 +171,13 @@ class StepMemory:
         words, ties = self.shape.hidden * self.shape.vocab, self._ties
         layer, _ = self.layer_params()
         found = gathered_bytes(
-            layer, words, dtype_bytes=self.dtype_bytes, ranks=self.ranks, ties=ties, trains=self.trained is None
+            layer,
+            words,
+            dtype_bytes=self.dtype_bytes,
+            ranks=self._node,
+            ties=ties,
+            trains=self.trained is None,
+            casts=self._node == self.ranks,
         )
         return (found - self._layer().tied_head_gradient * ties) / self.tensor  # which a microbatch counts
 
@@ -173,7 +193,11 @@ class StepMemory:
 
     @property
     def _is_sharded(self) -> bool:
-        return self.shard == "zero3" and self.ranks > 1
+        return self.shard != "zero1" and self.ranks > 1
+
+    @property
+    def _node(self) -> int:
+        return self.ranks_per_node or self.ranks if self.shard == "hybrid" else self.ranks
 
     def _parameters(self) -> float:
         if self.parameters is not None:

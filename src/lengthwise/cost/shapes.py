@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lengthwise.core.errors import Collector, ConfigError
+from lengthwise.core.files import is_path, read_json_object, read_package_json
 from lengthwise.core.names import unknown_name
-from lengthwise.core.package_data import is_path, read_json_object, read_package_json
 from lengthwise.core.shape import ModelShape
 
 _FILE = read_package_json("lengthwise.cost", "models.json")

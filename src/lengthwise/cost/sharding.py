@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lengthwise.core.errors import MemoryShortage
+from lengthwise.core.errors import ConfigError, MemoryShortage
 from lengthwise.core.names import counted
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import ModelShape
@@ -26,13 +26,31 @@ _MOST_RANKS = 12_288
 class ShardChoice:
     """A layout, and why."""
 
-    shard: Literal["zero1", "zero3"]
+    shard: Literal["zero1", "zero3", "hybrid"]
     why: str
 
 
 def wanted_tokens(ranks: int, *, longest: int = 1, batch: float = float("inf")) -> int:
     """Return the tokens that a rank should hold: its share of the longest sequence, and not too few of a batch."""
     return max(int(min(LEAST_TOKENS, batch)), -(-longest // ranks))
+
+
+def ranks_of_node(asked: int | None, here: int, ranks: int, *, is_asked: bool) -> int | None:
+    """Return how many ranks shard the parameters under hybrid: as asked for, or those of this machine.
+
+    None: nobody asked for hybrid, and those of this machine do not divide the ranks.
+
+    Raises:
+        ConfigError: what was asked for does not divide them.
+    """
+    found = asked or here
+    if ranks % found == 0:
+        return found
+    if asked is None and not is_asked:
+        return None
+    got = f"{found}" if asked else f"{found}, those of this machine"
+    remedy = "Set ranks_per_node, or take another shard."
+    raise ConfigError("ranks_per_node", expected=f"a number that divides {ranks} ranks", got=got, remedy=remedy)
 
 
 def choose_shard(
@@ -44,10 +62,11 @@ def choose_shard(
     offload: float = 0.0,
     keeps_whole: str | None = None,
 ) -> ShardChoice:
-    """Return zero1 where a rank then holds `tokens` in a microbatch, else zero3; on one rank zero1.
+    """Return the first of zero1, hybrid and zero3 with which a rank holds `tokens` in a microbatch; on one rank zero1.
 
+    hybrid only where `memory` names the ranks of a node, and there are several nodes. Where none does, zero3.
     device_bytes: of one rank; None: not known, and zero1 is taken. kinds: of recomputation that may be taken. offload:
-    the share that may be. keeps_whole: what allows no zero3.
+    the share that may be. keeps_whole: what allows zero1 alone.
 
     Raises:
         MemoryShortage: neither leaves room for 128 tokens.
@@ -57,7 +76,7 @@ def choose_shard(
     whole, cut = (replace(memory, shard=shard) for shard in ("zero1", "zero3"))
     room = device_bytes * (1 - RESERVED)
     held = [max(tokens_within(each, room, kind, offload) for kind in kinds) for each in (whole, cut)]
-    kept = [f"{(each.state_bytes() + each.gathered_bytes()) / 1e9:.3g} GB" for each in (whole, cut)]
+    kept = [_kept(each) for each in (whole, cut)]
     device = f"{device_bytes / 1e9:.3g} GB a rank"
     can_cut = memory.ranks > 1 and keeps_whole is None
     if held[0] >= tokens or (held[0] and not can_cut) or (held[0] >= held[1] and held[0]):
@@ -66,8 +85,17 @@ def choose_shard(
     if not can_cut or not held[1]:
         raise _nothing_fits(whole, cut if can_cut else None, device_bytes, kinds, keeps_whole)
     why = f"zero1 would take {kept[0]} of {device} for weights, gradients and states, and leave room for "
-    why += f"{held[0]:,} tokens of the {tokens:,} wanted; zero3 takes {kept[1]}"
-    return ShardChoice(shard="zero3", why=why)
+    why += f"{held[0]:,} tokens of the {tokens:,} wanted"
+    by_node = replace(memory, shard="hybrid")
+    has_nodes = 1 < (memory.ranks_per_node or 1) < memory.ranks
+    if has_nodes and max(tokens_within(by_node, room, kind, offload) for kind in kinds) >= tokens:
+        why += f"; hybrid, over {counted(memory.ranks_per_node or 1, 'rank')} of a node, takes "
+        return ShardChoice(shard="hybrid", why=f"{why}{_kept(by_node)}")
+    return ShardChoice(shard="zero3", why=f"{why}; zero3 takes {kept[1]}")
+
+
+def _kept(memory: StepMemory) -> str:
+    return f"{(memory.state_bytes() + memory.gathered_bytes()) / 1e9:.3g} GB"
 
 
 def with_adapters(memory: StepMemory) -> StepMemory:

@@ -26,7 +26,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from lengthwise.config.problems import shown
 from lengthwise.core.errors import DataError
-from lengthwise.core.strict_json import read_json
+from lengthwise.core.files import read_json
 from lengthwise.data.ahead import read_ahead
 from lengthwise.data.dataset import TOO_LONG, NumberedRows, digest_of_parts, plain_weights, too_long, write_protect
 from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest

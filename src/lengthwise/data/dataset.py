@@ -299,12 +299,18 @@ def too_long(where: str, length: int, max_tokens: int, key: str) -> DataError:
 
 
 def check_fits(
-    dataset: Dataset, *, ranks: int, capacity_tokens: int, held_tokens: int | None = None, cuts: bool = True
+    dataset: Dataset,
+    *,
+    ranks: int,
+    capacity_tokens: int,
+    held_tokens: int | None = None,
+    cuts: bool = True,
+    stages: int = 1,
 ) -> None:
     """Raise DataError for sequences of more tokens than all ranks hold, or than one does where none is cut.
 
     The message names the longest five and what would hold them all. `held_tokens`: what a rank of this capacity holds
-    with what it offloads; None: no more.
+    with what it offloads; None: no more. `stages`: of which each is a pipeline of as many ranks.
     """
     held_tokens = held_tokens or capacity_tokens
     if not cuts:
@@ -317,8 +323,9 @@ def check_fits(
     _refuse_longer(
         dataset,
         limit,
-        f"{ranks} ranks x capacity_tokens {capacity_tokens}{offloads}",
-        f"Run on at least {-(-longest // held_tokens)} ranks, or set capacity_tokens: {enough} or auto, or",
+        f"{ranks} {'ranks' if stages == 1 else 'replicas'} x capacity_tokens {capacity_tokens}{offloads}",
+        f"Run on at least {-(-longest // held_tokens) * stages} ranks, or set capacity_tokens: {enough}"
+        f"{' or auto' if stages == 1 else ''}, or",
     )
 
 

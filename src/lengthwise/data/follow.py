@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from lengthwise.core.disk import sync
+from lengthwise.core.files import sync
 from lengthwise.core.errors import RankError
 from lengthwise.core.processes import end_with_parent
 

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lengthwise.core import __version__
-from lengthwise.core.disk import sync
+from lengthwise.core.files import sync, try_lock
 from lengthwise.core.errors import ConfigError, DataError, OutputError, RankError, raise_problems
-from lengthwise.core.locks import try_lock
 from lengthwise.core.processes import let_threads_end
 from lengthwise.data.arrow import (
     ENCODING,

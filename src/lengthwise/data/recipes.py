@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.errors import ConfigError, DataError, LengthwiseError, raise_problems
+from lengthwise.core.files import read_json, read_package_json
 from lengthwise.core.names import unknown_name
-from lengthwise.core.package_data import read_package_json
 from lengthwise.core.sizes import MOST, read_whole
-from lengthwise.core.strict_json import read_json
 
 _FILE = read_package_json("lengthwise.data", "recipes.json")
 _SETS: Mapping[str, Any] = {name: value for name, value in _FILE.items() if isinstance(value, dict)}

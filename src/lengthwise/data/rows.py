@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lengthwise.core.errors import DataError
-from lengthwise.core.strict_json import unique_keys
+from lengthwise.core.files import unique_keys
 from lengthwise.data.dataset import NO_LOSS
 
 _LARGEST_ID = 2**31 - 1

@@ -7,9 +7,11 @@ ranks, so that each can be gathered or reduced by itself. Costs up to 126 bytes 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import lcm
 from typing import NamedTuple
 
@@ -33,6 +35,10 @@ class FlatLayout:
 
     sizes, starts: of each parameter. borders: bucket b is [borders[b], borders[b + 1]), of whole parameters and some
     entries that nobody uses; a multiple of `world_size`. bucket_of: the bucket of each parameter.
+    ranks_per_node: the slices of a rank and its replicas, the ranks of its place in other nodes, lie side by side; so
+    they are what each node has of a bucket at that place. 1, or all: slices lie in the order of the ranks.
+    stage_buckets: of each stage of a pipeline, one after the other; `world_size` is then the replicas that share a
+    bucket, and a stage's are every so many ranks. Empty: no stages.
     """
 
     sizes: tuple[int, ...]
@@ -40,6 +46,8 @@ class FlatLayout:
     borders: tuple[int, ...]
     bucket_of: tuple[int, ...]
     world_size: int
+    ranks_per_node: int = 1
+    stage_buckets: tuple[int, ...] = ()
 
     @property
     def entries(self) -> int:
@@ -67,8 +75,20 @@ class FlatLayout:
     def in_whole(self, number: int, rank: int) -> slice:
         """Return where a rank's slice of a bucket lies in the whole buffer."""
         first, last = self.borders[number], self.borders[number + 1]
-        size = (last - first) // self.world_size
-        return slice(first + rank * size, first + (rank + 1) * size)
+        size, place = (last - first) // self.world_size, self._place(rank)
+        return slice(first + place * size, first + (place + 1) * size)
+
+    def of_node(self) -> FlatLayout:
+        """Return how the ranks of a node, counted in it, have all entries among them."""
+        return replace(self, world_size=self.ranks_per_node)
+
+    def ranks_in_order(self) -> list[int]:
+        """List the ranks by the places of their slices in a bucket."""
+        return sorted(range(self.world_size), key=self._place)
+
+    def _place(self, rank: int) -> int:
+        node, within = divmod(rank, self.ranks_per_node)
+        return within * (self.world_size // self.ranks_per_node) + node
 
     def runs(self, rank: int) -> Iterator[Run]:
         """Yield what a rank's shard has of each parameter, in the order of the shard."""
@@ -86,8 +106,39 @@ class FlatLayout:
         """
         bucket = self.bucket_of[parameter]
         shard = self.in_shard(bucket)
-        rank, place = divmod(self.starts[parameter] + entry - self.borders[bucket], shard.stop - shard.start)
-        return rank, shard.start + place, shard.stop - shard.start - place
+        slice_number, place = divmod(self.starts[parameter] + entry - self.borders[bucket], shard.stop - shard.start)
+        within, node = divmod(slice_number, self.world_size // self.ranks_per_node)
+        rank, follow = node * self.ranks_per_node + within, shard.stop - shard.start - place
+        stages = list(accumulate(self.stage_buckets, initial=0))
+        stage = bisect_right(stages, bucket) - 1  # 0 without stages
+        start = shard.start - self.borders[stages[stage]] // self.world_size
+        return rank * max(1, len(self.stage_buckets)) + stage, start + place, follow
+
+    def entries_of(self, rank: int) -> int:
+        """Return the entries of the shard of a rank, which differ between stages."""
+        if not self.stage_buckets:
+            return self.shard_entries
+        stages, stage = list(accumulate(self.stage_buckets, initial=0)), rank % len(self.stage_buckets)
+        return (self.borders[stages[stage + 1]] - self.borders[stages[stage]]) // self.world_size
+
+
+def join_stages(layouts: Sequence[FlatLayout]) -> FlatLayout:
+    """Return the layout of all stages of a pipeline, their parameters one after the other."""
+    sizes, starts, borders, bucket_of = list[int](), list[int](), [0], list[int]()
+    for each in layouts:
+        first, start = len(borders) - 1, borders[-1]
+        sizes += each.sizes
+        starts += [start + own for own in each.starts]
+        bucket_of += [first + own for own in each.bucket_of]
+        borders += [start + own for own in each.borders[1:]]
+    return FlatLayout(
+        sizes=tuple(sizes),
+        starts=tuple(starts),
+        borders=tuple(borders),
+        bucket_of=tuple(bucket_of),
+        world_size=layouts[0].world_size,
+        stage_buckets=tuple(each.num_buckets for each in layouts),
+    )
 
 
 class BucketOrder:
@@ -121,7 +172,12 @@ class BucketOrder:
 
 
 def lay_out(
-    sizes: Sequence[int], layers: Sequence[int], *, world_size: int, bucket_entries: int = BUCKET_ENTRIES
+    sizes: Sequence[int],
+    layers: Sequence[int],
+    *,
+    world_size: int,
+    bucket_entries: int = BUCKET_ENTRIES,
+    ranks_per_node: int = 1,
 ) -> FlatLayout:
     """Lay parameters of `sizes` entries one after the other, `layers[i]` the layer of the i-th, any number.
 
@@ -144,6 +200,7 @@ def lay_out(
         borders=tuple(borders),
         bucket_of=tuple(bucket_of),
         world_size=world_size,
+        ranks_per_node=ranks_per_node,
     )
 
 

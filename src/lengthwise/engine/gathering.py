@@ -18,17 +18,21 @@ def gathered(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield each parameter's place and what all ranks have of it in their shards, (entries,) each. Collective.
 
-    dtype: to gather them in; None: that of the shard. Those of a bucket are views of one tensor, which the next bucket
-    does not touch.
+    transport: of the layout's ranks. dtype: to gather them in; None: that of the shard. Those of a bucket are views of
+    one tensor, which the next bucket does not touch.
     """
     members: dict[int, list[int]] = {}
     for index, number in enumerate(layout.bucket_of):
         members.setdefault(number, []).append(index)
+    order = layout.ranks_in_order()
+    order = None if order == sorted(order) else order
     for bucket in range(layout.num_buckets):
         place = layout.bucket(bucket)
         own = shard[layout.in_shard(bucket)].to(dtype or shard.dtype)
         whole = torch.empty(place.stop - place.start, dtype=own.dtype, device=own.device)
         transport.all_gather(whole, own)
+        if order is not None:
+            whole = whole.view(layout.world_size, -1)[order].view(-1)
         for index in members.get(bucket, ()):
             start = layout.starts[index] - place.start
             yield index, whole[start : start + layout.sizes[index]]

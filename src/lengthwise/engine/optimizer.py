@@ -17,54 +17,46 @@ from torch import Tensor, nn
 
 from lengthwise.comm import Transport
 from lengthwise.config import OptimizerConfig
-from lengthwise.config.optimizer import FUSED
 from lengthwise.engine.lion import Lion
 from lengthwise.engine.norm import clip_factor, gradient_norm, part_of
 from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _KINDS: Mapping[str, Callable[..., Any]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-    "rmsprop": torch.optim.RMSprop,
-    "nadam": torch.optim.NAdam,
-    "radam": torch.optim.RAdam,
     "lion": Lion,
 }
-_UNCOUNTED = ("sgd", "lion")  # whose update does not depend on the number of the step
+_STATES = {"sgd": (), "lion": ("exp_avg",)}
+_COUNTED = ("adamw", "adam")  # whose update depends on the number of the step
+FUSED = ("adamw", "adam", "sgd")  # of which torch has one kernel for a whole update
 _TEMPORARIES = {"adamw": 2}  # of a part's size in an update that is not fused
 _MOST_TEMPORARIES = 6
 
 
-def states_of(config: OptimizerConfig) -> dict[str, float]:
-    """Return what an optimizer keeps of each entry, as torch names it, and what that starts from."""
-    if config.name == "adagrad":
-        return {"sum": config.initial_accumulator_value or 0.0}
-    names = {"sgd": (), "rmsprop": ("square_avg",), "lion": ("exp_avg",)}.get(config.name, _MOMENTS)
-    return dict.fromkeys(
-        (*names, *["momentum_buffer"] * bool(config.momentum), *["grad_avg"] * bool(config.centered)), 0.0
-    )
+def states_of(config: OptimizerConfig) -> tuple[str, ...]:
+    """Name what an optimizer keeps of each entry, as torch does; all begin with zeros."""
+    return (*_STATES.get(config.name, ("exp_avg", "exp_avg_sq")), *["momentum_buffer"] * bool(config.momentum))
 
 
 class ShardedOptimizer:
     """An optimizer over the shards of each rank.
 
-    Its states are made at once: what does not fit shows before the first step.
+    Its states are made at once: what does not fit shows before the first step. fused: see `FUSED`; None: on GPUs.
     """
 
-    def __init__(self, parameters: Parameters, config: OptimizerConfig, transport: Transport) -> None:
+    def __init__(
+        self, parameters: Parameters, config: OptimizerConfig, transport: Transport, *, fused: bool | None = None
+    ) -> None:
         self._parameters, self._config, self._transport = parameters, config, transport
         self._updates = 0
         groups: dict[bool, list[torch.nn.Parameter]] = {}
         shards, own = parameters.shards(), parameters.state()[MASTER_WEIGHTS]
-        self._starts = states_of(config)
-        self._states = {name: torch.empty_like(own).fill_(start) for name, start in self._starts.items()}
+        self._states = {name: torch.empty_like(own).zero_() for name in states_of(config)}  # takes the memory
         states_of_part: dict[torch.nn.Parameter, dict[str, Tensor]] = {}
         self._part = part_of(sum(len(shard.weights) for shard in shards))
         on_gpu = any(shard.weights.is_cuda for shard in shards)
-        self.fused = on_gpu and config.name in FUSED if config.fused is None else config.fused
+        self.fused = on_gpu and config.name in FUSED if fused is None else fused
         for shard in shards:
             at_once = len(shard.weights) if self.fused else self._part
             within = slice(shard.start, shard.start + len(shard.weights))
@@ -99,10 +91,7 @@ class ShardedOptimizer:
 
     def _counts(self, device: torch.device) -> dict[str, Tensor]:
         """Return what torch counts for each parameter, before the first step."""
-        if self._config.name in _UNCOUNTED:
-            return {}
-        step = {"step": torch.zeros((), dtype=torch.float32, device=device)}
-        return {**step, "mu_product": torch.ones(())} if self._config.name == "nadam" else step
+        return {"step": torch.zeros((), dtype=torch.float32, device=device)} if self._config.name in _COUNTED else {}
 
     def state(self) -> dict[str, Tensor]:
         """Return the states of this rank, by name: (entries,) each, in the places of `Parameters.state`."""
@@ -111,12 +100,9 @@ class ShardedOptimizer:
     def go_on_from(self, step: int) -> None:
         """Count updates from `step` on: so many were made before a checkpoint."""
         self._updates = step
-        product = _mu_product(self._config, step) if self._config.name == "nadam" else None
         for state in self._optimizer.state.values() if self._optimizer is not None else ():
             if "step" in state:
                 state["step"].fill_(step)
-            if product is not None:
-                state["mu_product"].copy_(product)
 
     def reduce(self) -> float:
         """Sum gradients over all ranks; return their global norm, before clipping. Collective."""
@@ -163,7 +149,7 @@ class ShardedOptimizer:
         kept = {name: each.to("cpu", copy=True) for name, each in self._states.items()} if before else {}
         yield
         for name, each in self._states.items():
-            each.copy_(kept[name]) if before else each.fill_(self._starts[name])
+            each.copy_(kept[name]) if before else each.zero_()
         self.go_on_from(before)
 
     def rehearse(self) -> None:
@@ -187,15 +173,3 @@ def step_end_bytes(parameters: Parameters, config: OptimizerConfig) -> int:
     wide = weights[0].element_size() if weights else 0
     update = _TEMPORARIES.get(config.name, _MOST_TEMPORARIES) * wide * part
     return max(2 * 8 * part, update, parameters.publish_bytes())
-
-
-def _mu_product(config: OptimizerConfig, step: int) -> Tensor:
-    """Return what NAdam's product of momenta is after `step` steps, (), in the order that torch multiplies in."""
-    assert config.betas is not None, config
-    assert config.momentum_decay is not None, config
-    product = torch.ones(())
-    for number in range(1, step + 1):
-        product *= config.betas[0] * (1.0 - 0.5 * 0.96 ** (number * config.momentum_decay))
-        if not product:
-            break
-    return product

@@ -33,18 +33,32 @@ class Shard:
     decayed: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedParameters:
+    """Where the parameters that all ranks train lie in the `state` of all ranks, as checkpoints know them.
+
+    rank: of this one in the layout of its own parameters.
+    """
+
+    layout: FlatLayout
+    names: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+    rank: int
+
+
 class Parameters(Protocol):
     """The trainable parameters of a model on one rank.
 
     layout: where the entries of each parameter, as `names` has them, lie in the `state` of all ranks.
     master_weights, grad_shard: this rank's exact parameters, and what `reduce_gradients` returns, (entries,) each.
-    in_lock_step: whether ranks gather and sum together in every pass, so that each takes part in all microbatches.
+    ranks_in_step: how many neighbouring ranks gather and sum together in every pass, so that each of them takes part in
+    all microbatches of the others; 1: none do.
     """
 
     layout: FlatLayout
     master_weights: Tensor
     grad_shard: Tensor
-    in_lock_step: bool
+    ranks_in_step: int
 
     @property
     def names(self) -> Sequence[str]:

@@ -35,7 +35,7 @@ class FlatParameters:
     train keeps its dtype, and is not made to compute in `dtype`.
     """
 
-    in_lock_step = False
+    ranks_in_step = 1
 
     def __init__(
         self,

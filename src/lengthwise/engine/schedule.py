@@ -21,7 +21,7 @@ def learning_rates(config: OptimizerConfig, num_steps: int) -> Callable[[int], f
     """Return what gives the learning rate of a step, counted from 1, in a run of `num_steps`."""
     rate, schedule = _settled(config)
     name = "constant_with_warmup" if schedule == "constant" else schedule
-    args = {} if config.schedule_args is None else config.schedule_args.model_dump(exclude_none=True)
+    args = config.schedule_args or {}
     steps = None if "num_stable_steps" in args else num_steps  # transformers warns of both
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=rate)  # some schedules look its lr up
     scheduler: Any = get_scheduler(name, optimizer, warmup_steps(config, num_steps), steps, args)
@@ -42,17 +42,24 @@ def _settled(config: OptimizerConfig) -> tuple[float, str]:
 
 
 def check_steps(config: OptimizerConfig, num_steps: int) -> None:
-    """Refuse a schedule whose parts are longer than a run of `num_steps`.
+    """Refuse a schedule that gives no learning rate in a run of `num_steps`, or whose parts are longer than the run.
 
     Raises:
-        ConfigError: they are.
+        ConfigError: it is one.
     """
-    args = config.schedule_args
-    if config.schedule != "warmup_stable_decay" or args is None or args.num_stable_steps is not None:
-        return
-    decay = args.num_decay_steps or 0
-    warmup = warmup_steps(config, num_steps)
-    if warmup + decay > num_steps:
-        expected = f"at most the run's {num_steps} steps for warm-up and decay"
-        got, remedy = f"{warmup} and {decay}", "Shorten one of them, or give num_stable_steps."
-        raise ConfigError("optimizer.schedule_args", expected=expected, got=got, remedy=remedy)
+    where, args = "optimizer.schedule_args", config.schedule_args or {}
+    if config.schedule == "warmup_stable_decay" and "num_stable_steps" not in args:
+        decay, warmup = args.get("num_decay_steps", 0), warmup_steps(config, num_steps)
+        if isinstance(decay, int | float) and warmup + decay > num_steps:
+            expected = f"at most the run's {num_steps} steps for warm-up and decay"
+            got, remedy = f"{warmup} and {decay:g}", "Shorten one of them, or give num_stable_steps."
+            raise ConfigError(where, expected=expected, got=got, remedy=remedy)
+    try:
+        rate = learning_rates(config, num_steps)
+        rates = [rate(step) for step in {1, num_steps // 2 + 1, num_steps}]
+        problem = None if all(0 <= each < math.inf for each in rates) else f"learning rates of {rates}"
+    except (TypeError, ValueError, ArithmeticError) as error:
+        problem = f"{error}"
+    if problem is not None:
+        expected = f"arguments with which schedule {config.schedule} gives a learning rate"
+        raise ConfigError(where, expected=expected, got=problem, remedy="Change them.")

@@ -1,4 +1,4 @@
-"""ZeRO-3: each rank keeps a slice of every unit of the model, of its gradient and of the optimizer's states, in fp32.
+"""ZeRO-3, over all ranks or inside nodes: a rank keeps a slice of every unit, its gradient and the optimizer's states.
 
 A unit (the embedding; a decoder layer; norm and head: `engine.units`) is gathered, in the compute dtype, right before
 its forward and its backward, and freed after; what a backward makes of its gradients is summed over the ranks at once
@@ -10,6 +10,15 @@ its forward and its backward, and freed after; what a backward makes of its grad
     frozen          (compute dtype, or its own)     this rank's slices of what does not train
 
 With AdamW 16/W bytes a parameter on each of W ranks, and two units. ZeRO stage 3 (arXiv 1910.02054).
+
+Hybrid: units are gathered and summed inside nodes of n ranks, so that nodes run their microbatches apart, and a rank
+keeps beside that
+
+    values          (compute dtype)     its slices among the ranks of its node, what units are gathered from
+    sums            (fp32, or fp64)     of the same entries, the sum of the node's ranks and all microbatches
+
+The ranks of one place in all nodes, the replicas, sum these once, at the step's end, and give each other what they have
+updated: 6/n + 16/W bytes a parameter, as ZeRO-1 is where n is 1.
 """
 
 from __future__ import annotations
@@ -17,11 +26,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lengthwise.comm import Transport
+from lengthwise.comm import Pending, Transport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.engine.flat_layout import FlatLayout, lay_out
 from lengthwise.engine.gathering import gathered
@@ -38,10 +48,9 @@ class ShardedParameters:
     storage (on the meta device). device: where a rank's slices are. layers: the decoder's, a unit each. read: returns
     entries [first, stop) of a parameter by its name, on every rank its own; None: those of rank 0 are sent.
     keeps_frozen: what does not train keeps its dtype. trains: False: nothing does, whatever the model says.
+    ranks_per_node: so many neighbouring ranks gather together, of hybrid; None: all do.
     `names` are in the order of the units.
     """
-
-    in_lock_step = True
 
     def __init__(
         self,
@@ -54,35 +63,42 @@ class ShardedParameters:
         read: Callable[[str, int, int], Tensor] | None = None,
         keeps_frozen: bool = False,
         trains: bool = True,
+        ranks_per_node: int | None = None,
     ) -> None:
+        self.ranks_in_step = ranks_per_node or transport.world_size
+        node_of_rank, self._replicas = _axes(transport, self.ranks_in_step)
         self._transport, self._model, self._is_whole = transport, model, False
         learns = {name for name, _ in trainable(model)} if trains else set[str]()
         wide = torch.promote_types(dtype, torch.float32)
         share_values(model, transport, (), dtype=dtype, device=device)
         given = dict(model.named_parameters())
         units = units_of(model, layers)
-        trained = _Slices(units, given, learns, transport, dtype=dtype, kept=wide, device=device)
+        node: dict[str, Any] = {"transport": transport, "node_of_rank": node_of_rank, "device": device}
+        trained = _Slices(units, given, learns, dtype=dtype, kept=wide, trains=True, **node)
         frozen = dict[torch.dtype, set[str]]()
         for name, each in given.items():
             if name not in learns:
                 frozen.setdefault(each.dtype if keeps_frozen else dtype, set()).add(name)
         self._frozen = [
-            _Slices(units, given, names, transport, dtype=own, kept=own, device=device)
+            _Slices(units, given, names, dtype=own, kept=own, trains=False, **node)
             for own, names in sorted(frozen.items(), key=str)
         ]
         self._trained, self.names, self.shapes, self.layout = trained, trained.names, trained.shapes, trained.layout
         self.master_weights = trained.values
-        self.grad_shard = torch.zeros_like(self.master_weights)
+        self.grad_shard = self._sums = torch.zeros_like(self.master_weights)
+        if self._replicas is not None:
+            self._sums = torch.zeros(len(trained.of_node), dtype=wide, device=device)
         read = read or partial(self._sent, {name: each.detach() for name, each in given.items()})
         made, parts = dict[int, nn.Parameter](), list[list[UnitPart]]()
         for number in range(len(units)):
-            kinds = ((trained, self.grad_shard), *((each, None) for each in self._frozen))
+            kinds = ((trained, self._sums), *((each, None) for each in self._frozen))
             parts.append([part for each, sums in kinds for part in each.parts(number, gradient=sums)])
         for slices in (trained, *self._frozen):
             slices.fill(read)
             made.update((id(given[name]), own) for name, own in slices.made.items())
+        self._share_updates()
         replace_parameters(model, made)
-        self._waves = Waves(model, units, parts, transport)
+        self._waves = Waves(model, units, parts, node_of_rank)
         model.register_state_dict_pre_hook(lambda *_: self._refuse_part("state_dict"))
         model.register_load_state_dict_pre_hook(lambda *_: self._refuse_part("load_state_dict"))
 
@@ -106,6 +122,16 @@ class ShardedParameters:
         self._transport.broadcast(whole, 0)
         return whole.view(-1)[first:stop]
 
+    def _share_updates(self) -> None:
+        """Give the replicas of this rank's place in a node what it updates, and take theirs. Collective."""
+        layout, own = self.layout, self._trained
+        if self._replicas is None or not self.names:
+            return
+        for bucket in range(layout.num_buckets):
+            updated = own.values[layout.in_shard(bucket)].to(own.dtype)
+            whole = own.of_node[own.node.in_shard(bucket)]
+            self._replicas.all_gather(whole, updated)
+
     def shards(self) -> list[Shard]:
         """Cut this rank's slices where weight decay changes (see `Parameters.shards`)."""
         return shards_of(self.layout, self._transport.rank, self.shapes, self.master_weights, self.grad_shard)
@@ -119,7 +145,14 @@ class ShardedParameters:
         """Do nothing, as above."""
 
     def reduce_gradients(self) -> Tensor:
-        """Return this rank's slices of the sum, which every backward added to."""
+        """Return this rank's slices of the sum, which every backward added to; of hybrid, that of all nodes."""
+        layout, node, pending = self.layout, self._trained.node, list[Pending]()
+        if self._replicas is not None:
+            for bucket in range(layout.num_buckets):
+                own, of_node = self.grad_shard[layout.in_shard(bucket)], self._sums[node.in_shard(bucket)]
+                pending.append(self._replicas.reduce_scatter_async(own, of_node))
+        for each in pending:
+            each.wait()
         return self.grad_shard
 
     def gather_gradients(self) -> dict[str, Tensor]:
@@ -128,19 +161,23 @@ class ShardedParameters:
         return {self.names[index]: values.view(self.shapes[index]).clone() for index, values in found}
 
     def publish(self) -> None:
-        """Free what was gathered of the values before, and clear gradients."""
+        """Free what was gathered of the values before, share the new ones between nodes, and clear gradients."""
         self._waves.let_go()
+        self._share_updates()
         self.clear_gradients()
 
     def published(self) -> None:
         """Do nothing: units are gathered when they run."""
 
     def publish_bytes(self) -> int:
-        """Return 0: the slices of a rank are what it updates."""
-        return 0
+        """Count the bytes of a slice in the compute dtype, where another node needs it so."""
+        slices = [self.layout.in_shard(bucket) for bucket in range(self.layout.num_buckets)]
+        needs = self._replicas is not None and self._trained.dtype != self.master_weights.dtype
+        return max(each.stop - each.start for each in slices) * self._trained.dtype.itemsize if needs else 0
 
     def clear_gradients(self) -> None:
         """Set the gradients of this rank to zero."""
+        self._sums.zero_()
         self.grad_shard.zero_()
 
     def attach_gradients(self) -> None:
@@ -168,7 +205,8 @@ class ShardedParameters:
         self._waves.let_go()
         before, made = dict(self._model.named_parameters()), dict[int, nn.Parameter]()
         for slices in (self._trained, *([] if trained_only else self._frozen)):
-            for index, each in gathered(slices.layout, slices.values, self._transport, dtype=slices.dtype):
+            found = gathered(slices.node, slices.of_node, slices.among, dtype=slices.dtype)
+            for index, each in found:
                 if not self._transport.rank:
                     own, whole = before[slices.names[index]], each.view(slices.shapes[index]).to("cpu", copy=True)
                     made[id(own)] = nn.Parameter(whole, requires_grad=own.requires_grad)
@@ -185,21 +223,34 @@ class ShardedParameters:
 
     def tensors(self) -> list[Tensor]:
         """Return the slices of this rank."""
-        return [self.master_weights, self.grad_shard, *(each.values for each in self._frozen)]
+        of_node = [self._trained.of_node, self._sums] if self._replicas is not None else []
+        return [self.master_weights, self.grad_shard, *of_node, *(each.values for each in self._frozen)]
 
     def read_by_forward(self) -> list[Tensor]:
         """Return the slices that units are gathered from."""
-        return [self.master_weights, *(each.values for each in self._frozen)]
+        return [each.of_node for each in (self._trained, *self._frozen)]
 
     def state(self) -> dict[str, Tensor]:
         """Return the master weights of this rank's slices."""
         return {MASTER_WEIGHTS: self.master_weights}
 
 
+def _axes(world: Transport, ranks_per_node: int) -> tuple[Transport, Transport | None]:
+    """Return the collectives of a rank's node, and of its replicas, in its place in all nodes; None: one node."""
+    assert world.world_size % ranks_per_node == 0, f"{ranks_per_node} ranks in each node, of {world.world_size}"
+    if ranks_per_node == world.world_size:
+        return world, None
+    ranks = range(world.world_size)
+    nodes = [ranks[first : first + ranks_per_node] for first in ranks[::ranks_per_node]]
+    return world.among(nodes), world.among([ranks[place::ranks_per_node] for place in range(ranks_per_node)])
+
+
 class _Slices:
     """This rank's slices of the parameters `members` of all units.
 
-    values: (entries,), in `kept`. made: by name the parameters that are gathered of them, in `dtype`.
+    values: (entries,), in `kept`, of what it updates, or of what does not train and every node has. of_node: what units
+    are gathered from, `among` the ranks of a node, which lies as in `node`; the same where there is one node. made: by
+    name the parameters that are gathered of them, in `dtype`.
     """
 
     def __init__(
@@ -207,33 +258,46 @@ class _Slices:
         units: Sequence[ModelUnit],
         given: Mapping[str, nn.Parameter],
         members: Collection[str],
-        transport: Transport,
         *,
+        transport: Transport,
+        node_of_rank: Transport,
         dtype: torch.dtype,
         kept: torch.dtype,
         device: torch.device,
+        trains: bool,
     ) -> None:
-        self.members, self.dtype, self._rank = members, dtype, transport.rank
+        self.members, self.dtype, self._rank, self.among = members, dtype, transport.rank, node_of_rank
         self.made = dict[str, nn.Parameter]()
         named = [(name, number) for number, unit in enumerate(units) for name in unit.names if name in members]
         self.names, self._unit_of = [name for name, _ in named], [number for _, number in named]
         self.shapes = [tuple(given[name].shape) for name in self.names]
         sizes = [given[name].numel() for name in self.names]
-        self.layout: FlatLayout = lay_out(sizes, self._unit_of, world_size=transport.world_size, bucket_entries=1)
-        self.values = torch.zeros(self.layout.shard_entries, dtype=kept, device=device)
+        self.layout: FlatLayout = lay_out(
+            sizes,
+            self._unit_of,
+            world_size=transport.world_size,
+            bucket_entries=1,
+            ranks_per_node=node_of_rank.world_size,
+        )
+        self.node = self.layout.of_node()
+        if not trains:
+            self.layout, self._rank = self.node, node_of_rank.rank
+        self.values = self.of_node = torch.zeros(self.layout.shard_entries, dtype=kept, device=device)
+        if self.layout != self.node:
+            self.of_node = torch.zeros(self.node.shard_entries, dtype=dtype, device=device)
 
     def parts(self, unit: int, *, gradient: Tensor | None) -> Iterator[UnitPart]:
         """Yield the part of a unit that has these, if it has any."""
         members = [index for index, number in enumerate(self._unit_of) if number == unit]
         if members:
-            bucket = self.layout.bucket_of[members[0]]
-            whole, own = self.layout.bucket(bucket), self.layout.in_shard(bucket)
+            bucket = self.node.bucket_of[members[0]]
+            whole, own = self.node.bucket(bucket), self.node.in_shard(bucket)
             part = UnitPart(
                 [self.shapes[index] for index in members],
-                [self.layout.starts[index] - whole.start for index in members],
+                [self.node.starts[index] - whole.start for index in members],
                 entries=whole.stop - whole.start,
                 dtype=self.dtype,
-                own=self.values[own],
+                own=self.of_node[own],
                 gradient=None if gradient is None else gradient[own],
             )
             self.made.update(zip((self.names[index] for index in members), part.parameters, strict=True))

@@ -2,8 +2,8 @@
 
 Where the config asks for the routers' balance loss, all microbatches first run forward without gradients, and what all
 tokens choose is summed over the ranks (`models.router`). A microbatch that is the last of all its ranks keeps its graph
-instead and goes backward first: a rank of n pays for at most n more forward passes and never holds two graphs. In
-lock-step this is the last microbatch alone.
+instead and goes backward first: a rank of n pays for at most n more forward passes and never holds two graphs. Ranks in
+lock-step have the same last one.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def run_plan(
 
     The loss is divided once, by what all loss tokens of the global batch weigh, and made from `logits_at_once` logits
     at a time (None: all of a microbatch), or it is what `objective` says. No collective is issued before this rank's
-    last transfer: a rank can never wait in one for another that waits for its next ring message. In lock-step all ranks
+    last transfer: a rank can never wait in one for another that waits for its next ring message. In lock-step ranks
     post both in one order (`engine.wave_order`). `offloading` is what plans that offload need. `parameters`: whose
     values may still arrive, and whose gradients may be summed early, by all ranks alike; None: neither. `dropout`: by
     which entries fall out where the model has dropout; without `train` none does.
@@ -90,8 +90,8 @@ def run_plan(
     """
     interval = transport.clock.start(next(model.parameters()).device)
     copied = 0.0 if offloading is None else offloading.store.waited_seconds
-    in_lock_step = parameters is not None and parameters.in_lock_step
-    programs = lower_plan(plan, transport.rank, in_lock_step=in_lock_step)
+    in_step = 1 if parameters is None else parameters.ranks_in_step
+    programs = lower_plan(plan, transport.rank, ranks_in_step=in_step)
     transport.phase = f"{name}, connecting"
     new_peers = head_peers(programs, transport.rank)
     if new_peers and parameters is not None:
@@ -198,9 +198,7 @@ class _RankStep:
 
     def _keeps(self, plan: Plan) -> Collection[int]:
         """List the microbatches whose graph is kept while routers are counted, one a rank at most."""
-        if self.parameters is not None and self.parameters.in_lock_step:
-            return {self.programs[-1].index}
-        return last_on_all_ranks(plan)
+        return last_on_all_ranks(plan, ranks_in_step=1 if self.parameters is None else self.parameters.ranks_in_step)
 
     def _reducing(self, *, early: bool) -> AbstractContextManager[None]:
         """Sum gradients while the backward of a microbatch makes them.

@@ -72,8 +72,8 @@ class UnitPart:
     """Parameters of a unit that all train, or all do not: views of one buffer, which has storage while it is gathered.
 
     views: of the buffer, by parameter; autograd may save them: the storage is the same whenever it is filled. own: what
-    this rank has of them, (entries / world_size,), in any dtype. gradient: of the same entries, the sum so far; None:
-    they do not train.
+    this rank has of them, (entries / ranks,), in any dtype. gradient: of the same entries, the sum so far; None: they
+    do not train.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class UnitPart:
         return self._gradient is not None
 
     def gather(self, transport: Transport, key: CallKey) -> None:
-        """Begin to gather the values of all ranks. Collective."""
+        """Begin to gather what each rank has of the values. Collective."""
         storage = self._whole.untyped_storage()
         storage.resize_(self._whole.numel() * self._whole.element_size())
         own = self._own.to(self._whole.dtype)

@@ -77,7 +77,7 @@ class Waves:
         if number not in self._there:
             where, expected = f"model {type(self._model).__name__}", "units that run once, in the order of the model"
             got = f"{self._units[number].kind.name} again, or late, by a {type(module).__name__}"
-            raise ModelRefused(where, expected=expected, got=got, remedy="Set parallel: {shard: zero1}.")
+            raise ModelRefused(where, expected=expected, got=got, remedy="Set shard: zero1.")
 
     def _refuse_alone(self) -> None:
         """Refuse a forward outside of planned steps, before this rank waits in a gather for the others.

@@ -85,7 +85,7 @@ WITH_PARTS: Mapping[str, str] = {
     "load_best_model_at_end": "it would load weights into a model that is sharded over the ranks",
     "sync_ref_model": "it reads the model's parameters, which are sharded over the ranks",
 }
-"""Fields that cannot be kept under shard zero3, and why."""
+"""Fields that cannot be kept where parameters are cut, and why."""
 
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """The fields that ask for it, by its new and its old name."""
@@ -148,7 +148,7 @@ def refuse_with_parts(arguments: Any) -> None:
     problems: list[LengthwiseError] = []
     for name, why in WITH_PARTS.items():
         if getattr(arguments, name, False):
-            remedy, got = "Leave it out, or give shard='zero1'.", f"True, but under shard zero3 {why}"
+            remedy, got = "Leave it out, or give shard='zero1'.", f"True, but under shard zero3 or hybrid {why}"
             problems.append(ConfigError(name, expected="False", got=got, remedy=remedy))
     raise_problems(problems)
 

@@ -43,7 +43,7 @@ class PlannedTrainerMixin(_Base):
         *args: those of the Trainer.
         capacity_tokens: maximum tokens of a rank in one microbatch, which bounds memory in place of
             per_device_train_batch_size; auto: what fits.
-        shard: as in `Session`; under zero3 the model stays in the host's memory until it is cut.
+        shard, ranks_per_node: as in `Session`; a model to be cut stays in the host's memory until then.
         heads: as in `Session`.
         offload: as in `Session`.
         planner: as in `Session`.
@@ -60,6 +60,7 @@ class PlannedTrainerMixin(_Base):
         *args: Any,
         capacity_tokens: int | str = "auto",
         shard: str = "auto",
+        ranks_per_node: int | None = None,
         heads: int | str = "auto",
         offload: Mapping[str, Any] | None = None,
         planner: str = "lengthwise",
@@ -71,6 +72,7 @@ class PlannedTrainerMixin(_Base):
         self._session_options: dict[str, Any] = {
             "capacity_tokens": capacity_tokens,
             "shard": shard,
+            "ranks_per_node": ranks_per_node,
             "heads": heads,
             "offload": offload,
             "planner": planner,
@@ -125,7 +127,7 @@ class PlannedTrainerMixin(_Base):
         if "recompute" in self._session_options:
             return arguments
         raise_problems(problems_of(arguments, callables=callables, refused=self._refused))
-        if self._session_options["shard"] == "zero3" and arguments.world_size > 1:
+        if self._session_options["shard"] in ("zero3", "hybrid") and arguments.world_size > 1:
             refuse_with_parts(arguments)
         self._session_options["recompute"] = recompute_of(arguments)
         arguments = copy.copy(arguments)
@@ -214,10 +216,12 @@ class PlannedTrainerMixin(_Base):
 
     def _start_session(self, optimizer: Any) -> Session:
         if self.session is not None:
-            if self.session.shard == "zero3":
+            if self.session.shard != "zero1":
                 got = "one after evaluate(), or of another optimizer: each rank has a part of the model"
                 remedy = "Set eval_on_start=True, or give the model that was saved to a new trainer."
-                raise ConfigError("train", expected="one training under shard zero3", got=got, remedy=remedy)
+                raise ConfigError(
+                    "train", expected=f"one training under shard {self.session.shard}", got=got, remedy=remedy
+                )
             self.session.close()
             self.session = None
         self.session = session = Session(
@@ -229,7 +233,7 @@ class PlannedTrainerMixin(_Base):
             timeout_seconds=float(self.args.ddp_timeout),
             **self._session_options,
         )
-        if session.shard == "zero3":
+        if session.shard != "zero1":
             refuse_with_parts(self.args)
         return session
 
@@ -341,7 +345,7 @@ class PlannedTrainerMixin(_Base):
         return self._evaluated(planned, 1.0), batch.num_loss_tokens
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as Trainer does. Collective under shard zero3: call it on all ranks."""
+        """Save the model as Trainer does. Collective where parameters are cut: call it on all ranks."""
         with nullcontext() if self.session is None else self.session.whole_on_first():
             super().save_model(output_dir, _internal_call)
 

@@ -1,6 +1,6 @@
 """Make a Hugging Face causal language model obey a plan, and refuse by name what a plan would compute wrongly."""
 
-from lengthwise.models.adapter import model_loss, model_router_logits, plain_output, run_layers
+from lengthwise.models.adapter import model_loss, model_router_logits, plain_output, run_chunk, run_layers
 from lengthwise.models.checkpointing import apply_policy, check_recompute, wrapped_layers
 from lengthwise.models.computing import Computing, check_computing, choose_model_kernel, compute_so
 from lengthwise.models.double import keep_double
@@ -28,6 +28,7 @@ from lengthwise.models.load import (
 from lengthwise.models.lora import build_adapted, check_lora, save_adapter
 from lengthwise.models.loss import token_loss
 from lengthwise.models.router import ROUTER_FAMILIES, RouterBalance, coefficient_key, count_choices, has_balance_loss
+from lengthwise.models.stages import ModelStage, check_stages
 
 __all__ = [
     "ANY_KEY",
@@ -38,6 +39,7 @@ __all__ = [
     "DropoutKey",
     "KeyedDropout",
     "ModelSource",
+    "ModelStage",
     "RouterBalance",
     "apply_policy",
     "build_adapted",
@@ -47,6 +49,7 @@ __all__ = [
     "check_lora",
     "check_model_config",
     "check_recompute",
+    "check_stages",
     "check_weights",
     "choose_model_kernel",
     "coefficient_key",
@@ -64,6 +67,7 @@ __all__ = [
     "plain_output",
     "position_limit",
     "rows_dropout",
+    "run_chunk",
     "run_layers",
     "save_adapter",
     "save_model",

@@ -100,6 +100,13 @@ def run_layers(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, p
     return found[-1]
 
 
+def run_chunk(
+    model: nn.Module, decoder: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor
+) -> Tensor:
+    """Run the decoder of a model alone, some layers passed through; return its hidden states, (1, rows, hidden)."""
+    return _run(model, planned, input_ids, position_ids, runs=decoder).last_hidden_state
+
+
 def planned_output(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor) -> Any:
     """Return the model's output for this rank's tokens, (tokens,) each: `logits` (1, tokens, vocabulary) and the rest.
 
@@ -124,7 +131,7 @@ def run_planned(
     """
     with sequence_lengths(model, planned.spans), _planned_forward():
         result = call()
-    layers: int = model.config.num_hidden_layers  # type: ignore[union-attr]
+    layers: int = model.config.num_hidden_layers - planned.layers_passed  # type: ignore[operator, union-attr]
     if not planned.layers_run or planned.layers_run % layers or (once and planned.layers_run != layers):
         where, expected = f"model {type(model).__name__}", f"all {layers} layers to attend through the plan"
         remedy = "A layer of another kind would be wrong without a word; use another model."
@@ -132,15 +139,26 @@ def run_planned(
     return result
 
 
-def _run(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor, **options: Any) -> Any:
-    """Return the model's output; rows past `planned.num_tokens` are padding, kept from attention, loss and counts."""
+def _run(
+    model: nn.Module,
+    planned: PlannedAttention,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    *,
+    runs: nn.Module | None = None,
+    **options: Any,
+) -> Any:
+    """Return the output of the model, or of `runs`, a part of it.
+
+    Rows past `planned.num_tokens` are padding, kept from attention, loss and counts.
+    """
     # Up to a multiple that suits the device, and at least one token: a ring of more ranks than tokens leaves some
     # without any, which still pass keys on, and Hugging Face cannot run on nothing.
     padding = planned.num_rows - planned.num_tokens
     if padding:
         input_ids, position_ids = (F.pad(x, (0, padding)) for x in (input_ids, position_ids))
     inputs = {"input_ids": input_ids[None], "position_ids": position_ids[None], "use_cache": False}
-    return run_planned(model, planned, lambda: model(**inputs, lengthwise=planned, **options))
+    return run_planned(model, planned, lambda: (runs or model)(**inputs, lengthwise=planned, **options))
 
 
 @contextmanager

@@ -49,7 +49,6 @@ def compile_layers(model: Any, *, backend: str = "inductor") -> str:
 
 
 def _own_forward(kind: type[nn.Module]) -> Callable[..., Any]:
-    """Return the forward of a class of layers without Hugging Face's wrap."""
     forward: Any = kind.forward
     return forward.__wrapped__ if _WRAPS_FORWARD else forward
 

@@ -56,7 +56,7 @@ def choose_model_kernel(
     say: Callable[[str], None] | None = None,
     agree: Callable[[Faults], Faults] | None = None,
 ) -> BlockKernel:
-    """Return the attention kernel of a model on `device`; `say` hears which, and why. agree: as of `choose_kernel`.
+    """Return the attention kernel of a model on `device`; `say` reports which, and why. agree: as of `choose_kernel`.
 
     Raises:
         ConfigError: the one that the run file names cannot be used here, or none computes attention.
@@ -83,30 +83,30 @@ def compute_so(
     dtype: torch.dtype,
     say: Callable[[str], None] | None = None,
 ) -> None:
-    """Let a model compute on `device`, in `dtype`, as asked; `say` hears what was done where there was a choice.
+    """Let a model compute on `device`, in `dtype`, as asked; `say` reports each choice that was made.
 
     Raises:
         ConfigError: layers or experts that cannot compute as the run file says on this device.
     """
-    hear, on_gpu = say or (lambda _: None), device.type == "cuda"
+    report, on_gpu = say or (lambda _: None), device.type == "cuda"
     if experts_of(model):
         capability = torch.cuda.get_device_capability(device) if on_gpu else None
         needs = needs_of(model, dtype, on_gpu=on_gpu, capability=capability)
         implementation, reason = choose_experts(computing.experts, needs)
         if needs.replaceable:
             model.set_experts_implementation(implementation)
-        hear(f"experts: {implementation}; because {reason}")
+        report(f"experts: {implementation}; because {reason}")
     fused, reason = choose_fused(
         computing.fused_layers, _fused_needs(model.config, computing, dtype=dtype, on_gpu=on_gpu)
     )
     if fused == "liger":
-        hear(f"fused layers: liger ({fuse_layers(model, liger_kernels())}); because {reason}")
+        report(f"fused layers: liger ({fuse_layers(model, liger_kernels())}); because {reason}")
     elif on_gpu:  # on the CPU there are none to go without
-        hear(f"fused layers: off; because {reason}")
+        report(f"fused layers: off; because {reason}")
     if computing.compile:
         if has_dropout(model):
             raise _refuse_compiled_dropout()
-        hear(f"compile: {compile_layers(model)}")
+        report(f"compile: {compile_layers(model)}")
 
 
 def _refuse_compiled_dropout() -> ConfigError:

@@ -154,7 +154,6 @@ def _mix(state: Tensor, value: Tensor | int) -> Tensor:
 
 
 def _mix_number(state: int, value: int) -> int:
-    """Do the same with numbers from 0 to 2^64 - 1."""
     word = (state + value * _STEP) & _WORD
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         word = (word ^ (word >> shift)) * factor & _WORD

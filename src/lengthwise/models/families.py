@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lengthwise.core.errors import LengthwiseError, ModelRefused, raise_problems
-from lengthwise.core.package_data import read_package_json
+from lengthwise.core.files import read_package_json
 from lengthwise.models.dropout import DROPOUT_FAMILIES, DROPOUT_KEYS
 from lengthwise.models.refusals import NEEDED_BY_KIND, NEEDED_BY_SOFTCAP, refused_model
 from lengthwise.models.rope import LENGTH_ROPE

@@ -25,8 +25,8 @@ from transformers.utils.import_utils import is_accelerate_available
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from lengthwise.config.schema import TINY_MODEL
-from lengthwise.core.disk import MOST_BYTES
 from lengthwise.core.errors import ConfigError, LengthwiseError, OutputError, raise_problems
+from lengthwise.core.files import MOST_BYTES
 from lengthwise.core.hub import only_cached, why_only_cached
 from lengthwise.cost import named_shape
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
@@ -123,7 +123,6 @@ def _refuse_endless(values: Any, name: str) -> None:
 
 
 def _entries(values: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of a config.json, at any depth."""
     if isinstance(values, dict):
         yield from values.items()
     for each in values.values() if isinstance(values, dict) else values if isinstance(values, list) else ():
@@ -202,7 +201,6 @@ def weights_folder(name: str) -> Path:
 
 
 def _load(source: ModelSource, **options: Any) -> Any:
-    """Load a model that is exactly what its config says; `options` go to Hugging Face."""
     dtype = torch.float64 if source.config.dtype == torch.float64 else torch.float32
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from lengthwise.config import LoraConfig
 from lengthwise.config.sections import ALL_LINEAR
-from lengthwise.core.disk import read_plain
 from lengthwise.core.errors import ConfigError, raise_problems
+from lengthwise.core.files import read_plain
 from lengthwise.core.names import did_you_mean
 from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.models.load import ModelSource, build_model, build_skeleton, first_line, unwritable
@@ -258,7 +258,6 @@ def _check_weights(folder: Path, model: nn.Module) -> None:
 
 
 def _adapters(model: nn.Module) -> dict[str, Tensor]:
-    """Map the name of each adapter weight in peft's files to the parameter."""
     return {
         _PREFIX + name.replace(f".{_ADAPTER}", ""): parameter
         for name, parameter in model.named_parameters()

@@ -87,7 +87,6 @@ class DecoderOutput:
 
 
 def _with_hidden(output: Any, hidden: Tensor) -> Any:
-    """Copy a decoder's output with other hidden states."""
     copied = copy.copy(output)
     copied.last_hidden_state = hidden
     return copied

@@ -46,7 +46,7 @@ class OwnRows:
         return entries
 
     def digest(self) -> bytes:
-        """Return what tells these files from others, as far as names, shapes, dtypes and sizes do."""
+        """Return what distinguishes these files from others, as far as names, shapes, dtypes and sizes do."""
         found = hashlib.sha256()
         for name in sorted(self._files):
             each, file = self._slice(name), self._folder / self._files[name]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.errors import ModelRefused
-from lengthwise.core.package_data import read_package_json
+from lengthwise.core.files import read_package_json
 from lengthwise.models.load import build_skeleton
 
 # Families with Hugging Face's common balance loss; tests/run/test_run_router.py holds for each.

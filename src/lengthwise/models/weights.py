@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lengthwise.core.disk import read_plain
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.files import read_plain
 
 WEIGHTS_FILES = _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes; others (fp8, integers) are no weights without a scale

@@ -1,11 +1,10 @@
 """Selective offload: a share of a microbatch's activations leaves the device until its backward needs them."""
 
 from lengthwise.offload import disk, pinned
-from lengthwise.offload.copies import CopyStore
 from lengthwise.offload.disk import DiskStore
 from lengthwise.offload.pinned import PinnedStore
 from lengthwise.offload.saver import ActivationSaver, ActivationTotals, parameter_storages
-from lengthwise.offload.store import ActivationStore, Stored
+from lengthwise.offload.store import ActivationStore, CopyStore, Stored
 
 LEAVING_BYTES = {"host": pinned.LEAVING_BYTES, "disk": disk.LEAVING_BYTES}
 """Of what was put into a store, by its name in the run file: what may be on the device still."""

@@ -82,7 +82,6 @@ class PinnedStore:
         return sum(values.numel() for _, values in self._leaving)
 
     def _places(self, size: int) -> list[Tensor]:
-        """Return room for so many bytes, in parts of one slab each."""
         parts, left = [], size
         while left:
             slab, start = divmod(self._end, SLAB_BYTES)

@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError, Problems, raise_problems
 from lengthwise.core.names import PLANNER_GROUP, unknown_name
+from lengthwise.core.packages import PLANNER_PACKAGES, has_package, missing_package_of
 from lengthwise.core.plan import Microbatch, Plan
-from lengthwise.core.planner_packages import PLANNER_PACKAGES, has_package, missing_package_of
 from lengthwise.planner.baselines.bytescale import plan_bytescale
 from lengthwise.planner.baselines.bytescale_naive import plan_bytescale_naive
 from lengthwise.planner.baselines.flexsp import plan_flexsp

@@ -58,7 +58,7 @@ def this_place(*, gpu: int | None, ranks: int, ranks_per_node: int, clock: Clock
 
 
 def _asked_in_a_child(ask: Callable[[Any], Answer]) -> Answer | None:
-    """Return what a forked child hears from `torch.cuda`: this process must not start CUDA, it may fork ranks."""
+    """Return what `torch.cuda` says in a forked child: this process must not start CUDA, it may fork ranks."""
     import torch
 
     context = multiprocessing.get_context("fork")
@@ -68,7 +68,7 @@ def _asked_in_a_child(ask: Callable[[Any], Answer]) -> Answer | None:
     their_pipe.close()
     try:
         return our_pipe.recv()
-    except EOFError:  # the driver failed: whoever uses the GPU hears more
+    except EOFError:  # the driver failed: using the GPU then gives the full error
         return None
     finally:
         child.join()

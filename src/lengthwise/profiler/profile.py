@@ -48,7 +48,15 @@ from lengthwise.models import (
 )
 from lengthwise.offload import ActivationStore, DiskStore, PinnedStore
 from lengthwise.profiler.place import this_place
-from lengthwise.profiler.runs import SHORTEST_TOKENS, Run, copy_runs, local_run, message_runs, packs_up_to, ring_runs
+from lengthwise.profiler.runs import (
+    SHORTEST_TOKENS,
+    ProfiledRun,
+    copy_runs,
+    local_run,
+    message_runs,
+    packs_up_to,
+    ring_runs,
+)
 from lengthwise.profiler.watch import Stopwatch, WatchedTransport
 
 _LONGEST_SHARE = 1 / 25  # of all seconds, that one run may take
@@ -180,7 +188,7 @@ class RankProfiler:
         )
         self._parameters, self._optimizer = parameters, optimizer
 
-    def time_in_turns(self, runs: Sequence[Run]) -> list[Sample]:
+    def time_in_turns(self, runs: Sequence[ProfiledRun]) -> list[Sample]:
         """Run all of them and the step's end in turns while there is time; return a sample of each, ends last."""
         timed = [self._timed(run) for run in runs]
         took: list[list[tuple[float, float, float]]] = [[] for _ in runs]
@@ -204,10 +212,10 @@ class RankProfiler:
         passed = time.perf_counter() - self._began
         return rounds < _MOST_ROUNDS and passed * (1 + 1 / (rounds + 1)) < self._settings.seconds
 
-    def ladder(self) -> list[Run]:
+    def ladder(self) -> list[ProfiledRun]:
         """Choose what to run, and run it once: lengths double while they take less than their part of the time."""
         ranks, layers, longest = self._world.world_size, self._shape.layers, 0
-        runs: list[Run] = []
+        runs: list[ProfiledRun] = []
         tokens = SHORTEST_TOKENS
         limit = min(self._settings.longest_tokens, position_limit(self._model.config) or self._settings.longest_tokens)
         while tokens <= limit:
@@ -215,14 +223,14 @@ class RankProfiler:
             found += ring_runs((tokens,), ranks, self._world.local_size, layers) if ranks > 1 else []
             if not self._fits(found) and tokens > _LEAST_TOKENS:
                 break
-            runs += [*found, Run(kind="block", lengths=(tokens,))]
+            runs += [*found, ProfiledRun(kind="block", lengths=(tokens,))]
             longest, tokens = tokens, 2 * tokens
         packs = packs_up_to(longest or SHORTEST_TOKENS)
         runs += [local_run(pack, ranks, layers) for pack in packs]
         runs += copy_runs() if self._store is not None else []
         return runs + (message_runs(ranks, self._world.local_size) if ranks > 1 else [])
 
-    def _fits(self, runs: Sequence[Run]) -> bool:
+    def _fits(self, runs: Sequence[ProfiledRun]) -> bool:
         """Run each once; return whether all went, and quickly enough, on all ranks."""
         start = time.perf_counter()
         try:
@@ -233,8 +241,7 @@ class RankProfiler:
         share = _LONGEST_SHARE * len(runs) * self._settings.seconds
         return self._agreed(time.perf_counter() - start < share)
 
-    def _timed(self, run: Run) -> _Timed:
-        """Make what runs it once, and says how long it took."""
+    def _timed(self, run: ProfiledRun) -> _Timed:
         if run.kind == "block":
             return self._block(run.lengths[0])
         if run.kind == "transfer":
@@ -270,7 +277,7 @@ class RankProfiler:
 
         return time_it
 
-    def _message(self, run: Run) -> _Timed:
+    def _message(self, run: ProfiledRun) -> _Timed:
         """A message to the next rank, or to the next node, and one from the other side."""
         size, node, me = self._world.world_size, self._world.local_size, self._world.rank
         if run.tier == "near":
@@ -320,19 +327,17 @@ class RankProfiler:
         self._plain.all_reduce(torch.zeros(1))
 
     def _agreed(self, yes: bool) -> bool:
-        """Return whether all ranks say yes."""
         votes = torch.tensor([float(not yes)])
         self._plain.all_reduce(votes)
         return not votes.item()
 
     def _shared(self, mine: Tensor) -> np.ndarray:
-        """Return the numbers of all ranks, (ranks, ...)."""
         everyone = torch.empty(self._world.world_size * mine.numel(), dtype=torch.float64)
         self._plain.all_gather(everyone, mine.contiguous().view(-1))
         return everyone.view(self._world.world_size, *mine.shape).numpy()
 
 
-def _sample(run: Run, took: np.ndarray, clock: Clock) -> Sample:
+def _sample(run: ProfiledRun, took: np.ndarray, clock: Clock) -> Sample:
     """Make the sample of a run from `took`, [ranks, rounds, (seconds, of these waited, of these forward)]."""
     if run.kind == "ring":
         assert run.plan is not None, run
@@ -347,11 +352,10 @@ def _sample(run: Run, took: np.ndarray, clock: Clock) -> Sample:
 
 
 def _end_samples(ends: np.ndarray, clock: Clock) -> list[Sample]:
-    """Make the samples of the step's end from [ranks, rounds, part]."""
     kinds: tuple[Kind, ...] = ("end_collectives", "end_update", "end_clear")
     degree = len(ends)
     return [
-        _of(Run(kind=kind, degree=degree), _usual(ends[..., part].max(axis=0), clock), ends[..., part])
+        _of(ProfiledRun(kind=kind, degree=degree), _usual(ends[..., part].max(axis=0), clock), ends[..., part])
         for part, kind in enumerate(kinds)
         if kind != "end_collectives" or degree > 1
     ]
@@ -362,7 +366,7 @@ def _usual(seconds: np.ndarray, clock: Clock) -> float:
     return float(np.quantile(seconds, 0.25 if clock == "wall" else 0.0))
 
 
-def _of(run: Run, seconds: float, repeats: np.ndarray, forward_seconds: float | None = None) -> Sample:
+def _of(run: ProfiledRun, seconds: float, repeats: np.ndarray, forward_seconds: float | None = None) -> Sample:
     """Make a sample; `repeats`, [ranks, rounds], say how far single ones are apart."""
     seconds = max(seconds, 1e-9)
     lower, upper = np.quantile(repeats, (0.25, 0.75))

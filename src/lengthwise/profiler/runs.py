@@ -19,7 +19,7 @@ _NO_CAPACITY = 1 << 40  # what is run here is no plan of anybody's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ProfiledRun:
     """One thing to be timed: a plan, a block of so many tokens, or messages of so many bytes."""
 
     kind: Kind
@@ -30,15 +30,15 @@ class Run:
     plan: Plan | None = None
 
 
-def local_run(lengths: Sequence[int], ranks: int, layers: int) -> Run:
+def local_run(lengths: Sequence[int], ranks: int, layers: int) -> ProfiledRun:
     """Let every rank compute a pack of its own of these lengths, all at the same time."""
     packs = [tuple(range(rank * len(lengths), (rank + 1) * len(lengths))) for rank in range(ranks)]
     pieces = [Piece(ranks=(rank,), sequences=pack) for rank, pack in enumerate(packs)]
     plan = _plan(tuple(lengths) * ranks, pieces, ranks, layers)
-    return Run(kind="local", lengths=tuple(lengths), plan=plan)
+    return ProfiledRun(kind="local", lengths=tuple(lengths), plan=plan)
 
 
-def ring_runs(lengths: Sequence[int], ranks: int, ranks_per_node: int, layers: int) -> list[Run]:
+def ring_runs(lengths: Sequence[int], ranks: int, ranks_per_node: int, layers: int) -> list[ProfiledRun]:
     """Cut one pack over rings: of 2, 4, 8 ... ranks and of all, inside a node and over the first border of two."""
     degrees = sorted({*(2**power for power in range(1, ranks.bit_length()) if 2**power <= ranks), ranks} - {1})
     firsts = [(0, degree) for degree in degrees]
@@ -51,23 +51,23 @@ def ring_runs(lengths: Sequence[int], ranks: int, ranks_per_node: int, layers: i
         piece = Piece(ranks=ring_order(first, degree), sequences=sequences)
         plan = _plan(tuple(lengths), [piece], ranks, layers)
         tier: Tier = "near" if near else "far"
-        runs.append(Run(kind="ring", lengths=tuple(lengths), degree=degree, tier=tier, plan=plan))
+        runs.append(ProfiledRun(kind="ring", lengths=tuple(lengths), degree=degree, tier=tier, plan=plan))
     return runs
 
 
-def message_runs(ranks: int, ranks_per_node: int) -> list[Run]:
+def message_runs(ranks: int, ranks_per_node: int) -> list[ProfiledRun]:
     """Let every rank send to the next of its node, and to the same place of the next node."""
     tiers: list[Tier] = [*(("near",) if ranks_per_node > 1 else ()), *(("far",) if ranks > ranks_per_node else ())]
     return [
-        Run(kind="transfer", num_bytes=size, degree=min(ranks, 2), tier=tier)
+        ProfiledRun(kind="transfer", num_bytes=size, degree=min(ranks, 2), tier=tier)
         for tier in tiers
         for size in MESSAGE_BYTES
     ]
 
 
-def copy_runs() -> list[Run]:
+def copy_runs() -> list[ProfiledRun]:
     """Let every rank copy to where activations are offloaded, and back."""
-    return [Run(kind="copy", num_bytes=size) for size in COPY_BYTES]
+    return [ProfiledRun(kind="copy", num_bytes=size) for size in COPY_BYTES]
 
 
 def packs_up_to(longest: int) -> list[tuple[int, ...]]:

@@ -1,7 +1,6 @@
 """What a plan means: its rules and features, the orders it implies, and what each rank does in rounds and blocks."""
 
 from lengthwise.program.check import check_plan
-from lengthwise.program.edges import head_peers, line_peers
 from lengthwise.program.features import Feature, features_of, refuse_unsupported, trains
 from lengthwise.program.lower import MicrobatchProgram, all_end_alone, last_on_all_ranks, lower_microbatch, lower_plan
 from lengthwise.program.records import (
@@ -14,7 +13,7 @@ from lengthwise.program.records import (
     Segment,
     Transfer,
 )
-from lengthwise.program.ring_order import ring_order
+from lengthwise.program.ring_order import head_peers, line_peers, ring_order
 
 __all__ = [
     "ALL_HEADS",

@@ -19,16 +19,16 @@ LEAST_TILE_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TokenSpan:
     """Tokens `start` to `stop` of one sequence that lie side by side in a shard, the first of them at `offset`."""
 
     offset: int
     start: int
     stop: int
 
-    def part(self, start: int, stop: int) -> Span:
+    def part(self, start: int, stop: int) -> TokenSpan:
         """Return the tokens from `start` to `stop` of the sequence."""
-        return Span(offset=self.offset + start - self.start, start=start, stop=stop)
+        return TokenSpan(offset=self.offset + start - self.start, start=start, stop=stop)
 
     @property
     def end(self) -> int:
@@ -40,8 +40,8 @@ class Span:
 class _Meeting:
     """Queries that see keys; `window` is set where its edge crosses the block."""
 
-    queries: Span
-    keys: Span
+    queries: TokenSpan
+    keys: TokenSpan
     causal: bool = False
     window: int | None = None
 
@@ -102,21 +102,24 @@ def positions_seeing(bounds: Sequence[int], owner: int, window: int) -> Iterator
                     yield min(later, last - later)
 
 
-def _spans(low: Segment, high: Segment, offset: int) -> list[Span]:
+def _spans(low: Segment, high: Segment, offset: int) -> list[TokenSpan]:
     middle = offset + low.num_tokens
-    spans = [Span(offset=offset, start=low.start, stop=low.stop), Span(offset=middle, start=high.start, stop=high.stop)]
+    spans = [
+        TokenSpan(offset=offset, start=low.start, stop=low.stop),
+        TokenSpan(offset=middle, start=high.start, stop=high.stop),
+    ]
     if low.stop == high.start:  # the innermost position holds two chunks side by side
         spans = [_joined(spans)]
     return [span for span in spans if span.stop > span.start]
 
 
-def _joined(spans: Sequence[Span]) -> Span:
+def _joined(spans: Sequence[TokenSpan]) -> TokenSpan:
     """Return neighbours in a shard as one span that starts where the first one does."""
     tokens = spans[-1].end - spans[0].offset
-    return Span(offset=spans[0].offset, start=spans[0].start, stop=spans[0].start + tokens)
+    return TokenSpan(offset=spans[0].offset, start=spans[0].start, stop=spans[0].start + tokens)
 
 
-def _whole_blocks(q_spans: Sequence[Span], kv_spans: Sequence[Span], *, own: bool) -> Iterator[_Meeting]:
+def _whole_blocks(q_spans: Sequence[TokenSpan], kv_spans: Sequence[TokenSpan], *, own: bool) -> Iterator[_Meeting]:
     if own:
         if q_spans:
             yield _Meeting(queries=_joined(q_spans), keys=_joined(q_spans), causal=True)
@@ -126,7 +129,7 @@ def _whole_blocks(q_spans: Sequence[Span], kv_spans: Sequence[Span], *, own: boo
             yield _Meeting(queries=_joined(seeing), keys=_joined(list(keys)))
 
 
-def _window_blocks(q_spans: Sequence[Span], kv_spans: Sequence[Span], window: int) -> Iterator[_Meeting]:
+def _window_blocks(q_spans: Sequence[TokenSpan], kv_spans: Sequence[TokenSpan], window: int) -> Iterator[_Meeting]:
     for queries in q_spans:
         for keys in kv_spans:
             if queries.start == keys.start and queries.stop == keys.stop:
@@ -137,7 +140,7 @@ def _window_blocks(q_spans: Sequence[Span], kv_spans: Sequence[Span], window: in
                 yield from _edge_block(queries, keys, window)
 
 
-def _diagonal_tiles(queries: Span, keys: Span, window: int) -> Iterator[_Meeting]:
+def _diagonal_tiles(queries: TokenSpan, keys: TokenSpan, window: int) -> Iterator[_Meeting]:
     tile = max(window, LEAST_TILE_TOKENS)
     for first in range(queries.start, queries.stop, tile):
         last = min(first + tile, queries.stop)
@@ -146,7 +149,7 @@ def _diagonal_tiles(queries: Span, keys: Span, window: int) -> Iterator[_Meeting
         yield _Meeting(queries=queries.part(first, last), keys=keys.part(oldest, last), causal=True, window=edge)
 
 
-def _edge_block(queries: Span, keys: Span, window: int) -> Iterator[_Meeting]:
+def _edge_block(queries: TokenSpan, keys: TokenSpan, window: int) -> Iterator[_Meeting]:
     """Trim to queries that see a key and keys that are seen; queries that see all of them are a block without edge.
 
     What is left has fewer queries than keys: flash kernels, whose windows count from the last key and reach no further

@@ -30,15 +30,12 @@ class Feature(StrEnum):
 
 
 REQUIRED = frozenset(map(Feature, KNOWN_FEATURES))  # must stand in `requires` of a plan that uses them
-ENGINE = frozenset(Feature) - {Feature.PIPELINE}
-ENGINE_DEVICES = 1  # of a rank: no tensor parallelism and no stages yet
+ENGINE = frozenset(Feature) - {Feature.PIPELINE}  # which it runs where ranks are stages
+ENGINE_DEVICES = 1  # of a rank that `simulate` calls trained: no tensor parallelism, and stages are ranks
 ENGINE_LOADERS = frozenset({"none", "local"})  # no loader service yet
 SIMULATOR = frozenset(Feature) - {Feature.SPEEDS}
 FIVE_COEFFICIENTS = frozenset(Feature) - {Feature.HEADS, Feature.OFFLOAD, Feature.SHARES}
 
-_INSTEAD = {
-    Feature.PIPELINE: "kind free or waves (all this version runs)",
-}
 _REPORTED = 10  # refusals in one message
 
 
@@ -99,17 +96,23 @@ def unpriced_error(where: str, features: Sequence[str]) -> PlanError:
     return PlanError(where, expected=expected, got=f"a plan with {', '.join(sorted(features))}", remedy=remedy)
 
 
-def refuse_unsupported(plan: Plan, *, num_heads: int | None = None) -> None:
+def refuse_unsupported(plan: Plan, *, num_heads: int | None = None, stages: int = 1, virtual: int = 1) -> None:
     """Raise PlanError, or Problems, for what the plan file can say but the engine cannot run.
 
-    `num_heads`: of the model's attention; only with them is known which splits of heads it allows.
+    `num_heads`: of the model's attention; only with them is known which splits of heads it allows. `stages`, `virtual`:
+    of the pipelines that the run's ranks make.
     """
     problems: list[LengthwiseError] = []
     problems += list(_impossible_splits(plan, num_heads or 0))[:_REPORTED]
-    for use in uses_beyond(plan, ENGINE)[:_REPORTED]:
-        where = "plan: schedule" if use.microbatch is None else f"plan: microbatch {use.microbatch}: {use.feature}"
-        expected, remedy = _INSTEAD[use.feature], "Plan again without it."
-        problems.append(PlanError(where, expected=expected, got=str(use.value), remedy=remedy))
+    schedule = plan.schedule
+    is_pipeline = schedule.get("kind") == Feature.PIPELINE
+    cut = (schedule.get("stages"), schedule.get("virtual")) if is_pipeline else (1, 1)
+    if cut != (stages, virtual) or is_pipeline != (stages > 1):
+        expected = "kind free or waves, for a run without `stages`"
+        if stages > 1:
+            expected = f"kind pipeline with stages {stages} and virtual {virtual}, as the run has them"
+        got, remedy = ", ".join(f"{key} {value}" for key, value in schedule.items()), "Plan again for these stages."
+        problems.append(PlanError("plan: schedule", expected=expected, got=got, remedy=remedy))
     raise_problems(problems)
 
 

@@ -56,7 +56,7 @@ def exchange_transfers(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class TokenRun:
     """Tokens `start` to `stop` of the shard of one position."""
 
     position: int
@@ -64,7 +64,7 @@ class Run:
     stop: int
 
 
-def group_runs(piece: Piece, lengths: Sequence[int], position: int) -> Iterator[Run]:
+def group_runs(piece: Piece, lengths: Sequence[int], position: int) -> Iterator[TokenRun]:
     """Yield, in the order in which a group attends to its tokens, where its positions hold them.
 
     `lengths` are of the piece's sequences; `position` is any one of the group.
@@ -76,8 +76,8 @@ def group_runs(piece: Piece, lengths: Sequence[int], position: int) -> Iterator[
         high = {each: 2 * piece.degree - 1 - each for each in group}
         lows = {each: bounds[each + 1] - bounds[each] for each in group}
         for each in group:
-            yield Run(position=each, start=offsets[each], stop=offsets[each] + lows[each])
+            yield TokenRun(position=each, start=offsets[each], stop=offsets[each] + lows[each])
         for each in reversed(group):
             start = offsets[each] + lows[each]
             offsets[each] = start + bounds[high[each] + 1] - bounds[high[each]]
-            yield Run(position=each, start=start, stop=offsets[each])
+            yield TokenRun(position=each, start=start, stop=offsets[each])

@@ -236,7 +236,6 @@ class MicrobatchProgram:
             yield index, self._forwardings[index], position // piece.heads, range(place, place + 1)
 
     def _transfers(self, index: int, moves: Iterator[Move], places: range) -> Iterator[Transfer]:
-        """Yield the transfers of moves along a ring, between ranks at the same place of their groups."""
         piece = self.microbatch.pieces[index]
         for move in moves:
             for place in places:
@@ -264,24 +263,30 @@ def lower_microbatch(plan: Plan, index: int) -> MicrobatchProgram:
     return MicrobatchProgram(index=index, microbatch=plan.microbatches[index], tokens=plan.tokens)
 
 
-def lower_plan(plan: Plan, rank: int, *, in_lock_step: bool = False) -> tuple[MicrobatchProgram, ...]:
+def lower_plan(plan: Plan, rank: int, *, ranks_in_step: int = 1) -> tuple[MicrobatchProgram, ...]:
     """Lower the microbatches that name `rank`, in the order in which it runs them.
 
-    in_lock_step: all microbatches, whether they name it or not; of a plan of kind `waves` only.
+    ranks_in_step: so many neighbouring ranks run all microbatches that name one of them; of a plan of kind `waves`,
+    where they are more than one.
     """
-    assert not in_lock_step or plan.schedule["kind"] == "waves", f"a plan in lock-step, got kind {plan.schedule}"
+    assert ranks_in_step == 1 or plan.schedule["kind"] == "waves", f"a plan in lock-step, got kind {plan.schedule}"
+    node = rank // ranks_in_step
     return tuple(
         lower_microbatch(plan, index)
         for index, microbatch in enumerate(plan.microbatches)
-        if in_lock_step or any(rank in piece.ranks for piece in microbatch.pieces)
+        if node in _nodes(microbatch, ranks_in_step)
     )
 
 
-def last_on_all_ranks(plan: Plan) -> frozenset[int]:
-    """List the microbatches after which none of their ranks has another one."""
-    ranks = [{rank for piece in each.pieces for rank in piece.ranks} for each in plan.microbatches]
-    last = {rank: index for index, those in enumerate(ranks) for rank in those}
-    return frozenset(index for index, those in enumerate(ranks) if all(last[rank] == index for rank in those))
+def last_on_all_ranks(plan: Plan, *, ranks_in_step: int = 1) -> frozenset[int]:
+    """List the microbatches after which none of the ranks that run them has another one (see `lower_plan`)."""
+    nodes = [_nodes(each, ranks_in_step) for each in plan.microbatches]
+    last = {node: index for index, those in enumerate(nodes) for node in those}
+    return frozenset(index for index, those in enumerate(nodes) if all(last[node] == index for node in those))
+
+
+def _nodes(microbatch: Microbatch, ranks: int) -> set[int]:
+    return {rank // ranks for piece in microbatch.pieces for rank in piece.ranks}
 
 
 def all_end_alone(plan: Plan, *, first: Collection[int] = ()) -> bool:

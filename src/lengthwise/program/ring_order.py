@@ -2,14 +2,22 @@
 
 A ring is an interval of the line of ranks, visited evens upward and odds downward, by the parity of the rank itself:
 1..4 as 2, 4, 3, 1. Messages go two ranks up or down the line, at its two ends one: the few connections can be made
-once, at the start. Ranks that split heads are neighbours, and it is their groups that are visited so.
+once, at the start. Ranks that split heads are neighbours, and it is their groups that are visited so: they also reach
+their own ranks, and rings over them as far as two groups. A step whose plan has such edges connects what it needs for
+the first time, in one grouped call before its first round; all ranks have the plan, so both ends of an edge know of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from lengthwise.core.plan import Microbatch, Piece
+
+if TYPE_CHECKING:
+    from lengthwise.program.lower import MicrobatchProgram
+
+_LINE = 2  # the farthest that a ring in the order of the line reaches
 
 
 def ring_order(first: int, degree: int, heads: int = 1) -> tuple[int, ...]:
@@ -39,3 +47,21 @@ def interval_microbatch(
     ranks = ring_order(first, degree)
     weights = None if shares is None else tuple(shares[rank - first] for rank in ranks)
     return Microbatch(pieces=(Piece(ranks=ranks, sequences=tuple(sequences), shares=weights),))
+
+
+def line_peers(rank: int, ranks: int) -> tuple[int, ...]:
+    """List the ranks at distance 1 and 2 on the line of ranks."""
+    return tuple(peer for peer in range(max(0, rank - _LINE), min(ranks, rank + _LINE + 1)) if peer != rank)
+
+
+def head_peers(programs: Iterable[MicrobatchProgram], rank: int) -> tuple[int, ...]:
+    """List the ranks farther away that `rank` talks to in pieces that split heads, ascending."""
+    peers: set[int] = set()
+    for program in programs:
+        for _, piece, position in program.pieces_of(rank):
+            if piece.heads > 1:
+                first = position - position % piece.heads
+                near = [first + place for place in range(piece.heads)]
+                near += [(position + step) % piece.degree for step in (-piece.heads, piece.heads)]
+                peers.update(piece.ranks[each] for each in near)
+    return tuple(sorted(peer for peer in peers if abs(peer - rank) > _LINE))

@@ -17,11 +17,11 @@ from lengthwise.comm import World
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import ConfigError, PlanError, RankError, TransferError
 from lengthwise.core.faults import only_of_first_start
+from lengthwise.core.files import read_plan_text
+from lengthwise.core.packages import check_trackers
 from lengthwise.core.plan import Plan
-from lengthwise.core.plan_file import read_plan_text
 from lengthwise.core.sizes import read_whole
-from lengthwise.core.tracker_packages import check_trackers
-from lengthwise.program import check_plan, refuse_unsupported
+from lengthwise.program import check_plan
 from lengthwise.run.best import read_best
 from lengthwise.run.callbacks import Callback, call_back
 from lengthwise.run.check import Check, part_of_batch, whole_batch
@@ -195,17 +195,17 @@ def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
         raise PlanError(str(path), expected="a plan file", got=str(error), remedy="Give another plan file.") from None
     plan = Plan.from_json(text, str(path))
     check_plan(plan)
-    refuse_unsupported(plan, num_heads=job.num_heads)
+    job.refuse_plan(plan)
     if job.shard != "zero1" and plan.schedule["kind"] != "waves":
-        where, remedy = str(path), "Plan it with `--mode waves`, or take `parallel` out of the run file."
+        where, remedy = str(path), "Plan it with `--mode waves`, or take `shard` out of the run file."
         expected, got = f"a plan of kind waves, for `shard: {job.shard}`", str(plan.schedule["kind"])
         raise PlanError(where, expected=expected, got=got, remedy=remedy)
     if job.config.offload is None and any(each.offload for each in plan.microbatches):
         remedy = "Add `offload` to the run file: {store: disk, path: /scratch}."
         raise PlanError(str(path), expected="a plan without offload, or a place for it", got="none", remedy=remedy)
-    if plan.ranks != job.ranks or plan.tokens != lengths:
+    if plan.ranks != job.replicas or plan.tokens != lengths:
         where = str(path)
-        expected = f"a plan for {job.ranks} ranks and the first batch's lengths {list(lengths[:8])}..."
+        expected = f"a plan for {job.replicas} ranks and the first batch's lengths {list(lengths[:8])}..."
         got = f"{plan.ranks} ranks and {list(plan.tokens[:8])}..."
         raise PlanError(where, expected=expected, got=got, remedy="Make it from the lengths of the first global batch.")
     return plan

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lengthwise.config.problems import shown
-from lengthwise.core.disk import read_plain
 from lengthwise.core.errors import LengthwiseError, OutputError
-from lengthwise.core.strict_json import parse_json
+from lengthwise.core.files import parse_json, read_plain
 from lengthwise.run.folder import BEST, previous_of, unfinished_of, whole_folder, writing
 
 NOTE = "evaluation.json"

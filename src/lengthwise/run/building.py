@@ -9,13 +9,19 @@ from typing import Any
 
 import torch
 
-from lengthwise.comm import Transport, World, agree, join
+from lengthwise.comm import Mesh, Transport, World, agree, join
 from lengthwise.config import dump_config
+from lengthwise.cost import shape_from_config
+from lengthwise.cost.analytic import layer_flops
 from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.pipeline import Pipeline
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.sharded import ShardedParameters
-from lengthwise.models import DTYPES, build_adapted, compute_so, wrapped_layers
+from lengthwise.engine.stage_parameters import StageParameters
+from lengthwise.models import DTYPES, ModelStage, build_adapted, compute_so, wrapped_layers
 from lengthwise.models.own_rows import OwnRows, own_rows
+from lengthwise.models.stages import check_no_dropout
+from lengthwise.program.stage_program import cut_layers
 from lengthwise.run.job import Job
 from lengthwise.session.engine import Engine
 from lengthwise.session.source import StepPlanner
@@ -51,22 +57,31 @@ def build_trained(
 ) -> tuple[Any, Parameters]:
     """Build the job's model and take rank 0's parameters and buffers over, which alone reads weights. Collective.
 
-    Under `shard: zero3` every rank reads its own rows, where the files have the model's parameters one by one.
+    Where parameters are sharded every rank reads its own rows, where the files have the model's parameters one by one.
 
     `say` hears how the model computes. `draws_both`: as for `build_adapted`.
     """
     dtype, overlap = DTYPES[job.config.precision], job.config.overlap
     transport.phase = "start, taking the model of rank 0 in"
     build = partial(build_adapted, job.model, job.config.lora, seed=job.config.seed, draws_both=draws_both)
+    if job.config.stages > 1:
+        return _build_stage(job, world, transport, build, say)
     model: Any = build(stored=job.shard == "zero1" and transport.rank == 0)
     rows = None if job.shard == "zero1" else _own_rows(job, model, transport)
     if job.shard != "zero1" and rows is None and transport.rank == 0:
         model = build(stored=True)
     compute_so(model, job.computing, world.device, dtype=dtype, say=say)
     layers = wrapped_layers(model)
-    if job.shard == "zero3":
-        read = None if rows is None else rows.read
-        return model, ShardedParameters(model, transport, dtype=dtype, device=world.device, layers=layers, read=read)
+    if job.shard != "zero1":
+        return model, ShardedParameters(
+            model,
+            transport,
+            dtype=dtype,
+            device=world.device,
+            layers=layers,
+            read=None if rows is None else rows.read,
+            ranks_per_node=job.config.ranks_in_step(job.ranks),
+        )
     parameters = FlatParameters(
         model,
         transport,
@@ -76,6 +91,35 @@ def build_trained(
         overlaps=world.device.type == "cuda" if overlap is None else overlap,
     )
     return model, parameters
+
+
+def _build_stage(
+    job: Job, world: World, transport: Transport, build: Callable[..., Any], say: Callable[[str], None] | None
+) -> tuple[Any, StageParameters]:
+    """Build a stage of the job's model; the ranks of replica 0 read its weights.
+
+    Where the files do not have the model's parameters one by one, they read or draw the whole model.
+    """
+    config, dtype = job.config, DTYPES[job.config.precision]
+    mesh = Mesh(transport, config.stages)
+    model = build(stored=False)
+    rows = _own_rows(job, model, transport)
+    if rows is None and mesh.replica == 0:
+        model = build(stored=True)
+    compute_so(model, job.computing, world.device, dtype=dtype, say=say)
+    shape = shape_from_config(job.model.config.to_dict())
+    layer, head = layer_flops(shape, job.dataset.lengths[job.dataset.ids].tolist())
+    chunks = cut_layers([layer] * job.model.config.num_hidden_layers, config.stages * config.virtual, last_seconds=head)
+    check_no_dropout(model)
+    stage = ModelStage(model, chunks, stages=config.stages, stage=mesh.stage)
+    if rows is not None and mesh.replica == 0:
+        stage.read_weights(rows)
+    if say is not None:
+        of_stage = [chunks[each :: config.stages] for each in range(config.stages)]
+        cut = "; ".join(", ".join(f"{chunk.start} to {chunk.stop - 1}" for chunk in each) for each in of_stage)
+        say(f"stages: {config.stages} of {mesh.num_replicas} replicas, with layers {cut}")
+    overlaps = world.device.type == "cuda" if config.overlap is None else config.overlap
+    return model, StageParameters(stage, mesh, dtype=dtype, device=world.device, overlaps=overlaps)
 
 
 def engine_of(
@@ -100,6 +144,9 @@ def engine_of(
         seed=job.config.seed,
         offload=job.config.offload,
         parameters=parameters,
+        pipeline=Pipeline(stage=parameters.stage, mesh=parameters.mesh, virtual=job.config.virtual)
+        if isinstance(parameters, StageParameters)
+        else None,
     )
 
 

@@ -23,7 +23,7 @@ from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.engine.batch import StepBatch
 from lengthwise.models import check_recompute, count_parameters
 from lengthwise.planner import PACKED_DP
-from lengthwise.program import check_plan, refuse_unsupported
+from lengthwise.program import check_plan
 from lengthwise.run.job import Job
 
 SECONDS = 60.0  # that a part should take, about
@@ -57,12 +57,12 @@ def part_of_batch(job: Job) -> Check:
     rows = _few(first)
     lengths = [int(job.dataset.lengths[each]) for each in rows]
     longest, held = lengths[0], max(job.capacities.values())
-    while longest > _LEAST * job.ranks:
+    while longest > _LEAST * job.replicas:
         if _seconds(job, [*_cut(lengths, longest, longest // 4), longest, longest]) <= SECONDS:  # two may be added
             break
         longest //= 2
-    cuts = job.ranks > 1 and job.config.planner != PACKED_DP
-    capacity = min(held, max(3 * longest // 4, -(-longest // job.ranks) + 1) if cuts else longest)
+    cuts = job.replicas > 1 and job.config.planner != PACKED_DP
+    capacity = min(held, max(3 * longest // 4, -(-longest // job.replicas) + 1) if cuts else longest)
     is_cut = longest < lengths[0]
     lengths = _cut(lengths, longest, min(longest // 4 if is_cut else longest, capacity // 2))
     part = _with_rows(job, rows, lengths, capacity)
@@ -152,7 +152,7 @@ def _with_all_ways(job: Job, plan: Plan) -> tuple[Plan, list[str]]:
         said.append(f"offload {_OFFLOADED:g}")
     changed = replace(plan, microbatches=tuple(found))
     check_plan(changed)
-    refuse_unsupported(changed, num_heads=job.num_heads)
+    job.refuse_plan(changed)
     return changed, said
 
 

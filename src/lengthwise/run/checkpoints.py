@@ -32,7 +32,8 @@ from lengthwise.core import __version__
 from lengthwise.core.errors import LengthwiseError, OutputError
 from lengthwise.core.faults import fault
 from lengthwise.engine.optimizer import ShardedOptimizer
-from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters
+from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters, SavedParameters
+from lengthwise.engine.stage_parameters import StageParameters
 from lengthwise.run.resume import FOLDER, Resume, run_settings
 
 IDLE, WRITTEN, WRITING, FAILED = 0.0, 1.0, 2.0, 3.0
@@ -53,6 +54,13 @@ class Checkpoints:
         note: Callable[[str], None],
     ) -> None:
         self._config, self._transport, self._parameters, self._optimizer = config, transport, parameters, optimizer
+        self._saved = (
+            parameters.saved
+            if isinstance(parameters, StageParameters)
+            else SavedParameters(
+                layout=parameters.layout, names=parameters.names, shapes=parameters.shapes, rank=transport.rank
+            )
+        )
         self._asked, self._note, self._data = config.checkpoint, note, data
         self._folder = CheckpointFolder(config.output / FOLDER)
         self._step = self._failures = 0  # the step of the one under way; failures in a row
@@ -156,7 +164,7 @@ class Checkpoints:
             self._error = f"{type(error).__name__}: {error}"
 
     def _commit(self) -> None:
-        parameters, ranks = self._parameters, self._transport.world_size
+        saved, ranks = self._saved, self._transport.world_size
         files = take_digests(self._folder.unfinished(self._step), ranks)
         fault("checkpoint-manifest", 0, self._step)
         self._folder.commit(
@@ -164,14 +172,16 @@ class Checkpoints:
                 version=__version__,
                 step=self._step,
                 ranks=ranks,
-                dtype=_name(parameters),  # pyright: ignore[reportArgumentType]
+                dtype=_name(self._parameters),  # pyright: ignore[reportArgumentType]
                 first_loss=self._losses[0],
                 loss=self._losses[1],
                 skipped=self._skipped,
                 run=run_settings(self._config),
                 data=self._data(),
-                borders=parameters.layout.borders,
-                parameters=parameters_of(parameters.layout, list(parameters.names), list(parameters.shapes)),
+                borders=saved.layout.borders,
+                ranks_per_node=saved.layout.ranks_per_node,
+                stage_buckets=saved.layout.stage_buckets,
+                parameters=parameters_of(saved.layout, list(saved.names), list(saved.shapes)),
                 files=files,
             )
         )
@@ -194,7 +204,7 @@ class Checkpoints:
         """
         transport, manifest, parameters = self._transport, resume.manifest, self._parameters
         transport.phase = "reading the checkpoint"
-        wrong = differences(manifest, parameters.names, parameters.shapes, _name(parameters))
+        wrong = differences(manifest, self._saved.names, self._saved.shapes, _name(parameters))
         other_data = manifest.data != self._data()
         if other_data and not resume.accepts_changes:
             wrong.append("it was trained on other data")
@@ -209,7 +219,7 @@ class Checkpoints:
         if told:
             remedy = "Remove this checkpoint: {resume|resuming} then takes the one before."
             raise OutputError(str(resume.folder), expected="the files that were written", got=told[0], remedy=remedy)
-        read_state(resume.folder, manifest, layout, names, transport.rank, self._state())
+        read_state(resume.folder, manifest, layout, names, self._saved.rank, self._state())
         self._optimizer.go_on_from(manifest.step - manifest.skipped)
         parameters.publish()
         parameters.published()

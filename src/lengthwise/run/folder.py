@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from math import inf
 from pathlib import Path
 from typing import TextIO
 
@@ -25,12 +24,9 @@ from safetensors import SafetensorError
 from lengthwise.checkpoint import CheckpointFolder
 from lengthwise.config import RunConfig, dump_config
 from lengthwise.config.problems import shown
-from lengthwise.core.disk import make_readable, read_plain, sync
 from lengthwise.core.errors import OutputError, WriteError
-from lengthwise.core.locks import owner_name, try_lock
+from lengthwise.core.files import compress_plan, make_readable, owner_name, parse_json, read_plain, sync, try_lock
 from lengthwise.core.measurements import Measurements
-from lengthwise.core.plan_file import compress_plan
-from lengthwise.core.strict_json import parse_json
 from lengthwise.run.callbacks import Callback
 from lengthwise.run.metrics import EvalMetrics, FinishedStep, NotFinite
 from lengthwise.run.resume import FOLDER as CHECKPOINTS
@@ -49,6 +45,7 @@ _LINES = ("metrics.jsonl", _LEDGER, _OLD_LEDGER, "eval.jsonl", "not_finite.jsonl
 _FILES = (CONFIG, _AGENT, "measurements.json", *_LINES)
 _LOCK = "run.lock"
 _PLAN = re.compile(r"step-([0-9]{6,18})\.json\.gz")
+_MOST_LOG_BYTES = 400e6
 _BLOCK_BYTES = 4096  # that a file takes at least
 _RANKS_END_SECONDS = 10.0  # of a launcher that was killed
 
@@ -61,7 +58,7 @@ class RunFolder(Callback):
     """
 
     def __init__(
-        self, path: Path, note: Callable[[str], None] = lambda _line: None, *, most_log_bytes: float = inf
+        self, path: Path, note: Callable[[str], None] = lambda _line: None, *, most_log_bytes: float = _MOST_LOG_BYTES
     ) -> None:
         self.path, self._note = path, note
         self._writes = Writes(path, note)

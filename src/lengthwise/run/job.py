@@ -43,6 +43,7 @@ from lengthwise.run.caching import data_cache
 from lengthwise.run.defaults import settle
 from lengthwise.run.launch import threads_of_each
 from lengthwise.run.resume import Resume
+from lengthwise.run.stages import check_cut, check_ranks
 
 _UNMEASURED_TOKENS = 4096
 MEASURING_SECONDS = 8.0  # that measuring before the first step takes, about
@@ -75,6 +76,11 @@ class Job:
     measured_capacities: Capacities | None = None
     resume: Resume | None = None
     chosen: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def replicas(self) -> int:
+        """Over how many ranks a plan cuts sequences: each is a pipeline of `stages` ranks."""
+        return self.ranks // self.config.stages
 
     def batches(self, *, after: int = 0) -> Iterator[StepBatch]:
         """Yield the global batches of the run, in order, those of the first `after` steps left out."""
@@ -131,7 +137,7 @@ class Job:
             return self.measured_capacities.plain
         kind, tokens = self.config.recompute, self.config.capacity_tokens
         if tokens == "auto":
-            tokens = max(_UNMEASURED_TOKENS, -(-self.longest_tokens // self.ranks))
+            tokens = max(_UNMEASURED_TOKENS, -(-self.longest_tokens // self.replicas))
         return {"none" if kind == "auto" else kind: tokens}
 
     def with_capacities(self, capacities: Capacities) -> Job:
@@ -161,7 +167,8 @@ class Job:
         device = _ANY_GPU if self.gpus else "cpu"  # not this rank's own: ranks may have different ones
         is_long = self._seconds_of_a_step(device) * self.num_steps > _MEASURED_RUN * MEASURING_SECONDS
         asked = self.config.measurements
-        if self.shard != "zero1":  # some measurements are of a few ranks, which alone would wait for the others
+        # Some measurements are of a few ranks, which alone would wait for the others; and all are of whole models.
+        if self.shard != "zero1" or self.config.stages > 1:
             return False
         return asked == MEASURE_AT_START or (asked is None and is_long)
 
@@ -186,8 +193,11 @@ class Job:
 
     @property
     def shard(self) -> str:
-        """How parameters lie over the ranks (see `ParallelConfig`)."""
-        return self.config.parallel.on(self.ranks)
+        """How parameters lie over the ranks: zero1, zero3 or hybrid; on one node the last two are the same."""
+        within = self.config.ranks_in_step(self.ranks)
+        if within == self.ranks:
+            return "zero1" if self.ranks == 1 else "zero3"
+        return "hybrid" if self.config.shard == "hybrid" else "zero1"
 
     @property
     def hardware(self) -> str:
@@ -206,15 +216,18 @@ class Job:
         """What plans the steps of this run."""
         config, shape = self.config, shape_from_config(self.model.config.to_dict())
         ratio = config.offload.ratio if config.offload else "off"
+        stages = config.stages
         return StepPlanning(
-            ranks=self.ranks,
+            ranks=self.replicas,
             cost=self.measured_cost
-            or base_cost(shape, self.hardware, precision=config.precision, adapters=self.adapters),
+            or base_cost(shape, self.hardware, precision=config.precision, adapters=self.adapters, stages=stages),
             capacities=self.capacities,
             measured=self.measured_capacities,
             options=PlanOptions(
                 planner=config.planner,
-                mode=config.parallel.plan_mode(self.ranks),
+                mode="pipeline" if stages > 1 else config.plan_mode(self.ranks),
+                stages=stages if stages > 1 else None,
+                virtual=config.virtual if stages > 1 else None,
                 layers=self.model.config.num_hidden_layers,
                 context_tokens=int(self.dataset.lengths.max()),
                 offload=ratio if isinstance(ratio, str) else "off",
@@ -223,10 +236,15 @@ class Job:
             offload_ratio=None if isinstance(ratio, str) else ratio,
         )
 
+    def refuse_plan(self, plan: Plan) -> None:
+        """Raise PlanError, or Problems, for a plan that the ranks of this run cannot run."""
+        config = self.config
+        refuse_unsupported(plan, num_heads=self.num_heads, stages=config.stages, virtual=config.virtual)
+
     def make_plan(self, lengths: Sequence[int]) -> Plan:
         """Plan one step here and now, and check the plan before anyone runs it."""
         plan = self.planning.plan(lengths)
-        refuse_unsupported(plan, num_heads=self.num_heads)
+        self.refuse_plan(plan)
         return plan
 
 
@@ -269,9 +287,11 @@ def prepare_job(
     eval_dataset = read(config.eval.data, "eval.data") if config.eval and config.eval.data else None
     positions = position_limit(model.config) if model else None
     capacity, cuts = config.capacity_tokens, config.planner != PACKED_DP
+    attempt(lambda: check_ranks(config, ranks))
+    sizes = {"ranks": max(1, ranks // config.stages), "stages": config.stages}
     for each in filter(None, (dataset, eval_dataset)):
         if capacity != "auto" and config.offload is None:
-            attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=capacity, cuts=cuts))
+            attempt(lambda each=each: check_fits(each, **sizes, capacity_tokens=capacity, cuts=cuts))
         if positions is not None:
             attempt(lambda each=each: check_positions(each, positions=positions))
     if dataset is not None:
@@ -316,7 +336,7 @@ def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *,
     attempt(lambda: check_model_config(model.config))
     if len(collector.problems) == refused:
         parameters = attempt(lambda: check_buildable(model.config))
-        if not (gpus and model.weights and config.parallel.shard != "zero1"):  # ranks read their own rows of them
+        if not (gpus and model.weights and config.shard != "zero1"):  # ranks read their own rows of them
             attempt(lambda: check_room(model, parameters or 0))
     if len(collector.problems) > refused:
         return None
@@ -326,6 +346,8 @@ def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *,
     dtype = DTYPES[config.precision]
     attempt(lambda: check_computing(model.config, _computing(config), dtype=dtype, on_gpus=gpus > 0))
     attempt(lambda: _check_heads(config, model))
+    if config.stages > 1:
+        attempt(lambda: check_cut(config, model))
     attempt(lambda: check_offload(config.offload, model.config.num_hidden_layers, on_gpus=gpus > 0))
     return attempt(lambda: check_lora(model, config.lora))
 

@@ -48,11 +48,7 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
     with ExitStack() as stack:
         process = None if world.rank else stack.enter_context(PlannerProcess(forks=world.rendezvous is not None))
         planner = None if process is None else partial(pricing.plan, process)
-        folder = RunFolder(
-            job.config.output,
-            lambda line: call_back(callbacks, "on_note", line),
-            most_log_bytes=job.config.most_log_mb * 1e6,
-        )
+        folder = RunFolder(job.config.output, lambda line: call_back(callbacks, "on_note", line))
         hearing = () if world.rank else (folder, *callbacks)
         say, show = partial(call_back, hearing, "on_note"), partial(call_back, hearing, "on_phase")
 
@@ -130,7 +126,7 @@ class _Loop:
             first_loss=done.first_loss or 0.0,
             last_loss=done.loss,
             metrics=done.metrics,
-            parameters=sum(parameter.numel() for parameter in self._engine.model.parameters()),
+            parameters=self._engine.num_parameters,
             stopped_by=done.stopped_by,
             folder=rank.folder.path,
             skipped=rank.finite.skipped,
@@ -154,7 +150,8 @@ class _Loop:
             self._evaluation.start()
             if rank.pricing.measurements is not None:
                 rank.folder.keep_measurements(rank.pricing.measurements)
-        if job.config.memory_check if job.config.memory_check is not None else job.gpus > 0:
+        checks = job.gpus > 0 if job.config.memory_check is None else job.config.memory_check
+        if checks and job.config.stages == 1:
             self._transport.phase = "memory check before the first step"
             engine = self._engine
             said = check_memory(engine.model, rank.parameters, job, engine.kernel(engine.dtype))

@@ -38,7 +38,7 @@ class Pricing:
     def __init__(self, job: Job, *, corrects: bool) -> None:
         self._job, self._corrects = job, corrects
         self._start = self.cost = job.planning.cost
-        self._end_seconds = {self.cost.version: self.cost.step_end_seconds(job.ranks)}
+        self._end_seconds = {self.cost.version: self.cost.step_end_seconds(job.replicas)}
         self._steps: list[RanStep] = []
         self._corrections, self._said_speeds = 0, False
         self.speeds: tuple[float, ...] | None = None
@@ -107,7 +107,7 @@ class Pricing:
         return _unequal(self.speeds, self._job.planning.options)
 
     def _take(self, cost: Cost) -> None:
-        self.cost, self._end_seconds[cost.version] = cost, cost.step_end_seconds(self._job.ranks)
+        self.cost, self._end_seconds[cost.version] = cost, cost.step_end_seconds(self._job.replicas)
         if len(self._end_seconds) > _VERSIONS:
             del self._end_seconds[next(iter(self._end_seconds))]
 

@@ -26,9 +26,20 @@ MODEL = "model"  # of a run that has ended, in its output
 # Settings that may differ when a run goes on: they change where, when and how fast, not what is trained.
 FREE_SETTINGS = frozenset(
     (
-        *("capacity_tokens", "planner", "parallel", "recompute", "offload", "heads", "measurements"),
+        *(
+            "capacity_tokens",
+            "planner",
+            "shard",
+            "ranks_per_node",
+            "stages",
+            "virtual",
+            "recompute",
+            "offload",
+            "heads",
+        ),
+        "measurements",
         *("attention", "compile", "fused_layers", "experts", "loss", "overlap", "device", "memory_check"),
-        *("eval", "checkpoint", "save", "output", "not_finite", "most_log_mb", "report_to"),
+        *("eval", "checkpoint", "save", "output", "not_finite", "report_to"),
     )
 )
 
@@ -118,7 +129,8 @@ def find_resume(config: RunConfig, *, accept_changes: bool = False) -> Resume:
 def _states(optimizer: object) -> str:
     """Name an optimizer of a run's settings, and what it keeps of each entry."""
     try:
-        config = OptimizerConfig.model_validate(optimizer)
+        known = optimizer if isinstance(optimizer, Mapping) else {}
+        config = OptimizerConfig.model_validate({k: v for k, v in known.items() if v is not None})
     except ValidationError:
         return f"an optimizer that is not known, {optimizer}"
     return f"{config.name} ({', '.join(states_of(config)) or 'none'})"

@@ -100,8 +100,8 @@ def set_up(
         say(job.hardware_note)
     if "shard" in job.chosen and (job.gpus or job.shard != "zero1"):
         say(job.chosen["shard"])
-    if isinstance(config.heads, int) and config.heads > job.ranks:
-        say(f"heads: {config.heads} has no effect on {job.ranks} ranks")
+    if isinstance(config.heads, int) and config.heads > job.replicas:
+        say(f"heads: {config.heads} has no effect on {job.replicas} ranks")
     engine, parameters, optimizer = _build(job, world, transport, planner, say)
     checkpoints = Checkpoints(
         config, transport, parameters, optimizer, data=lambda: job.dataset.digest().hex(), note=say

@@ -1,4 +1,4 @@
-"""`parallel: {shard: auto}` of a run file, before any process starts: the layout that this model and machine allow."""
+"""`shard` of a run file, before any process starts: the layout that this model and machine allow."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 
 from lengthwise.comm import world_from_environment
 from lengthwise.config import MEASURE_AT_START, RunConfig
-from lengthwise.config.sections import ParallelConfig
-from lengthwise.cost import DTYPE_BYTES, StepMemory, choose_shard, shape_from_config, wanted_tokens
+from lengthwise.cost import DTYPE_BYTES, StepMemory, choose_shard, ranks_of_node, shape_from_config, wanted_tokens
 from lengthwise.engine.memory import free_bytes
 from lengthwise.engine.optimizer import states_of
 from lengthwise.models.load import count_parameters
@@ -23,10 +22,16 @@ def settle_shard(job: Job) -> Job:
 
     Raises:
         MemoryShortage: the model fits under no layout.
-        ConfigError: rank 0 cannot read it whole.
+        ConfigError: rank 0 cannot read it whole; or nodes do not divide the ranks.
     """
     config, model = job.config, job.model
-    if config.parallel.shard != "auto":
+    node = ranks_of_node(config.ranks_per_node, _ranks_here(job), job.ranks, is_asked=config.shard == "hybrid")
+    if config.shard == "hybrid":
+        if node == job.ranks:
+            note = "shard hybrid: all ranks are on one node, where it is zero3"
+            job = replace(job, chosen={**job.chosen, "shard": note})
+        return replace(job, config=config.model_copy(update={"ranks_per_node": node}))
+    if config.shard != "auto" or config.stages > 1:  # stages have zero1 alone
         return job
     parameters = count_parameters(model.config)
     memory = StepMemory(
@@ -35,6 +40,7 @@ def settle_shard(job: Job) -> Job:
         parameters=parameters + (job.adapters or 0),
         trained=job.adapters,
         ranks=job.ranks,
+        ranks_per_node=node,
         logits_at_once=job.logits_at_once,
         states=len(states_of(config.optimizer)),
         ties=bool(getattr(model.config, "tie_word_embeddings", False)),
@@ -54,7 +60,8 @@ def settle_shard(job: Job) -> Job:
     )
     if choice.shard == "zero1" and job.gpus and model.weights:
         check_room(model, parameters)
-    settled = config.model_copy(update={"parallel": ParallelConfig(shard=choice.shard)})
+    within = node if choice.shard == "hybrid" else None
+    settled = config.model_copy(update={"shard": choice.shard, "ranks_per_node": within})
     return replace(job, config=settled, chosen={**job.chosen, "shard": f"shard {choice.shard}: {choice.why}"})
 
 
@@ -67,10 +74,14 @@ def _keeps_whole(config: RunConfig) -> str | None:
     return f"measurements: {MEASURE_AT_START}" if config.measurements == MEASURE_AT_START else None
 
 
+def _ranks_here(job: Job) -> int:
+    world = world_from_environment()
+    return job.ranks if world is None else world.local_size
+
+
 def _bytes_of_a_rank(job: Job) -> float | None:
     """Return the memory for a rank: of its GPU all, without one its share of what is free here; None: not known."""
-    world = world_from_environment()
-    here = job.ranks if world is None else world.local_size
+    here = _ranks_here(job)
     if not job.gpus:
         return free_bytes(torch.device("cpu"), here) or None
     found = device_bytes()

@@ -205,7 +205,8 @@ def _run_plan(
         for values in parameters.read_by_forward():
             values.copy_(values.to(rounds_to))
     planned = PlannedStep(batch=batch, plan=plan, plan_seconds=0.0)
-    with keep_double(dtype), _summing(model, asked=dtype == torch.bfloat16 and job.shard == "zero1") as own:
+    is_whole = job.shard == "zero1" and job.config.stages == 1
+    with keep_double(dtype), _summing(model, asked=dtype == torch.bfloat16 and is_whole) as own:
         work = engine.run(planned, "verify", step=ANY_KEY.step, train=True)
     engine.close()
     transport.phase = "verify, gathering gradients"
@@ -243,12 +244,12 @@ def _summing(model: nn.Module, *, asked: bool) -> Iterator[dict[str, Tensor]]:
 def _how_to_cut(job: Job, batch: StepBatch) -> str:
     """Say how a sequence of this batch is cut, else of the data; every sequence must still fit all ranks together."""
     longest = max(batch.lengths)
-    if job.ranks == 1:
-        return "Give --ranks 2 or more."
-    if longest < job.ranks:
+    if job.replicas == 1:
+        return f"Give --ranks {2 * job.config.stages} or more."
+    if longest < job.replicas:
         return f"Give data with longer sequences: the longest of this batch has {longest} tokens."
     name = job.dataset.name(batch.ids[batch.lengths.index(longest)])
-    capacity = max(3 * longest // 4, -(-job.longest_tokens // job.ranks) + 1)  # + 1: ranks get whole chunks
+    capacity = max(3 * longest // 4, -(-job.longest_tokens // job.replicas) + 1)  # + 1: ranks get whole chunks
     if capacity < longest:
         return f"To cut {name}, of {longest} tokens, add --set planner=lengthwise capacity_tokens={capacity}"
     return (

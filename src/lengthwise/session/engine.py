@@ -21,6 +21,7 @@ from lengthwise.engine.activations import Offloading, start_offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.objective import NextToken, Objective
 from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.pipeline import Pipeline, run_stage
 from lengthwise.engine.small_pass import Casting
 from lengthwise.engine.step import RankResult, run_plan
 from lengthwise.models import Computing, DropoutKey, choose_model_kernel
@@ -38,6 +39,7 @@ class Engine:
     autocast: of mixed precision; None: that of a surrounding torch.autocast, if any. logits_at_once: that the next
     token's loss makes; None: all. seed: of dropout. offload: of
     activations, as in a run file. parameters: that take the gradients, once they are there; None: nothing trains.
+    pipeline: of which this rank is a stage; None: it has the whole model.
     """
 
     model: nn.Module
@@ -53,6 +55,7 @@ class Engine:
     seed: int = 0
     offload: OffloadConfig | None = None
     parameters: Parameters | None = None
+    pipeline: Pipeline | None = None
     _offloading: Offloading | None = field(default=None, init=False)
     _kernels: dict[torch.dtype, BlockKernel] = field(default_factory=dict, init=False)
 
@@ -69,7 +72,16 @@ class Engine:
             self.transport,
             timeout_seconds=self.timeout_seconds,
             num_heads=self.num_heads,
+            stages=self.pipeline.stages if self.pipeline is not None else 1,
+            virtual=self.pipeline.virtual if self.pipeline is not None else 1,
         )
+
+    @property
+    def num_parameters(self) -> int:
+        """Count the parameters of the whole model."""
+        if self.pipeline is not None:
+            return self.pipeline.stage.num_parameters
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
     def run(
         self,
@@ -94,6 +106,18 @@ class Engine:
         self.start_offloading()
         # Only forwards are cast, by the objective: backward follows what they did.
         with self.attending(), torch.autocast(kind, enabled=False):
+            if self.pipeline is not None:
+                return run_stage(
+                    self.pipeline.stage,
+                    planned.plan,
+                    batch,
+                    self.pipeline.mesh,
+                    kernel,
+                    name=name,
+                    train=train,
+                    objective=objective,
+                    parameters=self.parameters,
+                )
             return run_plan(
                 self.model,
                 planned.plan,

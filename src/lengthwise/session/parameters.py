@@ -24,20 +24,23 @@ def take_over(
     transport: Transport,
     *,
     shard: str,
+    ranks_in_step: int,
     dtype: torch.dtype,
     device: torch.device,
     closing: ExitStack,
 ) -> tuple[Parameters | None, ShardedInPlace | None]:
     """Give all ranks the values of rank 0; return the parameters, if they are cut, and their optimizer. Collective.
 
-    shard: zero1 or zero3. closing: what ends with the session.
+    shard, ranks_in_step: as `shard_of` returns them. closing: what ends with the session.
     """
     inner = hugging_face_model(model)
     updates = None if optimizer is None else ShardedInPlace(optimizer, inner)  # reads the parameters that there were
     options: dict[str, Any] = {"dtype": dtype, "device": device, "layers": wrapped_layers(inner), "keeps_frozen": True}
     parameters: Parameters
-    if shard == "zero3":
-        parameters = ShardedParameters(inner, transport, trains=updates is not None, **options)
+    if shard != "zero1":
+        parameters = ShardedParameters(
+            inner, transport, trains=updates is not None, ranks_per_node=ranks_in_step, **options
+        )
     elif updates is None:
         share_values(inner, transport, inner.parameters(), dtype=None, device=device)
         return None, None

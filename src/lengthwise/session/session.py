@@ -57,8 +57,9 @@ class Session:
             values of rank 0.
         optimizer: one that computes each entry by itself, over all trainable parameters; None: the session evaluates.
         capacity_tokens: maximum tokens of a rank in one microbatch; auto: as many as small passes find to fit.
-        shard: zero1: each rank has all parameters; zero3: its part, and the model no values between steps; auto: zero1
-            where that leaves room, by estimate.
+        shard: zero1: each rank has all parameters; zero3: its part, and the model no values between steps; hybrid: its
+            part of what a node has; auto: zero1 where that leaves room, by estimate.
+        ranks_per_node: that share the parameters under hybrid; None: those that the launcher started on a machine.
         recompute: activation checkpointing: none, layer or all_but_attention; auto: each step's best, and none where
             capacity_tokens is a number.
         heads: split heads, as in a run file.
@@ -68,8 +69,8 @@ class Session:
         precision: "bf16": mixed precision over fp32 weights, as torch.autocast has it; None: that of a surrounding
             torch.autocast, if any.
         attention: the attention implementation, as in a run file.
-        device: where steps run; None: where the model is. Under zero3 the model may lie in the host's memory, and that
-            of ranks other than 0 on the meta device.
+        device: where steps run; None: where the model is. Where parameters are cut the model may lie in the host's
+            memory, and that of ranks other than 0 on the meta device.
         seed: start of the random numbers of dropout.
         timeout_seconds: how long a rank waits for another.
 
@@ -85,6 +86,7 @@ class Session:
         *,
         capacity_tokens: int | str = "auto",
         shard: str = "auto",
+        ranks_per_node: int | None = None,
         recompute: str = "auto",
         heads: int | str = "auto",
         offload: Mapping[str, Any] | None = None,
@@ -106,6 +108,7 @@ class Session:
             offload=offload,
             precision=precision,
             shard=shard,
+            ranks_per_node=ranks_per_node,
             planner=planner,
             device=device,
             trains=optimizer is not None,
@@ -117,7 +120,8 @@ class Session:
         cost = cost_of(config, where, settings.dtype, measurements)
         self._closing, self.steps, self.grad_norm, self._has_said = ExitStack(), 0, None, False
         self._loss_is_checked = False
-        transport = self._transport = join(session_world(where), timeout_seconds=timeout_seconds)
+        world = session_world(where)
+        transport = self._transport = join(world, timeout_seconds=timeout_seconds)
         self._closing.callback(transport.close)
         self.rank, self.world_size = transport.rank, transport.world_size
         try:
@@ -139,12 +143,15 @@ class Session:
                 offload=settings.offload,
             )
             self._closing.callback(self._engine.close)
-            self.shard = shard_of(self._inner, inner, transport, settings, planner)
+            self.shard, in_step = shard_of(
+                self._inner, inner, transport, settings, planner, local_ranks=world.local_size
+            )
             self._engine.parameters, self._sharded = take_over(
                 model,
                 inner,
                 transport,
                 shard=self.shard,
+                ranks_in_step=in_step,
                 dtype=settings.dtype,
                 device=where,
                 closing=self._closing,
@@ -298,7 +305,7 @@ class Session:
             on_first_rank(self._transport, lambda: write_model(self.model, Path(folder)))
 
     def whole_on_first(self) -> AbstractContextManager[None]:
-        """See that the model of rank 0 can be saved inside the block: under zero3 whole, on the host. Collective.
+        """See that the model of rank 0 can be saved inside the block: cut parameters whole, on the host. Collective.
 
         Of peft's adapters, where these are all that is saved of it, the base is left out.
         """

@@ -24,6 +24,7 @@ from lengthwise.cost import (
     StepMemory,
     choose_shard,
     hardware_of_gpu,
+    ranks_of_node,
     shape_from_config,
     wanted_tokens,
 )
@@ -40,7 +41,7 @@ from lengthwise.session.model import PRECISIONS, check_session_model
 from lengthwise.session.result import StepResult
 from lengthwise.session.sharded import ShardedInPlace
 
-SHARDS = ("auto", "zero1", "zero3")
+SHARDS = ("auto", "zero1", "zero3", "hybrid")
 LOCK_STEP_PLANNER = "lengthwise"
 _MOST_TOKENS = 2**22  # of a batch, as which memory is measured: what a loop will give is not known yet
 _STATES = 2  # an entry, of most optimizers; amsgrad and centered keep one more
@@ -51,8 +52,8 @@ class SessionSettings:
     """Checked settings.
 
     dtype: of the parameters. autocast: of mixed precision. capacity_tokens: None: to be measured. recompute: a kind, or
-    auto. offload: as in a run file. shard: how parameters lie over the ranks, as it was asked for. device: where steps
-    run.
+    auto. offload: as in a run file. shard, ranks_per_node: how parameters lie over the ranks, as it was asked for.
+    device: where steps run.
     """
 
     dtype: torch.dtype
@@ -61,6 +62,7 @@ class SessionSettings:
     recompute: str
     offload: OffloadConfig | None
     shard: str
+    ranks_per_node: int | None
     device: torch.device
 
 
@@ -73,6 +75,7 @@ def check_settings(
     offload: Mapping[str, Any] | None,
     precision: str | None,
     shard: str,
+    ranks_per_node: int | None,
     planner: str,
     device: torch.device | str | None,
     trains: bool,
@@ -104,8 +107,12 @@ def check_settings(
     if shard not in SHARDS:
         remedy = "Take one of them."
         problems.add(ConfigError("shard", expected=" or ".join(SHARDS), got=f"{shard!r}", remedy=remedy))
-    if shard == "zero3" and planner != LOCK_STEP_PLANNER:
-        expected = f"{LOCK_STEP_PLANNER} under shard zero3, the only one that plans in lock-step"
+    if ranks_per_node is not None and (shard in ("zero1", "zero3") or ranks_per_node < 1):
+        expected, remedy = "1 or more, and shard hybrid or auto", "Take it out, or give shard='hybrid'."
+        got = f"{ranks_per_node} under shard {shard}"
+        problems.add(ConfigError("ranks_per_node", expected=expected, got=got, remedy=remedy))
+    if shard in ("zero3", "hybrid") and planner != LOCK_STEP_PLANNER:
+        expected = f"{LOCK_STEP_PLANNER} under shard {shard}, the only one that plans in lock-step"
         problems.add(ConfigError("planner", expected=expected, got=f"{planner!r}", remedy="Take planner out."))
     where = next(model.parameters()).device if device is None else torch.device(device)
     if where.type == "meta":
@@ -124,24 +131,55 @@ def check_settings(
         recompute=kind,
         offload=section,
         shard=shard,
+        ranks_per_node=ranks_per_node,
         device=where,
     )
 
 
 def shard_of(
-    model: nn.Module, optimizer: Optimizer | None, transport: Transport, settings: SessionSettings, planner: str
-) -> str:
-    """Return how the parameters of a model lie over the ranks: as asked for, or as what is free allows. Collective.
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    transport: Transport,
+    settings: SessionSettings,
+    planner: str,
+    *,
+    local_ranks: int,
+) -> tuple[str, int]:
+    """Return how the parameters of a model lie over the ranks, and how many neighbouring ranks share them. Collective.
 
-    What model and optimizer hold already counts as free: it moves. Rank 0 says why, where parameters are cut.
+    As asked for, or as what is free allows. What model and optimizer hold already counts as free: it moves. Rank 0 says
+    why, where parameters are cut. local_ranks: of this machine, which are a node where nothing else was asked for.
 
     Raises:
+        ConfigError: nodes do not divide the ranks.
         MemoryShortage: the model fits in no way.
     """
-    if transport.world_size == 1:
-        return "zero1"
-    if settings.shard != "auto":
-        return settings.shard
+    ranks, is_asked = transport.world_size, settings.shard == "hybrid"
+    least_here, most_here = least(transport, [local_ranks, -local_ranks])  # the same on all ranks, or no node
+    here = int(least_here) if least_here == -most_here else ranks
+    node = ranks_of_node(settings.ranks_per_node, here, ranks, is_asked=is_asked)
+    within = {"zero1": 1, "zero3": ranks, "hybrid": node or ranks}
+    shard = settings.shard
+    if shard == "auto" and ranks > 1:
+        shard = _chosen(model, optimizer, transport, settings, planner, node)
+    if ranks == 1 or shard == "auto":
+        return "zero1", 1
+    if shard == "hybrid" and node == ranks:
+        if not transport.rank:
+            print("lengthwise: shard hybrid: all ranks are on one node, where it is zero3", flush=True)
+        shard = "zero3"
+    return shard, within[shard]
+
+
+def _chosen(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    transport: Transport,
+    settings: SessionSettings,
+    planner: str,
+    node: int | None,
+) -> str:
+    """Return the layout that what is free allows, and say why. Collective."""
     config: Any = model.config
     parameters, device = list(model.parameters()), settings.device
     held = [*parameters, *(each for part in (optimizer.state.values() if optimizer else ()) for each in part.values())]
@@ -157,6 +195,7 @@ def shard_of(
         parameters=count,
         trained=None if trained == count else trained,
         ranks=transport.world_size,
+        ranks_per_node=node,
         states=0 if optimizer is None else states_an_entry(optimizer),
         ties=bool(getattr(config, "tie_word_embeddings", False)),
     )
@@ -240,7 +279,7 @@ def planning_of(
         measured=measured,
         options=PlanOptions(
             planner=planner,
-            mode="waves" if engine.parameters is not None and engine.parameters.in_lock_step else "free",
+            mode="waves" if engine.parameters is not None and engine.parameters.ranks_in_step > 1 else "free",
             layers=engine.config.num_hidden_layers,
             heads=heads,
             offload=ratio if isinstance(ratio, str) else "off",

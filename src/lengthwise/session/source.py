@@ -57,6 +57,7 @@ class PlanAhead:
     `planner` is there on rank 0 alone. A plan depends on lengths, ranks and costs only, so the plan of a step is the
     same whenever it is made and sent. A plan that takes longer than `timeout_seconds` ends the run; the first may take
     `start_seconds` more, for the planner's own start. `num_heads`: of the model's attention, which plans may split.
+    `stages`, `virtual`: of the pipelines that ranks make; plans are over their replicas.
     """
 
     def __init__(
@@ -68,9 +69,12 @@ class PlanAhead:
         timeout_seconds: float,
         start_seconds: float = _START_SECONDS,
         num_heads: int | None = None,
+        stages: int = 1,
+        virtual: int = 1,
     ) -> None:
         self._batches, self._planner, self._transport = batches, planner, transport
         self._timeout_seconds, self._num_heads = timeout_seconds, num_heads
+        self._stages, self._virtual = stages, virtual
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan ahead")
         self._making: deque[Future[_Made]] = deque()
         self._known: deque[PlannedStep] = deque()
@@ -145,9 +149,10 @@ class PlanAhead:
 
     def _planned(self, batch: StepBatch, text: str, seconds: float, name: str) -> PlannedStep:
         plan = Plan.from_json(text, f"plan of {name}" if not self._known else f"plan of a step after {name}")
-        refuse_unsupported(plan, num_heads=self._num_heads)
-        for program in lower_plan(plan, self._transport.rank):
-            batch.read_ahead(program.segments(self._transport.rank))
+        refuse_unsupported(plan, num_heads=self._num_heads, stages=self._stages, virtual=self._virtual)
+        rank = self._transport.rank // self._stages  # in the plan
+        for program in lower_plan(plan, rank):
+            batch.read_ahead(program.segments(rank))
         return PlannedStep(batch=batch, plan=plan, plan_seconds=seconds)
 
     def _wait_for(self, future: Future[_Made], name: str) -> _Made:

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.errors import PlanError
+from lengthwise.core.packages import PLANNER_PACKAGES
 from lengthwise.core.plan import Microbatch
-from lengthwise.core.planner_packages import PLANNER_PACKAGES
 from lengthwise.planner.baselines.power_of_two import Gang, pack_gangs, write_sub_batch
 from lengthwise.planner.problem.request import PlanRequest
 

@@ -1,0 +1,71 @@
+"""A mesh with named axes: ranks as (replica, stage), the stages of a replica next to each other, inside a node.
+
+A plan names replicas. `Mesh.replicas` is the transport in which the replicas of this rank's stage are the ranks: its
+transfers are those of the world, in the world's one order, and its collectives are over the replicas alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lengthwise.comm.transport import Around, Message, Pending, Transport
+from lengthwise.program.stage_program import rank_of
+
+
+class Mesh:
+    """The place of a rank: `replica`, `stage`, and transports along both axes. Making one is collective.
+
+    world: of all ranks; their number is a multiple of `stages`.
+    """
+
+    def __init__(self, world: Transport, stages: int) -> None:
+        self.world, self.stages = world, stages
+        self.num_replicas = world.world_size // stages
+        assert self.num_replicas * stages == world.world_size, f"{world.world_size} ranks in {stages} stages"
+        self.replica, self.stage = divmod(world.rank, stages)
+        of_stage = [[rank_of(each, stage, stages) for each in range(self.num_replicas)] for stage in range(stages)]
+        self.replicas: Transport = _Replicas(world, world.among(of_stage), of_stage[self.stage])
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage has the embedding."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage has the head."""
+        return self.stage == self.stages - 1
+
+    def connect_stages(self) -> None:
+        """Meet the stages before and after this one, of this replica, the first of the last and back. Collective."""
+        others = {(self.stage - 1) % self.stages, (self.stage + 1) % self.stages} - {self.stage}
+        self.world.connect(sorted(self.rank_of_stage(each) for each in others))
+
+    def rank_of_stage(self, stage: int) -> int:
+        """Return the rank of another stage of this replica."""
+        return rank_of(self.replica, stage, self.stages)
+
+
+class _Replicas(Around):
+    """The replicas of a stage as ranks 0, 1, .. of their own."""
+
+    def __init__(self, world: Transport, collectives: Transport, ranks: Sequence[int]) -> None:
+        super().__init__(world)
+        self._ranks = ranks
+        self.rank, self.world_size = ranks.index(world.rank), len(ranks)
+        self.all_reduce, self.broadcast = collectives.all_reduce, collectives.broadcast
+        self.reduce_scatter, self.reduce_scatter_async = collectives.reduce_scatter, collectives.reduce_scatter_async
+        self.all_gather, self.all_gather_async = collectives.all_gather, collectives.all_gather_async
+
+    def connect(self, peers: Sequence[int]) -> None:
+        """Meet these replicas."""
+        self._inner.connect([self._ranks[each] for each in peers])
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Post one grouped call of the world (see `Transport.exchange`)."""
+        return self._inner.exchange(
+            *([(tensor, self._ranks[peer]) for tensor, peer in each] for each in (sends, receives))
+        )
+
+    def close(self) -> None:
+        """Leave it to the world."""

@@ -1,0 +1,208 @@
+"""Files: locks, what brings one to the disk, and plain files, JSON and plans read so that every problem has words.
+
+`json` takes the last of two equal keys without a word; whoever wrote both meant one of them. Here that is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import gzip
+import io
+import json
+import os
+import socket
+import stat
+import zlib
+from importlib import resources
+from pathlib import Path
+from typing import Any, TextIO
+
+from lengthwise.core.errors import ConfigError
+
+MOST_BYTES = 256 << 20  # of a file that is read whole; a plan of a million sequences has 30 MB
+_GZIP = b"\x1f\x8b"
+_OPENED = ("/dev/fd", "/proc/self/fd")  # where a shell puts what it opened itself: `--lengths <(command)`
+
+
+def try_lock(path: Path) -> TextIO | str:
+    """Hold `path`, which is made, until the file that is returned is closed; or return who holds it, in words.
+
+    Whoever holds it may remove it before closing it. OSError: it cannot be made.
+    """
+    while True:
+        file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with file:
+                file.seek(0)
+                return file.read().strip() or "another process"
+        with contextlib.suppress(FileNotFoundError):  # its owner removed it between our two calls
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                break
+        file.close()
+    file.truncate(0)
+    file.write(f"{owner_name(os.getpid())}\n")
+    file.flush()
+    return file
+
+
+def owner_name(pid: int) -> str:
+    """Return what `try_lock` calls a process of this machine."""
+    return f"process {pid} on {socket.gethostname()}"
+
+
+def sync(path: Path) -> None:
+    """Bring a file or folder to the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_readable(path: Path) -> None:
+    """Give a file the mode of any new one: some libraries write theirs for their owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
+def read_plain(path: str | Path, *, most_bytes: int = MOST_BYTES) -> bytes:
+    """Read a regular file, or a pipe that the shell opened.
+
+    Raises:
+        OSError: there is none; a device or another pipe, which may have no end and nobody to write it; too many bytes.
+    """
+    with open(_opened(path), "rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"more than {most_bytes:,} bytes")
+    return content
+
+
+def _opened(path: str | Path) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that nobody writes would be waited for
+    except ValueError:  # NUL, or what no encoding has
+        raise OSError(errno.EINVAL, "no name that a file can have") from None
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind) or (stat.S_ISFIFO(kind) and _is_the_shells(path)):
+        os.set_blocking(descriptor, True)
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    raise OSError(errno.EINVAL, "a device or a pipe")
+
+
+def _is_the_shells(path: str | Path) -> bool:
+    return str(path) == "/dev/stdin" or os.path.dirname(path) in _OPENED
+
+
+def read_json(path: str | Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        ValueError: no file that can be read, no UTF-8, or what `parse_json` refuses; its text says which.
+    """
+    try:
+        raw = read_plain(path)
+    except OSError as error:
+        raise ValueError(error.strerror or str(error)) from None
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"no UTF-8: byte {raw[error.start]:#04x} at offset {error.start}") from None
+    return parse_json(text)
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON whose objects have every key once; NaN and Infinity become floats, for the caller to refuse.
+
+    Raises:
+        ValueError: broken JSON, a byte order mark, a key twice, nesting too deep to read, or an empty text.
+    """
+    if not text.strip():
+        raise ValueError("an empty file")
+    if text.startswith("\ufeff"):
+        raise ValueError("a byte order mark; save it without")
+    try:
+        return json.loads(text, object_pairs_hook=unique_keys)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"broken JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("nesting too deep to read") from None
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make the dictionary of an object, for `json`'s `object_pairs_hook`.
+
+    Raises:
+        ValueError: names the first key that is there twice.
+    """
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f'the key "{twice}" twice in one object')
+    return values
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Return whether lists and objects lie in each other more than so many levels deep."""
+    inside = [value]
+    for _ in range(levels + 1):
+        lists = (each.values() if isinstance(each, dict) else each for each in inside if isinstance(each, dict | list))
+        inside = [item for each in lists for item in each]
+        if not inside:
+            return False
+    return True
+
+
+def read_package_json(package: str, file: str) -> dict[str, Any]:
+    """Read a JSON object that ships inside `package`."""
+    return json.loads(resources.files(package).joinpath(file).read_text(encoding="utf-8"))
+
+
+def is_path(name: str) -> bool:
+    """Return whether a user who wrote `name` means a file of their own."""
+    return name.endswith(".json") or "/" in name
+
+
+def read_json_object(path: str) -> dict[str, Any]:
+    """Read a user's own JSON object; raise ConfigError for no file, no JSON, a key twice, or another kind of JSON."""
+    try:
+        content = read_json(path)
+    except ValueError as error:
+        raise ConfigError(path, expected="a JSON file", got=str(error), remedy="Correct path or file.") from None
+    if not isinstance(content, dict):
+        got = type(content).__name__
+        raise ConfigError(path, expected="a JSON object", got=got, remedy='Write it as {"key": value, ...}.')
+    return content
+
+
+def compress_plan(text: str) -> bytes:
+    """Return a plan's JSON as its run keeps it, in `plans/step-000001.json.gz`; the same text gives the same bytes."""
+    return gzip.compress(text.encode(), compresslevel=6, mtime=0)
+
+
+def read_plan_text(path: str | Path) -> str:
+    """Read the JSON of a plan file.
+
+    Raises:
+        OSError: see `read_plain`; broken gzip, or more than a plan can have.
+        UnicodeDecodeError: no UTF-8.
+    """
+    content = read_plain(path)
+    if content.startswith(_GZIP):
+        try:
+            with gzip.open(io.BytesIO(content)) as file:
+                content = file.read(MOST_BYTES + 1)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise OSError(f"broken gzip: {error}") from None
+        if len(content) > MOST_BYTES:
+            raise OSError(f"more than {MOST_BYTES:,} bytes")
+    return content.decode()

@@ -1,0 +1,302 @@
+"""One stage of a pipeline: a Hugging Face model with some of its decoder layers, run a chunk of them at a time.
+
+Layers that a chunk does not have pass hidden states through, so layer numbers, kinds and windows stay those of the
+model. A chunk after the first takes what it received in place of the embedding, a chunk before the last has no norm and
+no head. `check_stages` proves that this is all a family does outside of its layers: with all of them passed through,
+the decoder must give back to the bit what it was given. Costs nothing in a step but the swaps of some modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.core.errors import ModelRefused
+from lengthwise.models.dropout import has_dropout
+from lengthwise.models.load import ModelSource, build_model
+from lengthwise.models.own_rows import OwnRows
+from lengthwise.models.router import has_balance_loss
+
+_CHECKED_ROWS = 3
+
+
+class PassedThrough(nn.Module):
+    """In the place of a layer: gives hidden states back, and has the layer's plain attributes."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        kept = {
+            name: value for name, value in vars(layer).items() if isinstance(value, str | int | float | bool | None)
+        }
+        self.__dict__.update({name: value for name, value in kept.items() if not name.startswith("_")})
+
+    def forward(self, hidden_states: Tensor, *_args: object, **_kwargs: object) -> Tensor:
+        """Return the hidden states."""
+        return hidden_states
+
+
+class _Received(nn.Module):
+    """In the place of the embedding: gives what came from the stage before, whatever the ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: Tensor | None = None
+
+    def forward(self, *_args: object, **_kwargs: object) -> Tensor:
+        assert self.hidden is not None, "a chunk that is not the first runs on what it received"
+        return self.hidden
+
+
+class _Without(nn.Module):
+    """In the place of a norm or a head that others have."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+
+class _Place:
+    """Where a module stands, so that another can be put there."""
+
+    def __init__(self, model: nn.Module, module: nn.Module) -> None:
+        found = [
+            (parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is module
+        ]
+        assert len(found) == 1, f"{type(module).__name__} stands in {len(found)} places"
+        self._parent, self._name = found[0]
+
+    def put(self, module: nn.Module) -> nn.Module:
+        """Put a module there and return the one that was."""
+        before = self._parent._modules[self._name]
+        assert before is not None, f"no module at {self._name}"
+        self._parent._modules[self._name] = module
+        return before
+
+
+class _Parts:
+    """The parts of a causal language model, found by what they are and not by their names.
+
+    Raises:
+        ModelRefused: it has others.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.decoder: nn.Module = model.get_decoder()
+        self.embedding: nn.Module = model.get_input_embeddings()
+        self.head: nn.Module = model.get_output_embeddings()
+        number = model.config.num_hidden_layers
+        children = list(self.decoder.children())
+        lists = [each for each in children if isinstance(each, nn.ModuleList) and len(each) == number]
+        others = [
+            each
+            for each in children
+            if not any(each is list_ for list_ in lists) and any(True for _ in each.parameters())
+        ]
+        norms = [each for each in others if each is not self.embedding]
+        beside = [name for name, each in model.named_children() if each not in (self.decoder, self.head)]
+        own = [name for each in (model, self.decoder) for name, _ in each.named_parameters(recurse=False)]
+        if len(lists) != 1 or len(norms) != 1 or len(others) != 2 or self.head is None or beside or own:
+            got = f"{len(lists)} lists of {number} layers, and beside them " + ", ".join(
+                [*(type(each).__name__ for each in others), *beside, *own]
+            )
+            raise _refused(model, "a decoder of one list of layers, an embedding, a norm, and a head after it", got)
+        self.layers, self.norm = lists[0], norms[0]
+
+
+def check_stages(config: Any) -> None:
+    """Refuse a model whose forward is more than embedding, layers, norm and head, before any process starts.
+
+    Raises:
+        ModelRefused: with what it is.
+    """
+    model: Any = build_model(ModelSource(name="", config=config, weights=False), seed=0, stored=False)
+    check_no_dropout(model)
+    if has_balance_loss(model.config):
+        raise _refused(model, "no balance loss of routers", "output_router_logits, which stages do not sum yet")
+    if getattr(model.config, "num_kv_shared_layers", None):
+        raise _refused(model, "layers with keys of their own", "num_kv_shared_layers, whose keys stages do not pass on")
+    parts = _Parts(model)
+    for number, layer in enumerate(list(parts.layers)):
+        parts.layers[number] = PassedThrough(layer)
+    received = _Received()
+    _Place(model, parts.norm).put(_Without())
+    _Place(model, parts.embedding).put(received)
+    received.hidden = torch.randn(1, _CHECKED_ROWS, _width(model), generator=torch.Generator().manual_seed(0))
+    ids = torch.zeros(1, _CHECKED_ROWS, dtype=torch.long)
+    try:
+        with torch.no_grad():
+            found = parts.decoder(input_ids=ids, position_ids=torch.arange(_CHECKED_ROWS)[None], use_cache=False)
+        same = torch.equal(found.last_hidden_state, received.hidden)
+        got = "a decoder that changes hidden states outside of its layers"
+    except Exception as error:  # noqa: BLE001 - the model's own code, with layers that are not its own
+        same, got = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if not same:
+        raise _refused(model, "a decoder that gives back what it is given once its layers are passed through", got)
+
+
+def check_no_dropout(model: Any) -> None:
+    """Refuse a model, or its adapters, with dropout; raises ModelRefused."""
+    if has_dropout(model):
+        raise _refused(model, "a model without dropout", "dropout, whose draws are not cut over stages yet")
+
+
+def _width(model: Any) -> int:
+    return model.get_output_embeddings().weight.shape[-1]
+
+
+def _refused(model: Any, expected: str, got: str) -> ModelRefused:
+    remedy = "Run this model without `stages`."
+    return ModelRefused(f"stages: model {type(model).__name__}", expected=expected, got=got, remedy=remedy)
+
+
+class ModelStage:
+    """The chunks of a model that a stage has; what the others have is taken out of the model.
+
+    chunks: the layers of each chunk of the whole model, of which stage s of p has s, s + p, ..
+    width: of the hidden states.
+    trained: shapes of the parameters that train on each stage, by their names in the model; a tied head is the
+        embedding's.
+    entries: (shape, dtype) of what each stage has of the model's state dict; dtype None: that of its parameters.
+    """
+
+    def __init__(self, model: Any, chunks: Sequence[range], *, stages: int, stage: int) -> None:
+        self.model, self.stages, self.stage = model, stages, stage
+        self._chunks, parts = chunks, _Parts(model)
+        self.width = _width(model)
+        self._parts, self._embedding, self._norm = parts, _Place(model, parts.embedding), _Place(model, parts.norm)
+        self._head = _Place(model, parts.head)
+        self._own = [number for number in range(len(chunks)) if number % stages == stage]
+        stage_of_layer = {layer: number % stages for number, chunk in enumerate(chunks) for layer in chunk}
+        modules = {0: [parts.embedding], stages - 1: [parts.norm, parts.head]}
+        for number, layer in enumerate(parts.layers):
+            modules.setdefault(stage_of_layer[number], []).append(layer)
+        place = {id(each): s for s in reversed(range(stages)) for m in modules[s] for each in m.parameters()}
+        self._embedding_name = next(
+            name for name, each in model.named_parameters() if each is getattr(parts.embedding, "weight", None)
+        )
+        self.num_parameters = sum(each.numel() for each in model.parameters())
+        trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        self.trained: list[dict[str, tuple[int, ...]]] = [
+            {name: tuple(each.shape) for name, each in trained if place[id(each)] == s} for s in range(stages)
+        ]
+        self._is_tied = getattr(parts.head, "weight", None) is getattr(parts.embedding, "weight", ())
+        self.entries = [self._entries_of(modules[s]) for s in range(stages)]
+        self._passed = [PassedThrough(layer) for layer in parts.layers]
+        self._removed: dict[int, nn.Module] = {}
+        for number, layer in enumerate(list(parts.layers)):
+            if stage_of_layer[number] != stage:
+                parts.layers[number] = self._passed[number]
+                self._removed[number] = layer.to("meta")
+        self._received = _Received()
+        if stage > 0:
+            self._embedding.put(self._received)
+        if stage < stages - 1:
+            self._removed_ends = [(place, place.put(_Without()).to("meta")) for place in (self._norm, self._head)]
+
+    def _entries_of(self, modules: Sequence[nn.Module]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        """Return `entries` of a stage with these modules."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        found: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {}
+        for module in modules:
+            parameters = {name for name, _ in module.named_parameters()}
+            for name, value in module.state_dict().items():
+                if not (self._is_tied and module is self._parts.head):
+                    dtype = None if name in parameters else value.dtype
+                    found[f"{names[id(module)]}.{name}"] = (tuple(value.shape), dtype)
+        return found
+
+    def read_weights(self, rows: OwnRows) -> None:
+        """Give the parameters of this stage, which have no storage, the values of the model's files."""
+        tied = self.tied_weight()
+        names = {id(each): name for name, each in self.model.named_parameters()}
+        if tied is not None and self.stage:
+            names[id(tied)] = self._embedding_name
+        made = {
+            id(each): nn.Parameter(
+                rows.read(names[id(each)], 0, each.numel()).view(each.shape), requires_grad=each.requires_grad
+            )
+            for each in self.model.parameters()
+        }
+        for module in self.model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = made[id(parameter)]
+
+    @contextmanager
+    def whole(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the model of the first stage be whole inside the block, with these values of the other stages."""
+        layers = self._parts.layers
+        for number, layer in self._removed.items():
+            layers[number] = layer
+        taken = [(place, module, place.put(module)) for place, module in self._removed_ends]
+        try:
+            self.model.load_state_dict(values, assign=True, strict=False)
+            if self._is_tied:
+                self._parts.head.weight = self._parts.embedding.weight
+            yield
+        finally:
+            if self._is_tied:
+                self._parts.head.weight = nn.Parameter(torch.empty(0, device="meta"))
+            for number, layer in self._removed.items():
+                layers[number] = self._passed[number]
+                layer.to("meta")
+            for place, module, instead in taken:
+                place.put(instead)
+                module.to("meta")
+
+    def tied_weight(self) -> nn.Parameter | None:
+        """Return the embedding on the first stage and the head on the last, where they are one; else None."""
+        holders = {0: self._parts.embedding, self.stages - 1: self._parts.head}
+        holder: Any = holders.get(self.stage) if self._is_tied else None
+        return None if holder is None else holder.weight
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The decoder, which is all that runs of a chunk before the last."""
+        return self._parts.decoder
+
+    def is_first(self, chunk: int) -> bool:
+        """Whether a chunk takes ids."""
+        return chunk == 0
+
+    def is_last(self, chunk: int) -> bool:
+        """Whether a chunk has norm, head and loss."""
+        return chunk == len(self._chunks) - 1
+
+    def layers_passed(self, chunk: int) -> int:
+        """Count the layers of the model that a chunk does not run."""
+        return len(self._passed) - len(self._chunks[chunk])
+
+    @contextmanager
+    def running(self, chunk: int, hidden: Tensor | None) -> Iterator[None]:
+        """Let the model be one chunk inside the block, on `hidden` (1, rows, width); None: on ids."""
+        assert chunk in self._own, f"chunk {chunk} is not of stage {self.stage} of {self.stages}"
+        assert (hidden is None) == self.is_first(chunk), (
+            f"chunk {chunk} on {'ids' if hidden is None else 'hidden states'}"
+        )
+        swapped: list[tuple[Callable[[nn.Module], nn.Module], nn.Module]] = []
+
+        def swap(put: Callable[[nn.Module], nn.Module], module: nn.Module) -> None:
+            swapped.append((put, put(module)))
+
+        layers = self._parts.layers
+        others = [layer for each in self._own if each != chunk for layer in self._chunks[each]]
+        kept = {number: layers[number] for number in others}
+        for number in others:
+            layers._modules[str(number)] = self._passed[number]
+        if self.stage == 0 and hidden is not None:
+            swap(self._embedding.put, self._received)
+        if self.stage == self.stages - 1 and not self.is_last(chunk):
+            swap(self._norm.put, _Without())
+        self._received.hidden = hidden
+        try:
+            yield
+        finally:
+            self._received.hidden = None
+            for put, module in swapped:
+                put(module)
+            for number, layer in kept.items():
+                layers._modules[str(number)] = layer

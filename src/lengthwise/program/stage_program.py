@@ -1,0 +1,124 @@
+"""What one stage of one replica does in a step: its actions, and the hidden states that it sends and receives.
+
+A plan of kind `pipeline` names replicas; the stages of a replica are ranks next to each other (`rank_of`). Everything
+follows from the ticks of `stage_order`, which all ranks compute alike. Positions in the one order of all transfers are
+(tick, 0) for the rings of an action and (tick, 1) for what the actions of a tick send on: each rank posts by rising
+position, so a transfer only ever waits for earlier ones, and nothing can deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lengthwise.core.plan import Plan
+from lengthwise.program.stage_order import stage_order
+
+
+def rank_of(replica: int, stage: int, stages: int) -> int:
+    """Return the rank of a stage of a replica: the stages of a replica are next to each other."""
+    return replica * stages + stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageAction:
+    """One pass of a microbatch through a chunk of layers; chunks count over all stages of a replica."""
+
+    microbatch: int
+    chunk: int
+    is_forward: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMessage:
+    """Hidden states of a microbatch, or their gradient, between two stages of a replica.
+
+    chunk: whose action takes it in; `is_forward`: in which pass. stage: of the other side.
+    """
+
+    microbatch: int
+    chunk: int
+    is_forward: bool
+    stage: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTurn:
+    """What a stage does at one tick: its action, if it has one, then one grouped call of these messages."""
+
+    tick: int
+    action: StageAction | None
+    sends: tuple[StageMessage, ...]
+    receives: tuple[StageMessage, ...]
+
+
+def stage_turns(plan: Plan, replica: int, stage: int, *, forward_only: bool = False) -> list[StageTurn]:
+    """List what a stage of a replica does, in its order.
+
+    forward_only: no backward passes, as in an evaluation.
+    """
+    stages, virtual = plan.schedule["stages"], plan.schedule["virtual"]
+    order = stage_order([each.ranks for each in plan.microbatches], stages, virtual)
+    stage_of = order.action_stages.tolist()
+    steps = order.chunks if forward_only else 2 * order.chunks
+    own = [number for number, each in enumerate(plan.microbatches) if replica in each.ranks]
+    actions: dict[int, StageAction] = {}
+    sends, receives = dict[int, list[StageMessage]](), dict[int, list[StageMessage]]()
+    for number in own:
+        for step, tick in enumerate(order.ticks[number, :steps].tolist()):
+            if stage_of[step] == stage:
+                assert tick not in actions, f"stage {stage} of replica {replica} has two actions at tick {tick}"
+                actions[tick] = StageAction(
+                    microbatch=number, chunk=_chunk(step, order.chunks), is_forward=step < order.chunks
+                )
+            if step + 1 == steps or stage_of[step] == stage_of[step + 1] or stage not in stage_of[step : step + 2]:
+                continue
+            is_sender = stage_of[step] == stage
+            message = StageMessage(
+                microbatch=number,
+                chunk=_chunk(step + 1, order.chunks),
+                is_forward=step + 1 < order.chunks,
+                stage=stage_of[step + 1] if is_sender else stage_of[step],
+            )
+            (sends if is_sender else receives).setdefault(tick, []).append(message)
+    return [
+        StageTurn(
+            tick=tick,
+            action=actions.get(tick),
+            sends=tuple(sends.get(tick, ())),
+            receives=tuple(receives.get(tick, ())),
+        )
+        for tick in sorted({*actions, *sends, *receives})
+    ]
+
+
+def _chunk(step: int, chunks: int) -> int:
+    return step if step < chunks else 2 * chunks - 1 - step
+
+
+def cut_layers(layer_seconds: Sequence[float], chunks: int, *, last_seconds: float = 0.0) -> list[range]:
+    """Cut layers into chunks, none empty, so that the slowest takes the least time.
+
+    last_seconds: what the last chunk takes beside its layers (the head and the loss). Of cuts that are as fast the
+    later chunks have fewer layers. Costs chunks x layers^2.
+    """
+    count = len(layer_seconds)
+    assert 1 <= chunks <= count, f"{chunks} chunks of {count} layers"
+    sums = np.concatenate(([0.0], np.cumsum(layer_seconds)))
+    best = np.full((chunks + 1, count + 1), np.inf)
+    best[chunks, count], first = 0.0, np.zeros((chunks, count + 1), dtype=np.int64)
+    for chunk in reversed(range(chunks)):
+        for start in range(chunk, count - (chunks - chunk) + 1):
+            stops = np.arange(start + 1, count - (chunks - chunk - 1) + 1)
+            took = sums[stops] - sums[start] + (last_seconds if chunk == chunks - 1 else 0.0)
+            slowest = np.maximum(took, best[chunk + 1, stops])
+            place = len(stops) - 1 - int(np.argmin(slowest[::-1]))
+            best[chunk, start], first[chunk, start] = slowest[place], stops[place]
+    cuts, start = list[range](), 0
+    for chunk in range(chunks):
+        stop = int(first[chunk, start])
+        cuts.append(range(start, stop))
+        start = stop
+    return cuts

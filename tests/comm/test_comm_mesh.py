@@ -1,0 +1,60 @@
+"""Ranks as replicas and stages: collectives along the replicas of a stage, transfers of the world."""
+
+import pytest
+import torch
+from testing import run_ranks
+from testing.strict import StrictWorld
+
+from lengthwise.comm import Mesh, StagedTransport
+from lengthwise.core.errors import TransferError
+
+
+def work(world):
+    """Return what each collective along the replicas gives, and what came from the replica before."""
+    mesh = Mesh(world, 2)
+    own, size = torch.full((3,), float(world.rank)), mesh.num_replicas
+    total, gathered, part, first = own.clone(), torch.empty(3 * size), torch.empty(1), own.clone()
+    mesh.replicas.all_reduce(total)
+    mesh.replicas.all_gather(gathered, own)
+    mesh.replicas.reduce_scatter(part, torch.arange(size, dtype=torch.float32) + world.rank)
+    mesh.replicas.broadcast(first, 1)
+    came = torch.empty(3)
+    after, before = (mesh.replica + 1) % size, (mesh.replica - 1) % size
+    mesh.replicas.exchange([(own, after)], [(came, before)]).wait()
+    everyone = torch.ones(1)
+    world.all_reduce(everyone)
+    return [each.tolist() for each in (total, gathered, part, first, came, everyone)]
+
+
+def expected(rank):
+    stage, replica = rank % 2, rank // 2
+    ranks = [stage, 2 + stage, 4 + stage]
+    return [
+        [float(sum(ranks))] * 3,
+        [float(each) for each in ranks for _ in range(3)],
+        [float(3 * replica + sum(ranks))],
+        [float(ranks[1])] * 3,
+        [float(ranks[(replica - 1) % 3])] * 3,
+        [6.0],
+    ]
+
+
+@pytest.mark.parametrize("transport", ["strict", "staged", "gloo"])
+def test_a_stages_replicas_are_a_world_of_their_own(transport):
+    if transport == "gloo":
+        found = run_ranks(work, 6)
+    else:
+        around = (
+            (lambda world: StagedTransport(world, stages=lambda _: True)) if transport == "staged" else (lambda x: x)
+        )
+        found = StrictWorld(6).run(lambda world: work(around(world)))
+    assert found == [expected(rank) for rank in range(6)]
+
+
+def test_a_rank_in_a_collective_of_its_stage_does_not_match_one_of_all_ranks():
+    def differing(world):
+        mesh = Mesh(world, 2)
+        (mesh.world if world.rank == 3 else mesh.replicas).all_reduce(torch.ones(1))
+
+    with pytest.raises(TransferError, match="deadlock"):
+        StrictWorld(4).run(differing)

@@ -1,0 +1,90 @@
+"""Files that someone names: what is none, or has no end, is an error at once; JSON has every key once."""
+
+import os
+import threading
+
+import pytest
+
+from lengthwise.core.errors import PlanError
+from lengthwise.core.files import parse_json, read_json, read_plain
+from lengthwise.core.plan import Plan
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: os.mkfifo(path), "a device or a pipe"),
+        (lambda path: path.symlink_to("/dev/zero"), "a device or a pipe"),
+        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: path.symlink_to(path), "symbolic links"),
+        (lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 1 << 40), "more than 1,000 bytes"),
+    ],
+    ids=["pipe", "device", "folder", "link to itself", "too large"],
+)
+def test_what_is_no_plain_file_is_refused_at_once(tmp_path, make, said):
+    make(tmp_path / "file")
+    with pytest.raises(OSError, match=said):
+        read_plain(tmp_path / "file", most_bytes=1000)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 300])
+def test_names_that_no_file_can_have_are_an_os_error(tmp_path, name):
+    with pytest.raises(OSError):  # noqa: PT011 - the words are the system's
+        read_plain(f"{tmp_path}/{name}")
+
+
+def test_a_pipe_of_the_shell_is_read_to_its_end():
+    """`--lengths <(command)`"""
+    reading, writing = os.pipe()
+    content = b"x" * 200_000  # more than a pipe holds
+    writer = threading.Thread(target=write_all, args=(writing, content))
+    writer.start()
+    assert read_plain(f"/dev/fd/{reading}") == content
+    writer.join()
+    os.close(reading)
+
+
+def write_all(descriptor, content):
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"a": 1, "b": {"c": 1, "c": 1}}', 'the key "c" twice'),
+        ("", "an empty file"),
+        (" \n", "an empty file"),
+        ("\ufeff{}", "byte order mark"),
+        ('{"a": 1,\n "b"}', "line 2, column 5"),
+        ("[" * 100_000, "nesting"),
+        ("1" * 5000, "digits"),
+    ],
+)
+def test_parse_json_says_what_is_wrong(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        parse_json(text)
+
+
+def test_parse_json_reads_what_json_reads() -> None:
+    assert parse_json('{"a": [1, 2.5, null, {"a": "b"}], "c": true}\r\n') == {
+        "a": [1, 2.5, None, {"a": "b"}],
+        "c": True,
+    }
+
+
+def test_read_json_says_why_a_file_cannot_be_read(tmp_path) -> None:
+    with pytest.raises(ValueError, match="No such file"):
+        read_json(tmp_path / "none.json")
+    with pytest.raises(ValueError, match="directory"):
+        read_json(tmp_path)
+    (tmp_path / "odd.json").write_bytes(b"[1, \xff]")
+    with pytest.raises(ValueError, match="byte 0xff at offset 4"):
+        read_json(tmp_path / "odd.json")
+
+
+def test_plan_files_with_a_key_twice_are_refused() -> None:
+    text = Plan(ranks=1, layers=1, capacity=5, tokens=(1,), microbatches=()).to_json()
+    Plan.from_json(text)
+    with pytest.raises(PlanError, match=r"capacity.*twice"):
+        Plan.from_json(text.replace('"ranks": 1', '"capacity": 9, "ranks": 1'))

@@ -1,0 +1,109 @@
+"""`stages` of the run file: the numbers and the model of one rank, refusals, and a stage that dies."""
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file
+
+from lengthwise.core.faults import VARIABLE
+from run.small_runs import call, make_rows, read_lines, write_model, write_run
+from run.test_run_sharded import LENGTHS, largest_difference, trained, words
+from tiers import more
+
+KEYS = {"capacity_tokens": 96, "steps": 3, "global_batch": {"sequences": 6}, "device": "cpu"}
+
+
+def run_file(folder, *, layers=3, tied=False, **keys):
+    model = write_model(folder / "model", num_hidden_layers=layers, tie_word_embeddings=tied)
+    return write_run(folder, make_rows(LENGTHS), model=model, **{**KEYS, **keys})
+
+
+@pytest.mark.parametrize(("ranks", "cut"), [
+    (4, ("stages=2",)),
+    more(6, ("stages=2", "virtual=2")),
+    more(3, ("stages=3",)),
+])  # fmt: skip
+def test_a_run_in_stages_has_the_numbers_and_the_model_of_one_rank(tmp_path, monkeypatch, ranks, cut):
+    path = run_file(tmp_path, layers=4, tied=True, eval={"data": [{"path": "train.jsonl"}], "every_steps": 2})
+    one, whole = trained(path, "one", ranks=1)
+    monkeypatch.setenv("LENGTHWISE_CHECK_TRANSFERS", "1")
+    found, model = trained(path, "staged", "--set", *cut, ranks=ranks)
+    assert found == pytest.approx(one, rel=1e-12)
+    assert largest_difference(model, whole) < 1e-12
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / each / "eval.jsonl").read_text().splitlines()]
+        for each in ("one", "staged")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("precision", ["fp64", more("bf16")])
+def test_verify_compares_stages_with_one_process(tmp_path, capsys, precision):
+    path = run_file(tmp_path, tied=True)
+    assert call("verify", path, "--ranks", 4, "--set", "stages=2", f"precision={precision}") == 0
+    said = words(capsys.readouterr().out)
+    assert "stages: 2 of 2 replicas, with layers 0 to 1; 2 to 2" in said
+    assert "exercised: rings of 2 ranks" in said
+    assert said.endswith("PASS")
+
+
+@pytest.mark.parametrize(("ranks", "keys", "said"), [
+    (3, {"stages": 2}, "ranks: expected a multiple of the 2 stages; got 3"),
+    (8, {"stages": 4}, "stages: expected stages x virtual of at most the 3 layers; got 4 x 1"),
+    (2, {"virtual": 2}, "virtual: expected 1 without `stages`; got 2"),
+    (2, {"stages": 2, "capacity_tokens": "auto"}, "capacity_tokens: expected a number beside `stages: 2`; got auto"),
+    (2, {"stages": 2, "shard": "zero3"}, "shard: expected auto or zero1"),
+])  # fmt: skip
+def test_what_stages_do_not_run_is_refused_before_any_rank_starts(tmp_path, capsys, ranks, keys, said):
+    path = run_file(tmp_path, **keys)
+    assert call("train", path, "--ranks", ranks) != 0
+    assert said in words(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("rank", "action"), [(1, "kill"), more(2, "kill"), more(3, "error")])
+def test_a_stage_that_dies_ends_all_ranks_with_its_rank_and_phase(tmp_path, monkeypatch, capsys, rank, action):
+    path = run_file(tmp_path)
+    monkeypatch.setenv(VARIABLE, f"microbatches:{rank}:2:{action}")
+    assert call("train", path, "--ranks", 4, "--set", "stages=2", "--timeout-seconds", 20) != 0
+    assert f"rank {rank}" in words(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ((4, 2, 1), (1, 1, 1)),
+    ((1, 1, 1), (4, 2, 1)),
+    more((4, 2, 1), (6, 2, 2)),
+    more((3, 3, 1), (4, 2, 1)),
+])  # fmt: skip
+@pytest.mark.parametrize("tied", [True, more(False)])
+def test_a_run_goes_on_in_other_stages_on_other_ranks(tmp_path, before, after, tied):
+    path = run_file(tmp_path, layers=4, tied=tied, checkpoint={"every_steps": 2, "background": False})
+    losses, whole = trained(path, "one", ranks=1)
+
+    def cut(ranks, stages, virtual):
+        return ("--ranks", ranks, "--set", f"stages={stages}", f"virtual={virtual}", "output=staged")
+
+    assert call("train", path, *cut(*before)) == 0
+    shutil.rmtree(tmp_path / "staged/checkpoints/step-000003")
+    assert call("train", path, *cut(*after), "--resume") == 0
+    found = [[row["loss"], row["grad_norm"]] for row in read_lines(tmp_path / "staged/metrics.jsonl")]
+    assert [number for row in found for number in row] == pytest.approx(losses, rel=1e-11)
+    (saved,) = (tmp_path / "staged/model").glob("*.safetensors")
+    assert largest_difference(load_file(saved), whole) < 1e-12
+
+
+def test_adapters_in_stages_are_those_of_one_rank(tmp_path):
+    lora = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
+    path = run_file(tmp_path, tied=True, lora=lora)
+    one, whole = trained(path, "one", ranks=1)
+    found, model = trained(path, "staged", "--set", "stages=2", ranks=4)
+    assert found == pytest.approx(one, rel=1e-12)
+    assert largest_difference(model, whole) < 1e-12
+
+
+def test_the_model_of_a_checkpoint_in_stages_is_exported(tmp_path):
+    path = run_file(tmp_path, tied=True, checkpoint={"every_steps": 3})
+    _, model = trained(path, "staged", "--set", "stages=2", ranks=4)
+    assert call("checkpoint", "export", tmp_path / "staged", "--to", tmp_path / "exported") == 0
+    (saved,) = (tmp_path / "exported").glob("*.safetensors")
+    assert largest_difference(load_file(saved), model) == 0.0
