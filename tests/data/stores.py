@@ -45,7 +45,7 @@ def write_sources(folder: Path, files, documents=(), **settings) -> list[DataSou
 
 
 def prepare(sources, out, *, name="bytes", tokenizer=ByteTokenizer, keys=None, vocab_size=None, **options):
-    """Prepare, in this process unless `workers` says otherwise; return what was prepared and whether it was there."""
+    """Prepare, in this process unless `run` says otherwise; return what was prepared and whether it was there."""
     plan = to_prepare(sources, tokenizer_name=name, tokenizer=tokenizer, keys=keys, vocab_size=vocab_size)
     return prepare_folder(plan, out, **{"part_bytes": PART_BYTES, **options})
 

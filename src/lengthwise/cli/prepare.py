@@ -121,7 +121,8 @@ class Prepare:
     def _prepare(self, asked: NamedSources, out: Path) -> int:
         from lengthwise.data import load_tokenizer
         from lengthwise.data.prepare import prepare_folder, to_prepare
-        from lengthwise.run.preparing import progress_line, usable_cores
+        from lengthwise.run.preparing import progress_line
+        from lengthwise.run.workers import usable_cores, worker_processes
 
         line = LiveLine(sys.stdout)
         load = functools.cache(functools.partial(load_tokenizer, asked.tokenizer))
@@ -133,13 +134,14 @@ class Prepare:
                 keys=[f"{asked.key}.{number}" for number in range(len(asked.sources))],
             )
             assert plan is not None, "any number of bytes is enough"
-            made, was_there = prepare_folder(
-                plan,
-                out,
-                workers=self.workers or usable_cores(),
-                overwrite=self.overwrite,
-                on_progress=progress_line(line),
-            )
+            with worker_processes(self.workers or usable_cores()) as run:
+                made, was_there = prepare_folder(
+                    plan,
+                    out,
+                    run=run,
+                    overwrite=self.overwrite,
+                    on_progress=progress_line(line),
+                )
         except KeyboardInterrupt:
             line.close()
             raise KeyboardInterrupt("complete files stay; run the same command to continue") from None

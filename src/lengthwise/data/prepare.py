@@ -1,19 +1,20 @@
-"""Tokenize once: sources to a folder of Arrow files (`arrow`), by `datasets.map` in several processes.
+"""Tokenize once: sources to a folder of Arrow files (`arrow`), by `datasets.map` in as many processes as the caller has.
 
-Sources are cut into parts; a round of parts is one `map`, whose processes write a file each. Work goes on in
-`OUT.unfinished`, which is renamed when all of it is on the disk. What a killed process leaves there is gone on with:
-files that are whole stay, provided that sources, settings and tokenizer are what they were.
+Sources are cut into parts, and each file is one `map` over some of them. Work goes on in `OUT.unfinished`, which is
+renamed when all of it is on the disk. What a killed process leaves there is gone on with: files that are whole stay,
+provided that sources, settings and tokenizer are what they were. A second try ends with the same bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lengthwise.core import __version__
-from lengthwise.core.files import sync, try_lock
 from lengthwise.core.errors import ConfigError, DataError, OutputError, RankError, raise_problems
-from lengthwise.core.processes import let_threads_end
+from lengthwise.core.files import sync, try_lock
 from lengthwise.data.arrow import (
     ENCODING,
     KINDS,
@@ -38,7 +38,6 @@ from lengthwise.data.arrow import (
 )
 from lengthwise.data.dataset import NO_LOSS, TOO_LONG, sum_of_weights
 from lengthwise.data.digests import ROW_DIGEST_BYTES, digest_of_rows, row_digest
-from lengthwise.data.follow import Follow, children_leave, files_in
 from lengthwise.data.load import BAD, EMPTY, REFUSED, TokenRow, token_rows
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.sources import Listing, cut_listing, list_source, printable_name
@@ -47,9 +46,11 @@ from lengthwise.data.tokenizer import Tokenizer, load_tokenizer
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
+Runner = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
+"""Calls a function with each of some tasks, in any order, perhaps in other processes; yields what it returns."""
+
 PART_BYTES = 16 << 20  # of source files: what a process has in memory at a time
 _FILES = 200  # Arrow files of a folder, about: training keeps all of them open
-_PARTS = 4  # of a file, at least: a round takes half a second to start
 _WORK, _PLAN = "work", "plan.json"
 _LOOK_SECONDS = 0.2
 UNREADABLE = "unreadable"
@@ -59,11 +60,11 @@ _NO_IDS = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a preparation is: parts of all, of which some were there from an earlier try."""
+    """How far a preparation is: files of all, of which some were there from an earlier try."""
 
-    parts_done: int
-    parts_found: int
-    num_parts: int
+    files_done: int
+    files_found: int
+    num_files: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +141,9 @@ def prepare_folder(
     plan: ToPrepare,
     out: Path,
     *,
-    workers: int = 1,
+    run: Runner = map,
     overwrite: bool = False,
     wait_seconds: float | None = None,
-    timeout_seconds: float = 120.0,
     on_start: Callable[[], None] = lambda: None,
     on_progress: Callable[[Progress], None] = lambda _progress: None,
     part_bytes: int = PART_BYTES,
@@ -151,7 +151,7 @@ def prepare_folder(
     """Prepare sources into the folder `out`; return what it is, and whether it was there already, the same.
 
     `wait_seconds`: how long to wait for another process that prepares it and does not get on; None: not at all.
-    `timeout_seconds`: how long our own processes may do nothing.
+    `run` calls functions in other processes; the default calls them here.
 
     Raises:
         LengthwiseError: sources that cannot be read, all bad rows together; a folder that holds something else, is
@@ -170,8 +170,7 @@ def prepare_folder(
             if _is_there(out, plan, overwrite=overwrite):  # whoever held it before
                 return read_prepared(out), True
             on_start()
-            with children_leave(held):
-                return _prepare(plan, out, workers, timeout_seconds, on_progress, part_bytes), False
+            return _prepare(plan, out, run, on_progress, part_bytes), False
         finally:
             lock.unlink(missing_ok=True)
             held.close()
@@ -219,6 +218,16 @@ def _is_there(out: Path, plan: ToPrepare, *, overwrite: bool) -> bool:
     return False
 
 
+def files_in(folder: Path) -> set[Any]:
+    """Return what differs whenever something in a folder was written: sizes and times of its files."""
+    found = set[Any]()
+    with contextlib.suppress(FileNotFoundError):  # it is at its end
+        for path in folder.rglob("*"):
+            status = path.stat()
+            found.add((path, status.st_size, status.st_mtime_ns))
+    return found
+
+
 def _unfinished(out: Path) -> Path:
     return out.with_name(out.name + UNFINISHED)
 
@@ -226,8 +235,7 @@ def _unfinished(out: Path) -> Path:
 def _prepare(
     plan: ToPrepare,
     out: Path,
-    workers: int,
-    timeout_seconds: float,
+    run: Runner,
     on_progress: Callable[[Progress], None],
     part_bytes: int,
 ) -> Prepared:
@@ -241,9 +249,10 @@ def _prepare(
             begun.with_suffix(".tmp").write_text(text, encoding="utf-8")
             begun.with_suffix(".tmp").replace(begun)
         parts = _cut(plan, begun.parent, part_bytes)
-        paths = _write(folder, plan, parts, workers, timeout_seconds, on_progress)
-        for path in set(folder.glob("*.*")) - set(paths):  # of parts without rows
-            path.unlink()
+        paths = _write(folder, plan, parts, run, on_progress)
+        for path in folder.iterdir():
+            if path.is_file() and path not in paths:  # of a process that was killed
+                path.unlink()
         _describe(folder, _checked(plan, Columns(paths)))
     shutil.rmtree(folder / _WORK, ignore_errors=True)
     sync(folder)
@@ -274,73 +283,92 @@ def _cut(plan: ToPrepare, work: Path, part_bytes: int) -> list[tuple[int, Listin
     return parts
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTask:
+    """A file to be written: parts with the number of the listing of each."""
+
+    path: Path
+    parts: tuple[tuple[int, Listing], ...]
+    plan: ToPrepare
+
+    def __str__(self) -> str:
+        """Say in words what is done, and with which files."""
+        listing = self.parts[0][1]
+        return f"writing {self.path.name} from {printable_name(listing.shown or listing.paths[0])}"
+
+
 def _write(
     folder: Path,
     plan: ToPrepare,
     parts: Sequence[tuple[int, Listing]],
-    workers: int,
-    timeout_seconds: float,
+    run: Runner,
     on_progress: Callable[[Progress], None],
 ) -> list[Path]:
-    """Write the rows of all parts, in rounds; return the files in order."""
+    """Write the rows of all parts, some parts a file, unless they are there; return the files in order."""
+    import datasets  # noqa: F401 - here, so that forked processes have it
+
+    each, small = max(1, -(-len(parts) // _FILES)), replace(plan, files=())
+    tasks = [
+        FileTask(path=folder / f"rows-{number:06d}.arrow", parts=tuple(parts[first : first + each]), plan=small)
+        for number, first in enumerate(range(0, len(parts), each))
+    ]
+    missing = [task for task in tasks if not _noted(task.path).is_file()]
+    found = done = len(tasks) - len(missing)
+    on_progress(Progress(files_done=done, files_found=found, num_files=len(tasks)))
+    for _ in run(_write_file, missing):
+        done += 1
+        on_progress(Progress(files_done=done, files_found=found, num_files=len(tasks)))
+    return [task.path for task in tasks]
+
+
+def _noted(path: Path) -> Path:
+    """Return the file that is there once `path` is whole and on the disk."""
+    return path.parent / _WORK / f"{path.name}.whole"
+
+
+def _write_file(task: FileTask) -> None:
     import datasets
 
-    at_once = workers * max(_PARTS, -(-len(parts) // max(_FILES, workers)))  # parts of a round: a file a process
-    follow = Follow(folder, timeout_seconds)
-    follow.keep_whole()
-    paths, found = list[Path](), 0
-    for first in range(0, len(parts), at_once):
-        part = parts[first : first + at_once]
-        name = folder / f"rows-{first:06d}.arrow"
-        table = datasets.Dataset.from_dict({"part": list(range(len(part)))})
-        options = {"parts": part, "plan": replace(plan, files=())}
-        processes = min(workers, len(part))
-        let_threads_end()
-        with _quiet(datasets), follow.of(processes):
-            done: Any = table.map(
-                _part_table,
-                batched=True,
-                batch_size=1,
-                writer_batch_size=1 << 20,
-                remove_columns=["part"],
-                features=features(),
-                fn_kwargs=options,
-                num_proc=processes if processes > 1 else None,
-                load_from_cache_file=True,
-                cache_file_name=str(name),
-                new_fingerprint=f"{plan.fingerprint()[:32]}-{first}",
-            )
-        written = [Path(each["filename"]) for each in done.cache_files]
-        found += len(part) if follow.were_there(written) and found == first else 0
-        follow.note(written)
-        paths += written
-        on_progress(Progress(parts_done=first + len(part), parts_found=found, num_parts=len(parts)))
-    return paths
+    task.path.unlink(missing_ok=True)  # of a machine that lost power
+    table = datasets.Dataset.from_dict({"part": list(range(len(task.parts)))})
+    with _quiet(datasets):
+        table.map(
+            _part_table,
+            batched=True,
+            batch_size=1,
+            writer_batch_size=1 << 20,
+            remove_columns=["part"],
+            features=features(),
+            fn_kwargs={"task": task},
+            cache_file_name=str(task.path),
+            new_fingerprint=task.path.stem,
+        )
+    sync(task.path)
+    _noted(task.path).touch()
+    sync(_noted(task.path).parent)
 
 
-class _quiet:  # noqa: N801 - a block
-    """Let `datasets` show no bars of its own."""
-
-    def __init__(self, datasets: Any) -> None:
-        self._datasets, self._were = datasets, datasets.are_progress_bars_disabled()
-
-    def __enter__(self) -> None:
-        self._datasets.disable_progress_bars()
-
-    def __exit__(self, *_: object) -> None:
-        if not self._were:
-            self._datasets.enable_progress_bars()
+@contextlib.contextmanager
+def _quiet(datasets: Any) -> Iterator[None]:
+    """Let `datasets` show no bars of its own inside the block."""
+    were = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were:
+            datasets.enable_progress_bars()
 
 
 _loaded = functools.cache(load_tokenizer)
 
 
-def _part_table(batch: Any, parts: Sequence[tuple[int, Listing]], plan: ToPrepare) -> Any:
-    """Return the rows of one part as a table of Arrow, in whichever process `map` calls this."""
+def _part_table(batch: Any, task: FileTask) -> Any:
+    """Return the rows of one part as a table of Arrow."""
     import pyarrow as pa
 
-    (number,) = batch["part"]
-    origin, listing = parts[number]
+    (number,), plan = batch["part"], task.plan
+    origin, listing = task.parts[number]
     source = plan.listings[origin][0]
     tokenizer = functools.partial(_loaded, plan.tokenizer_name)
     rows = token_rows(listing, plan.sources[source], plan.keys[source], tokenizer=tokenizer, vocab_size=plan.vocab_size)

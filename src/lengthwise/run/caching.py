@@ -20,7 +20,8 @@ from lengthwise.data import Tokenizer
 from lengthwise.data.arrow import is_prepared
 from lengthwise.data.prepare import prepare_folder, to_prepare
 from lengthwise.report.progress import LiveLine
-from lengthwise.run.preparing import progress_line, usable_cores
+from lengthwise.run.preparing import progress_line
+from lengthwise.run.workers import usable_cores, worker_processes
 
 VARIABLE = "LENGTHWISE_CACHE"
 
@@ -77,16 +78,16 @@ class DataCache:
         folder, line = self.folder / plan.fingerprint()[:32], LiveLine(sys.stderr)
         begin = f"{key} is prepared once, into {folder} (another folder, or off: {VARIABLE})"
         try:
-            prepare_folder(
-                plan,
-                folder,
-                workers=usable_cores(),
-                overwrite=True,  # of one that is damaged
-                wait_seconds=self.timeout_seconds,
-                timeout_seconds=self.timeout_seconds,
-                on_start=lambda: line.write(begin),
-                on_progress=progress_line(line),
-            )
+            with worker_processes(usable_cores(), timeout_seconds=self.timeout_seconds) as run:
+                prepare_folder(
+                    plan,
+                    folder,
+                    run=run,
+                    overwrite=True,  # of one that is damaged
+                    wait_seconds=self.timeout_seconds,
+                    on_start=lambda: line.write(begin),
+                    on_progress=progress_line(line),
+                )
         except OutputError as error:
             remedy = f"Make room, name another folder with {VARIABLE}, or set it to off: data is then read into memory."
             expected = "a folder for prepared data"

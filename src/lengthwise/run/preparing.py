@@ -1,8 +1,7 @@
-"""How far a preparation of data is, as a live line, and how many processes it takes."""
+"""How far a preparation of data is, as a live line."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -16,24 +15,19 @@ if TYPE_CHECKING:
 _BAR = 20  # characters
 
 
-def usable_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def progress_line(line: LiveLine) -> Callable[[Progress], None]:
     """Return what shows how far a preparation is, and how long it will still take."""
     start = time.monotonic()
 
     def show(now: Progress) -> None:
-        share = now.parts_done / max(1, now.num_parts)
+        share = now.files_done / max(1, now.num_files)
         bar = "#" * round(_BAR * share)
-        text = f"[{bar:.<{_BAR}}] {percent(share)}, {now.parts_done} of {now.num_parts} parts"
-        if now.parts_found:
-            text += f", {now.parts_found} of an earlier try"
-        new = now.parts_done - now.parts_found
+        text = f"[{bar:.<{_BAR}}] {percent(share)}, {now.files_done} of {now.num_files} files"
+        if now.files_found:
+            text += f", {now.files_found} of an earlier try"
+        new = now.files_done - now.files_found
         if new:
-            text += f", {seconds((time.monotonic() - start) * (now.num_parts - now.parts_done) / new)} left"
+            text += f", {seconds((time.monotonic() - start) * (now.num_files - now.files_done) / new)} left"
         line.update(text)
 
     return show
