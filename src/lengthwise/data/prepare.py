@@ -1,4 +1,4 @@
-"""Tokenize once: sources to a folder of Arrow files (`arrow`), by `datasets.map` in as many processes as the caller has.
+"""Tokenize once: sources to a folder of Arrow files (`arrow`), by `datasets.map`, in the processes of the caller.
 
 Sources are cut into parts, and each file is one `map` over some of them. Work goes on in `OUT.unfinished`, which is
 renamed when all of it is on the disk. What a killed process leaves there is gone on with: files that are whole stay,
