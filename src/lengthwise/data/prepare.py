@@ -111,7 +111,7 @@ def to_prepare(
             problems.append(DataError(key, expected="data to prepare", got="prepared data", remedy=remedy))
         else:
             listings += [(number, each) for each in list_source(source, problems.append)]
-        if source.weight != 1 and not least_bytes:
+        if source.weight != 1:
             expected, remedy = (
                 "no weight: it is of runs, not of rows",
                 "Prepare this source alone, and weigh its folder.",

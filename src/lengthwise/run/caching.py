@@ -62,7 +62,7 @@ class DataCache:
         vocab_size = self.vocab_size if source.bad_rows == "skip" else None
         try:
             plan = to_prepare(
-                [source],
+                [source.model_copy(update={"weight": 1.0})],
                 tokenizer_name=self.tokenizer_name,
                 tokenizer=self.tokenizer,
                 keys=[key],
