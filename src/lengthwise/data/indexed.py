@@ -95,8 +95,8 @@ def read_documents(prefix: Path, limit: int | None, part: tuple[int, int] | None
     first, last = part or (0, len(starts) - 1)
     for number, row in enumerate(range(first, last), start=1):
         where, ids = f"{_printable(prefix)}:{number}", np.asarray(found[starts[row] : starts[row + 1]])
-        bad = np.flatnonzero((ids < 0) | (ids >= limit)) if len(ids) and not 0 <= ids.min() <= ids.max() < limit else ()
-        if len(bad):
+        if len(ids) and not 0 <= ids.min() <= ids.max() < limit:
+            bad = np.flatnonzero((ids < 0) | (ids >= limit))
             got, remedy = f"id {ids[bad[0]]} at token {bad[0] + 1}", "Take the tokenizer and model it was made for."
             yield DataError(where, expected=f"ids from 0 to {limit - 1}", got=got, remedy=remedy)
         else:

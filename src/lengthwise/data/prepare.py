@@ -373,7 +373,7 @@ def _part_table(batch: Any, task: FileTask) -> Any:
     tokenizer = functools.partial(_loaded, plan.tokenizer_name)
     rows = token_rows(listing, plan.sources[source], plan.keys[source], tokenizer=tokenizer, vocab_size=plan.vocab_size)
     found = list(zip(*map(_values, rows), strict=True)) or [()] * len(_COLUMNS)
-    columns = dict(zip(_COLUMNS, found, strict=True))
+    columns: dict[str, Sequence[Any]] = dict(zip(_COLUMNS, found, strict=True))
     number = len(columns["kind"])
     columns["origin"] = [origin] * number
     columns["name"] = [*map(printable_name, listing.names or ()), *[None] * number][:number]

@@ -35,7 +35,7 @@ from lengthwise.data.tables import (
     is_saved_dataset,
     read_table,
     saved_files,
-    table_sizes,
+    table_cuts,
     unpacked,
 )
 
@@ -73,8 +73,8 @@ class Listing:
     """Rows in order: a file of rows, an indexed dataset, or documents.
 
     `names` are files below `root`, one row each; None where `root` is a file of rows, or, with `indexed`, the prefix of
-    an indexed dataset. `part`: which of its rows, of a file of lines those that begin in bytes [first, last), else row
-    groups, record batches or documents; None: all. `shown`: what messages call it; None: its path.
+    an indexed dataset. `part`: which of its rows: of a file of lines those that begin in bytes [first, last), else
+    rows [first, last); None: all. `shown`: what messages call it; None: its path.
     """
 
     root: Path
@@ -285,8 +285,8 @@ def cut_listing(listing: Listing, most_bytes: int, folder: Path) -> list[Listing
                 _unpack(rows, plain)
             return cut_listing(replace(listing, root=plain, shown=printable_name(listing.root)), most_bytes, folder)
         if is_table(rows):
-            sizes = table_sizes(rows, head[:8])
-            return [replace(listing, part=span) for span in _spans(sizes, most_bytes)] if len(sizes) > 1 else [listing]
+            cuts = table_cuts(rows, head[:8], most_bytes)
+            return [replace(listing, part=part) for part in itertools.pairwise(cuts)] if len(cuts) > 2 else [listing]
     firsts = range(0, max(1, size), most_bytes)
     return [replace(listing, part=(first, first + most_bytes)) for first in firsts]
 

@@ -1,7 +1,7 @@
 """Rows of columnar files, as plain values: Parquet, Arrow, and folders that `datasets.save_to_disk` wrote.
 
 pyarrow reads them; it comes in with the first such file. A batch of rows is in memory at a time. A table may be read in
-parts: row groups of Parquet, record batches of Arrow.
+parts, from a row on: what is before it in its row group is read, too, and dropped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ def read_table(
 ) -> Iterator[dict[str, Any] | DataError]:
     """Yield the rows of an open file in order, each a value a column; an error for one that is no text.
 
-    `part`: row groups or batches [first, last); rows are counted from the first of them.
+    `part`: rows [first, last), counted from the first of them.
 
     Raises DataError for a file that is broken or ends early.
     """
@@ -75,18 +74,29 @@ def read_table(
         raise DataError(where, expected="rows", got="a table of none", remedy="Take it out of {data|`data`}.")
 
 
-def table_sizes(file: BufferedReader, head: bytes) -> list[int]:
-    """Return the bytes of each row group or batch of an open table; one entry where it cannot be read in parts."""
+def table_cuts(file: BufferedReader, head: bytes, most_bytes: int) -> list[int]:
+    """Return the first rows of parts of about so many bytes, and the number of all rows; none where it is broken."""
     import pyarrow as pa
     from pyarrow import parquet
 
     try:
         if head.startswith(PARQUET):
-            groups = parquet.ParquetFile(file).metadata
-            return [groups.row_group(number).total_byte_size for number in range(groups.num_row_groups)]
-        return [batch.nbytes for batch in _batches(file, head, None)]
+            found = parquet.ParquetFile(file).metadata
+            groups = [found.row_group(number) for number in range(found.num_row_groups)]
+            chunks = [(group.num_rows, group.total_byte_size) for group in groups]
+        else:
+            chunks = [(batch.num_rows, batch.nbytes) for batch in _batches(file, head, None)]
     except (pa.ArrowException, OSError):  # whoever reads it says what is wrong
-        return [0]
+        return []
+    cuts, row, held = [0], 0, 0.0
+    for rows, size in chunks:
+        pieces = max(1, -(-size // most_bytes))
+        for piece in range(1, pieces + 1):
+            held += size / pieces
+            if held >= most_bytes:
+                cuts, held = [*cuts, row + rows * piece // pieces], 0.0
+        row += rows
+    return sorted({*cuts, row})
 
 
 @contextmanager
@@ -103,18 +113,33 @@ def unpacked(file: BufferedReader, where: str) -> Iterator[BufferedReader]:
 
 
 def _batches(file: BufferedReader, head: bytes, part: tuple[int, int] | None) -> Iterator[Any]:
+    row, batches = _batches_from(file, head, part[0] if part else 0)
+    first, last = part or (0, 1 << 62)
+    for batch in batches:
+        begin, end = max(first - row, 0), min(last - row, batch.num_rows)
+        if begin < end:
+            yield batch.slice(begin, end - begin)
+        row += batch.num_rows
+        if row >= last:
+            return
+
+
+def _batches_from(file: BufferedReader, head: bytes, first: int) -> tuple[int, Iterator[Any]]:
+    """Return the batches from one at or before row `first` on, and the row that they begin with."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    first, last = part or (0, None)
     if head.startswith(PARQUET):
-        table = parquet.ParquetFile(file)
-        return table.iter_batches(_BATCH, row_groups=range(first, last or table.num_row_groups))
+        table, group, row = parquet.ParquetFile(file), 0, 0
+        while group < table.num_row_groups and row + table.metadata.row_group(group).num_rows <= first:
+            row += table.metadata.row_group(group).num_rows
+            group += 1
+        return row, table.iter_batches(_BATCH, row_groups=range(group, table.num_row_groups))
     mapped = pa.memory_map(file.name)
     if head.startswith(ARROW_FILE):
         reader = pa.ipc.open_file(mapped)
-        return (reader.get_batch(number) for number in range(first, last or reader.num_record_batches))
-    return islice(pa.ipc.open_stream(mapped), first, last)
+        return 0, (reader.get_batch(number) for number in range(reader.num_record_batches))
+    return 0, iter(pa.ipc.open_stream(mapped))
 
 
 def _rows(batch: Any, where: str, count: int) -> Iterator[dict[str, Any] | DataError]:
