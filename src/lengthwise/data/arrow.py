@@ -5,7 +5,7 @@
     state.json, dataset_info.json   with which `datasets.load_from_disk` opens the folder
 
 A row is read where it lies, and pages that are not used go when memory is short. Opening maps all files, so that a
-folder that is replaced meanwhile changes no run, and compares all but the tokens with their SHA-256; a row's tokens are
+folder that is replaced meanwhile changes no run, and compares what planning needs (lengths, losses) and the rows' digests with their SHA-256; a row's tokens are
 compared with its digest when they are read.
 """
 
@@ -47,23 +47,20 @@ _FromZero = Annotated[int, Field(ge=0)]
 _Hex = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-def features() -> Any:
-    """Return the columns of a prepared folder, as `datasets` knows them.
+def schema() -> Any:
+    """Return the columns of a prepared folder, as pyarrow knows them.
 
     `labels` is null where they are the ids, `weights` where all are 0 or 1; a row that is left out has no ids. `kind`
     is a place in `KINDS`, `origin` the number of the listing; `name` is the path of a document, null for a line.
     """
-    from datasets import Features, List, Value
+    import pyarrow as pa
 
     kinds = {
-        "loss_tokens": "int64", "loss_weight": "float64", "largest_id": "int32", "kind": "int8", "origin": "int32",
-        "name": "string", "error": "string",
+        "input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32()), "weights": pa.list_(pa.float32()),
+        "digest": pa.list_(pa.uint8(), ROW_DIGEST_BYTES), "loss_tokens": pa.int64(), "loss_weight": pa.float64(),
+        "largest_id": pa.int32(), "kind": pa.int8(), "origin": pa.int32(), "name": pa.string(), "error": pa.string(),
     }  # fmt: skip
-    lists = {"input_ids": "int32", "labels": "int32", "weights": "float32"}
-    digest = {"digest": List(Value("uint8"), length=ROW_DIGEST_BYTES)}
-    return Features(
-        {name: List(Value(kind)) for name, kind in lists.items()} | digest | {n: Value(k) for n, k in kinds.items()}
-    )
+    return pa.schema(list(kinds.items()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +78,7 @@ class UsedTokenizer:
 class Prepared:
     """A prepared folder. `fingerprint`: of sources, settings and tokenizer. `data`: the digest of all rows (`digests`).
 
-    `tables`: the digest of all columns but the tokens. `encoding`: the version of how texts become ids and labels here,
+    `tables`: the digest of lengths, tokens with a loss, what they weigh, and of the rows' digests. `encoding`: the version of how texts become ids and labels here,
     beside the tokenizer. `kinds`: rows of each kind. `tokenizer`: None where no row is text. `largest_id` is in row
     `largest_id_row`. `origins`: the first row of each listing, and its label. `files`: the bytes of each Arrow file.
     """
@@ -222,13 +219,13 @@ class Columns:
         """Map files. DataError for one that is no Arrow stream of these columns; OSError for one that is gone."""
         import pyarrow as pa
 
-        schema, tables, self.files = features().arrow_schema, hashlib.sha256(), paths
+        expected, tables, self.files = schema(), hashlib.sha256(), paths
         self.batches, self.paths = list[Any](), list[Path]()
-        self._views = dict[int, list[_View]]()  # of batches that were read
+        self._views = dict[int, tuple[list[_View], np.ndarray]]()  # of batches that were read, with digests
         for path in paths:
             try:
                 with pa.ipc.open_stream(pa.memory_map(os.fspath(path))) as reader:
-                    if not reader.schema.equals(schema):
+                    if not reader.schema.equals(expected):
                         raise pa.ArrowInvalid(f"columns {', '.join(reader.schema.names)}")
                     batches = [batch for batch in reader if batch.num_rows]
                 for batch in batches:
@@ -237,8 +234,10 @@ class Columns:
                 raise refuse(path, "an Arrow stream as it was prepared", " ".join(str(error).split())[:200]) from None
             self.batches += batches
             self.paths += [path] * len(batches)
+        self.are_weighed = any(batch.column("weights").null_count < batch.num_rows for batch in self.batches)
+        compared = ("input_ids", "digest", "loss_tokens", *(["loss_weight"] if self.are_weighed else []))
         for batch in self.batches:
-            for name in batch.schema.names:
+            for name in compared:
                 for buffer in batch.column(name).buffers()[: 2 if name in _LISTS else None]:
                     if buffer is not None:
                         tables.update(buffer)
@@ -277,11 +276,20 @@ class Columns:
     def row(self, row: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
         """Return views of ids, labels and weights of a row; None for what is null."""
         number, place = self.place(row)
-        if number not in self._views:
-            self._views[number] = [_View.of(self.batches[number].column(name)) for name in _LISTS]
-        ids, labels, weights = (view.entry(place) for view in self._views[number])
+        ids, labels, weights = (view.entry(place) for view in self._of(number)[0])
         assert ids is not None, f"row {row} without a list of ids"
         return ids, labels, weights
+
+    def digest(self, row: int) -> bytes:
+        """Return the digest that was written for a row."""
+        number, place = self.place(row)
+        return self._of(number)[1][place].tobytes()
+
+    def _of(self, number: int) -> tuple[list[_View], np.ndarray]:
+        if number not in self._views:
+            batch = self.batches[number]
+            self._views[number] = [_View.of(batch.column(name)) for name in _LISTS], _digests(batch)
+        return self._views[number]
 
     def text(self, row: int, name: str) -> str | None:
         """Return the text of a row in a column, None where it is null."""
@@ -329,8 +337,7 @@ class ArrowDataset(NumberedRows):
             raise refuse(folder, f"columns of SHA-256 {made.tables[:16]}..., as they were prepared", "others")
         self.lengths = self._stored_lengths = columns.lengths
         self.loss_tokens = columns.numbers("loss_tokens")
-        self._is_weighed = any(batch.column("weights").null_count < batch.num_rows for batch in columns.batches)
-        self.loss_weights = columns.numbers("loss_weight") if self._is_weighed else self.loss_tokens
+        self.loss_weights = columns.numbers("loss_weight") if columns.are_weighed else self.loss_tokens
         self.skipped: Mapping[str, int] = made.skipped
         self.too_long = np.flatnonzero(self.lengths > max_tokens) if max_tokens is not None else self.lengths[:0]
         if len(self.too_long):
@@ -348,7 +355,7 @@ class ArrowDataset(NumberedRows):
 
     def read_weights(self, row: int, start: int, stop: int) -> np.ndarray | None:
         """Return the weights of tokens [start, stop) of a row, float32 [stop - start], where any row has some."""
-        if not self._is_weighed:
+        if not self._columns.are_weighed:
             return None
         ids, labels, weights = self._read_row(row)
         return (
@@ -402,11 +409,10 @@ class ArrowDataset(NumberedRows):
 
 def wrong_row(columns: Columns, row: int, name: Callable[[int], str]) -> DataError | None:
     """Return the error for a row whose ids, labels or weights are not those that its digest is of."""
-    number, place = columns.place(row)
-    if row_digest(*columns.row(row)) == _digests(columns.batches[number])[place].tobytes():
+    if row_digest(*columns.row(row)) == columns.digest(row):
         return None
     expected = f"row {row} ({name(row)}) as it was prepared"
-    return refuse(columns.paths[number], expected, "other ids, labels or weights")
+    return refuse(columns.paths[columns.place(row)[0]], expected, "other ids, labels or weights")
 
 
 def wrong_rows(folder: Path, on_rows: Callable[[int], None]) -> Iterator[DataError]:

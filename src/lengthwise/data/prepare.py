@@ -32,9 +32,9 @@ from lengthwise.data.arrow import (
     Columns,
     Prepared,
     UsedTokenizer,
-    features,
     is_prepared,
     read_prepared,
+    schema,
 )
 from lengthwise.data.dataset import NO_LOSS, TOO_LONG, sum_of_weights
 from lengthwise.data.digests import ROW_DIGEST_BYTES, digest_of_rows, row_digest
@@ -338,7 +338,7 @@ def _write_file(task: FileTask) -> None:
             batch_size=1,
             writer_batch_size=1 << 20,
             remove_columns=["part"],
-            features=features(),
+            features=datasets.Features.from_arrow_schema(schema()),
             fn_kwargs={"task": task},
             cache_file_name=str(task.path),
             new_fingerprint=task.path.stem,
@@ -377,9 +377,7 @@ def _part_table(batch: Any, task: FileTask) -> Any:
     number = len(columns["kind"])
     columns["origin"] = [origin] * number
     columns["name"] = [*map(printable_name, listing.names or ()), *[None] * number][:number]
-    schema = features().arrow_schema
-    arrays = [_column(columns[name], schema.field(name).type) for name in schema.names]
-    return pa.table(arrays, schema=schema)
+    return pa.table([_column(columns[field.name], field.type) for field in schema()], schema=schema())
 
 
 def _column(values: Sequence[Any], kind: Any) -> Any:
@@ -460,9 +458,9 @@ def _checked(plan: ToPrepare, columns: Columns) -> Prepared:
 
 def _describe(folder: Path, made: Prepared) -> None:
     """Write what `datasets.load_from_disk` reads, and, last, what we do."""
-    from datasets import DatasetInfo
+    from datasets import DatasetInfo, Features
 
-    DatasetInfo(features=features()).write_to_directory(str(folder))
+    DatasetInfo(features=Features.from_arrow_schema(schema())).write_to_directory(str(folder))
     state = {
         "_data_files": [{"filename": name} for name in made.files], "_fingerprint": made.fingerprint[:32],
         "_format_columns": None, "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False,
