@@ -1,12 +1,12 @@
 """Prepared data: a folder of memory-mapped Arrow files, opened without reading its tokens.
 
     lengthwise.json           what it is made from and how, the size of each Arrow file, digests
-    rows-*.arrow              Arrow streams as `datasets` writes them, all rows in order: the columns of `SCHEMA`
+    rows-*.arrow              Arrow streams as `datasets` writes them, all rows in order: the columns of `schema`
     state.json, dataset_info.json   with which `datasets.load_from_disk` opens the folder
 
 A row is read where it lies, and pages that are not used go when memory is short. Opening maps all files, so that a
-folder that is replaced meanwhile changes no run, and compares what planning needs (lengths, losses) and the rows' digests with their SHA-256; a row's tokens are
-compared with its digest when they are read.
+folder that is replaced meanwhile changes no run, and compares what planning needs (lengths, losses) and the digests of
+rows with their SHA-256; a row's tokens are compared with its digest when they are read.
 """
 
 from __future__ import annotations
@@ -78,9 +78,10 @@ class UsedTokenizer:
 class Prepared:
     """A prepared folder. `fingerprint`: of sources, settings and tokenizer. `data`: the digest of all rows (`digests`).
 
-    `tables`: the digest of lengths, tokens with a loss, what they weigh, and of the rows' digests. `encoding`: the version of how texts become ids and labels here,
-    beside the tokenizer. `kinds`: rows of each kind. `tokenizer`: None where no row is text. `largest_id` is in row
-    `largest_id_row`. `origins`: the first row of each listing, and its label. `files`: the bytes of each Arrow file.
+    `tables`: the digest of lengths, tokens with a loss, what they weigh, and the rows' digests. `encoding`: the version
+    of how texts become ids and labels here, beside the tokenizer. `kinds`: rows of each kind. `tokenizer`: None where
+    no row is text. `largest_id` is in row `largest_id_row`. `origins`: the first row of each listing, and its label.
+    `files`: the bytes of each Arrow file.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
