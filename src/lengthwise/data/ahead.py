@@ -9,13 +9,14 @@ import numpy as np
 
 
 def read_ahead(values: np.ndarray) -> None:
-    """Begin to read what `values`, a view of a mapped file, needs from the disk."""
+    """Begin to read what `values`, a view of a mapped file, needs from the disk; nothing where the system cannot."""
     if not values.size or not hasattr(mmap, "MADV_WILLNEED"):
         return
     first = values.ctypes.data
     start = first - first % mmap.PAGESIZE
-    # A hint: without it the first to read waits, so that what it returns does not matter.
-    advise(ctypes.c_void_p(start), ctypes.c_size_t(first + values.nbytes - start), mmap.MADV_WILLNEED)
+    advise(start, first + values.nbytes - start)
 
 
-advise = ctypes.CDLL(None).madvise if hasattr(mmap, "MADV_WILLNEED") else None
+def advise(start: int, num_bytes: int) -> None:
+    """Ask the system for mapped pages; a hint, without which the first to read waits."""
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), mmap.MADV_WILLNEED)
