@@ -433,7 +433,8 @@ def test_config_dump_reads_back_equal(folder, model, lr, betas, norm, end, batch
 
 
 def test_config_and_data_import_no_large_library():
-    code = "import sys, lengthwise.config, lengthwise.data; print({'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules))"
+    large = "{'torch', 'transformers', 'datasets', 'pyarrow'}"
+    code = f"import sys, lengthwise.config, lengthwise.data; print({large} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
