@@ -36,8 +36,9 @@ from pyarrow import parquet
 
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport
-from lengthwise.config import build_config
+from lengthwise.config import DataSource, build_config
 from lengthwise.core.plan import Plan
+from lengthwise.data import ByteTokenizer, load_dataset
 from lengthwise.engine.batch import StepBatch, random_batch
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
@@ -153,7 +154,7 @@ def measured(loops: Loops, store: Path, blocks: int) -> dict[str, Kind]:
 
 def drop_cache(store: Path) -> None:
     """Drop the tokens' pages from the system's cache."""
-    for path in store.glob("tokens-*.bin"):
+    for path in store.glob("rows-*.arrow"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -219,9 +220,14 @@ def main() -> None:
     findings = Findings("loader")
     with nullcontext(asked.folder) if asked.folder else tempfile.TemporaryDirectory() as folder:
         store, made = prepared_store(Path(folder), asked.sequences)
+        start = time.perf_counter()
+        load_dataset([DataSource(path=store)], tokenizer=ByteTokenizer, vocab_size=VOCAB)
+        opening = time.perf_counter() - start
         job = opened(store, asked.tokens)
         tokens = job.dataset.lengths.sum() / 1e6
-        findings.add([f"{len(job.dataset.lengths):,} sequences of {tokens:,.0f}M tokens, {made}.", ""])
+        findings.add(
+            [f"{len(job.dataset.lengths):,} sequences of {tokens:,.0f}M tokens, {made}; opened in {opening:.2f} s.", ""]
+        )
         findings.add(table(measured(Loops(job, asked.steps), store, asked.blocks)))
     load = os.getloadavg()[0]
     about = f"medians of {asked.blocks} blocks of {asked.steps} steps, one thread, load {load:.1f} at the end"

@@ -1,11 +1,13 @@
 """`lengthwise prepare`: what a run trains on is the same, and what is wrong is told before anything is written."""
 
 import json
+import re
 
+import numpy as np
 import pytest
 
 import lengthwise
-from lengthwise.data.manifest import NAME
+from lengthwise.data.arrow import NAME
 from run.small_runs import call, losses, make_rows, read_lines, steps_of, write_rows, write_run
 
 ROWS = [*make_rows([30, 12, 5, 60, 1, 17, 44]), {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}]
@@ -46,15 +48,17 @@ def test_prepare_files_by_tokenizer_and_limits(tmp_path, capsys):
     assert not (tmp_path / "new").exists()
 
 
-def test_prepare_verifies_every_byte(tmp_path, capsys):
+def test_prepare_verifies_every_row(tmp_path, capsys):
     path = write_rows(tmp_path / "rows.jsonl", [{"text": "abc"}])
     assert call("prepare", path, "--out", tmp_path / "store", "--tokenizer", "bytes") == 0
     assert call("prepare", tmp_path / "store", "--verify") == 0
-    (tmp_path / "store" / "tokens-00000.bin").write_bytes(b"abc\0def\0ghi\0")
+    rows = tmp_path / "store" / "rows-000000.arrow"
+    rows.write_bytes(rows.read_bytes().replace(np.array([*b"abc"], dtype="<i4").tobytes(), b"abc\0def\0ghi\0"))
     capsys.readouterr()
     assert call("prepare", tmp_path / "store", "--verify") == 1
     assert "NOT what was prepared" in (told := capsys.readouterr().out)
-    assert "tokens-00000.bin" in told
+    assert "rows-000000.arrow" in told
+    assert "rows.jsonl:1" in told
     (tmp_path / "store" / NAME).unlink()
     assert call("prepare", tmp_path / "store", "--verify") == 2
 
@@ -94,7 +98,7 @@ def test_store_in_a_run_file_is_checked_before_any_process_starts(tmp_path, caps
     assert call("prepare", source, "--out", tmp_path / "store") == 0
     manifest = json.loads((tmp_path / "store" / NAME).read_text())
     assert (manifest["rows"], manifest["kinds"]) == (len(ROWS), {"ids": len(ROWS)})
-    (tmp_path / "store" / "lengths.bin").unlink()
+    (tmp_path / "store" / "rows-000000.arrow").unlink()
     assert call("train", path, "--ranks", 2) == 2
-    assert "lengths.bin: expected the 64 bytes that were prepared" in capsys.readouterr().err
+    assert re.search(r"rows-000000\.arrow: expected the \d+ bytes that were prepared", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Sources of every kind with ugly lengths, and stores made of them in small shards."""
+"""Sources of every kind with ugly lengths, and folders prepared of them in small parts."""
 
 import json
 import shutil
@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from lengthwise.config import DataSource
 from lengthwise.data import ByteTokenizer, load_dataset
-from lengthwise.data.prepare import prepare_store
+from lengthwise.data.prepare import prepare_folder, to_prepare
 
-SHARD_BYTES = 200
+PART_BYTES = 200
 TEXT = st.text(st.characters(codec="utf-8"), max_size=30)
 ROW = st.one_of(
     TEXT.map(lambda text: {"text": text}),
@@ -44,9 +44,10 @@ def write_sources(folder: Path, files, documents=(), **settings) -> list[DataSou
     return sources
 
 
-def prepare(sources, out, *, name="bytes", tokenizer=ByteTokenizer, least_bytes=SHARD_BYTES, **options):
-    """Prepare in this process; return the manifest and whether it was there."""
-    return prepare_store(sources, out, tokenizer_name=name, tokenizer=tokenizer, least_bytes=least_bytes, **options)
+def prepare(sources, out, *, name="bytes", tokenizer=ByteTokenizer, keys=None, vocab_size=None, **options):
+    """Prepare, in this process unless `run` says otherwise; return what was prepared and whether it was there."""
+    plan = to_prepare(sources, tokenizer_name=name, tokenizer=tokenizer, keys=keys, vocab_size=vocab_size)
+    return prepare_folder(plan, out, **{"part_bytes": PART_BYTES, **options})
 
 
 def load(*sources, tokenizer=ByteTokenizer, vocab_size=256, **keys):

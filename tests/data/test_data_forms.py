@@ -1,17 +1,10 @@
-"""What all forms of a dataset have alike: in memory, prepared, indexed, and several as one."""
-
-import os
-from types import SimpleNamespace
+"""What all forms of a dataset have alike: in memory, prepared, and several as one."""
 
 import pytest
 
 from data.stores import load, prepare, write_sources
-from data.test_data_indexed import write_indexed
-from lengthwise.core.errors import DataError, Problems
-from lengthwise.data import shards
-from lengthwise.data.refusals import Refusals
 
-FORMS = ("memory", "prepared", "indexed", "joined")
+FORMS = ("memory", "prepared", "joined")
 
 
 @pytest.fixture(params=FORMS)
@@ -20,9 +13,6 @@ def dataset(request, tmp_path):
     sources = write_sources(tmp_path, rows)
     if request.param == "memory":
         return load(*sources)
-    write_indexed(tmp_path / "indexed", [[[1, 2, 3]], [[4, 5]], [[6]]])
-    if request.param == "indexed":
-        return load(tmp_path / "indexed.idx")
     prepare(sources, tmp_path / "tokens")
     return load(tmp_path / "tokens") if request.param == "prepared" else load(tmp_path / "tokens", *sources)
 
@@ -42,30 +32,3 @@ def test_nothing_of_it_can_be_written(dataset):
     for values in (dataset.lengths, dataset.loss_tokens, dataset.ids, ids, labels):
         with pytest.raises(ValueError, match="read-only"):
             values[0] = 0
-
-
-def test_refusals_of_several_shards_are_all_counted():
-    def error(number):
-        return DataError(f"rows.jsonl:{number}", expected="a row", got=f"kind {number}", remedy="Correct it.")
-
-    together, later = Refusals(), Refusals()
-    for number in range(30):
-        later.add(error(number), times=2)
-    together.merge(later)
-    assert len(together) == 60
-    with pytest.raises(Problems, match="60, the first 20 above"):
-        together.raise_all("data")
-
-
-def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path, monkeypatch):
-    (source,) = write_sources(tmp_path, [[{"input_ids": [1, 2]}]])
-    fstat = os.fstat
-
-    def before(number):
-        found = fstat(number)
-        return SimpleNamespace(st_size=found.st_size - 1, st_mtime_ns=found.st_mtime_ns)
-
-    monkeypatch.setattr(shards, "os", SimpleNamespace(fstat=before))
-    with pytest.raises(DataError, match="a file that stays as it is"):
-        prepare([source], tmp_path / "tokens")
-    assert not list(tmp_path.glob("tokens*"))

@@ -178,12 +178,6 @@ def test_indexed_ids_that_the_model_does_not_have_are_named_or_left_out(tmp_path
         assert kept.skipped == {"bad": 1}
 
 
-def test_indexed_bad_ids_are_found_across_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("lengthwise.data.indexed._AT_ONCE", 2)
-    prefix = write_indexed(tmp_path / "data", [[[300, 1, 300]], [[1]], [[1, 1, 300]]])
-    assert load(DataSource(path=prefix, bad_rows="skip")).lengths.tolist() == [0, 1, 0]
-
-
 def test_indexed_empty_and_long_documents_stop_the_run_or_are_left_out(tmp_path):
     prefix = write_indexed(tmp_path / "data", [[[1, 2]], [], [[]], [[3] * 9]])
     text = refused(prefix, max_tokens=5)
@@ -205,12 +199,23 @@ def test_indexed_is_trained_on_as_its_rows(tmp_path):
     assert losses(tmp_path / "plain") == losses(tmp_path / "indexed")
 
 
-def test_indexed_is_data_to_look_at_and_needs_no_preparing(tmp_path, capsys):
+def test_indexed_is_data_to_look_at(tmp_path, capsys):
     write_indexed(tmp_path / "data", [[[1, 2]], [[3]]], letter="H")
     assert call("data", tmp_path / "data") == 0
     assert "2 sequences" in capsys.readouterr().out
-    with pytest.raises(DataError, match="an indexed dataset, of tokens"):
-        prepare([DataSource(path=tmp_path / "data")], tmp_path / "store")
+
+
+def test_indexed_is_prepared_in_parts_as_any_source(tmp_path):
+    documents = [[[number % 256] * (number % 37)] for number in range(60)]
+    source = DataSource(path=write_indexed(tmp_path / "data", documents, letter="H"), empty="skip")
+    prepare([source], tmp_path / "store")
+    assert content(load(tmp_path / "store")) == content(load(source))
+    assert len(list((tmp_path / "store").glob("rows-*.arrow"))) > 3
+    other = DataSource(path=write_indexed(tmp_path / "bad", [[[1] * 300], [[300]]], letter="H"))
+    made, _ = prepare([other], tmp_path / "other")
+    assert made.largest_id == 300
+    with pytest.raises(DataError, match=rf"{tmp_path}/bad:2: expected ids from 0 to 255"):
+        prepare([other], tmp_path / "third", vocab_size=256)
 
 
 def test_a_folder_of_indexed_datasets_asks_for_a_source_each(tmp_path):

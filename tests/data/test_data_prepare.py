@@ -11,15 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.stores import DOCUMENTS, FILES, content, files_of, fresh, load, prepare, write_sources
+from data.stores import DOCUMENTS, FILES, PART_BYTES, content, files_of, fresh, load, prepare, write_sources
 from lengthwise.config import DataSource
 from lengthwise.core.errors import ConfigError, DataError, OutputError, Problems, RankError
 from lengthwise.core.files import try_lock
-from lengthwise.data import load_tokenizer, shard_writer
-from lengthwise.data.manifest import NAME
+from lengthwise.data import load_tokenizer
+from lengthwise.data import prepare as preparing
+from lengthwise.data.arrow import NAME
+from lengthwise.data.load import token_rows
 from lengthwise.run.workers import worker_processes
 from properties import costliest
-from tiers import more
 
 FORK = multiprocessing.get_context("fork")
 ROWS = [[{"text": "x" * n} for n in (1, 2, 97, 300, 5, 60, 61)], [{"prompt": "ab", "completion": "cd"}] * 9]
@@ -38,8 +39,7 @@ def killed_at(number, sources, out):
             if count == number:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        for module in ("lengthwise.data.prepare", "lengthwise.data.shard_writer"):
-            __import__(module, fromlist=["sync"]).sync = sync
+        preparing.sync = sync
         prepare(sources, out)
 
     process = FORK.Process(target=work)
@@ -57,10 +57,10 @@ def test_prepare_killed_anywhere_goes_on_to_the_same_bytes(tmp_path):
         told = []
         prepare(sources, out, on_progress=told.append)
         assert files_of(out) == expected
-        kept.append(told[0].shards_found if told else None)
+        kept.append(told[0].files_found if told else None)
         number += 1
     assert files_of(out) == expected
-    assert max(each for each in kept if each is not None) == len(list((tmp_path / "whole").glob("tokens-*")))
+    assert max(each for each in kept if each is not None) == len(list((tmp_path / "whole").glob("rows-*")))
     assert None in kept  # killed when all was written, only not renamed
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(["out", "rows-0.jsonl", "rows-1.jsonl", "whole"])
 
@@ -85,17 +85,21 @@ def test_prepare_in_processes_gives_the_same_bytes(tmp_path):
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
+def in_a_worker(act):
+    """Return what `token_rows` is, but for the first part of a worker, before which `act` is called."""
+    parent = os.getpid()
+
+    def acting(*args, **options):
+        if os.getpid() != parent and args[0].part == (0, PART_BYTES):
+            act()
+        return token_rows(*args, **options)
+
+    return acting
+
+
 def test_prepare_whose_process_is_killed_says_so_and_goes_on(tmp_path, monkeypatch):
     sources = write_sources(tmp_path, ROWS)
-    write, parent = shard_writer.write_shard, os.getpid()
-
-    def dying(task):
-        if task.number == 2 and os.getpid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return write(task)
-
-    monkeypatch.setattr("lengthwise.data.prepare.write_shard", dying)
-    dying.__module__, dying.__qualname__ = "lengthwise.data.prepare", "write_shard"
+    monkeypatch.setattr("lengthwise.data.prepare.token_rows", in_a_worker(lambda: os.kill(os.getpid(), signal.SIGKILL)))
     with pytest.raises(RankError, match="one that was killed"), worker_processes(2) as run:
         prepare(sources, tmp_path / "out", run=run)
     monkeypatch.undo()
@@ -116,14 +120,14 @@ def test_an_error_ends_processes_that_prepare_where_they_stand():
     assert time.monotonic() - start < 30, "waited for a task of 60 s that nobody needs"
 
 
-@pytest.mark.parametrize("phase", [more("reading"), "writing shard 0 from"])
-def test_prepare_with_a_stopped_process_ends_and_names_it_with_its_file_and_phase(tmp_path, monkeypatch, phase):
-    sources = write_sources(tmp_path, [[{"text": "x"}]])
-    name = "lengthwise.data.shards._index_file" if phase == "reading" else "lengthwise.data.shard_writer.add_rows"
-    monkeypatch.setattr(name, lambda *_args, **_options: os.kill(os.getpid(), signal.SIGSTOP))
+def test_prepare_with_a_stopped_process_ends_and_names_it_with_its_file(tmp_path, monkeypatch):
+    sources = write_sources(tmp_path, ROWS)
+    stop = in_a_worker(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    monkeypatch.setattr("lengthwise.data.prepare.token_rows", stop)
     with pytest.raises(RankError) as caught, worker_processes(2, timeout_seconds=0.5) as run:
         prepare(sources, tmp_path / "out", run=run)
-    assert re.search(rf"process \d+ in 0\.5 s, which is {phase} .*rows-0\.jsonl", str(caught.value))
+    said = r"process \d+ in 0\.5 s, which is writing rows-00000\d\.arrow from .*rows-\d\.jsonl"
+    assert re.search(said, str(caught.value))
 
 
 def test_a_process_that_works_for_longer_than_the_time_out_is_waited_for():
@@ -140,13 +144,13 @@ def count_for(seconds):
 
 def test_prepare_of_changed_sources_or_settings_begins_anew(tmp_path):
     sources = write_sources(tmp_path, ROWS)
-    assert killed_at(8, sources, tmp_path / "out")
-    assert list((tmp_path / "out.unfinished").glob("tokens-*"))
+    assert killed_at(3, sources, tmp_path / "out")
+    assert list((tmp_path / "out.unfinished").glob("rows-*.arrow"))
     with sources[0].path.open("a") as file:
         file.write('{"text": "more"}\n')
     told = []
     prepare(sources, tmp_path / "out", on_progress=told.append)
-    assert told[0].shards_found == 0
+    assert told[0].files_found == 0
     assert content(load(tmp_path / "out")) == content(load(*sources))
 
 
@@ -157,12 +161,12 @@ def test_prepare_again_takes_what_is_there_and_refuses_what_is_other(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     assert prepare(sources, out)[1] is True
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
-    with pytest.raises(OutputError, match="a store of other data"):
+    with pytest.raises(OutputError, match="prepared data of other sources"):
         prepare(sources[:1], out)
     prepare(sources[:1], out, overwrite=True)
     assert content(load(out)) == content(load(*sources[:1]))
-    (out / "tokens-00000.bin").unlink()
-    with pytest.raises(OutputError, match=r"damaged store .*tokens-00000"):
+    next(out.glob("rows-*.arrow")).unlink()
+    with pytest.raises(OutputError, match=r"damaged prepared data .*rows-0"):
         prepare(sources[:1], out)
     other = tmp_path / "other"
     other.mkdir()
@@ -203,12 +207,11 @@ def test_prepare_of_a_file_that_changes_meanwhile_is_refused(tmp_path):
     sources = write_sources(tmp_path, ROWS)
 
     def changing(function, tasks):
-        for task in tasks:
-            yield function(task)
+        yield from map(function, tasks)
         with sources[0].path.open("a") as file:
             file.write('{"text": "more"}\n')
 
-    with pytest.raises(DataError, match="stays as it is"):
+    with pytest.raises(DataError, match="stay as they are"):
         prepare(sources, tmp_path / "out", run=changing)
 
 
@@ -225,7 +228,7 @@ def test_prepare_without_its_tokenizer_takes_ids_and_refuses_text(tmp_path):
 def test_prepare_of_a_store_of_nothing_and_of_missing_files_is_refused(tmp_path):
     sources = write_sources(tmp_path, [[{"text": "a"}], [{"text": ""}]])
     prepare(sources[:1], tmp_path / "store")
-    with pytest.raises(DataError, match="data to prepare; got a store"):
+    with pytest.raises(DataError, match="data to prepare; got prepared data"):
         prepare([DataSource(path=tmp_path / "store")], tmp_path / "out")
     with pytest.raises(DataError, match=r"at least one sequence; got none \(left out: 1 empty\)"):
         prepare(sources[1:], tmp_path / "out")

@@ -69,7 +69,7 @@ def test_bad_rows_are_left_out_and_counted_only_when_told(tmp_path, prepared):
     plain = load_dataset([source], tokenizer=ByteTokenizer, vocab_size=None, on_bad_row=told.append)
     assert [each.where.rpartition(":")[2] for each in told] == ["2", "3", "4", "5", "7"]
     if prepared:
-        prepare([source], tmp_path / "store", least_bytes=30)
+        prepare([source], tmp_path / "store", part_bytes=30)
         plain = load(DataSource(path=tmp_path / "store"))
     assert plain.lengths.tolist() == [1, 0, 0, 0, 0, 1, 0]
     assert plain.skipped == {"bad": 5}

@@ -1,7 +1,6 @@
 """Prepared data: the same rows as their sources, and what a store refuses to serve."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from data.stores import DOCUMENTS, FILES, content, load, prepare, write_sources
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError, Problems
 from lengthwise.data import ByteTokenizer, load_tokenizer
-from lengthwise.data.manifest import NAME, read_manifest, signed
-from lengthwise.data.store import broken_files
+from lengthwise.data.arrow import NAME, signed, wrong_rows
 from properties import costly
 
 ROWS = [[{"text": "a"}, {"text": "bcd"}, {"text": ""}, {"text": "e" * 500}], [{"input_ids": [1, 255]}]]
@@ -73,7 +71,9 @@ def test_store_arrays_are_read_only_and_mapped(store):
     ids, labels = dataset.read(1, 0, 3)
     for values in (ids, labels, dataset.lengths, dataset.loss_tokens, dataset.ids):
         assert not values.flags.writeable
-    assert isinstance(ids.base.base, np.memmap) or isinstance(ids.base, np.memmap)
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "rows-" in line]
+    spans = [[int(each, 16) for each in span.split("-")] for span, *_ in maps]
+    assert any(first <= ids.ctypes.data < last for first, last in spans)
 
 
 def test_store_counts_what_was_left_out_when_it_was_prepared(store):
@@ -88,7 +88,7 @@ def test_store_of_too_long_rows_names_them_by_their_source(store):
 def test_store_that_left_rows_out_is_refused_where_they_are_asked_for(tmp_path):
     prepare(write_sources(tmp_path, ROWS, max_tokens=3, too_long="skip"), tmp_path / "store")
     assert load(tmp_path / "store", max_tokens=3).skipped == {"empty": 1, "too long": 1}
-    with pytest.raises(DataError, match="left out 1 rows of more than 3"):
+    with pytest.raises(DataError, match="prepared data that left out 1 rows of more than 3"):
         load(tmp_path / "store", max_tokens=1000)
 
 
@@ -97,38 +97,42 @@ def test_store_of_ids_that_the_model_lacks_is_refused(store):
         load(store, vocab_size=255)
 
 
-@pytest.mark.parametrize("change", ["cut", "longer", "gone", "link", "manifest", "sum", "name"])
+def arrow_of(folder):
+    return next(iter(sorted(folder.glob("rows-*.arrow"))))
+
+
+@pytest.mark.parametrize("change", ["cut", "longer", "gone", "link", "number", "name"])
 def test_store_with_a_damaged_or_missing_file_is_refused_by_name(store, change):
-    shard, lengths, manifest = store / "tokens-00000.bin", store / "lengths.bin", store / NAME
-    values, expected = json.loads(manifest.read_text()), shard.name
+    part, made = arrow_of(store), store / NAME
+    values, expected = json.loads(made.read_text()), part.name
     if change == "cut":
-        shard.write_bytes(shard.read_bytes()[:-1])
+        part.write_bytes(part.read_bytes()[:-1])
     elif change == "longer":
-        shard.write_bytes(shard.read_bytes() + b"\0")
+        part.write_bytes(part.read_bytes() + b"\0")
     elif change == "gone":
-        shard.unlink()
+        part.unlink()
     elif change == "link":
-        shard.rename(store / "elsewhere")
-        shard.symlink_to(store / "elsewhere")
+        part.rename(store / "elsewhere")
+        part.symlink_to(store / "elsewhere")
     else:
         expected = NAME
-        values |= {"manifest": {"rows": -1}, "sum": {"tokens": values["tokens"] + 1}}.get(change, {})
-        if change == "name":
-            values["shards"][0]["file"] = "../tokens-00000.bin"
-        manifest.write_text(signed(values))
+        values |= {"rows": -1} if change == "number" else {"files": {"../rows-0.arrow": 1}}
+        made.write_text(signed(values))
     with pytest.raises(DataError) as caught:
         load(store)
     assert Path(caught.value.where).name == expected
-    assert lengths.exists()
 
 
-def flip(path, byte):
-    """Change a byte of a file in its place."""
+def flip(folder, values, kind="<i4", place=-1):
+    """Change a byte of a value in an Arrow file, in its place; `values` are what lies there."""
+    path = arrow_of(folder)
+    raw, wanted = path.read_bytes(), np.array(values, dtype=kind).tobytes()
+    assert raw.count(wanted) == 1
+    byte = raw.index(wanted) + len(wanted) + place * np.dtype(kind).itemsize
     with path.open("r+b") as file:
         file.seek(byte)
-        (value,) = file.read(1)
-        file.seek(byte)
-        file.write(bytes([value ^ 1]))
+        file.write(bytes([raw[byte] ^ 1]))
+    return path
 
 
 @pytest.fixture
@@ -140,46 +144,57 @@ def weighed(tmp_path):
     return tmp_path / "weighed"
 
 
-@pytest.mark.parametrize("part", [0, 1, 2], ids=["ids", "labels", "weights"])
+LISTS = {"ids": [1, 2, 3, 1, 2, 3], "labels": [-100, 4, 5], "weights": [0.5, 0, 2]}
+
+
+@pytest.mark.parametrize("part", LISTS)
 @pytest.mark.parametrize("opened", [False, True])
 def test_store_whose_tokens_changed_is_named_with_the_row_that_is_read(weighed, part, opened):
     dataset = load(weighed)
-    flip(weighed / "tokens-00000.bin", 4 * (9 * part + 5))  # the last of the second row
-    dataset = dataset if opened else load(weighed)
+    path = flip(weighed, LISTS[part], "<f4" if part == "weights" else "<i4")
+    dataset, row = dataset if opened else load(weighed), 2 if part == "weights" else 1
     assert dataset.read(0, 0, 3)[0].tolist() == [1, 2, 3]
     for read in (dataset.read, dataset.read_weights):
-        with pytest.raises(DataError, match=r"expected row 1 \(rows-0\.jsonl:2\) as") as caught:
-            read(1, 0, 1)
-        assert caught.value.where == str(weighed / "tokens-00000.bin")
+        with pytest.raises(DataError, match=rf"expected row {row} \(rows-0\.jsonl:{row + 1}\) as") as caught:
+            read(row, 0, 1)
+        assert caught.value.where == str(path)
 
 
-@pytest.mark.parametrize("name", ["lengths", "offsets", "losses", "weights", "digests", "files"])
-def test_store_whose_table_changed_is_refused_by_name(weighed, name):
-    path = weighed / (f"{name}.jsonl" if name == "files" else f"{name}.bin")
-    flip(path, path.stat().st_size - 2)
-    with pytest.raises(DataError) as caught:
+@pytest.mark.parametrize(
+    ("values", "kind"), [([0, 3, 6, 9], "<i4"), ([2, 2, 1], "<i8"), ([2.0, 2.0, 2.0], "<f8")], ids=str
+)
+def test_store_whose_other_columns_changed_is_refused(weighed, values, kind):
+    flip(weighed, values, kind)
+    with pytest.raises(DataError, match=r"columns of SHA-256|an Arrow stream") as caught:
         load(weighed)
-    assert caught.value.where == str(path)
+    assert Path(caught.value.where) in (weighed, arrow_of(weighed))
 
 
 @pytest.mark.parametrize(
     "changed",
-    [
-        {"data": "0" * 64},
-        {"largest_id": 1},
-        {"version": "0"},
-        {"origins": []},
-        {"sha256": None},
-        {"schema": "lengthwise.store/1"},  # of the version before, which had no digest of itself
-    ],
+    [{"data": "0" * 64}, {"origins": []}, {"sha256": None}, {"schema": "lengthwise.prepared/0"}],
     ids=lambda changed: next(iter(changed)),
 )
-def test_store_whose_manifest_changed_is_refused_with_what_to_do(store, changed):
-    manifest = store / NAME
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | changed))
+def test_store_whose_description_changed_is_refused_with_what_to_do(store, changed):
+    made = store / NAME
+    made.write_text(json.dumps(json.loads(made.read_text()) | changed))
     with pytest.raises(DataError, match="lengthwise prepare") as caught:
         load(store)
-    assert caught.value.where == str(manifest)
+    assert caught.value.where == str(made)
+
+
+def test_store_of_an_earlier_version_is_refused_with_the_command_that_prepares_anew(store):
+    (store / NAME).rename(store / "lengthwise-store.json")
+    with pytest.raises(DataError, match=r"an earlier one .*lengthwise prepare SOURCES --out"):
+        load(store)
+
+
+def test_store_is_a_dataset_that_the_library_opens(store):
+    import datasets
+
+    ours = load(store)
+    theirs = datasets.load_from_disk(str(store))
+    assert [row["input_ids"] for row in theirs] == [ours.read(row, 0, 999)[0].tolist() for row in range(len(theirs))]
 
 
 def test_store_that_is_replaced_while_it_is_open_stays_what_it_was(tmp_path):
@@ -192,22 +207,17 @@ def test_store_that_is_replaced_while_it_is_open_stays_what_it_was(tmp_path):
     assert content(dataset) == expected
 
 
-def test_store_verified_names_each_file_that_is_not_what_was_written(store):
-    manifest, read = read_manifest(store), []
-    assert broken_files(store, manifest, read.append) == []
-    assert sum(read) == sum(path.stat().st_size for path in store.iterdir() if path.name != NAME)
-    for name in ("tokens-00001.bin", "digests.bin"):
-        content = bytearray((store / name).read_bytes())
-        content[5] ^= 1
-        (store / name).write_bytes(content)
-    found = broken_files(store, manifest, read.append)
-    assert sorted(os.path.basename(each.where) for each in found) == ["digests.bin", "tokens-00001.bin"]
+def test_store_verified_names_each_file_with_a_row_that_is_not_what_was_written(weighed):
+    assert list(wrong_rows(weighed, lambda _row: None)) == []
+    path = flip(weighed, LISTS["labels"])
+    (found,) = wrong_rows(weighed, lambda _row: None)
+    assert (found.where, "rows-0.jsonl:2" in found.expected) == (str(path), True)
 
 
 def test_store_that_is_not_finished_is_refused(store):
     unfinished = store.rename(store.with_name("store.unfinished"))
     (unfinished / NAME).unlink()
-    with pytest.raises(DataError, match="one that is being prepared"):
+    with pytest.raises(DataError, match="data that is being prepared"):
         load(unfinished)
 
 

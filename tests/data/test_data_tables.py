@@ -2,20 +2,20 @@
 
 import gzip
 import json
-import sys
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 
+from data.stores import content, prepare
+from data.stores import load as stored
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError
 from lengthwise.data import ByteTokenizer, load_dataset
 from properties import costly
-
-pa = pytest.importorskip("pyarrow")
-parquet = pytest.importorskip("pyarrow.parquet")
 
 TEXTS = st.lists(st.fixed_dictionaries({"text": st.text(st.characters(codec="utf-8"), min_size=1)}), min_size=1)
 IDS = st.lists(st.integers(0, 99), min_size=1, max_size=9)
@@ -121,15 +121,19 @@ def test_table_without_rows_is_refused(tmp_path):
     ],
 )
 def test_saved_dataset_that_is_not_whole_is_refused(tmp_path, files, said):
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=said):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["zstd", "parquet"])
-def test_file_that_needs_pyarrow_says_so(tmp_path, monkeypatch, kind):
-    path = write([{"text": "a"}], tmp_path / "t", kind)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match=r"pip install 'lengthwise\[data\]'"):
-        load(path)
+@pytest.mark.parametrize("kind", ["gzip", "zstd", "parquet", "arrow file", "arrow stream", "saved"])
+def test_source_of_every_kind_is_prepared_in_parts_with_rows_by_their_number(tmp_path, kind):
+    rows = [{"input_ids": [number] * (1 + number % 7)} for number in range(99)]
+    source = DataSource(path=write(rows, tmp_path / "rows", kind))
+    prepare([source], tmp_path / "store")
+    assert content(stored(tmp_path / "store")) == content(stored(source))
+    assert len(list((tmp_path / "store").glob("rows-*.arrow"))) > 3
+    bad = DataSource(path=write([*rows, {"input_ids": [100]}], tmp_path / "bad", kind))
+    with pytest.raises(DataError, match=r":100: expected whole numbers from 0 to 99"):
+        prepare([bad], tmp_path / "other", vocab_size=100)

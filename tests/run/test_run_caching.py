@@ -8,17 +8,19 @@ import signal
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 
 import lengthwise
-from data.stores import DOCUMENTS, FILES, SHARD_BYTES, content, load, prepare, write_sources
+from data.stores import DOCUMENTS, FILES, PART_BYTES, content, load, prepare, write_sources
 from data.test_data_hub import hub  # noqa: F401 - a fixture
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError, OutputError, RankError
 from lengthwise.core.files import try_lock
 from lengthwise.data import ByteTokenizer
-from lengthwise.data.manifest import NAME
+from lengthwise.data import prepare as preparing
+from lengthwise.data.arrow import NAME
 from lengthwise.run import caching
 from lengthwise.run.caching import VARIABLE, DataCache, data_cache
 from properties import costliest
@@ -53,14 +55,14 @@ def entries(folder):
 
 
 @pytest.fixture
-def small_shards(monkeypatch):
-    """Cut what is prepared into shards of 200 bytes, and prepare in this process."""
+def small_parts(monkeypatch):
+    """Cut what is prepared into parts of 200 bytes, and prepare in this process."""
 
     def prepare(*args, **options):
-        return original(*args, **{**options, "run": map}, least_bytes=SHARD_BYTES)
+        return original(*args, **{**options, "run": map}, part_bytes=PART_BYTES)
 
-    original = caching.prepare_store
-    monkeypatch.setattr(caching, "prepare_store", prepare)
+    original = caching.prepare_folder
+    monkeypatch.setattr(caching, "prepare_folder", prepare)
 
 
 @given(files=FILES, documents=DOCUMENTS)
@@ -97,7 +99,7 @@ def test_a_run_trains_on_the_same_steps_from_the_cache(tmp_path, monkeypatch, wh
 
 def while_waiting(monkeypatch, act):
     """Call `act` whenever someone is about to wait for another process that prepares."""
-    monkeypatch.setattr(caching, "time", SimpleNamespace(sleep=lambda seconds: (act(), time.sleep(seconds))))
+    monkeypatch.setattr(preparing, "time", SimpleNamespace(sleep=lambda seconds: (act(), time.sleep(seconds))))
 
 
 def ask(cache, source, answers, barrier):
@@ -106,7 +108,7 @@ def ask(cache, source, answers, barrier):
     answers.put((str(found.path), content(load(found))))
 
 
-@pytest.mark.usefixtures("small_shards")
+@pytest.mark.usefixtures("small_parts")
 def test_two_that_ask_at_once_share_what_one_prepares(tmp_path, monkeypatch):
     def counted(*args, **options):
         with (tmp_path / "prepared").open("a") as file:
@@ -114,9 +116,9 @@ def test_two_that_ask_at_once_share_what_one_prepares(tmp_path, monkeypatch):
         assert waits.wait(timeout=30), "the other one found it held"
         return original(*args, **options)
 
-    original, waits = caching.prepare_store, FORK.Event()
+    original, waits = preparing._prepare, FORK.Event()
     while_waiting(monkeypatch, waits.set)
-    monkeypatch.setattr(caching, "prepare_store", counted)
+    monkeypatch.setattr(preparing, "_prepare", counted)
     source, answers, barrier = rows_file(tmp_path), FORK.Queue(), FORK.Barrier(2)
     asking = [FORK.Process(target=ask, args=(cache_in(tmp_path / "cache"), source, answers, barrier)) for _ in range(2)]
     for each in asking:
@@ -130,13 +132,13 @@ def test_two_that_ask_at_once_share_what_one_prepares(tmp_path, monkeypatch):
     assert len(entries(tmp_path / "cache")) == 1
 
 
-@pytest.mark.usefixtures("small_shards")
+@pytest.mark.usefixtures("small_parts")
 def test_one_killed_while_preparing_is_followed_by_the_one_that_waits(tmp_path, monkeypatch):
     source, folder, waiting = rows_file(tmp_path), tmp_path / "cache", FORK.Event()
 
     def prepare_and_die():
         def show(now):
-            if now.shards_done == 2:
+            if now.files_done == 2:
                 waiting.wait(timeout=30)
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -145,7 +147,7 @@ def test_one_killed_while_preparing_is_followed_by_the_one_that_waits(tmp_path, 
 
     dying = FORK.Process(target=prepare_and_die)
     dying.start()
-    while not list(folder.glob("*.unfinished/work/shard-00001.json")):
+    while not list(folder.glob("*.unfinished/work/rows-000001.arrow.whole")):
         assert dying.is_alive()
         time.sleep(0.01)
     told = []
@@ -154,7 +156,7 @@ def test_one_killed_while_preparing_is_followed_by_the_one_that_waits(tmp_path, 
     (found,) = cache_in(folder).prepared([source], "data")
     dying.join()
     assert dying.exitcode == -signal.SIGKILL
-    assert told[0].shards_found == 2
+    assert told[0].files_found == 2
     assert content(load(found)) == content(load(source))
     (store,) = folder.glob("*/" + NAME)
     assert store.parent == found.path
@@ -206,15 +208,6 @@ def test_small_and_prepared_sources_and_those_that_are_not_there_stay_as_they_ar
     assert cached != source
 
 
-def test_each_task_that_is_done_is_seen_by_those_who_wait(tmp_path):
-    cache, source = cache_in(tmp_path / "cache", timeout_seconds=5.0), rows_file(tmp_path)
-    lock = tmp_path / "lock"
-    lock.write_text("")
-    os.utime(lock, (0, 0))
-    cache._prepare(source, tmp_path / "store", "data.0", lock)
-    assert lock.stat().st_mtime > 0
-
-
 @pytest.mark.usefixtures("hub")
 def test_a_dataset_of_a_hub_is_prepared_once_too(tmp_path):
     dataset = DataSource.model_validate({"dataset": "org/name", "split": "train", "weight": 0.5})
@@ -253,7 +246,7 @@ def test_bad_rows_of_all_sources_are_told_together_by_file_and_line(tmp_path):
 def test_a_damaged_entry_is_made_again(tmp_path):
     cache, source = cache_in(tmp_path / "cache"), rows_file(tmp_path)
     (first,) = cache.prepared([source], "data")
-    (first.path / "tokens-00000.bin").write_bytes(b"")
+    (first.path / "rows-000000.arrow").write_bytes(b"")
     assert cache.prepared([source], "data") == (first,)
     assert content(load(first)) == content(load(source))
 
@@ -261,9 +254,9 @@ def test_a_damaged_entry_is_made_again(tmp_path):
 def test_a_run_whose_prepared_data_is_changed_ends_at_the_row(tmp_path):
     write_run(tmp_path, make_rows([30, 12, 5, 25, 1, 17, 24]), data=[{"path": "store"}])
     prepare([DataSource(path=tmp_path / "train.jsonl")], tmp_path / "store")
-    tokens = tmp_path / "store/tokens-00000.bin"
-    content = bytearray(tokens.read_bytes())
-    content[4 * 31] ^= 1
+    tokens = tmp_path / "store/rows-000000.arrow"
+    content, (row, *_) = bytearray(tokens.read_bytes()), make_rows([30, 12])[1].values()
+    content[content.index(np.array(row, dtype="<i4").tobytes())] ^= 1
     tokens.write_bytes(content)
     with pytest.raises(DataError, match=r"row 1 \(train\.jsonl:2\)") as caught:
         lengthwise.train(tmp_path / "run.yaml", ranks=2)
@@ -295,7 +288,7 @@ def test_a_folder_that_cannot_be_written_is_named_with_what_to_set(tmp_path, mon
     def full(*_args, **_options):
         raise OutputError("out", expected="a folder to write into", got="No space left on device", remedy="Make room.")
 
-    monkeypatch.setattr(caching, "prepare_store", full)
+    monkeypatch.setattr(caching, "prepare_folder", full)
     with pytest.raises(OutputError, match=rf"No space left on device.*{VARIABLE}"):
         cache_in(tmp_path / "cache").prepared([source], "data")
 
@@ -306,8 +299,8 @@ def test_one_that_gets_on_is_waited_for_and_one_that_does_not_is_named(tmp_path,
     cache, source = cache_in(tmp_path / "cache", timeout_seconds=1.0), rows_file(tmp_path)
     (found,) = cache_in(tmp_path / "names").prepared([source], "data")
     cache.folder.mkdir()
-    lock = cache.folder / f"{found.path.name}.lock"
-    shard = cache.folder / f"{found.path.name}.unfinished/tokens-00000.bin"
+    lock = cache.folder / f".{found.path.name}.lock"
+    shard = cache.folder / f"{found.path.name}.unfinished/rows-000000.arrow"
     shard.parent.mkdir()
     looks, stamp = 0, time.time() + ahead
 
@@ -319,7 +312,7 @@ def test_one_that_gets_on_is_waited_for_and_one_that_does_not_is_named(tmp_path,
         for path in (lock, shard, shard.parent):
             os.utime(path, (stamp, stamp))
 
-    monkeypatch.setattr(caching, "time", SimpleNamespace(sleep=get_on))
+    monkeypatch.setattr(preparing, "time", SimpleNamespace(sleep=get_on))
     with try_lock(lock), pytest.raises(RankError, match=rf"process {os.getpid()} on"):
         cache.prepared([source], "data")
     assert 20 < looks <= 30

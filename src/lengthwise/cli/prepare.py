@@ -12,13 +12,13 @@ import tyro
 
 from lengthwise.cli.options import named_alike
 from lengthwise.cli.sources import NamedSources, asked_sources, is_run_file
-from lengthwise.core.errors import Collector, ConfigError
+from lengthwise.core.errors import Collector, ConfigError, DataError
 from lengthwise.core.sizes import parse_tokens, read_whole
 from lengthwise.report.figures import count, percent
 from lengthwise.report.progress import LiveLine, progress_line
 
 if TYPE_CHECKING:
-    from lengthwise.data.manifest import Manifest
+    from lengthwise.data.arrow import Prepared
 
 _MOST_WORKERS = 1024
 
@@ -120,63 +120,63 @@ class Prepare:
 
     def _prepare(self, asked: NamedSources, out: Path) -> int:
         from lengthwise.data import load_tokenizer
-        from lengthwise.data.prepare import prepare_store
+        from lengthwise.data.prepare import prepare_folder, to_prepare
         from lengthwise.run.workers import usable_cores, worker_processes
 
         line = LiveLine(sys.stdout)
         load = functools.cache(functools.partial(load_tokenizer, asked.tokenizer))
-        if asked.tokenizer != "bytes":
-            Collector().attempt(
-                load
-            )  # before processes are forked, which then have it; whether it is needed, rows tell
         try:
+            plan = to_prepare(
+                asked.sources,
+                tokenizer_name=asked.tokenizer,
+                tokenizer=load,
+                keys=[f"{asked.key}.{number}" for number in range(len(asked.sources))],
+            )
+            assert plan is not None, "any number of bytes is enough"
             with worker_processes(self.workers or usable_cores()) as run:
-                manifest, was_there = prepare_store(
-                    asked.sources,
+                made, was_there = prepare_folder(
+                    plan,
                     out,
-                    tokenizer_name=asked.tokenizer,
-                    tokenizer=load,
-                    keys=[f"{asked.key}.{number}" for number in range(len(asked.sources))],
                     run=run,
-                    on_progress=progress_line(line),
                     overwrite=self.overwrite,
+                    on_progress=progress_line(line),
                 )
         except KeyboardInterrupt:
             line.close()
-            raise KeyboardInterrupt("complete shards stay; run the same command to continue") from None
-        line.write(("already prepared, the same: " if was_there else "prepared  ") + told(manifest, out))
+            raise KeyboardInterrupt("complete files stay; run the same command to continue") from None
+        line.write(("already prepared, the same: " if was_there else "prepared  ") + told(made, out))
         return 0
 
     def _verify(self) -> int:
-        from lengthwise.data.store import broken_files, check_store
+        from lengthwise.data.arrow import read_prepared, wrong_rows
 
         if not self.inputs:
             remedy = "Name what `lengthwise prepare` wrote."
             raise ConfigError("FILE", expected="folders of prepared data", got="none", remedy=remedy)
         bad = 0
         for folder in self.inputs:
-            manifest, line = check_store(folder), LiveLine(sys.stdout)
-            done, whole = 0, sum(each.num_bytes for each in manifest.files.values())
-
-            def on_file(num_bytes: int, line: LiveLine = line, whole: int = whole) -> None:
-                nonlocal done
-                done += num_bytes
-                line.update(f"verifying {percent(done / max(1, whole))} of {count(whole)}B")
-
-            wrong = broken_files(folder, manifest, on_file)
+            whole, line = max(1, read_prepared(folder).rows), LiveLine(sys.stdout)
+            try:
+                wrong = list(
+                    wrong_rows(
+                        folder, lambda row, line=line, whole=whole: line.update(f"verifying {percent(row / whole)}")
+                    )
+                )
+            except DataError as error:
+                wrong = [error]
             bad += bool(wrong)
-            line.write(f"{folder}: {'NOT what was prepared' if wrong else 'whole'}; every byte was read")
+            line.write(f"{folder}: {'NOT what was prepared' if wrong else 'whole'}; every row was read")
             for each in wrong:
                 line.write(str(each))
         return int(bad > 0)
 
 
-def told(manifest: Manifest, out: Path) -> str:
-    """Say in a line what a store holds."""
-    left_out = "".join(f", {number} left out ({reason})" for reason, number in manifest.skipped.items())
-    tokenizer = "" if manifest.tokenizer is None else f" of {manifest.tokenizer.name}"
-    rows = manifest.rows - sum(manifest.skipped.values())
+def told(made: Prepared, out: Path) -> str:
+    """Say in a line what a prepared folder holds."""
+    left_out = "".join(f", {number} left out ({reason})" for reason, number in made.skipped.items())
+    tokenizer = "" if made.tokenizer is None else f" of {made.tokenizer.name}"
+    rows = made.rows - sum(made.skipped.values())
     return (
-        f"{rows} sequences, {count(manifest.tokens)} tokens{tokenizer}, {count(manifest.loss_tokens)} with a loss"
+        f"{rows} sequences, {count(made.tokens)} tokens{tokenizer}, {count(made.loss_tokens)} with a loss"
         f"{left_out}; data: [{{path: {out}}}]"
     )

@@ -165,7 +165,7 @@ def lengths_of_data(paths: Sequence[Path], tokenizer: str, empty: str) -> KnownL
     """
     from lengthwise.config import DataSource
     from lengthwise.data import Tokenizer, load_dataset, load_tokenizer
-    from lengthwise.data.store import prepared_with
+    from lengthwise.data.arrow import prepared_with
 
     used: list[str] = []
 

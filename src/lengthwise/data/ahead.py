@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import mmap
 
 import numpy as np
 
 
 def read_ahead(values: np.ndarray) -> None:
-    """Begin to read what `values` is a view of, where that is a mapped file; anything else is in memory already."""
-    owner = values
-    while isinstance(owner.base, np.ndarray):
-        owner = owner.base
-    if not values.size or not isinstance(owner.base, mmap.mmap) or not hasattr(mmap, "MADV_WILLNEED"):
+    """Begin to read what `values`, a view of a mapped file, needs from the disk; nothing where the system cannot."""
+    if not values.size or not hasattr(mmap, "MADV_WILLNEED"):
         return
-    first = values.ctypes.data - np.frombuffer(owner.base, dtype=np.uint8).ctypes.data
-    first_page = first - first % mmap.PAGESIZE
-    with contextlib.suppress(OSError):  # a hint: without it the first to read waits
-        owner.base.madvise(mmap.MADV_WILLNEED, first_page, first + values.nbytes - first_page)
+    first = values.ctypes.data
+    start = first - first % mmap.PAGESIZE
+    advise(start, first + values.nbytes - start)
+
+
+def advise(start: int, num_bytes: int) -> None:
+    """Ask the system for mapped pages; a hint, without which the first to read waits."""
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), mmap.MADV_WILLNEED)

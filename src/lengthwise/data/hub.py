@@ -1,6 +1,6 @@
 """Datasets by the name that a hub knows them by: the Arrow files that the `datasets` library keeps of them.
 
-It downloads and caches; from 4.0 on it runs no code that a dataset brings along.
+It downloads and caches, and runs no code that a dataset brings along.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from typing import Any
 from lengthwise.core.errors import DataError
 from lengthwise.core.hub import endpoint, hub_answers
 
-_LEAST = 4  # of its major versions
-
 
 def hub_files(name: str, *, subset: str | None, split: str, revision: str | None) -> list[Path]:
     """Return the Arrow files that hold the rows of a split, in order; they are downloaded if they are not there.
 
     Raises:
-        DataError: `datasets` is missing or too old, or has no such dataset, subset or split, or no network.
+        DataError: `datasets` has no such dataset, subset or split, or no network.
     """
+    import datasets
+
     where = ":".join(filter(None, (name, subset, split)))
-    datasets = _import_datasets(where)
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
         settings: Any = datasets.config  # pyright: ignore[reportAttributeAccessIssue]
         with _offline(settings, unless=hub_answers(endpoint())):
-            found = datasets.load_dataset(name, subset, split=split, revision=revision)
+            found: Any = datasets.load_dataset(name, subset, split=split, revision=revision)
     except Exception as error:  # noqa: BLE001 - its own are of many kinds
         got = re.sub(r"\s+", " ", str(error))[:300] or type(error).__name__
         remedy = "Correct dataset, subset, split or revision, or reach the hub once: what it sent is kept."
@@ -52,15 +51,3 @@ def _offline(settings: Any, *, unless: bool) -> Iterator[None]:
         yield
     finally:
         settings.HF_HUB_OFFLINE = before
-
-
-def _import_datasets(where: str):  # noqa: ANN202 - a module
-    expected, remedy = f"the datasets library, {_LEAST}.0 or later", "Install it: pip install 'lengthwise[hub]'"
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(where, expected=expected, got="none installed", remedy=remedy) from None
-    if int(datasets.__version__.split(".")[0]) < _LEAST:
-        got = f"{datasets.__version__}, which may run code of a dataset"
-        raise DataError(where, expected=expected, got=got, remedy=remedy)
-    return datasets

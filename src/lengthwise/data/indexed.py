@@ -5,48 +5,29 @@
            int64 [d] the first sequence of each document, and s at the end; int8 [s] modes in multimodal ones
     .bin   ids, one sequence after the other
 
-All numbers are little-endian. A row is a document; it is read where it lies, memory-mapped. Lengths come from the .idx
-alone; opening goes through the ids once where their kind has values that are no ids of the model.
+All numbers are little-endian. A row is a document. Both files are memory-mapped.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
 from lengthwise.core.errors import DataError
-from lengthwise.data.ahead import read_ahead
-from lengthwise.data.dataset import TOO_LONG, NumberedRows, digest_of_parts, too_long, write_protect
-from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest
-from lengthwise.data.sources import printable_name
-
-if TYPE_CHECKING:
-    from lengthwise.config import DataSource
+from lengthwise.data.rows import Row
 
 INDEX, IDS = ".idx", ".bin"
-BAD, EMPTY = "bad", "empty"
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QBQQ")  # version, kind, sequences, entries of documents
 _VERSION = 1
 _KINDS = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = {6: "float64", 7: "float32"}
 _LIMIT = 1 << 31  # ids are int32 in training
-_AT_ONCE = 1 << 24  # ids that are looked at together
 _AGAIN = "Copy it again, or write it again with Megatron's preprocess_data.py."
-
-Report = Callable[[DataError], None]
-
-
-class _Index(NamedTuple):
-    """What an .idx says: `starts` is the first id of each document, then the end of all, int64 [documents + 1]."""
-
-    kind: np.dtype
-    starts: np.ndarray
 
 
 def indexed_prefix(path: Path) -> Path | None:
@@ -56,146 +37,22 @@ def indexed_prefix(path: Path) -> Path | None:
     """
     if path.suffix in (INDEX, IDS) and not path.is_dir():
         return path.with_suffix("")
-    return path if not path.exists() and any(_beside(path, each).is_file() for each in (INDEX, IDS)) else None
+    return path if not path.exists() and any(beside(path, each).is_file() for each in (INDEX, IDS)) else None
 
 
-def open_indexed(source: DataSource, *, key: str, vocab_size: int | None, report: Report) -> IndexedDataset | None:
-    """Open the indexed dataset that a source names; what is wrong with it is reported, and None returned.
-
-    `vocab_size` None: ids below 2^31.
-    """
-    prefix = None if source.path is None else indexed_prefix(source.path)
-    assert prefix is not None, "an indexed dataset has a path"
-    refused = list[DataError]()
-    try:
-        dataset = IndexedDataset(prefix, source, key, vocab_size, refused.append)
-    except DataError as error:
-        report(error)
-        return None
-    except OSError as error:
-        got, remedy = error.strerror or str(error), "Correct the path or its permissions."
-        where = printable_name(error.filename or prefix)
-        report(DataError(where, expected="a file that can be read", got=got, remedy=remedy))
-        return None
-    for error in refused:
-        report(error)
-    return None if refused else dataset
-
-
-class IndexedDataset(NumberedRows):
-    """A `Dataset` of the documents of an indexed dataset. Memory: 32 bytes a row."""
-
-    def __init__(self, prefix: Path, source: DataSource, key: str, vocab_size: int | None, report: Report) -> None:
-        """Map it. DataError, or OSError, for files that are not whole; rows that are refused are reported."""
-        self._prefix, self._key = printable_name(prefix), key
-        self.weights = ((0, source.weight),)
-        index = _read_index(_beside(prefix, INDEX))
-        self._tokens, self._starts = _map_ids(_beside(prefix, IDS), index), index.starts
-        self.lengths = np.diff(self._starts)
-        bad = self._bad_rows(_LIMIT if vocab_size is None else vocab_size, source, report)
-        self.lengths[bad] = 0
-        long = self._long_rows(source, report)
-        self.lengths[long] = 0
-        skipped = {BAD: bad, EMPTY: self._empty_rows(source, report), TOO_LONG: long}
-        self.skipped: Mapping[str, int] = {reason: len(rows) for reason, rows in skipped.items() if len(rows)}
-        self.loss_tokens = np.maximum(self.lengths - 1, 0)
-        self.ids = np.flatnonzero(self.lengths).astype(np.int64, copy=False)
-        write_protect(self.lengths, self.loss_tokens, self.ids)
-
-    def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and labels of tokens [start, stop) of a row, int32 [stop - start] each; labels are the ids."""
-        self.check_row(row)
-        first = int(self._starts[row])
-        ids = self._tokens[first : first + int(self.lengths[row])][start:stop].astype(np.int32, copy=False)
-        write_protect(ids)
-        return ids, ids
-
-    def read_ahead(self, row: int, start: int, stop: int) -> None:
-        """Begin to read tokens [start, stop) of a row."""
-        first = int(self._starts[row])
-        read_ahead(self._tokens[first : first + int(self.lengths[row])][start:stop])
-
-    @property
-    def loss_weights(self) -> np.ndarray:
-        """What the losses of each row's tokens weigh together: one each."""
-        return self.loss_tokens
-
-    def read_weights(self, row: int, start: int, stop: int) -> np.ndarray | None:
-        """Return None: the format has no weights."""
-        del row, start, stop
-        return None
-
-    def row_digests(self, first: int, last: int) -> np.ndarray:
-        """Return what tells rows [first, last) from others, uint8 [last - first, 16]."""
-        found = b"".join(row_digest(self.read(row, 0, _LIMIT)[0], None) for row in range(first, last))
-        return np.frombuffer(found, dtype=np.uint8).reshape(-1, ROW_DIGEST_BYTES)
-
-    def digest(self) -> bytes:
-        """Return the digest of all rows, the same wherever they lie; the first call reads all of them."""
-        return self._digest
-
-    @cached_property
-    def _digest(self) -> bytes:
-        return digest_of_parts(self)
-
-    def name(self, row: int) -> str:
-        """Return where a row is: `folder/NAME:3`, the third document."""
-        self.check_row(row)
-        return f"{self._prefix}:{row + 1}"
-
-    def source_key(self, row: int) -> str:
-        """Return the config path of the source: `data.0`."""
-        del row
-        return self._key
-
-    def _bad_rows(self, limit: int, source: DataSource, report: Report) -> np.ndarray:
-        """Return rows with ids that are negative, or `limit` or more; report them where they stop the run."""
-        kind, rows = np.iinfo(self._tokens.dtype), list[np.ndarray]()
-        if kind.min >= 0 and kind.max < limit:
-            return self.lengths[:0]
-        for first in range(0, len(self._tokens), _AT_ONCE):
-            part = self._tokens[first : first + _AT_ONCE]
-            if part.min() >= 0 and part.max() < limit:
-                continue
-            places = first + np.flatnonzero((part < 0) | (part >= limit))
-            found, firsts = np.unique(np.searchsorted(self._starts, places, side="right") - 1, return_index=True)
-            rows.append(found)
-            for row, place in zip(found, places[firsts], strict=True) if source.bad_rows == "stop" else ():
-                got = f"id {self._tokens[place]} at token {place - self._starts[row] + 1}"
-                remedy = "Take the tokenizer that this was made with, and its model."
-                report(DataError(self.name(int(row)), expected=f"ids from 0 to {limit - 1}", got=got, remedy=remedy))
-        return np.unique(np.concatenate([self.lengths[:0], *rows]))
-
-    def _empty_rows(self, source: DataSource, report: Report) -> np.ndarray:
-        rows = np.flatnonzero(np.diff(self._starts) == 0)
-        for row in rows if source.empty == "error" else ():
-            remedy = f"Take it out, or {{skip_empty|set {self._key}.empty: skip}} to leave such rows out."
-            report(DataError(self.name(int(row)), expected="a row with tokens", got="an empty document", remedy=remedy))
-        return rows
-
-    def _long_rows(self, source: DataSource, report: Report) -> np.ndarray:
-        if source.max_tokens is None:
-            return self.lengths[:0]
-        rows = np.flatnonzero(self.lengths > source.max_tokens)
-        for row in rows if source.too_long == "error" else ():
-            report(too_long(self.name(int(row)), int(self.lengths[row]), source.max_tokens, self._key))
-        return rows
-
-
-def _beside(prefix: Path, ending: str) -> Path:
+def beside(prefix: Path, ending: str) -> Path:
+    """Return the path of one of the two files."""
     return prefix.with_name(prefix.name + ending)
 
 
-def _size(path: Path) -> int:
-    """Return the bytes of a regular file; DataError for what is none."""
-    if not path.is_file():
-        got = "something else" if path.exists() else "nothing there"
-        remedy = f"An indexed dataset is two files, NAME{INDEX} and NAME{IDS}: copy both, or correct the path."
-        raise DataError(printable_name(path), expected="a regular file", got=got, remedy=remedy)
-    return path.stat().st_size
+def document_starts(prefix: Path) -> tuple[np.ndarray, np.dtype]:
+    """Return the first id of each document, then the end of all, int64 [documents + 1], and the kind of the ids.
 
-
-def _read_index(path: Path) -> _Index:
+    Raises:
+        DataError: the files are not whole, or do not agree.
+        OSError: one cannot be read.
+    """
+    path = beside(prefix, INDEX)
     size, begin = _size(path), len(_MAGIC) + _HEADER.size
     with path.open("rb") as file:
         head = file.read(begin)
@@ -220,8 +77,43 @@ def _read_index(path: Path) -> _Index:
     documents = np.asarray(mapped[12 * sequences :]).view("<i8")
     kind = np.dtype(_KINDS[code])
     _check_sequences(path, lengths, pointers, documents, kind)
-    ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)])
-    return _Index(kind, ends[documents])
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)])[documents]
+    size, expected = _size(beside(prefix, IDS)), int(starts[-1]) * kind.itemsize
+    if size != expected:
+        _refuse(beside(prefix, IDS), f"{expected} bytes, as its index says", f"{size}")
+    return starts, kind
+
+
+def read_documents(prefix: Path, limit: int | None, part: tuple[int, int] | None = None) -> Iterator[Row | DataError]:
+    """Yield the documents of an indexed dataset, or those of [first, last); an error for one with ids that are none.
+
+    `limit`: below what ids must be; None: 2^31. Raises DataError and OSError as `document_starts`.
+    """
+    starts, kind = document_starts(prefix)
+    path, limit = beside(prefix, IDS), limit or _LIMIT
+    found = np.memmap(path, dtype=kind, mode="r") if starts[-1] else np.empty(0, dtype=kind)
+    first, last = part or (0, len(starts) - 1)
+    for number, row in enumerate(range(first, last), start=1):
+        where, ids = f"{_printable(prefix)}:{number}", np.asarray(found[starts[row] : starts[row + 1]])
+        if len(ids) and not 0 <= ids.min() <= ids.max() < limit:
+            bad = np.flatnonzero((ids < 0) | (ids >= limit))
+            got, remedy = f"id {ids[bad[0]]} at token {bad[0] + 1}", "Take the tokenizer and model it was made for."
+            yield DataError(where, expected=f"ids from 0 to {limit - 1}", got=got, remedy=remedy)
+        else:
+            yield Row(where=where, ids=ids.astype(np.int32), empty="" if len(ids) else "an empty document")
+
+
+def _printable(path: Path) -> str:
+    return str(path).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a regular file; DataError for what is none."""
+    if not path.is_file():
+        got = "something else" if path.exists() else "nothing there"
+        remedy = f"An indexed dataset is two files, NAME{INDEX} and NAME{IDS}: copy both, or correct the path."
+        raise DataError(_printable(path), expected="a regular file", got=got, remedy=remedy)
+    return path.stat().st_size
 
 
 def _check_sequences(
@@ -246,14 +138,5 @@ def _check_sequences(
         _refuse(path, f"documents that take sequences 0 to {len(lengths)}", shown, remedy)
 
 
-def _map_ids(path: Path, index: _Index) -> np.ndarray:
-    size, expected = _size(path), int(index.starts[-1]) * index.kind.itemsize
-    if size != expected:
-        _refuse(path, f"{expected} bytes, as its index says", f"{size}")
-    if not size:
-        return np.empty(0, dtype=index.kind)
-    return np.asarray(np.memmap(path, dtype=index.kind, mode="r"))
-
-
 def _refuse(path: Path, expected: str, got: str, remedy: str = _AGAIN) -> NoReturn:
-    raise DataError(printable_name(path), expected=expected, got=got, remedy=remedy)
+    raise DataError(_printable(path), expected=expected, got=got, remedy=remedy)

@@ -1,48 +1,48 @@
 """Sources to a dataset: read, check, tokenize and count every row once, and report the bad ones together.
 
 Rows of one file that are refused for the same reason are one line with a count. Cost: one pass over the files. What
-`lengthwise prepare` wrote, and an indexed dataset, are opened as they are, and their tokens stay on the disk.
+`lengthwise prepare` wrote is opened as it is, and its tokens stay on the disk.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lengthwise.core.errors import DataError
+from lengthwise.data.arrow import is_prepared, open_prepared
 from lengthwise.data.dataset import TOO_LONG, Dataset, DatasetBuilder, too_long
-from lengthwise.data.indexed import indexed_prefix, open_indexed
 from lengthwise.data.join import join_datasets
 from lengthwise.data.refusals import Refusals
-from lengthwise.data.rows import Row, RowParser
+from lengthwise.data.rows import Row
 from lengthwise.data.sources import Listing, list_source, read_rows
-from lengthwise.data.store import is_store, open_store
 from lengthwise.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
+BAD, EMPTY, REFUSED = "bad", "empty", "refused"
 
-BAD = "bad"
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRow:
+    """A row as it is trained on, or why it is not.
 
-class Rows(Protocol):
-    """Where checked rows go, in order."""
+    `kind`: ids, text, pair or chat; of a row without tokens `empty`, `bad` or TOO_LONG where its source leaves such
+    rows out, REFUSED where the row stops the run. `error`: what is wrong with it. `labels` None: the tokens, `weights`
+    None: 1 where there is a loss. `is_row` False: the error is of the file.
+    """
 
-    def add(self, tokens: np.ndarray, labels: np.ndarray | None, weights: np.ndarray | None = None) -> None:
-        """Take one sequence, int32 [length] each; labels None means the tokens.
-
-        weights: float32 [length]; None means 1 where there is a loss.
-        """
-        ...
-
-    def skip(self, reason: str) -> None:
-        """Take note of a row that is left out."""
-        ...
+    kind: str
+    tokens: np.ndarray | None = None
+    labels: np.ndarray | None = None
+    weights: np.ndarray | None = None
+    error: DataError | None = None
+    is_row: bool = True
 
 
 def load_dataset(
@@ -58,38 +58,34 @@ def load_dataset(
 
     `tokenizer` is called once, when the first text is met: rows of ids need none. `vocab_size` is the model's; None
     leaves ids unchecked. `key` is the config path of the sources, for messages. `check_tokenizer` False takes prepared
-    sources of whatever tokenizer, for who asks for lengths alone. `on_bad_row` hears why a row is left out of a source
+    sources of whatever tokenizer, for who asks for lengths alone. `on_bad_row` gets why a row is left out of a source
     with `bad_rows: skip`. Raises DataError for one bad row of others, Problems for more (the first 20 and a count),
     DataError where nothing is left to train on.
     """
     refusals, parts, bad = Refusals(), list[Dataset](), list[DataError]()
-
-    def note_bad(error: DataError) -> None:
-        bad[1:] = [error]  # the first and the last
-        on_bad_row(error)
-
     builder, loaded = DatasetBuilder(), functools.cache(tokenizer)
     for index, source in enumerate(sources):
         where = f"{key}.{index}"
-        if source.path is not None and is_mapped(source.path):
+        if source.path is not None and is_prepared(source.path):
             judge = loaded if check_tokenizer else None
-            mapped = _open_mapped(source, where, judge, vocab_size, refusals.add)
+            mapped = open_prepared(source, key=where, tokenizer=judge, vocab_size=vocab_size, report=refusals.add)
             if mapped is not None:
                 parts += [builder.finish(), mapped] if builder.num_rows else [mapped]
                 builder = DatasetBuilder()
             continue
         for listing in list_source(source, refusals.add):
             builder.start_source(where, listing.label, listing.names, source.weight)
-            add_rows(
-                builder,
-                listing,
-                source,
-                where,
-                refusals,
-                tokenizer=loaded,
-                vocab_size=vocab_size,
-                on_bad_row=note_bad,
-            )
+            for row in token_rows(listing, source, where, tokenizer=loaded, vocab_size=vocab_size):
+                if row.kind == REFUSED:
+                    assert row.error is not None, row
+                    refusals.add(row.error)
+                elif row.tokens is None:
+                    builder.skip(row.kind)
+                else:
+                    builder.add(row.tokens, row.labels, row.weights)
+                if row.kind == BAD and row.error is not None:
+                    bad[1:] = [row.error]  # the first and the last
+                    on_bad_row(row.error)
     refusals.raise_all(key)
     dataset = join_datasets([*parts, builder.finish()] if builder.num_rows or not parts else parts)
     if not len(dataset.ids):
@@ -102,75 +98,47 @@ def load_dataset(
     return dataset
 
 
-def is_mapped(path: Path) -> bool:
-    """Return whether a path names data whose tokens stay on the disk: prepared, or an indexed dataset."""
-    return is_store(path) or indexed_prefix(path) is not None
-
-
-def _open_mapped(
-    source: DataSource,
-    key: str,
-    tokenizer: Callable[[], Tokenizer] | None,
-    vocab_size: int | None,
-    report: Callable[[DataError], None],
-) -> Dataset | None:
-    assert source.path is not None, "what is mapped has a path"
-    if is_store(source.path):
-        return open_store(source, key=key, tokenizer=tokenizer, vocab_size=vocab_size, report=report)
-    return open_indexed(source, key=key, vocab_size=vocab_size, report=report)
-
-
-def add_rows(
-    rows: Rows,
+def token_rows(
     listing: Listing,
     source: DataSource,
     key: str,
-    refusals: Refusals,
     *,
     tokenizer: Callable[[], Tokenizer],
     vocab_size: int | None,
-    on_row: Callable[[Row], None] = lambda _row: None,
-    on_bad_row: Callable[[DataError], None] = lambda _error: None,
-) -> None:
-    """Read the rows of a listing, tokenize them and hand each to `rows`; what is refused goes to `refusals`.
+) -> Iterator[TokenRow]:
+    """Read the rows of a listing and tokenize them, in order; one for each row, and one for each error of a file.
 
-    `tokenizer` is called for every text. `on_row` hears of each row that could be read, `on_bad_row` why one is left
-    out where the source skips those.
+    `tokenizer` is called for every text.
     """
-    for row in read_rows(listing, RowParser(vocab_size), refusals.add):
-        try:
-            if isinstance(row, DataError):
-                raise row
-            on_row(row)
-            has_ids = row.ids is not None or row.empty
-            tokens, labels = (row.ids, row.labels) if has_ids else _encode(row, tokenizer, vocab_size)
-        except DataError as error:
-            if source.bad_rows == "skip":
-                rows.skip(BAD)
-                on_bad_row(error)
-            else:
-                refusals.add(error)
-            continue
-        try:
-            _add_row(rows, row, tokens, labels, source, key)
-        except DataError as error:
-            refusals.add(error)
+    of_files = list[DataError]()
+    for row in read_rows(listing, vocab_size, of_files.append):
+        yield _token_row(row, source, key, tokenizer, vocab_size)
+    for error in of_files:
+        yield TokenRow(kind=REFUSED, error=error, is_row=False)
 
 
-def _add_row(
-    rows: Rows, row: Row, tokens: np.ndarray | None, labels: np.ndarray | None, source: DataSource, key: str
-) -> None:
+def _token_row(
+    row: Row | DataError, source: DataSource, key: str, tokenizer: Callable[[], Tokenizer], vocab_size: int | None
+) -> TokenRow:
+    try:
+        if isinstance(row, DataError):
+            raise row
+        has_ids = row.ids is not None or row.empty
+        tokens, labels = (row.ids, row.labels) if has_ids else _encode(row, tokenizer, vocab_size)
+    except DataError as error:
+        return TokenRow(kind=BAD if source.bad_rows == "skip" else REFUSED, error=error)
     if tokens is None or not len(tokens):
         if source.empty == "skip":
-            return rows.skip("empty")
+            return TokenRow(kind=EMPTY)
         got = row.empty or "text without a single token"
         remedy = f"Take it out, or {{skip_empty|set {key}.empty: skip}} to leave such rows out."
-        raise DataError(row.where, expected="a row with tokens", got=got, remedy=remedy)
+        error = DataError(row.where, expected="a row with tokens", got=got, remedy=remedy)
+        return TokenRow(kind=REFUSED, error=error)
     if source.max_tokens is not None and len(tokens) > source.max_tokens:
-        if source.too_long == "skip":
-            return rows.skip(TOO_LONG)
-        raise too_long(row.where, len(tokens), source.max_tokens, key)
-    return rows.add(tokens, labels, row.weights)
+        error = too_long(row.where, len(tokens), source.max_tokens, key)
+        return TokenRow(kind=TOO_LONG if source.too_long == "skip" else REFUSED, error=error)
+    kind = "ids" if row.ids is not None else "chat" if row.chat is not None else "pair" if row.pair else "text"
+    return TokenRow(kind=kind, tokens=tokens, labels=labels, weights=row.weights)
 
 
 def _encode(

@@ -1,96 +1,176 @@
-"""Tokenize once: sources to a store (`store`), shard by shard, in as many processes as the caller runs.
+"""Tokenize once: sources to a folder of Arrow files (`arrow`), by `datasets.map`, in the processes of the caller.
 
-Work goes on in `OUT.unfinished`, which is renamed when all of it is on the disk. What a killed process leaves there is
-gone on with: shards that are whole stay, provided that sources, settings and tokenizer are what they were. The store of
-a second try is that of one that was never killed, byte for byte.
+Sources are cut into parts, and each file is one `map` over some of them. Work goes on in `OUT.unfinished`, which is
+renamed when all of it is on the disk. What a killed process leaves there is gone on with: files that are whole stay,
+provided that sources, settings and tokenizer are what they were. A second try ends with the same bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 import json
 import os
 import shutil
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lengthwise.core import __version__
-from lengthwise.core.errors import ConfigError, DataError, OutputError
+from lengthwise.core.errors import ConfigError, DataError, OutputError, RankError, raise_problems
 from lengthwise.core.files import sync, try_lock
-from lengthwise.data import store
-from lengthwise.data.digests import digest_of_rows, file_digest
-from lengthwise.data.manifest import NAME, Manifest, Shard, StoredFile, StoredRows, UsedTokenizer, read_manifest
-from lengthwise.data.progress import Progress
-from lengthwise.data.refusals import Refusals
-from lengthwise.data.shard_writer import (
-    ROW_RECORD,
-    WORK,
-    ShardTask,
-    WrittenShard,
-    find_shard,
-    rows_path,
-    tokens_name,
-    write_shard,
+from lengthwise.data.arrow import (
+    ENCODING,
+    KINDS,
+    NAME,
+    UNFINISHED,
+    Columns,
+    Prepared,
+    UsedTokenizer,
+    is_prepared,
+    read_prepared,
+    schema,
 )
-from lengthwise.data.shards import Piece, Runner, ToPrepare, plan_shards
-from lengthwise.data.sources import printable_name
-from lengthwise.data.tokenizer import Tokenizer
+from lengthwise.data.dataset import NO_LOSS, TOO_LONG, sum_of_weights
+from lengthwise.data.digests import ROW_DIGEST_BYTES, digest_of_rows, row_digest
+from lengthwise.data.load import BAD, EMPTY, REFUSED, TokenRow, token_rows
+from lengthwise.data.refusals import Refusals
+from lengthwise.data.sources import Listing, cut_listing, list_source, printable_name
+from lengthwise.data.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
-_PLAN = "plan.json"
+Runner = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
+"""Calls a function with each of some tasks, in any order, perhaps in other processes; yields what it returns."""
+
+PART_BYTES = 16 << 20  # of source files: what a process has in memory at a time
+_FILES = 200  # Arrow files of a folder, about: training keeps all of them open
+_WORK, _PLAN = "work", "plan.json"
+_LOOK_SECONDS = 0.2
+UNREADABLE = "unreadable"
+_LEFT_OUT = (EMPTY, BAD, TOO_LONG)
+_NO_IDS = np.empty(0, dtype=np.int32)
 
 
-def prepare_store(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a preparation is: files of all, of which some were there from an earlier try."""
+
+    files_done: int
+    files_found: int
+    num_files: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToPrepare:
+    """All that decides what is prepared: sources with the config path of each, their listings, and the tokenizer."""
+
+    sources: tuple[DataSource, ...]
+    keys: tuple[str, ...]
+    listings: tuple[tuple[int, Listing], ...]
+    tokenizer: UsedTokenizer | None
+    tokenizer_name: str
+    vocab_size: int | None
+    files: tuple[tuple[str, int, int, int], ...]
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of settings, tokenizer, and of path, size, inode and time of each file."""
+        settings = [each.model_dump(mode="json", exclude={"weight"}) for each in self.sources]
+        made = None if self.tokenizer is None else asdict(self.tokenizer)
+        values = [ENCODING, made, settings, self.vocab_size, self.files]
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def to_prepare(
     sources: Sequence[DataSource],
-    out: Path,
     *,
     tokenizer_name: str,
     tokenizer: Callable[[], Tokenizer],
     keys: Sequence[str] | None = None,
-    run: Runner = map,
-    on_progress: Callable[[Progress], None] = lambda _progress: None,
-    overwrite: bool = False,
     vocab_size: int | None = None,
-    **cutting: int,
-) -> tuple[Manifest, bool]:
-    """Prepare sources into the folder `out`; return its manifest, and whether it was there already, the same.
+    least_bytes: int = 0,
+) -> ToPrepare | None:
+    """Find all files of all sources; None where they have less than `least_bytes` together.
 
-    `run` calls functions in other processes; the default calls them here. `tokenizer` loads the one of that name.
+    Raises DataError, or Problems, for what is not there or is prepared already.
+
     `keys`: the config path of each source, for messages; None: data.0 and so on. `vocab_size`: rows with larger ids are
-    bad; None: with none. `cutting`: `least_bytes` of `plan_shards`.
+    bad; None: with none. `tokenizer` loads the one of that name; where it does not load, a text is an error.
+    """
+    keys = [f"data.{number}" for number in range(len(sources))] if keys is None else keys
+    problems, listings = list[DataError](), list[tuple[int, Listing]]()
+    for number, (key, source) in enumerate(zip(keys, sources, strict=True)):
+        if source.path is not None and is_prepared(source.path):
+            remedy = "Name it in a run file as it is."
+            problems.append(DataError(key, expected="data to prepare", got="prepared data", remedy=remedy))
+        else:
+            listings += [(number, each) for each in list_source(source, problems.append)]
+        if source.weight != 1:
+            expected, remedy = (
+                "no weight: it is of runs, not of rows",
+                "Prepare this source alone, and weigh its folder.",
+            )
+            problems.append(DataError(f"{key}.weight", expected=expected, got=f"{source.weight}", remedy=remedy))
+    raise_problems(problems)
+    files = tuple(_found(path) for _, listing in listings for path in listing.paths)
+    if sum(size for _, size, *_ in files) < least_bytes:
+        return None
+    try:
+        loaded = tokenizer()
+        made = UsedTokenizer(name=tokenizer_name, digest=loaded.digest(), template=loaded.template_digest())
+    except ConfigError:
+        made = None
+    return ToPrepare(
+        sources=tuple(sources),
+        keys=tuple(keys),
+        listings=tuple(listings),
+        tokenizer=made,
+        tokenizer_name=tokenizer_name,
+        vocab_size=vocab_size,
+        files=files,
+    )
+
+
+def prepare_folder(
+    plan: ToPrepare,
+    out: Path,
+    *,
+    run: Runner = map,
+    overwrite: bool = False,
+    wait_seconds: float | None = None,
+    on_start: Callable[[], None] = lambda: None,
+    on_progress: Callable[[Progress], None] = lambda _progress: None,
+    part_bytes: int = PART_BYTES,
+) -> tuple[Prepared, bool]:
+    """Prepare sources into the folder `out`; return what it is, and whether it was there already, the same.
+
+    `wait_seconds`: how long to wait for another process that prepares it and does not get on; None: not at all.
+    `run` calls functions in other processes; the default calls them here.
 
     Raises:
         LengthwiseError: sources that cannot be read, all bad rows together; a folder that holds something else, is
             being written by another process, or cannot be written.
     """
     out = Path(os.path.abspath(out))
-    keys = [f"data.{number}" for number in range(len(sources))] if keys is None else keys
-    plan = plan_shards(
-        sources,
-        keys=keys,
-        tokenizer=_used(tokenizer_name, tokenizer),
-        tokenizer_name=tokenizer_name,
-        run=run,
-        vocab_size=vocab_size,
-        **cutting,
-    )
-    if _is_there(out, plan, overwrite=overwrite):
-        return read_manifest(out), True
     try:
+        if _is_there(out, plan, overwrite=overwrite):
+            return read_prepared(out), True
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = out.parent / f".{out.name}.lock"
-        held = try_lock(lock)
-        if isinstance(held, str):
-            expected, got = "a folder that nobody else prepares", f"one that {held} is writing"
-            raise OutputError(str(out), expected=expected, got=got, remedy="Wait for its end, or choose another.")
+        held = _hold(lock, out, plan, wait_seconds)
+        if held is None:
+            return read_prepared(out), True
         try:
-            manifest = _prepare(plan, out, run, on_progress)
+            if _is_there(out, plan, overwrite=overwrite):  # whoever held it before
+                return read_prepared(out), True
+            on_start()
+            return _prepare(plan, out, run, on_progress, part_bytes), False
         finally:
             lock.unlink(missing_ok=True)
             held.close()
@@ -98,114 +178,301 @@ def prepare_store(
         got = f"{error.strerror or error} at {error.filename or out}"
         remedy = "Make room or choose another folder; the same command then continues with what is prepared."
         raise OutputError(str(out), expected="a folder to write into", got=got, remedy=remedy) from None
-    return manifest, False
 
 
-def _used(name: str, tokenizer: Callable[[], Tokenizer]) -> UsedTokenizer | None:
-    """Return the digests of the tokenizer; None where it does not load, which is told when a text is met."""
-    try:
-        loaded = tokenizer()
-    except ConfigError:
-        return None
-    return UsedTokenizer(name=name, digest=loaded.digest(), template=loaded.template_digest())
+def _hold(lock: Path, out: Path, plan: ToPrepare, wait_seconds: float | None) -> Any:
+    """Return the lock, held; None: another process has prepared it meanwhile."""
+    seen, still = set[Any](), 0.0
+    while isinstance(held := try_lock(lock), str):
+        if wait_seconds is None:
+            expected, got = "a folder that nobody else prepares", f"one that {held} is writing"
+            raise OutputError(str(out), expected=expected, got=got, remedy="Wait for its end, or choose another.")
+        before, seen = seen, files_in(_unfinished(out))
+        still = still + _LOOK_SECONDS if seen == before else 0.0
+        if still > wait_seconds:
+            expected = f"{_together(plan)} to be prepared, which {held} is doing, with progress in {wait_seconds:g} s"
+            remedy = "Raise {timeout_seconds}, or prepare the data first: lengthwise prepare."
+            raise RankError("start, preparing data", expected=expected, got="none", remedy=remedy)
+        time.sleep(_LOOK_SECONDS)
+        if _is_there(out, plan, overwrite=True):
+            return None
+    return held
 
 
 def _is_there(out: Path, plan: ToPrepare, *, overwrite: bool) -> bool:
-    """Return whether the same store is there, whole; OutputError for anything else, unless it may be overwritten."""
+    """Return whether the same is there, whole; OutputError for anything else, unless it may be overwritten."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
-    if not (out / NAME).is_file():
+    if not is_prepared(out):
         got, remedy = "another folder or file", "Choose a folder that is not there."
-        raise OutputError(str(out), expected="a new folder, or a store", got=got, remedy=remedy)
+        raise OutputError(str(out), expected="a new folder, or prepared data", got=got, remedy=remedy)
     try:
-        if store.check_store(out).plan == plan.digest():
+        if read_prepared(out).fingerprint == plan.fingerprint():
             return True
-        got = "a store of other data, settings or tokenizer"
+        got = "prepared data of other sources, settings or tokenizer"
     except DataError as error:
-        got = f"a damaged store ({error.where}: {error.got})"
+        got = f"damaged prepared data ({error.where}: {error.got})"
     if not overwrite:
         remedy = "Choose another folder, or give {overwrite} to replace it."
-        raise OutputError(str(out), expected="a new folder, or the same store", got=got, remedy=remedy)
+        raise OutputError(str(out), expected="a new folder, or the same data", got=got, remedy=remedy)
     return False
 
 
-def _prepare(plan: ToPrepare, out: Path, run: Runner, on_progress: Callable[[Progress], None]) -> Manifest:
-    folder = out.with_name(out.name + store.UNFINISHED)
-    if not _goes_on(folder, plan):
-        shutil.rmtree(folder, ignore_errors=True)
-        (folder / WORK).mkdir(parents=True)
-        text = folder / WORK / f"{_PLAN}.tmp"
-        text.write_text(plan.to_json(), encoding="utf-8")
-        sync(text)
-        text.replace(folder / WORK / _PLAN)
-    if not (folder / NAME).is_file():
-        _write_whole(folder, plan, _write_shards(folder, plan, run, on_progress))
-    manifest = read_manifest(folder)
-    shutil.rmtree(folder / WORK, ignore_errors=True)
+def files_in(folder: Path) -> set[Any]:
+    """Return what differs whenever something in a folder was written: sizes and times of its files."""
+    found = set[Any]()
+    with contextlib.suppress(FileNotFoundError):  # it is at its end
+        for path in folder.rglob("*"):
+            status = path.stat()
+            found.add((path, status.st_size, status.st_mtime_ns))
+    return found
+
+
+def _unfinished(out: Path) -> Path:
+    return out.with_name(out.name + UNFINISHED)
+
+
+def _prepare(
+    plan: ToPrepare,
+    out: Path,
+    run: Runner,
+    on_progress: Callable[[Progress], None],
+    part_bytes: int,
+) -> Prepared:
+    folder = _unfinished(out)
+    text = f"{plan.fingerprint()} {part_bytes}\n"
+    begun = folder / _WORK / _PLAN
+    if not _is_whole(folder, plan):
+        if not begun.is_file() or begun.read_text(encoding="utf-8") != text:
+            shutil.rmtree(folder, ignore_errors=True)
+            begun.parent.mkdir(parents=True)
+            begun.with_suffix(".tmp").write_text(text, encoding="utf-8")
+            begun.with_suffix(".tmp").replace(begun)
+        parts = _cut(plan, begun.parent, part_bytes)
+        paths = _write(folder, plan, parts, run, on_progress)
+        for path in folder.iterdir():
+            if path.is_file() and path not in paths:  # of a process that was killed
+                path.unlink()
+        _describe(folder, _checked(plan, Columns(paths)))
+    shutil.rmtree(folder / _WORK, ignore_errors=True)
     sync(folder)
     if out.exists():
         shutil.rmtree(out) if any(out.iterdir()) else out.rmdir()
     folder.rename(out)
     sync(out.parent)
-    return manifest
+    return read_prepared(out)
 
 
-def _goes_on(folder: Path, plan: ToPrepare) -> bool:
-    """Return whether an earlier process began just this."""
+def _is_whole(folder: Path, plan: ToPrepare) -> bool:
+    """Return whether an earlier process has only not renamed it."""
     try:
-        if (folder / NAME).is_file():
-            return read_manifest(folder).plan == plan.digest()
-        return (folder / WORK / _PLAN).read_text(encoding="utf-8") == plan.to_json()
-    except (OSError, UnicodeDecodeError, DataError):
+        return (folder / NAME).is_file() and read_prepared(folder).fingerprint == plan.fingerprint()
+    except DataError:
         return False
 
 
-def _write_shards(
-    folder: Path, plan: ToPrepare, run: Runner, on_progress: Callable[[Progress], None]
-) -> list[WrittenShard]:
-    found = {number: shard for number in range(len(plan.shards)) if (shard := find_shard(folder, number))}
-    num_found, refused = len(found), dict[int, Refusals]()
-    num_bytes = [sum(_bytes(piece) for piece in shard) for shard in plan.shards]
+def _cut(plan: ToPrepare, work: Path, part_bytes: int) -> list[tuple[int, Listing]]:
+    """Return all parts of all listings in order, with the number of the listing of each."""
+    problems, parts = list[DataError](), list[tuple[int, Listing]]()
+    for number, (_, listing) in enumerate(plan.listings):
+        try:
+            parts += [(number, part) for part in cut_listing(listing, part_bytes, work)]
+        except DataError as error:
+            problems.append(error)
+    raise_problems(problems)
+    return parts
 
-    def tell() -> None:
-        done = list(found)
-        on_progress(
-            Progress(
-                shards_done=len(done) + len(refused),
-                shards_found=num_found,
-                num_shards=len(plan.shards),
-                bytes_done=sum(num_bytes[number] for number in (*done, *refused)),
-                num_bytes=sum(num_bytes),
-                rows=sum(each.rows for each in found.values()),
-                tokens=sum(each.tokens for each in found.values()),
-            )
-        )
 
-    tell()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTask:
+    """A file to be written: parts with the number of the listing of each."""
+
+    path: Path
+    parts: tuple[tuple[int, Listing], ...]
+    plan: ToPrepare
+
+    def __str__(self) -> str:
+        """Say in words what is done, and with which files."""
+        listing = self.parts[0][1]
+        return f"writing {self.path.name} from {printable_name(listing.shown or listing.paths[0])}"
+
+
+def _write(
+    folder: Path,
+    plan: ToPrepare,
+    parts: Sequence[tuple[int, Listing]],
+    run: Runner,
+    on_progress: Callable[[Progress], None],
+) -> list[Path]:
+    """Write the rows of all parts, some parts a file, unless they are there; return the files in order."""
+    import datasets  # noqa: F401 - here, so that forked processes have it
+
+    each, small = max(1, -(-len(parts) // _FILES)), replace(plan, files=())
     tasks = [
-        ShardTask(
-            number=number,
-            folder=folder,
-            pieces=pieces,
-            sources=plan.sources,
-            tokenizer_name=plan.tokenizer_name,
-            keys=plan.keys,
-            vocab_size=plan.vocab_size,
-        )
-        for number, pieces in enumerate(plan.shards)
-        if number not in found
+        FileTask(path=folder / f"rows-{number:06d}.arrow", parts=tuple(parts[first : first + each]), plan=small)
+        for number, first in enumerate(range(0, len(parts), each))
     ]
-    for number, shard, refusals in run(write_shard, tasks):
-        if shard is None:
-            refused[number] = refusals
-        else:
-            found[number] = shard
-        tell()
-    together = Refusals()
-    for _, refusals in sorted(refused.items()):
-        together.merge(refusals)
-    together.raise_all(_together(plan))
-    return [found[number] for number in range(len(plan.shards))]
+    missing = [task for task in tasks if not _noted(task.path).is_file()]
+    found = done = len(tasks) - len(missing)
+    on_progress(Progress(files_done=done, files_found=found, num_files=len(tasks)))
+    for _ in run(_write_file, missing):
+        done += 1
+        on_progress(Progress(files_done=done, files_found=found, num_files=len(tasks)))
+    return [task.path for task in tasks]
+
+
+def _noted(path: Path) -> Path:
+    """Return the file that is there once `path` is whole and on the disk."""
+    return path.parent / _WORK / f"{path.name}.whole"
+
+
+def _write_file(task: FileTask) -> None:
+    import datasets
+
+    task.path.unlink(missing_ok=True)  # of a machine that lost power
+    table = datasets.Dataset.from_dict({"part": list(range(len(task.parts)))})
+    with _quiet(datasets):
+        table.map(
+            _part_table,
+            batched=True,
+            batch_size=1,
+            writer_batch_size=1 << 20,
+            remove_columns=["part"],
+            features=datasets.Features.from_arrow_schema(schema()),
+            fn_kwargs={"task": task},
+            cache_file_name=str(task.path),
+            new_fingerprint=task.path.stem,
+        )
+    sync(task.path)
+    _noted(task.path).touch()
+    sync(_noted(task.path).parent)
+
+
+@contextlib.contextmanager
+def _quiet(datasets: Any) -> Iterator[None]:
+    """Let `datasets` show no bars of its own inside the block."""
+    were = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were:
+            datasets.enable_progress_bars()
+
+
+_loaded = functools.cache(load_tokenizer)
+
+
+def _part_table(batch: Any, task: FileTask) -> Any:
+    """Return the rows of one part as a table of Arrow."""
+    import pyarrow as pa
+
+    (number,), plan = batch["part"], task.plan
+    origin, listing = task.parts[number]
+    source = plan.listings[origin][0]
+    tokenizer = functools.partial(_loaded, plan.tokenizer_name)
+    rows = token_rows(listing, plan.sources[source], plan.keys[source], tokenizer=tokenizer, vocab_size=plan.vocab_size)
+    found = list(zip(*map(_values, rows), strict=True)) or [()] * len(_COLUMNS)
+    columns: dict[str, Sequence[Any]] = dict(zip(_COLUMNS, found, strict=True))
+    number = len(columns["kind"])
+    columns["origin"] = [origin] * number
+    columns["name"] = [*map(printable_name, listing.names or ()), *[None] * number][:number]
+    return pa.table([_column(columns[field.name], field.type) for field in schema()], schema=schema())
+
+
+def _column(values: Sequence[Any], kind: Any) -> Any:
+    """Return values as a column: of numbers, texts, digests, or lists, an array a row and None where it is null."""
+    import pyarrow as pa
+
+    if pa.types.is_fixed_size_list(kind):
+        return pa.FixedSizeListArray.from_arrays(pa.array(np.frombuffer(b"".join(values), np.uint8)), type=kind)
+    if not pa.types.is_list(kind):
+        return pa.array(values, kind)
+    there = [row for row in values if row is not None]
+    flat = np.concatenate([np.empty(0, dtype=kind.value_type.to_pandas_dtype()), *there])
+    ends = np.cumsum([0, *(0 if row is None else len(row) for row in values)])
+    mask = pa.array([row is None for row in values]) if len(there) < len(values) else None
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(flat, kind.value_type), kind, mask=mask)
+
+
+_COLUMNS = (
+    "input_ids", "labels", "weights", "digest", "loss_tokens", "loss_weight", "largest_id", "kind", "error"
+)  # fmt: skip
+
+
+def _values(row: TokenRow) -> tuple[Any, ...]:
+    """Return what is in `_COLUMNS` of a row."""
+    kind = KINDS.index(row.kind if row.is_row else UNREADABLE)
+    if row.tokens is None:
+        error = row.error and json.dumps([row.error.where, row.error.expected, row.error.got, row.error.remedy])
+        return _NO_IDS, None, None, bytes(ROW_DIGEST_BYTES), 0, 0.0, 0, kind, error
+    labels = None if row.labels is None or np.array_equal(row.labels, row.tokens) else row.labels
+    losses = len(row.tokens) - 1 if labels is None else int(np.count_nonzero(labels[1:] != NO_LOSS))
+    weight = float(losses) if row.weights is None else sum_of_weights(row.weights)
+    digest = row_digest(row.tokens, labels, row.weights)
+    return row.tokens, labels, row.weights, digest, losses, weight, int(row.tokens.max()), kind, None
+
+
+def _checked(plan: ToPrepare, columns: Columns) -> Prepared:
+    """Return what was prepared; raise what is wrong with it, all bad rows together."""
+    kinds, origins = columns.numbers("kind"), columns.numbers("origin")
+    is_row = kinds != KINDS.index(UNREADABLE)
+    refusals, firsts = Refusals(), np.searchsorted(origins[is_row], np.arange(len(plan.listings)))
+    wrong = (KINDS.index(REFUSED), KINDS.index(UNREADABLE))
+    before = np.cumsum(is_row) - is_row  # rows before, of all
+    for row in np.flatnonzero(np.isin(kinds, wrong)).tolist():
+        where, expected, got, remedy = json.loads(columns.text(row, "error") or "")
+        if is_row[row] and plan.listings[origins[row]][1].names is None:  # parts count from their first
+            where = f"{where.rpartition(':')[0]}:{before[row] - firsts[origins[row]] + 1}"
+        refusals.add(DataError(where, expected=expected, got=got, remedy=remedy))
+    refusals.raise_all(_together(plan))
+    if tuple(_found(path) for _, listing in plan.listings for path in listing.paths) != plan.files:
+        remedy = "Let whatever writes it finish, then start again."
+        raise DataError(_together(plan), expected="files that stay as they are", got="a change", remedy=remedy)
+    counts = {name: int(number) for name, number in zip(KINDS, np.bincount(kinds, minlength=len(KINDS)), strict=True)}
+    skipped = {name: counts[name] for name in _LEFT_OUT if counts[name]}
+    if len(kinds) == sum(skipped.values()):
+        left_out = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
+        got, remedy = f"none (left out: {left_out or 'nothing'})", "Add rows, or raise max_tokens."
+        raise DataError(_together(plan), expected="at least one sequence", got=got, remedy=remedy)
+    largest = columns.numbers("largest_id")
+    return Prepared(
+        version=__version__,
+        encoding=ENCODING,
+        fingerprint=plan.fingerprint(),
+        data=digest_of_rows(map(columns.batch_digests, range(len(columns.batches)))).hex(),
+        tables=columns.tables,
+        rows=len(kinds),
+        tokens=int(columns.lengths.sum()),
+        loss_tokens=int(columns.numbers("loss_tokens").sum()),
+        largest_id=int(largest.max()),
+        largest_id_row=int(largest.argmax()),
+        kinds={name: counts[name] for name in KINDS if counts[name] and name not in _LEFT_OUT},
+        skipped=skipped,
+        tokenizer=plan.tokenizer if any(counts[name] for name in ("text", "pair", "chat")) else None,
+        sources=tuple(each.model_dump(mode="json", exclude={"weight"}) for each in plan.sources),
+        origins=tuple((int(first), listing.label) for first, (_, listing) in zip(firsts, plan.listings, strict=True)),
+        files={path.name: path.stat().st_size for path in columns.files},
+    )
+
+
+def _describe(folder: Path, made: Prepared) -> None:
+    """Write what `datasets.load_from_disk` reads, and, last, what we do."""
+    from datasets import DatasetInfo, Features
+
+    DatasetInfo(features=Features.from_arrow_schema(schema())).write_to_directory(str(folder))
+    state = {
+        "_data_files": [{"filename": name} for name in made.files], "_fingerprint": made.fingerprint[:32],
+        "_format_columns": None, "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False,
+        "_split": None,
+    }  # fmt: skip
+    (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+    unfinished = folder / _WORK / f"{NAME}.tmp"
+    unfinished.write_text(made.to_json(), encoding="utf-8")
+    for path in (unfinished, folder / "state.json", folder / "dataset_info.json"):
+        sync(path)
+    unfinished.replace(folder / NAME)
+    sync(folder)
 
 
 def _together(plan: ToPrepare) -> str:
@@ -213,114 +480,10 @@ def _together(plan: ToPrepare) -> str:
     return plan.keys[0] if len(plan.keys) == 1 else plan.keys[0].rpartition(".")[0]
 
 
-def _bytes(piece: Piece) -> int:
-    part = piece.rows.part
-    return part.stop - part.start if part is not None else sum(each.num_bytes for each in piece.files)
-
-
-def _write_whole(folder: Path, plan: ToPrepare, shards: Sequence[WrittenShard]) -> None:
-    """Write what is of all rows together, and the manifest last."""
-    rows = sum(each.rows for each in shards)
-    skipped = sum((Counter(each.skipped) for each in shards), Counter())
-    if rows == sum(skipped.values()):
-        left_out = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
-        got, remedy = f"none (left out: {left_out or 'nothing'})", "Add rows, or raise max_tokens."
-        raise DataError(_together(plan), expected="at least one sequence", got=got, remedy=remedy)
-    weighed = (store.WEIGHTS,) if any(each.weights for each in shards) else ()
-    data = _write_tables(folder, len(shards), weighed=bool(weighed))
-    with (folder / store.FILES).open("w", encoding="utf-8") as file:
-        for (_, listing), group in zip(plan.listings, plan.files, strict=True):
-            names = [printable_name(each.path) for each in group] if listing.names is None else listing.names
-            for name, each in zip(names, group, strict=True):
-                values = {"path": printable_name(name), "num_bytes": each.num_bytes, "sha256": each.sha256}
-                file.write(json.dumps(values) + "\n")
-    files = {
-        name: StoredFile(num_bytes=(folder / name).stat().st_size, sha256=file_digest(folder / name))
-        for name in (store.LENGTHS, store.OFFSETS, store.LOSSES, *weighed, store.DIGESTS, store.FILES)
-    }
-    for number, each in enumerate(shards):
-        files[tokens_name(number)] = StoredFile(num_bytes=each.num_bytes, sha256=each.sha256)
-    firsts = np.cumsum([0, *(each.rows for each in shards)]).tolist()
-    fullest = max(range(len(shards)), key=lambda number: shards[number].largest_id)
-    kinds = sum((Counter(each.kinds) for each in shards), Counter())
-    texts = any(kinds[kind] for kind in kinds if kind != "ids")
-    manifest = Manifest(
-        version=__version__,
-        encoding=store.ENCODING,
-        plan=plan.digest(),
-        data=data.hex(),
-        rows=rows,
-        tokens=sum(each.tokens for each in shards),
-        loss_tokens=sum(each.loss_tokens for each in shards),
-        largest_id=shards[fullest].largest_id,
-        largest_id_row=firsts[fullest] + shards[fullest].largest_id_row,
-        kinds=dict(sorted(kinds.items())),
-        skipped=dict(sorted(skipped.items())),
-        tokenizer=plan.tokenizer if texts else None,
-        sources=tuple(plan.settings()),
-        origins=_origins(plan, shards),
-        shards=tuple(
-            Shard(
-                file=tokens_name(number),
-                rows=each.rows,
-                tokens=each.tokens,
-                labels=each.labels,
-                weights=each.weights,
-            )
-            for number, each in enumerate(shards)
-        ),
-        files=files,
-    )
-    for name in files:
-        sync(folder / name)
-    unfinished = folder / WORK / f"{NAME}.tmp"
-    unfinished.write_text(manifest.to_json(), encoding="utf-8")
-    sync(unfinished)
-    sync(folder)
-    unfinished.replace(folder / NAME)
-    sync(folder)
-
-
-def _write_tables(folder: Path, num_shards: int, *, weighed: bool) -> bytes:
-    """Write what is to be known of each row, one shard's at a time; return the digest of all rows."""
-    end = 0
-    with (
-        (folder / store.LENGTHS).open("wb") as lengths,
-        (folder / store.OFFSETS).open("wb") as offsets,
-        (folder / store.LOSSES).open("wb") as losses,
-        (folder / store.WEIGHTS).open("wb") if weighed else nullcontext() as weights,
-        (folder / store.DIGESTS).open("wb") as digests,
-    ):
-        offsets.write(np.zeros(1, dtype="<i8").tobytes())
-        for number in range(num_shards):
-            rows = np.fromfile(rows_path(folder, number), dtype=ROW_RECORD)
-            lengths.write(rows["length"].tobytes())
-            offsets.write((end + np.cumsum(rows["length"])).astype("<i8").tobytes())
-            losses.write(rows["losses"].tobytes())
-            digests.write(rows["digest"].tobytes())
-            if weights is not None:
-                weights.write(rows["weights"].tobytes())
-            end += int(rows["length"].sum())
-    stored = np.fromfile(folder / store.DIGESTS, dtype=np.uint8) if end else np.empty(0, dtype=np.uint8)
-    return digest_of_rows([stored])
-
-
-def _origins(plan: ToPrepare, shards: Sequence[WrittenShard]) -> tuple[StoredRows, ...]:
-    rows = Counter[int]()
-    for pieces, shard in zip(plan.shards, shards, strict=True):
-        for piece, number in zip(pieces, shard.piece_rows, strict=True):
-            rows[piece.listing] += number
-    found, first_row, first_file = list[StoredRows](), 0, 0
-    for number, ((source, listing), group) in enumerate(zip(plan.listings, plan.files, strict=True)):
-        found.append(
-            StoredRows(
-                source=source,
-                label=listing.label,
-                first_row=first_row,
-                first_file=first_file,
-                files=len(group),
-                documents=listing.names is not None,
-            )
-        )
-        first_row, first_file = first_row + rows[number], first_file + len(group)
-    return tuple(found)
+def _found(path: Path) -> tuple[str, int, int, int]:
+    """Return what tells whether a file is another than it was: of one that is not there, whoever reads it says so."""
+    try:
+        status = path.stat()
+    except OSError:
+        return str(path), 0, 0, 0
+    return str(path), status.st_size, status.st_ino, status.st_mtime_ns

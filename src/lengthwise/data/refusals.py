@@ -28,12 +28,6 @@ class Refusals:
         if count or len(self._kept) < _SHOWN:
             self._kept[kind] = (first, count + times)
 
-    def merge(self, later: Refusals) -> None:
-        """Note what was met in rows after these."""
-        for error, times in later._kept.values():
-            self.add(error, times)
-        self._count += later._count - sum(times for _, times in later._kept.values())
-
     def raise_all(self, key: str) -> None:
         """Raise what was noted, if anything; `key` is the config path of the sources."""
         problems = []

@@ -1,26 +1,31 @@
-"""Data sources to rows: JSON lines, tables, datasets, folders of text files, the Python standard library.
+"""Data sources to rows: JSON lines, tables, datasets, indexed datasets, folders of text, the Python standard library.
 
-Files are read once, in a fixed order, one row in memory at a time. Bad rows are reported and reading goes on, so that a
-user corrects them all at once.
+Files are read in a fixed order, one row in memory at a time. Bad rows are reported and reading goes on, so that a user
+corrects them all at once. A listing may be cut into parts, which are read in any order by any process.
 """
 
 from __future__ import annotations
 
 import gzip
+import hashlib
+import itertools
 import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from lengthwise.core.errors import DataError
+import numpy as np
+
+from lengthwise.core.errors import DataError, OutputError
 from lengthwise.core.names import counted
 from lengthwise.data.hub import hub_files
+from lengthwise.data.indexed import IDS, INDEX, beside, document_starts, indexed_prefix, read_documents
 from lengthwise.data.rows import Row, RowParser, decode_utf8
 from lengthwise.data.tables import (
     ARROW_FILE,
@@ -30,6 +35,7 @@ from lengthwise.data.tables import (
     is_saved_dataset,
     read_table,
     saved_files,
+    table_cuts,
     unpacked,
 )
 
@@ -39,6 +45,7 @@ if TYPE_CHECKING:
 _GZIP = b"\x1f\x8b"
 _HEAD = 4096  # bytes of a file that are looked at for its kind
 _NO_END = 1 << 63
+_BLOCK = 4 << 20
 # Not the library itself: its tests, and what is installed or compiled beside it.
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
@@ -62,26 +69,28 @@ Report = Callable[[DataError], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lines:
-    """A part of a file of lines: bytes [start, stop), and how many lines are before it."""
-
-    start: int
-    stop: int
-    lines_before: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """Rows in order: a file of rows, or documents.
+    """Rows in order: a file of rows, an indexed dataset, or documents.
 
-    `names` are files below `root`, one row each; None where `root` is a file of rows, or `part` of one of JSON lines.
+    `names` are files below `root`, one row each; None where `root` is a file of rows, or, with `indexed`, the prefix of
+    an indexed dataset. `part`: which of its rows: of a file of lines those that begin in bytes [first, last), else
+    rows [first, last); None: all. `shown`: what messages call it; None: its path.
     """
 
     root: Path
     label: str
     names: tuple[str, ...] | None = None
     python: bool = False
-    part: Lines | None = None
+    indexed: bool = False
+    part: tuple[int, int] | None = None
+    shown: str | None = None
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files that are read."""
+        if self.indexed:
+            return [beside(self.root, INDEX), beside(self.root, IDS)]
+        return [self.root] if self.names is None else [self.root / name for name in self.names]
 
 
 def list_source(source: DataSource, report: Report) -> list[Listing]:
@@ -94,6 +103,8 @@ def list_source(source: DataSource, report: Report) -> list[Listing]:
             return _list_hub(source, report)
         assert source.path is not None, "a DataSource has a path, a dataset or python_stdlib"
         root, label = source.path, printable_name(source.path.name)
+        if (prefix := indexed_prefix(root)) is not None:
+            return [Listing(root=prefix, label=printable_name(prefix), indexed=True)]
         if not os.path.isdir(root):
             return [Listing(root=root, label=label)]
         if is_saved_dataset(root):
@@ -139,10 +150,17 @@ def _list_saved(folder: Path, label: str, report: Report) -> list[Listing]:
         return []
 
 
-def read_rows(listing: Listing, parser: RowParser, report: Report) -> Iterator[Row | DataError]:
-    """Read the rows of a listing in order, an error in place of a bad one; files that are wrong are reported."""
+def read_rows(listing: Listing, vocab_size: int | None, report: Report) -> Iterator[Row | DataError]:
+    """Read the rows of a listing in order, an error in place of a bad one; files that are wrong are reported.
+
+    Ids have to be below `vocab_size`; None: below 2^31.
+    """
+    parser = RowParser(vocab_size)
+    if listing.indexed:
+        yield from _read_indexed(listing, vocab_size, report)
+        return
     if listing.names is None:
-        yield from _read_file(listing.root, listing.part, parser, report)
+        yield from _read_file(listing, parser, report)
         return
     for name in listing.names:
         path = listing.root / name
@@ -187,44 +205,55 @@ def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:
     return names
 
 
-def _read_table(file: BufferedReader, parser: RowParser, shown: str) -> Iterator[Row | DataError]:
-    for number, values in enumerate(read_table(file, file.peek(_HEAD)[:8], shown), start=1):
-        try:
-            yield values if isinstance(values, DataError) else parser.take(values, where=f"{shown}:{number}")
-        except DataError as error:
-            yield error
-
-
-def _read_file(path: Path, part: Lines | None, parser: RowParser, report: Report) -> Iterator[Row | DataError]:
-    shown = printable_name(path)
+def _read_indexed(listing: Listing, limit: int | None, report: Report) -> Iterator[Row | DataError]:
     try:
-        with _opened(path, rows=True) as file:
-            if part is not None:
-                file.seek(part.start)
-            elif is_table(file):
-                yield from _read_table(file, parser, shown)
+        yield from read_documents(listing.root, limit, listing.part)
+    except DataError as error:
+        report(error)
+    except OSError as error:
+        report(_unreadable(Path(error.filename or listing.root), error))
+
+
+def _read_file(listing: Listing, parser: RowParser, report: Report) -> Iterator[Row | DataError]:
+    """Read a file of rows, or a part of it: rows are counted from the first that is read."""
+    shown = listing.shown or printable_name(listing.root)
+    try:
+        with _opened(listing.root, rows=True) as file:
+            if is_table(file):
+                rows = read_table(file, file.peek(_HEAD)[:8], shown, listing.part)
+                for number, values in enumerate(rows, start=1):
+                    try:
+                        yield (
+                            values if isinstance(values, DataError) else parser.take(values, where=f"{shown}:{number}")
+                        )
+                    except DataError as error:
+                        yield error
                 return
-            elif file.peek(_HEAD)[:_HEAD].lstrip()[:1] == b"[":
-                remedy = f"Write one object a line: jq -c '.[]' {path.name} > train.jsonl"
+            if (listing.part is None or not listing.part[0]) and file.peek(_HEAD)[:_HEAD].lstrip()[:1] == b"[":
+                remedy = f"Write one object a line: jq -c '.[]' {listing.root.name} > train.jsonl"
                 raise DataError(shown, expected="JSON lines", got="a JSON array", remedy=remedy)
-            yield from _read_lines(file, part or Lines(start=0, stop=_NO_END, lines_before=0), parser, shown, report)
+            yield from _read_lines(file, listing.part or (0, _NO_END), parser, shown, report)
     except DataError as error:
         report(error)
 
 
 def _read_lines(
-    file: BufferedReader, part: Lines, parser: RowParser, shown: str, report: Report
+    file: BufferedReader, part: tuple[int, int], parser: RowParser, shown: str, report: Report
 ) -> Iterator[Row | DataError]:
-    offset = part.start
-    for number, line in enumerate(file, start=part.lines_before + 1):
+    """Read the lines that begin in bytes [first, last) of a file."""
+    offset = part[0]
+    if offset:
+        file.seek(offset - 1)
+        offset += len(file.readline()) - 1  # the rest of a line that began before
+    number = 0
+    while offset < part[1] and (line := file.readline()):
+        number += 1
         try:
             last = not line.endswith(b"\n")
             yield parser.parse(line, where=f"{shown}:{number}", offset=offset, last=last)
         except DataError as error:
             yield error
         offset += len(line)
-        if offset >= part.stop:
-            break
     if offset == 0:
         remedy = "Take it out of {data|`data`}, or fill it."
         report(DataError(shown, expected="rows", got="an empty file", remedy=remedy))
@@ -235,11 +264,53 @@ def is_table(file: BufferedReader) -> bool:
     return file.peek(_HEAD).startswith((PARQUET, ARROW_FILE, ARROW_STREAM))
 
 
-def is_lines(path: Path) -> bool:
-    """Return whether a file can be read from any of its lines on: no table, and not packed."""
-    with path.open("rb") as file:
-        head = file.peek(_HEAD)
-        return not head.startswith((*_OF_ROWS,)) and head.lstrip()[:1] != b"["
+def cut_listing(listing: Listing, most_bytes: int, folder: Path) -> list[Listing]:
+    """Cut a listing into parts of about so many bytes, which follow from its files alone.
+
+    A packed file is unpacked into `folder` first, unless it is there. Raises DataError, or OSError of that folder.
+    """
+    if listing.names is not None:
+        sizes = [path.stat().st_size for path in listing.paths]
+        return [replace(listing, names=listing.names[first:last]) for first, last in _spans(sizes, most_bytes)]
+    if listing.indexed:
+        starts, kind = document_starts(listing.root)
+        ends = np.searchsorted(starts, np.arange(0, int(starts[-1]), max(1, most_bytes // kind.itemsize)))
+        cuts = np.unique([*ends.tolist(), 0, len(starts) - 1]).tolist()
+        return [replace(listing, part=part) for part in itertools.pairwise(cuts)]
+    with _opened(listing.root, rows=True) as rows, listing.root.open("rb") as file:
+        head, size = file.read(_HEAD), os.fstat(file.fileno()).st_size
+        if head.startswith((_GZIP, ZSTANDARD)):
+            plain = folder / f"{hashlib.sha256(os.fsencode(listing.root)).hexdigest()[:32]}.jsonl"
+            if not plain.exists():
+                _unpack(rows, plain)
+            return cut_listing(replace(listing, root=plain, shown=printable_name(listing.root)), most_bytes, folder)
+        if is_table(rows):
+            cuts = table_cuts(rows, head[:8], most_bytes)
+            return [replace(listing, part=part) for part in itertools.pairwise(cuts)] if len(cuts) > 2 else [listing]
+    firsts = range(0, max(1, size), most_bytes)
+    return [replace(listing, part=(first, first + most_bytes)) for first in firsts]
+
+
+def _unpack(rows: BufferedReader, plain: Path) -> None:
+    unfinished = plain.with_suffix(".tmp")
+    with unfinished.open("wb") as out:
+        while block := rows.read(_BLOCK):
+            try:
+                out.write(block)
+            except OSError as error:  # not of the file that is read
+                got, remedy = error.strerror or str(error), "Make room, or choose another folder."
+                raise OutputError(str(plain), expected="a file to unpack into", got=got, remedy=remedy) from None
+    unfinished.replace(plain)
+
+
+def _spans(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Cut a list of sizes into runs of about so many bytes."""
+    first = held = 0
+    for number, size in enumerate(sizes):
+        held += size
+        if held >= most or number == len(sizes) - 1:
+            yield first, number + 1
+            first, held = number + 1, 0
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Rows of columnar files, as plain values: Parquet, Arrow, and folders that `datasets.save_to_disk` wrote.
 
-pyarrow reads them; it comes in with the first such file. A batch of rows is in memory at a time.
+pyarrow reads them; it comes in with the first such file. A batch of rows is in memory at a time. A table may be read in
+parts, from a row on: what is before it in its row group is read, too, and dropped.
 """
 
 from __future__ import annotations
@@ -48,30 +49,61 @@ def saved_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def read_table(file: BufferedReader, head: bytes, where: str) -> Iterator[dict[str, Any] | DataError]:
+def read_table(
+    file: BufferedReader, head: bytes, where: str, part: tuple[int, int] | None = None
+) -> Iterator[dict[str, Any] | DataError]:
     """Yield the rows of an open file in order, each a value a column; an error for one that is no text.
 
-    Raises DataError where pyarrow is not installed, and for a file that is broken or ends early.
+    `part`: rows [first, last), counted from the first of them.
+
+    Raises DataError for a file that is broken or ends early.
     """
-    pa, parquet = _import_pyarrow(where)
+    import pyarrow as pa
+
     count = 0
     try:
-        for batch in _batches(pa, parquet, file, head):
+        for batch in _batches(file, head, part):
             for first in range(0, batch.num_rows, _BATCH):
-                part = batch.slice(first, _BATCH)
-                yield from _rows(part, where, count)
-                count += part.num_rows
+                rows = batch.slice(first, _BATCH)
+                yield from _rows(rows, where, count)
+                count += rows.num_rows
     except (pa.ArrowException, OSError) as error:
         got = f"{' '.join(str(error).split())[:200]}, after row {count}"
         raise DataError(where, expected="a whole file", got=got, remedy="Write or copy it again.") from None
-    if not count:
+    if not count and part is None:
         raise DataError(where, expected="rows", got="a table of none", remedy="Take it out of {data|`data`}.")
+
+
+def table_cuts(file: BufferedReader, head: bytes, most_bytes: int) -> list[int]:
+    """Return the first rows of parts of about so many bytes, and the number of all rows; none where it is broken."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        if head.startswith(PARQUET):
+            found = parquet.ParquetFile(file).metadata
+            groups = [found.row_group(number) for number in range(found.num_row_groups)]
+            chunks = [(group.num_rows, group.total_byte_size) for group in groups]
+        else:
+            chunks = [(batch.num_rows, batch.nbytes) for batch in _batches(file, head, None)]
+    except (pa.ArrowException, OSError):  # whoever reads it says what is wrong
+        return []
+    cuts, row, held = [0], 0, 0.0
+    for rows, size in chunks:
+        pieces = max(1, -(-size // most_bytes))
+        for piece in range(1, pieces + 1):
+            held += size / pieces
+            if held >= most_bytes:
+                cuts, held = [*cuts, row + rows * piece // pieces], 0.0
+        row += rows
+    return sorted({*cuts, row})
 
 
 @contextmanager
 def unpacked(file: BufferedReader, where: str) -> Iterator[BufferedReader]:
-    """Read an open file of Zstandard as what is in it; DataError without pyarrow, and where it is broken or cut."""
-    pa, _ = _import_pyarrow(where)
+    """Read an open file of Zstandard as what is in it; DataError where it is broken or cut."""
+    import pyarrow as pa
+
     try:
         with pa.CompressedInputStream(file, "zstd") as packed:
             yield BufferedReader(packed)
@@ -80,23 +112,34 @@ def unpacked(file: BufferedReader, where: str) -> Iterator[BufferedReader]:
         raise DataError(where, expected="a whole file of Zstandard", got=got, remedy="Copy it again.") from None
 
 
-def _import_pyarrow(where: str) -> tuple[Any, Any]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as parquet
-    except ImportError:
-        remedy = "pip install 'lengthwise[data]'"
-        raise DataError(where, expected="pyarrow, to read this file", got="none installed", remedy=remedy) from None
-    return pa, parquet
+def _batches(file: BufferedReader, head: bytes, part: tuple[int, int] | None) -> Iterator[Any]:
+    row, batches = _batches_from(file, head, part[0] if part else 0)
+    first, last = part or (0, 1 << 62)
+    for batch in batches:
+        begin, end = max(first - row, 0), min(last - row, batch.num_rows)
+        if begin < end:
+            yield batch.slice(begin, end - begin)
+        row += batch.num_rows
+        if row >= last:
+            return
 
 
-def _batches(pa: Any, parquet: Any, file: BufferedReader, head: bytes) -> Iterator[Any]:
+def _batches_from(file: BufferedReader, head: bytes, first: int) -> tuple[int, Iterator[Any]]:
+    """Return the batches from one at or before row `first` on, and the row that they begin with."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
     if head.startswith(PARQUET):
-        return parquet.ParquetFile(file).iter_batches(batch_size=_BATCH)
+        table, group, row = parquet.ParquetFile(file), 0, 0
+        while group < table.num_row_groups and row + table.metadata.row_group(group).num_rows <= first:
+            row += table.metadata.row_group(group).num_rows
+            group += 1
+        return row, table.iter_batches(_BATCH, row_groups=range(group, table.num_row_groups))
+    mapped = pa.memory_map(file.name)
     if head.startswith(ARROW_FILE):
-        reader = pa.ipc.open_file(file)
-        return (reader.get_batch(number) for number in range(reader.num_record_batches))
-    return iter(pa.ipc.open_stream(file))
+        reader = pa.ipc.open_file(mapped)
+        return 0, (reader.get_batch(number) for number in range(reader.num_record_batches))
+    return 0, iter(pa.ipc.open_stream(mapped))
 
 
 def _rows(batch: Any, where: str, count: int) -> Iterator[dict[str, Any] | DataError]:

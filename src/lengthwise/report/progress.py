@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from lengthwise.core.errors import printable
-from lengthwise.report.figures import clock, count, percent, seconds
+from lengthwise.core.names import counted
+from lengthwise.report.figures import clock, percent, seconds
 
 if TYPE_CHECKING:
-    from lengthwise.data.progress import Progress
+    from lengthwise.data.prepare import Progress
 
 _LIVE_SECONDS, _PLAIN_SECONDS = 0.2, 10.0  # between two lines of progress, on a terminal and anywhere else
 _SILENT_SECONDS = 2.0  # after which the phase of work is shown
@@ -153,22 +154,16 @@ def showing(phase: str, stream: TextIO) -> Iterator[PhaseLine]:
 def progress_line(line: LiveLine) -> Callable[[Progress], None]:
     """Return what shows how far a preparation is, and how long it will still take."""
     start = time.monotonic()
-    before: list[Progress] = []
 
     def show(now: Progress) -> None:
-        before.append(now) if not before else None
-        found, spent = before[0], time.monotonic() - start
-        share = now.bytes_done / max(1, now.num_bytes)
+        share = now.files_done / max(1, now.num_files)
         bar = "#" * round(_BAR * share)
-        shards = f"{now.shards_done} of {now.num_shards} shards"
-        text = f"[{bar:.<{_BAR}}] {percent(share)}, {shards}, {count(now.tokens)} tokens"
-        if now is found and found.shards_found:
-            text += f" of an earlier try ({found.shards_found} shards)"
-        new_bytes = now.bytes_done - found.bytes_done
-        if new_bytes and spent:
-            left = spent * (now.num_bytes - now.bytes_done) / new_bytes
-            rate = (now.tokens - found.tokens) / spent
-            text += f", {count(rate)} tokens/s, {seconds(left)} left" if left else f", {count(rate)} tokens/s"
+        text = f"[{bar:.<{_BAR}}] {percent(share)}, {now.files_done} of {counted(now.num_files, 'file')}"
+        if now.files_found:
+            text += f", {now.files_found} of an earlier try"
+        new = now.files_done - now.files_found
+        if new:
+            text += f", {seconds((time.monotonic() - start) * (now.num_files - now.files_done) / new)} left"
         line.update(text)
 
     return show

@@ -20,7 +20,7 @@ from typing import Any
 
 from lengthwise.core.errors import RankError
 from lengthwise.core.processes import end_with_parent, kill_workers, let_threads_end
-from lengthwise.data.shards import Runner
+from lengthwise.data.prepare import Runner
 
 _AT_ONCE = 2  # tasks a process has at hand: one that it works on, and the next
 _STUCK_SECONDS, _LOOK_SECONDS = 120.0, 1.0
@@ -68,7 +68,7 @@ def worker_processes(number: int, *, timeout_seconds: float = _STUCK_SECONDS) ->
         expected, got = "all processes that prepare data to live", "one that was killed, perhaps for its memory"
         remedy = "Take fewer with {workers}; what is prepared stays, and the same command continues."
         raise RankError("prepare", expected=expected, got=got, remedy=remedy) from None
-    finally:  # after Ctrl-C, too: a shard takes minutes where data are large
+    finally:  # after Ctrl-C, too: a file takes minutes where data are large
         kill_workers(pool)
         pool.shutdown(wait=True, cancel_futures=True)
 
