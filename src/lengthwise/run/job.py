@@ -200,7 +200,7 @@ class Job:
     def planning(self) -> StepPlanning:
         """What plans the steps of this run."""
         config, stages, cost = self.config, self.config.stages, self.measured_cost
-        pipeline = {"mode": "pipeline", "stages": stages, "virtual": config.virtual} if stages > 1 else {}
+        pipeline = {"mode": "pipeline", "virtual": config.virtual} if stages > 1 else {}
         if cost is None:
             shape = shape_from_config(self.model.config.to_dict())
             cost = base_cost(shape, self.hardware, precision=config.precision, adapters=self.adapters, stages=stages)

@@ -305,7 +305,9 @@ def step_planning(
         cost=cost,
         capacities=capacities,
         measured=measured,
-        options=PlanOptions(**{"layers": model.num_hidden_layers, **kinds, **options}),
+        options=PlanOptions(
+            **{"layers": model.num_hidden_layers, "stages": stages if stages > 1 else None, **kinds, **options}
+        ),
         offload_ratio=None if isinstance(ratio, str) else ratio,
     )
 
