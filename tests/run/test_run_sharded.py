@@ -1,5 +1,7 @@
 """`shard: zero3` of the run file: the numbers of zero1, checkpoints across layouts, faults, refusals."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from lengthwise.run import sharding as run_sharding
 from run.small_runs import (
     Command,
     call,
+    children,
+    count_lines,
     make_rows,
     read_lines,
     write_model,
@@ -183,6 +187,19 @@ def test_no_rank_holds_the_whole_model_at_the_start(tmp_path):
 def own_bytes():
     (line,) = (each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
+
+
+def test_a_killed_rank_is_named(tmp_path):
+    path = run_file(tmp_path, steps=1_000_000)
+    command = Command("train", path, "--ranks", 3, *ZERO3)
+    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
+    ranks = [pid for pid in children(command.pid) if Path(f"/proc/{pid}").exists()]
+    os.kill(ranks[2], signal.SIGKILL)
+    status, _, err = command.finish(seconds=60)
+    assert status == 1
+    assert "error[rank] rank " in err
+    assert "signal SIGKILL" in err
+    assert "Traceback" not in err
 
 
 def test_what_goes_by_whole_parameters_is_refused_together(tmp_path, capsys):
