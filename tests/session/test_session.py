@@ -547,6 +547,12 @@ def test_a_loss_that_is_a_mean_and_gradients_of_one_rank_are_refused_on_all(tmp_
             pytest.raises(LengthwiseError, match="the sum over a microbatch's tokens"),
         ):
             session.backward(steps_of()[0], loss=mean)
+        model = small_model()
+        with Session(model, SGD(model.parameters()), capacity_tokens=128, shard=shard) as session:
+            session.backward(steps_of()[0], loss=total)
+            for _ in range(2):  # another loss later, and once more after it was refused
+                with pytest.raises(LengthwiseError, match="the sum over a microbatch's tokens"):
+                    session.backward(steps_of()[0], loss=mean)
         model, norms = small_model(), []
         with Session(model, SGD(model.parameters()), capacity_tokens=128, shard=shard) as session:
             for clears in (model.zero_grad, session.optimizer.zero_grad, lambda: None):

@@ -109,7 +109,8 @@ class Session:
         self._num_words: int = self._inner.get_input_embeddings().num_embeddings
         inner = None if optimizer is None else check_optimizer(optimizer, self._inner)
         cost = cost_of(config, where, settings.dtype, measurements)
-        self._closing, self._has_said, self._loss_is_checked = ExitStack(), False, False
+        self._closing, self._has_said = ExitStack(), False
+        self._checked_losses: set[object] = set()
         world = session_world(where)
         transport = self._transport = join(world, timeout_seconds=timeout_seconds)
         self._closing.callback(transport.close)
@@ -194,7 +195,7 @@ class Session:
         start, planned = time.perf_counter(), self._planned(sequences, f"step {self.steps + 1}")
         objective, check = self._objective(planned, loss, compute_loss, normalizer)
         result = self._runner.backward(planned, objective)
-        self._refuse_means(check, f"step {self.steps}")
+        self._refuse_means(check, loss, f"step {self.steps}")
         return self._made(result, start)
 
     def backward_by_sequence(
@@ -252,7 +253,7 @@ class Session:
         planned = self._planned(sequences, name)
         objective, check = self._objective(planned, loss, compute_loss, normalizer)
         result = self._runner.evaluate(planned, objective)
-        self._refuse_means(check, name)
+        self._refuse_means(check, loss, name)
         refuse_not_finite(f"{name}, loss", result.loss)
         return replace(result, step_seconds=time.perf_counter() - start)
 
@@ -353,7 +354,7 @@ class Session:
         self, planned: PlannedStep, loss: TokenLoss | None, compute_loss: ComputeLoss | None, normalizer: float | None
     ) -> tuple[Objective, SumCheck | None]:
         """Return what a step computes, and what checks a loss the first time that one is given."""
-        check = SumCheck() if loss is not None and not self._loss_is_checked else None
+        check = SumCheck() if loss is not None and _code_of(loss) not in self._checked_losses else None
         objective = objective_of(
             self.model,
             self._inner,
@@ -365,10 +366,11 @@ class Session:
         )
         return objective, check
 
-    def _refuse_means(self, check: SumCheck | None, name: str) -> None:
+    def _refuse_means(self, check: SumCheck | None, loss: TokenLoss | None, name: str) -> None:
         if check is not None:
-            self._transport.phase, self._loss_is_checked = f"{name}, check of the loss", True
+            self._transport.phase = f"{name}, check of the loss"
             check.refuse(found=any(self._engine.each_rank(check.is_wrong)))
+            self._checked_losses.add(_code_of(loss))
 
     def _made(self, result: StepResult, start: float) -> StepResult:
         """Finish a step that trains; say, once, what its plan was."""
@@ -378,3 +380,8 @@ class Session:
             self._has_said = True
             print(told_step(result, self._planning), flush=True)
         return result
+
+
+def _code_of(loss: TokenLoss | None) -> object:
+    """Return what a loss is known by: a loop may make its function anew each step."""
+    return getattr(loss, "__code__", type(loss))
