@@ -329,6 +329,8 @@ def _not_with_stages(values: Mapping[str, object]) -> list[ConfigError]:
     for key, only in (("offload", None), ("compile", False)):
         if values.get(key, only) not in (only, None):
             refuse(key, "nothing", "it", f"Take {key} out: stages do not run with it yet.")
+    if values.get("ranks_per_node") is not None:
+        refuse("ranks_per_node", "none", values["ranks_per_node"], "Take ranks_per_node out.")
     if values.get("memory_check"):
         refuse("memory_check", "false", "true", "Take memory_check out.")
     if values.get("measurements") not in (None, MEASURE_NOTHING):

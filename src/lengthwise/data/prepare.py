@@ -39,6 +39,7 @@ from lengthwise.data.arrow import (
 from lengthwise.data.dataset import NO_LOSS, TOO_LONG, sum_of_weights
 from lengthwise.data.digests import ROW_DIGEST_BYTES, digest_of_rows, row_digest
 from lengthwise.data.load import BAD, EMPTY, REFUSED, TokenRow, token_rows
+from lengthwise.data.progress import Progress
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.sources import Listing, cut_listing, list_source, printable_name
 from lengthwise.data.tokenizer import Tokenizer, load_tokenizer
@@ -56,15 +57,6 @@ _LOOK_SECONDS = 0.2
 UNREADABLE = "unreadable"
 _LEFT_OUT = (EMPTY, BAD, TOO_LONG)
 _NO_IDS = np.empty(0, dtype=np.int32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far a preparation is: files of all, of which some were there from an earlier try."""
-
-    files_done: int
-    files_found: int
-    num_files: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

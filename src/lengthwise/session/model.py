@@ -44,6 +44,9 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
     if any(layer.gradient_checkpointing for layer in wrapped_layers(model)):
         remedy = "Call model.gradient_checkpointing_disable(), and give Session recompute='layer'."
         refuse("activation checkpointing by the plan", "that of the model", remedy)
+    if any(not each.is_meta and each.numel() and not each.untyped_storage().nbytes() for each in model.parameters()):
+        remedy = "Use that session, or load the model again."
+        refuse("parameters with values", "those of a model that a session has sharded", remedy)
     if getattr(model, "is_quantized", False):
         refuse("a model that is not quantized", "a quantized one", "Load it in bfloat16.")
     raise_problems(problems)
