@@ -84,8 +84,7 @@ _HOMES = {
         "simulator": "simulate=simulate_plan",
         "session": "Session StepResult",
         "run.api": "train verify",
-        "run.callbacks": "Callback",
-        "run.metrics": "TrainResult",
+        "run.callbacks": "Callback TrainResult",
         "run.start": "Run",
         "run.verify": "VerifyReport",
     }.items()

@@ -47,7 +47,7 @@ from lengthwise.run.writes import Writes, insist
 CONFIG = "config.yaml"
 _AGENT = "torchrun.txt"
 _LEDGER, _OLD_LEDGER = "ledger.jsonl", "ledger.old.jsonl"  # the second: lines before the first's, where it grew long
-BEST = "model-best"  # of the best evaluation, see `run.best`
+BEST = "model-best"  # of the best evaluation, see `run.evaluation`
 _BESTS = (BEST, f"{BEST}.unfinished", f"{BEST}.previous")
 _FOLDERS = ("plans", MODEL, f"{MODEL}.unfinished", f"{MODEL}.previous", *_BESTS, CHECKPOINTS, STACKS, TENSORBOARD)
 _LINES = ("metrics.jsonl", _LEDGER, _OLD_LEDGER, "eval.jsonl", "not_finite.jsonl")  # a step a line
