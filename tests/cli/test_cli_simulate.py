@@ -59,6 +59,7 @@ def test_simulate_own_data_on_gpus(tmp_path, capsys) -> None:
     assert "the same on the best" not in words
 
 
+@pytest.mark.exhaustive  # the search itself: tests/simulator/test_simulator_meshes.py
 def test_simulate_gives_every_planner_its_best_mesh(tmp_path, capsys) -> None:
     """The search is never worse than one mesh, whatever that is; what trains stands first, of the meshes that train."""
     common = ("--model", "llama-7b", "--gpus", 16, "--lengths", "github", "--context", "32K", "--batch-tokens", "128K",

@@ -15,7 +15,7 @@ from pathlib import Path
 from lengthwise.checkpoint.manifest import NAME, Manifest, read_manifest
 from lengthwise.core.errors import LengthwiseError, OutputError, Problems
 from lengthwise.core.faults import fault
-from lengthwise.core.files import sync
+from lengthwise.core.files import found_at, sync
 
 _COMMITTED = re.compile(r"step-(\d{6,})")
 _UNFINISHED = ".unfinished"
@@ -103,10 +103,6 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     """Raise OutputError for a file of a checkpoint that is not there, is a link, or has another size."""
     for name, file in manifest.files.items():
         path = folder / name
-        try:
-            found = "a link" if path.is_symlink() else f"{path.stat().st_size} bytes"
-        except OSError as error:
-            found = error.strerror or str(error)
-        if found != f"{file.num_bytes} bytes":
+        if (found := found_at(path)) != f"{file.num_bytes} bytes":
             remedy = "Take an earlier checkpoint: remove this folder."
             raise OutputError(str(path), expected=f"{file.num_bytes} bytes", got=found, remedy=remedy)

@@ -263,3 +263,11 @@ def read_plan_text(path: str | Path) -> str:
         if len(content) > MOST_BYTES:
             raise OSError(f"more than {MOST_BYTES:,} bytes")
     return content.decode()
+
+
+def found_at(path: Path) -> str:
+    """Return the size of a file in words, or what is there in its place."""
+    try:
+        return "a link" if path.is_symlink() else f"{path.stat().st_size} bytes"
+    except OSError as error:
+        return error.strerror or str(error)

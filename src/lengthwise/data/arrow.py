@@ -26,7 +26,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from lengthwise.config.problems import shown
 from lengthwise.core.errors import DataError
-from lengthwise.core.files import read_json
+from lengthwise.core.files import found_at, read_json
 from lengthwise.data.ahead import read_ahead
 from lengthwise.data.dataset import TOO_LONG, NumberedRows, digest_of_parts, plain_weights, too_long, write_protect
 from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest
@@ -166,11 +166,7 @@ def read_prepared(folder: Path) -> Prepared:
         raise refuse(path, f"a description of prepared data, {PREPARED}", f"{error}") from None
     for name, size in found.files.items():
         part = folder / name
-        try:
-            got = "a link" if part.is_symlink() else f"{part.stat().st_size} bytes"
-        except OSError as error:
-            got = error.strerror or str(error)
-        if got != f"{size} bytes":
+        if (got := found_at(part)) != f"{size} bytes":
             raise refuse(part, f"the {size} bytes that were prepared", got)
     return found
 
