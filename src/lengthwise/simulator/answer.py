@@ -36,6 +36,7 @@ from lengthwise.cost import (
     wanted_tokens,
 )
 from lengthwise.planner import PLANNING_SHARE, PlanOptions, plan_step
+from lengthwise.planner.api import arithmetic_seconds
 from lengthwise.simulator.rivals import LockStep, lock_step, packed, padded, recomputing
 from lengthwise.simulator.step import simulate_plan
 
@@ -43,6 +44,7 @@ PADDED, PACKED, ONE_RING, OURS = "FSDP2, padded", "FSDP2, packed", "FSDP2, one r
 RIVALS = (PADDED, PACKED, ONE_RING)
 _SHARES = (1.0, 0.5, 0.25)  # of the tokens that fit, that a device may hold in a microbatch
 _MORE_MICROBATCHES = (0, 1, 2, 4, 8)  # of packs, than the fewest that hold a batch
+_NEAR = 1.005  # of the least time that arithmetic takes: what comes so close is taken for the best
 _FILLED = 0.98  # of a pack, as packing whole sequences leaves it
 LAYOUTS = ("zero1", "zero3", "hybrid")  # of parameters over the ranks
 
@@ -315,11 +317,20 @@ def _stretches_in_lock_step(run: LockStep, degree: int) -> tuple[Stretch, ...]:
 def _ours(
     layout: str, batches: Sequence[Sequence[int]], heaviest: Sequence[int], longest: int, question: Question
 ) -> Row:
-    """Run Lengthwise with a layout at its best settings: offloading only where nothing holds the sequences without."""
-    ways = list(_our_settings(layout, question))
+    """Run Lengthwise with a layout at its best settings: offloading only where nothing holds the sequences without.
+
+    Settings that could be no quicker than others were, by their arithmetic alone, are not tried.
+    """
+    costs, tried_on = question.costs_of(layout), [heaviest] if longest in heaviest else [[longest], heaviest]
+    least = {kind: arithmetic_seconds(heaviest, costs, kind) / question.devices for kind in RECOMPUTE_KINDS}
+    ways = sorted(_our_settings(layout, question), key=lambda way: least[way.recompute])
     for offload in ("off", "auto"):
-        tried = [(_held([[longest], heaviest], way, question, offload), number) for number, way in enumerate(ways)]
-        for _, number in sorted((runs[1].seconds, number) for runs, number in tried if runs):
+        tried: list[tuple[float, int]] = []
+        for number, way in enumerate(ways):
+            is_open = not tried or least[way.recompute] * _NEAR < min(tried)[0]
+            if is_open and (runs := _held(tried_on, way, question, offload)):
+                tried.append((runs[-1].seconds, number))
+        for _, number in sorted(tried):
             if runs := _held(batches, ways[number], question, offload):
                 return Row(
                     name=OURS,

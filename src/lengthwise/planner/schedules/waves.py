@@ -28,6 +28,7 @@ from lengthwise.cost import Cost
 from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.problem.degrees import DegreeTable
 from lengthwise.planner.problem.effort import FAR
+from lengthwise.planner.problem.lengths import ROUNDING
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import ring_order
 
@@ -40,6 +41,7 @@ _SLACKS = (1.003, 1.02, 1.06, 1.12, 1.25, 1.4)  # over an even share, that a wav
 _LONGER = (1.0, 1.005, 1.01, 1.025, 1.06)  # than the longest sequence takes at its quickest degree
 _AT_ONCE = 64  # sequences, at least, whose degrees are looked up together
 _FEW = 400  # sequences x ranks, up to which a step begins with a wave of each duration
+_MOST_KEPT = 64  # ranks, up to which the price of every degree is kept
 _SHORTEST = 0.2  # of an even wave, that a wave is tried to take
 
 
@@ -122,8 +124,10 @@ class _Builder:
         lengths: NDArray[np.int64],
         least: NDArray[np.int64],
         known: dict[bytes, list[Wave]],
+        prices: _RingPrices,
     ) -> None:
         self._known = known  # tries by what was left: other ways often begin alike
+        self._prices = prices
         self.cost, self.cluster, self.order, self.lengths, self.least = cost, cluster, order, lengths, least
         self.ranks, self.capacity = cluster.ranks, cluster.capacity_tokens
         self.alone = cost.compute_seconds(lengths)
@@ -138,13 +142,14 @@ class _Builder:
     def of(cls, request: PlanRequest) -> _Builder:
         """Take all sequences of a step."""
         order = np.lexsort((-np.arange(len(request.tokens)), request.lengths))
-        return cls(request.cost, request.cluster, order, request.lengths[order], request.least_degrees[order], {})
+        lengths, prices = request.lengths[order], _RingPrices(request.cost, request.cluster.ranks)
+        return cls(request.cost, request.cluster, order, lengths, request.least_degrees[order], {}, prices)
 
     def rest(self, left: list[int]) -> _Builder:
         """Take the sequences at these indices alone."""
         some = np.array(left, dtype=np.int64)
         parts = self.order[some], self.lengths[some], self.least[some]
-        return _Builder(self.cost, self.cluster, *parts, self._known)
+        return _Builder(self.cost, self.cluster, *parts, self._known, self._prices)
 
     def tries(self) -> list[Wave]:
         """Build waves of several durations, longest first, up to one that is level."""
@@ -260,13 +265,51 @@ class _Builder:
             cut, least = cut[least <= room], least[least <= room]
             count = max(_AT_ONCE, int(np.searchsorted(np.cumsum(least), room, side="right")))
             some, lengths = cut[:count], self.lengths[cut[:count]]
-            degrees = DegreeTable(self.cost, lengths, least[:count], np.full_like(some, room)).within(seconds)
-            took = self.cost.ring_piece_seconds(lengths, np.minimum(degrees, room))
+            degrees, took = self._prices.within(seconds, lengths, least[:count], room)
             for index, degree, ring_seconds in zip(some.tolist(), degrees.tolist(), took.tolist(), strict=True):
                 if degree <= room:
                     room -= degree
                     yield index, degree, ring_seconds
             cut, least = cut[count:], least[count:]
+
+
+class _RingPrices:
+    """Prices sequences over the degrees that hold them, for all waves of a step: few ranks are asked the same often."""
+
+    def __init__(self, cost: Cost, ranks: int) -> None:
+        self._cost, self._degrees = cost, np.arange(1, ranks + 1)
+        self._rows: dict[int, int] = {}  # by length
+        self._seconds = np.zeros((0, ranks)) if ranks <= _MOST_KEPT else None
+
+    def within(
+        self, seconds: float, lengths: NDArray[np.int64], least: NDArray[np.int64], room: int
+    ) -> tuple[NDArray[np.int64], Floats]:
+        """Return the cheapest degree up to `room` of each sequence that ends within `seconds`, launch included, and
+        what it takes there without; `room` + 1 where there is none."""
+        if self._seconds is None:
+            degrees = DegreeTable(self._cost, lengths, least, np.full_like(lengths, room)).within(seconds)
+            return degrees, self._cost.ring_piece_seconds(lengths, np.minimum(degrees, room))
+        rings, rows = self._rings(lengths)[:, :room], np.arange(len(lengths))
+        ends, limit = rings + self._cost.fixed_seconds, seconds * (1 + ROUNDING)  # in favour of the smaller degree
+        held = self._degrees[:room] >= least[:, None]
+        if self._cost.chooses_by_degree:
+            held &= (self._degrees[:room] == least[:, None]) | (ends[rows, least - 1] > limit)[:, None]
+            degrees = 1 + np.argmin(np.where(held & (ends <= limit), self._degrees[:room] * ends, np.inf), axis=1)
+        else:
+            degrees = 1 + np.argmax(held & (ends <= limit), axis=1)
+        is_found = (ends[rows, degrees - 1] <= limit) & (degrees >= least)
+        return np.where(is_found, degrees, room + 1), rings[rows, degrees - 1]
+
+    def _rings(self, lengths: NDArray[np.int64]) -> Floats:
+        """Return seconds without launch, [len(lengths), ranks]."""
+        assert self._seconds is not None
+        new = sorted({each for each in lengths.tolist() if each not in self._rows})
+        if new:
+            self._rows |= {length: len(self._rows) + number for number, length in enumerate(new)}
+            repeated = np.repeat(np.array(new, dtype=np.int64), len(self._degrees))
+            made = self._cost.ring_piece_seconds(repeated, np.tile(self._degrees, len(new)))
+            self._seconds = np.concatenate((self._seconds, made.reshape(len(new), -1)))
+        return self._seconds[[self._rows[each] for each in lengths.tolist()]]
 
 
 def _without_launch(seconds: float, launch_seconds: float) -> float:
