@@ -35,8 +35,7 @@ from lengthwise.cost import (
     step_memory,
     wanted_tokens,
 )
-from lengthwise.planner import PLANNING_SHARE, PlanOptions, plan_step
-from lengthwise.planner.api import arithmetic_seconds
+from lengthwise.planner import PLANNING_SHARE, PlanOptions, arithmetic_seconds, plan_step
 from lengthwise.simulator.rivals import LockStep, lock_step, packed, padded, recomputing
 from lengthwise.simulator.step import simulate_plan
 
