@@ -45,7 +45,7 @@ test-newest:
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
 	  --constraint .venv-newest/torch.txt -e '.[dev]'
 	.venv-newest/bin/python -m pip list | grep -E '^(torch|transformers|accelerate|peft|trl|datasets) '
-	.venv-newest/bin/python -m pytest -n 2 tests/integrations tests/session tests/models/test_models_load.py tests/data
+	.venv-newest/bin/python -m pytest -n 2 tests/integrations tests/session tests/models tests/data
 
 # On a machine with a GPU: all parts, then the page from what they wrote, whatever failed.
 # Elsewhere: one line, status 2.

@@ -71,7 +71,7 @@ def refusal(config):
         ("t5", "model config: is_encoder_decoder", "cross-attention"),
         ("gemma3", "model config: vision_config", "placed at its tokens"),
         ("stablelm", "model.layers.0.self_attn (StableLmAttention)", "another way for the plan"),
-        ("gptj", "transformer.h.0.attn (GPTJAttention)", "AttentionInterface can replace"),
+        ("gpt_neo", "transformer.h.0.attn (GPTNeoAttention)", "AttentionInterface can replace"),
         ("vit", "model config: model_type", "a decoder-only language model"),
     ],
 )

@@ -57,6 +57,7 @@ class PlannedAttention:
         rows = self.num_tokens + rows_beyond
         self.num_rows = max(1, -(-rows // multiple)) * multiple  # with the padding that the model runs
         self.layers_run = 0
+        self.layers_kept = 0  # of these, those that backward will run through
         self.layers_passed = 0  # layers of the model that others run, where it is cut into stages
         self.recomputation: Recomputation | None = None  # the checkpointed layer that is running, if one is
         self._heads = HeadExchange(program, transport)
@@ -332,4 +333,5 @@ def planned_attention(
     it. `sinks` (heads,) are logits that take weight and give no value. Returns (tokens, heads, head_dim).
     """
     planned.layers_run += 1
+    planned.layers_kept += torch.is_grad_enabled()
     return _Attention.apply(q, k, v, sinks, planned, scale, window)

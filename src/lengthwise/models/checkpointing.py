@@ -59,15 +59,10 @@ def _recomputing(
         return
     wrapped = wrapped_layers(model)
     runs: list[Recomputation] = []
-    without_graph = 0  # layers of a forward that keeps nothing, as a loss may make for its metrics
 
     def run(forward: Callable[..., Any], *arguments: Any) -> Any:
-        nonlocal without_graph
-        if not torch.is_grad_enabled():
-            before = planned.layers_run
-            output = forward(*arguments)
-            without_graph += planned.layers_run - before
-            return output
+        if not torch.is_grad_enabled():  # a forward that keeps nothing, as a loss may make for its metrics
+            return forward(*arguments)
         layer = Recomputation(keeps_attention=policy.recompute == "all_but_attention", saver=policy.saver)
         runs.append(layer)
         again = nullcontext() if dropout is None else dropout.again()  # from where this layer begins
@@ -88,10 +83,10 @@ def _recomputing(
     finally:
         for module in wrapped:
             module.gradient_checkpointing = False
-    attended = sum(layer.num_attended for layer in runs) + without_graph
-    if attended != planned.layers_run:
+    attended = sum(layer.num_attended for layer in runs)
+    if attended != planned.layers_kept:
         where = f"model {type(model).__name__}"
-        expected = f"all {planned.layers_run} attention layers to run through Hugging Face's gradient checkpointing"
+        expected = f"all {planned.layers_kept} attention layers to run through Hugging Face's gradient checkpointing"
         raise ModelRefused(where, expected=expected, got=f"{attended} that did", remedy=_REMEDY)
 
 

@@ -135,7 +135,7 @@ def fuse_layers(model: Any, kernels: FusedKernels) -> str:
             module.forward = partial(_gated, module, getattr(kernels, gate), halves)
             found["gated MLPs"] += 1
         elif _ROPE in _names(module):
-            module.forward = partial(_with_global(type(module).forward, _ROPE, partial(_rope, kernels.rope)), module)
+            module.forward = partial(_with_global(_forward(module), _ROPE, partial(_rope, kernels.rope)), module)
             found["attentions (RoPE)"] += 1
     return ", ".join(f"{number} {what}" for what, number in found.items())
 
@@ -174,8 +174,16 @@ def _rope(
 
 def _names(module: nn.Module) -> tuple[str, ...]:
     """Return the global names that a module's forward uses; none of one that is wrapped in another function."""
-    forward: Any = type(module).forward
+    forward = _forward(module)
     return forward.__code__.co_names if isinstance(forward, FunctionType) and not forward.__closure__ else ()
+
+
+def _forward(module: nn.Module) -> Any:
+    """Return the forward of a module's class, without what transformers (from 5.24) puts around it for old names."""
+    forward: Any = type(module).forward
+    while getattr(forward, "__globals__", {}).get("__name__") == "transformers.utils.deprecation":
+        forward = forward.__wrapped__
+    return forward
 
 
 def _with_global(function: Any, name: str, value: Any) -> Any:
