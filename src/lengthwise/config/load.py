@@ -97,7 +97,7 @@ def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]
 
 
 def _resolve_name(key: str, name: str, folder: Path, problems: list[ConfigError]) -> str:
-    """A local folder becomes absolute, a hub name stays; what reads like a path has to be a folder."""
+    """Make a local folder absolute, and keep a hub name; what reads like a path has to be a folder."""
     wrong = _no_path(name)
     if wrong is not None:
         remedy = f"Correct `{key}`."

@@ -151,7 +151,7 @@ class _Watched(PlannedAttention):
 
     @staticmethod
     def mark() -> None:
-        """Replaced by who wants to hear of it."""
+        """Do nothing by default: a hook where attention begins and ends."""
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """Do what the attention does, between marks."""

@@ -149,7 +149,7 @@ class DPOTrainer(PlannedTrainerMixin, trl.DPOTrainer):
         _refuse_balance(self)
 
     def _check_division(self) -> None:
-        """A preference loss is a mean over pairs, all of which TRL is given at once."""
+        """Accept a mean: TRL is given all pairs of a preference loss at once."""
 
     def _collator(self, collate: Any) -> Any:
         return PreferenceCollator(collate)

@@ -279,7 +279,7 @@ class RankProfiler:
         return time_it
 
     def _message(self, run: ProfiledRun) -> _Timed:
-        """A message to the next rank, or to the next node, and one from the other side."""
+        """Send a message to the next rank, or to the next node, and receive one from the other side."""
         size, node, me = self._world.world_size, self._world.local_size, self._world.rank
         if run.tier == "near":
             first = me - me % node

@@ -129,25 +129,25 @@ class Callback(Protocol):
     """
 
     def on_start(self, job: Job) -> None:
-        """Called once, when the run is checked and before its ranks start."""
+        """Take the checked run, once, before its ranks start."""
 
     def on_phase(self, phase: str) -> None:
         """Take what rank 0 does from now on, `step 3, microbatch 2 of 8 forward`; "" at the end. Called very often."""
 
     def on_note(self, line: str) -> None:
-        """Called with each decision of the run and its reason: kernel, transport, memory check."""
+        """Take a decision of the run and its reason: kernel, transport, memory check."""
 
     def on_step(self, step: FinishedStep) -> None:
-        """Called after each step."""
+        """Take a step that has ended."""
 
     def on_not_finite(self, found: NotFinite) -> None:
-        """Called where a loss, gradient or parameter is NaN or infinite; a note or an error says what follows."""
+        """Take a loss, gradient or parameter that is NaN or infinite; a note or an error says what follows."""
 
     def on_eval(self, metrics: EvalMetrics) -> None:
-        """Called after each evaluation."""
+        """Take the result of an evaluation."""
 
     def on_end(self, result: TrainResult) -> None:
-        """Called once, at the end of a run whose model is saved."""
+        """Take the result, once, at the end of a run whose model is saved."""
 
 
 def call_back(callbacks: Sequence[Callback], method: str, what: object) -> None:

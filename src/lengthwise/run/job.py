@@ -158,11 +158,11 @@ class Job:
 
     @property
     def estimated_step_seconds(self) -> float:
-        """What a step takes, roughly: by estimates for this device, without waits."""
+        """Estimate what a step takes on this device, without waits."""
         return self._seconds_of_a_step(self.hardware)
 
     def _seconds_of_a_step(self, device: str) -> float:
-        """What a step computes, by estimates for a device, evenly over all ranks."""
+        """Estimate what a step computes on a device, evenly over all ranks."""
         lengths, asked = self._drawn_lengths(), self.config.global_batch
         sequences = asked.sequences or asked.tokens / lengths.mean()
         shape = shape_from_config(self.model.config.to_dict())
