@@ -35,7 +35,6 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.units import UnitPart
 from lengthwise.models import keep_double
 from lengthwise.models.families import FAMILIES
-from lengthwise.offload import GATHERED
 from lengthwise.program import lower_plan
 from properties import costliest
 from tiers import more, some
@@ -205,15 +204,11 @@ def test_a_rank_keeps_its_part_and_gathers_two_units(tied, per_node, monkeypatch
     assert max(sums for _, sums in seen) == 1
 
 
-def buffers_of(model):
-    return [getattr(each, GATHERED) for each in model.parameters()]
-
-
 def test_live_bytes_count_units_while_they_are_gathered():
     model = build(num_hidden_layers=4, vocab_size=4096)
     plan = in_waves(make_plan(1, (2,), [[Piece(ranks=(0,), sequences=(0,))]], layers=4))
     parameters = shard(model, SoloTransport())
-    with LiveBytes(*buffers_of(model)) as live, torch.no_grad():
+    with LiveBytes(*model.parameters()) as live, torch.no_grad():
         run(model, parameters, SoloTransport(), plan, (2,), train=False)
         head = model.lm_head.weight.nbytes
         assert head <= live.now_bytes <= live.peak_bytes <= 1.5 * head
@@ -260,7 +255,7 @@ def test_what_is_gathered_is_what_the_memory_model_counts(words, tied):
     plan = in_waves(make_plan(4, (2,), [[Piece(ranks=(0,), sequences=(0,))]], layers=4), "layer")
     transport = FirstOfMany()
     parameters = shard(model, transport, torch.bfloat16)
-    with LiveBytes(*buffers_of(model), *parameters.tensors()) as live:
+    with LiveBytes(*model.parameters(), *parameters.tensors()) as live:
         run(model, parameters, transport, plan, (2,), dtype=torch.bfloat16)
     expected = gathered_bytes(layer, 256 * words, dtype_bytes=2, ranks=4, ties=tied)
     assert live.peak_bytes == pytest.approx(expected, rel=0.03)
@@ -275,7 +270,7 @@ class Spy(CountingStore):
 
     def put(self, values):
         at = values.untyped_storage().data_ptr()
-        assert at not in {each.untyped_storage().data_ptr() for each in buffers_of(self._model)}
+        assert at not in {each.untyped_storage().data_ptr() for each in self._model.parameters()}
         return super().put(values)
 
 

@@ -242,7 +242,6 @@ def test_a_whole_model_is_saved_and_what_needs_one_is_refused_at_once(tmp_path):
                 with pytest.raises(ModelRefused) as caught:
                     call()
                 said.append(str(caught.value))
-            assert all(each.isnan().all() and each.norm().isnan() for each in model.parameters()), "not memory that is gone"
             session.save_pretrained(tmp_path / "model")
             loss = session.evaluate(steps_of()[0]).loss
             with pytest.raises(ModelRefused, match="a model that a session has sharded"):

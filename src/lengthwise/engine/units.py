@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lengthwise.comm import Pending, Transport
 from lengthwise.engine.wave_order import CallKey, UnitKind
-from lengthwise.offload import GATHERED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +71,9 @@ def _ends_a_model(model: nn.Module, modules: Sequence[nn.Module]) -> bool:
 class UnitPart:
     """Parameters of a unit that all train, or all do not: views of one buffer, which has storage while it is gathered.
 
-    Autograd may save the views: the storage is the same whenever it is filled. Else the parameters are NaN: whoever reads
-    one between steps sees that, where memory that is not there would end the process. own: what this rank has of them,
-    (entries / ranks,), in any dtype. gradient: of the same entries, the sum so far; None: they do not train.
+    views: of the buffer, by parameter; autograd may save them: the storage is the same whenever it is filled. own: what
+    this rank has of them, (entries / ranks,), in any dtype. gradient: of the same entries, the sum so far; None: they
+    do not train.
     """
 
     def __init__(
@@ -90,11 +89,9 @@ class UnitPart:
         self._whole = torch.empty(entries, dtype=dtype, device=own.device)
         self._own, self._gradient, self._starts = own, gradient, starts
         # Of `.data`: what is written to the buffer is no change of a parameter, as autograd counts changes.
-        self._views = [view.data for view in self._cut(self._whole, shapes)]
-        self._absent = [_not_a_number(dtype, own.device).expand(shape) for shape in shapes]
-        self.parameters = [nn.Parameter(view, requires_grad=gradient is not None) for view in self._views]
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            setattr(parameter, GATHERED, view)
+        self.parameters = [
+            nn.Parameter(view.data, requires_grad=gradient is not None) for view in self._cut(self._whole, shapes)
+        ]
         self._arriving: Pending | None = None
         self._sum: tuple[Tensor, Pending] | None = None
         self.free()
@@ -112,7 +109,6 @@ class UnitPart:
         """Begin to gather what each rank has of the values. Collective."""
         storage = self._whole.untyped_storage()
         storage.resize_(self._whole.numel() * self._whole.element_size())
-        self._point_at(self._views)
         own = self._own.to(self._whole.dtype)
         self._arriving = transport.all_gather_async(self._whole, own, key=key)
 
@@ -125,12 +121,7 @@ class UnitPart:
     def free(self) -> None:
         """Let the values go."""
         self.wait()
-        self._point_at(self._absent)
         self._whole.untyped_storage().resize_(0)
-
-    def _point_at(self, values: Sequence[Tensor]) -> None:
-        for parameter, value in zip(self.parameters, values, strict=True):
-            parameter.data = value
 
     def reduce(self, transport: Transport, key: CallKey) -> None:
         """Begin to sum the gradients that autograd has made, zeros where there are none. Collective."""
@@ -152,8 +143,3 @@ class UnitPart:
             assert self._gradient is not None, "of what trains"
             self._gradient.add_(own)
             self._sum = None
-
-
-def _not_a_number(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return NaN, (), or of whole numbers the least."""
-    return torch.full((), torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype, device=device)

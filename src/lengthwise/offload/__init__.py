@@ -3,14 +3,13 @@
 from lengthwise.offload import disk, pinned
 from lengthwise.offload.disk import DiskStore
 from lengthwise.offload.pinned import PinnedStore
-from lengthwise.offload.saver import GATHERED, ActivationSaver, ActivationTotals, parameter_storages
+from lengthwise.offload.saver import ActivationSaver, ActivationTotals, parameter_storages
 from lengthwise.offload.store import ActivationStore, CopyStore, Stored
 
 LEAVING_BYTES = {"host": pinned.LEAVING_BYTES, "disk": disk.LEAVING_BYTES}
 """Of what was put into a store, by its name in the run file: what may be on the device still."""
 
 __all__ = [
-    "GATHERED",
     "LEAVING_BYTES",
     "ActivationSaver",
     "ActivationStore",

@@ -22,8 +22,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lengthwise.offload.store import ActivationStore, Stored
 
 SMALL_BYTES = 1024
-GATHERED = "gathered_values"
-"""The attribute of a sharded parameter that has its tensor while it runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,8 +182,8 @@ class ActivationSaver:
 
 
 def parameter_storages(model: nn.Module) -> frozenset[int]:
-    """Return the storages of parameters and buffers, which autograd saves views of; of sharded ones while they run."""
-    tensors = (*(getattr(each, GATHERED, each) for each in model.parameters()), *model.buffers())
+    """Return the storages of parameters and buffers, which autograd saves views of."""
+    tensors = (*model.parameters(), *model.buffers())
     return frozenset(StorageWeakRef(each.untyped_storage()).cdata for each in tensors)
 
 
