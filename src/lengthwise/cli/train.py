@@ -124,7 +124,7 @@ def how_to_resume(config: RunConfig, command: str) -> str:
 _WIDTH = 80
 _TIMED_STEPS = 50  # the last ones, whose mean is that of the steps that are left
 _SILENT_SECONDS = 60.0  # of a step, in a log
-_LEARNING_STEPS = 10  # of a run, after which what its steps take should be known
+_LEARNING_STEPS = 10  # of a run: these warm up, and tell how fast its ranks are
 
 
 class StepLines:

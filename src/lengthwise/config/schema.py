@@ -144,7 +144,7 @@ class RunConfig(Settings):
         default=None,
         min_length=1,
         description="the costs that the planner uses: auto (measured for some seconds before the first step), a file of"
-        " `lengthwise profile` (the run's own steps correct both, so that plans may differ from run to "
+        " `lengthwise profile` (with both a slow rank gets less work, so that plans may differ from run to "
         "run), or off: estimates for the device; default null: auto if the run takes long enough, else off",
     )
     attention: Literal["auto", "flash2", "flash3", "cudnn", "efficient", "reference"] = Field(
