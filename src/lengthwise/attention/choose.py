@@ -110,7 +110,6 @@ def gpu_kernel(
 def _chosen(
     abilities: GpuAbilities | None, needs: AttentionNeeds, implementation: str, faults: Faults
 ) -> tuple[str, str]:
-    """Return the name of the implementation, and why it is this one. abilities: None on the CPU."""
     if implementation != "auto":
         against = faults.get(implementation) or (abilities and obstacle(implementation, abilities, needs))
         if against:
@@ -180,7 +179,7 @@ def _refuse(implementation: str, against: str) -> ConfigError:
 
 
 def _abilities(device: torch.device | None) -> GpuAbilities:
-    """Look what a GPU and the libraries have; without a device only at what starts no CUDA."""
+    """Return what a GPU and the libraries can do; without a device only what starts no CUDA."""
     activable = list_flash_attention_impls()
     return GpuAbilities(
         capability=None if device is None else torch.cuda.get_device_capability(device),

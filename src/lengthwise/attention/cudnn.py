@@ -134,7 +134,7 @@ class ByLengthKernel:
 
 
 def _rounded(block: Block) -> Block:
-    """Return the block without gaps, heads in multiples of 8, a causal one appended with zeros to a rounded length."""
+    """Close gaps, pad heads to multiples of 8, and append zeros to a causal block up to a rounded length."""
     assert block.mask is None, "masked blocks are for another kernel"
     more = -len(block.q) % _LENGTH_MULTIPLE if block.causal else 0
     q, k, v = (_padded(x, len(x) + more) for x in (block.q, block.k, block.v))

@@ -56,7 +56,7 @@ def shares_keys(heads: HeadRange, num_heads: int, num_kv_heads: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SplitPiece:
-    """A piece that splits heads, on one rank: its own tokens, and where each member's are among the rows exchanged."""
+    """A piece that splits heads, on one rank: its own tokens, and the rows of each member that are exchanged."""
 
     own: slice
     position: int
@@ -184,14 +184,13 @@ class HeadExchange:
 
 
 def _part(own: Sequence[Tensor], tokens: slice, heads: HeadRange) -> Tensor:
-    """Return the heads of a range of some of the own tokens, side by side."""
+    """Return the heads of a range, for some of the own tokens, side by side."""
     num_heads = own[0].shape[1]
     taken = [_columns(heads_taken(heads, num_heads, x.shape[1]), x.device) for x in own]
     return torch.cat([x[tokens, columns] for x, columns in zip(own, taken, strict=True)], dim=1)
 
 
 def _add(own: Sequence[Tensor], tokens: slice, heads: HeadRange, message: Tensor) -> None:
-    """Add to some of the own tokens what was computed of them for a range of heads."""
     taken = [heads_taken(heads, own[0].shape[1], x.shape[1]) for x in own]
     for into, columns, part in zip(own, taken, message.split([len(each) for each in taken], dim=1), strict=True):
         where = _columns(columns, part.device)

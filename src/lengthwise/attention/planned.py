@@ -183,7 +183,6 @@ class PlannedAttention:
         return self._steps[window, rows]
 
     def _tokens(self, heads: HeadRange) -> int:
-        """Count the rows of a range of heads that are tokens; padding is after them."""
         return sum(rows.stop - rows.start for shard, rows in self._own.items() if self._ranges[shard[0]] == heads)
 
     def _own_gradients(self, sums: Mapping[HeadRange, PartialGradients]) -> dict[Shard, Tensor]:
@@ -192,7 +191,6 @@ class PlannedAttention:
         return {shard: each.dkv[:, rows] for shard, (each, rows) in own.items() if not each.is_of_pack}
 
     def _own_keys(self, blocks: Mapping[HeadRange, Block]) -> Held:
-        """Copy each ring shard into what will travel; local keys are not copied."""
         held: Held = {}
         for shard, rows in self._own.items():
             block = blocks[self._ranges[shard[0]]]
@@ -212,7 +210,7 @@ class PlannedAttention:
         )
 
     def _mask(self, task: BlockTask) -> BlockMask | None:
-        """Return which keys each query of the block sees, or None where the shape says it all."""
+        """Return which keys each query of the block sees; None: the shape says it."""
         if task.window is None and (task.distance == 0 or not task.causal):
             return None
         queries, keys = task.q_stop - task.q_start, task.kv_stop - task.kv_start
@@ -223,7 +221,7 @@ class PlannedAttention:
     def _post(
         self, ring_step: RingStep, held: Held, gradients: dict[Shard, Tensor], blocks: Mapping[HeadRange, Block]
     ) -> tuple[Pending, Arriving]:
-        """Post the ring step's grouped call; return what to wait for, and the messages that will then have arrived."""
+        """Post the ring step's grouped call; return what to wait for, and the messages that arrive with it."""
         if not ring_step.sends and not ring_step.receives:
             return Done(), []
         sends = []
@@ -247,7 +245,7 @@ class PlannedAttention:
 
 
 def _take_over(held: Held, arriving: Arriving, ring_step: RingStep) -> None:
-    """Take in the keys that arrived and let go of those that no later ring step wants."""
+    """Store the keys that arrived; drop those that no later ring step needs."""
     held.update({shard: message for content, shard, message in arriving if content == Content.KV})
     for shard in ring_step.last_used:
         del held[shard]

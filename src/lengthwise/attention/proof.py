@@ -209,7 +209,7 @@ def _operands(case: Case, needs: AttentionNeeds, device: torch.device) -> tuple[
 
 
 def _amid_nan(x: Tensor, dim: int = 0) -> Tensor:
-    """Copy a tensor to the middle of a larger one along `dim`, which is NaN elsewhere."""
+    """Copy a tensor to the middle of a larger one along `dim`, NaN elsewhere."""
     shape = list(x.shape)
     shape[dim] += 16
     room = x.new_full(shape, float("nan"))
@@ -219,7 +219,7 @@ def _amid_nan(x: Tensor, dim: int = 0) -> Tensor:
 
 
 def _seen(case: Case, device: torch.device) -> Tensor | None:
-    """Return which keys (queries, keys) each query sees; None: all. Made apart from what kernels read."""
+    """Return which keys (queries, keys) each query sees; None: all. Shares no code with the kernels."""
     query, key = torch.arange(case.queries, device=device)[:, None], torch.arange(case.keys, device=device)
     if case.documents is not None:
         seen = torch.zeros(case.queries, case.keys, dtype=torch.bool, device=device)

@@ -70,7 +70,6 @@ class Recomputation:
         return self._kept.popleft()()
 
     def _keep(self, out: Tensor, lse: Mapping[HeadRange, Tensor]) -> Callable[[], Attention]:
-        """Keep an attention as autograd would; return what gives it back."""
         saver, version = self._saver, out._version
 
         def unwritten() -> Attention:

@@ -95,7 +95,6 @@ class VarlenKernel:
 
 
 def _one(block: Block) -> Documents:
-    """Return a single block as documents; borders are made on the device, so that nothing waits for a copy."""
     q, k, mask = block.q, block.k, block.mask
     borders = [torch.arange(0, len(x) + 1, len(x), dtype=torch.int32, device=x.device) for x in (q, k)]
     return Documents(
@@ -124,10 +123,7 @@ def _readable(block: Block) -> Block:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Return (tokens, heads, head_dim) as the kernels read it: heads in multiples of 8, rows on 16-byte borders.
-
-    Zeros appended to a head add nothing to any score, and to values a part that is cut off again.
-    """
+    """Pad (tokens, heads, head_dim) to heads in multiples of 8 and rows on 16-byte borders; scores stay the same."""
     missing = -x.shape[-1] % HEAD_DIM_MULTIPLE
     if missing:
         return F.pad(x, (0, missing)).contiguous()

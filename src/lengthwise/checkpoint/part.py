@@ -96,7 +96,7 @@ def unfit(
 
 
 def _wrong(saved: Any, name: str, number: int, dtype: torch.dtype) -> str | None:
-    """Return what is wrong with a state of a file that should be so many finite numbers; None: nothing."""
+    """Return what is wrong with a state that should be so many finite numbers; None: nothing."""
     if saved.get_shape() != [number]:
         return f"of shape {saved.get_shape()}, not {[number]}"
     for start in range(0, number, _AT_ONCE):

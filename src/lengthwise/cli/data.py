@@ -123,7 +123,6 @@ class Data:
         }
 
     def _read(self, problems: Collector) -> Asked:
-        """Read all of the command line but the data."""
         limits = dict[str, int]()
         attempt = problems.attempt
         if self.tokenizer is not None and is_run_file(self.inputs):
@@ -154,7 +153,6 @@ class Data:
         return Asked(limits=limits, meshes=meshes, batch_tokens=tokens)
 
     def _sample(self, dataset: Dataset, tokenizer: Tokenizer | None) -> Iterator[str]:
-        """Yield one row with what of it has a loss."""
         from lengthwise.data.survey import masked_row, stretches
 
         row = masked_row(dataset) if self.row is None else self.row - 1
@@ -170,7 +168,6 @@ class Data:
             yield f"  and {length - _SHOWN_TOKENS} more tokens"
 
     def _simulated(self, asked: Asked, facts: Survey, units: list[str]) -> str:
-        """Simulate one step and say what it takes, and what it takes with other planners."""
         from lengthwise.report.simulation import closing_sentences
 
         assert asked.meshes is not None, "asked for"

@@ -260,7 +260,7 @@ def simulated_lines(lengths: Sequence[int]) -> Iterator[str]:
 
 
 def _first_step(lengths: Sequence[int]) -> list[int]:
-    """Take every so many-th file of the sorted ones, so that the step has all kinds of lengths, 1M tokens in all."""
+    """Take every n-th of the sorted files: all kinds of lengths, 1M tokens in all."""
     ordered = sorted(lengths)
     every = max(1, -(-sum(ordered) // _STEP_TOKENS))
     return ordered[every - 1 :: every]

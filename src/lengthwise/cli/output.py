@@ -41,7 +41,7 @@ def refuse_unwritable_file(path: Path) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Return whether a path is no place for a plain file: /dev/stdout may be a link to one."""
+    """Return whether a path is no place for a plain file, as /dev/stdout."""
     return (path.exists() and not path.is_file()) or str(path.absolute().parent) in ("/dev", "/dev/fd", "/proc/self/fd")
 
 

@@ -195,12 +195,11 @@ class MeshChoices:
         return self.gpus
 
     def _stages(self, mode: str | None) -> int | None:
-        """Return the stages with which options are checked: those given, or the fewest of a pipeline."""
+        """Return the stages to check options with: the given ones, or the fewest of a pipeline."""
         is_searched = self.mesh == "best" and self.ranks is None and self.measurements is None
         return self.pp or (2 if mode == "pipeline" and is_searched else None)
 
     def _priced(self, planning: PlanChoices, problems: Collector) -> tuple[ModelShape, Hardware, Cost] | None:
-        """Find the model and the hardware, and make their costs; None: there is a problem, which is kept."""
         from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 
         if self.model is None:
@@ -217,7 +216,6 @@ class MeshChoices:
         return None if cost is None else (shape, hardware, cost)
 
     def _measured(self) -> tuple[ModelShape, Hardware, Cost]:
-        """Read the model, the hardware of what was not measured, and the costs from a file of measurements."""
         from lengthwise.cost import named_hardware
         from lengthwise.cost.measured import measured_cost, measured_shape, read_measurements
 
@@ -296,7 +294,7 @@ _work: tuple[SimpleQueue[tuple[str, str]], Sequence[Sequence[int]], MeshQuestion
 def _start_worker(
     told: SimpleQueue[tuple[str, str]], batches: Sequence[Sequence[int]], question: MeshQuestion, parent: int
 ) -> None:
-    """Leave Ctrl-C, which a terminal sends to all processes, to the command, and end when that does."""
+    """Ignore Ctrl-C, which the command handles, and end when it ends."""
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent)
@@ -304,7 +302,7 @@ def _start_worker(
 
 
 def _search_and_tell(planner: str) -> Best:
-    """Search for one planner in a worker, and tell what is planned."""
+    """Search for one planner in a worker, and report its progress."""
     from lengthwise.simulator import best_mesh
 
     assert _work is not None, "a worker that was not started"
@@ -315,5 +313,4 @@ def _search_and_tell(planner: str) -> Best:
 
 
 def _doing(mesh: Mesh, tried: int) -> str:
-    """Say it in a few words, as a line of a terminal has several of them."""
     return f"plan {tried + 1} (TP {mesh.tensor}, PP {mesh.stages}, {mesh.capacity_share:g} of what fits)"

@@ -265,7 +265,6 @@ def _update(job: Job) -> str:
 
 
 def _time_line(job: Job) -> str:
-    """Say how long the run will take, as far as that is known before it."""
     step = job.estimated_step_seconds
     left = job.num_steps - (job.resume.step if job.resume is not None else 0)
     return (

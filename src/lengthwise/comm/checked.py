@@ -107,13 +107,12 @@ class CheckedTransport(Around):
         return _Header(counts[peer], str(tensor.dtype).removeprefix("torch."), str(list(tensor.shape)), self.phase)
 
     def _finish(self, pending: _CheckedPending) -> None:
-        """Complete a call, and all that were posted before it."""
         while pending in self._under_way:
             self._under_way.popleft().finish()
 
 
 class _Header(NamedTuple):
-    """What is told of a message ahead of it."""
+    """What a message announces ahead of it."""
 
     number: int  # of this message among those from one rank to the other, from 1
     dtype: str
@@ -121,13 +120,13 @@ class _Header(NamedTuple):
     phase: str  # it was posted in
 
     def packed(self) -> Tensor:
-        """Return it as bytes, (`_HEADER.size`,); long texts are cut."""
+        """Return bytes (`_HEADER.size`,); long texts are cut."""
         return torch.frombuffer(
             bytearray(_HEADER.pack(self.number, *(each.encode() for each in self[1:]))), dtype=torch.uint8
         )
 
     def compared(self) -> tuple[object, ...]:
-        """Return what is the same on both sides: each rank counts the microbatches that it has a part in."""
+        """Return what must agree on both sides; numbers of microbatches are each rank's own."""
         return (*self[:3], re.sub(r"microbatch \d+ of \d+", "microbatch", self.phase))
 
     def __str__(self) -> str:
@@ -140,7 +139,7 @@ def _unpacked(room: Tensor) -> _Header:
 
 
 class _CheckedPending:
-    """A grouped call whose headers are under way, and whose messages have not been posted."""
+    """A grouped call whose headers are under way and whose messages are not posted yet."""
 
     def __init__(
         self,
@@ -159,7 +158,6 @@ class _CheckedPending:
         self._transport._finish(self)
 
     def finish(self) -> None:
-        """Check the headers, then move the messages."""
         rank, inner = self._transport.rank, self._transport._inner
         self._headers.wait()
         for expected, (room, peer) in zip(self._expected, self._rooms, strict=True):

@@ -37,13 +37,12 @@ class Spent:
 
 @dataclass(slots=True, kw_only=True)
 class _Waited:
-    """What had been waited for at some point, (in transfers, in collectives); of streams known once one came there."""
+    """Seconds waited up to some point, in transfers and in collectives; of a stream, known once it is reached."""
 
     host_seconds: list[float]
     stream_seconds: list[float]
 
     def seconds(self, in_collectives: bool) -> float:
-        """Return the sum of both."""
         return self.host_seconds[in_collectives] + self.stream_seconds[in_collectives]
 
 

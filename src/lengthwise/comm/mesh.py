@@ -58,11 +58,9 @@ class _Replicas(Around):
         self.all_gather, self.all_gather_async = collectives.all_gather, collectives.all_gather_async
 
     def connect(self, peers: Sequence[int]) -> None:
-        """Meet these replicas."""
         self._inner.connect([self._ranks[each] for each in peers])
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Post one grouped call of the world (see `Transport.exchange`)."""
         return self._inner.exchange(
             *([(tensor, self._ranks[peer]) for tensor, peer in each] for each in (sends, receives))
         )

@@ -82,7 +82,7 @@ def cut_into_rounds(sends: Sequence[Message], receives: Sequence[Message], slabs
 
 
 def _by_peer(messages: Sequence[Message], slabs: Slabs) -> list[tuple[Message | None, ...]]:
-    """Return, round by round, one chunk of each peer's messages, in the order in which they were given."""
+    """Return, round by round, one chunk of each peer's messages, in the given order."""
     chunks: dict[int, list[Message]] = {}
     for tensor, peer in messages:
         assert tensor.is_contiguous(), f"messages must be contiguous, got strides {tensor.stride()}"

@@ -116,19 +116,17 @@ class StagedTransport(Around):
         assert got == expected, f"{self.world_size} ranks of {part.numel()} elements: {expected}, got {got}"
 
     def _copied_out(self, tensor: Tensor) -> Tensor:
-        """Return the elements of a tensor in host memory, in one dimension."""
         host = self._slabs.take(tensor)
         # Not non_blocking: the copy must have ended, and what it reads must have been computed, before it is sent.
         host.view(tensor.shape).copy_(tensor)
         return host
 
     def _copy_in(self, tensor: Tensor, host: Tensor) -> None:
-        """Copy what arrived into a tensor, and give its room back."""
         tensor.copy_(host.view(tensor.shape))
         self._slabs.give(host)
 
     def _post_in_order(self) -> None:
-        """Post what may be: between two ranks messages match in their order, so a call waits for those before it."""
+        """Post calls in their order, because messages between two ranks match by it."""
         for pending in self._under_way:
             if not pending.post():
                 return
@@ -143,7 +141,6 @@ class StagedTransport(Around):
         return _RoundUnderWay(self._inner.exchange(sends, receives), [host for host, _ in sends], arrivals)
 
     def _finish(self, pending: _StagedPending) -> None:
-        """Wait for a call, and for all that were posted before it."""
         while pending in self._under_way:
             first = self._under_way[0]
             first.finish()
@@ -157,7 +154,7 @@ class _RoundUnderWay:
 
 
 class _StagedPending:
-    """A grouped call, of which some rounds are under way and others have not been posted."""
+    """A grouped call with some rounds under way and others not posted."""
 
     def __init__(self, transport: StagedTransport, rounds: Sequence[Round], *, on_gpu: bool) -> None:
         self._transport, self._on_gpu = transport, on_gpu
@@ -167,13 +164,12 @@ class _StagedPending:
         self._transport._finish(self)
 
     def post(self) -> bool:
-        """Post as many rounds as may be under way; return whether that were the last."""
+        """Post as many rounds as may be under way; return whether all are posted."""
         while self._to_post and len(self._posted) < _ROUNDS_UNDER_WAY:
             self._posted.append(self._transport._post(self._to_post.popleft()))
         return not self._to_post
 
     def finish(self) -> None:
-        """Post and wait for all of it."""
         transport = self._transport
         while self._posted or self._to_post:
             self.post()

@@ -249,14 +249,14 @@ class TorchTransport:
         return self._everyone if peers is None else "ranks " + ", ".join(map(str, peers))
 
     def _give_up(self, posted: Posted) -> None:
-        """End this process: the main thread waits for a GPU that waits for a peer, and cannot be called back."""
+        """End this process: the main thread waits for a GPU that waits for a peer, and cannot be interrupted."""
         self.phase = f"{posted.phase}, waiting for {posted.others}"
         print(self._transfer_error(posted.phase, posted.others, "no answer"), file=sys.stderr, flush=True)
         os._exit(TransferError.exit_status)
 
 
 class _Among(TorchTransport):
-    """The collectives of some ranks of a world, with its clock, watch and place in the step; it has no transfers."""
+    """The collectives of some ranks of a world; no transfers."""
 
     def __init__(self, world: TorchTransport, ranks: Sequence[int], groups: Mapping[str, dist.ProcessGroup]) -> None:
         self._world = world
@@ -266,7 +266,6 @@ class _Among(TorchTransport):
 
     @property
     def phase(self) -> str:
-        """Where in the step the rank is, in words."""
         return self._world.phase
 
     @phase.setter
@@ -302,7 +301,7 @@ def _zero(device: torch.device) -> Tensor:
 
 
 def _without_place(message: str) -> str:
-    """Take gloo's first line without the file and line of its own source in front."""
+    """Cut the source position off gloo's first line."""
     return re.sub(r"^\[[^\]]*\.(cc|h|cpp):\d+\] ", "", message.split("\n")[0])
 
 

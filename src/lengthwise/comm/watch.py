@@ -132,7 +132,7 @@ class Watch:
                 faulthandler.cancel_dump_traceback_later()
 
     def _give_time(self) -> None:
-        """Let faulthandler end the process unless the next look comes in time."""
+        """Let faulthandler end the process unless the next call comes in time."""
         if self._frozen_seconds is None or sys.__stderr__ is None:
             return
         if self._calls.is_waiting:

@@ -104,11 +104,9 @@ class World:
             raise RankError(where, expected="all ranks on GPUs, or all on the CPU", got=got, remedy=remedy)
 
     def _meet(self, store: Store, timeout: timedelta) -> tuple[int, bool, int]:
-        """Return how many ranks are on a GPU, whether any share one, and how many are on the device of this one.
+        """Return (most ranks on a GPU, whether any GPU is shared, ranks on this one's), the first two alike on all ranks.
 
-        The first two are the same on all ranks. Which transport a run takes follows from them, and must be known before
-        the first group is made. Each rank adds itself to the count of its GPU, and says so where it is not the first
-        there.
+        They choose the transport before the first group is made: each rank adds itself to the count of its GPU.
         """
         store.add("on_gpu", int(self.gpus > 0))
         mine = f"on {gpu_of(self.device)}" if self.gpus else None
@@ -121,7 +119,7 @@ class World:
         return store.add("on_gpu", 0), store.add("sharing", 0) > 0, device_ranks
 
     def _ask(self, host: dist.ProcessGroup) -> tuple[int, bool, int]:
-        """Return the same as `_meet`, of ranks that have a group already: each sends a digest of its GPU's name."""
+        """Do `_meet` over an existing group: ranks compare digests of their GPUs' names."""
         name = gpu_of(self.device) if self.gpus else f"cpu of {socket.gethostname()}"
         digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
         mine = torch.tensor([int(self.gpus > 0), digest])
@@ -170,7 +168,7 @@ def world_from_environment() -> World | None:
 
 
 def _take_from_mpi() -> None:
-    """Set torchrun's variables where mpirun started several processes: torch and accelerate read them too."""
+    """Set torchrun's variables where mpirun started the processes; torch and accelerate read them."""
     for launcher, names in _MPI.items():
         found = [os.environ.get(name, "") for name in names]
         if not all(each.isdigit() for each in found) or int(found[1]) < 2:
@@ -214,7 +212,7 @@ def session_world(device: torch.device) -> World:
 
 
 def _use_loopback() -> None:
-    """Keep local runs off the network: gloo would else look up the host's name, which many machines cannot resolve."""
+    """Keep local runs off the network; gloo would look up the host's name, which may not resolve."""
     names = {name for _, name in socket.if_nameindex()}
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback is not None:

@@ -37,13 +37,13 @@ _CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndTo
 
 
 class _CoreLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with the scalars of YAML 1.2; used up to the nodes only."""
+    """PyYAML's safe loader with the scalars of YAML 1.2, used up to the nodes."""
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - the name and shape are PyYAML's
 
 
 class _CoreDumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.1 or 1.2 would take for something else, so that either reads it as text."""
+    """Quotes text that YAML 1.1 or 1.2 would read as another type."""
 
 
 for _name, _pattern, _first in _CORE_SCALARS:

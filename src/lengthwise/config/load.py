@@ -64,7 +64,7 @@ def _read_text(path: Path) -> str:
 
 
 def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]:
-    """Make paths absolute in place; return those that are not there. Values of a wrong type are reported elsewhere."""
+    """Make paths absolute in place; return those that do not exist. Values of a wrong type are reported elsewhere."""
     problems = []
     for key, builtin in (("model", TINY_MODEL), ("tokenizer", BYTES_TOKENIZER)):
         name = values.get(key)
@@ -97,7 +97,7 @@ def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]
 
 
 def _resolve_name(key: str, name: str, folder: Path, problems: list[ConfigError]) -> str:
-    """A local folder becomes absolute, a hub name stays; what reads like a path has to be a folder."""
+    """Make a local folder absolute and leave a hub name; what reads like a path must be a folder."""
     wrong = _no_path(name)
     if wrong is not None:
         remedy = f"Correct `{key}`."
@@ -114,7 +114,7 @@ def _resolve_name(key: str, name: str, folder: Path, problems: list[ConfigError]
 
 
 def _resolve(where: str, name: str, folder: Path, problems: list[ConfigError], *kinds: str, words: str = "") -> str:
-    """Make a path absolute that has to be one of these kinds, a folder where none is named; `words` are taken, too."""
+    """Make a path of one of these kinds absolute (default: a folder); `words` are allowed instead."""
     kinds = kinds or (_FOLDER,)
     local = _absolute(name, folder) if name else ""
     there = _FILE if os.path.isfile(local) else _FOLDER if os.path.isdir(local) else None
@@ -127,7 +127,7 @@ def _resolve(where: str, name: str, folder: Path, problems: list[ConfigError], *
 
 
 def _no_path(path: str) -> str | None:
-    """Say why nothing can have such a path; None: something may."""
+    """Return why nothing can have such a path; None: something may."""
     try:
         raw = os.fsencode(path)
     except UnicodeEncodeError:
@@ -141,5 +141,5 @@ def _no_path(path: str) -> str | None:
 
 
 def _absolute(name: str, folder: Path) -> str:
-    """Join, expand `~` and drop `..`; links are kept as the user named them."""
+    """Join, expand `~` and drop `..`; links stay as the user named them."""
     return os.path.abspath(os.path.join(folder, os.path.expanduser(name)))

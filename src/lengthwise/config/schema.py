@@ -34,7 +34,7 @@ MEASURE_AT_START, MEASURE_NOTHING = "auto", "off"
 
 
 def _take_planner(value: object, of_ours: Callable[[object], str]) -> str:
-    """Take a planner of ours, one whose package is installed, or one that such a package names in its entry points."""
+    """Accept a planner of ours, or one that an installed package names in its entry points."""
     try:
         return of_ours(value)
     except ValidationError:
@@ -44,7 +44,7 @@ def _take_planner(value: object, of_ours: Callable[[object], str]) -> str:
 
 
 def _as_names(value: object) -> object:
-    """Take one name for a list of it, and null or none for an empty one."""
+    """Read one name as a list of it, and null or none as an empty one."""
     return () if value in (None, "none") else (value,) if isinstance(value, str) else value
 
 
@@ -228,7 +228,7 @@ class RunConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _spell_out(cls, values: object) -> object:
-        """Fill in the steps where neither end of the run is given, and take `offload: off` for none."""
+        """Fill in the steps where no end of the run is given, and read `offload: off` as none."""
         if not isinstance(values, dict):
             return values
         ends = values.get("steps") is not None or values.get("epochs") is not None
@@ -285,7 +285,7 @@ class RunConfig(Settings):
 
 
 def _not_where_sharded(values: Mapping[str, object]) -> list[ConfigError]:
-    """Refuse what goes by whole parameters, or plans without lock-step, where each rank has a part of them."""
+    """Refuse what needs whole parameters, or plans without lock-step, under `shard: zero3`."""
     found, shard = [], values.get("shard", "auto")
     under = f"under `shard: {shard}`"
     if shard in ("zero1", "zero3") and values.get("ranks_per_node") is not None:
@@ -308,7 +308,7 @@ def _not_where_sharded(values: Mapping[str, object]) -> list[ConfigError]:
 
 
 def _not_with_stages(values: Mapping[str, object]) -> list[ConfigError]:
-    """Refuse what stages of a pipeline do not run beside them."""
+    """Refuse what does not run beside pipeline stages."""
     stages = values.get("stages", 1)
     if stages == 1:
         more = values.get("virtual", 1)

@@ -15,7 +15,7 @@ from lengthwise.core.sizes import parse_tokens
 
 
 def _read_tokens(value: object) -> object:
-    """Read 8K or 2M as the command line does; anything else stays as it is, for the type to take or refuse."""
+    """Read 8K or 2M as the command line does; leave the rest to the type."""
     if isinstance(value, str) and not value.strip().isdecimal():
         with contextlib.suppress(ConfigError):
             return parse_tokens(value, "")

@@ -62,7 +62,7 @@ def has_one_thread() -> bool:
 
 
 def _other_threads() -> dict[str, str]:
-    """Return the system's state ("R": running) of each thread of this process but this one, by its number."""
+    """Return the state ("R": running) of each other thread of this process, by its number."""
     states = {}
     for thread in _THREADS.iterdir():
         if int(thread.name) != threading.get_native_id():

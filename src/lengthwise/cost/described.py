@@ -63,7 +63,7 @@ def hardware_to_json(hardware: Hardware) -> str:
 
 
 def _arithmetic(found: Measurements, base: Hardware) -> dict[str, Any]:
-    """Return peak, efficiencies, block curve and overhead; a term of 0 tells no rate."""
+    """Return peak, efficiencies, block curve and overhead; a term of 0 gives no rate."""
     terms, shape = found.fit.terms, measured_shape(found)
     rates = {}
     for name, flops, term in zip(
@@ -88,7 +88,7 @@ def _arithmetic(found: Measurements, base: Hardware) -> dict[str, Any]:
 
 
 def _links(found: Measurements) -> dict[str, Any]:
-    """Return rates and latencies of links and copies, where they were measured."""
+    """Return measured rates and latencies of links and copies."""
     values = {}
     layers = found.model.layers
     keys = {

@@ -83,7 +83,7 @@ def _fits(shape: ModelShape, hardware: Hardware, ranks: int, longest_tokens: int
 def _fitting(
     memory: StepMemory, hardware: Hardware, longest_tokens: int, batch_tokens: float = inf
 ) -> tuple[StepMemory, Mapping[str, int]] | None:
-    """Return what a run takes by itself, and its capacities; None: it cannot hold the longest row."""
+    """Return the settings that a run chooses, and its capacities; None: it cannot hold the longest row."""
     try:
         tokens = wanted_tokens(memory.ranks, longest=longest_tokens, batch=batch_tokens)
         laid = replace(memory, shard=choose_shard(memory, hardware.device_bytes, tokens=tokens).shard)

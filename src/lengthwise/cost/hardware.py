@@ -125,7 +125,7 @@ class Hardware:
 
 
 def _is_block_curve(points: object) -> bool:
-    """Return whether seconds of a block grow with its tokens, and its speed too: what every search here relies on."""
+    """Return whether seconds of a block and its speed both grow with its tokens, as the searches need."""
     if not isinstance(points, tuple) or not points or not all(len(point) == 2 for point in points):
         return False
     if not all(isinstance(x, int | float) and math.isfinite(x) and x > 0 for point in points for x in point):
@@ -181,7 +181,7 @@ def hardware_from_json(raw: Mapping[str, Any], name: str) -> Hardware:
 
 
 def _kernels(raw: object) -> tuple[AttentionKernel, ...]:
-    """Read the kernels of a description; what is none of them is left out, and missed where it is the chosen one."""
+    """Read the kernels of a description, leaving out what is none of them."""
     if not isinstance(raw, Mapping):
         return ()
     return tuple(
@@ -196,7 +196,7 @@ def _kernels(raw: object) -> tuple[AttentionKernel, ...]:
 
 
 def _points(points: Any) -> Any:
-    """Make pairs of a JSON list tuples; anything else stays, to be refused."""
+    """Make pairs of a JSON list tuples; the rest stays, to be refused."""
     if not isinstance(points, list):
         return points
     return tuple(tuple(point) if isinstance(point, list) else () for point in points)

@@ -182,7 +182,6 @@ def _problems(error: ValidationError, where: str) -> list[ConfigError]:
 
 
 def _keys(loc: tuple[int | str, ...]) -> list[str]:
-    """Return the known keys of the object that a place is in, where it is one of ours."""
     schema = TypeAdapter(Measurements).json_schema()
     part: dict[str, Any] = schema
     for name in loc[:-1]:

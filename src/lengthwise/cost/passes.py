@@ -86,9 +86,9 @@ def passes_seconds(sweeps: Sequence[Pass], work: Work, *, by_ring_step: bool) ->
 
 
 def _exposed_by_ring_step(work: Work, attention: Numbers, keys: Numbers, gradients: Numbers | None) -> Numbers:
-    """Sum what each ring step of a pass takes beyond the block that it runs beside, as the simulator runs them.
+    """Sum what each ring step of a pass takes beyond the block beside it, as the simulator runs them.
 
-    Keys go under all blocks but the last. Gradients, of backward alone, go two ring steps later, then under nothing.
+    Keys hide under all blocks but the last; backward's gradients follow two ring steps later, then under nothing.
     """
     latency, positions = work.latency, work.positions
     sends = np.maximum(positions - 1, 1)

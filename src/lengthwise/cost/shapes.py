@@ -50,7 +50,7 @@ def named_shape(name: str) -> ModelShape:
 
 
 def _published_name(name: str) -> str | None:
-    """Return what a published model is called here, by its name on the hub; None: not known."""
+    """Return our name of a published model, by its name on the hub; None: unknown."""
     plain = _VARIANT.sub("", name.lower().rpartition("/")[2].removeprefix("meta-"))
     return plain if plain in _PUBLISHED else None
 
@@ -115,13 +115,13 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
 
 
 def _usual_head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int | None:
-    """Return the size of a head where configs leave it out; None: it does not follow from the others."""
+    """Return the head size where configs leave it out; None: the others do not give it."""
     has_own = config.get("model_type") in _OWN_HEAD_DIM and "head_dim" not in config
     return None if has_own else max(1, hidden // heads)
 
 
 def _usual_width(config: Mapping[str, Any], hidden: int) -> int | None:
-    """Return the width of the MLP where configs leave it out, as those of GPT-2's time do; None: it does not follow."""
+    """Return the MLP width where configs leave it out (GPT-2's time); None: the others do not give it."""
     is_old = "n_embd" in config or "d_model" in config or config.get("model_type") in ("bloom", "falcon")
     return 4 * hidden if is_old or any(key in config for key in _WIDTH) else None
 
@@ -133,7 +133,7 @@ def _layers(config: Mapping[str, Any], label: str) -> int:
 
 
 def _windows(config: Mapping[str, Any], layers: int, label: str) -> tuple[tuple[int, int], ...]:
-    """Find the sliding window and how many layers have it, in the four ways that configs say so."""
+    """Find the sliding window and how many layers have it, in the four ways of configs."""
     family = str(config.get("model_type", ""))
     used = config.get("use_sliding_window", not family.startswith("qwen"))
     if config.get("sliding_window") is None or not used:

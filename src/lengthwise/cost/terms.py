@@ -31,7 +31,7 @@ _AS_CUT, _NOTHING, _NO_ENDING = Choice(), Choices(), Ending()
 
 
 class _Part(NamedTuple):
-    """What one rank does of a piece: tokens held, and seconds of its attention and of what grows with tokens."""
+    """One rank's part of a piece: tokens held, seconds of its attention and of its linear work."""
 
     held: Numbers
     attention: Numbers

@@ -148,10 +148,7 @@ def _run(
     runs: nn.Module | None = None,
     **options: Any,
 ) -> Any:
-    """Return the output of the model, or of `runs`, a part of it.
-
-    Rows past `planned.num_tokens` are padding, kept from attention, loss and counts.
-    """
+    """Return the output of the model, or of its part `runs`; rows past `planned.num_tokens` are padding without loss."""
     # Up to a multiple that suits the device, and at least one token: a ring of more ranks than tokens leaves some
     # without any, which still pass keys on, and Hugging Face cannot run on nothing.
     padding = planned.num_rows - planned.num_tokens
@@ -198,16 +195,11 @@ class _Spared:
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it, elsewhere."""
         return None if in_planned_forward() else self._function(*args, **kwargs)
 
 
 def _spare_search_for_packs() -> None:
-    """Spare planned forwards Hugging Face's look for packs in the positions, once for each mask of each microbatch.
-
-    It reads a number from the device, for which the host waits until all that was posted has run; and it has no say in
-    our masks.
-    """
+    """Skip Hugging Face's search for packs in planned forwards: it waits for the device, for masks unused here."""
     search = getattr(masking_utils, "find_packed_sequence_indices", None)
     if search is not None and not isinstance(search, _Spared):
         masking_utils.find_packed_sequence_indices = _Spared(search)
@@ -242,7 +234,7 @@ class AskedMask:
 def _mask_asked(
     *_args: object, local_size: int | None = None, use_vmap: bool = False, **_kwargs: object
 ) -> AskedMask | None:
-    """Make no mask: None where it would be causal and no more, else what it would be, for `_attend` to compare."""
+    """Return None for a causal mask, else the mask, for `_attend` to compare."""
     return AskedMask(local_tokens=local_size, custom=use_vmap) if use_vmap or local_size is not None else None
 
 
@@ -258,7 +250,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attend as planned; query is (1, heads, tokens, head_dim), key and value (1, kv_heads, tokens, head_dim).
 
-    `asked` is what Hugging Face's models hand on besides. `s_aux` (heads,) is what it calls attention sinks.
+    `asked`: Hugging Face's other arguments; `s_aux` (heads,) are attention sinks.
     """
     handled = ("scaling", "dropout", "sliding_window", "s_aux", "is_causal")
     scaling, dropout, sliding_window, sinks, is_causal = (asked.pop(name, None) for name in handled)
@@ -293,8 +285,8 @@ def _attend(
 
 
 def _widened(x: Tensor, head_dim: int) -> Tensor:
-    """Append zeros to each head: to queries and keys they add nothing to any score, to values a part that is cut off.
+    """Append zeros to each head, which change no score; of values the part is cut off again.
 
-    Kernels and the ring want one size, and multi-head latent attention has smaller values than keys (128 beside 192).
+    Kernels and the ring want one size; multi-head latent attention has smaller values than keys (128 and 192).
     """
     return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))

@@ -54,7 +54,7 @@ def _own_forward(kind: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _run_wrapped(layer: Any, run: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Do what Hugging Face's wrap does: the forward on the instance hides it."""
+    """Do what Hugging Face's wrap does; the forward on the instance hides it."""
     if layer.gradient_checkpointing and layer.training:
         return layer._gradient_checkpointing_func(partial(run, **keywords), *arguments)
     return run(*arguments, **keywords)

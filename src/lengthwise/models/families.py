@@ -85,7 +85,7 @@ def check_model_config(config: Any) -> None:
 
 
 def _other_layers(config: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield (config entry, kind, what would be needed) for what attention cannot do in a listed family, once a kind."""
+    """Yield (config entry, kind, what is needed) for what attention cannot do in a listed family, once a kind."""
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap:
         yield "attn_logit_softcapping", f"scores capped by tanh at {softcap}", NEEDED_BY_SOFTCAP

@@ -141,7 +141,6 @@ def fuse_layers(model: Any, kernels: FusedKernels) -> str:
 
 
 def _gate(config: Any) -> str | None:
-    """Return the fused gate that fits the activation of a config's MLPs; None: there is none."""
     return _GATES.get(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", ""))
 
 
@@ -173,13 +172,13 @@ def _rope(
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
-    """Return the global names that a module's forward uses; none of one that is wrapped in another function."""
+    """Return the global names that a module's forward uses; none of a wrapped one."""
     forward: Any = type(module).forward
     return forward.__code__.co_names if isinstance(forward, FunctionType) and not forward.__closure__ else ()
 
 
 def _with_global(function: Any, name: str, value: Any) -> Any:
-    """Copy a function, one of whose globals is another one."""
+    """Copy a function with one global replaced."""
     names = {**function.__globals__, name: value}
     copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copied.__kwdefaults__ = function.__kwdefaults__

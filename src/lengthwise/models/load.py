@@ -94,7 +94,7 @@ def _read_config(name: str) -> Any:
 
 
 def _refuse_odd_files(folder: Path) -> None:
-    """Refuse a model's folder with a JSON file that is none: Hugging Face would read a device without end."""
+    """Refuse JSON files that are no plain files: Hugging Face would read a device without end."""
     for path in sorted(folder.glob("*.json")):
         if path.exists() and not path.is_file():
             raise _refuse_config(str(path), "a device, a pipe or a folder", "a regular file")
@@ -103,7 +103,7 @@ def _refuse_odd_files(folder: Path) -> None:
 
 
 def _refuse_adapter(name: str, *, local_files_only: bool) -> None:
-    """Refuse a model with an adapter beside it: Hugging Face would load both, and train neither as it is."""
+    """Refuse a model with an adapter beside it: Hugging Face would load both and train neither as it is."""
     found = find_adapter_config_file(name, local_files_only=local_files_only)
     if found is not None:
         expected, remedy = "a model without an adapter", "Give the base model, and the adapter by `lora.adapter`."
@@ -111,7 +111,7 @@ def _refuse_adapter(name: str, *, local_files_only: bool) -> None:
 
 
 def _refuse_endless(values: Any, name: str) -> None:
-    """Refuse numbers of parts, at any depth, that transformers would build or list one by one for hours."""
+    """Refuse numbers of parts, at any depth, that transformers would build for hours."""
     counts = {key: value for key, value in _entries(values) if isinstance(value, int) and _PARTS.fullmatch(key)}
     raise_problems(
         [
@@ -130,7 +130,7 @@ def _entries(values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _without_engine(values: Any) -> Any:
-    """Return the values of a config.json without the keys that choose how to compute, at any depth."""
+    """Return a config.json without the keys that choose how to compute, at any depth."""
     if isinstance(values, dict):
         return {key: _without_engine(value) for key, value in values.items() if not _ENGINE_KEYS.fullmatch(key)}
     return [_without_engine(value) for value in values] if isinstance(values, list) else values
@@ -226,7 +226,7 @@ def _load(source: ModelSource, **options: Any) -> Any:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Let modules that are made inside the block have parameters without storage."""
+    """Make parameters without storage inside the block."""
 
     def without_storage(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter:
         return parameter if parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
@@ -279,7 +279,7 @@ def count_parameters(config: Any) -> int:
 
 
 def _refuse_other_weights(name: str, loading: dict[str, Any]) -> None:
-    """Refuse what Hugging Face only warns of: parameters drawn anew or left aside are a model that nobody asked for."""
+    """Refuse missing and unused weights: Hugging Face only warns, and draws missing ones anew."""
     kinds = {"missing": "missing_keys", "not in the model": "unexpected_keys", "of another shape": "mismatched_keys"}
     found = {kind: sorted(map(str, loading.get(key) or ())) for kind, key in kinds.items()}
     wrong = [f"{len(keys)} {kind} ({first_names(keys)})" for kind, keys in found.items() if keys]

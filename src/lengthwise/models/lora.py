@@ -128,7 +128,7 @@ def _peft() -> Any:
 
 
 def _peft_config(source: ModelSource, lora: LoraConfig, model: Any, *, draws_both: bool) -> Any:
-    """Make peft's own config: of the run file, or as the saved adapter has it."""
+    """Make peft's config, from the run file or the saved adapter."""
     peft = _peft()
     if lora.adapter is not None:
         saved = _read_adapter_config(lora.adapter)
@@ -153,14 +153,14 @@ def _inject(config: Any, model: nn.Module) -> None:
 
 
 def _linear_names(model: Any) -> list[str]:
-    """List the last parts of the names of all linear layers but the output head, as peft's `all-linear` chooses."""
+    """List the linear layers but the output head by the last part of their names, as peft's `all-linear`."""
     head = model.get_output_embeddings()
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
     return sorted({name.rpartition(".")[2] for name in linear})
 
 
 def _check_targets(model: Any, names: Any) -> None:
-    """Refuse names that fit no linear or embedding layer, and one of a pair of tied embeddings."""
+    """Refuse names that fit no linear or embedding layer, and one of two tied embeddings."""
     modules = dict(model.named_modules())
     kinds = (nn.Linear, nn.Embedding)
     known = sorted({name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, kinds)})
@@ -231,7 +231,7 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_weights(folder: Path, model: nn.Module) -> None:
-    """Compare names and shapes of a saved adapter with those that its config asks for in this model."""
+    """Compare names and shapes of a saved adapter with those that its config gives this model."""
     if not (folder / WEIGHTS_NAME).is_file():
         raise _refuse("lora.adapter", f"a folder with {WEIGHTS_NAME}", f"{folder}, without such a file")
     try:

@@ -73,7 +73,7 @@ class DecoderOutput:
         return _ChunkedLoss.apply(hidden, shift_labels, weights, self._logits, chunk_tokens, *outside)  # type: ignore[no-any-return]
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Run what the model does after its decoder, on hidden states (tokens, hidden)."""
+        """Run what follows the decoder on hidden states (tokens, hidden)."""
         output = _with_hidden(self._outputs[0], hidden[None])
         output.router_logits = None  # what they add was counted in the first run
         forward = self._decoder.forward
@@ -93,14 +93,14 @@ def _with_hidden(output: Any, hidden: Tensor) -> Any:
 
 
 def _outside(model: nn.Module, decoder: nn.Module) -> list[nn.Parameter]:
-    """List the parameters with gradients that stand outside the decoder; a tied head's is the embedding's, inside."""
+    """List trained parameters outside the decoder; a tied head's weight belongs to the embedding inside."""
     inside = set(decoder.modules())
     found = (each for module in model.modules() if module not in inside for each in module.parameters(recurse=False))
     return list({id(each): each for each in found if each.requires_grad}.values())
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Sum of the loss; gradients of hidden states and of what stands after the decoder are made in the forward."""
+    """The sum of the loss; forward also makes the gradients of hidden states and of the head."""
 
     @staticmethod
     def forward(
@@ -143,10 +143,7 @@ def _take_chunk(
     parameters: Sequence[Tensor],
     into: Sequence[Tensor] | None,
 ) -> Tensor:
-    """Return the loss of a chunk, and add its gradients `into` those of hidden states and parameters.
-
-    A function of its own: nothing of one chunk is there beside the logits of the next.
-    """
+    """Return the loss of a chunk and add its gradients `into` the others; frees all but the next chunk's logits."""
     with torch.set_grad_enabled(into is not None):
         chunk = hidden.detach().requires_grad_(into is not None)
         loss = token_loss(logits(chunk), labels, weights)

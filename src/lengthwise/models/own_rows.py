@@ -93,7 +93,7 @@ def own_rows(source: ModelSource, model: nn.Module) -> OwnRows | None:
 
 
 def _is_converted(model: nn.Module) -> bool:
-    """Whether transformers loads something else than the tensors as they are, or cannot be asked."""
+    """Return whether transformers converts the stored tensors, or cannot say."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:

@@ -129,7 +129,7 @@ def _reasons(config: Any) -> list[_Reason]:
 
 
 def _layers_of_kinds(model: nn.Module, config: Any) -> list[_Reason]:
-    """List the first layer of each kind with how many there are; what lies inside a layer that matched is its own."""
+    """List the first layer of each kind and their number; parts of a matched layer count as it."""
     kinds = {
         name: kind for name, kind in KINDS.items() if name not in ONLY_WITH or getattr(config, ONLY_WITH[name], None)
     }
@@ -146,7 +146,7 @@ def _layers_of_kinds(model: nn.Module, config: Any) -> list[_Reason]:
 
 
 def _unproved(model: nn.Module) -> _Reason:
-    """Return the first attention layer: computed in a way of its own, or only not proved yet."""
+    """Return the first attention layer that is computed in a way of its own, or is not proved yet."""
     attentions = [found for found in model.named_modules() if re.search("Attention|MLA", type(found[1]).__name__)]
     path, module = attentions[0] if attentions else ("model", model)
     place = _place(path or "model", module, len(attentions))

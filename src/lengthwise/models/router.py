@@ -88,7 +88,7 @@ def router_problems(config: Any) -> list[ModelRefused]:
 
 
 def _has_router(config: Any) -> bool:
-    """Return whether a layer has a router: which have one is the family's own rule, so the model is asked."""
+    """Return whether a layer has a router; the family's rule decides, so the model is asked."""
     model = build_skeleton(config)
     recorders = model.base_model._can_record_outputs["router_logits"]
     routers = tuple(each.target_class for each in (recorders if isinstance(recorders, list) else [recorders]))

@@ -40,7 +40,7 @@ class PassedThrough(nn.Module):
 
 
 class _Received(nn.Module):
-    """In the place of the embedding: gives what came from the stage before, whatever the ids."""
+    """Stands in for the embedding: returns what the stage before sent, whatever the ids."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ class _Received(nn.Module):
 
 
 class _Without(nn.Module):
-    """In the place of a norm or a head that others have."""
+    """Stands in for a norm or a head of another stage."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
 
 
 class _Place:
-    """Where a module stands, so that another can be put there."""
+    """Where a module stands, so that another can replace it."""
 
     def __init__(self, model: nn.Module, module: nn.Module) -> None:
         found = [
@@ -69,7 +69,6 @@ class _Place:
         self._parent, self._name = found[0]
 
     def put(self, module: nn.Module) -> nn.Module:
-        """Put a module there and return the one that was."""
         before = self._parent._modules[self._name]
         assert before is not None, f"no module at {self._name}"
         self._parent._modules[self._name] = module
@@ -77,11 +76,7 @@ class _Place:
 
 
 class _Parts:
-    """The parts of a causal language model, found by what they are and not by their names.
-
-    Raises:
-        ModelRefused: it has others.
-    """
+    """The parts of a causal language model, found by what they are, not by name; ModelRefused: it has others."""
 
     def __init__(self, model: Any) -> None:
         self.decoder: nn.Module = model.get_decoder()

@@ -52,7 +52,7 @@ def holds_weights(folder: Path) -> bool:
 
 
 def _read_weight_map(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor, as the index has it; all are plain names of the folder's own files."""
+    """Return the file of each tensor by the index; all are plain names of files in the folder."""
     try:
         index: Any = json.loads(read_plain(folder / _INDEX).decode())
     except (OSError, ValueError, RecursionError) as error:

@@ -101,7 +101,7 @@ class DiskStore:
         return len(self._unwritten) > 1 and sum(size for _, size in self._unwritten) > self.leaving_bytes
 
     def _reserve(self, end: int, size: int) -> None:
-        """Make the file so long that `size` bytes up to `end` fit, or raise."""
+        """Grow the file so that `size` bytes up to `end` fit, or raise."""
         if end <= self._reserved or not hasattr(os, "posix_fallocate"):  # macOS: there the write finds a full disk
             return
         for wanted in (max(end, self._reserved + _RESERVED_BYTES), end):  # much at once, or what is needed now
@@ -141,12 +141,10 @@ class _OnDisk:
         self._read: Future[Tensor] | None = None
 
     def fetch(self) -> None:
-        """Begin to read (see `Stored.fetch`)."""
         if self._read is None:
             self._read = self._store.read(self._written, self._start, self._size)
 
     def take(self) -> Tensor:
-        """Return the bytes (see `Stored.take`)."""
         self.fetch()
         assert self._read is not None, "it was just begun"
         values = self._store.wait_for(self._read, self._size)

@@ -114,7 +114,6 @@ class _Pinned:
         self._arrived: torch.cuda.Event | None = None
 
     def fetch(self) -> None:
-        """Begin to copy in (see `Stored.fetch`)."""
         if self._values is not None:
             return
         store, compute = self._store, torch.cuda.current_stream(self._store.device)
@@ -133,7 +132,7 @@ class _Pinned:
         self._arrived.record(store.in_stream)
 
     def take(self) -> Tensor:
-        """Return the bytes (see `Stored.take`); the compute stream waits for them."""
+        """Return the bytes; the compute stream waits for them."""
         self.fetch()
         values, arrived = self._values, self._arrived
         assert values is not None, "it was just begun"

@@ -34,7 +34,7 @@ class ActivationTotals:
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True, eq=False)
 class _Entry:
-    """A storage that autograd saves: whole on the device (`values`), or in the store but for its `rest`."""
+    """A storage that autograd saves: on the device (`values`), or in the store except its `rest`."""
 
     alive: StorageWeakRef  # keeps the address from being given to another storage
     number: int
@@ -48,13 +48,12 @@ class _Entry:
 
     @property
     def away_bytes(self) -> int:
-        """Bytes in the store."""
         return self.size - (0 if self.rest is None else self.rest.numel())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """A saved tensor: of which entry, and how it lies in it. `kept`: the tensor itself, where its entry stayed."""
+    """A saved tensor as a view of an entry; `kept`: the tensor itself, where its entry stayed."""
 
     entry: _Entry
     dtype: torch.dtype
@@ -140,7 +139,7 @@ class ActivationSaver:
         return empty.set_(entry.values.untyped_storage(), saved.offset, saved.size, saved.stride)
 
     def _prefetch(self) -> None:
-        """Begin to bring back what backward needs next, as far as there is room."""
+        """Begin to load what backward needs next, as far as there is room."""
         while self._away:
             entry = self._away[-1]()
             if entry is None or entry.stored is None or entry.is_fetched:
@@ -170,7 +169,6 @@ class ActivationSaver:
         return entry
 
     def _bring_back(self, entry: _Entry) -> None:
-        """Take the values of an entry, and begin with those before it."""
         if entry.stored is not None:
             values = entry.stored.take()
             entry.values = values if entry.rest is None else torch.cat((values, entry.rest))

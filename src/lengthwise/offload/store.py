@@ -82,14 +82,12 @@ class _Copy:
         self._fetched: Tensor | None = None
 
     def fetch(self) -> None:
-        """Make the tensor."""
         if self._fetched is None:
             fetched = torch.empty(len(self._bytes), dtype=torch.uint8)
             fetched.numpy()[:] = np.frombuffer(self._bytes, dtype=np.uint8)
             self._fetched = fetched.to(self._device)
 
     def take(self) -> Tensor:
-        """Return it, and forget it."""
         self.fetch()
         fetched, self._fetched = self._fetched, None
         assert fetched is not None, "it was fetched"

@@ -118,7 +118,7 @@ DEFAULT = PlanOptions()
 def _refuse_choices(
     asked: Mapping[str, object], cost: Cost | None, layers: int, speeds: Sequence[float] | None
 ) -> None:
-    """Refuse what these costs (None: not known yet) cannot price, or ranks of these speeds do not plan."""
+    """Refuse what these costs (None: unknown) do not price, or unequal speeds do not plan."""
     problems: list[LengthwiseError] = []
     for name, value in asked.items():
         if value not in CHOICES and not (name == "heads" and str(value).isdecimal() and int(str(value))):

@@ -61,7 +61,7 @@ class Selection:
             self.plan, self.seconds = plan, seconds
 
     def _finished(self, microbatches: list[Microbatch]) -> Plan:
-        """Write into a plan what follows from its degrees: recomputation, offload ratios, splits of heads."""
+        """Write into a plan what follows from its degrees: recomputation, offload ratios, split heads."""
         recompute = self.options.recompute
         if recompute != "none":
             microbatches = [replace(each, recompute=recompute) for each in microbatches]
@@ -104,7 +104,7 @@ def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selec
 
 
 def _variants(widest: Cost, longest_tokens: int, cluster: Cluster, *, heads: Sequence[bool]) -> Iterator[Cost]:
-    """Yield the costs to plan with, those of fewest choices first; nothing that a device holds is worth offloading."""
+    """Yield the costs to plan with, those of fewest choices first."""
     if not widest.chooses:
         yield widest
         return
@@ -118,7 +118,7 @@ def _variants(widest: Cost, longest_tokens: int, cluster: Cluster, *, heads: Seq
 
 
 def _ways_of_heads(request: PlanRequest, options: PlanOptions) -> tuple[bool, ...]:
-    """Return whether degrees are chosen for the sake of split heads: each way that is worth its time."""
+    """Return the ways worth trying: whether degrees are chosen so that heads split."""
     if options.planner == "lengthwise":
         return (False, True) if request.planning_seconds >= HEADS_SECONDS else (False,)
     is_small = len(request.tokens) * request.cluster.ranks <= SMALL_STEP
@@ -138,7 +138,7 @@ def _offer_all(request: PlanRequest, selection: Selection) -> None:
 
 
 def _offer_searched(request: PlanRequest, selection: Selection) -> None:
-    """Offer the plan of the search and, of small steps, those of all other planners, and anneal the best."""
+    """Offer the plan of the search; of small steps also those of all other planners, annealed."""
     made = [find_planner("lengthwise")(request)]
     selection.offer(made[0])
     if is_worth_others(request, selection):

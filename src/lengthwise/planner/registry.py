@@ -114,7 +114,7 @@ def _named(name: str, error: LengthwiseError) -> PlanError:
 
 
 def _asked(name: str, request: PlanRequest) -> list[Microbatch]:
-    """Ask a planner that is not ours; whatever it raises or returns, the error names it."""
+    """Call a planner that is not ours; whatever it raises or returns, the error names it."""
     if name in _OPTIONAL:
         function = _OPTIONAL[name]
     else:

@@ -58,7 +58,7 @@ def this_place(*, gpu: int | None, ranks: int, ranks_per_node: int, clock: Clock
 
 
 def _asked_in_a_child(ask: Callable[[Any], Answer]) -> Answer | None:
-    """Return what `torch.cuda` says in a forked child: this process must not start CUDA, it may fork ranks."""
+    """Return what `torch.cuda` says in a forked child: this process must not start CUDA before it forks."""
     import torch
 
     context = multiprocessing.get_context("fork")

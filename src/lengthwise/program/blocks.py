@@ -114,7 +114,7 @@ def _spans(low: Segment, high: Segment, offset: int) -> list[TokenSpan]:
 
 
 def _joined(spans: Sequence[TokenSpan]) -> TokenSpan:
-    """Return neighbours in a shard as one span that starts where the first one does."""
+    """Join neighbours in a shard to one span from where the first one starts."""
     tokens = spans[-1].end - spans[0].offset
     return TokenSpan(offset=spans[0].offset, start=spans[0].start, stop=spans[0].start + tokens)
 
@@ -150,10 +150,9 @@ def _diagonal_tiles(queries: TokenSpan, keys: TokenSpan, window: int) -> Iterato
 
 
 def _edge_block(queries: TokenSpan, keys: TokenSpan, window: int) -> Iterator[_Meeting]:
-    """Trim to queries that see a key and keys that are seen; queries that see all of them are a block without edge.
+    """Trim to queries that see a key and keys that are seen; where all see all, the block has no edge.
 
-    What is left has fewer queries than keys: flash kernels, whose windows count from the last key and reach no further
-    right than there are keys, could not say it otherwise.
+    What is left has fewer queries than keys: flash windows count from the last key and cannot reach past it.
     """
     q_stop = min(queries.stop, keys.stop - 1 + window)
     kv_start = max(keys.start, queries.start - window + 1)

@@ -92,17 +92,14 @@ class Forwarding:
                 yield self._move(owner, way * left, way * (left - 1), Content.DKV)
 
     def _travelling(self, position: int | None, source: int, target: int) -> Iterable[tuple[int, int]]:
-        """List (owner, way) of shards that may go from `source` to `target` ring steps off their owner, in order.
-
-        Of one position those that leave it or arrive at it: at most four.
-        """
+        """List (owner, way) of shards that may go from ring step `source` off their owner to `target`, at most four."""
         if position is None:
             return ((owner, way) for owner in range(self.degree) for way in _WAYS)
         here = {((position - way * distance) % self.degree, way) for way in _WAYS for distance in (source, target)}
         return sorted(here, key=lambda each: (each[0], -each[1]))
 
     def _last(self, owner: int, way: int) -> int:
-        """Return how many ring steps the keys of `owner` travel one way: to the last position there that needs them."""
+        """Return the ring steps that the keys of `owner` travel one way: to the last position that needs them."""
         return self._lasts[owner][way < 0]
 
     @cached_property

@@ -196,7 +196,7 @@ class MicrobatchProgram:
         )
 
     def _needed(self, index: int) -> tuple[frozenset[int], ...]:
-        """Return for each ring position the offsets of those that have a block with its keys."""
+        """Return for each ring position the offsets that have a block with its keys."""
         piece = self.microbatch.pieces[index]
         degree = piece.degree // piece.heads
         if self.window is None:

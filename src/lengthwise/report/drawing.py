@@ -100,13 +100,11 @@ def span_chart(rows: Sequence[tuple[str, Sequence[Span]]], *, title: str, most: 
 
 
 def _titles(x_title: str, y_title: str) -> list[str]:
-    """Name both axes: below the plot, and above its left edge."""
     above = f'<text class="small" x="4" y="{_TOP - 14}">{escape(y_title)}</text>'
     return [_text(WIDTH / 2, HEIGHT - 4, x_title), above]
 
 
 def _y_tick(y: float, label: str) -> list[str]:
-    """Draw a line across the plot, its label left of it."""
     return [
         _text(_LEFT - 6, f"{y + 3:.1f}", label, anchor="end"),
         f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',

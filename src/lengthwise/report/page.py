@@ -77,7 +77,6 @@ def simulation_page(
 
 
 def _bars(answer: Answer) -> str:
-    """Draw one bar a way; one that does not fit has none."""
     most = max((row.mean_seconds for row in answer.rows if row.step_seconds), default=1.0)
     cells = []
     for row in answer.rows:
@@ -109,12 +108,10 @@ def _degrees(ours: Row) -> str:
 
 
 def _spread(points: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
-    """Take at most so many of them, evenly, the first and last included."""
     return [points[i] for i in np.linspace(0, len(points) - 1, min(len(points), most), dtype=int).tolist()]
 
 
 def _devices(row: Row, devices: int, most: float) -> str:
-    """Draw what some of all devices do in the first batch, from 0 to `most` seconds."""
     ranks = np.unique(np.linspace(0, devices - 1, min(devices, _SHOWN_RANKS), dtype=int)).tolist()
     spans = [(f"GPU {rank}", _spans(row, rank, most)) for rank in ranks]
     chart = span_chart(spans, title=f"GPUs over time, {row.name}", most=most)
@@ -128,7 +125,7 @@ def _devices(row: Row, devices: int, most: float) -> str:
 
 
 def _spans(row: Row, rank: int, most: float) -> list[Span]:
-    """Join stretches of one kind that follow each other without a gap to be seen."""
+    """Join consecutive stretches of one kind without a visible gap."""
     spans: list[Span] = []
     for each in sorted((each for each in row.stretches if each.rank == rank), key=lambda each: each.start):
         start = each.start

@@ -85,7 +85,7 @@ class LiveLine:
             self._end(error)
 
     def _end(self, error: OSError) -> None:
-        """Write to nowhere from now on: what is left in the stream's buffer would fail again and again."""
+        """Discard later output: what is left in the stream's buffer would fail again."""
         with contextlib.suppress(OSError):
             print(f"progress is no longer shown: {error.strerror or error}; the run goes on", file=sys.stderr)
         with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:

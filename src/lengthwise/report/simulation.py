@@ -48,7 +48,7 @@ def result_rows(found: Sequence[Found]) -> list[tuple[str, ...]]:
 
 
 def _best_other(found: Found, among: Sequence[Found]) -> Found:
-    """Return whose steps are the shortest of the others; of one alone, its own."""
+    """Return the shortest steps of the others; of one alone, its own."""
     return min((each for each in among if each is not found), key=lambda each: each.result.mean_seconds, default=found)
 
 
@@ -58,7 +58,7 @@ def mfu_text(ratio: float) -> str:
 
 
 def _mesh_cells(found: Found) -> tuple[str, ...]:
-    """Write devices of a rank, then the most that any of its plans uses of the rest."""
+    """Format the devices of a rank, then the most that any plan uses of the rest."""
     steps, mesh = found.result.steps, found.mesh
     degree = max(step.most_degree for step in steps)
     heads, offload = max(step.most_heads for step in steps), max(step.most_offload for step in steps)
@@ -194,7 +194,6 @@ def remarks(
 
 
 def _kinds(result: PlannerResult) -> str:
-    """List kinds of recomputation, with the number of batches where there are several."""
     batches = Counter(step.recompute for step in result.steps)
     return " and ".join(
         f"{kind} ({counted(number, 'batch')})" if len(batches) > 1 else kind for kind, number in batches.items()
@@ -270,7 +269,6 @@ def _gain(other: Found, ours: Found, model_error: float = MODEL_ERROR) -> Gain:
 
 
 def _verdict(name: str, other: str, gain: Gain, model_error: float) -> str:
-    """Say what a ratio of step times is worth, with its bounds."""
     of_batches = f"the spread of {gain.batches} batches" if gain.batches > 1 else "the unknown spread of one batch"
     error = f"{gain.low:.2f}x to {gain.high:.2f}x with an error of {percent(model_error)} of the model and {of_batches}"
     if gain.is_equal:
@@ -282,7 +280,7 @@ def _verdict(name: str, other: str, gain: Gain, model_error: float) -> str:
 
 
 def _planned_sentence(best: Best, ours: Found, other: Found, model_error: float) -> str:
-    """Say what our planner would gain on a mesh that this version does not train, where that is more than the error."""
+    """Say what our planner would gain on a mesh that cannot be trained yet, if above the error."""
     planned = best.only_planned
     if planned is None or planned is ours or _gain(ours, planned, model_error).is_equal:
         return ""

@@ -256,10 +256,7 @@ def _rival(
 def _rival_settings(
     name: str, longest: int, most_tokens: int, question: Question, *, in_order: bool
 ) -> Iterator[Settings]:
-    """List the settings of a way that hold the longest sequence; `most_tokens`: of any batch.
-
-    Packs are as large as leaves no device without one in the last microbatch, as where a step counts packs.
-    """
+    """List settings that hold the longest sequence; packs so large that every device has one in each microbatch."""
     ranks = question.devices
     degrees = [d for d in range(2, ranks + 1) if ranks % d == 0] if name == ONE_RING else [1]
     for (kind, held), degree in product(question.capacities("zero3", RECOMPUTE_KINDS).items(), degrees):
@@ -315,7 +312,7 @@ def _stretches_in_lock_step(run: LockStep, degree: int) -> tuple[Stretch, ...]:
 def _ours(
     layout: str, batches: Sequence[Sequence[int]], heaviest: Sequence[int], longest: int, question: Question
 ) -> Row:
-    """Run Lengthwise with a layout at its best settings: offloading only where nothing holds the sequences without."""
+    """Run Lengthwise with a layout at its best settings; offload only where nothing else holds the sequences."""
     ways = list(_our_settings(layout, question))
     for offload in ("off", "auto"):
         tried = [(_held([[longest], heaviest], way, question, offload), number) for number, way in enumerate(ways)]

@@ -66,7 +66,7 @@ class Uplinks:
 
 
 def _mean_ratios(starts: Floats, ends: Floats, shares: Floats) -> Floats:
-    """Return the mean over each span of how many times too much all spans together ask for, never below 1."""
+    """Return by how much all spans together ask too much, on average over each span, at least 1."""
     borders = np.unique(np.concatenate((starts, ends)))
     change = np.zeros(len(borders))
     first, last = np.searchsorted(borders, starts), np.searchsorted(borders, ends)

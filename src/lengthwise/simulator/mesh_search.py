@@ -88,7 +88,7 @@ def best_meshes(
 
 @dataclass(slots=True, kw_only=True)
 class _Search:
-    """The tries of one planner; each mesh is planned once, whoever asks for it."""
+    """The tries of one planner; each mesh is planned once."""
 
     planner: str
     batches: Sequence[Sequence[int]]
@@ -103,14 +103,14 @@ class _Search:
     tried: int = 0
 
     def best(self, question: MeshQuestion) -> Found | None:
-        """Return the best of a question's meshes and of those tried before; None: none holds the sequences."""
+        """Return the best of a question's meshes and of earlier ones; None: none holds the sequences."""
         self._walk(question)
         ordered = sorted(self.first, key=self._seconds)
         near = [mesh for mesh in ordered[:_MOST_NEAR] if self._seconds(mesh) <= _NEAR * self._seconds(ordered[0])]
         return min(map(self._finish, near), key=lambda each: each.result.mean_seconds, default=None)
 
     def _seconds(self, mesh: Mesh) -> float:
-        """Return what the batch of most work takes on a mesh; inf where it was not planned."""
+        """Return the seconds of the batch of most work on a mesh; inf where it was not planned."""
         return self.first[mesh].result.mean_seconds if mesh in self.first else inf
 
     def _walk(self, question: MeshQuestion) -> None:
@@ -130,7 +130,7 @@ class _Search:
             best = more if is_within and self._seconds(more) < self._seconds(best) else None
 
     def _halve(self, mesh: Mesh, question: MeshQuestion) -> None:
-        """Try a mesh, and smaller capacities until so many in a row end no sooner, not counting the too large."""
+        """Try a mesh, then smaller capacities until several in a row end no sooner; too large ones do not count."""
         least, waited = inf, 0
         while waited < _PATIENCE and mesh.capacity_share >= _LEAST_SHARE:
             self._try(mesh)
@@ -144,7 +144,7 @@ class _Search:
             mesh = replace(mesh, capacity_share=mesh.capacity_share / 2)
 
     def _try(self, mesh: Mesh) -> None:
-        """Run the batch of most work on a mesh, unless its arithmetic takes longer or some batch cannot be held."""
+        """Run the batch of most work on a mesh, unless its arithmetic is slower or some batch does not fit."""
         if mesh in self.first or mesh in self.left_out:
             return
         try:
@@ -196,7 +196,7 @@ class _Search:
         return plan
 
     def _with_near_kinds(self, mesh: Mesh, setting: Setting) -> Setting:
-        """Leave out the kinds of recomputation that ended far later than the best on the batch of most work."""
+        """Drop the kinds of recomputation that ended far later on the batch of most work."""
         heaviest, offload = tuple(self._heaviest(setting)), self.question.options(mesh).offload
         ends = {
             options.recompute: float(plan.notes["predicted_seconds"])
@@ -211,9 +211,9 @@ class _Search:
 def _worth_planning(
     tokens: Sequence[int], longest_tokens: int, setting: Setting, mesh: Mesh, least: float
 ) -> dict[str, int]:
-    """Return the capacities of those kinds whose arithmetic, spread evenly, takes less than the best so far.
+    """Return the capacities of the kinds whose arithmetic, spread evenly, takes less than the best so far.
 
-    A kind that cannot hold the longest of all sequences is left out, unless none can: for the planner to refuse.
+    Kinds that cannot hold the longest sequence are dropped, unless none can: the planner then refuses.
     """
     capacities = setting.capacities or {}
     holding = {

@@ -101,7 +101,7 @@ class MeshQuestion:
         )
 
     def _capacities(self, fitting: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
-        """Return the capacity that is given, or the mesh's share of what fits, for each kind that leaves so much."""
+        """Return the given capacity, or what the mesh fits, for each kind that leaves so much."""
         if self.capacity_tokens is not None:
             capacities = {kind: self.capacity_tokens for kind, held in fitting.items() if held >= self.capacity_tokens}
             expected, remedy = "what fits beside weights and optimizer", "Give a smaller {capacity}."

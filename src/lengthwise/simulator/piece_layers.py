@@ -90,7 +90,7 @@ def stack_layers(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost
 
 
 def _layer(blocks: Floats, shards: Floats, ranks: NDArray[np.int64], heads: int, cost: Cost) -> PieceLayer:
-    """Put together what positions compute, hold and send; `blocks` are seconds of all layers and all ranks."""
+    """Collect what positions compute, hold and send; `blocks` are seconds of all layers and all ranks."""
     nodes = ranks.reshape(*shards.shape, heads) // cost.ranks_per_node
     own = np.all(nodes == nodes[..., :1], axis=-1)
     outside = min(cost.far.bytes_per_second, cost.uplink_bytes_per_second / cost.ranks_per_node)
@@ -106,7 +106,6 @@ def _layer(blocks: Floats, shards: Floats, ranks: NDArray[np.int64], heads: int,
 
 
 def _chunks(lengths: Sequence[int], positions: int, shares: tuple[float, ...] | None) -> Floats:
-    """Return the tokens of each sequence's 2 x positions chunks, as `core.cut` cuts them."""
     if shares is None and max(lengths) * 2 * positions < _EXACT:
         borders = np.array(lengths, dtype=np.int64)[:, None] * np.arange(2 * positions + 1) // (2 * positions)
     else:
@@ -115,7 +114,7 @@ def _chunks(lengths: Sequence[int], positions: int, shares: tuple[float, ...] | 
 
 
 def _parts(chunks: Floats) -> tuple[Floats, Floats, Floats]:
-    """Part chunks into the low and the high one of each position, and what both are together."""
+    """Split chunks into the low and the high one of each position, and sum both."""
     positions = chunks.shape[1] // 2
     low, high = chunks[:, :positions], np.ascontiguousarray(chunks[:, : positions - 1 : -1])
     return low, high, low + high
@@ -136,10 +135,9 @@ def _blocks(lengths: Floats, chunks: Floats, cost: Cost) -> Floats:
 
 
 def _by_ring_step(below: Floats, above: Floats, own: Floats) -> Floats:
-    """Reorder seconds from [..., j, i], j's queries of i's keys, to [ring_step, ..., j].
+    """Reorder seconds from [..., j, i], j's queries of i's keys, to [ring_step, ..., j]; `own`: of ring step 0.
 
-    At ring step t position j holds the keys of position j - t. `own`: of ring step 0. Rows are written twice beside
-    each other, so that what is at ring step t is a diagonal.
+    At ring step t position j holds the keys of position j - t: rows written twice make it a diagonal.
     """
     positions = own.shape[-1]
     number = np.arange(positions)

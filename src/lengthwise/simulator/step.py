@@ -82,7 +82,6 @@ def _run_flat(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timelin
 
 
 def _run_stages(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timeline:
-    """Run the plan through the stages of its ranks; rows go by chunk, then as in the plan."""
     if plan.schedule["kind"] == "waves":
         clocks = [_with_all_ranks(each, plan.ranks) for each in clocks]
     virtual = int(plan.schedule.get("virtual", 1))
@@ -114,7 +113,7 @@ def _run_stages(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timel
 
 
 def _rows(clocks: list[MicrobatchClocks]) -> dict[str, Any]:
-    """Join what does not depend on when microbatches run: arrays of one entry for each rank of each."""
+    """Join what does not depend on when microbatches run, an entry for each rank of each."""
     counts = [len(each.ranks) for each in clocks]
     return {
         "rank": np.array([rank for each in clocks for rank in each.ranks], dtype=np.int64),
@@ -126,7 +125,7 @@ def _rows(clocks: list[MicrobatchClocks]) -> dict[str, Any]:
 
 
 def _with_all_ranks(clocks: MicrobatchClocks, ranks: int) -> MicrobatchClocks:
-    """Let a wave name the ranks that have no work in it, too: they go through its stages with the others."""
+    """Add to a wave the ranks without work: they run its stages, too."""
 
     def spread(values: Floats) -> Floats:
         every = np.zeros(ranks)
@@ -138,7 +137,7 @@ def _with_all_ranks(clocks: MicrobatchClocks, ranks: int) -> MicrobatchClocks:
 
 
 def _all_clocks(plan: Plan, cost_of: Callable[[int], Cost]) -> list[MicrobatchClocks]:
-    """Run every microbatch from a common start, each at its own costs; equal ones only once."""
+    """Run every microbatch from a common start at its own costs, equal ones once."""
     same: list[int] = []  # of each, the first that is equal to it
     first: dict[object, int] = {}
     stacked: dict[object, list[int]] = {}  # packs and lone rings, of one shape
@@ -165,7 +164,7 @@ def _all_clocks(plan: Plan, cost_of: Callable[[int], Cost]) -> list[MicrobatchCl
 
 
 def _alike(microbatch: Microbatch, tokens: Sequence[int], cost: Cost) -> object:
-    """Name what a microbatch's clocks depend on: lengths, and where its ranks are, counted from the first's node."""
+    """Return what a microbatch's clocks depend on: lengths, and its ranks' places relative to the first's node."""
     base = min(microbatch.ranks) // cost.ranks_per_node * cost.ranks_per_node
     pieces = tuple(
         (tuple(rank - base for rank in p.ranks), tuple(tokens[i] for i in p.sequences), p.heads, p.shares)

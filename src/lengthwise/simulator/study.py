@@ -166,7 +166,7 @@ def _simulate(
     progress: Callable[[int], None],
     plan_each: PlanStep,
 ) -> list[tuple[Plan, Timeline]]:
-    """Plan and simulate every batch, each after the one before it has been computed and its own data loaded."""
+    """Plan and simulate every batch, each after the one before and its own data's loading."""
     plans, timelines = [], []
     for number, tokens in enumerate(batches):
         progress(number)
@@ -199,10 +199,9 @@ def _simulate(
 def _simulate_step(
     tokens: Sequence[int], setting: Setting, options: PlanOptions, plan_each: PlanStep
 ) -> tuple[Plan, Timeline]:
-    """Plan and simulate one batch; where plans must fit and this one does not, the better of two that might.
+    """Plan and simulate one batch; where the plan must fit and does not, the better of two that might.
 
-    What a layer computes again cannot be offloaded, which the capacities that planners are given do not know: where a
-    plan does both, a rank may hold more than a device has. Those two do one of them alone.
+    Capacities do not know that what a layer computes again cannot be offloaded; those two do one of both alone.
 
     Raises:
         PlanError: of `plan_recomputed`.
@@ -275,10 +274,7 @@ def _steps(simulated: Sequence[tuple[Plan, Timeline]], setting: Setting) -> tupl
 
 
 def _memory_bytes(plan: Plan, timeline: Timeline, setting: Setting) -> float:
-    """Return the bytes of the fullest device: states, and the peak with its largest microbatches.
-
-    The first stage keeps those of several microbatches at once, but of no more than its rank has.
-    """
+    """Return the bytes of the fullest device: states, and the most microbatches that it keeps at once."""
     first = timeline.stage == 0
     rank, microbatch, held = timeline.rank[first], timeline.microbatch[first], timeline.held_tokens[first]
     virtual = int(plan.schedule.get("virtual", 1))

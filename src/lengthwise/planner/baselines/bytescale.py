@@ -108,7 +108,7 @@ def assign(
 
 
 def _take_next(bucket: list[deque[Work]], free: NDArray[np.float64], delta: float) -> Work:
-    """Take the first of a bucket that fits on neighbouring targets, else the first; it goes by runs of one degree."""
+    """Take the first of a bucket that fits on neighbouring targets, else the first, in runs of one degree."""
     number = 0
     if len(bucket) > 1:
         targets = _longest_run(free.max() - free > delta)

@@ -129,7 +129,7 @@ def _solve(request: PlanRequest, sequences: Sequence[int]) -> tuple[float, list[
 def _added_seconds(
     program: Program, cost: Cost, lengths: NDArray[np.int64], degree: int, given: Sequence[int], unit: float
 ) -> dict[int, float]:
-    """Return what sequences add to the seconds of their group, negative, by variable, in parts of `unit`."""
+    """Return what sequences add to the seconds of their group, negated, by variable, in parts of `unit`."""
     if cost.prices_choices:
         alone = cost.ring_piece_seconds(lengths, np.full(len(lengths), degree)) - cost.hops_seconds(degree)
         return {given[k]: -float(alone[k]) / unit for k in range(len(lengths))}
@@ -146,7 +146,6 @@ def _added_seconds(
 
 
 def _degrees(ranks: int) -> list[int]:
-    """List the degrees of groups, widest first: powers of two, and all ranks."""
     return sorted({ranks, *(1 << power for power in range(ranks.bit_length()) if 1 << power <= ranks)}, reverse=True)
 
 

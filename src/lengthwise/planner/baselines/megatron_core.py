@@ -26,7 +26,7 @@ _SCHEDULER_MODULE = "megatron.core.pipeline_parallel.hybrid_cp_schedule"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FakeGroup:
-    """All that the scheduler asks of a process group."""
+    """What the scheduler needs of a process group."""
 
     ranks: int
 

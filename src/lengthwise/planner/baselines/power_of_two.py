@@ -67,7 +67,7 @@ def next_sub_batch(sequences: Sequence[int], lengths: Whole, degrees: Whole, wor
 
 
 def _fill_gangs(buckets: list[deque[int]], degrees: Whole, work: Floats, ranks: int) -> list[Gang]:
-    """Place the heads of buckets until ranks are level or nothing has a place."""
+    """Place the heads of buckets until ranks are level or nothing fits."""
     gangs: list[Gang] = []
     loads: dict[int, list[tuple[float, int]]] = {}  # by degree: (work, gang), least first
     free, most, widest = ranks, 0.0, 0
@@ -97,7 +97,7 @@ def _fill_gangs(buckets: list[deque[int]], degrees: Whole, work: Floats, ranks: 
 
 
 def _trim(gangs: list[Gang], work: Floats) -> None:
-    """Give back the last sequence of the busiest gang while that brings ranks closer together."""
+    """Give back the last sequence of the busiest group while that levels ranks."""
     while True:
         busiest = max(gangs, key=lambda gang: gang.work)
         least = min(gang.work for gang in gangs)
@@ -113,7 +113,7 @@ def _trim(gangs: list[Gang], work: Floats) -> None:
 
 
 def _widen(gangs: list[Gang], empty: int, ranks: int) -> None:
-    """Double the first of the narrowest gangs, or let it take all ranks, while enough ranks have nothing."""
+    """Double the first of the narrowest groups, or give it all ranks, while enough ranks are idle."""
     while empty > 0:
         gang = min(gangs, key=lambda gang: gang.degree)
         wider = min(2 * gang.degree, ranks)

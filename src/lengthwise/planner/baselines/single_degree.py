@@ -82,23 +82,19 @@ def least_seconds(request: PlanRequest, degree: int) -> float:
 
 
 def _degrees(request: PlanRequest) -> range:
-    """Return the degrees to try: those that hold the longest sequence.
-
-    Where costs offer offload, those that need it: the others are tried with costs that offer none (`portfolio`).
-    """
+    """Return the degrees that hold the longest sequence; where costs offer offload, those that need it."""
     least, ranks = int(request.fewest_degrees.max()), request.cluster.ranks
     without = -(-max(request.tokens) // request.cluster.capacity_tokens)
     return range(least, without if least < without <= ranks else ranks + 1)
 
 
 def _rough_bounds(request: PlanRequest, degrees: range) -> dict[int, float]:
-    """Bound the makespan at each degree from below by arithmetic alone, in blocks as large as can be."""
+    """Bound the makespan at each degree from below by arithmetic alone."""
     alone = float(request.cost.compute_seconds(request.lengths).sum())
     return {d: _bound_from(request, d, alone / d) for d in degrees}
 
 
 def _seconds_together(request: PlanRequest, degree: int) -> float:
-    """Return how long one piece of all sequences would take, without copies, launch and hops."""
     cost = request.cost.without_copies()
     tokens = request.lengths if cost.prices_choices else request.tokens  # whose squares, as whole numbers, may overflow
     return cost.piece_seconds(tokens, degree) - cost.hops_seconds(degree)

@@ -217,7 +217,6 @@ class Annealing:
 
 
 def _write(layout: Layout, request: PlanRequest) -> list[Microbatch]:
-    """Write microbatches in the order in which their first pieces were placed."""
     together: dict[int, list[Piece]] = {}
     for first, degree, sequences, number in layout.pieces:
         shares = request.topology.shares(request.tokens[sequences[0]], first, degree) if len(sequences) == 1 else None

@@ -138,7 +138,7 @@ def _give(
     launch_seconds: float,
     speeds: Sequence[float],
 ) -> int:
-    """Add a sequence to the load of the rank that ends it first; return which."""
+    """Add a sequence to the rank that ends it first; return which."""
     end, chosen, rank = float("inf"), heaps[0], 0
     for heap in heaps:
         load, first = heap[0]
@@ -156,7 +156,7 @@ def _give(
 
 
 def _replace(heap: list[Load], rank: int, load: float) -> None:
-    """Give `rank`, one of the least loaded of a heap, another load."""
+    """Replace the load of `rank`, one of the least loaded of a heap."""
     passed: list[Load] = []
     while heap[0][1] != rank:
         passed.append(heapq.heappop(heap))
@@ -166,7 +166,7 @@ def _replace(heap: list[Load], rank: int, load: float) -> None:
 
 
 def _by_speed(free: Sequence[float], speeds: Sequence[float]) -> list[list[Load]]:
-    """Put ranks of about one speed into one heap by when they are free, so that only its first need be asked."""
+    """Group ranks of about one speed in heaps by when they are free: only the first of each is looked at."""
     distinct, numbers = np.unique(speeds, return_inverse=True)
     heaps: list[list[Load]] = [[] for _ in range(min(len(distinct), TOLD_APART))]
     for rank, number in enumerate(numbers.tolist()):

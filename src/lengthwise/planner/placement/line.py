@@ -200,7 +200,7 @@ def _sweep(
     extra: Extras | None,
     extra_seconds: Callable[[int, int], Extras | None],
 ) -> int:
-    """Place rings of one degree side by side, as far as one look at the line decides where; return how many.
+    """Place rings of one degree side by side, as far as one look at the line decides; return how many.
 
     Places are ordered by what they add to the first of these rings, `extra`.
     """
@@ -244,11 +244,11 @@ def earliest_interval(free: NDArray[np.float64], degree: int) -> tuple[int, floa
 
 
 def _quicker_end(extra: Extras | None, hole: Hole, degree: int) -> tuple[float, int]:
-    """Return at which end of a hole a ring is quicker, the lower if at both, as (what it adds there, first rank)."""
+    """Return (what it adds, first rank) at the quicker end of a hole, the lower of equal ones."""
     return min((at_place(extra, first), first) for first in (hole.first, hole.end - degree))
 
 
 def _starts_and_idle(free: NDArray[np.float64], degree: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return when each interval of `degree` ranks is free, and how long its ranks then have waited together."""
+    """Return when each interval of `degree` ranks is free, and their summed waiting until then."""
     starts = window_max(free, degree)
     return starts, degree * starts - window_sum(free, degree)

@@ -110,10 +110,7 @@ def pack_skyline(rings: Sequence[Moldable], topology: Topology, cost: Cost) -> P
 
 
 def _mold(ring: Moldable, room: int, cost: Cost) -> tuple[int, float]:
-    """Widen a ring so that as many of its degree as fit fill the room; return its width and seconds with launch.
-
-    A ring that would not be quicker for it, because of its transfers and hops, keeps its degree.
-    """
+    """Widen a ring to the room that its equals leave, where that is quicker; return width and seconds with overhead."""
     width = max(ring.degree, min(room // (room // ring.degree), ring.most))
     if width > ring.degree and (wider := cost.piece_seconds([ring.length], width)) < ring.seconds:
         return width, wider + cost.fixed_seconds
@@ -121,7 +118,7 @@ def _mold(ring: Moldable, room: int, cost: Cost) -> tuple[int, float]:
 
 
 def _first_left(following: list[int], place: int) -> int:
-    """Find the first entry at or after `place` that is left, and shorten the way to it."""
+    """Find the first unused entry from `place` on, and shorten the path to it."""
     root = place
     while following[root] != root:
         root = following[root]

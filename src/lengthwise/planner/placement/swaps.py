@@ -36,7 +36,7 @@ class Bin:
 
 @dataclass(slots=True)
 class _Side:
-    """One rank's sequences as arrays: which, where (bin and place in it)."""
+    """One rank's sequences as arrays: bin and place of each."""
 
     indices: NDArray[np.int64]
     bins: NDArray[np.int64]
@@ -79,7 +79,7 @@ def _relieve(
     lengths: NDArray[np.int64],
     seconds: NDArray[np.float64],
 ) -> bool:
-    """Make one exchange that lets the busiest rank end earlier; return whether there is one."""
+    """Make one exchange that ends the busiest rank earlier; return whether there is one."""
     giving = _side(bins[busiest])
     if not len(giving.indices):
         return False
@@ -122,7 +122,7 @@ def _exchange(
     take: int,
     lengths: NDArray[np.int64],
 ) -> None:
-    """Move one sequence over, and another back where `take` is one of the partner's."""
+    """Move a sequence over, and `take`, one of the partner's, back."""
     given = int(giving.indices[give])
     giver = givers[int(giving.bins[give])]
     if take < len(taking.indices):

@@ -109,7 +109,6 @@ def least_makespan(
     launches = 0.0 if lone_rings else shared * max(0, num_tokens / stretch - ranks * len(tokens))  # of all, together
 
     def owed(degrees: NDArray[np.int64], picked: NDArray[np.bool_]) -> float:
-        """Seconds of one rank that the picked lengths owe, together."""
         some = lengths[picked]
         if not lone_rings:
             return float(counts[picked] @ alone[picked])
@@ -151,7 +150,7 @@ def shares_launches_only(plan: Plan) -> bool:
 
 
 def _are_held(plan: Plan) -> bool:
-    """Return whether each ring holds one sequence that its ranks hold, and what is offloaded is alone."""
+    """Return whether each ring holds one sequence that fits its ranks, and offloading microbatches have one piece."""
     for microbatch in plan.microbatches:
         if microbatch.offload:
             if sum(len(piece.sequences) for piece in microbatch.pieces) > 1:
@@ -167,10 +166,7 @@ def _are_held(plan: Plan) -> bool:
 def _least_degrees_allowed(
     lengths: NDArray[np.int64], counts: NDArray[np.int64], cluster: Cluster, stretch: float
 ) -> NDArray[np.int64]:
-    """Count the ranks that memory needs for each length, with every allowance that others could bring.
-
-    `stretch`: by what the tokens on a rank may exceed that where it offloads.
-    """
+    """Count the ranks that memory needs for each length, `stretch` more tokens allowed on one that offloads."""
     short = lengths < 2 * cluster.ranks
     most_alone = cluster.capacity_tokens + int(counts[short].sum()) - short
     alone, beside = ((stretch * most).astype(np.int64) for most in (most_alone, most_alone + 1))
@@ -184,13 +180,11 @@ def _whole_launches_bound(
     cluster: Cluster,
     launch_seconds: float,
 ) -> float:
-    """Return the least time in which whole launches could do the work of `counts[i]` sequences of `lengths[i]`.
+    """Return the least time in which whole microbatches could do the work of `counts[i]` sequences of `lengths[i]`.
 
-    Where a rank needs j and a part launches, let n ranks run at most j and the others at least j + 1:
-
-        work <= min(n (T - g), D(n j capacity)) + (N - n) (T - (j + 1) g)        for some n of 0 .. N
-
-    D(S): the most work that S tokens can hold. A T for which no n will do is out of reach.
+    If one of n ranks runs at most j microbatches of overhead g and the others j + 1 or more, then
+    work <= min(n (T - g), D(n j capacity)) + (N - n) (T - (j + 1) g), D(S) the most work that S tokens hold.
+    A T that no n of 0 .. N allows is out of reach.
     """
     ranks, capacity = cluster.ranks, cluster.capacity_tokens
     tokens, work = (lengths * counts).astype(np.float64), work_seconds * counts
@@ -213,7 +207,7 @@ def _whole_launches_bound(
 
 
 def _least_feasible(feasible: Callable[[float], bool], low: float, high: float) -> float:
-    """Close in on the least feasible value between an infeasible and a feasible one; return the infeasible end."""
+    """Bisect between an infeasible and a feasible value; return the infeasible end."""
     while high - low > NEARLY * low and low < (middle := (low + high) / 2) < high:  # denormal numbers end here, too
         low, high = (low, middle) if feasible(middle) else (middle, high)
     return low

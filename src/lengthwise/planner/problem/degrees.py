@@ -116,7 +116,7 @@ class DegreeTable:
         return self._cost.ring_piece_seconds(lengths, degrees) + self._cost.fixed_seconds
 
     def _taken_at(self, degrees: Whole, seconds: NDArray[np.float64], lengths: Whole) -> NDArray[np.float64]:
-        """Return what sequences take of all ranks' time; where that grows with the degree, by the degree alone."""
+        """Return the rank-seconds of sequences, or their degree where those grow with it."""
         if not self._falls:
             return degrees.astype(np.float64)
         if self._launch_tokens is None:
@@ -136,7 +136,7 @@ class DegreeTable:
         self._taken = self._taken_at(self._degrees, self._seconds, self._lengths[rows][:, None])
 
     def _refined(self, limit: float) -> Whole:
-        """Find the cheapest column within the limit, and halve the step to it; most + 1 where there is none."""
+        """Find the cheapest column within the limit, halving the step; most + 1 where there is none."""
         rows, lengths = np.arange(len(self._rows)), self._lengths[self._rows]
         column = np.argmin(np.where(self._seconds <= limit, self._taken, np.inf), axis=1)
         found = self._seconds[rows, column] <= limit

@@ -180,10 +180,9 @@ class PlanRequest:
         return waves * float(self.cost.wave_seconds(seconds / waves, self.cost.choices.recompute))
 
     def _with_longest_seconds(self, held_tokens: int) -> float:
-        """Bound what waves compute by the one that the longest sequence sets; launches left out.
+        """Bound what waves compute by the wave of the longest sequence, overhead left out.
 
-        That one lasts as long as this sequence at its quickest degree. In the meantime ranks do other work, but no more
-        than the tokens hold that are together on all of them, of most work each.
+        It lasts as long as this sequence at its quickest degree; other work in it is limited by the tokens that fit.
         """
         longest, alone = int(self.lengths.argmax()), self.cost.compute_seconds(self.lengths)
         degrees = np.arange(int(self.fewest_degrees[longest]), self.cluster.ranks + 1)

@@ -181,12 +181,12 @@ class Topology:
         return Extras(partial(self._added_by_speeds, length, degree))
 
     def _added_by_border(self, degree: int, penalty: float, some: slice) -> tuple[Floats, Floats]:
-        """Return what places add where they cross a border of nodes, twice."""
+        """Return what places that cross a node's border add, twice."""
         extra = np.where(self.places(degree).crosses[some], penalty, 0.0)
         return extra, extra
 
     def _added_by_speeds(self, length: int, degree: int, some: slice) -> tuple[Floats, Floats]:
-        """Return what places add to a ring, and with the time that their fast ranks lose."""
+        """Return what places add to a ring, with the time that their fast ranks lose."""
         (promised, seconds), places = self._known[length, degree], self.places(degree).at(some)
         slownesses = 1 / self._ring_speeds(length, degree, self._capacity - _ROUNDED, places)
         rings = [np.interp(slownesses, self._grid_slownesses, row) for row in seconds]
@@ -268,11 +268,11 @@ class Topology:
         return min(float((self.places(each).mean / self._all_speeds(length, each)).min()) for each in some)
 
     def _all_speeds(self, length: float, degree: int) -> Floats:
-        """Return the speed of a ring in each place, with what bounds allow a rank."""
+        """Return the speed of a ring in each place, with the memory that bounds allow a rank."""
         return self._ring_speeds(length, degree, self._capacity + _ALLOWED, self.places(degree))
 
     def _ring_speeds(self, length: float, degree: int, capacity_tokens: float, places: Places) -> Floats:
-        """Return the speed of a ring in each place, of which each rank holds up to `capacity_tokens`."""
+        """Return the speed of a ring in each place, up to `capacity_tokens` on a rank."""
         if not self.has_shares:
             return places.slowest
         tight = np.flatnonzero(length * places.fastest > capacity_tokens * degree * places.mean)

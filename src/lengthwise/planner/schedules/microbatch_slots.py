@@ -133,7 +133,7 @@ class MicrobatchSlots:
         return True
 
     def _in_order_of_weights(self, places: Whole, seconds: Floats) -> Whole:
-        """Exchange what stands in slots of a rank without rings, so that it has the order of the weights."""
+        """Swap slots of a rank without rings into the order of the weights."""
         shape = self.taken.shape
         found = np.bincount(places, seconds, self.taken.size).reshape(shape)
         has = (np.bincount(places, minlength=self.taken.size).reshape(shape) > 0) & (self.taken == 0)

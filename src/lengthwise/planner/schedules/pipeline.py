@@ -83,7 +83,7 @@ def pipeline_schedule(stages: int, virtual: int) -> dict[str, object]:
 
 
 def _profiles(fewest: int, stages: int, virtual: int) -> Iterator[Floats]:
-    """Yield slots as shares of a full one: none above 1, interleaved ones in groups of `stages`, as full as can be."""
+    """Yield slots as shares of a full one, as full as can be; interleaved ones in groups of `stages`."""
     ramps = [np.ones(0)]
     ramps += [
         growth ** np.arange(-slots, 0.0)
@@ -105,7 +105,7 @@ def _profiles(fewest: int, stages: int, virtual: int) -> Iterator[Floats]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Placed:
-    """A profile with its rings placed, and when it ends: with local sequences as asked for, or as they are."""
+    """A profile with its rings placed, and when it ends, with local sequences in even parts or as they are."""
 
     slots: MicrobatchSlots
     targets: Floats  # seconds of local sequences at [rank, slot]
@@ -115,7 +115,7 @@ class _Placed:
 
 
 class _Slots:
-    """The sequences of a step, cut for slots of some time."""
+    """The sequences of a step, cut for slots of a given time."""
 
     def __init__(self, request: PlanRequest) -> None:
         self._request, self._ranks = request, request.cluster.ranks
@@ -129,10 +129,7 @@ class _Slots:
         self._known: dict[float, tuple[Whole, Floats, float]] = {}
 
     def ideal_seconds(self, profiles: Sequence[Floats]) -> Floats:
-        """Return when each profile would end if every rank had its even share of every slot.
-
-        Sequences that take longer than a slot at any degree take slots of their own, in the middle.
-        """
+        """Return when each profile would end with even slots; longer sequences take middle slots of their own."""
         rows = [self._ideal_slots(profile) for profile in profiles]
         seconds = np.zeros((max(map(len, rows)), len(rows)))
         for number, row in enumerate(rows):
@@ -140,7 +137,6 @@ class _Slots:
         return self._clocks(seconds, np.ones(seconds.shape, dtype=np.bool_))
 
     def placed(self, profile: Floats) -> _Placed:
-        """Place the rings of a profile; its end is that with local sequences as they are asked for."""
         request, capacity = self._request, self._request.cluster.capacity_tokens
         full_slots = float(profile.sum())
         of_length, seconds, work = self._cut(full_slots)
@@ -157,14 +153,12 @@ class _Slots:
         return _Placed(slots=slots, targets=targets, local=local, seconds=took[local], end_seconds=ends)
 
     def filled(self, placed: _Placed) -> _Placed | None:
-        """Fill in the local sequences; None if they do not fit the slots."""
         lengths = self._request.lengths[placed.local]
         if not placed.slots.fill(lengths, placed.seconds, placed.targets):
             return None
         return replace(placed, end_seconds=self._ends(placed.slots, placed.slots.local))
 
     def written(self, filled: _Placed) -> list[Microbatch]:
-        """Write a profile that was filled."""
         return filled.slots.microbatches(filled.local)
 
     def _ends(self, slots: MicrobatchSlots, local: Floats) -> float:
@@ -178,7 +172,7 @@ class _Slots:
         return slot_clocks(forward, seconds - forward, is_first, stages=stages, virtual=virtual)
 
     def _cut(self, full_slots: float) -> tuple[NDArray[np.int64], Floats, float]:
-        """Find degrees and seconds of each length so that none takes longer than a full slot, and the work of all."""
+        """Find degree and seconds of each length so that none exceeds a full slot, and the total work."""
         if full_slots not in self._known:
             cost = self._request.cost
             work = float(self._counts @ (self._least * cost.ring_piece_seconds(self._lengths, self._least)))

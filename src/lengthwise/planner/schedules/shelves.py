@@ -88,14 +88,14 @@ def write_shelves(request: PlanRequest, shelves: Shelves) -> list[Microbatch]:
 
 
 def _left_seconds(free: Floats, seconds: float) -> Floats:
-    """Part seconds among ranks so that all that are free before that end together."""
+    """Divide seconds among ranks so that all that are free earlier end together."""
     rising = np.sort(free)
     ends = (np.cumsum(rising) + seconds) / np.arange(1, len(rising) + 1)
     return np.maximum(ends.min() - free, 0.0)
 
 
 class _Local:
-    """The sequences of one rank each, longest first, and what they take of the ranks after their rings."""
+    """The sequences of one rank each, longest first, and the time they take after the rings."""
 
     def __init__(self, request: PlanRequest, degrees: NDArray[np.int64]) -> None:
         cost, lengths, capacity = request.cost, request.lengths, request.cluster.capacity_tokens
@@ -107,7 +107,7 @@ class _Local:
         self.all_seconds = float(self.seconds.sum()) + self.all_slots * cost.fixed_seconds
 
     def slots(self, seconds: Floats) -> Floats:
-        """Return how many full slots have so many seconds; where nothing costs any, an even share of all."""
+        """Return how many full slots take so many seconds; where nothing costs any, an even share of all."""
         if self.all_seconds:
             return seconds * (self.all_slots / self.all_seconds)
         return seconds + self.all_slots / len(seconds)

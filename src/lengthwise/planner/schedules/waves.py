@@ -81,7 +81,7 @@ def _total(waves: list[Wave]) -> float:
 
 
 def _ways(builder: _Builder) -> Iterator[tuple[float, float | None]]:
-    """Yield what to try: how patient to be, and how long the first wave is to be (None: whatever loses least)."""
+    """Yield what to try: how patient to be, and how long the first wave is (None: whatever loses least)."""
     yield _PATIENCE[0], None
     beginnings = builder.beginnings()
     yield from ((_PATIENCE[0], seconds) for seconds in beginnings)
@@ -112,7 +112,7 @@ def _best_wave(tried: list[Wave], patience: float) -> Wave:
 
 
 class _Builder:
-    """Builds waves of what is left; arrays are of its sequences, shortest first, and indices are into them."""
+    """Builds waves of what is left; arrays are of its sequences, shortest first, indices are into them."""
 
     def __init__(
         self,
@@ -136,18 +136,16 @@ class _Builder:
 
     @classmethod
     def of(cls, request: PlanRequest) -> _Builder:
-        """Take all sequences of a step."""
         order = np.lexsort((-np.arange(len(request.tokens)), request.lengths))
         return cls(request.cost, request.cluster, order, request.lengths[order], request.least_degrees[order], {})
 
     def rest(self, left: list[int]) -> _Builder:
-        """Take the sequences at these indices alone."""
         some = np.array(left, dtype=np.int64)
         parts = self.order[some], self.lengths[some], self.least[some]
         return _Builder(self.cost, self.cluster, *parts, self._known)
 
     def tries(self) -> list[Wave]:
-        """Build waves of several durations, longest first, up to one that is level."""
+        """Build waves of several durations, longest first, up to a level one."""
         key = self.order.tobytes()
         if key not in self._known:
             tried = self._known[key] = list[Wave]()
@@ -158,7 +156,7 @@ class _Builder:
         return self._known[key]
 
     def times(self) -> list[float]:
-        """List the durations to try for the next wave, longest first; tiny waves would be many."""
+        """List the durations to try for the next wave, longest first."""
         return sorted({each for each in self._times() if each >= _SHORTEST * self.even_seconds}, reverse=True)
 
     @property
@@ -170,11 +168,7 @@ class _Builder:
         return float(self.cost.wave_seconds(seconds, self.cost.choices.recompute))
 
     def beginnings(self) -> list[float]:
-        """List how long the first wave could be: where the longest sequence sets a wave, little more than it takes.
-
-        It then leaves room for others on ranks that at its quickest degree would gain it nothing. Where a wave costs,
-        also an even share of one wave more than the fewest.
-        """
+        """List how long the first wave could be: as the longest sequence needs, or an even share of one wave more."""
         longest = len(self.order) - 1
         degrees = np.arange(int(self.least[longest]), self.ranks + 1)
         seconds = self.cost.ring_piece_seconds(np.full_like(degrees, self.lengths[longest]), degrees).min()
@@ -200,7 +194,6 @@ class _Builder:
         return self.launch + float(self.cost.ring_piece_seconds(self.lengths[one], np.array([degree]))[0])
 
     def build(self, seconds: float) -> Wave:
-        """Build the wave that no rank needs longer for than `seconds`."""
         pool = self._pool.copy()
         pieces, free, rooms, done, held = self._put_rings(pool, seconds)
         held -= sum(rooms)
@@ -234,7 +227,7 @@ class _Builder:
     def _put_rings(
         self, pool: ShortSequences, seconds: float
     ) -> tuple[list[tuple[int, int, list[int]]], list[float], list[int], float, int]:
-        """Put rings side by side; return them, the time and the room left on every rank, the work done, tokens left."""
+        """Put rings side by side; return them, time and room left on every rank, the work done, tokens left."""
         free, rooms = [_without_launch(seconds, self.launch)] * self.ranks, [self.capacity] * self.ranks
         slow = (self.least > 1) | (self.lengths > self.capacity)  # what is offloaded on one rank is alone there, too
         slow |= self.alone + self.launch > seconds * (1 + 1e-12)
@@ -270,9 +263,9 @@ class _Builder:
 
 
 def _without_launch(seconds: float, launch_seconds: float) -> float:
-    """Return what a launch leaves of a limit, rounding taken in favour of what has to fit.
+    """Return what the overhead leaves of a limit, rounded up so that what has to fit fits.
 
-    Beside a launch a million times as long, what is left of the sum of both has lost its last digits.
+    Beside an overhead a million times as long the sum has lost its last digits.
     """
     left, rounding = seconds - launch_seconds, 1e-15 * seconds
     return left + rounding if rounding > 1e-12 * left else left

@@ -136,7 +136,7 @@ def _fork(reading: int, writing: int) -> tuple[_Kill, _Status]:
 
 
 def _serve_forked(parent: int, reading: int, writing: int) -> None:
-    """Serve in a fork, which closes all that belongs to its parent: pipes, sockets, locks."""
+    """Serve in a fork; close the parent's pipes, sockets and locks first."""
     end_with_parent(parent)
     gc.freeze()  # what is collected later must not close numbers of files that are of others by then
     signal.set_wakeup_fd(-1)
