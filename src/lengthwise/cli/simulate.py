@@ -267,7 +267,7 @@ class Simulate:
         return names
 
     def _taking_part(self, asked: Asked, batches: list[list[int]]) -> list[str]:
-        """Return the planners; FlexSP, where not named, only if its program is small. PlanError: named, but too large."""
+        """Return the planners; FlexSP, where not named, if its program is small. PlanError: named, but too large."""
         from lengthwise.planner.baselines.flexsp import is_solvable, refuse_large
 
         question, largest = asked.meshes.question, max(map(len, batches))

@@ -104,7 +104,7 @@ class World:
             raise RankError(where, expected="all ranks on GPUs, or all on the CPU", got=got, remedy=remedy)
 
     def _meet(self, store: Store, timeout: timedelta) -> tuple[int, bool, int]:
-        """Return (most ranks on a GPU, whether any GPU is shared, ranks on this one's), the first two alike on all ranks.
+        """Return (most ranks on one GPU, whether any share one, ranks on this one's), the first two alike on all ranks.
 
         They choose the transport before the first group is made: each rank adds itself to the count of its GPU.
         """

@@ -1,11 +1,7 @@
 """Which plans of a step are made, and which of them is taken: all are finished and scored here, and nowhere else.
 
-1. For each part of the choices (offload, heads) the planner asked for makes a candidate with its costs.
-2. For `lengthwise` all other planners do, too, where the step is small and ends above the bound; tiny steps are
-   annealed; where ranks are pipelines, shelves and slots follow.
-3. Each is finished (recomputation, offload, heads) and scored; the first to end is taken.
-
-Tries are counted, never timed. docs/decisions/other-planners-as-candidates.md.
+The planner makes a candidate for each part of the choices (offload, heads); small steps of `lengthwise` also try all
+other planners and annealing, pipelines shelves and slots. docs/decisions/other-planners-as-candidates.md.
 """
 
 from __future__ import annotations
@@ -156,11 +152,7 @@ def _offer_searched(request: PlanRequest, selection: Selection) -> None:
 
 
 def is_worth_others(request: PlanRequest, selection: Selection) -> bool:
-    """Return whether the other planners could end enough earlier than the search to be asked.
-
-    Where stages couple what pieces take, or heads are split whether that is quicker or not, no bound tells it: the
-    step's size decides alone.
-    """
+    """Return whether other planners could end enough earlier; where no bound holds, the step's size decides."""
     size, makespan_seconds = len(request.tokens) * request.cluster.ranks, selection.seconds
     if request.planning_seconds < others_seconds(request):
         return False

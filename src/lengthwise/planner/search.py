@@ -1,11 +1,10 @@
 """The search of this package: sequences cut to a level, rings placed on the line of ranks, short sequences packed.
 
-1. Levels between the makespan bound and the best so far; each sequence is cut just so far that it takes no longer.
+1. Levels between the makespan bound and the best so far; each sequence is cut until it takes no longer.
 2. Rings are placed widest first, with backfilling, longest first (`line`), and by skyline packing (`skyline`).
 3. Packs of short sequences fill gaps and level the ends (`level_ends`), the most promising placement first.
 
-The first to end is kept. Tries are counted, never timed: placing costs rings x ranks / 1000, packing n log N. Source:
-list scheduling of moldable tasks (Turek et al., SPAA 1992); docs/decisions/placement-levels.md.
+Tries are counted, never timed. Source: Turek et al., SPAA 1992; docs/decisions/placement-levels.md.
 """
 
 from __future__ import annotations
@@ -178,7 +177,7 @@ class Search:
 def place(request: PlanRequest, degrees: NDArray[np.int64], way: Way, widest: NDArray[np.int64]) -> Placed:
     """Put rings on the line by degree and then time, `longest` by time and then degree.
 
-    `skyline` may widen each up to its degree in `widest`.
+    `skyline` widens up to `widest`.
     """
     lengths, cost, ranks = request.lengths, request.cost, request.cluster.ranks
     seconds = cost.ring_piece_seconds(lengths, degrees)

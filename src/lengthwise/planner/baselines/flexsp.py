@@ -1,11 +1,8 @@
 """A baseline for small steps: FlexSP's integer program (arXiv 2412.01523), solved by HiGHS (`milp`).
 
-1. The batch becomes M micro-batches: sequences by length, cut into M runs whose largest sum of tokens is least. Three M
-   are tried, from what memory needs, and the best kept.
-2. Of each, ranks are divided into groups of power-of-two degrees (or all ranks), and every sequence goes to one group:
-   m[p] says whether group p is used, a[k,p] how many sequences of length k it gets. The slowest group ends first, with
-   sum of d[p] m[p] <= N, tokens of a group <= d[p] x C, T >= seconds of each group.
-3. Micro-batches follow each other on all ranks: each is one microbatch of several pieces.
+Sequences by length are cut into M micro-batches of about equal tokens, the best of three M. Of each, m[p] says whether
+group p of d[p] ranks (powers of two, or all) is used and a[k,p] how many sequences of length k it gets: minimize T with
+sum of d[p] m[p] <= N, tokens of a group <= d[p] x C, T >= seconds of each group.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ def plan_flexsp(request: PlanRequest) -> list[Microbatch]:
 
     Raises:
         ConfigError: highspy is not installed.
-        PlanError: more ranks and sequences than is small.
+        PlanError: too many ranks or sequences.
     """
     cluster, lengths = request.cluster, request.lengths
     refuse_large(cluster.ranks, len(lengths))

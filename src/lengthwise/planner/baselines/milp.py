@@ -1,7 +1,6 @@
-"""Mixed-integer linear programs for planners that need them. Small cases only.
+"""Small mixed-integer linear programs, solved by HiGHS (PyPI `highspy`, MIT, extra `bench`), imported when needed.
 
-Solved by HiGHS (PyPI `highspy`, MIT), which only the extra `bench` installs: it is imported when a program is solved.
-One thread, a fixed seed and a limit in branch-and-bound nodes, not seconds: the same program gives the same answer.
+One thread, a fixed seed and a limit in branch-and-bound nodes: the same program gives the same answer.
 """
 
 from __future__ import annotations
@@ -57,11 +56,7 @@ class Program:
         self._rows.append((at_least, terms, at_most))
 
     def solve(self, *, relative_gap: float, most_nodes: int) -> Answer:
-        """Solve to within `relative_gap`, or as far as `most_nodes` go.
-
-        Raises:
-            ConfigError: highspy is not installed.
-        """
+        """Solve to within `relative_gap`, or as far as `most_nodes` go; ConfigError: highspy is not installed."""
         try:
             highspy = importlib.import_module("highspy")
         except ImportError:

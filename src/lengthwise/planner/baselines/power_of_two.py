@@ -1,12 +1,8 @@
 """A baseline: power-of-two degrees in balanced sub-batches, the rule of Megatron-Core's hybrid context parallel.
 
-1. A sequence takes the next power of two of s / C ranks. Longest first, they form buckets of about equal s^2 / degree.
-2. A sub-batch takes the head of the first bucket that has a place, on idle ranks or in the least loaded gang of its
-   degree, until ranks are level or no head has a place.
-3. The busiest gang's last ones go back where that levels; idle ranks double the narrowest gangs.
-
-O(n log n) a sub-batch. Source: `BalancedCPScheduler` of Megatron-Core 0.16; differences:
-docs/decisions/baselines-in-their-favour.md.
+Sequences take the next power of two of s / C ranks, and form buckets of about equal s^2 / degree. A sub-batch takes the
+heads of buckets while ranks are not level; then its busiest group gives back and idle ranks double the narrowest.
+Source: `BalancedCPScheduler` of Megatron-Core 0.16; differences: docs/decisions/baselines-in-their-favour.md.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """Baselines: the best one degree for each step, as careful users do without a planner, and packed data parallelism.
 
-1. The line of ranks is N // d groups; all sequences are cut by the same degree d, each d that holds the longest.
-2. The better of two ways: sequences to the least loaded group, longest first; or packs filled in data order, where
-   attention of the long hides transfers of the short.
-3. The least makespan is kept; of equal ones the smallest d. `packed-dp` is d = 1 alone: no sequence is cut.
-
-A degree is scheduled only if a lower bound of it is below the best so far: a few dozen schedules of O(n log p) for n
-sequences in p packs. docs/decisions/baselines-in-their-favour.md.
+Every degree d that holds the longest sequence cuts all of them; N // d groups take them longest first, or packs in data
+order. The least makespan wins, of equal ones the smallest d; bounds skip the rest. `packed-dp` is d = 1 alone.
 """
 
 from __future__ import annotations
@@ -129,10 +124,7 @@ def schedule_at(request: PlanRequest, degree: int) -> SingleDegree:
 
 
 def first_fit_packs(room: NDArray[np.int64], capacity_tokens: int) -> list[list[int]]:
-    """Put each sequence into the first pack with room, in data order; none takes more than a pack has.
-
-    A tree holds the most room of every pair of packs, pair of pairs, and so on.
-    """
+    """Put each sequence into the first pack with room, in data order, by a tree of the most room in pairs."""
     most_packs = 2 * (int(room.sum()) // capacity_tokens) + 2  # of two neighbours one is half full, or both are one
     leaves = 1 << (most_packs - 1).bit_length()
     most = [capacity_tokens] * (2 * leaves)  # entry k: in either of 2k and 2k + 1; entries from `leaves` on: of a pack
@@ -176,7 +168,6 @@ def _makespan(request: PlanRequest, degree: int, packs: list[tuple[int, list[int
 def room_tokens(lengths: NDArray[np.int64], degree: int) -> NDArray[np.int64]:
     """Return the room that sequences take in a pack over `degree` ranks, at least their lengths.
 
-    That is `held_at_most` on each of d positions, less what is allowed for rounding; so packs of up to d x capacity
-    of this room never hold too much on any position.
+    Packs of up to d x capacity of this room never hold too much on any position, rounding allowed.
     """
     return np.maximum(lengths, degree * (held_at_most(lengths, degree) - rounding_tokens(1, degree)))

@@ -1,11 +1,7 @@
 """The baseline: one fixed mesh of data-parallel groups x context-parallel ranks, as long-context training is run today.
 
-1. The mesh is sized for the longest sequence (the context): the ranks that hold it, the smallest divisor of the rank
-   count, or the smallest power of two; the first to end this step is taken.
-2. Samples are packed in data order, up to the context or to what a group holds, whichever ends first.
-3. Each pack is cut over all ranks of a group; packs are dealt in turn.
-
-Costs sequences x packs. docs/decisions/baselines-in-their-favour.md.
+It is sized for the longest sequence (exact, divisor or power of two); samples are packed in data order, cut over all
+ranks of a group and dealt in turn. The first of these to end is taken. docs/decisions/baselines-in-their-favour.md.
 """
 
 from __future__ import annotations
@@ -50,11 +46,7 @@ def plan_static(request: PlanRequest) -> list[Microbatch]:
 
 
 def context_parallel_degrees(cluster: Cluster, context_tokens: int) -> tuple[int, ...]:
-    """List the group sizes in use that hold a context: exact, divisor, power of two; each once.
-
-    Raises:
-        PlanError: not even all ranks hold it.
-    """
+    """List the group sizes that hold a context: exact, divisor, power of two; PlanError: none does."""
     exact = -(-context_tokens // cluster.capacity_tokens)
     if exact > cluster.ranks:
         held = f"{cluster.longest_tokens} tokens ({counted(cluster.ranks, 'rank')} x {cluster.capacity_tokens} tokens)"

@@ -1,11 +1,7 @@
 """Tiny steps by simulated annealing: pieces are changed one by one, kept if the step ends sooner or not much later.
 
-1. The state is a list of pieces (sequences, degree), each placed where it starts earliest; a local pack joins the
-   microbatch of the ring before it where it fits.
-2. A change moves a sequence or a piece, gives another degree, or deals two pieces anew.
-3. Ever less of a later end is allowed. Random numbers come from a fixed seed.
-
-About 10 us a piece and try. Source: Kirkpatrick et al., Science 1983; docs/decisions/small-steps.md.
+A change moves a sequence or piece, changes a degree, or deals two pieces anew; seeds are fixed. About 10 us a piece and
+try. Source: Kirkpatrick et al., Science 1983; docs/decisions/small-steps.md.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ State = list[tuple[int, tuple[int, ...]]]  # pieces as (degree, sequences), in t
 class Layout:
     """A placed state: (first rank, degree, sequences, number of the microbatch) of each piece, and when all is done.
 
-    `judged_seconds` is what tries compare: the makespan and the mean time at which ranks are done.
+    judged_seconds: what tries compare, from the makespan and the mean time at which ranks are done.
     """
 
     pieces: list[tuple[int, int, tuple[int, ...], int]]

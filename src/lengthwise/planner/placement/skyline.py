@@ -1,11 +1,6 @@
-"""Skyline packing: rings on the line of ranks, place by place, each as wide as its place asks for.
+"""Skyline packing: the ranks that are free earliest take the widest ring that fits, widened so that none is left over.
 
-1. Take the stretch of neighbouring ranks that is free earliest.
-2. Put there the widest ring that fits, widened so that as many of its kind as fit leave no rank over.
-3. A stretch too narrow for any ring is left to local packs and rises to its lower neighbour.
-
-One ring costs O(log N) and the writing of its ranks. Source: the skyline heuristic of strip
-packing (Burke et al., 2004).
+Stretches too narrow for any ring are left to local packs. O(log N) a ring. Source: Burke et al., 2004.
 """
 
 from __future__ import annotations

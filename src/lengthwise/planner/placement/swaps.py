@@ -1,11 +1,7 @@
-"""Exchanges of sequences between the last rank to finish and one that is done early.
+"""Exchanges of sequences between the last rank to finish and one that is done early, so that the later end is earliest.
 
-1. The busiest rank gives a sequence and takes a shorter one, or none, from one of the least busy ranks, such that the
-   later of the two ends as early as can be.
-2. Again, until ends are level enough, nothing helps, or there were enough exchanges.
-
-Only packs behind all rings of their rank are touched, each within its room. An exchange compares all pairs of two ranks
-at once, some 40 us. Source: pairwise interchange for makespan scheduling.
+Only packs behind all rings are touched. An exchange compares all pairs of two ranks, some 40 us. Source: pairwise
+interchange for makespan scheduling.
 """
 
 from __future__ import annotations
@@ -24,10 +20,7 @@ _COMPARED = 512  # sequences of a rank, evenly among all: memory of all pairs, a
 
 @dataclass(slots=True)
 class Bin:
-    """Sequences of one pack, as indices into lengths and seconds, and the tokens that still fit.
-
-    `beside`: the number of the ring whose microbatch it shares.
-    """
+    """Sequences of one pack (indices), the tokens that still fit, and `beside`, the ring whose microbatch it shares."""
 
     indices: list[int]
     room_tokens: int
@@ -52,14 +45,12 @@ def level_by_swaps(
     goal_seconds: float,
     most_swaps: int,
 ) -> float:
-    """Exchange sequences until the last rank is done within the goal, none helps it, or there were enough.
+    """Exchange sequences until the last rank is done within `goal_seconds`, none helps, or `most_swaps` were made.
 
     Args:
         loads: when each rank is done.
         bins: of each rank, its packs; changed in place.
         lengths, seconds: of the sequences that the bins' indices mean.
-        goal_seconds: when it is early enough.
-        most_swaps: exchanges in all.
 
     Returns:
         When the last rank is done.

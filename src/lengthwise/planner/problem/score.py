@@ -1,6 +1,6 @@
 """What a plan costs: walk its one global order and keep a clock for every rank.
 
-Independent of every planner: it reads the plan alone, so that all planners are judged by the same few lines.
+It reads the plan alone, so that all planners are compared by the same few lines.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ class Score:
 def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> Score:
     """Score a plan: a microbatch starts when all its ranks are free and keeps each busy for the sum of its pieces.
 
-    `speeds` has one entry a rank (default: those that the plan's notes tell, else 1): a piece takes as long as its
-    slowest rank needs for its share, and its launch as long as on that rank.
+    In a plan of kind `waves` it starts when every rank is free, and takes what its gathers do, too. Where a rank is a
+    pipeline of p stages, all seconds are those of a stage, and stages run interleaved 1F1B (`stage_order`,
+    `stage_clocks`) with messages that take no time: m microbatches of t each end after t m + t (p - 1) / v.
 
-    In a plan of kind `waves` it starts when every rank of the cluster is free, and takes what its gathers do, too.
-    Where a rank is a pipeline of p stages (of the costs, or of a plan of kind `pipeline`), these seconds are those of
-    each stage, and all stages run interleaved 1F1B (`stage_order`, `stage_clocks`) with messages that take no time. For
-    m microbatches of equal t on each rank that ends after t m + t (p - 1) / v; busy_seconds are those of one stage.
+    Args:
+        plan: of any planner.
+        cost: what work takes.
+        speeds: of each rank (default: those of the plan's notes, else 1); a piece is as slow as its slowest rank.
 
     Raises:
-        PlanError: a feature whose time these costs do not tell: without links they know no offload, heads and
-            shares, with links only pipelines of their own stages.
+        PlanError: a feature that these costs do not price.
         ConfigError: speeds that are none.
     """
     speeds = noted_speeds(plan) if speeds is None else read_speeds(speeds, plan.ranks)

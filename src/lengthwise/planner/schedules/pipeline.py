@@ -1,11 +1,8 @@
 """Plans for ranks that are pipelines of p stages with v virtual ones: PP-Balance of ByteScale, levelled in time.
 
-1. Profiles: numbers of full slots, and ramps of smaller ones at the ends, which shorten filling and draining. An ideal
-   pipeline of each is run on clocks.
-2. In the most promising, rings are placed and sequences filled in (`microbatch_slots`), each run on clocks.
-3. Where long sequences set the time, shelves of rings may end sooner (`shelves`).
-
-Profiles x slots x ranks. Source: W (m V + p - 1), arXiv 2502.21231; docs/decisions/pipeline-slots.md.
+Profiles of full slots with smaller ramps are run on clocks as ideal pipelines, the most promising filled
+(`microbatch_slots`, or `shelves` where long sequences set the time). Source: W (m V + p - 1), arXiv 2502.21231;
+docs/decisions/pipeline-slots.md.
 """
 
 from __future__ import annotations
@@ -35,11 +32,7 @@ Whole = NDArray[np.int64]
 
 
 def plan_pipeline(request: PlanRequest, least_seconds: float) -> Iterator[list[Microbatch]]:
-    """Yield the plan that should end first; of small steps, whose slots are left empty, several.
-
-    Of large steps only if before `least_seconds`. An ideal pipeline is no bound: its long sequences stand in the
-    middle, where a small step may end with them.
-    """
+    """Yield the plan that should end first; several of small steps; none of large ones after `least_seconds`."""
     slots = _Slots(request)
     num_sequences = len(request.tokens)
     is_small = num_sequences * request.cluster.ranks <= SMALL_STEP
@@ -65,10 +58,7 @@ def plan_pipeline(request: PlanRequest, least_seconds: float) -> Iterator[list[M
 
 
 def is_worth_search(request: PlanRequest) -> bool:
-    """Return whether a plan for ranks without stages could end first.
-
-    On large steps of pipelines only if one sequence takes longer through all stages than the even share of all work.
-    """
+    """Return whether a plan for ranks without stages could end first: a long sequence, or a small step."""
     if request.stages == 1 or len(request.tokens) * request.cluster.ranks <= LARGE_STEP:
         return True
     longest = [int(np.argmax(request.lengths))]

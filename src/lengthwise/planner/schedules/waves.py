@@ -1,16 +1,8 @@
 """Plans in lock-step: every rank in every microbatch, for parameters that all ranks gather at once (FSDP, ZeRO-3).
 
-A wave is one microbatch of many pieces and lasts as long as its slowest rank, or as what it gathers takes
-(`cost.ending.Traffic`); the step is the sum of its waves.
-
-1. For a time t the longest sequences are cut so that none takes longer, and put side by side; then every rank is filled
-   up with the longest local sequences that fit.
-2. Several t are tried, longest first; kept is the first wave that is level and makes none more needed, or else the
-   longest of those that lose about least.
-3. Where one sequence sets a wave at any degree, waves that begin with it are tried, too; in small steps all that a
-   first wave may take.
-
-Costs waves x tries x (N + n); docs/decisions/waves-one-by-one.md.
+A wave is one microbatch of many pieces and lasts as long as its slowest rank or its gathers (`cost.ending.Traffic`).
+For several durations the longest sequences are cut to fit and ranks filled up; the first level wave, or the longest of
+those that lose least, is kept. Waves x tries x (N + n); docs/decisions/waves-one-by-one.md.
 """
 
 from __future__ import annotations
@@ -47,8 +39,8 @@ _SHORTEST = 0.2  # of an even wave, that a wave is tried to take
 class Wave:
     """One wave: pieces as (first rank, degree, indices), what it leaves, and shares of the ranks' time.
 
-    seconds: gathers included. useful: spent on work, counting what waves cost that it makes needed besides. level:
-    without launch and gathers, 0 where it makes more waves needed.
+    seconds: gathers included. useful: spent on work, counting the waves that it makes needed. level: without launch and
+    gathers, 0 where it makes more waves needed.
     """
 
     pieces: list[tuple[int, int, list[int]]]
