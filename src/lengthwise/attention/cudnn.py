@@ -1,8 +1,7 @@
 """cuDNN's attention for long blocks, and the kernel that hands it those and all else to a varlen kernel.
 
-cuDNN builds a plan for each shape (23 to 37 ms, forward and backward each), so blocks on the diagonal are padded up to
-few lengths: a causal block hides what is appended from what was there. torch finds a plan again by the shapes and
-strides of q, k and v alone and would misread other strides of the rest, so all operands are handed over without gaps.
+A plan for each shape takes 23 to 37 ms, so diagonal blocks are padded to few lengths. torch finds plans by shapes and
+strides of q, k and v alone, so all operands are passed without gaps.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Heads split inside groups of ranks: the all-to-all before and after attention, on one rank of one microbatch.
 
-The messages of a grouped call land in one buffer, member by member; a gather of rows puts them into the order of the
-group's tokens. Heads of keys follow the queries that use them: where a group has more ranks than there are such heads,
-several take the same one, and its gradients are summed at home. Costs one copy of what is exchanged, at either end. Who
-sends what: `program.heads`.
+Messages land in one buffer, member by member; a gather of rows puts them in the order of the group's tokens. Where a
+group has more ranks than KV heads, several take the same one, and its gradients are summed at home (`program.heads`).
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ Rows = Mapping[HeadRange, Sequence[Tensor]]
 
 @lru_cache(maxsize=256)
 def heads_taken(heads: HeadRange, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
-    """List which of `num_kv_heads` the query heads of a range use; for `num_heads` of them these are themselves.
-
-    Kernels want as many queries on each, so that one that queries use unequally often comes more than once.
+    """List which of `num_kv_heads` the query heads of a range use, one as often as its queries need it.
 
     Raises:
         PlanError: the parts do not divide the query heads.
@@ -126,8 +122,8 @@ class HeadExchange:
     def join(self, content: Content, rows: Rows, num_heads: Sequence[int], *, rows_of_all: int) -> Sequence[Tensor]:
         """Return this rank's own tokens with all their heads, `num_heads` of each tensor; undoes `split`.
 
-        They are the first of `rows_of_all`; the others are 0. What comes from several ranks is summed. Of one range
-        tensors have one dtype; the widest comes back.
+        They are the first of `rows_of_all`; the others are 0. What comes from several ranks is summed, in the widest
+        dtype.
         """
         if not self._splits:
             return rows[ALL_HEADS]

@@ -1,9 +1,8 @@
 """Attention as a lowered microbatch prescribes it: packed documents apart, cut ones over their rings.
 
-One autograd function does a layer of a microbatch on one rank. A pass is a list of ring steps from `program`, each one
-grouped call and the blocks that it hides behind. Partial results merge in fp32 (fp64 under fp64) and are cast once.
-Backward sends the keys again, and their gradients to their owners. Ring attention (arXiv 2310.01889), zigzag cut. Where
-pieces split heads a rank attends several ranges of heads, each with rows of its own (`attention.heads`).
+One autograd function does a layer of a microbatch on one rank. A pass is a list of ring steps from `program`, each a
+grouped call and the blocks that it hides behind. Partial results merge in fp32 (fp64 under fp64). Backward sends keys
+again, and gradients to their owners. Ring attention (arXiv 2310.01889), zigzag cut.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ class Attended:
 
 
 class PlannedAttention:
-    """One rank's part in the attention of one microbatch; the same object serves all layers, and both passes.
-
-    `rows_beyond`: how many rows of padding the model runs with at least.
-    """
+    """One rank's part in a microbatch's attention, for all layers and passes; `rows_beyond`: least padding rows."""
 
     def __init__(
         self, program: MicrobatchProgram, transport: Transport, kernel: BlockKernel, *, rows_beyond: int = 0
@@ -86,8 +82,8 @@ class PlannedAttention:
     ) -> tuple[Tensor, dict[HeadRange, Attended]]:
         """Return (out (tokens, heads, head_dim) in q's dtype, and by range of heads what backward needs).
 
-        `layer` holds the queries, keys and values of all tokens of this rank, and of padding after them, if any; what
-        comes back of padding means nothing, and is finite.
+        `layer` holds queries, keys and values of this rank's tokens and padding, of which `out` is finite and
+        meaningless.
         """
         rows = len(layer.q)
         ring_steps, _ = self._steps_of(window, layer.q.device, rows)
@@ -131,10 +127,7 @@ class PlannedAttention:
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Return (dq, dk, dv, gradient of the sinks) of this rank's tokens, in the dtype of what they are of.
-
-        `attended` is what `forward` returned of the same layer, `num_heads` how many heads q, k and v have.
-        """
+        """Return (dq, dk, dv, gradient of the sinks) of this rank's tokens; `attended`: what `forward` returned."""
         rows = len(grad_out)
         _, ring_steps = self._steps_of(window, grad_out.device, rows)
         split = self._heads.split(Content.GRAD_OUT, (grad_out,))
@@ -326,8 +319,8 @@ def planned_attention(
     """Attend within each sequence of a microbatch, causally, wherever its tokens are.
 
     q is (tokens, heads, head_dim), k and v (tokens, kv_heads, head_dim): this rank's tokens in the order of
-    `MicrobatchProgram.segments`, and padding after them. `window`: a query sees itself and the window - 1 tokens before
-    it. `sinks` (heads,) are logits that take weight and give no value. Returns (tokens, heads, head_dim).
+    `MicrobatchProgram.segments`, then padding. `window`: a query sees itself and the window - 1 tokens before it.
+    `sinks` (heads,): logits that take weight and give no value. Returns (tokens, heads, head_dim).
     """
     planned.layers_run += 1
     return _Attention.apply(q, k, v, sinks, planned, scale, window)

@@ -1,10 +1,9 @@
 """A transport around another that checks each message before it is taken, with LENGTHWISE_CHECK_TRANSFERS=1.
 
-gloo and NCCL match messages by their order alone: of another length or type, gloo ends the process and NCCL waits or
-writes what came. Here a header goes ahead of each message, over a group of host memory of its own: which message of
-these two ranks it is, its dtype and shape, and the phase that it was posted in. A call's messages move when it is
-waited for, once all its headers are right, so nothing overlaps; bytes and their order are the same. A collective with
-a key, of sharded parameters, is compared with that of the rank before.
+gloo and NCCL match messages by order alone: of another length, gloo ends the process and NCCL waits or writes what
+came.
+A header goes ahead over a group of its own: number, dtype, shape and phase. Messages move when a call is waited for, so
+nothing overlaps. The key of a collective is compared with that of the rank before.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ _ROOM = torch.empty(_HEADER.size, dtype=torch.uint8)
 
 
 def checks_transfers() -> bool:
-    """Whether the environment asks for it.
-
-    Raises:
-        ConfigError: it says neither 1 nor 0.
-    """
+    """Return whether LENGTHWISE_CHECK_TRANSFERS is 1; ConfigError: it is neither 1 nor 0."""
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", "0", "1"):
         raise ConfigError(VARIABLE, expected="1 or 0", got=repr(asked), remedy=f"Unset {VARIABLE}.")
@@ -58,10 +53,7 @@ class CheckedTransport(Around):
         self._under_way: deque[_CheckedPending] = deque()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Post the headers of one grouped call (see `Transport.exchange`); the rest follows when it is waited for.
-
-        Calls complete in the order posted. Under the strict rules, by which plans are checked, no more is needed.
-        """
+        """Post the headers of one grouped call; its messages follow when it is waited for, in the order posted."""
         if not sends and not receives:
             return Done()
         out = [(self._header(tensor, peer, self._sent).packed(), peer) for tensor, peer in sends]

@@ -1,8 +1,7 @@
 """Room in pinned host memory for messages, and how they are cut to fit it.
 
-torch's allocator of pinned memory rounds up to powers of two and never gives back, so messages of all sizes would pin
-several times the largest. Here slabs of one size are pinned, a few, and used again and again; what they do not have
-room for goes through pageable memory, which is slower and no less right.
+torch's allocator rounds pinned memory up to powers of two and keeps it, so a few slabs of one size are used again and
+again; what does not fit goes through pageable memory, slower.
 """
 
 from __future__ import annotations
@@ -71,10 +70,7 @@ class Round:
 
 
 def cut_into_rounds(sends: Sequence[Message], receives: Sequence[Message], slabs: Slabs) -> list[Round]:
-    """Cut a grouped call into chunks, the i-th between two ranks in round i.
-
-    So both sides pair chunk with chunk, whatever else each has to do, and no chunk waits for one that is not posted.
-    """
+    """Cut a grouped call into chunks, the i-th between two ranks in round i, so that both sides pair them."""
     return [
         Round(sends=list(filter(None, out)), receives=list(filter(None, into)))
         for out, into in zip_longest(_by_peer(sends, slabs), _by_peer(receives, slabs), fillvalue=())

@@ -1,9 +1,7 @@
 """A transport through host memory: what lies on a GPU is copied out, sent from there, and copied in again.
 
-NCCL takes one rank a device. With this, two or four processes can share one GPU, which is what checks on a small
-machine need; it is not fast. Messages and collectives are cut into chunks that fit a few pinned slabs (`slabs`); two
-rounds of chunks are under way at a time, so one is copied while another travels. A message's bytes are the same, so
-results are those of any other transport; sums may round otherwise where gloo's order of ranks follows the position.
+NCCL takes one rank a device; with this several processes can share one GPU, for checks. Messages are cut into chunks of
+a few pinned slabs (`slabs`), two rounds under way at a time. Sums may round otherwise than NCCL's.
 """
 
 from __future__ import annotations
@@ -35,10 +33,7 @@ class StagedTransport(Around):
         self._under_way: deque[_StagedPending] = deque()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Post one grouped call (see `Transport.exchange`): two rounds of it, the others once it is waited for.
-
-        Calls complete in the order posted. Under the strict rules, by which plans are checked, no more is needed.
-        """
+        """Post two rounds of one grouped call, the others once it is waited for; calls complete in the order posted."""
         rounds = cut_into_rounds(sends, receives, self._slabs)
         if not rounds:
             return Done()

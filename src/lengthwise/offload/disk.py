@@ -1,8 +1,7 @@
-"""Activations in a file, on any machine: one thread writes, one reads, and the file has no name.
+"""Activations in a file without a name, on any machine: one thread writes, one reads.
 
-The file is unlinked as soon as it is open: the system frees it when the process ends, however it ends. Its room is
-reserved before it is written, so a full disk is found by who asks. Places are given one after the other and all taken
-back at the end of a microbatch. At most `leaving_bytes` wait in memory to be written, or one entry that is larger.
+The file is unlinked once open, so the system frees it however the process ends. Room is reserved before it is written.
+At most `leaving_bytes` wait in memory to be written, or one larger entry.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ _ALIGNMENT = 4096
 
 
 class DiskStore:
-    """An `ActivationStore` in a folder.
-
-    Raises:
-        MemoryShortage: no file can be made in the folder.
-    """
+    """An `ActivationStore` in a folder; MemoryShortage: no file can be made there."""
 
     def __init__(self, folder: Path, *, where: str) -> None:
         self._folder, self._where = folder, where
@@ -70,11 +65,7 @@ class DiskStore:
         return self._reader.submit(_read, self._file.fileno(), written, start, values)
 
     def wait_for(self, done: Future, size: int) -> object:
-        """Return the result of a thread, counting the wait.
-
-        Raises:
-            MemoryShortage: the disk failed.
-        """
+        """Return the result of a thread, counting the wait; MemoryShortage: the disk failed."""
         with self._waiting():
             try:
                 return done.result()

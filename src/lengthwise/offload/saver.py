@@ -1,11 +1,9 @@
 """What autograd saves of one microbatch, of which the first bytes, as many as its plan says, go to a store.
 
-1. Forward: each storage that autograd saves is one entry, however many tensors view it; entries go to the store in the
-   order in which they come, first layers first, until `offload_bytes` are there. Of the last one a part goes.
-2. Backward: entries come back in reverse order, as soon as `window_bytes` have room for them beside what is still kept.
-
-Parameters, buffers and tensors under 1 KB stay. A storage that later layers save again (rotary embeddings) comes back
-at once: it never left the device. Copies keep bits, layout and alignment, so gradients are bit for bit the same.
+Each storage is one entry, however many tensors view it; entries go out in forward until `offload_bytes` are there, the
+last one in part, and come back in reverse within `window_bytes`. Parameters, buffers and tensors under 1 KB stay, and
+storages that later layers save again (rotary embeddings). Copies keep bits, layout and alignment: gradients are the
+same.
 """
 
 from __future__ import annotations
@@ -67,9 +65,8 @@ class ActivationSaver:
     """The saved activations of one microbatch on one rank.
 
     store: where they go; None: nowhere, they are only counted. offload_bytes: how many shall go.
-    layer_bytes: of one layer; storages saved again after as many are not of one layer alone.
-    window_bytes: what backward may have on the device of entries that it has not come to yet.
-    stays: storages that are never offloaded, see `parameter_storages`.
+    layer_bytes: of one layer; a storage saved again after as many is shared by layers.
+    window_bytes: what may be loaded ahead of backward. stays: storages never offloaded, see `parameter_storages`.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Which blocks of attention a position computes against the keys of another one.
 
-Chunks have common borders, so without a window no mask is needed: own keys are one causal block; of a lower position
-both query chunks see the low chunk; of a higher one the high query chunk sees both. A sliding window drops the blocks
-outside it, trims those that its edge crosses so that no row is without a key, and cuts the diagonal into tiles.
+Chunks have common borders, so no mask is needed without a window: own keys are one causal block; of a lower position
+both query chunks see the low chunk; of a higher one the high query chunk sees both. A window drops, trims and tiles
+blocks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Queries:
 def block_tasks(queries: Queries, held: Sequence[Segment], *, owner: int, window: int | None) -> Iterator[BlockTask]:
     """Yield the blocks of one position's queries against the shard of position `owner`, diagonal ones first.
 
-    Shards list the low and the high chunk of each sequence. Offsets of keys are counted from the start of `held`.
+    Shards list the low and the high chunk of each sequence; offsets of keys count from the start of `held`.
     `window`: a query sees itself and the window - 1 tokens before it.
     """
     own, q_offset, kv_offset = queries.shard, 0, 0
@@ -89,10 +89,7 @@ def block_tasks(queries: Queries, held: Sequence[Segment], *, owner: int, window
 
 
 def positions_seeing(bounds: Sequence[int], owner: int, window: int) -> Iterator[int]:
-    """Yield the positions, some twice, with queries of a sequence that see keys of position `owner` and of no other.
-
-    `bounds` are the borders of its chunks, 2 x degree + 1. Cost: the chunks that a window spans.
-    """
+    """Yield positions, some twice, with queries that see keys of `owner`; `bounds`: its 2 x degree + 1 borders."""
     last = len(bounds) - 2
     for chunk in (owner, last - owner):
         stop = bounds[chunk + 1]

@@ -1,8 +1,7 @@
 """Which keys travel where along a ring: whose keys a position holds at which ring step, and how gradients return.
 
-Without a window keys go once round: at ring step t position j holds those of owner j - t, and gradients, one ring step
-behind, are back after ring step d. With a window keys travel both ways, `ahead` and `behind`, as far as anyone needs
-them (the high chunk of j - 1 needs those of j), and gradients return the way the keys came.
+Without a window keys go once round: at ring step t position j holds those of owner j - t, and gradients follow one step
+behind. With a window keys travel both ways, `ahead` and `behind`, as far as needed, and gradients return the same way.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class Move:
 class Forwarding:
     """How the shards of one ring travel.
 
-    `needed[owner]` holds the offsets o such that position owner + o has a block with the keys of `owner`. `goes_round`:
-    keys make a full turn, and gradients follow them to their owner.
+    needed: [owner], the offsets o such that position owner + o has a block with its keys. goes_round: keys make a full
+    turn.
     """
 
     degree: int
@@ -62,10 +61,7 @@ class Forwarding:
         return onward + ([(position + ring_step) % self.degree] if ring_step <= behind else [])
 
     def key_moves(self, ring_step: int, position: int | None = None) -> Iterator[Move]:
-        """Yield the keys that are sent while the blocks of `ring_step` are computed.
-
-        `position`: only what this one sends or receives.
-        """
+        """Yield the keys that are sent while the blocks of `ring_step` are computed, of `position` only if given."""
         for owner, way in self._travelling(position, ring_step, ring_step + 1):
             if self._last(owner, way) > ring_step:
                 yield self._move(owner, way * ring_step, way * (ring_step + 1), Content.KV)

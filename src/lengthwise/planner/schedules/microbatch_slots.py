@@ -82,7 +82,7 @@ class MicrobatchSlots:
                 self.rooms[first : first + bundle.degree, slot] -= bundle.held_tokens
 
     def targets(self, rank_seconds: float) -> Floats:
-        """Return what ranks may take in each slot beside rings, max(w x - taken, 0), to come to `rank_seconds` in all."""
+        """Return what ranks may take in each slot beside rings, max(w x - taken, 0), to come to `rank_seconds`."""
         opens = self.taken / self.weights
         order = np.argsort(opens, axis=1)
         opens, taken = np.take_along_axis(opens, order, axis=1), np.take_along_axis(self.taken, order, axis=1)
