@@ -119,11 +119,7 @@ def parameters_of(layout: FlatLayout, names: list[str], shapes: list[tuple[int, 
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Raises:
-        OutputError: there is none, or it is broken; names the file and the first thing wrong.
-    """
+    """Read the manifest of a checkpoint; OutputError: there is none, or it is broken, with the first thing wrong."""
     path = folder / NAME
     try:
         if path.is_symlink():

@@ -1,6 +1,5 @@
-"""`lengthwise demo`: the whole path on real data, in a few minutes on two cores.
+"""`lengthwise demo`: the whole path on the source of Python's own standard library, in minutes on two cores.
 
-The data is the source of Python's own standard library: long-tailed, and already on every machine that runs this.
 Every number is measured here or marked "model".
 """
 
@@ -86,11 +85,7 @@ class Demo:
 
 
 def fresh_folder(asked: Path | None) -> Path:
-    """Make the folder of this run; two demos never share one.
-
-    Raises:
-        OutputError: the folder asked for is there already, or none can be made.
-    """
+    """Make the folder of this run; OutputError: the one asked for exists, or none can be made."""
     from lengthwise.core.errors import OutputError
 
     stem = asked or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
@@ -109,10 +104,7 @@ def fresh_folder(asked: Path | None) -> Path:
 
 
 def write_run_file(folder: Path) -> Path:
-    """Write the demo's run file with the first seed whose every step holds 12K to 16K tokens.
-
-    A step takes whole files, so with most seeds some step is smaller; the demo wants steps that compare.
-    """
+    """Write the demo's run file with the first seed whose every step holds 12K to 16K tokens, for comparable steps."""
     from lengthwise.config import load_config
     from lengthwise.data import Batches, ByteTokenizer, load_dataset
 
@@ -209,11 +201,7 @@ def _open(model: Path, result: TrainResult, show: Show) -> bool:
 
 
 def train_static(run_file: Path, steps: int, *, ranks: int) -> Path:
-    """Train the first steps again with the planner `static`; return that run's folder.
-
-    Raises:
-        KeyboardInterrupt: a signal ended it early.
-    """
+    """Train the first steps with the planner `static`; return that folder. KeyboardInterrupt: a signal ended it."""
     from lengthwise.run.api import train
 
     overrides = ["planner=static", "output=static", f"steps={steps}"]
@@ -229,10 +217,7 @@ def read_metrics(folder: Path) -> Rows:
 
 
 def comparison_line(ours: Rows, static: Rows) -> str:
-    """Say how far the losses of the steps that both have are apart: a plan changes no result.
-
-    What a plan saves is left to the simulation, which has every method on its best mesh: this static mesh is untuned.
-    """
+    """Say how far the losses of common steps are apart: a plan changes no result."""
     pairs = list(zip(ours, static, strict=False))
     apart = max(abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in pairs)
     return f"losses of {counted(len(pairs), 'step')} agree to {apart:.0e}: plans change the time, not the result"

@@ -84,11 +84,7 @@ def refuse_recompute(recompute: str | None, capacity: object) -> None:
 
 
 def parse_speeds(text: str, where: str = "--speeds") -> list[float]:
-    """Read speeds as a user types them: `1,1,0.5`, runs like `8x1.0,8x0.6`, or the name of a JSON file with a list.
-
-    Raises:
-        ConfigError: an entry that is neither a number nor a run of one, or a file without a list of speeds.
-    """
+    """Read `1,1,0.5`, runs `8x1.0,8x0.6`, or a JSON file's name; ConfigError: no number, run or list of speeds."""
     from lengthwise.planner.problem.speeds import refuse_speeds
 
     if text.endswith(".json"):

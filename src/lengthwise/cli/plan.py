@@ -43,9 +43,9 @@ _NAMES = named_alike(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A command line that was read: `lengths` of a file, or None where a run file's data are still to be read.
+    """A command line that was read; `lengths`: None where a run file's data are not read yet.
 
-    `options` are complete but for the context, which hangs on the lengths.
+    The context is missing.
     """
 
     config: RunConfig | None

@@ -1,8 +1,7 @@
 """`lengthwise simulate`: what steps would take on machines that one does not have. Needs no torch and no GPU.
 
-A second run into the same folder takes the place of the first: traces of planners that are no longer in it go, because
-a reader could not tell them from those of this run. What an earlier run wrote is known from its simulation.json; files
-of these names without one are not ours, and the run is refused.
+A second run into a folder replaces the first, traces of other planners included, as its simulation.json lists them; a
+folder with such files but without that one is refused.
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ _MOST_COUNT = 10_000  # of batches, and of ranks in a trace; more take days, or 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A command line that was read; `known` is None where data are still to be read.
-
-    The question's context is that of the batches once they are drawn; `context_tokens`: what the user says of it.
-    """
+    """A command line that was read; `known`: None where data are not read yet. `context_tokens`: what the user gave."""
 
     planners: list[str]
     known: KnownLengths | None

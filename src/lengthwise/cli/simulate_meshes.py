@@ -1,7 +1,6 @@
 """On what `lengthwise simulate` runs: the machine, and its meshes: the best of each planner, or one for all.
 
-What is given on the command line stays as given for all planners; the rest is searched, for all alike, a planner in a
-process, all of which end with the command, however it ends.
+What the command line gives stays for all planners; the rest is searched, a planner in a process.
 """
 
 from __future__ import annotations
@@ -55,11 +54,7 @@ class Meshes:
     cost: Cost
 
     def compare(self, planners: Sequence[str], batches: Sequence[Sequence[int]]) -> list[Best]:
-        """Plan and simulate; a line says how far it is.
-
-        Raises:
-            LengthwiseError: no planner has a mesh that holds these sequences.
-        """
+        """Plan and simulate, with a line of progress; LengthwiseError: no planner has a mesh for these sequences."""
         from lengthwise.simulator import on_one_mesh, refuse_unheld
 
         if self.question.devices > _MANY_DEVICES:
@@ -120,7 +115,7 @@ class MeshChoices:
     ) -> Meshes | None:
         """Read all of it; None where something is wrong, which `problems` then holds.
 
-        `one_device`: whether ranks are of one device where nothing else is given, in place of a search.
+        one_device: whether ranks default to one device, in place of a search.
         """
         attempt, before = problems.attempt, len(problems.problems)
         for option, value in (("--tp", self.tp), ("--pp", self.pp)):
@@ -233,11 +228,7 @@ class MeshChoices:
 
 
 def search_meshes(planners: Sequence[str], batches: Sequence[Sequence[int]], question: MeshQuestion) -> list[Best]:
-    """Search for each planner; in as many processes as there are cores, where a fork is safe.
-
-    Raises:
-        MemoryShortage: a process was ended from outside, which the system does when memory runs out.
-    """
+    """Search for each planner, in a process a core where a fork is safe; MemoryShortage: one was ended from outside."""
     from lengthwise.simulator import best_mesh
 
     workers = min(os.cpu_count() or 1, len(planners))

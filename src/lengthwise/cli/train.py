@@ -94,11 +94,7 @@ class Train(RunOptions):
 
 
 def read_settings(path: Path, overrides: Sequence[Sequence[str]], ranks: int | None) -> RunConfig:
-    """Read a run file before torch is imported, which takes seconds: a typing error is reported at once.
-
-    Raises:
-        LengthwiseError: what the run file, the overrides and the number of ranks have wrong.
-    """
+    """Read a run file before torch is imported, which takes seconds; LengthwiseError: all that is wrong with it."""
     from lengthwise.config import load_config
 
     problems = Collector()

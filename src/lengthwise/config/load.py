@@ -23,11 +23,10 @@ _PATH_STARTS = ("./", "../", "/", "~")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read the run file at `path`.
+    """Read the run file at `path`; raise ConfigError for one problem and Problems for several.
 
-    `overrides` are `key=value` texts, such as `optimizer.lr=1e-3`, `data.0.path=other.jsonl` or
-    `global_batch={tokens: 4096}`, the value read as YAML. Relative paths, in overrides too, start from the run file's
-    folder. Raises ConfigError for one problem and Problems for several.
+    overrides: `key=value` texts, such as `optimizer.lr=1e-3`, `data.0.path=other.jsonl` or
+    `global_batch={tokens: 4096}`, values read as YAML. Relative paths start from the run file's folder.
     """
     path = Path(path)
     values, problems = parse_values(_read_text(path), str(path))

@@ -14,8 +14,8 @@ _MOST_DIGITS = 10  # of an index
 def apply_overrides(values: dict[str, object], overrides: Sequence[str]) -> list[ConfigError]:
     """Write each override into `values`, in order, the last one winning; return what could not be written.
 
-    The value is YAML. Keys are joined by dots; a number is the index of a list entry that exists. A section that is
-    missing is made, an unknown key written: the check of the whole reports it.
+    Keys are joined by dots; a number is the index of an existing list entry. Missing sections and unknown keys are
+    made.
     """
     problems: list[ConfigError] = []
     for override in overrides:

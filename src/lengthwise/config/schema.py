@@ -1,7 +1,6 @@
 """The settings of a run and the rules between them; the keys of a run file are exactly these fields.
 
-Types are strict: `steps: true` and `steps: 1.5` are errors, a whole number is fine where a number is asked. Each
-description says the unit and the default, because it is also the help a user reads when the value is wrong.
+Types are strict: `steps: true` is an error. Descriptions give unit and default: users read them beside a wrong value.
 """
 
 from __future__ import annotations

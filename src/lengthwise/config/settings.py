@@ -35,10 +35,7 @@ class Settings(BaseModel):
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
-        """Return what the type of one field cannot say, each with its key ("": the section) for the place.
-
-        `values` may be raw, and wrong in other ways too.
-        """
+        """Return the rules between fields that `values`, perhaps raw and wrong, break, by key ("": the section)."""
         del values
         return []
 

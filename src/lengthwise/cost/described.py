@@ -1,8 +1,7 @@
 """Measurements of one machine as a hardware description, to plan and simulate other models and clusters with.
 
-Arithmetic at the rates that the measured model reached, over the peak of the named device; block curve, overheads,
-links, copies and memory as measured. What one machine does not tell (links to other nodes, their size, loading) is that
-of the named description; `source` says which is which. Costs made from it are those of the fit, term by term.
+Arithmetic at the measured rates over the peak of the named device; what one machine does not tell (links to other
+nodes, loading) is that of the named description, which `source` says.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def hardware_from_measurements(
         ranks_per_node: devices of a node; None: as there. Its uplink grows with it.
 
     Raises:
-        ConfigError: measurements of adapters, whose arithmetic is another.
+        ConfigError: measurements of adapters.
     """
     if found.adapters is not None:
         expected, remedy = "measurements of a model that trains whole", "Profile without {lora}."

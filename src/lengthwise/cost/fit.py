@@ -1,14 +1,9 @@
 """From samples to coefficients: what `lengthwise profile` timed becomes the terms of a `Cost`.
 
-1. Blocks of the attention kernel give the curve of block sizes, bent until time and speed both grow with the size.
-2. Messages give each link's rate: seconds = latency + bytes / rate.
-3. Microbatches, on one rank and over rings, give seconds a squared token, a token, a microbatch and a ring step: least
-   squares of the relative error, no coefficient below 0. What of a ring's transfers attention does not hide is taken
-   off before, with the coefficients of the turn before.
-4. The same microbatches until backward begins give the shares of the forward pass.
-
-A term's relative error is its standard error over its value. Cost: milliseconds. After ByteScale (arXiv 2502.21231,
-section 5.1), which profiles the same terms.
+Blocks give the curve of block sizes, messages each link's rate, microbatches the seconds a squared token, a token, a
+microbatch and a ring step, by least squares of the relative error, none below 0; exposed transfers are taken off with
+the coefficients of the turn before. A term's relative error is its standard error over its value. After ByteScale
+(arXiv 2502.21231, section 5.1); docs/decisions/measured-costs.md.
 """
 
 from __future__ import annotations

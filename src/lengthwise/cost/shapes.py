@@ -21,9 +21,7 @@ _OWN_SHAPE = "or a model's folder or its config.json, by its path"
 
 
 def named_shape(name: str) -> ModelShape:
-    """Return the shape of a name of `SHAPE_NAMES`, or of a model by its folder or the path of its config.json.
-
-    Published models are known by their names on the hub, too: Qwen/Qwen3-8B, google/gemma-3-12b-it.
+    """Return the shape of a name of `SHAPE_NAMES`, a hub name (Qwen/Qwen3-8B), or a model's folder or config.json.
 
     Raises:
         ConfigError: unknown name (the nearest one is given), or a folder or file that is no model's.
@@ -70,9 +68,8 @@ _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", 
 def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> ModelShape:
     """Read the sizes from a Hugging Face config (llama, mistral, qwen3, gemma, mixtral and their like).
 
-    `name` is what reports call the model (default: the config's `model_type`). Of a model with pictures or sound the
-    `text_config` counts, of layers with sizes of their own the widest. With multi-head latent attention values are as
-    large as keys (they are filled up).
+    name: for reports (default: the config's `model_type`). `text_config` counts where there is one, of layers of
+    unequal size the widest; with multi-head latent attention values are as large as keys.
 
     Raises:
         ConfigError: a size that is missing or not a positive whole number.

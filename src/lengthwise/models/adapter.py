@@ -1,8 +1,7 @@
 """Run a Hugging Face model on the tokens that a plan put on this rank.
 
-Hugging Face lets an attention function be registered by name; extra keywords of `forward` reach it. Ours takes the
-microbatch's `PlannedAttention` that way, so a model needs no change and holds no state of ours. Positions are those of
-each sequence, so RoPE is right wherever a token is; no mask is ever made, because block tasks need none.
+Our attention function, registered by name, gets the microbatch's `PlannedAttention` as an extra keyword of `forward`,
+so a model needs no change. Positions are those of each sequence; block tasks need no mask.
 """
 
 from __future__ import annotations
@@ -61,11 +60,10 @@ def model_loss(
 ) -> Tensor:
     """Return the summed loss of this rank's tokens in one microbatch, in fp32 or wider.
 
-    All three tensors are (tokens,), in the order of `MicrobatchProgram.segments`; `shift_labels[t]` is what the model
-    should say after token t, -100 where it has no loss. `weights` (tokens,): what each loss counts; None: 1.
-    `hear_router` is given the router logits of the same tokens, (tokens, experts) of each layer that has a router; only
-    for models whose config says `output_router_logits`. Logits of all words are made for so many tokens that they are
-    `logits_at_once` (None: for all tokens at once).
+    All three tensors are (tokens,), in the order of `MicrobatchProgram.segments`; `shift_labels[t]` is the label after
+    token t, -100 without loss. `weights` (tokens,): what each loss counts; None: 1. `hear_router` is given the router
+    logits, (tokens, experts) of each layer with a router (`output_router_logits`). `logits_at_once`: logits of all
+    words to make at a time; None: all.
     """
     vocabulary: int = model.config.vocab_size  # type: ignore[union-attr, assignment]
     if logits_at_once is None or len(shift_labels) * vocabulary <= logits_at_once:
@@ -108,10 +106,7 @@ def run_chunk(
 
 
 def planned_output(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor) -> Any:
-    """Return the model's output for this rank's tokens, (tokens,) each: `logits` (1, tokens, vocabulary) and the rest.
-
-    What it has for every row is without the rows of padding.
-    """
+    """Return the model's output for this rank's (tokens,), without padding: `logits` (1, tokens, vocabulary) etc."""
     output = _run(model, planned, input_ids, position_ids)
     output.logits = output.logits[:, : planned.num_tokens]
     if output.get("hidden_states") is not None:
@@ -124,11 +119,7 @@ def planned_output(model: nn.Module, planned: PlannedAttention, input_ids: Tenso
 def run_planned(
     model: nn.Module, planned: PlannedAttention, call: Callable[[], Result], *, once: bool = True
 ) -> Result:
-    """Return what `call` does, which runs `model` by the plan, `once` or several times.
-
-    Raises:
-        ModelRefused: layers that did not attend through the plan.
-    """
+    """Return what `call` does, which runs `model` by the plan; ModelRefused: layers did not attend through it."""
     with sequence_lengths(model, planned.spans), _planned_forward():
         result = call()
     layers: int = model.config.num_hidden_layers - planned.layers_passed  # type: ignore[operator, union-attr]
@@ -150,7 +141,7 @@ def _run(
 ) -> Any:
     """Return the output of the model, or of its part `runs`.
 
-    Rows past `planned.num_tokens` are padding, with no loss.
+    Rows past `planned.num_tokens` are padding without a loss.
     """
     # Up to a multiple that suits the device, and at least one token: a ring of more ranks than tokens leaves some
     # without any, which still pass keys on, and Hugging Face cannot run on nothing.
@@ -221,10 +212,7 @@ def plain_output(model: nn.Module, input_ids: Tensor) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedMask:
-    """What Hugging Face would put into a mask beyond causality, in place of the mask.
-
-    `local_tokens` is a window or a chunk; `custom`: the model has a mask function of its own.
-    """
+    """What Hugging Face would mask beyond causality: a window or chunk, or by a `custom` function of the model."""
 
     local_tokens: int | None
     custom: bool

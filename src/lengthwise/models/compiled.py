@@ -1,12 +1,8 @@
 """`torch.compile` of decoder layers, with their attention left as it is: rings and packs are no graph.
 
-1. Each layer's own forward is compiled, inside of Hugging Face's wrap for checkpointing, so a second run in backward is
-   the compiled one, too, and saves the same tensors.
-2. The attention function is a break in it: what is before (norm, projections, RoPE) and after (projection, norm, MLP)
-   are graphs, shared by all layers alike.
-3. Token counts are symbols, so microbatches of other lengths are not traced again; one row is a class of its own.
-
-Costs some seconds a graph, once a process. Speed on a GPU: not measured. docs/decisions/compiled-layers.md.
+The layer's own forward is compiled, inside of Hugging Face's wrap for checkpointing; attention breaks it in two graphs.
+Token counts are symbols, one row a class of its own. Some seconds a graph, once a process; docs/decisions/compiled-
+layers.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """How a model computes, chosen once for a run: all that runs it (training, `verify`, profiles, memory) sees the same.
 
-The keys are those of the run file. What they change is speed and memory, never what is computed but by rounding. The
-attention kernel is chosen apart, because it is no part of the model; `compute_so` changes a model in place.
+The keys of the run file change speed and memory, and results by rounding alone. The attention kernel is chosen apart.
 """
 
 from __future__ import annotations
@@ -33,11 +32,7 @@ class Computing:
 
 
 def check_computing(config: Any, computing: Computing, *, dtype: torch.dtype, on_gpus: bool) -> None:
-    """Refuse, before any process starts, what a model of this Hugging Face config cannot compute so here.
-
-    Raises:
-        ConfigError: with what to set instead.
-    """
+    """Refuse what a model of this config cannot compute here, before any process starts, with a ConfigError."""
     needs = AttentionNeeds(dtype=dtype, head_dim=largest_head_dim(config), windowed=has_windows(config))
     check_attention(computing.attention, needs, on_gpus=on_gpus)
     if computing.compile and asks_for_dropout(config):
@@ -56,11 +51,7 @@ def choose_model_kernel(
     say: Callable[[str], None] | None = None,
     agree: Callable[[Faults], Faults] | None = None,
 ) -> BlockKernel:
-    """Return the attention kernel of a model on `device`; `say` reports which, and why. agree: as of `choose_kernel`.
-
-    Raises:
-        ConfigError: the one that the run file names cannot be used here, or none computes attention.
-    """
+    """Return the attention kernel of a model on `device`, by `choose_kernel`, with its arguments and errors."""
     heads, kv_heads = attention_heads(config)
     return choose_kernel(
         device,

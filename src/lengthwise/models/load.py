@@ -1,8 +1,7 @@
 """Find, build and save models: `tiny`, a local Hugging Face folder, or a hub name.
 
-The config is read without what it says of how to compute (attention, experts, fused layers): that is ours to choose,
-and Hugging Face would load native code from the hub by such a name. Weights are loaded whole or drawn from the seed.
-Remote code is never run.
+Configs are read without how to compute (attention, experts, fused layers), by which Hugging Face would load native
+code. Weights are loaded whole or drawn from the seed. Remote code is never run.
 """
 
 from __future__ import annotations
@@ -60,10 +59,10 @@ class ModelSource:
 def find_model(name: str, *, weights: Literal["load", "fresh"] | None = None) -> ModelSource:
     """Read the config of `tiny`, of a folder, or of a hub name, and look whether its weights are there.
 
-    `weights` is the key of the run file; None loads those that there are.
+    weights: the key of the run file; None: load those that exist.
 
     Raises:
-        ConfigError: there is no such model, its config cannot be read, or its weights cannot be loaded whole.
+        ConfigError: no such model, a config that cannot be read, or weights that cannot be loaded whole.
     """
     if name == TINY_MODEL:
         config, has_weights = tiny_config(), False
@@ -156,8 +155,8 @@ def tiny_config() -> LlamaConfig:
 def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NAME, stored: bool = True) -> nn.Module:
     """Build the model in fp32, or fp64 where its weights are: master weights are exact, flat buffers make it narrower.
 
-    Without weights the parameters are drawn from `seed`, the same on every rank and for every precision. `stored`:
-    False leaves the parameters on the meta device, and reads and draws nothing; buffers are there.
+    Without weights the parameters are drawn from `seed`, the same on every rank and for every precision. stored: False
+    leaves the parameters on the meta device, and reads and draws nothing.
 
     Raises:
         ConfigError: weights that cannot be read, or are not exactly those that the config asks for.
@@ -180,13 +179,7 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
 
 
 def check_weights(source: ModelSource) -> None:
-    """Refuse weights that `build_model` would refuse, before anything is started; no tensor is read.
-
-    Hugging Face needs accelerate for that, which peft brings; without it rank 0 tells the same when it reads them.
-
-    Raises:
-        ConfigError: as `build_model`.
-    """
+    """Raise what `build_model` would of weights, reading no tensor; without accelerate, left to rank 0."""
     if source.weights and is_accelerate_available():
         _load(source, device_map="meta")
 
@@ -240,11 +233,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def build_skeleton(config: Any) -> Any:
-    """Build the model of a Hugging Face config without storage: its layers can be looked at, at any size.
-
-    Raises:
-        ConfigError: no model can be built of it.
-    """
+    """Build the model of a Hugging Face config without storage, at any size; ConfigError: it cannot be built."""
     try:
         with torch.device("meta"):  # the copy: Hugging Face writes into the config
             return AutoModelForCausalLM.from_config(copy.deepcopy(config), experts_implementation=EXPERTS)
@@ -296,13 +285,7 @@ def plain_attention(source: ModelSource) -> str:
 
 
 def save_model(model: Any, folder: Path) -> None:
-    """Write config and safetensors that `from_pretrained` opens.
-
-    Parameters are views of one flat buffer; each is copied once, so that only tied ones share memory.
-
-    Raises:
-        OutputError: the folder cannot be written.
-    """
+    """Write config and safetensors for `from_pretrained`, only tied ones shared; OutputError: it cannot be written."""
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
     state = {}
     for name, tensor in model.state_dict().items():

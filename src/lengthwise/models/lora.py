@@ -1,9 +1,7 @@
 """LoRA through peft: low-rank adapters on a frozen base model, which a plan runs like any other model.
 
-peft puts its layers into the Hugging Face model in place, so attention, checkpointing and flat buffers see the same
-model as ever; saved is peft's own format. Costs r (inputs + outputs) parameters a matrix, in the flat buffers, and the
-base once a rank, in the compute dtype. peft takes 3 seconds to import: only where a run file asks for it. Hu et al.
-2021 (arXiv 2106.09685).
+peft changes the model in place and saves its own format. r (inputs + outputs) parameters a matrix, in the flat buffers,
+and the base once a rank, in the compute dtype. Importing peft takes 3 s. Hu et al. 2021 (arXiv 2106.09685).
 """
 
 from __future__ import annotations
@@ -40,9 +38,7 @@ _RUNNABLE = frozenset(
 
 
 def check_lora(source: ModelSource, lora: LoraConfig | None) -> int | None:
-    """Try the adapter, where one is asked for, on a model without storage, before any process starts.
-
-    Return how many parameters train in place of the model's own; None: all of the model's.
+    """Try the adapter on a model without storage; return how many parameters train instead of the model's (None: all).
 
     Raises:
         ConfigError: peft is not installed, the base has no weights, names that fit no layer, or an adapter that cannot
@@ -84,9 +80,9 @@ def build_adapted(
 ) -> nn.Module:
     """Build the model as `build_model` does, and freeze it under adapters where `lora` is given.
 
-    A starts from `seed`, the same on every rank, and B from zeros, or both from the saved adapter. `draws_both`: B is
-    drawn, too, for checks: as long as B is zero A has no gradient. `stored`: as for `build_model`; where it is False
-    the adapter's values mean nothing.
+    A starts from `seed`, the same on every rank, and B from zeros, or both from the saved adapter. draws_both: B is
+    drawn,
+    too, for checks: as long as B is zero A has no gradient. stored: as for `build_model`.
     """
     model = build_model(source, seed=seed, attention=attention, stored=stored)
     if lora is None:
@@ -102,11 +98,7 @@ def build_adapted(
 
 
 def save_adapter(model: Any, folder: Path) -> None:
-    """Write the adapter that `PeftModel.from_pretrained` opens on the base model, whose name it records.
-
-    Raises:
-        OutputError: the folder cannot be written.
-    """
+    """Write the adapter for `PeftModel.from_pretrained`, with its base's name; OutputError: it cannot be written."""
     config = copy.copy(model.peft_config[_ADAPTER])
     config.inference_mode = True
     settings = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}

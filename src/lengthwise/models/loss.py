@@ -1,11 +1,7 @@
 """The summed loss of a microbatch without its logits: they are made for a few tokens at a time, and dropped.
 
-1. The model runs once; its decoder's output is kept, and what follows in its `forward` sees one token only.
-2. That (head, scale, cap) runs again on chunks of the hidden states, in the model's own code.
-3. A chunk's loss and gradients are made at once; backward multiplies them by that of the loss.
-
-Costs no arithmetic more; memory for one chunk of logits and gradients of the head. After Liger Kernel (arXiv
-2410.10989), for heads of any kind.
+The decoder runs once; what follows it in the model (head, scale, cap) runs on chunks of the hidden states, whose loss
+and gradients are made at once. No more arithmetic. After Liger Kernel (arXiv 2410.10989), for heads of any kind.
 """
 
 from __future__ import annotations
@@ -23,10 +19,7 @@ from lengthwise.core.errors import ModelRefused
 
 
 def token_loss(logits: Tensor, shift_labels: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Sum the cross entropy of logits (tokens, vocab) in fp32, or fp64 under fp64 (Hugging Face's own stays fp32).
-
-    weights: what each token's counts, (tokens,); None: 1.
-    """
+    """Sum the cross entropy of logits (tokens, vocab) in fp32 or wider; `weights` (tokens,): of each, None: 1."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     if weights is None:
         return F.cross_entropy(logits.to(wide), shift_labels, ignore_index=-100, reduction="sum")
@@ -35,11 +28,7 @@ def token_loss(logits: Tensor, shift_labels: Tensor, weights: Tensor | None = No
 
 
 class DecoderOutput:
-    """Catches what the decoder of a model returns, and hands on one token of its hidden states.
-
-    Raises:
-        ModelRefused: the decoder of this family is not run once by its `forward`.
-    """
+    """Keeps what a decoder returns, and passes on one token; ModelRefused: `forward` does not run it once."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._decoder = model, model.get_decoder()  # type: ignore[operator]
@@ -64,9 +53,9 @@ class DecoderOutput:
             raise ModelRefused(where, expected=expected, got=f"{len(self._outputs)} runs", remedy="Set loss: whole.")
 
     def loss(self, shift_labels: Tensor, chunk_tokens: int, weights: Tensor | None = None) -> Tensor:
-        """Sum the loss of the first tokens, as many as `shift_labels` (tokens,) has, in fp32 or wider.
+        """Sum the loss of the first tokens, as many as `shift_labels` (tokens,), in fp32 or wider.
 
-        weights: as of `token_loss`.
+        `weights`: of `token_loss`.
         """
         hidden = self._outputs[0].last_hidden_state[0, : len(shift_labels)]
         outside = _outside(self._model, self._decoder) if torch.is_grad_enabled() else []

@@ -1,8 +1,7 @@
 """Name the layers of a model that a plan would compute wrongly, and what it would take to have them.
 
-The model is built on the meta device (its structure, no weights: a second or two, only for a model that is refused) and
-its modules are held against the kinds below, by class name. What no kind knows is reported by its attention layer:
-such a family may be exact and waits for its proof.
+The modules of the model on the meta device are compared with the kinds below, by class name; what no kind knows is
+reported by its attention layer, as not proved yet.
 """
 
 from __future__ import annotations

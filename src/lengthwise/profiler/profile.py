@@ -1,12 +1,8 @@
 """A profile, as one of its ranks: runs the parts of a step in turn, again and again, and fits what they took.
 
-1. Microbatches of doubling lengths, packs, rings and blocks run once each, as training runs them (`engine.step`), until
-   one takes too long; that also warms everything up.
-2. All of them and the messages and the step's end then take turns, so that a drift of the machine meets all alike.
-3. Every rank's seconds are shared; lower quartiles make the samples, `cost.fit` the coefficients.
-
-Costs `seconds`, and no memory beside that of training. On GPUs the device is waited for around each run; that
-path was not run on one yet.
+Microbatches of doubling lengths, rings and blocks warm up until one takes too long; then all take turns with messages
+and the step's end. Lower quartiles over ranks make the samples (`cost.fit`). Costs `seconds`, no memory beside that of
+training. Not run on a GPU yet, which is waited for around each run.
 """
 
 from __future__ import annotations
@@ -97,7 +93,7 @@ def profile(
 ) -> Measurements:
     """Measure a model on all ranks of a world; return the same on each.
 
-    `trained`: what has not made a step yet, and stays as it is to the bit; None: built from `source`. `store`: where
+    trained: what has not made a step yet, and stays as it is to the bit; None: built from `source`. store: where
     activations are offloaded to; None: copies are not measured.
 
     Raises:

@@ -91,7 +91,7 @@ def _chunk(step: int, chunks: int) -> int:
 
 
 def cut_layers(layer_seconds: Sequence[float], chunks: int, *, last_seconds: float = 0.0) -> list[range]:
-    """Cut layers into chunks, none empty, so that the slowest takes the least time; of equal cuts later ones are smaller.
+    """Cut layers into chunks, none empty, so that the slowest takes the least time; of equal cuts the last is smallest.
 
     last_seconds: what the last chunk takes beside its layers (the head and the loss). Costs chunks x layers^2.
     """

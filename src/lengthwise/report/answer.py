@@ -21,10 +21,7 @@ HEADS = ("", "step", "ratio", "memory", "settings")
 
 
 def answer_sentence(answer: Answer, unit: str = "tokens") -> str:
-    """Say what a step takes with Lengthwise and with the best other, and whether they can be told apart.
-
-    `unit`: what lengths were counted in; bytes are named as such.
-    """
+    """Say what a step takes with Lengthwise and the best other, if they can be told apart; `unit`: of lengths."""
     ours, other = answer.ours, answer.best_other
     counted_in = "bytes" if unit == "bytes" else "tokens"
     where = f"{answer.devices} x {answer.hardware}, {tokens_text(answer.batch_tokens)} {counted_in} a step"

@@ -36,8 +36,7 @@ def bar_chart(
 ) -> str:
     """Draw one bar a value over an axis in percent; values are shares, 0 to 1, `tips` are shown on hovering.
 
-    `labels`: of the borders of the bars, one more than these. `marks`: further shares, one a bar, each drawn as a line
-    over it.
+    labels: of the borders of the bars, one more than these. marks: further shares, a line over each bar.
     """
     tallest = max((*values, *marks), default=0.0) or 1.0
     tick = next((each for each in (0.01, 0.05, 0.1) if tallest <= 5 * each), 0.2)

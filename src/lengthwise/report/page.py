@@ -1,7 +1,4 @@
-"""A simulation as one HTML file (`html`): step times first, then lengths, ranks a sequence, and devices over time.
-
-Everything that comes from outside (names of files and planners) is escaped.
-"""
+"""A simulation as one HTML file (`html`): step times, lengths, ranks a sequence, and devices over time; all escaped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A simulation as tables for the terminal, as JSON for tools, and as plain sentences.
 
-Each planner appears twice where that differs: on the best mesh that the engine of this version runs, which comes first,
-and on the best of all that were tried.
+A planner has two entries where they differ: its best mesh that this engine runs, then the best of all.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def simulation_tables(found: Sequence[Best]) -> list[ColumnTable]:
 def simulation_json(found: Sequence[Best], facts: dict[str, Any]) -> dict[str, Any]:
     """Write all figures, those of single batches too; ratios are of all ranks' time, times in seconds.
 
-    `planners`: on the best mesh of each; `trained_today`: on the best that the engine of this version runs.
+    planners: on the best mesh of each; trained_today: on the best that the engine of this version runs.
     """
     planned = [each.any_mesh for each in found if each.any_mesh is not None]
     today = [each.today for each in found if each.today is not None]
@@ -162,11 +161,8 @@ def remarks(
 ) -> list[str]:
     """Say what the tables do not: who needs more memory than a device has, and who has no mesh.
 
-    Args:
-        found: by planner.
-        device_bytes: memory of a device.
-        names: what the user typed for names of the library, as for `LengthwiseError.render`.
-        may_train: whether any mesh that was asked for could be trained.
+    names: what the user typed for library names (`LengthwiseError.render`). may_train: whether any mesh could be
+    trained.
     """
     said = []
     full = [
@@ -230,10 +226,7 @@ def closing_sentences(
     unit: str = "tokens",
     model_error: float = MODEL_ERROR,
 ) -> str:
-    """Say what a step takes with our planner as it trains today, and what it saves over the best other plan.
-
-    Ours is `lengthwise`, or the last planner. It is said how far model and batches may be off, and where no gain can be
-    told, or there is none, that is what is said.
+    """Say what a step takes with our planner (or the last), as it trains today, and what it saves over the best other.
 
     Args:
         found: by planner.

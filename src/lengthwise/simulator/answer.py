@@ -1,12 +1,8 @@
 """The short answer of a simulation: what people use today, each at its own best settings, against Lengthwise.
 
-Four ways to train on the same devices, none with tensor parallelism or stages: FSDP2 with padding, with packing, and
-with one size of ring for all packs (context parallelism as trainers have it), in lock-step (`rivals`); and Lengthwise
-with whole parameters on each rank (zero1), or sharded ones in lock-step, over all ranks (zero3) or those of a node
-(hybrid), the best of these. Waves of hybrid are priced as if all nodes ran in lock-step, which is the most they take.
-
-Settings are tried on the batch of most work: recomputation, what a device holds in a microbatch, sequences of a padded
-one, size of the rings; the best of them then runs all batches. Cost: a few seconds for 8 devices.
+Without tensor parallelism or stages: FSDP2 with padding, with packing, and with one size of ring, in lock-step
+(`rivals`); and Lengthwise with zero1, zero3 or hybrid, the best of these (hybrid as if all nodes ran in lock-step).
+Settings are tried on the batch of most work; the best run all batches. A few seconds for 8 devices.
 """
 
 from __future__ import annotations
@@ -51,9 +47,8 @@ LAYOUTS = ("zero1", "zero3", "hybrid")  # of parameters over the ranks
 class Settings:
     """How one way trains; what does not concern it is None.
 
-    recompute: a kind of recomputation. capacity_tokens: what a device may hold in a microbatch. size, by_length: of
-    padded microbatches. degree: of all its rings. sorted: packs run longest first, not as they come. layout: of
-    Lengthwise's parameters.
+    recompute: a kind of recomputation. capacity_tokens: of a device and microbatch. size, by_length: of padded
+    microbatches. degree: of all its rings. sorted: packs run longest first. layout: of Lengthwise's parameters.
     """
 
     recompute: str
@@ -77,10 +72,10 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One way to train. step_seconds: entry i of batch i; empty: it holds no such sequences, and `refusal` says why.
+    """One way to train. step_seconds: entry i of batch i; empty: it cannot hold the sequences, see `refusal`.
 
-    memory_bytes: peak of the fullest device, by formula. stretches: of the first batch. degrees: its pairs of a
-    sequence's tokens and the ranks that share it, each pair once; of ours alone.
+    memory_bytes: peak of the fullest device, by formula. stretches: of the first batch. degrees: its distinct pairs of
+    a sequence's tokens and ranks, for Lengthwise alone.
     """
 
     name: str
@@ -101,10 +96,9 @@ class Row:
 class Answer:
     """The rows of ways that exist on these devices, ours last.
 
-    layouts: the rows of Lengthwise at each layout that exists here, in the order of `LAYOUTS`. auto: the one that
-    `shard: auto` takes; "": none fits. sorted_seconds: what the quickest FSDP2 row with packs would take, mean of
-    batches, if packs of like work ran side by side, which is no trainer's habit; None: none fits. kernel: whose speed
-    of attention was taken.
+    layouts: Lengthwise at each layout, in the order of `LAYOUTS`. auto: the one of `shard: auto`; "": none fits.
+    sorted_seconds: of the quickest FSDP2 row with packs, mean of batches, if packs of like work ran side by side, which
+    no trainer does; None: none fits. kernel: whose speed of attention was taken.
     """
 
     rows: tuple[Row, ...]
@@ -131,9 +125,9 @@ class Answer:
 class Question:
     """What is asked: a model on so many devices of a hardware.
 
-    adapters: parameters that train in place of the model's own (LoRA); None: all train. capacity_tokens: what a device
-    may hold, with the kinds of recomputation that leave so much, or with all where none does. kinds: that may be tried;
-    None: all. cost: measured ones, in place of those made from the hardware.
+    adapters: parameters that train in place of the model's own (LoRA); None: all train. capacity_tokens: of a device,
+    with the kinds of recomputation that leave so much. kinds: that may be tried; None: all. cost: measured; None: by
+    hardware.
     """
 
     shape: ModelShape
@@ -356,11 +350,7 @@ class OurStep:
 
 
 def run_ours(tokens: Sequence[int], settings: Settings, question: Question, *, offload: str = "off") -> OurStep:
-    """Plan and simulate one batch of lengths with Lengthwise at these settings.
-
-    Raises:
-        PlanError: it cannot be held, or, with offload, needs more memory than a device has.
-    """
+    """Plan and simulate one batch with Lengthwise at these settings; PlanError: a device cannot hold it."""
     layout = settings.layout or "zero1"
     options = PlanOptions(
         mode="free" if layout == "zero1" else "waves", recompute=settings.recompute, layers=question.shape.layers,

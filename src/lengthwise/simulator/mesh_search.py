@@ -1,14 +1,8 @@
 """The best mesh of each planner, searched alike for all: what a competent user would have found by trying.
 
-For each planner, on the batch of most work:
-
-1. every number of tensor-parallel devices that memory allows, ranks holding all that fits, then half of it and so on,
-   until two in a row end no sooner;
-2. from the best, twice the stages, while that ends sooner.
-
-Those within 3 % of the best, two at most, run all batches; the least mean is taken. A mesh whose arithmetic alone takes
-longer than the best so far is not planned, nor are other batches with a kind of recomputation that ended half as late
-again as the best there. Cost: three to thirty plans a planner.
+On the batch of most work: every number of tensor-parallel devices that fits, at capacities halved until two in a row
+end no sooner; then twice the stages while that ends sooner. Those within 3 % of the best, two at most, run all batches.
+Hopeless meshes and kinds of recomputation are skipped. Three to thirty plans a planner.
 """
 
 from __future__ import annotations
@@ -76,11 +70,7 @@ def best_meshes(
     *,
     progress: Callable[[str, Mesh, int], None] = _say_nothing,
 ) -> list[Best]:
-    """Do `best_mesh` for each planner.
-
-    Raises:
-        LengthwiseError: no planner has a mesh that holds these sequences.
-    """
+    """Do `best_mesh` for each planner; LengthwiseError: none has a mesh that holds these sequences."""
     found = [best_mesh(planner, batches, question, progress=progress) for planner in planners]
     refuse_unheld(found)
     return found

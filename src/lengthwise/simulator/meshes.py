@@ -1,7 +1,6 @@
 """The meshes that a planner may be given, what is asked of them, and what was found on one.
 
-A mesh is how many devices make a rank (tensor x pipeline stages) and how many tokens a rank may hold; each planner
-chooses context parallelism, heads, offload and recomputation within it.
+A mesh: devices of a rank (tensor x pipeline stages) and its tokens; planners choose the rest within it.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ class MeshQuestion:
     """What is asked: a model on so many devices of a hardware, and the meshes that may be tried.
 
     tensors, stages: of a rank, ascending. kinds: of recomputation, chosen for each step. capacity_tokens: of a rank
-    (default: what fits, by estimate); takes_capacity: whatever the estimate says. heads, offload: what planners may
-    choose. cost: of ranks of one device, measured (default: made from the hardware). mode, virtual: of `PlanOptions`
-    (default: `pipeline` for ranks of several stages, else `free`). context_tokens, loader: of `Setting`.
+    (default: what fits); takes_capacity: whatever the estimate says. heads, offload: what planners may choose.
+    cost: of ranks of one device, measured (default: by hardware). mode, virtual: of `PlanOptions` (default: `pipeline`
+    for ranks of several stages, else `free`). context_tokens, loader: of `Setting`.
     """
 
     shape: ModelShape
@@ -75,8 +74,9 @@ class MeshQuestion:
         """Return what is simulated on a mesh.
 
         Raises:
-            ConfigError: weights and optimizer leave no room on it, or less than the capacity that is given, by
-                estimate, or the mesh does not fit model or node.
+            ConfigError: no room beside weights and optimizer, or less than the given capacity, or a mesh that does not
+                fit
+                model or node.
         """
         ranks = self.devices // mesh.devices
         cost = self.cost or all_terms_cost(self.shape, self.hardware, tensor=mesh.tensor, stages=mesh.stages)
@@ -175,8 +175,7 @@ class Found:
 class Best:
     """The best that a planner can do: on the meshes that the engine runs, and on all; tried: plans made for it.
 
-    today, any_mesh: None where no such mesh holds these sequences; refusal, refusal_today: why, of the last of all
-    meshes, and of the last that the engine runs, that did not; or of the first that a device is too small for.
+    today, any_mesh: None where no such mesh holds these sequences; refusal, refusal_today: why the last one did not.
     """
 
     planner: str
@@ -201,11 +200,7 @@ def found_on(
     question: MeshQuestion,
     plan_each: PlanStep = plan_step,
 ) -> Found:
-    """Run batches of one planner on one mesh, whose setting it is; `plan_each`: as for `plan_recomputed`.
-
-    Raises:
-        LengthwiseError: of `plan_step`.
-    """
+    """Run batches of one planner on one mesh, whose setting it is; `plan_each`: as for `plan_recomputed`."""
     options = question.options(mesh)
     (result,) = compare_planners(
         [planner], batches, setting, progress=lambda *_: None, options=options, plan_each=plan_each

@@ -1,9 +1,8 @@
 """Clocks of the ranks of a microbatch through its passes: blocks, grouped transfers, copies.
 
-As in `attention.planned`, a rank posts the grouped call of a ring step, computes its blocks and waits. A transfer
-starts when both sides have posted it and takes the latency of its link and its bytes; pieces of a rank share its link,
-ranks of a node its uplink. Two layers are run, the others take as long as the second. Cost: a few array operations a
-ring step and pass.
+As in `attention.planned`, a rank posts a ring step's grouped call, computes its blocks and waits. A transfer starts
+when both sides have posted it; pieces share their rank's link, ranks their node's uplink. Two layers are run, the
+others take as long as the second.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ _NO_NODES = np.zeros((1, 1), dtype=np.int64)  # of rings that share no uplinks: 
 class MicrobatchClocks:
     """Seconds of each rank of a microbatch, in the order of `ranks`, counted from its common start.
 
-    forward: when the forward pass is done. total: when the backward pass is. compute: of these, arithmetic
-    and overhead. copied: time by which copies to and from the host hold a rank up.
+    forward, total: when the forward pass and all is done. compute: arithmetic and overhead. copied: waits for copies.
     """
 
     ranks: tuple[int, ...]
@@ -69,10 +67,7 @@ def microbatch_clocks(microbatch: Microbatch, tokens: Sequence[int], cost: Cost)
 
 
 def ring_clocks(microbatches: Sequence[Microbatch], tokens: Sequence[int], cost: Cost) -> list[MicrobatchClocks]:
-    """Run microbatches of one piece each, of the same degree, heads, offload and kind of recomputation.
-
-    Ranks of each start together; messages take their links alone, so nodes must not share uplinks.
-    """
+    """Run microbatches of one piece each, alike in degree, heads, offload and recomputation, on links of their own."""
     positions = microbatches[0].pieces[0].degree // microbatches[0].pieces[0].heads
     most = max(1, _AT_ONCE // positions**2)
     parts = (microbatches[first : first + most] for first in range(0, len(microbatches), most))

@@ -1,9 +1,8 @@
 """A plan and its costs -> the timeline of one step.
 
-The plan's global order is walked with a clock a rank, as `planner.score` does; how long a ring keeps each of its ranks
-comes from its ring steps (`rounds`). Pipelines run interleaved 1F1B (`program.stage_order`); microbatches that share an
-uplink slow each other down (`contention`). Not simulated: variance of kernels, congestion beyond the uplinks,
-activations and rings sharing a link, the order of copies on the host.
+A clock a rank walks the plan's order, as in `planner.score`, with pieces from their ring steps (`rounds`), interleaved
+1F1B (`program.stage_order`) and shared uplinks (`contention`). Not simulated: variance of kernels, congestion beyond
+the uplinks, activations and rings sharing a link, the order of copies on the host.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ def simulate_plan(plan: Plan, cost: Cost) -> Timeline:
     """Simulate one step of a plan of any planner; `waves` run in lock-step, and `cost` says how many stages a rank has.
 
     Raises:
-        PlanError: a pipeline of other stages than the costs', shares together with split heads, ranks of unequal
-            speed, or features that `cost` does not hold.
+        PlanError: another number of stages, shares with split heads, unequal speeds, or features that `cost` lacks.
     """
     if not features_of(plan) <= SIMULATOR:
         expected, got = "ranks of one speed, all that is simulated", "a plan for unequal ranks"

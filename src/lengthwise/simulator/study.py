@@ -1,8 +1,6 @@
 """Planners compared on the same batches, simulated: step times, their spread, and how near the ideal they come.
 
-The ideal of a batch is its arithmetic at the efficiencies of the hardware, spread evenly over all devices: blocks as
-large as can be, no overhead, nothing sent, reduced or waited for. Ideal seconds over step seconds is 1 where a step
-loses nothing, whatever its lengths, mesh and planner.
+The ideal of a batch is its arithmetic in the largest blocks, spread evenly over all devices, with nothing to wait for.
 """
 
 from __future__ import annotations
@@ -35,10 +33,9 @@ class TooLarge(PlanError):  # noqa: N818 - the name says what happened
 class Setting:
     """What is simulated: a model on so many ranks of a hardware, `devices` of it a rank.
 
-    `context_tokens` sizes the mesh of planners with a fixed one, and is the longest that a sequence may be. `loader` is
-    one of `simulator.loading.LOADERS`. `capacities`: tokens of a rank for each kind of recomputation that a step may
-    choose (default: none, with the capacity of the cluster). `must_fit`: plans that need more memory than a device has,
-    by the formulas of `cost.memory`, are refused.
+    context_tokens: sizes the mesh of planners with a fixed one; no sequence is longer. loader: of
+    `simulator.loading.LOADERS`. capacities: tokens of a rank by kinds of recomputation that a step may choose (default:
+    none, with the cluster's). must_fit: refuse plans that need more memory than a device has (`cost.memory`).
     """
 
     shape: ModelShape
@@ -61,9 +58,9 @@ class Setting:
 class SimulatedStep:
     """One planner on one batch: times in seconds, ratios of all ranks' time, memory of the fullest device in bytes.
 
-    loader_seconds: of the step, what all ranks wait for their data. bound_seconds: of the plan, without step's end.
-    ideal_seconds: of the batch on these devices. recompute: the kind that the plan has, or chose. most_degree,
-    most_heads, most_offload: of any of its pieces and microbatches. features: that the plan uses.
+    loader_seconds: what all ranks wait for data. bound_seconds: of the plan, without step's end. ideal_seconds: of the
+    batch on these devices. recompute: the plan's kind. most_degree, most_heads, most_offload: of any piece or
+    microbatch. features: that the plan uses.
     """
 
     step_seconds: float
@@ -137,8 +134,7 @@ def compare_planners(
 ) -> list[PlannerResult]:
     """Plan and simulate every batch, the lengths of a step, with every planner; before each, call `progress`.
 
-    `options` are the same for all planners; planner, layers and context are those of this comparison. `plan_each`: as
-    for `plan_recomputed`.
+    options: the same for all planners; planner, layers and context are set here. plan_each: as for `plan_recomputed`.
 
     Raises:
         LengthwiseError: of `plan_step`; sequences longer than the context or than the cluster holds are named.
@@ -238,10 +234,7 @@ def _simulate_step(
 
 
 def ideal_seconds(tokens: Sequence[int], setting: Setting) -> float:
-    """Return the arithmetic of a batch, in blocks as large as can be, spread evenly over all devices.
-
-    At the efficiencies of the hardware, or, with one device a rank, of the costs: they may have been measured.
-    """
+    """Return the arithmetic of a batch, in the largest blocks, spread evenly; with one device a rank, of the costs."""
     cost = analytic_cost(setting.shape, setting.hardware)
     if setting.devices == 1:
         compute = {"quadratic_seconds": setting.cost.quadratic_seconds, "linear_seconds": setting.cost.linear_seconds}
@@ -303,8 +296,8 @@ def _memory_bytes(plan: Plan, timeline: Timeline, setting: Setting) -> float:
 class Gain:
     """How much sooner one planner ends than another: `ratio` of mean step seconds over the same batches.
 
-    Between `low` and `high` the simulation cannot tell: the error of the model, a share of the ratio, and two standard
-    errors of the ratio over the batches (linearised; nothing is known of them from one batch).
+    Between `low` and `high` the simulation cannot tell: the model's error, a share of the ratio, and two standard
+    errors over the batches.
     """
 
     ratio: float
