@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from lengthwise.data import Dataset
     from lengthwise.run.callbacks import TrainResult
     from lengthwise.run.check import Check
+    from lengthwise.simulator import WayRow
 
+KEY = "# whole sequences, = parts of sequences that GPUs share, . waiting"
 Show = Callable[..., None]
 Rows = Sequence[dict[str, Any]]
 _MODEL, _GPUS, _STEP_TOKENS, _LONGEST = "qwen3-8b", 8, 1 << 20, 128 * 1024
@@ -227,7 +229,6 @@ def simulated_lines(lengths: Sequence[int]) -> Iterator[str]:
     """Simulate one step of an 8B model on 8 H100s from these lengths, as `lengthwise simulate` does; draw its GPUs."""
     from lengthwise.cost import named_hardware, named_shape
     from lengthwise.report.answer import answer_notes, answer_sentence, answer_table
-    from lengthwise.report.ranks import KEY, gpu_lines
     from lengthwise.simulator import Question, answer
 
     step = _first_step([each for each in lengths if each <= _LONGEST])
@@ -249,3 +250,18 @@ def _first_step(lengths: Sequence[int]) -> list[int]:
     ordered = sorted(lengths)
     every = max(1, -(-sum(ordered) // _STEP_TOKENS))
     return ordered[every - 1 :: every]
+
+
+def gpu_lines(row: WayRow, gpus: Sequence[int], *, most_seconds: float, width: int = 60) -> list[str]:
+    """Draw one line a GPU, `width` characters for `most_seconds`; a character is what the middle of its time holds."""
+    import numpy as np
+
+    middles = (np.arange(width) + 0.5) * most_seconds / width
+    lines = []
+    for gpu in gpus:
+        drawn = np.where(middles < row.step_seconds[0], ".", " ")
+        for each in row.stretches:
+            if each.rank == gpu:
+                drawn[(middles >= each.start) & (middles < each.end)] = "=" if each.kind == "ring" else "#"
+        lines.append(f"GPU {gpu:>{len(str(max(gpus)))}} |{''.join(drawn.tolist()).rstrip()}|")
+    return lines

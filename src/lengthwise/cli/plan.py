@@ -42,7 +42,7 @@ _NAMES = named_alike(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PlanInput:
     """A command line that was read; `lengths`: None where a run file's data are not read yet.
 
     The context is missing.
@@ -148,7 +148,7 @@ class PlanCommand:
             names = {**names, "capacity_tokens": "capacity_tokens"}
         return {**names, "model": "--model-shape"} if self.model_shape else names
 
-    def _read(self) -> Asked:
+    def _read(self) -> PlanInput:
         from lengthwise.data.recipes import lengths_from_file
 
         problems = Collector()
@@ -178,7 +178,7 @@ class PlanCommand:
         problems.raise_all()
         assert cost is not None, "what has no costs has a problem"
         assert capacities is not None, "what has no capacity has a problem"
-        return Asked(
+        return PlanInput(
             config=config,
             lengths=lengths,
             shape=shape,
@@ -307,7 +307,7 @@ class PlanCommand:
         stages = 1 if self.stages is None else self.stages
         return costs(shape, hardware, stages=stages)
 
-    def _lengths(self, asked: Asked) -> tuple[list[int], int | None]:
+    def _lengths(self, asked: PlanInput) -> tuple[list[int], int | None]:
         config, shape = asked.config, asked.shape
         if config is None:
             assert asked.lengths is not None, "one of the two was checked to be given"

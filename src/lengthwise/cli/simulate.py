@@ -50,7 +50,7 @@ _MOST_COUNT = 10_000  # of batches, and of ranks in a trace; more take days, or 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SimulationInput:
     """A command line that was read; `known`: None where data are not read yet. `context_tokens`: what the user gave."""
 
     planners: list[str]
@@ -204,7 +204,7 @@ class Simulate:
         more = ": all meshes of these were tried" if self.all else ", or --all for several devices a rank"
         return f"Use more --gpus{more}"
 
-    def _read(self) -> Asked:
+    def _read(self) -> SimulationInput:
         from lengthwise.simulator import LOADERS
 
         problems = Collector()
@@ -235,7 +235,9 @@ class Simulate:
         if not (planners and meshes):
             raise AssertionError("what is None or empty was reported")
         wanted = wanted or _TOKENS_A_DEVICE * meshes.question.devices
-        return Asked(planners=planners, known=lengths, wanted_tokens=wanted, context_tokens=context, meshes=meshes)
+        return SimulationInput(
+            planners=planners, known=lengths, wanted_tokens=wanted, context_tokens=context, meshes=meshes
+        )
 
     def _known_lengths(self) -> KnownLengths | None:
         """Return lengths that need no reading of data; refuse data that are not there."""
@@ -262,7 +264,7 @@ class Simulate:
             raise ConfigError("--planners", expected="each planner once", got=got, remedy=remedy)
         return names
 
-    def _taking_part(self, asked: Asked, batches: list[list[int]]) -> list[str]:
+    def _taking_part(self, asked: SimulationInput, batches: list[list[int]]) -> list[str]:
         """Return the planners; FlexSP, where not named, if its program is small. PlanError: named, but too large."""
         from lengthwise.planner.baselines.flexsp import is_solvable, refuse_large
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lengthwise.core.shape import ModelShape
     from lengthwise.cost import Cost, Hardware
     from lengthwise.planner import PlanOptions
-    from lengthwise.simulator import Best, Mesh, MeshQuestion
+    from lengthwise.simulator import Best, MeshQuestion, RankMesh
 
 MESHES = ("best", "same")
 _TOLD_EVERY_SECONDS = 0.2
@@ -50,7 +50,7 @@ class Meshes:
     """
 
     question: MeshQuestion
-    same: Mesh | None
+    same: RankMesh | None
     cost: Cost
 
     def compare(self, planners: Sequence[str], batches: Sequence[Sequence[int]]) -> list[Best]:
@@ -143,7 +143,7 @@ class MeshChoices:
         described: tuple[ModelShape, Hardware, Cost],
         one_device: bool,
     ) -> Meshes:
-        from lengthwise.simulator import Mesh, MeshQuestion, stages_to_try, tensors_to_try
+        from lengthwise.simulator import MeshQuestion, RankMesh, stages_to_try, tensors_to_try
 
         shape, hardware, cost = described
         is_same, is_one_device = self.mesh == "same", self.measurements is not None
@@ -168,7 +168,7 @@ class MeshChoices:
             offload=planning.offload or ("off" if is_same else "auto"), mode=planning.mode, virtual=planning.virtual,
             cost=cost if is_one_device else None,
         )  # fmt: skip
-        same = Mesh(tensor=tensors[0], stages=stages[0], heads=question.heads, offload=question.offload)
+        same = RankMesh(tensor=tensors[0], stages=stages[0], heads=question.heads, offload=question.offload)
         return Meshes(question=question, same=same if is_same else None, cost=cost)
 
     def options(self, planning: PlanChoices) -> PlanOptions:
@@ -236,7 +236,7 @@ def search_meshes(planners: Sequence[str], batches: Sequence[Sequence[int]], que
         return _searched_in_processes(workers, planners, batches, question)
     with showing("planning", sys.stderr) as phases:
 
-        def tell(planner: str, mesh: Mesh, tried: int) -> None:
+        def tell(planner: str, mesh: RankMesh, tried: int) -> None:
             place = f"planner {planners.index(planner) + 1} of {len(planners)}"
             phases.note(f"{place}, {planner}: {_doing(mesh, tried)}")
 
@@ -303,5 +303,5 @@ def _search_and_tell(planner: str) -> Best:
     )
 
 
-def _doing(mesh: Mesh, tried: int) -> str:
+def _doing(mesh: RankMesh, tried: int) -> str:
     return f"plan {tried + 1} (TP {mesh.tensor}, PP {mesh.stages}, {mesh.capacity_share:g} of what fits)"

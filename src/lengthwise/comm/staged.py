@@ -1,19 +1,23 @@
 """A transport through host memory: what lies on a GPU is copied out, sent from there, and copied in again.
 
 NCCL takes one rank a device; with this several processes can share one GPU, for checks. Messages are cut into chunks of
-a few pinned slabs (`slabs`), two rounds under way at a time. Sums may round otherwise than NCCL's.
+a few pinned slabs (`Slabs`), two rounds under way at a time. Sums may round otherwise than NCCL's.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 
+import torch
 from torch import Tensor
 
-from lengthwise.comm.slabs import Round, Slabs, cut_into_rounds
 from lengthwise.comm.transport import Around, Done, Key, Message, Pending, Transport, lies_on_a_device
 
+SLAB_BYTES = 8 << 20  # copies of that size run at full speed
+MOST_SLABS = 16
 _ROUNDS_UNDER_WAY = 2
 
 
@@ -126,7 +130,7 @@ class StagedTransport(Around):
             if not pending.post():
                 return
 
-    def _post(self, each: Round) -> _RoundUnderWay:
+    def _post(self, each: ChunkRound) -> _RoundUnderWay:
         sends = [(self._copied_out(tensor) if self._stages(tensor) else tensor, peer) for tensor, peer in each.sends]
         rooms = [self._slabs.take(tensor) if self._stages(tensor) else tensor for tensor, _ in each.receives]
         receives = [(room, peer) for room, (_, peer) in zip(rooms, each.receives, strict=True)]
@@ -151,7 +155,7 @@ class _RoundUnderWay:
 class _StagedPending:
     """A grouped call with some rounds under way and others not posted."""
 
-    def __init__(self, transport: StagedTransport, rounds: Sequence[Round], *, on_gpu: bool) -> None:
+    def __init__(self, transport: StagedTransport, rounds: Sequence[ChunkRound], *, on_gpu: bool) -> None:
         self._transport, self._on_gpu = transport, on_gpu
         self._to_post, self._posted = deque(rounds), deque[_RoundUnderWay]()
 
@@ -175,3 +179,75 @@ class _StagedPending:
                 transport._slabs.give(host)
             for tensor, host in done.arrivals:
                 transport._copy_in(tensor, host)
+
+
+class Slabs:
+    """At most `most` pinned slabs of `slab_bytes` each, made when they are first needed."""
+
+    def __init__(
+        self,
+        *,
+        slab_bytes: int = SLAB_BYTES,
+        most: int = MOST_SLABS,
+        pin: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        self.slab_bytes = slab_bytes
+        self._most, self._pin = most, pin or _pinned
+        self._pinned = 0
+        self._free: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}
+
+    def take(self, like: Tensor) -> Tensor:
+        """Return room for the elements of a tensor, in one dimension; at most a slab."""
+        size = like.numel() * like.element_size()
+        assert size <= self.slab_bytes, f"{size} bytes do not fit a slab of {self.slab_bytes}"
+        if not self._free and self._pinned == self._most:
+            return torch.empty(like.numel(), dtype=like.dtype)
+        if not self._free:
+            self._free.append(self._pin(self.slab_bytes))
+            self._pinned += 1
+        slab = self._free.pop()
+        room = slab[:size].view(like.dtype)
+        self._lent[room.data_ptr()] = slab
+        return room
+
+    def give(self, room: Tensor) -> None:
+        """Take room back."""
+        slab = self._lent.pop(room.data_ptr(), None)
+        if slab is not None:
+            self._free.append(slab)
+
+    def chunks(self, tensor: Tensor, *, parts: int = 1) -> list[tuple[int, int]]:
+        """Return (start, stop) of the chunks of a tensor of which `parts` at a time fit a slab, in elements."""
+        step = max(1, self.slab_bytes // (parts * tensor.element_size()))
+        return [(start, min(start + step, tensor.numel())) for start in range(0, tensor.numel(), step)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRound:
+    """Chunks that travel together: of each peer, and each way, at most one."""
+
+    sends: list[Message]
+    receives: list[Message]
+
+
+def cut_into_rounds(sends: Sequence[Message], receives: Sequence[Message], slabs: Slabs) -> list[ChunkRound]:
+    """Cut a grouped call into chunks, the i-th between two ranks in round i, so that both sides pair them."""
+    return [
+        ChunkRound(sends=list(filter(None, out)), receives=list(filter(None, into)))
+        for out, into in zip_longest(_by_peer(sends, slabs), _by_peer(receives, slabs), fillvalue=())
+    ]
+
+
+def _by_peer(messages: Sequence[Message], slabs: Slabs) -> list[tuple[Message | None, ...]]:
+    """Return, round by round, one chunk of each peer's messages, in the given order."""
+    chunks: dict[int, list[Message]] = {}
+    for tensor, peer in messages:
+        assert tensor.is_contiguous(), f"messages must be contiguous, got strides {tensor.stride()}"
+        flat = tensor.detach().view(-1)
+        chunks.setdefault(peer, []).extend((flat[start:stop], peer) for start, stop in slabs.chunks(flat))
+    return list(zip_longest(*chunks.values()))
+
+
+def _pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())

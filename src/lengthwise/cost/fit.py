@@ -215,14 +215,12 @@ def _block_curve(blocks: Sequence[Sample]) -> tuple[tuple[float, float], ...]:
     return tuple(curve)
 
 
-def least_squares(
-    columns: Floats, seconds: Floats, *, known: Floats | float = 0.0, weights: Floats | float = 1.0
-) -> _Solved:
-    """Fit seconds - known by non-negative coefficients, every row by its relative error times its weight.
+def least_squares(columns: Floats, seconds: Floats, *, known: Floats | float = 0.0) -> _Solved:
+    """Fit seconds - known by non-negative coefficients, every row by its relative error.
 
     Few columns: all sets of them are tried, and the best of those without a negative coefficient is taken.
     """
-    scales = weights / seconds
+    scales = 1.0 / seconds
     rows, target = columns * scales[:, None], (seconds - known) * scales
     scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
     best, best_loss = _Solved(np.zeros(columns.shape[1]), np.full(columns.shape[1], np.inf)), float(target @ target)

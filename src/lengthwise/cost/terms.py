@@ -223,7 +223,7 @@ class Cost:
         part = _Part(held, attention * parts / speed, self.linear_seconds * held / speed)
         return float(np.max(self._seconds(part, total, degree, choice, self.reach(degree, choice.heads, ranks))))
 
-    def ring_piece_seconds(self, lengths: Whole, degrees: Whole, choice: Choice | None = None) -> Floats:
+    def ring_piece_seconds(self, lengths: Whole, degrees: Whole) -> Floats:
         """Do `piece_seconds` for pieces of `lengths[i]` over `degrees[i]` ranks, each in as few nodes as can be."""
         tokens = lengths.astype(np.float64)
         if not self.prices_choices:
@@ -231,8 +231,8 @@ class Cost:
             transfers = self.ring_seconds * tokens * (degrees - 1)
             exposed = np.where(degrees > 1, np.maximum(0.0, transfers - attention), 0.0)
             return (attention + self.linear_seconds * tokens + exposed) / degrees + self.hop_seconds * (degrees - 1)
-        if choice is not None or not self.chooses:
-            return self._rings_seconds(tokens, degrees, choice or _AS_CUT)
+        if not self.chooses:
+            return self._rings_seconds(tokens, degrees, _AS_CUT)
         whole = Choice(offload=self.choices.offload_needed(tokens, degrees), recompute=self.choices.recompute)
         seconds = self._rings_seconds(tokens, degrees, whole)
         for group in self._groups(int(degrees.max(initial=1)))[1:]:

@@ -50,7 +50,7 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _View:
+class _SavedView:
     """A saved tensor as a view of an entry; `kept`: the tensor itself, where its entry stayed."""
 
     entry: _Entry
@@ -97,7 +97,7 @@ class ActivationSaver:
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             yield
 
-    def pack(self, tensor: Tensor) -> Tensor | _View:
+    def pack(self, tensor: Tensor) -> Tensor | _SavedView:
         """Take what autograd saves; return what `unpack` makes it from."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return tensor
@@ -111,7 +111,7 @@ class ActivationSaver:
             self._away_bytes -= entry.away_bytes
             self._waiting_bytes += entry.away_bytes
             entry.stored, entry.rest, entry.values = None, None, _flat(tensor)
-        return _View(
+        return _SavedView(
             entry=entry,
             dtype=tensor.dtype,
             size=tensor.size(),
@@ -121,7 +121,7 @@ class ActivationSaver:
             kept=tensor.detach() if entry.stored is None else None,
         )
 
-    def unpack(self, saved: Tensor | _View) -> Tensor:
+    def unpack(self, saved: Tensor | _SavedView) -> Tensor:
         """Return a saved tensor, with its values from the store where they went there."""
         if isinstance(saved, Tensor):
             return saved

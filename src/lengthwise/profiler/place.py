@@ -30,9 +30,9 @@ def first_gpu_name() -> str | None:
     return _asked_in_a_child(lambda cuda: str(cuda.get_device_name(0)))
 
 
-def device_bytes(gpu: int = 0) -> float | None:
+def device_bytes() -> float | None:
     """Return the memory of a GPU, asked in a child; None: it does not say."""
-    return _asked_in_a_child(lambda cuda: float(cuda.get_device_properties(gpu).total_memory))
+    return _asked_in_a_child(lambda cuda: float(cuda.get_device_properties(0).total_memory))
 
 
 def this_place(*, gpu: int | None, ranks: int, ranks_per_node: int, clock: Clock) -> Place:

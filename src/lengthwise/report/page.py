@@ -13,7 +13,7 @@ from lengthwise.report.drawing import Span, scatter_chart, span_chart
 from lengthwise.report.figures import seconds
 from lengthwise.report.html import bar_line, html_page, html_table, length_chart, scrolling
 from lengthwise.report.simulation import COLUMNS, result_rows, tables_of
-from lengthwise.simulator import Answer, Best, Row
+from lengthwise.simulator import Answer, Best, WayRow
 
 _SHOWN_RANKS, _SHOWN_WHOLE, _SHOWN_CUT = 16, 200, 600
 _GAP = 1e-3  # of the step: shorter gaps cannot be seen
@@ -92,7 +92,7 @@ def _words(words: Sequence[tuple[str, str]]) -> str:
     return "".join(f"<p class=key><b>{escape(word)}</b>: {escape(means)}</p>" for word, means in words)
 
 
-def _degrees(ours: Row) -> str:
+def _degrees(ours: WayRow) -> str:
     cut = [point for point in ours.degrees if point[1] > 1]
     whole = [point for point in ours.degrees if point[1] == 1]
     shown = _spread(whole, _SHOWN_WHOLE) + _spread(cut, _SHOWN_CUT)
@@ -108,7 +108,7 @@ def _spread(points: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
     return [points[i] for i in np.linspace(0, len(points) - 1, min(len(points), most), dtype=int).tolist()]
 
 
-def _devices(row: Row, devices: int, most: float) -> str:
+def _devices(row: WayRow, devices: int, most: float) -> str:
     ranks = np.unique(np.linspace(0, devices - 1, min(devices, _SHOWN_RANKS), dtype=int)).tolist()
     spans = [(f"GPU {rank}", _spans(row, rank, most)) for rank in ranks]
     chart = span_chart(spans, title=f"GPUs over time, {row.name}", most=most)
@@ -121,7 +121,7 @@ def _devices(row: Row, devices: int, most: float) -> str:
     )
 
 
-def _spans(row: Row, rank: int, most: float) -> list[Span]:
+def _spans(row: WayRow, rank: int, most: float) -> list[Span]:
     """Join consecutive stretches of one kind without a visible gap."""
     spans: list[Span] = []
     for each in sorted((each for each in row.stretches if each.rank == rank), key=lambda each: each.start):

@@ -224,7 +224,6 @@ def closing_sentences(
     one_mesh: bool = False,
     not_compared: Sequence[str] = (),
     unit: str = "tokens",
-    model_error: float = MODEL_ERROR,
 ) -> str:
     """Say what a step takes with our planner (or the last), as it trains today, and what it saves over the best other.
 
@@ -234,7 +233,6 @@ def closing_sentences(
         one_mesh: whether all planners were given one mesh.
         not_compared: planners of the usual comparison that were left out of this one.
         unit: what lengths were counted in.
-        model_error: of the model, a share of a ratio of step times.
     """
     name = _our_name(found)
     best = next(each for each in found if each.planner == name)
@@ -248,22 +246,22 @@ def closing_sentences(
     if not others:
         return f"{step}. {caveat}"
     other = min(others, key=lambda each: each.result.mean_seconds)
-    gain = _gain(other, ours, model_error)
+    gain = _gain(other, ours)
     what = f"{seconds(other.result.mean_seconds)} with {other.planner}, the best other plan ({mesh_text(other)})"
     only = " All planners used one mesh; another mesh may be better for either planner." * one_mesh
     only += f" Not compared: {', '.join(not_compared)}; they may be better than {other.planner}." * bool(not_compared)
-    also = _planned_sentence(best, ours, other, model_error)
-    return f"{step}, and {what}. {_verdict(name, other.planner, gain, model_error)}{also}{only} {caveat}"
+    also = _planned_sentence(best, ours, other)
+    return f"{step}, and {what}. {_verdict(name, other.planner, gain)}{also}{only} {caveat}"
 
 
-def _gain(other: Found, ours: Found, model_error: float = MODEL_ERROR) -> Gain:
+def _gain(other: Found, ours: Found) -> Gain:
     pair = ([step.step_seconds for step in each.result.steps] for each in (other, ours))
-    return gain_over(*pair, model_error=model_error)
+    return gain_over(*pair)
 
 
-def _verdict(name: str, other: str, gain: Gain, model_error: float) -> str:
+def _verdict(name: str, other: str, gain: Gain) -> str:
     of_batches = f"the spread of {gain.batches} batches" if gain.batches > 1 else "the unknown spread of one batch"
-    error = f"{gain.low:.2f}x to {gain.high:.2f}x with an error of {percent(model_error)} of the model and {of_batches}"
+    error = f"{gain.low:.2f}x to {gain.high:.2f}x with an error of {percent(MODEL_ERROR)} of the model and {of_batches}"
     if gain.is_equal:
         return f"That is {gain.ratio:.2f}x ({error}): no gain beyond the error."
     if gain.ratio < 1:
@@ -272,11 +270,11 @@ def _verdict(name: str, other: str, gain: Gain, model_error: float) -> str:
     return f"The same training needs {saved} ({gain.ratio:.2f}x; {error})."
 
 
-def _planned_sentence(best: Best, ours: Found, other: Found, model_error: float) -> str:
+def _planned_sentence(best: Best, ours: Found, other: Found) -> str:
     """Say what our planner would gain on a mesh that cannot be trained yet, if above the error."""
     planned = best.only_planned
-    if planned is None or planned is ours or _gain(ours, planned, model_error).is_equal:
+    if planned is None or planned is ours or _gain(ours, planned).is_equal:
         return ""
-    gain = _gain(other, planned, model_error)
+    gain = _gain(other, planned)
     time = f"{seconds(planned.result.mean_seconds)} with {best.planner} ({mesh_text(planned)})"
     return f" Planned only, not trained by this version: {time}, {gain_text(gain)} over that plan."

@@ -20,7 +20,7 @@ _MOST_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mesh:
+class RankMesh:
     """Devices of a rank, and what it may do beside cutting sequences.
 
     capacity_share: of the tokens that fit by estimate. heads, offload: as of `PlanOptions`.
@@ -70,7 +70,7 @@ class MeshQuestion:
     mode: str | None = None
     virtual: int | None = None
 
-    def setting(self, mesh: Mesh) -> Setting:
+    def setting(self, mesh: RankMesh) -> Setting:
         """Return what is simulated on a mesh.
 
         Raises:
@@ -100,7 +100,7 @@ class MeshQuestion:
             must_fit=self.capacity_tokens is None or not self.takes_capacity,
         )
 
-    def _capacities(self, fitting: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
+    def _capacities(self, fitting: Mapping[str, int], mesh: RankMesh) -> dict[str, int]:
         """Return the given capacity, or what the mesh fits, for each kind that leaves so much."""
         if self.capacity_tokens is not None:
             capacities = {kind: self.capacity_tokens for kind, held in fitting.items() if held >= self.capacity_tokens}
@@ -117,7 +117,7 @@ class MeshQuestion:
             raise ConfigError("capacity", expected=f"{expected}: at most {most} tokens", got=str(wanted), remedy=remedy)
         return capacities
 
-    def options(self, mesh: Mesh) -> PlanOptions:
+    def options(self, mesh: RankMesh) -> PlanOptions:
         """Return how steps are planned on a mesh: with the tries that training has."""
         mode = self.mode or ("pipeline" if mesh.stages > 1 else "free")
         is_pipeline = mode == "pipeline"
@@ -159,7 +159,7 @@ class Found:
     """A planner on its best mesh, all batches; `trains`: whether the engine of this version runs these plans."""
 
     planner: str
-    mesh: Mesh
+    mesh: RankMesh
     setting: Setting
     result: PlannerResult
     trains: bool
@@ -193,7 +193,7 @@ class Best:
 
 
 def found_on(
-    mesh: Mesh,
+    mesh: RankMesh,
     setting: Setting,
     planner: str,
     batches: Sequence[Sequence[int]],
@@ -210,7 +210,7 @@ def found_on(
     return Found(planner=planner, mesh=mesh, setting=setting, result=result, trains=runs)
 
 
-def on_one_mesh(mesh: Mesh, planner: str, batches: Sequence[Sequence[int]], question: MeshQuestion) -> Best:
+def on_one_mesh(mesh: RankMesh, planner: str, batches: Sequence[Sequence[int]], question: MeshQuestion) -> Best:
     """Run all batches of one planner where that is the only mesh there is."""
     try:
         found = found_on(mesh, question.setting(mesh), planner, batches, question)

@@ -19,7 +19,7 @@ from lengthwise.planner.problem.lengths import NAMED
 _MOST_SPEED = 1e6  # and its inverse the least: beyond, times of a step would mean nothing
 
 
-def read_speeds(speeds: Sequence[float] | None, ranks: int, where: str = "speeds") -> tuple[float, ...] | None:
+def read_speeds(speeds: Sequence[float] | None, ranks: int) -> tuple[float, ...] | None:
     """Return a speed for each of `ranks` ranks; None where all are 1.
 
     Raises:
@@ -32,14 +32,14 @@ def read_speeds(speeds: Sequence[float] | None, ranks: int, where: str = "speeds
     wrong = [rank for rank, value in enumerate(listed) if not _is_speed(value)]
     problems: list[LengthwiseError] = [
         refuse_speeds(
-            f"{where}: rank {rank}", f"a number from {1 / _MOST_SPEED:g} to {_MOST_SPEED:g}", repr(listed[rank])
+            f"speeds: rank {rank}", f"a number from {1 / _MOST_SPEED:g} to {_MOST_SPEED:g}", repr(listed[rank])
         )
         for rank in wrong[:NAMED]
     ]
     if len(wrong) > NAMED:
-        problems.append(refuse_speeds(where, "such numbers", f"{len(wrong) - NAMED} more that are not"))
+        problems.append(refuse_speeds("speeds", "such numbers", f"{len(wrong) - NAMED} more that are not"))
     if len(listed) != ranks:
-        problems.append(refuse_speeds(where, f"{ranks}, one a rank", str(len(listed))))
+        problems.append(refuse_speeds("speeds", f"{ranks}, one a rank", str(len(listed))))
     raise_problems(problems)
     return None if all(value == 1 for value in listed) else tuple(float(value) for value in listed)
 

@@ -94,7 +94,7 @@ def _profiles(fewest: int, stages: int, virtual: int) -> Iterator[Floats]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Placed:
+class _PlacedProfile:
     """A profile with its rings placed, and when it ends, with local sequences in even parts or as they are."""
 
     slots: MicrobatchSlots
@@ -126,7 +126,7 @@ class _Slots:
             seconds[: len(row), number] = row + self._request.cost.fixed_seconds
         return self._clocks(seconds, np.ones(seconds.shape, dtype=np.bool_))
 
-    def placed(self, profile: Floats) -> _Placed:
+    def placed(self, profile: Floats) -> _PlacedProfile:
         request, capacity = self._request, self._request.cluster.capacity_tokens
         full_slots = float(profile.sum())
         of_length, seconds, work = self._cut(full_slots)
@@ -140,15 +140,15 @@ class _Slots:
         slots = MicrobatchSlots(self._ranks, profile, bundles, capacity)
         targets = slots.targets(work / self._ranks)
         ends = self._ends(slots, targets)
-        return _Placed(slots=slots, targets=targets, local=local, seconds=took[local], end_seconds=ends)
+        return _PlacedProfile(slots=slots, targets=targets, local=local, seconds=took[local], end_seconds=ends)
 
-    def filled(self, placed: _Placed) -> _Placed | None:
+    def filled(self, placed: _PlacedProfile) -> _PlacedProfile | None:
         lengths = self._request.lengths[placed.local]
         if not placed.slots.fill(lengths, placed.seconds, placed.targets):
             return None
         return replace(placed, end_seconds=self._ends(placed.slots, placed.slots.local))
 
-    def written(self, filled: _Placed) -> list[Microbatch]:
+    def written(self, filled: _PlacedProfile) -> list[Microbatch]:
         return filled.slots.microbatches(filled.local)
 
     def _ends(self, slots: MicrobatchSlots, local: Floats) -> float:
