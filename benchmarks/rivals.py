@@ -7,8 +7,7 @@ parallelism: `packed-dp`, in data order, and longest first by tokens. One rank a
 plain Hugging Face, which has no plan. Costs a few plans a way and batch.
 
 1. The machine is profiled by all ranks together, and rank 0 chooses and plans all ways with these costs.
-2. Every way trains the first batch once, uncounted: it warms up, and its seconds correct the costs as a run's steps
-   do; all ways are chosen and planned again.
+2. Every way trains the first batch once, uncounted, to warm up.
 3. Repeats: all ways take turns on each batch. A step is forward, backward, reduction of gradients and AdamW; its
    seconds are from a common start to the end of the last rank.
 
@@ -35,7 +34,6 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.cost.measured import measured_cost
-from lengthwise.cost.refit import RanStep, refit
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
@@ -219,11 +217,8 @@ def train_in_turns(transport: Transport, setting: Setting) -> Trained:
     """Do all of it, as one rank; what is returned is whole on rank 0."""
     torch.set_num_threads(1)
     rank, ends = _Rank(transport, setting), time.perf_counter() + setting.seconds
-    cost = rank.measured()
-    ways = rank.choose(cost)
+    ways = rank.choose(rank.measured())
     steps = rank.round(ways, 0)
-    cost = refit(cost, [rank.ran(ways, each) for each in steps if each.way != ONE_BY_ONE])
-    ways = rank.choose(cost)
     for repeat in range(1, setting.repeats + 1):
         start = time.perf_counter()
         steps += rank.round(ways, repeat)
@@ -290,11 +285,6 @@ class _Rank:
     def latest(self, seconds: float) -> float:
         """Return the most that any rank says, on which all agree."""
         return float(_shared(self._transport, [seconds]).max())
-
-    def ran(self, ways: Sequence[Way], step: TimedStep) -> RanStep:
-        (plan,) = (way.steps[step.batch] for way in ways if way.name == step.way)
-        assert isinstance(plan, Plan), f"{step.way} has plans"
-        return RanStep(plan=plan, busy_seconds=step.busy, step_seconds=step.seconds)
 
 
 class _Trainee:

@@ -12,7 +12,7 @@ from lengthwise.attention import heads, partials
 from lengthwise.cli import verify as cli_verify
 from lengthwise.cli.verify import Verify
 from lengthwise.comm import StagedTransport, join
-from lengthwise.comm.slabs import Slabs
+from lengthwise.comm.staged import Slabs
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.engine import batch as batches
 from lengthwise.engine import objective, replicated

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from testing.strict import StrictWorld
 
 from lengthwise.comm import StagedTransport
-from lengthwise.comm.slabs import Slabs, cut_into_rounds
+from lengthwise.comm.staged import Slabs, cut_into_rounds
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 SLAB_BYTES = 64

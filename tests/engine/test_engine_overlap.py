@@ -21,7 +21,7 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import keep_double, wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
-from lengthwise.models.compiled import compile_layers
+from lengthwise.models.computing import compile_layers
 from lengthwise.program import all_end_alone
 from tiers import some
 

@@ -18,7 +18,7 @@ from lengthwise.engine.activations import Offloading
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, Computing, ModelSource, build_model, compute_so, keep_double
-from lengthwise.models.compiled import compile_layers
+from lengthwise.models.computing import compile_layers
 from lengthwise.offload import CopyStore
 from tiers import some
 

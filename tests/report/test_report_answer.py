@@ -5,19 +5,19 @@ from dataclasses import replace
 import pytest
 
 from lengthwise.report.answer import answer_notes, answer_sentence, answer_table, settings_text, tokens_text
-from lengthwise.simulator import Answer, Row
-from lengthwise.simulator.answer import ONE_RING, OURS, PACKED, PADDED, Settings
+from lengthwise.simulator import Answer, WayRow
+from lengthwise.simulator.answer import ONE_RING, OURS, PACKED, PADDED, WaySettings
 
-LONGEST = Settings(recompute="layer", capacity_tokens=100_000, size=16, by_length=True)
-ZERO3 = Settings(recompute="all_but_attention", capacity_tokens=8192, layout="zero3")
-RING = Settings(recompute="layer", capacity_tokens=8192, degree=1024)
+LONGEST = WaySettings(recompute="layer", capacity_tokens=100_000, size=16, by_length=True)
+ZERO3 = WaySettings(recompute="all_but_attention", capacity_tokens=8192, layout="zero3")
+RING = WaySettings(recompute="layer", capacity_tokens=8192, degree=1024)
 
 
 def _answer(other: float | None, ours: float | None) -> Answer:
-    def row(name: str, settings: Settings, seconds: float | None) -> Row:
+    def row(name: str, settings: WaySettings, seconds: float | None) -> WayRow:
         if seconds is None:
-            return Row(name=name, refusal="longest sequence 1,048,576, a GPU holds 101,376")
-        return Row(name=name, settings=settings, step_seconds=(seconds, seconds), memory_bytes=71e9)
+            return WayRow(name=name, refusal="longest sequence 1,048,576, a GPU holds 101,376")
+        return WayRow(name=name, settings=settings, step_seconds=(seconds, seconds), memory_bytes=71e9)
 
     rows = (row(PADDED, LONGEST, None), row(PACKED, LONGEST, other), row(ONE_RING, RING, other and 2 * other))
     return Answer(rows=(*rows, row(OURS, ZERO3, ours)), devices=8, hardware="h100", kernel="", batch_tokens=1 << 20)
@@ -61,7 +61,7 @@ def test_table_fits_80_columns_and_says_why_a_way_does_not_fit() -> None:
 def test_settings_are_named_as_trainers_name_them() -> None:
     assert settings_text(ZERO3) == "zero3, recompute MLP"
     assert settings_text(RING) == "rings of 1024, recompute all"
-    assert settings_text(Settings(recompute="none", capacity_tokens=33_436, degree=1)) == "packs of 33.4K"
+    assert settings_text(WaySettings(recompute="none", capacity_tokens=33_436, degree=1)) == "packs of 33.4K"
 
 
 def test_packs_sorted_by_work_are_noted_where_they_would_help() -> None:

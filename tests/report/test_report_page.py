@@ -23,7 +23,7 @@ from lengthwise.report.simulation import (
     simulation_table,
     tables_of,
 )
-from lengthwise.simulator import Answer, Best, Found, Mesh, MeshQuestion, Question, on_one_mesh
+from lengthwise.simulator import Answer, Best, Found, MeshQuestion, Question, RankMesh, on_one_mesh
 from lengthwise.simulator import answer as answer_of
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
@@ -42,7 +42,7 @@ def found() -> list[Best]:
         capacity_tokens=8192,
         takes_capacity=True,
     )
-    return [on_one_mesh(Mesh(), planner, BATCHES, question) for planner in ("static", "lengthwise")]
+    return [on_one_mesh(RankMesh(), planner, BATCHES, question) for planner in ("static", "lengthwise")]
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,7 @@ def test_rows_json_and_table_say_the_same(found) -> None:
 def test_what_trains_stands_before_what_is_only_planned(found) -> None:
     """A table of its own, first; our planner is shown, compared and traced as it trains."""
     static, ours = found
-    quick = _found(_today(ours), (0.5, 0.5), trains=False, mesh=Mesh(tensor=2))
+    quick = _found(_today(ours), (0.5, 0.5), trains=False, mesh=RankMesh(tensor=2))
     both = [static, replace(ours, any_mesh=quick)]
     (_, today), (title, planned) = tables_of(both)
     assert [each.mesh.tensor for each in today] == [1, 1]

@@ -4,15 +4,15 @@ import pytest
 
 from lengthwise.cost import LOGITS_AT_ONCE, logits_at_once, named_hardware, named_shape
 from lengthwise.report.answer import answer_notes
-from lengthwise.simulator import Question, Row, answer
-from lengthwise.simulator.answer import LAYOUTS, ONE_RING, OURS, PACKED, PADDED, Settings, run_ours, run_rival
+from lengthwise.simulator import Question, WayRow, answer
+from lengthwise.simulator.answer import LAYOUTS, ONE_RING, OURS, PACKED, PADDED, WaySettings, run_ours, run_rival
 
 SHAPE, H100 = named_shape("qwen3-8b"), named_hardware("h100")
 BATCHES = [[30_000, *[2000] * 60, 700], [20_000, *[4000] * 30]]
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, Row]:
+def rows() -> dict[str, WayRow]:
     found = answer(BATCHES, Question(shape=SHAPE, hardware=H100, devices=8))
     assert found.best_other in found.rows[:-1]
     return {row.name: row for row in found.rows}
@@ -32,13 +32,13 @@ def test_answer_takes_the_best_settings_of_each_way(rows) -> None:
     question = Question(shape=SHAPE, hardware=H100, devices=8)
     heaviest, held = BATCHES[0], question.capacities("zero3", ["layer"])["layer"]
     others = {
-        PADDED: Settings(recompute="layer", capacity_tokens=held, size=1, by_length=False),
-        PACKED: Settings(recompute="layer", capacity_tokens=held, degree=1),
-        ONE_RING: Settings(recompute="layer", capacity_tokens=held, degree=4),
+        PADDED: WaySettings(recompute="layer", capacity_tokens=held, size=1, by_length=False),
+        PACKED: WaySettings(recompute="layer", capacity_tokens=held, degree=1),
+        ONE_RING: WaySettings(recompute="layer", capacity_tokens=held, degree=4),
     }
     for name, settings in others.items():
         assert rows[name].step_seconds[0] <= run_rival(heaviest, settings, question).step_seconds
-    plain = Settings(recompute="layer", capacity_tokens=held, layout="zero3")
+    plain = WaySettings(recompute="layer", capacity_tokens=held, layout="zero3")
     assert rows[OURS].step_seconds[0] <= run_ours(heaviest, plain, question).seconds
 
 
@@ -47,7 +47,7 @@ def test_sharded_ranks_of_ours_wait_for_gathers_too() -> None:
     from dataclasses import replace
 
     slow = replace(H100, node_link_bytes_per_second=H100.node_link_bytes_per_second / 1000)
-    way = Settings(recompute="layer", capacity_tokens=32_768, layout="zero3")
+    way = WaySettings(recompute="layer", capacity_tokens=32_768, layout="zero3")
     seconds = {
         hardware.name: run_ours([8000] * 8, way, Question(shape=SHAPE, hardware=hardware, devices=8)).seconds
         for hardware in (H100, replace(slow, name="slow"))

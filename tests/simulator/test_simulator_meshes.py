@@ -12,8 +12,8 @@ from lengthwise.cost import named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import plan_step
 from lengthwise.simulator import (
-    Mesh,
     MeshQuestion,
+    RankMesh,
     best_mesh,
     best_meshes,
     mesh_search,
@@ -45,7 +45,7 @@ def test_search_ends_no_later_than_every_mesh(planner: str, devices: int) -> Non
     assert found.any_mesh is not None
     assert found.today is not None
     for tensor, share, offload in product(question.tensors, (1, 1 / 2, 1 / 4, 1 / 8), ("off", "auto")):
-        mesh = Mesh(tensor=tensor, capacity_share=share, heads="auto", offload=offload)
+        mesh = RankMesh(tensor=tensor, capacity_share=share, heads="auto", offload=offload)
         other = on_one_mesh(mesh, planner, BATCHES, question).any_mesh
         if other is None:
             continue  # sequences that it does not hold
@@ -139,7 +139,7 @@ def test_a_smaller_capacity_is_found_where_it_ends_sooner() -> None:
     question = replace(QUESTION, tensors=(1,), kinds=("layer",), offload="off")
     batches = [[60_000] + [500] * 300]
     found = best_mesh("bytescale", batches, question).any_mesh
-    whole = on_one_mesh(Mesh(heads="auto"), "bytescale", batches, question).any_mesh
+    whole = on_one_mesh(RankMesh(heads="auto"), "bytescale", batches, question).any_mesh
     assert found is not None
     assert whole is not None
     assert found.mesh.capacity_share < 1
@@ -157,28 +157,28 @@ def test_pipelines_are_planned_as_such_and_do_not_train() -> None:
 
 
 def test_capacities_are_shares_of_what_fits_or_as_given() -> None:
-    whole, half = (QUESTION.setting(Mesh(capacity_share=share)).capacities for share in (1.0, 0.5))
+    whole, half = (QUESTION.setting(RankMesh(capacity_share=share)).capacities for share in (1.0, 0.5))
     assert whole is not None
     assert half is not None
     assert half == {kind: held // 2 // 128 * 128 for kind, held in whole.items()}
     most = whole["none"]
     assert whole["layer"] > most
     for given, expected in ((1000, {"none": 1000, "layer": 1000}), (most + 1, {"layer": most + 1})):
-        assert replace(QUESTION, capacity_tokens=given).setting(Mesh()).capacities == expected
+        assert replace(QUESTION, capacity_tokens=given).setting(RankMesh()).capacities == expected
     more = whole["layer"] + 1
     too_much = replace(QUESTION, capacity_tokens=more)
     with pytest.raises(ConfigError, match=f"at most {more - 1} tokens"):
-        too_much.setting(Mesh())
-    assert replace(too_much, takes_capacity=True).setting(Mesh()).capacities == {"none": more, "layer": more}
+        too_much.setting(RankMesh())
+    assert replace(too_much, takes_capacity=True).setting(RankMesh()).capacities == {"none": more, "layer": more}
     with pytest.raises(ConfigError, match="room for 128 tokens"):
-        replace(QUESTION, shape=named_shape("llama-70b")).setting(Mesh())
+        replace(QUESTION, shape=named_shape("llama-70b")).setting(RankMesh())
 
 
 def test_a_plan_that_needs_more_memory_than_a_device_has_is_no_rival() -> None:
     """A layer computed again cannot be offloaded: a whole sequence beside it may need more than a device has."""
     question = replace(QUESTION, tensors=(1,), kinds=RECOMPUTE_KINDS)
     batches = [[2**17, 2**17, *[3000] * 30]]
-    whole = Mesh(heads="auto", offload="auto")
+    whole = RankMesh(heads="auto", offload="auto")
     assert on_one_mesh(whole, "packed-dp", batches, question).any_mesh is None
     taken = on_one_mesh(whole, "packed-dp", batches, replace(question, capacity_tokens=40_000, takes_capacity=True))
     assert taken.any_mesh is not None
@@ -194,7 +194,7 @@ def test_a_plan_that_needs_more_memory_than_a_device_has_is_no_rival() -> None:
 
 def test_where_offload_needs_too_much_memory_the_plan_does_without() -> None:
     question = replace(QUESTION, tensors=(1,), kinds=RECOMPUTE_KINDS)
-    mesh = Mesh(heads="auto", offload="auto")
+    mesh = RankMesh(heads="auto", offload="auto")
     setting = question.setting(mesh)
     batches = [[2**17, 2**17, *[3000] * 30]]
 

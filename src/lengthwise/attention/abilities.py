@@ -1,8 +1,7 @@
 """Which attention implementations a GPU, its libraries and a model allow, and in which order they are tried.
 
-Pure decisions over records; `choose` fills the records and builds the kernels. Sources: the checks of
-`torch.nn.attention._fa3` and of `sdp_utils.cpp`, in torch 2.11 and 2.13. Nothing of it was measured on a
-GPU: docs/decisions/attention-by-length.md.
+Pure. Sources: the checks of `torch.nn.attention._fa3` and `sdp_utils.cpp`, torch 2.11 and 2.13; not measured on a GPU
+(docs/decisions/attention-by-length.md).
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ BY_CAPABILITY = {_HOPPER: ("flash3", "cudnn", "flash2")}
 class GpuAbilities:
     """What of attention a GPU and the installed libraries have.
 
-    capability: CUDA's (major, minor); None: not known yet, and no obstacle. torch_flash: torch was built with flash
-    attention. flash3: its package is there, and torch can activate it. cudnn: its version as cuDNN counts, 0: none;
-    None: not known yet.
+    capability: CUDA's (major, minor); None: not known yet. torch_flash: torch was built with flash attention.
+    flash3: its package is there, and torch can activate it. cudnn: its version, 0: none; None: not known yet.
     """
 
     capability: tuple[int, int] | None

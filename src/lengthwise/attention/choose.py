@@ -1,8 +1,6 @@
-"""Which attention kernel a run uses: decided once, by name or by what is there, and said why.
+"""Which attention kernel a run uses: decided once, by name or by `abilities.order_of`, and reported with the reason.
 
-`auto` takes what `abilities.order_of` names first and nothing speaks against; a name takes that or is refused. On the
-CPU there are torch's flash attention for CPUs and the reference. What is taken is compared with plain attention on the
-device (`proof`); a kernel that fails there on any rank is used by none.
+What is taken is compared with plain attention on the device (`proof`); a kernel that fails on any rank is used by none.
 """
 
 from __future__ import annotations
@@ -51,9 +49,8 @@ def choose_kernel(
 ) -> BlockKernel:
     """Return the fastest kernel for `device` that takes the model, or the one named; `say` reports which, and why.
 
-    Each is compared with plain attention before it is returned; `say` reports one that is wrong and therefore not used
-    (None: it is a warning of Python's). agree: returns what was found wrong by any rank, the same on all; called by all
-    ranks alike. None: this rank decides alone.
+    say: also reports a wrong kernel that is not used (None: as a Python warning). agree: returns the faults found by
+    any rank, the same on all, called by all ranks alike; None: this rank decides alone.
 
     Raises:
         ConfigError: the one named cannot be used here, or is wrong; or none is right.
@@ -80,11 +77,7 @@ def choose_kernel(
 
 
 def check_attention(implementation: str, needs: AttentionNeeds, *, on_gpus: bool) -> None:
-    """Refuse, without starting CUDA, an implementation that cannot be used whatever the GPU is.
-
-    Raises:
-        ConfigError: with what to set instead.
-    """
+    """Refuse, without starting CUDA, an implementation that no GPU could run here, with a ConfigError."""
     if on_gpus:
         against = None if implementation == "auto" else obstacle(implementation, _abilities(None), needs)
         if against is not None:
@@ -98,11 +91,7 @@ def check_attention(implementation: str, needs: AttentionNeeds, *, on_gpus: bool
 def gpu_kernel(
     abilities: GpuAbilities, needs: AttentionNeeds, *, implementation: str = "auto", faults: Faults | None = None
 ) -> tuple[BlockKernel, str]:
-    """Return the kernel for a GPU with these abilities, and why it is this one, if nothing else is wrong there.
-
-    Raises:
-        ConfigError: the implementation that is named cannot be used there, or all failed.
-    """
+    """Return the kernel for a GPU with these abilities, and why; ConfigError: the named one, or every one, fails."""
     name, reason = _chosen(abilities, needs, implementation, faults or {})
     return _build(name), reason
 
@@ -110,7 +99,6 @@ def gpu_kernel(
 def _chosen(
     abilities: GpuAbilities | None, needs: AttentionNeeds, implementation: str, faults: Faults
 ) -> tuple[str, str]:
-    """Return the name of the implementation, and why it is this one. abilities: None on the CPU."""
     if implementation != "auto":
         against = faults.get(implementation) or (abilities and obstacle(implementation, abilities, needs))
         if against:
@@ -180,7 +168,7 @@ def _refuse(implementation: str, against: str) -> ConfigError:
 
 
 def _abilities(device: torch.device | None) -> GpuAbilities:
-    """Look what a GPU and the libraries have; without a device only at what starts no CUDA."""
+    """Return what a GPU and the libraries can do; without a device only what starts no CUDA."""
     activable = list_flash_attention_impls()
     return GpuAbilities(
         capability=None if device is None else torch.cuda.get_device_capability(device),

@@ -1,8 +1,7 @@
 """The raw attention calls for GPUs: torch's flash attention, and its memory-efficient one.
 
-Raw operators, because the public functions give either no log-sum-exp or no backward that takes one from outside.
-`aten._flash_attention_forward` and its backward are what `torch.nn.attention.varlen.varlen_attn` calls; that function's
-own operators have other arguments in every release. Dropout is zero everywhere, so the seeds are never read.
+Public functions give either no log-sum-exp or no backward that takes one. `aten._flash_attention_forward` is what
+`varlen_attn` calls, whose own operators change with every release. Dropout is zero, so the seeds are never read.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ _LSE_MULTIPLE = 32
 
 
 class TorchVarlenOps:
-    """Flash attention as torch ships it, or what is `activated` in its place: FA3 of torch's registry.
-
-    torch has one of them at a time, for the process: each call makes sure that it is this one.
-    """
+    """Flash attention of torch, or FA3 if `activated`: torch has one a process, so each call checks which."""
 
     def __init__(self, *, activated: str | None = None) -> None:
         self.name = f"torch flash attention{f' {activated[-1]}' if activated else ''}, varlen"
@@ -59,9 +55,9 @@ class TorchVarlenOps:
 
 
 class EfficientKernel:
-    """torch's memory-efficient attention: fp32 and bf16, block by block; blocks with a mask go to the reference.
+    """torch's memory-efficient attention, fp32 and bf16; blocks with a mask go to the reference.
 
-    Its keys need as many heads as its queries, and its lse rows are padded to a multiple of 32 with +inf.
+    Keys need as many heads as queries; lse rows are padded to a multiple of 32 with +inf.
     """
 
     name = "torch efficient attention, block by block"

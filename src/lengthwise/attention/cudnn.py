@@ -1,8 +1,7 @@
 """cuDNN's attention for long blocks, and the kernel that hands it those and all else to a varlen kernel.
 
-cuDNN builds a plan for each shape (23 to 37 ms, forward and backward each), so blocks on the diagonal are padded up to
-few lengths: a causal block hides what is appended from what was there. torch finds a plan again by the shapes and
-strides of q, k and v alone and would misread other strides of the rest, so all operands are handed over without gaps.
+A plan for each shape takes 23 to 37 ms, so diagonal blocks are padded to few lengths. torch finds plans by shapes and
+strides of q, k and v alone, so all operands are passed without gaps.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ class ByLengthKernel:
 
 
 def _rounded(block: Block) -> Block:
-    """Return the block without gaps, heads in multiples of 8, a causal one appended with zeros to a rounded length."""
+    """Close gaps, pad heads to multiples of 8, and append zeros to a causal block up to a rounded length."""
     assert block.mask is None, "masked blocks are for another kernel"
     more = -len(block.q) % _LENGTH_MULTIPLE if block.causal else 0
     q, k, v = (_padded(x, len(x) + more) for x in (block.q, block.k, block.v))

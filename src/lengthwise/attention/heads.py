@@ -1,9 +1,7 @@
 """Heads split inside groups of ranks: the all-to-all before and after attention, on one rank of one microbatch.
 
-The messages of a grouped call land in one buffer, member by member; a gather of rows puts them into the order of the
-group's tokens. Heads of keys follow the queries that use them: where a group has more ranks than there are such heads,
-several take the same one, and its gradients are summed at home. Costs one copy of what is exchanged, at either end. Who
-sends what: `program.heads`.
+Messages land in one buffer, member by member; a gather of rows puts them in the order of the group's tokens. Where a
+group has more ranks than KV heads, several take the same one, and its gradients are summed at home (`program.heads`).
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ Rows = Mapping[HeadRange, Sequence[Tensor]]
 
 @lru_cache(maxsize=256)
 def heads_taken(heads: HeadRange, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
-    """List which of `num_kv_heads` the query heads of a range use; for `num_heads` of them these are themselves.
-
-    Kernels want as many queries on each, so that one that queries use unequally often comes more than once.
+    """List which of `num_kv_heads` the query heads of a range use, one as often as its queries need it.
 
     Raises:
         PlanError: the parts do not divide the query heads.
@@ -56,7 +52,7 @@ def shares_keys(heads: HeadRange, num_heads: int, num_kv_heads: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SplitPiece:
-    """A piece that splits heads, on one rank: its own tokens, and where each member's are among the rows exchanged."""
+    """A piece that splits heads, on one rank: its own tokens, and the rows of each member that are exchanged."""
 
     own: slice
     position: int
@@ -126,8 +122,8 @@ class HeadExchange:
     def join(self, content: Content, rows: Rows, num_heads: Sequence[int], *, rows_of_all: int) -> Sequence[Tensor]:
         """Return this rank's own tokens with all their heads, `num_heads` of each tensor; undoes `split`.
 
-        They are the first of `rows_of_all`; the others are 0. What comes from several ranks is summed. Of one range
-        tensors have one dtype; the widest comes back.
+        They are the first of `rows_of_all`; the others are 0. What comes from several ranks is summed, in the widest
+        dtype.
         """
         if not self._splits:
             return rows[ALL_HEADS]
@@ -184,14 +180,13 @@ class HeadExchange:
 
 
 def _part(own: Sequence[Tensor], tokens: slice, heads: HeadRange) -> Tensor:
-    """Return the heads of a range of some of the own tokens, side by side."""
+    """Return the heads of a range, for some of the own tokens, side by side."""
     num_heads = own[0].shape[1]
     taken = [_columns(heads_taken(heads, num_heads, x.shape[1]), x.device) for x in own]
     return torch.cat([x[tokens, columns] for x, columns in zip(own, taken, strict=True)], dim=1)
 
 
 def _add(own: Sequence[Tensor], tokens: slice, heads: HeadRange, message: Tensor) -> None:
-    """Add to some of the own tokens what was computed of them for a range of heads."""
     taken = [heads_taken(heads, own[0].shape[1], x.shape[1]) for x in own]
     for into, columns, part in zip(own, taken, message.split([len(each) for each in taken], dim=1), strict=True):
         where = _columns(columns, part.device)

@@ -1,7 +1,6 @@
 """One block of attention with its log-sum-exp, forward and backward, on the CPU, and the merge of partial results.
 
-Kernels of GPUs: `cuda_kernels`. A row that sees no key is never asked for: the CPU kernel gives it lse 0, which a merge
-would take for a weight.
+Every row sees a key: without one the CPU kernel gives lse 0, which a merge would take for a weight.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from torch import Tensor
 class BlockMask:
     """Which keys the queries of a block see: fewer than `window` tokens back and, if `causal`, none ahead.
 
-    `distance` is the first query's token less the first key's. Kernels read it as they can: as a tensor, or as a window
-    that counts from the last query and key (flash kernels align blocks there; see `program.blocks`).
+    distance: the first query's token less the first key's. Flash kernels count windows from the last query and key.
     """
 
     def __init__(self, *, queries: int, keys: int, distance: int, causal: bool, window: int | None) -> None:
@@ -53,8 +51,7 @@ class Block:
     """Queries, and the keys and values that they attend to.
 
     q: (q tokens, heads, head_dim), heads a multiple of kv_heads. k, v: (kv tokens, kv_heads, head_dim).
-    causal: the block is square, and a query sees no later key; else it sees all.
-    mask: which keys a query sees, where the shape does not say it; `causal` then says nothing.
+    causal: the block is square, and a query sees no later key; else it sees all. mask: replaces `causal`.
     """
 
     q: Tensor
@@ -73,7 +70,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 class Saved:
     """What backward needs of forward: out (q tokens, heads, head_dim) and lse (heads, q tokens).
 
-    Both are those of ALL keys of the queries, not of one block's: then the shares of the blocks add up.
+    Both over ALL keys of the queries, so that the gradients of blocks add up.
     """
 
     out: Tensor
@@ -81,10 +78,7 @@ class Saved:
 
 
 class BlockKernel(Protocol):
-    """Attention over one block.
-
-    `token_multiple`: to what multiple a rank's token count is rounded up, outside attention, for few shapes.
-    """
+    """Attention over one block; `token_multiple`: to what a rank's tokens are rounded up outside attention."""
 
     name: str
     token_multiple: int
@@ -133,10 +127,7 @@ class FlashCpuKernel:
 
 
 class ReferenceKernel:
-    """Plain matrix products and softmax on any device and in any dtype: slow, and easy to believe.
-
-    Memory is bounded: at most `most_scores` of a block are there at a time (some 1 GB in fp64 by default).
-    """
+    """Plain matrix products and softmax in any dtype: slow; at most `most_scores` at a time (1 GB in fp64)."""
 
     name = "reference (matrix products)"
 
@@ -184,9 +175,8 @@ class ReferenceKernel:
 def merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Fold one block of other keys into the running result, in place: exact, and without exp of a large number.
 
-    The new block's weight is w = sigmoid(lse_b - lse_a): out = out_a + w (out_b - out_a), and
-    lse = lse_a - logsigmoid(lse_a - lse_b). In the accumulation dtype: `out` (tokens, heads, head_dim), `lse` (heads,
-    tokens).
+    w = sigmoid(lse_b - lse_a): out = out_a + w (out_b - out_a), lse = lse_a - logsigmoid(lse_a - lse_b), in the
+    accumulation dtype: `out` (tokens, heads, head_dim), `lse` (heads, tokens).
     """
     block_lse = block_lse.to(lse.dtype)
     weight = (block_lse - lse).sigmoid().t()[..., None]

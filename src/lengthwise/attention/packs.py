@@ -1,8 +1,6 @@
 """Documents side by side in one attention call: what makes packs of short sequences fast on GPUs.
 
-All diagonal blocks of a rank, those of packed documents and those of its ring shards alike, are documents that see
-nothing but themselves, and between them they are every token that the rank holds. A kernel with a varlen form takes
-them in one call a layer; one without takes them block by block, as the program lists them.
+All diagonal blocks of a rank, of packed documents and of ring shards, are documents that see only themselves.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ class Pack:
     cu_seqlens: (documents + 1,) int32 on the device: where each starts, and the end of the last.
     max_seqlen: tokens of the longest.
     window: a query sees itself and the window - 1 tokens before it; None: all before it.
-    padding: rows of the last document, if nobody wants what they give; 0: it is one like the others.
+    padding: rows of the last document, whose result nobody reads; 0: none.
     """
 
     cu_seqlens: Tensor
@@ -51,8 +49,7 @@ class PackKernel(BlockKernel, Protocol):
 def pack_of(tasks: Sequence[BlockTask], *, window: int | None, device: torch.device, padding: int = 0) -> Pack | None:
     """Join the diagonal blocks of a rank to documents; None when it holds no token.
 
-    A window's tiles are joined again: the kernel cuts the window itself. A tile continues the document before it when
-    its first key is not its first query. `padding`: rows after them, which nobody sees, are a document of their own.
+    A window's tiles are joined: the kernel cuts the window. `padding`: rows after them, a document of their own.
     """
     diagonal = sorted((task for task in tasks if task.causal), key=lambda task: task.q_start)
     if not diagonal and not padding:
@@ -73,10 +70,7 @@ def pack_of(tasks: Sequence[BlockTask], *, window: int | None, device: torch.dev
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of host memory to `device`; the same tensor where that is the host.
-
-    To a GPU through pinned memory: from memory that can be paged the host waits for all that the stream has to do.
-    """
+    """Copy a host tensor to `device`, to a GPU through pinned memory, so that the host does not wait for the stream."""
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)

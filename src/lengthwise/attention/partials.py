@@ -1,8 +1,7 @@
 """Results of attention while they grow block by block: of one range of heads, all rows of a rank.
 
-Sums are in fp32 (fp64 under fp64) and cast once. Every query is in one diagonal block, which is its first, so nothing
-is read before it is written; without a window the same holds for every key. Rows after the tokens are padding, and 0.
-Where nothing but a pack adds to gradients, they are those of the kernel, not copied.
+Sums are in fp32 (fp64 under fp64) and cast once. Each query's (and without a window each key's) diagonal block comes
+first, so nothing is read before it is written. Rows after the tokens are padding, and 0.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ class PartialOut:
 
 
 class PartialGradients:
-    """Gradients of the first `tokens` queries of `block`, and of its keys and values, to which other ranks add, too.
-
-    is_of_pack: nothing but a pack adds to them; there are no sums then.
-    """
+    """Gradients of the first `tokens` queries of `block`, and of its keys and values; sums unless `is_of_pack`."""
 
     def __init__(
         self, block: Block, heads: HeadRange, ring_steps: Sequence[RingStep], *, windowed: bool, tokens: int

@@ -1,9 +1,8 @@
 """Attention as a lowered microbatch prescribes it: packed documents apart, cut ones over their rings.
 
-One autograd function does a layer of a microbatch on one rank. A pass is a list of ring steps from `program`, each one
-grouped call and the blocks that it hides behind. Partial results merge in fp32 (fp64 under fp64) and are cast once.
-Backward sends the keys again, and their gradients to their owners. Ring attention (arXiv 2310.01889), zigzag cut. Where
-pieces split heads a rank attends several ranges of heads, each with rows of its own (`attention.heads`).
+One autograd function does a layer of a microbatch on one rank. A pass is a list of ring steps from `program`, each a
+grouped call and the blocks that it hides behind. Partial results merge in fp32 (fp64 under fp64). Backward sends keys
+again, and gradients to their owners. Ring attention (arXiv 2310.01889), zigzag cut.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ class Attended:
 
 
 class PlannedAttention:
-    """One rank's part in the attention of one microbatch; the same object serves all layers, and both passes.
-
-    `rows_beyond`: how many rows of padding the model runs with at least.
-    """
+    """One rank's part in a microbatch's attention, for all layers and passes; `rows_beyond`: least padding rows."""
 
     def __init__(
         self, program: MicrobatchProgram, transport: Transport, kernel: BlockKernel, *, rows_beyond: int = 0
@@ -87,8 +83,8 @@ class PlannedAttention:
     ) -> tuple[Tensor, dict[HeadRange, Attended]]:
         """Return (out (tokens, heads, head_dim) in q's dtype, and by range of heads what backward needs).
 
-        `layer` holds the queries, keys and values of all tokens of this rank, and of padding after them, if any; what
-        comes back of padding means nothing, and is finite.
+        `layer` holds queries, keys and values of this rank's tokens and padding, of which `out` is finite and
+        meaningless.
         """
         rows = len(layer.q)
         ring_steps, _ = self._steps_of(window, layer.q.device, rows)
@@ -132,10 +128,7 @@ class PlannedAttention:
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Return (dq, dk, dv, gradient of the sinks) of this rank's tokens, in the dtype of what they are of.
-
-        `attended` is what `forward` returned of the same layer, `num_heads` how many heads q, k and v have.
-        """
+        """Return (dq, dk, dv, gradient of the sinks) of this rank's tokens; `attended`: what `forward` returned."""
         rows = len(grad_out)
         _, ring_steps = self._steps_of(window, grad_out.device, rows)
         split = self._heads.split(Content.GRAD_OUT, (grad_out,))
@@ -184,7 +177,6 @@ class PlannedAttention:
         return self._steps[window, rows]
 
     def _tokens(self, heads: HeadRange) -> int:
-        """Count the rows of a range of heads that are tokens; padding is after them."""
         return sum(rows.stop - rows.start for shard, rows in self._own.items() if self._ranges[shard[0]] == heads)
 
     def _own_gradients(self, sums: Mapping[HeadRange, PartialGradients]) -> dict[Shard, Tensor]:
@@ -193,7 +185,6 @@ class PlannedAttention:
         return {shard: each.dkv[:, rows] for shard, (each, rows) in own.items() if not each.is_of_pack}
 
     def _own_keys(self, blocks: Mapping[HeadRange, Block]) -> Held:
-        """Copy each ring shard into what will travel; local keys are not copied."""
         held: Held = {}
         for shard, rows in self._own.items():
             block = blocks[self._ranges[shard[0]]]
@@ -213,7 +204,7 @@ class PlannedAttention:
         )
 
     def _mask(self, task: BlockTask) -> BlockMask | None:
-        """Return which keys each query of the block sees, or None where the shape says it all."""
+        """Return which keys each query of the block sees; None: the shape says it."""
         if task.window is None and (task.distance == 0 or not task.causal):
             return None
         queries, keys = task.q_stop - task.q_start, task.kv_stop - task.kv_start
@@ -224,7 +215,7 @@ class PlannedAttention:
     def _post(
         self, ring_step: RingStep, held: Held, gradients: dict[Shard, Tensor], blocks: Mapping[HeadRange, Block]
     ) -> tuple[Pending, Arriving]:
-        """Post the ring step's grouped call; return what to wait for, and the messages that will then have arrived."""
+        """Post the ring step's grouped call; return what to wait for, and the messages that arrive with it."""
         if not ring_step.sends and not ring_step.receives:
             return Done(), []
         sends = []
@@ -248,7 +239,7 @@ class PlannedAttention:
 
 
 def _take_over(held: Held, arriving: Arriving, ring_step: RingStep) -> None:
-    """Take in the keys that arrived and let go of those that no later ring step wants."""
+    """Store the keys that arrived; drop those that no later ring step needs."""
     held.update({shard: message for content, shard, message in arriving if content == Content.KV})
     for shard in ring_step.last_used:
         del held[shard]
@@ -329,8 +320,8 @@ def planned_attention(
     """Attend within each sequence of a microbatch, causally, wherever its tokens are.
 
     q is (tokens, heads, head_dim), k and v (tokens, kv_heads, head_dim): this rank's tokens in the order of
-    `MicrobatchProgram.segments`, and padding after them. `window`: a query sees itself and the window - 1 tokens before
-    it. `sinks` (heads,) are logits that take weight and give no value. Returns (tokens, heads, head_dim).
+    `MicrobatchProgram.segments`, then padding. `window`: a query sees itself and the window - 1 tokens before it.
+    `sinks` (heads,): logits that take weight and give no value. Returns (tokens, heads, head_dim).
     """
     planned.layers_run += 1
     planned.layers_kept += torch.is_grad_enabled()

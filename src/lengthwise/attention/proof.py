@@ -1,10 +1,8 @@
 """Compares an attention kernel, on the device where a run will use it, with plain attention in fp64.
 
-A kernel call that is wrong there (another release, another GPU, a layout misread) may give finite numbers that train a
-worse model without an error. So each kernel attends a few small blocks of every kind that a plan has before a run uses
-it: out, lse and the gradients, which it makes from out and lse of more keys than the block's, as in rings and with
-sinks. Expected gradients are autograd's: no code is shared. Operands and lse lie inside larger tensors of NaN, so that
-what is read beside them shows. Costs some 20 ms on a CPU; on a GPU it has not run yet.
+A wrong call may give finite numbers and a worse model without an error. Each kernel attends small blocks of every kind:
+out, lse and gradients, made from out and lse of more keys than the block's, as in rings and with sinks. Expected ones
+are autograd's; operands lie inside larger tensors of NaN. Some 20 ms on a CPU; not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ _ROWS_AT_ONCE = 512
 class Tolerance:
     """What may differ, relative but for `lse`.
 
-    distance: between a tensor and the expected one. size: of its projection on that, in which noise nearly cancels, so
-    that a wrong factor is found.
+    distance: between a tensor and the expected one. size: of its projection on that, which noise hardly changes.
     """
 
     distance: float
@@ -70,11 +67,7 @@ class Case:
 
 
 def fault_of(kernel: BlockKernel, needs: AttentionNeeds, device: torch.device) -> str | None:
-    """Return in words, with numbers, what the kernel gets wrong on `device`; None: it is right.
-
-    Raises:
-        torch.OutOfMemoryError: there is no room for some MB.
-    """
+    """Return in words, with numbers, what the kernel gets wrong on `device`; None: nothing. May run out of memory."""
     for case in cases_of(kernel, needs, device):
         try:
             # Modes of whoever runs the model are for it: one turns fp32 to fp64, others count or record.
@@ -209,7 +202,7 @@ def _operands(case: Case, needs: AttentionNeeds, device: torch.device) -> tuple[
 
 
 def _amid_nan(x: Tensor, dim: int = 0) -> Tensor:
-    """Copy a tensor to the middle of a larger one along `dim`, which is NaN elsewhere."""
+    """Copy a tensor to the middle of a larger one along `dim`, NaN elsewhere."""
     shape = list(x.shape)
     shape[dim] += 16
     room = x.new_full(shape, float("nan"))
@@ -219,7 +212,7 @@ def _amid_nan(x: Tensor, dim: int = 0) -> Tensor:
 
 
 def _seen(case: Case, device: torch.device) -> Tensor | None:
-    """Return which keys (queries, keys) each query sees; None: all. Made apart from what kernels read."""
+    """Return which keys (queries, keys) each query sees; None: all. Shares no code with the kernels."""
     query, key = torch.arange(case.queries, device=device)[:, None], torch.arange(case.keys, device=device)
     if case.documents is not None:
         seen = torch.zeros(case.queries, case.keys, dtype=torch.bool, device=device)
@@ -238,10 +231,7 @@ def _seen(case: Case, device: torch.device) -> Tensor | None:
 def _expected(
     case: Case, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, sinks: Tensor, *, scale: float
 ) -> tuple[tuple[Tensor, ...], Saved]:
-    """Return (out, lse, dq, dk, dv) in fp64, and the (out, lse) to make the gradients from.
-
-    These count a key elsewhere, of logit `sinks` and value 0.
-    """
+    """Return (out, lse, dq, dk, dv) in fp64, and (out, lse) with one more key of logit `sinks` and value 0."""
     seen, ratio = _seen(case, q.device), q.shape[1] // k.shape[1]
     outs, lses, totals, total_lses = [], [], [], []
     gradients: list[Tensor | None] = [None] * 3

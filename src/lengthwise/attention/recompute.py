@@ -1,8 +1,7 @@
 """What becomes of a microbatch's activations until its backward; attention in a layer that backward runs again.
 
-A checkpointed layer saves nothing but its input, and runs once more in backward. Its attention then either attends
-again, ring and all (`layer`), or takes (out, lse) as the first run left them and sends nothing (`all_but_attention`).
-Kept: heads x head_dim values in the model's dtype and heads in the accumulation dtype, a token and layer.
+A checkpointed layer runs once more in backward. Its attention then attends again, ring and all (`layer`), or takes the
+first run's (out, lse) and sends nothing (`all_but_attention`).
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ Attention = tuple[Tensor, Mapping[HeadRange, Tensor]]
 class ActivationPolicy:
     """What of a microbatch's activations is kept for backward, as its plan says.
 
-    recompute: `none`, or what is computed again: `layer`, `all_but_attention`. saver: takes what is kept, and offloads
-    the share that the plan says; None: all of it stays on the device.
+    recompute: `none`, `layer` or `all_but_attention`. saver: offloads the plan's share; None: all stays on the device.
     """
 
     recompute: str = "none"
@@ -70,7 +68,6 @@ class Recomputation:
         return self._kept.popleft()()
 
     def _keep(self, out: Tensor, lse: Mapping[HeadRange, Tensor]) -> Callable[[], Attention]:
-        """Keep an attention as autograd would; return what gives it back."""
         saver, version = self._saver, out._version
 
         def unwritten() -> Attention:

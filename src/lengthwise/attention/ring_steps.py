@@ -1,7 +1,4 @@
-"""One rank's rounds and blocks of a pass, ring step by ring step: what `planned` runs, lowered once a microbatch.
-
-Cost: O(degree) in Python, the blocks of other ranks are never made.
-"""
+"""One rank's rounds and blocks of a pass, ring step by ring step, lowered once a microbatch in O(degree)."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ Shard = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingStep:
-    """One ring step on one rank. `last_used` are shards whose keys no later one wants.
+    """One ring step on one rank. `last_used` are shards whose keys no later one needs.
 
-    `packs` join the diagonal blocks of the first ring step, one for each range of heads, where the kernel takes packs;
-    `tasks` are then the others.
+    packs: diagonal blocks of the first ring step, by range of heads, where the kernel takes packs; `tasks` are the
+    rest.
     """
 
     sends: tuple[Transfer, ...]
@@ -38,8 +35,7 @@ def ring_steps_of(
 ) -> tuple[list[RingStep], list[RingStep]]:
     """Return a rank's (forward, backward) ring steps; `packs_on`: where the borders of packs lie, None: no packs.
 
-    `padding`: rows after the rank's tokens that packs take as a document, where the rank splits no heads. Steps in
-    which the rank does nothing stay, for the order.
+    `padding`: rows after the tokens that packs take as a document. Steps without work stay, for the order.
     """
     tasks = [program.tasks(rank, number) for number in range(program.ring_steps)]
     packs: dict[HeadRange, Pack] = {}

@@ -1,8 +1,7 @@
 """Blocks and packs through a varlen flash kernel: torch's own, or what it activates.
 
-Tokens of all documents lie in a row, borders are int32 `cu_seqlens`, masks count from the last query and key, and the
-raw backward takes out and lse of ALL keys, so that a ring's blocks need nothing special. What a kernel wants of its
-operands is met here; which one it is, is behind `VarlenOps`, in tests a reference that refuses what kernels misread.
+Documents lie in a row, borders are int32 `cu_seqlens`, masks count from the last query and key, and the raw backward
+takes out and lse of ALL keys. `VarlenOps` hides which kernel it is; in tests a reference refuses what kernels misread.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _ALIGNMENT_BYTES = 16
 class Documents:
     """Where documents start and end among queries and among keys, and what a query sees of its own document.
 
-    `window_left`: keys before the one at its place, counted from the document's ends; None: all. `causal`: none after.
+    window_left: keys before the one at its place, counted from the ends; None: all. causal: none after.
     """
 
     cu_seqlens_q: Tensor
@@ -39,9 +38,9 @@ class Documents:
 
     @property
     def window(self) -> tuple[int | None, int | None]:
-        """(left, right) as flash kernels have it, None for no limit: then `causal` alone says what is seen.
+        """(left, right) as flash kernels have it.
 
-        Flash attention 4 takes -1 and 0 for windows, of which it has none in torch 2.11.
+        None for no limit, because flash attention 4 has no windows (2.11).
         """
         return (None, None) if self.window_left is None else (self.window_left, 0 if self.causal else None)
 
@@ -95,7 +94,6 @@ class VarlenKernel:
 
 
 def _one(block: Block) -> Documents:
-    """Return a single block as documents; borders are made on the device, so that nothing waits for a copy."""
     q, k, mask = block.q, block.k, block.mask
     borders = [torch.arange(0, len(x) + 1, len(x), dtype=torch.int32, device=x.device) for x in (q, k)]
     return Documents(
@@ -124,10 +122,7 @@ def _readable(block: Block) -> Block:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Return (tokens, heads, head_dim) as the kernels read it: heads in multiples of 8, rows on 16-byte borders.
-
-    Zeros appended to a head add nothing to any score, and to values a part that is cut off again.
-    """
+    """Pad (tokens, heads, head_dim) to heads in multiples of 8 and rows on 16-byte borders; scores stay the same."""
     missing = -x.shape[-1] % HEAD_DIM_MULTIPLE
     if missing:
         return F.pad(x, (0, missing)).contiguous()

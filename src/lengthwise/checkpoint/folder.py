@@ -1,9 +1,7 @@
 """The checkpoints of a run: a folder a step, made under another name, synced, renamed when its manifest is written.
 
-    checkpoints/step-000050/manifest.json, rank-00000.safetensors, rank-00001.safetensors
-    checkpoints/step-000100.unfinished/
-
-A folder without `.unfinished` has every rank's file. Ranks on several machines share the folder.
+checkpoints/step-000050/manifest.json, rank-00000.safetensors, rank-00001.safetensors
+checkpoints/step-000100.unfinished/
 """
 
 from __future__ import annotations
@@ -77,9 +75,7 @@ class CheckpointFolder:
                 shutil.rmtree(self.at(later), ignore_errors=True)
 
     def newest(self) -> tuple[Path, Manifest, list[LengthwiseError]]:
-        """Return the newest checkpoint whose manifest can be read and whose files have their sizes.
-
-        Also what newer ones have wrong.
+        """Return the newest checkpoint with a readable manifest and files of its sizes, and what newer ones have wrong.
 
         Raises:
             OutputError: there is none; Problems: there are some, and what each has wrong.

@@ -119,11 +119,7 @@ def parameters_of(layout: FlatLayout, names: list[str], shapes: list[tuple[int, 
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Raises:
-        OutputError: there is none, or it is broken; names the file and the first thing wrong.
-    """
+    """Read the manifest of a checkpoint; OutputError: there is none, or it is broken, with the first thing wrong."""
     path = folder / NAME
     try:
         if path.is_symlink():
@@ -147,7 +143,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _contradictions(found: Manifest) -> Iterator[str]:
-    """Yield what cannot be so of a manifest; code that reads the files trusts that none of it is."""
+    """Yield what contradicts itself in a manifest; readers of its files trust it."""
     if found.skipped > found.step:
         yield f"skipped: {found.skipped} of {found.step} steps"
     if len(found.files) != found.ranks or list(found.files) != [file_name(rank) for rank in range(found.ranks)]:

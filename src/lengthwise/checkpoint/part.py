@@ -1,4 +1,4 @@
-"""A rank's file of a checkpoint: written beside its digest, checked before it is believed, read at any number of ranks.
+"""A rank's file of a checkpoint: written beside its digest, checked before it is read, at any number of ranks.
 
 A tensor a state ("master_weights", "exp_avg", "exp_avg_sq"), each (entries,) of the rank's shard.
 """
@@ -43,11 +43,7 @@ def write_part(folder: Path, rank: int, state: Mapping[str, Tensor]) -> None:
 
 
 def take_digests(folder: Path, ranks: int) -> dict[str, File]:
-    """Return what all ranks wrote into the folder, by file; the notes beside the files go.
-
-    Raises:
-        OutputError: a rank's file is not there.
-    """
+    """Return the digests that all ranks wrote, by file, and remove them; OutputError: a rank's file is missing."""
     found = {}
     for rank in range(ranks):
         note = (folder / file_name(rank)).with_suffix(_DIGEST)
@@ -96,7 +92,7 @@ def unfit(
 
 
 def _wrong(saved: Any, name: str, number: int, dtype: torch.dtype) -> str | None:
-    """Return what is wrong with a state of a file that should be so many finite numbers; None: nothing."""
+    """Return what is wrong with a state that should be so many finite numbers; None: nothing."""
     if saved.get_shape() != [number]:
         return f"of shape {saved.get_shape()}, not {[number]}"
     for start in range(0, number, _AT_ONCE):
@@ -146,10 +142,7 @@ def moves(old: FlatLayout, new: FlatLayout, rank: int) -> Iterator[CopiedSlice]:
 def read_state(
     folder: Path, manifest: Manifest, layout: FlatLayout, names: Sequence[str], rank: int, state: Mapping[str, Tensor]
 ) -> None:
-    """Fill the state of `rank` of `layout`, (entries,) each, in which the parameters `names` lie so.
-
-    Only what this rank needs is read. The files must have been checked (`broken`, `differences`).
-    """
+    """Fill the state of `rank` of `layout`, (entries,) each, from files that were checked; read only its part."""
     order = {each.name: number for number, each in enumerate(manifest.parameters)}
     saved = manifest.layout
     places = [order[name] for name in names]

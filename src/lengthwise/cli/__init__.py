@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Let what the caller closed of standard input, output and errors be /dev/null, not the next file that opens."""
+    """Open /dev/null for closed standard streams, or the next file opened would take their numbers."""
     while (opened := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
         pass
     os.close(opened)
@@ -94,7 +94,7 @@ def _open_closed_streams() -> None:
 
 
 def _command(arguments: list[str]) -> Any:
-    """Parse arguments; those of a verb by its own options, so that no other verb's are suggested."""
+    """Parse arguments with the verb's own options only, so that no other verb's are suggested."""
     verb = arguments[0]
     if verb in _VERBS:
         kind, description = _VERBS[verb]

@@ -86,7 +86,7 @@ class Checkpoint:
         return int(bool(wrong))
 
     def _print_best(self, *, alone: bool = False) -> bool:
-        """Name the model of the best evaluation, if one was kept; `alone`: only where there is no checkpoint."""
+        """Print the best model, if one was kept; `alone`: only where there is no checkpoint."""
         from lengthwise.checkpoint import CheckpointFolder
         from lengthwise.run.evaluation import read_best
         from lengthwise.run.resume import FOLDER

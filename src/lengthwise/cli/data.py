@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,11 +18,13 @@ from lengthwise.cli.sources import KnownLengths, asked_sources, is_run_file
 from lengthwise.core.errors import Collector, ConfigError, DataError, printable
 from lengthwise.core.names import counted
 from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
-from lengthwise.report.data_page import data_page
 from lengthwise.report.figures import count, percent
+from lengthwise.report.html import html_page, html_table, length_chart
 from lengthwise.report.lengths import length_histogram, summarize_lengths
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from lengthwise.cli.simulate_meshes import Meshes
     from lengthwise.data import Dataset, Tokenizer
     from lengthwise.data.survey import Survey
@@ -123,7 +126,6 @@ class Data:
         }
 
     def _read(self, problems: Collector) -> Asked:
-        """Read all of the command line but the data."""
         limits = dict[str, int]()
         attempt = problems.attempt
         if self.tokenizer is not None and is_run_file(self.inputs):
@@ -154,7 +156,6 @@ class Data:
         return Asked(limits=limits, meshes=meshes, batch_tokens=tokens)
 
     def _sample(self, dataset: Dataset, tokenizer: Tokenizer | None) -> Iterator[str]:
-        """Yield one row with what of it has a loss."""
         from lengthwise.data.survey import masked_row, stretches
 
         row = masked_row(dataset) if self.row is None else self.row - 1
@@ -170,7 +171,6 @@ class Data:
             yield f"  and {length - _SHOWN_TOKENS} more tokens"
 
     def _simulated(self, asked: Asked, facts: Survey, units: list[str]) -> str:
-        """Simulate one step and say what it takes, and what it takes with other planners."""
         from lengthwise.report.simulation import closing_sentences
 
         assert asked.meshes is not None, "asked for"
@@ -230,3 +230,20 @@ def _fit_lines(dataset: Dataset, what: str, limit: int) -> Iterator[str]:
     more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
     verb = "has" if len(rows) == 1 else "have"
     yield f"too long {counted(len(rows), 'row')} {verb} more tokens than {what}: {shown}{more}"
+
+
+def data_page(
+    heading: str,
+    lines: Sequence[str],
+    lengths: Sequence[int] | np.ndarray,
+    longest: Sequence[Sequence[str]],
+    sample: Sequence[str],
+) -> str:
+    """Write the page; all that comes from outside is escaped. `longest`: a table, headings first."""
+    said = "".join(f"<p>{escape(each)}</p>" for each in lines)
+    row = "".join(f"<p class=key>{escape(each)}</p>" for each in sample)
+    return html_page(
+        "Lengthwise: data",
+        f"<h1>What this data is</h1><p>{escape(heading)}</p>{said}<h2>Lengths</h2>{length_chart(lengths)}"
+        f"<h2>Longest rows</h2>{html_table(longest)}<h2>One row, and what of it has a loss</h2>{row}",
+    )

@@ -1,6 +1,5 @@
-"""`lengthwise demo`: the whole path on real data, in a few minutes on two cores.
+"""`lengthwise demo`: the whole path on the source of Python's own standard library, in minutes on two cores.
 
-The data is the source of Python's own standard library: long-tailed, and already on every machine that runs this.
 Every number is measured here or marked "model".
 """
 
@@ -27,7 +26,9 @@ if TYPE_CHECKING:
     from lengthwise.data import Dataset
     from lengthwise.run.callbacks import TrainResult
     from lengthwise.run.check import Check
+    from lengthwise.simulator import WayRow
 
+KEY = "# whole sequences, = parts of sequences that GPUs share, . waiting"
 Show = Callable[..., None]
 Rows = Sequence[dict[str, Any]]
 _MODEL, _GPUS, _STEP_TOKENS, _LONGEST = "qwen3-8b", 8, 1 << 20, 128 * 1024
@@ -86,11 +87,7 @@ class Demo:
 
 
 def fresh_folder(asked: Path | None) -> Path:
-    """Make the folder of this run; two demos never share one.
-
-    Raises:
-        OutputError: the folder asked for is there already, or none can be made.
-    """
+    """Make the folder of this run; OutputError: the one asked for exists, or none can be made."""
     from lengthwise.core.errors import OutputError
 
     stem = asked or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
@@ -109,10 +106,7 @@ def fresh_folder(asked: Path | None) -> Path:
 
 
 def write_run_file(folder: Path) -> Path:
-    """Write the demo's run file with the first seed whose every step holds 12K to 16K tokens.
-
-    A step takes whole files, so with most seeds some step is smaller; the demo wants steps that compare.
-    """
+    """Write the demo's run file with the first seed whose every step holds 12K to 16K tokens, for comparable steps."""
     from lengthwise.config import load_config
     from lengthwise.data import Batches, ByteTokenizer, load_dataset
 
@@ -209,11 +203,7 @@ def _open(model: Path, result: TrainResult, show: Show) -> bool:
 
 
 def train_static(run_file: Path, steps: int, *, ranks: int) -> Path:
-    """Train the first steps again with the planner `static`; return that run's folder.
-
-    Raises:
-        KeyboardInterrupt: a signal ended it early.
-    """
+    """Train the first steps with the planner `static`; return that folder. KeyboardInterrupt: a signal ended it."""
     from lengthwise.run.api import train
 
     overrides = ["planner=static", "output=static", f"steps={steps}"]
@@ -229,10 +219,7 @@ def read_metrics(folder: Path) -> Rows:
 
 
 def comparison_line(ours: Rows, static: Rows) -> str:
-    """Say how far the losses of the steps that both have are apart: a plan changes no result.
-
-    What a plan saves is left to the simulation, which has every method on its best mesh: this static mesh is untuned.
-    """
+    """Say how far the losses of common steps are apart: a plan changes no result."""
     pairs = list(zip(ours, static, strict=False))
     apart = max(abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in pairs)
     return f"losses of {counted(len(pairs), 'step')} agree to {apart:.0e}: plans change the time, not the result"
@@ -242,7 +229,6 @@ def simulated_lines(lengths: Sequence[int]) -> Iterator[str]:
     """Simulate one step of an 8B model on 8 H100s from these lengths, as `lengthwise simulate` does; draw its GPUs."""
     from lengthwise.cost import named_hardware, named_shape
     from lengthwise.report.answer import answer_notes, answer_sentence, answer_table
-    from lengthwise.report.ranks import KEY, gpu_lines
     from lengthwise.simulator import Question, answer
 
     step = _first_step([each for each in lengths if each <= _LONGEST])
@@ -260,7 +246,22 @@ def simulated_lines(lengths: Sequence[int]) -> Iterator[str]:
 
 
 def _first_step(lengths: Sequence[int]) -> list[int]:
-    """Take every so many-th file of the sorted ones, so that the step has all kinds of lengths, 1M tokens in all."""
+    """Take every n-th of the sorted files: all kinds of lengths, 1M tokens in all."""
     ordered = sorted(lengths)
     every = max(1, -(-sum(ordered) // _STEP_TOKENS))
     return ordered[every - 1 :: every]
+
+
+def gpu_lines(row: WayRow, gpus: Sequence[int], *, most_seconds: float, width: int = 60) -> list[str]:
+    """Draw one line a GPU, `width` characters for `most_seconds`; a character is what the middle of its time holds."""
+    import numpy as np
+
+    middles = (np.arange(width) + 0.5) * most_seconds / width
+    lines = []
+    for gpu in gpus:
+        drawn = np.where(middles < row.step_seconds[0], ".", " ")
+        for each in row.stretches:
+            if each.rank == gpu:
+                drawn[(middles >= each.start) & (middles < each.end)] = "=" if each.kind == "ring" else "#"
+        lines.append(f"GPU {gpu:>{len(str(max(gpus)))}} |{''.join(drawn.tolist()).rstrip()}|")
+    return lines

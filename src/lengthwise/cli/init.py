@@ -79,11 +79,7 @@ class Init:
         return named_alike("gpus model hardware")
 
     def _lengths(self) -> tuple[KnownLengths | None, str]:
-        """Return the lengths of the rows, in the model's tokens or else in bytes; None: with the reason.
-
-        Raises:
-            DataError: the first row that no tokenizer can read.
-        """
+        """Return the lengths of the rows, in the model's tokens or else in bytes; None: with the reason."""
         reasons = []
         for tokenizer in (self.model, "bytes"):
             try:
@@ -148,13 +144,11 @@ class Init:
 
 
 def _batch_tokens(known: KnownLengths | None) -> int:
-    """Return the tokens of an optimizer step: a part of few data, at least the longest row."""
     longest, total, _ = _of(known)
     return max(longest, min(_BATCH_TOKENS, total // _LEAST_STEPS or _BATCH_TOKENS))
 
 
 def _of(known: KnownLengths | None) -> tuple[int, int, str]:
-    """Return the longest row, all tokens, and a sentence about them."""
     if known is None:
         return 1, 0, "rows that were not counted"
     longest, total = max(known.lengths), sum(known.lengths)
@@ -162,7 +156,6 @@ def _of(known: KnownLengths | None) -> tuple[int, int, str]:
 
 
 def _shape(model: str) -> ModelShape:
-    """Return a model's sizes: of its folder, or by the last part of a hub name."""
     from lengthwise.cost.shapes import SHAPE_NAMES, named_shape
 
     own = model.rpartition("/")[2].lower()

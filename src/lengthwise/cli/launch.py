@@ -172,7 +172,6 @@ class Launch:
         return named_alike("nodes gpus_per_node")
 
     def _values(self, config: RunConfig) -> dict[str, str]:
-        """Return what the places of a template stand for."""
         run, goes_on = self.config.absolute(), config.checkpoint is not None
         name = re.sub(r"[^a-z0-9]+", "-", f"lengthwise-{run.stem.lower()}")[:40].strip("-")  # as Kubernetes takes it
         again = (

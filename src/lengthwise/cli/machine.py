@@ -42,8 +42,8 @@ def memory_bytes() -> float | None:
 def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set what GPUs want before torch is imported; what the user has set stays.
 
-    Expandable segments: microbatches change their sizes all the time, and fixed segments would fragment (torch reads
-    the key's old name first). NVML: the other way starts the driver in this process, which then could not fork ranks.
+    Expandable segments: fixed ones would fragment as microbatches change size (torch reads the old name first). NVML:
+    the other way starts the driver in this process, which then could not fork ranks.
     """
     if not any(key in environment for key in _ALLOCATOR_KEYS):
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

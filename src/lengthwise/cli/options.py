@@ -83,12 +83,8 @@ def refuse_recompute(recompute: str | None, capacity: object) -> None:
         refuse_beside({"--capacity": capacity}, expected, "Leave out one of them.")
 
 
-def parse_speeds(text: str, where: str = "--speeds") -> list[float]:
-    """Read speeds as a user types them: `1,1,0.5`, runs like `8x1.0,8x0.6`, or the name of a JSON file with a list.
-
-    Raises:
-        ConfigError: an entry that is neither a number nor a run of one, or a file without a list of speeds.
-    """
+def parse_speeds(text: str) -> list[float]:
+    """Read `1,1,0.5`, runs `8x1.0,8x0.6`, or a JSON file's name; ConfigError: no number, run or list of speeds."""
     from lengthwise.planner.problem.speeds import refuse_speeds
 
     if text.endswith(".json"):
@@ -102,7 +98,7 @@ def parse_speeds(text: str, where: str = "--speeds") -> list[float]:
             speeds += [float(speed)] * int(count)
         except ValueError:
             expected = "a speed, or COUNTxSPEED for neighbouring ranks, as in 8x1.0,8x0.6"
-            raise refuse_speeds(f"{where}: entry {number + 1}", expected, repr(entry)) from None
+            raise refuse_speeds(f"--speeds: entry {number + 1}", expected, repr(entry)) from None
     return speeds
 
 

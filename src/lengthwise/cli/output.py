@@ -30,10 +30,7 @@ def refuse_unwritable(folder: Path) -> None:
 
 
 def refuse_unwritable_file(path: Path) -> None:
-    """Raise OutputError for a file that could not be written, before what takes long.
-
-    A device or a pipe, too: a file written whole takes the place of what was there, for root of /dev/null itself.
-    """
+    """Raise OutputError, before what takes long, for a file that cannot be written or is a device or pipe."""
     got = "a folder" if path.is_dir() else "a device or a pipe" if _is_special(path) else ""
     if got:
         raise OutputError(str(path), expected="a file to write", got=got, remedy="Choose another --out.")
@@ -41,16 +38,12 @@ def refuse_unwritable_file(path: Path) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Return whether a path is no place for a plain file: /dev/stdout may be a link to one."""
+    """Return whether a path is no place for a plain file, as /dev/stdout."""
     return (path.exists() and not path.is_file()) or str(path.absolute().parent) in ("/dev", "/dev/fd", "/proc/self/fd")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        OutputError: it cannot be written, or is no plain file.
-    """
+    """Write a file whole or not at all; OutputError: it cannot be written, or is no plain file."""
     path = path.resolve()  # what a link names is written, and the link stays
     refuse_unwritable_file(path)
     try:

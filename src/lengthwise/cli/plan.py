@@ -42,10 +42,10 @@ _NAMES = named_alike(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A command line that was read: `lengths` of a file, or None where a run file's data are still to be read.
+class PlanInput:
+    """A command line that was read; `lengths`: None where a run file's data are not read yet.
 
-    `options` are complete but for the context, which hangs on the lengths.
+    The context is missing.
     """
 
     config: RunConfig | None
@@ -148,8 +148,7 @@ class PlanCommand:
             names = {**names, "capacity_tokens": "capacity_tokens"}
         return {**names, "model": "--model-shape"} if self.model_shape else names
 
-    def _read(self) -> Asked:
-        """Read all of the command line but the lengths of a run file's data; raise all that is wrong with it."""
+    def _read(self) -> PlanInput:
         from lengthwise.data.recipes import lengths_from_file
 
         problems = Collector()
@@ -179,7 +178,7 @@ class PlanCommand:
         problems.raise_all()
         assert cost is not None, "what has no costs has a problem"
         assert capacities is not None, "what has no capacity has a problem"
-        return Asked(
+        return PlanInput(
             config=config,
             lengths=lengths,
             shape=shape,
@@ -197,7 +196,6 @@ class PlanCommand:
         return (ratio, None) if isinstance(ratio, str) else ("off", ratio)
 
     def _measured(self, config: RunConfig | None) -> Measurements:
-        """Read what was measured, and refuse what it cannot be combined with."""
         from lengthwise.cost.measured import misfits, read_measurements
 
         assert self.measurements is not None, "only asked for where there is a file"
@@ -219,7 +217,7 @@ class PlanCommand:
     def _capacities(
         self, config: RunConfig | None, shape: ModelShape | None, ranks: int | None, measured: Measurements | None
     ) -> dict[str, int]:
-        """Return the tokens a rank holds by kind of recomputation to choose from; empty where a None hides it."""
+        """Return the tokens a rank holds by kind of recomputation; empty where an earlier problem hides it."""
         if config is not None or self.cost is not None:
             expected = "nothing beside --config, whose recompute counts, or --cost, which knows none"
             refuse_beside({"--recompute": self.recompute}, expected, "Leave it out.")
@@ -253,11 +251,9 @@ class PlanCommand:
         return load_config(self.config)
 
     def _of_hardware(self) -> dict[str, object]:
-        """Return the options that say nothing without a hardware to price them."""
         return {"--model-shape": self.model_shape, "--ranks-per-node": self.ranks_per_node}
 
     def _shape(self, config: RunConfig | None, measured: Measurements | None) -> ModelShape | None:
-        """Find the model whose layers, vocabulary and costs count; None where given costs make it needless."""
         from lengthwise.cost import named_shape
         from lengthwise.cost.measured import measured_shape
 
@@ -269,7 +265,6 @@ class PlanCommand:
         return _shape_of(config) if config and known else None
 
     def _hardware(self) -> Hardware:
-        """Find what the ranks are: what training plans with, or what the user says."""
         from lengthwise.cost import named_hardware
 
         if self._plans_as_training:
@@ -293,10 +288,7 @@ class PlanCommand:
         hardware: Hardware | None,
         measured: Measurements | None,
     ) -> Cost | None:
-        """Make the costs: those given; those measured; those that training plans with; or those of other machines.
-
-        None where the model or the hardware has a problem, which is reported already.
-        """
+        """Make the costs; None where the model or the hardware has a problem, which was reported."""
         from lengthwise.cost import costs
         from lengthwise.cost.measured import base_cost, measured_cost
 
@@ -315,8 +307,7 @@ class PlanCommand:
         stages = 1 if self.stages is None else self.stages
         return costs(shape, hardware, stages=stages)
 
-    def _lengths(self, asked: Asked) -> tuple[list[int], int | None]:
-        """Return (lengths to plan, the context that a fixed mesh must hold)."""
+    def _lengths(self, asked: PlanInput) -> tuple[list[int], int | None]:
         config, shape = asked.config, asked.shape
         if config is None:
             assert asked.lengths is not None, "one of the two was checked to be given"
@@ -333,7 +324,7 @@ class PlanCommand:
 
 
 def _adapters_of(config: RunConfig) -> int | None:
-    """Count the parameters that train in place of the model's own; None: all train. Only with lora needs torch."""
+    """Count the parameters that train in place of the model's own; None: all train."""
     if config.lora is None:
         return None
     from lengthwise.models import check_lora, find_model
@@ -342,7 +333,7 @@ def _adapters_of(config: RunConfig) -> int | None:
 
 
 def _shape_of(config: RunConfig) -> ModelShape:
-    """Read the shape of a run file's model without torch: `tiny`, or a folder's config.json."""
+    """Read the shape of a run file's model without torch."""
     from lengthwise.core.files import read_json_object
     from lengthwise.cost import named_shape, shape_from_config
 

@@ -83,7 +83,6 @@ class Prepare:
         return names | {"tokenizer": "--tokenizer", "skip_empty": "add --empty skip"}
 
     def _asked(self) -> NamedSources:
-        """Return the data that is to be prepared."""
         problems, of_run = Collector(), is_run_file(self.inputs)
         of_files = {
             "--tokenizer": self.tokenizer is not None,

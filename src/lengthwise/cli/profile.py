@@ -90,7 +90,7 @@ class Profile:
         return 0
 
     def _same_hardware(self) -> str:
-        """Return the named hardware of the device that is measured; say so where it is that of another one."""
+        """Return the named hardware of the measured device; warn where it is another."""
         from lengthwise.comm import count_gpus
         from lengthwise.cost import hardware_of_gpu
         from lengthwise.profiler.place import first_gpu_name

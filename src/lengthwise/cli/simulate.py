@@ -1,8 +1,7 @@
 """`lengthwise simulate`: what steps would take on machines that one does not have. Needs no torch and no GPU.
 
-A second run into the same folder takes the place of the first: traces of planners that are no longer in it go, because
-a reader could not tell them from those of this run. What an earlier run wrote is known from its simulation.json; files
-of these names without one are not ours, and the run is refused.
+A second run into a folder replaces the first, traces of other planners included, as its simulation.json lists them; a
+folder with such files but without that one is refused.
 """
 
 from __future__ import annotations
@@ -51,11 +50,8 @@ _MOST_COUNT = 10_000  # of batches, and of ranks in a trace; more take days, or 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A command line that was read; `known` is None where data are still to be read.
-
-    The question's context is that of the batches once they are drawn; `context_tokens`: what the user says of it.
-    """
+class SimulationInput:
+    """A command line that was read; `known`: None where data are not read yet. `context_tokens`: what the user gave."""
 
     planners: list[str]
     known: KnownLengths | None
@@ -161,7 +157,6 @@ class Simulate:
         return self.details or self.all or given or machine.mesh != "best" or self.loader != "none"
 
     def _answer(self, meshes: Meshes, batches: list[list[int]]) -> Answer:
-        """Compare the four ways; on a terminal a line says so while it lasts."""
         from lengthwise.cost.sharding import lora_params
         from lengthwise.report.progress import showing
         from lengthwise.simulator import Question, answer
@@ -209,8 +204,7 @@ class Simulate:
         more = ": all meshes of these were tried" if self.all else ", or --all for several devices a rank"
         return f"Use more --gpus{more}"
 
-    def _read(self) -> Asked:
-        """Read all of the command line but the data; raise all that is wrong with it."""
+    def _read(self) -> SimulationInput:
         from lengthwise.simulator import LOADERS
 
         problems = Collector()
@@ -241,10 +235,12 @@ class Simulate:
         if not (planners and meshes):
             raise AssertionError("what is None or empty was reported")
         wanted = wanted or _TOKENS_A_DEVICE * meshes.question.devices
-        return Asked(planners=planners, known=lengths, wanted_tokens=wanted, context_tokens=context, meshes=meshes)
+        return SimulationInput(
+            planners=planners, known=lengths, wanted_tokens=wanted, context_tokens=context, meshes=meshes
+        )
 
     def _known_lengths(self) -> KnownLengths | None:
-        """Take lengths that need no reading of data, and refuse data that are not there."""
+        """Return lengths that need no reading of data; refuse data that are not there."""
         refuse_but_one("simulate", {"--lengths": self.lengths is not None, "--data": bool(self.data)})
         if self.lengths is not None:
             unused = {
@@ -268,12 +264,8 @@ class Simulate:
             raise ConfigError("--planners", expected="each planner once", got=got, remedy=remedy)
         return names
 
-    def _taking_part(self, asked: Asked, batches: list[list[int]]) -> list[str]:
-        """Return who is asked: FlexSP by itself where all meshes are small enough for its program, named where one is.
-
-        Raises:
-            PlanError: it is named, and batches are too large for it on any mesh.
-        """
+    def _taking_part(self, asked: SimulationInput, batches: list[list[int]]) -> list[str]:
+        """Return the planners; FlexSP, where not named, if its program is small. PlanError: named, but too large."""
         from lengthwise.planner.baselines.flexsp import is_solvable, refuse_large
 
         question, largest = asked.meshes.question, max(map(len, batches))
@@ -285,7 +277,6 @@ class Simulate:
         return [name for name in asked.planners if name != "flexsp" or is_solvable(most, largest)]
 
     def _about(self, meshes: Meshes, batches: list[list[int]], known: KnownLengths) -> str:
-        """Say in one line what is simulated, and how its lengths were counted."""
         question = meshes.question
         mesh = "" if meshes.same is None else f", all on one mesh: {meshes.same}"
         mesh = f"{mesh}, LoRA of rank {self.lora}" if self.lora else mesh
@@ -327,7 +318,7 @@ class Simulate:
 
 
 def _refuse_others_files(folder: Path) -> None:
-    """Raise OutputError for a folder that cannot be written, or where files of our names are not of a simulation."""
+    """Raise OutputError where the folder cannot be written or has files that are not of a simulation."""
     refuse_unwritable(folder)
     ours = {_FIGURES, _PAGE, *map(_trace_name, _known_planners())}
     there = sorted(name for name in ours if (folder / name).exists())
@@ -338,11 +329,7 @@ def _refuse_others_files(folder: Path) -> None:
 
 
 def _write_simulation(folder: Path, figures: str, page: str, traces: Mapping[str, str]) -> None:
-    """Write all files of a simulation, `traces` by planner, in place of those of an earlier one.
-
-    Raises:
-        OutputError: one cannot be written, or an old one not be removed.
-    """
+    """Replace all files of an earlier simulation; `traces` by planner. Raises OutputError."""
     for planner in _earlier_planners(folder) or ():
         if planner not in traces:
             try:
@@ -358,7 +345,6 @@ def _write_simulation(folder: Path, figures: str, page: str, traces: Mapping[str
 
 
 def _earlier_planners(folder: Path) -> list[str] | None:
-    """Name the planners of the simulation in a folder; None: there is none."""
     from lengthwise.report.simulation import SCHEMA
 
     try:
@@ -375,7 +361,6 @@ def _trace_name(planner: str) -> str:
 
 
 def _known_planners() -> tuple[str, ...]:
-    """Name all that a simulation may have had, whose packages may be gone since."""
     from lengthwise.planner.registry import OPTIONAL_PLANNERS, planner_names
 
     return tuple(dict.fromkeys((*planner_names(), *OPTIONAL_PLANNERS)))

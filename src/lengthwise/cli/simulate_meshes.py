@@ -1,7 +1,6 @@
 """On what `lengthwise simulate` runs: the machine, and its meshes: the best of each planner, or one for all.
 
-What is given on the command line stays as given for all planners; the rest is searched, for all alike, a planner in a
-process, all of which end with the command, however it ends.
+What the command line gives stays for all planners; the rest is searched, a planner in a process.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from lengthwise.core.shape import ModelShape
     from lengthwise.cost import Cost, Hardware
     from lengthwise.planner import PlanOptions
-    from lengthwise.simulator import Best, Mesh, MeshQuestion
+    from lengthwise.simulator import Best, MeshQuestion, RankMesh
 
 MESHES = ("best", "same")
 _TOLD_EVERY_SECONDS = 0.2
@@ -51,15 +50,11 @@ class Meshes:
     """
 
     question: MeshQuestion
-    same: Mesh | None
+    same: RankMesh | None
     cost: Cost
 
     def compare(self, planners: Sequence[str], batches: Sequence[Sequence[int]]) -> list[Best]:
-        """Plan and simulate; a line says how far it is.
-
-        Raises:
-            LengthwiseError: no planner has a mesh that holds these sequences.
-        """
+        """Plan and simulate, with a line of progress; LengthwiseError: no planner has a mesh for these sequences."""
         from lengthwise.simulator import on_one_mesh, refuse_unheld
 
         if self.question.devices > _MANY_DEVICES:
@@ -120,7 +115,7 @@ class MeshChoices:
     ) -> Meshes | None:
         """Read all of it; None where something is wrong, which `problems` then holds.
 
-        `one_device`: whether ranks are of one device where nothing else is given, in place of a search.
+        one_device: whether ranks default to one device, in place of a search.
         """
         attempt, before = problems.attempt, len(problems.problems)
         for option, value in (("--tp", self.tp), ("--pp", self.pp)):
@@ -148,7 +143,7 @@ class MeshChoices:
         described: tuple[ModelShape, Hardware, Cost],
         one_device: bool,
     ) -> Meshes:
-        from lengthwise.simulator import Mesh, MeshQuestion, stages_to_try, tensors_to_try
+        from lengthwise.simulator import MeshQuestion, RankMesh, stages_to_try, tensors_to_try
 
         shape, hardware, cost = described
         is_same, is_one_device = self.mesh == "same", self.measurements is not None
@@ -173,7 +168,7 @@ class MeshChoices:
             offload=planning.offload or ("off" if is_same else "auto"), mode=planning.mode, virtual=planning.virtual,
             cost=cost if is_one_device else None,
         )  # fmt: skip
-        same = Mesh(tensor=tensors[0], stages=stages[0], heads=question.heads, offload=question.offload)
+        same = RankMesh(tensor=tensors[0], stages=stages[0], heads=question.heads, offload=question.offload)
         return Meshes(question=question, same=same if is_same else None, cost=cost)
 
     def options(self, planning: PlanChoices) -> PlanOptions:
@@ -195,12 +190,11 @@ class MeshChoices:
         return self.gpus
 
     def _stages(self, mode: str | None) -> int | None:
-        """Return the stages with which options are checked: those given, or the fewest of a pipeline."""
+        """Return the stages to check options with: the given ones, or the fewest of a pipeline."""
         is_searched = self.mesh == "best" and self.ranks is None and self.measurements is None
         return self.pp or (2 if mode == "pipeline" and is_searched else None)
 
     def _priced(self, planning: PlanChoices, problems: Collector) -> tuple[ModelShape, Hardware, Cost] | None:
-        """Find the model and the hardware, and make their costs; None: there is a problem, which is kept."""
         from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 
         if self.model is None:
@@ -217,7 +211,6 @@ class MeshChoices:
         return None if cost is None else (shape, hardware, cost)
 
     def _measured(self) -> tuple[ModelShape, Hardware, Cost]:
-        """Read the model, the hardware of what was not measured, and the costs from a file of measurements."""
         from lengthwise.cost import named_hardware
         from lengthwise.cost.measured import measured_cost, measured_shape, read_measurements
 
@@ -235,11 +228,7 @@ class MeshChoices:
 
 
 def search_meshes(planners: Sequence[str], batches: Sequence[Sequence[int]], question: MeshQuestion) -> list[Best]:
-    """Search for each planner; in as many processes as there are cores, where a fork is safe.
-
-    Raises:
-        MemoryShortage: a process was ended from outside, which the system does when memory runs out.
-    """
+    """Search for each planner, in a process a core where a fork is safe; MemoryShortage: one was ended from outside."""
     from lengthwise.simulator import best_mesh
 
     workers = min(os.cpu_count() or 1, len(planners))
@@ -247,7 +236,7 @@ def search_meshes(planners: Sequence[str], batches: Sequence[Sequence[int]], que
         return _searched_in_processes(workers, planners, batches, question)
     with showing("planning", sys.stderr) as phases:
 
-        def tell(planner: str, mesh: Mesh, tried: int) -> None:
+        def tell(planner: str, mesh: RankMesh, tried: int) -> None:
             place = f"planner {planners.index(planner) + 1} of {len(planners)}"
             phases.note(f"{place}, {planner}: {_doing(mesh, tried)}")
 
@@ -296,7 +285,7 @@ _work: tuple[SimpleQueue[tuple[str, str]], Sequence[Sequence[int]], MeshQuestion
 def _start_worker(
     told: SimpleQueue[tuple[str, str]], batches: Sequence[Sequence[int]], question: MeshQuestion, parent: int
 ) -> None:
-    """Leave Ctrl-C, which a terminal sends to all processes, to the command, and end when that does."""
+    """Ignore Ctrl-C, which the command handles, and end when it ends."""
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent)
@@ -304,7 +293,7 @@ def _start_worker(
 
 
 def _search_and_tell(planner: str) -> Best:
-    """Search for one planner in a worker, and tell what is planned."""
+    """Search for one planner in a worker, and report its progress."""
     from lengthwise.simulator import best_mesh
 
     assert _work is not None, "a worker that was not started"
@@ -314,6 +303,5 @@ def _search_and_tell(planner: str) -> Best:
     )
 
 
-def _doing(mesh: Mesh, tried: int) -> str:
-    """Say it in a few words, as a line of a terminal has several of them."""
+def _doing(mesh: RankMesh, tried: int) -> str:
     return f"plan {tried + 1} (TP {mesh.tensor}, PP {mesh.stages}, {mesh.capacity_share:g} of what fits)"

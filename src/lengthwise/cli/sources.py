@@ -52,10 +52,10 @@ def wrong_paths(paths: Sequence[Path], key: str) -> list[ConfigError]:
 def asked_sources(
     inputs: Sequence[Path], tokenizer: str, overrides: Sequence[str] = (), *, of_eval: bool = False, **limits: object
 ) -> NamedSources:
-    """Return what was named; `tokenizer` and `limits`, settings of sources, are of files alone, `of_eval` of run files.
+    """Return what was named; `tokenizer` and `limits` are for files, `of_eval` for run files.
 
     Raises:
-        ConfigError: nothing was named, or what is not there; Problems: several of these, or of the run file.
+        ConfigError: nothing was named, or it does not exist; Problems: several of these, or of the run file.
     """
     from lengthwise.config import DataSource, load_config
 
@@ -83,8 +83,8 @@ def asked_sources(
 class KnownLengths:
     """Lengths to draw batches from, in tokens, and how they were counted.
 
-    `unit` is what one token stands for: "tokens", "bytes" of texts that no tokenizer has seen, or "tokens of NAME".
-    `left_out` counts the rows that were skipped, by reason. `recipe`: a published set, drawn anew for each batch.
+    unit: "tokens", "bytes" of texts that no tokenizer has seen, or "tokens of NAME". left_out: skipped rows by reason.
+    recipe: a published set, drawn anew for each batch.
     """
 
     name: str
@@ -107,8 +107,8 @@ class KnownLengths:
         """Draw so many batches, each with its own seed; return them and the context, the longest that there may be.
 
         Raises:
-            ConfigError: a context below the longest of one's own lengths, or batches of too many of them.
-            Problems: both.
+            ConfigError: a context below the longest of one's own lengths, or batches of too many of them; Problems:
+                both.
         """
         from lengthwise.data.recipes import draw_lengths
 
@@ -136,12 +136,7 @@ class KnownLengths:
 
 
 def listed_lengths(name: str) -> KnownLengths:
-    """Take what --lengths names: a published set, or a JSON file.
-
-    Raises:
-        ConfigError: an unknown name.
-        LengthwiseError: of `lengths_from_file`.
-    """
+    """Return what --lengths names: a published set, or a JSON file (`lengths_from_file`); ConfigError: unknown."""
     from lengthwise.data.recipes import RECIPES, lengths_from_file
 
     if name in RECIPES:
@@ -158,11 +153,7 @@ def refuse_data(paths: Sequence[Path], empty: str) -> None:
 
 
 def lengths_of_data(paths: Sequence[Path], tokenizer: str, empty: str) -> KnownLengths:
-    """Read one's own data and count their tokens.
-
-    Raises:
-        LengthwiseError: of `load_dataset`, all bad rows together.
-    """
+    """Read one's own data and count their tokens; errors of `load_dataset`, all bad rows together."""
     from lengthwise.config import DataSource
     from lengthwise.data import Tokenizer, load_dataset, load_tokenizer
     from lengthwise.data.arrow import prepared_with

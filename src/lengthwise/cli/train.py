@@ -94,11 +94,7 @@ class Train(RunOptions):
 
 
 def read_settings(path: Path, overrides: Sequence[Sequence[str]], ranks: int | None) -> RunConfig:
-    """Read a run file before torch is imported, which takes seconds: a typing error is reported at once.
-
-    Raises:
-        LengthwiseError: what the run file, the overrides and the number of ranks have wrong.
-    """
+    """Read a run file before torch is imported, which takes seconds; LengthwiseError: all that is wrong with it."""
     from lengthwise.config import load_config
 
     problems = Collector()
@@ -124,7 +120,7 @@ def how_to_resume(config: RunConfig, command: str) -> str:
 _WIDTH = 80
 _TIMED_STEPS = 50  # the last ones, whose mean is that of the steps that are left
 _SILENT_SECONDS = 60.0  # of a step, in a log
-_LEARNING_STEPS = 10  # of a run, after which what its steps take should be known
+_LEARNING_STEPS = 10  # of a run: these warm up, and tell how fast its ranks are
 
 
 class StepLines:
@@ -265,7 +261,6 @@ def _update(job: Job) -> str:
 
 
 def _time_line(job: Job) -> str:
-    """Say how long the run will take, as far as that is known before it."""
     step = job.estimated_step_seconds
     left = job.num_steps - (job.resume.step if job.resume is not None else 0)
     return (

@@ -117,7 +117,6 @@ def verification_lines(found: VerifyReport) -> list[str]:
 
 
 def _beside_rounding(found: VerifyReport) -> list[str]:
-    """Say of a run in bf16 what rounding would hide."""
     lines, exact = [], found.in_fp32
     if exact is not None:
         lines.append(
@@ -143,14 +142,12 @@ def _tolerance(found: VerifyReport) -> str:
 
 
 def _verdict(plan: Plan) -> str:
-    """Say with PASS where the most important part, the ring, did not run."""
     if any(degree > 1 for degree in degrees(plan)):
         return "PASS"
     return f"PASS (no ring: {'one rank' if plan.ranks == 1 else 'every sequence was on one rank'})"
 
 
 def _exercised(plan: Plan, shared_keys: tuple[int, ...]) -> str:
-    """Say which parts of the planned attention ran: of the others the comparison says nothing."""
     rings = ", ".join(str(degree) for degree in degrees(plan) if degree > 1)
     ratios = [each.offload for each in plan.microbatches if each.offload]
     offload = f", offload of {min(ratios):.2g} to {max(ratios):.2g} of a microbatch" if ratios else ""

@@ -1,8 +1,7 @@
 """Moves tensors between ranks: grouped transfers for rings, and the collectives of the step's end.
 
-One interface (`Transport`), two executors: torch.distributed (gloo, NCCL) and a strict in-process one; `join` chooses.
-No communicator is ever made for a sequence: all ranks share one global group for collectives and one for transfers, and
-the replicas of a pipeline stage have one for theirs (`Mesh`).
+One interface (`Transport`), made by `join`. No communicator is made for a sequence: one global group for collectives,
+one for transfers, and one for the replicas of a pipeline stage (`Mesh`).
 """
 
 from lengthwise.comm.checked import CheckedTransport, checks_transfers

@@ -1,10 +1,9 @@
 """A transport around another that checks each message before it is taken, with LENGTHWISE_CHECK_TRANSFERS=1.
 
-gloo and NCCL match messages by their order alone: of another length or type, gloo ends the process and NCCL waits or
-writes what came. Here a header goes ahead of each message, over a group of host memory of its own: which message of
-these two ranks it is, its dtype and shape, and the phase that it was posted in. A call's messages move when it is
-waited for, once all its headers are right, so nothing overlaps; bytes and their order are the same. A collective with
-a key, of sharded parameters, is compared with that of the rank before.
+gloo and NCCL match messages by order alone: of another length, gloo ends the process and NCCL waits or writes what
+came.
+A header goes ahead over a group of its own: number, dtype, shape and phase. Messages move when a call is waited for, so
+nothing overlaps. The key of a collective is compared with that of the rank before.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ _ROOM = torch.empty(_HEADER.size, dtype=torch.uint8)
 
 
 def checks_transfers() -> bool:
-    """Whether the environment asks for it.
-
-    Raises:
-        ConfigError: it says neither 1 nor 0.
-    """
+    """Return whether LENGTHWISE_CHECK_TRANSFERS is 1; ConfigError: it is neither 1 nor 0."""
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", "0", "1"):
         raise ConfigError(VARIABLE, expected="1 or 0", got=repr(asked), remedy=f"Unset {VARIABLE}.")
@@ -58,10 +53,7 @@ class CheckedTransport(Around):
         self._under_way: deque[_CheckedPending] = deque()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Post the headers of one grouped call (see `Transport.exchange`); the rest follows when it is waited for.
-
-        Calls complete in the order posted. Under the strict rules, by which plans are checked, no more is needed.
-        """
+        """Post the headers of one grouped call; its messages follow when it is waited for, in the order posted."""
         if not sends and not receives:
             return Done()
         out = [(self._header(tensor, peer, self._sent).packed(), peer) for tensor, peer in sends]
@@ -107,13 +99,12 @@ class CheckedTransport(Around):
         return _Header(counts[peer], str(tensor.dtype).removeprefix("torch."), str(list(tensor.shape)), self.phase)
 
     def _finish(self, pending: _CheckedPending) -> None:
-        """Complete a call, and all that were posted before it."""
         while pending in self._under_way:
             self._under_way.popleft().finish()
 
 
 class _Header(NamedTuple):
-    """What is told of a message ahead of it."""
+    """What a message announces ahead of it."""
 
     number: int  # of this message among those from one rank to the other, from 1
     dtype: str
@@ -121,13 +112,13 @@ class _Header(NamedTuple):
     phase: str  # it was posted in
 
     def packed(self) -> Tensor:
-        """Return it as bytes, (`_HEADER.size`,); long texts are cut."""
+        """Return bytes (`_HEADER.size`,); long texts are cut."""
         return torch.frombuffer(
             bytearray(_HEADER.pack(self.number, *(each.encode() for each in self[1:]))), dtype=torch.uint8
         )
 
     def compared(self) -> tuple[object, ...]:
-        """Return what is the same on both sides: each rank counts the microbatches that it has a part in."""
+        """Return what must agree on both sides; numbers of microbatches are each rank's own."""
         return (*self[:3], re.sub(r"microbatch \d+ of \d+", "microbatch", self.phase))
 
     def __str__(self) -> str:
@@ -140,7 +131,7 @@ def _unpacked(room: Tensor) -> _Header:
 
 
 class _CheckedPending:
-    """A grouped call whose headers are under way, and whose messages have not been posted."""
+    """A grouped call whose headers are under way and whose messages are not posted yet."""
 
     def __init__(
         self,
@@ -159,7 +150,6 @@ class _CheckedPending:
         self._transport._finish(self)
 
     def finish(self) -> None:
-        """Check the headers, then move the messages."""
         rank, inner = self._transport.rank, self._transport._inner
         self._headers.wait()
         for expected, (room, peer) in zip(self._expected, self._rooms, strict=True):

@@ -1,9 +1,7 @@
 """Seconds of a rank, and those of them in which it waited for others.
 
-What lies on a device is waited for by a stream: the host only posts, and runs ahead. So such a wait is the time between
-two events, one before and one after it on the stream that computes: nothing where the transfer had ended before the
-stream came there, its exposed part where not. Host tensors are waited for by the host. Events are read when an
-interval stops, which waits for the device once; each costs a few microseconds to record.
+A stream waits for what lies on a device: such a wait is the time between two events around it, only its exposed part.
+The host waits for host tensors. Events are read when an interval stops, which waits for the device once.
 """
 
 from __future__ import annotations
@@ -37,13 +35,12 @@ class Spent:
 
 @dataclass(slots=True, kw_only=True)
 class _Waited:
-    """What had been waited for at some point, (in transfers, in collectives); of streams known once one came there."""
+    """Seconds waited up to some point, in transfers and in collectives; of a stream, known once it is reached."""
 
     host_seconds: list[float]
     stream_seconds: list[float]
 
     def seconds(self, in_collectives: bool) -> float:
-        """Return the sum of both."""
         return self.host_seconds[in_collectives] + self.stream_seconds[in_collectives]
 
 
@@ -59,8 +56,7 @@ class Clock:
     def waiting(self, *, on_stream: bool = False, in_collective: bool = False) -> Iterator[None]:
         """Count the time inside the block as waiting; a block inside another is part of it.
 
-        `on_stream`: what the current stream takes from one end of the block to the other, not what the host takes.
-        `in_collective`: not for a transfer.
+        on_stream: time on the current stream, not on the host. in_collective: not for a transfer.
         """
         if self._is_waiting:
             yield

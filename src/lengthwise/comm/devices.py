@@ -1,8 +1,7 @@
 """Which GPUs a process may use, and why none, asked in a child process.
 
-Counting them without a look at the driver is not enough: one that is too old for this torch is counted, or not counted
-at all, and torch trains on the CPU without a word. So the child starts CUDA, as a rank would, and brings torch's own
-words back. A process that has started CUDA itself cannot fork ranks that use a GPU.
+A driver too old for this torch makes it train on the CPU in silence, so the child starts CUDA and reports torch's own
+words; a process that has started CUDA itself cannot fork ranks that use a GPU.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ def has_unused_gpu() -> bool:
 def gpu_of(device: torch.device) -> str:
     """Name the GPU behind a device, alike in all processes that use it and in no others that NCCL can tell apart.
 
-    A process that a launcher shows one GPU calls it 0, as its neighbours call theirs; NCCL_HOSTID is for NCCL, and
-    therefore here, the name of the machine.
+    Launchers may show each process one GPU as number 0; NCCL_HOSTID is the name of the machine.
     """
     host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
     return f"{host} {torch.cuda.get_device_properties(device).uuid}"

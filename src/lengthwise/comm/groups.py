@@ -1,18 +1,10 @@
-"""The groups of torch.distributed, and what NCCL is asked for beyond its defaults.
+"""The groups of torch.distributed, and what NCCL is asked for beyond its defaults. None of this was measured.
 
-They are over all ranks, those of collectives also over the ranks of a node, or of one place in all nodes.
-
-A ring transfer runs beside attention, whose grid fills the device: its kernel would come to run when attention is over.
-So the transfers' group works on streams of high priority, and with few thread blocks (CTAs), which leave the device to
-attention; 8 move more than a ring needs. Collectives have 16: kernels of both groups may wait for other ranks at once,
-and must fit the device together. Where NCCL_MAX_CTAS or NCCL_MIN_CTAS is set in the environment, that counts.
-
-Of NCCL's own variables two are set where they are not (`set_defaults`). A peer gets as few channels as the rank with
-most peers can give, one of 8 CTAs from some 16 ranks on: 4 are asked for. And kernels of the two groups start in the
-order in which the host posts them, as sharded parameters need. None of this was measured.
-
-NCCL's own watchdog counts from when a call is posted, and a host may be a whole step ahead: it would end a run that is
-well. `Watch`, which counts from when a call could begin, is the judge; NCCL's time-out comes a day after ours.
+Transfers run beside attention, whose grid fills the device: their group has streams of high priority and 8 CTAs.
+Collectives have 16, as kernels of both must fit together. NCCL_MAX_CTAS or NCCL_MIN_CTAS in the environment win.
+`set_defaults` asks for 4 channels a peer, which some 16 ranks can give, and starts kernels in the order posted.
+NCCL's watchdog counts from when a call is posted, perhaps a step early: `Watch` decides, NCCL's time-out is a day
+later.
 """
 
 from __future__ import annotations
@@ -73,11 +65,7 @@ def nccl_options(timeout: timedelta, make_options: Any, environment: Mapping[str
 
 
 def refuse_large(operations: int, *, where: str) -> None:
-    """Refuse a grouped call that NCCL would cut.
-
-    Raises:
-        PlanError: only a plan that splits heads over many ranks has one.
-    """
+    """Refuse a grouped call that NCCL would cut, of a plan that splits heads over many ranks, with a PlanError."""
     if operations > MOST_OPERATIONS:
         expected = f"at most {MOST_OPERATIONS} messages in one grouped call of NCCL"
         raise PlanError(

@@ -1,7 +1,7 @@
 """A mesh with named axes: ranks as (replica, stage), the stages of a replica next to each other, inside a node.
 
-A plan names replicas. `Mesh.replicas` is the transport in which the replicas of this rank's stage are the ranks: its
-transfers are those of the world, in the world's one order, and its collectives are over the replicas alone.
+`Mesh.replicas` has the replicas of this rank's stage as its ranks: the world's transfers in the world's order, and
+collectives over the replicas alone.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ from lengthwise.program.stage_program import rank_of
 
 
 class Mesh:
-    """The place of a rank: `replica`, `stage`, and transports along both axes. Making one is collective.
-
-    world: of all ranks; their number is a multiple of `stages`.
-    """
+    """The place of a rank: `replica`, `stage`, and transports along both axes of `world`. Making one is collective."""
 
     def __init__(self, world: Transport, stages: int) -> None:
         self.world, self.stages = world, stages
@@ -58,11 +55,9 @@ class _Replicas(Around):
         self.all_gather, self.all_gather_async = collectives.all_gather, collectives.all_gather_async
 
     def connect(self, peers: Sequence[int]) -> None:
-        """Meet these replicas."""
         self._inner.connect([self._ranks[each] for each in peers])
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Post one grouped call of the world (see `Transport.exchange`)."""
         return self._inner.exchange(
             *([(tensor, self._ranks[peer]) for tensor, peer in each] for each in (sends, receives))
         )

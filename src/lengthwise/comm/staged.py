@@ -1,21 +1,23 @@
 """A transport through host memory: what lies on a GPU is copied out, sent from there, and copied in again.
 
-NCCL takes one rank a device. With this, two or four processes can share one GPU, which is what checks on a small
-machine need; it is not fast. Messages and collectives are cut into chunks that fit a few pinned slabs (`slabs`); two
-rounds of chunks are under way at a time, so one is copied while another travels. A message's bytes are the same, so
-results are those of any other transport; sums may round otherwise where gloo's order of ranks follows the position.
+NCCL takes one rank a device; with this several processes can share one GPU, for checks. Messages are cut into chunks of
+a few pinned slabs (`Slabs`), two rounds under way at a time. Sums may round otherwise than NCCL's.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 
+import torch
 from torch import Tensor
 
-from lengthwise.comm.slabs import Round, Slabs, cut_into_rounds
 from lengthwise.comm.transport import Around, Done, Key, Message, Pending, Transport, lies_on_a_device
 
+SLAB_BYTES = 8 << 20  # copies of that size run at full speed
+MOST_SLABS = 16
 _ROUNDS_UNDER_WAY = 2
 
 
@@ -35,10 +37,7 @@ class StagedTransport(Around):
         self._under_way: deque[_StagedPending] = deque()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Post one grouped call (see `Transport.exchange`): two rounds of it, the others once it is waited for.
-
-        Calls complete in the order posted. Under the strict rules, by which plans are checked, no more is needed.
-        """
+        """Post two rounds of one grouped call, the others once it is waited for; calls complete in the order posted."""
         rounds = cut_into_rounds(sends, receives, self._slabs)
         if not rounds:
             return Done()
@@ -116,24 +115,22 @@ class StagedTransport(Around):
         assert got == expected, f"{self.world_size} ranks of {part.numel()} elements: {expected}, got {got}"
 
     def _copied_out(self, tensor: Tensor) -> Tensor:
-        """Return the elements of a tensor in host memory, in one dimension."""
         host = self._slabs.take(tensor)
         # Not non_blocking: the copy must have ended, and what it reads must have been computed, before it is sent.
         host.view(tensor.shape).copy_(tensor)
         return host
 
     def _copy_in(self, tensor: Tensor, host: Tensor) -> None:
-        """Copy what arrived into a tensor, and give its room back."""
         tensor.copy_(host.view(tensor.shape))
         self._slabs.give(host)
 
     def _post_in_order(self) -> None:
-        """Post what may be: between two ranks messages match in their order, so a call waits for those before it."""
+        """Post calls in their order, because messages between two ranks match by it."""
         for pending in self._under_way:
             if not pending.post():
                 return
 
-    def _post(self, each: Round) -> _RoundUnderWay:
+    def _post(self, each: ChunkRound) -> _RoundUnderWay:
         sends = [(self._copied_out(tensor) if self._stages(tensor) else tensor, peer) for tensor, peer in each.sends]
         rooms = [self._slabs.take(tensor) if self._stages(tensor) else tensor for tensor, _ in each.receives]
         receives = [(room, peer) for room, (_, peer) in zip(rooms, each.receives, strict=True)]
@@ -143,7 +140,6 @@ class StagedTransport(Around):
         return _RoundUnderWay(self._inner.exchange(sends, receives), [host for host, _ in sends], arrivals)
 
     def _finish(self, pending: _StagedPending) -> None:
-        """Wait for a call, and for all that were posted before it."""
         while pending in self._under_way:
             first = self._under_way[0]
             first.finish()
@@ -157,9 +153,9 @@ class _RoundUnderWay:
 
 
 class _StagedPending:
-    """A grouped call, of which some rounds are under way and others have not been posted."""
+    """A grouped call with some rounds under way and others not posted."""
 
-    def __init__(self, transport: StagedTransport, rounds: Sequence[Round], *, on_gpu: bool) -> None:
+    def __init__(self, transport: StagedTransport, rounds: Sequence[ChunkRound], *, on_gpu: bool) -> None:
         self._transport, self._on_gpu = transport, on_gpu
         self._to_post, self._posted = deque(rounds), deque[_RoundUnderWay]()
 
@@ -167,13 +163,12 @@ class _StagedPending:
         self._transport._finish(self)
 
     def post(self) -> bool:
-        """Post as many rounds as may be under way; return whether that were the last."""
+        """Post as many rounds as may be under way; return whether all are posted."""
         while self._to_post and len(self._posted) < _ROUNDS_UNDER_WAY:
             self._posted.append(self._transport._post(self._to_post.popleft()))
         return not self._to_post
 
     def finish(self) -> None:
-        """Post and wait for all of it."""
         transport = self._transport
         while self._posted or self._to_post:
             self.post()
@@ -184,3 +179,75 @@ class _StagedPending:
                 transport._slabs.give(host)
             for tensor, host in done.arrivals:
                 transport._copy_in(tensor, host)
+
+
+class Slabs:
+    """At most `most` pinned slabs of `slab_bytes` each, made when they are first needed."""
+
+    def __init__(
+        self,
+        *,
+        slab_bytes: int = SLAB_BYTES,
+        most: int = MOST_SLABS,
+        pin: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        self.slab_bytes = slab_bytes
+        self._most, self._pin = most, pin or _pinned
+        self._pinned = 0
+        self._free: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}
+
+    def take(self, like: Tensor) -> Tensor:
+        """Return room for the elements of a tensor, in one dimension; at most a slab."""
+        size = like.numel() * like.element_size()
+        assert size <= self.slab_bytes, f"{size} bytes do not fit a slab of {self.slab_bytes}"
+        if not self._free and self._pinned == self._most:
+            return torch.empty(like.numel(), dtype=like.dtype)
+        if not self._free:
+            self._free.append(self._pin(self.slab_bytes))
+            self._pinned += 1
+        slab = self._free.pop()
+        room = slab[:size].view(like.dtype)
+        self._lent[room.data_ptr()] = slab
+        return room
+
+    def give(self, room: Tensor) -> None:
+        """Take room back."""
+        slab = self._lent.pop(room.data_ptr(), None)
+        if slab is not None:
+            self._free.append(slab)
+
+    def chunks(self, tensor: Tensor, *, parts: int = 1) -> list[tuple[int, int]]:
+        """Return (start, stop) of the chunks of a tensor of which `parts` at a time fit a slab, in elements."""
+        step = max(1, self.slab_bytes // (parts * tensor.element_size()))
+        return [(start, min(start + step, tensor.numel())) for start in range(0, tensor.numel(), step)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRound:
+    """Chunks that travel together: of each peer, and each way, at most one."""
+
+    sends: list[Message]
+    receives: list[Message]
+
+
+def cut_into_rounds(sends: Sequence[Message], receives: Sequence[Message], slabs: Slabs) -> list[ChunkRound]:
+    """Cut a grouped call into chunks, the i-th between two ranks in round i, so that both sides pair them."""
+    return [
+        ChunkRound(sends=list(filter(None, out)), receives=list(filter(None, into)))
+        for out, into in zip_longest(_by_peer(sends, slabs), _by_peer(receives, slabs), fillvalue=())
+    ]
+
+
+def _by_peer(messages: Sequence[Message], slabs: Slabs) -> list[tuple[Message | None, ...]]:
+    """Return, round by round, one chunk of each peer's messages, in the given order."""
+    chunks: dict[int, list[Message]] = {}
+    for tensor, peer in messages:
+        assert tensor.is_contiguous(), f"messages must be contiguous, got strides {tensor.stride()}"
+        flat = tensor.detach().view(-1)
+        chunks.setdefault(peer, []).extend((flat[start:stop], peer) for start, stop in slabs.chunks(flat))
+    return list(zip_longest(*chunks.values()))
+
+
+def _pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())

@@ -1,9 +1,8 @@
 """The transport of a run: torch.distributed, with gloo for host memory and NCCL beside it for GPUs.
 
 Transfers are grouped `batch_isend_irecv` calls only (on NCCL a bare isend makes a communicator for each pair), in a
-group of their own over all ranks; the edges of rings, at distance 1 and 2 on the rank line, are connected at the start,
-those of groups that split heads before the first step that needs them (`program.edges`).
-Host tensors go over the gloo world on GPUs, too (docs/decisions/two-groups-on-gpus.md).
+group of their own; edges of rings are connected at the start, others before the first step with them (`program.edges`).
+Host tensors use gloo on GPUs, too (docs/decisions/two-groups-on-gpus.md).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def join(
     on_phase: Callable[[str], None] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Transport:
-    """Claim the rank's device, join the other ranks, and return the transport between them; `say` hears which.
+    """Claim the rank's device, join the other ranks, and return the transport between them; `say` reports which.
 
     Raises:
         TransferError: not all ranks came.
@@ -71,10 +70,7 @@ _HOST, _TRANSFERS, _GPUS = "host", "transfers", "gpus"  # groups by what they ca
 
 
 class TorchTransport:
-    """The ranks of a torch.distributed world.
-
-    Where ranks share a GPU it moves host memory only, and `shares_gpus` says so: put a `StagedTransport` around it.
-    """
+    """The ranks of a torch.distributed world; where they share a GPU put a `StagedTransport` around it."""
 
     def __init__(
         self, world: World, *, timeout_seconds: float = 600.0, on_phase: Callable[[str], None] | None = None
@@ -249,14 +245,14 @@ class TorchTransport:
         return self._everyone if peers is None else "ranks " + ", ".join(map(str, peers))
 
     def _give_up(self, posted: Posted) -> None:
-        """End this process: the main thread waits for a GPU that waits for a peer, and cannot be called back."""
+        """End this process: the main thread waits for a GPU that waits for a peer, and cannot be interrupted."""
         self.phase = f"{posted.phase}, waiting for {posted.others}"
         print(self._transfer_error(posted.phase, posted.others, "no answer"), file=sys.stderr, flush=True)
         os._exit(TransferError.exit_status)
 
 
 class _Among(TorchTransport):
-    """The collectives of some ranks of a world, with its clock, watch and place in the step; it has no transfers."""
+    """The collectives of some ranks of a world; no transfers."""
 
     def __init__(self, world: TorchTransport, ranks: Sequence[int], groups: Mapping[str, dist.ProcessGroup]) -> None:
         self._world = world
@@ -266,7 +262,6 @@ class _Among(TorchTransport):
 
     @property
     def phase(self) -> str:
-        """Where in the step the rank is, in words."""
         return self._world.phase
 
     @phase.setter
@@ -302,7 +297,7 @@ def _zero(device: torch.device) -> Tensor:
 
 
 def _without_place(message: str) -> str:
-    """Take gloo's first line without the file and line of its own source in front."""
+    """Cut the source position off gloo's first line."""
     return re.sub(r"^\[[^\]]*\.(cc|h|cpp):\d+\] ", "", message.split("\n")[0])
 
 

@@ -24,7 +24,7 @@ class Pending(Protocol):
     """A grouped call or a collective under way; its tensors are not to be touched before `wait`."""
 
     def wait(self) -> None:
-        """Return when every message has arrived and left; on a GPU, when the current stream is made to wait for them.
+        """Return when every message has arrived and left, or on a GPU, when the current stream waits for that.
 
         Raises:
             TransferError: a peer is gone or the time-out passed; names rank, step and phase.

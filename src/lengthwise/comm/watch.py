@@ -1,15 +1,9 @@
 """Notices transfers between GPUs that do not end.
 
-On NCCL `wait` only orders streams: a rank whose peer is gone runs on until it next needs a number on the host, and
-there it waits for ever, or until NCCL's own watchdog kills it without a word of step or phase. This thread looks at
-what is under way once a second, and reports the oldest that is overdue, with the phase it was posted in.
-
-The host may be a whole step ahead of the device. So a call's time runs from when the device could begin it: when it was
-the oldest under way, and the stream that posted it had come there.
-
-A look asks the driver, which may not answer while the main thread waits there, and then nothing in Python runs any
-more. So each look is given a time: faulthandler, whose clock needs no Python, then writes all stacks and ends the
-process.
+On NCCL `wait` only orders streams: a rank whose peer is gone runs on, then waits for ever. A thread looks once a second
+at what is under way and reports the oldest overdue call with its phase. The host may be a step ahead, so time runs from
+when the device could begin a call. The driver may not answer a look, and then no Python runs: faulthandler, which needs
+none, writes all stacks and ends the process.
 """
 
 from __future__ import annotations
@@ -91,9 +85,8 @@ class Overdue:
 class Watch:
     """Calls `overdue` once, from a thread of its own, with the oldest call that took longer than `timeout_seconds`.
 
-    That is at most `poll_seconds` after the time-out. begin: called in the thread before its first look. ends_frozen:
-    end the process where a look takes longer than the time-out and `grace_seconds`; while calls are under way the
-    process has no other `faulthandler.dump_traceback_later`.
+    poll_seconds: between looks. begin: called in the thread first. ends_frozen: end the process where a look takes
+    longer than the time-out and `grace_seconds`; it uses `faulthandler.dump_traceback_later`.
     """
 
     def __init__(
@@ -132,7 +125,7 @@ class Watch:
                 faulthandler.cancel_dump_traceback_later()
 
     def _give_time(self) -> None:
-        """Let faulthandler end the process unless the next look comes in time."""
+        """Let faulthandler end the process unless the next call comes in time."""
         if self._frozen_seconds is None or sys.__stderr__ is None:
             return
         if self._calls.is_waiting:

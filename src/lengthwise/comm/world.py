@@ -24,7 +24,7 @@ from lengthwise.core.errors import ConfigError, RankError
 class Met:
     """What a rank knows of the others once all have come: whether any two share a GPU, how many share its device.
 
-    `host` is the group for host memory. `owned`: whether the process group is ours to end, and not one that was there.
+    host: the group for host memory. owned: whether ending the process group is up to us.
     """
 
     shares_gpus: bool
@@ -37,8 +37,8 @@ class Met:
 class World:
     """One process of a run. `rendezvous` is a file that all local ranks share; None: torchrun's environment.
 
-    `gpus` is how many GPUs of this machine this process sees, and the run uses; 0: it computes on the CPU.
-    `attached`: to a process group that is there already, whoever made it.
+    gpus: of this machine, that this process sees and the run uses; 0: it computes on the CPU.
+    attached: to a process group that exists already.
     """
 
     rank: int
@@ -51,10 +51,7 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank; local ranks beyond the number of GPUs count from the first one again.
-
-        They share it, unless the launcher shows each process other GPUs: ranks that have met know (see `connect`).
-        """
+        """The device of this rank; local ranks beyond the number of GPUs share them, counted from the first again."""
         return torch.device("cuda", self.local_rank % self.gpus) if self.gpus else torch.device("cpu")
 
     def claim_device(self) -> None:
@@ -63,9 +60,7 @@ class World:
             torch.cuda.set_device(self.device)
 
     def connect(self, timeout: timedelta) -> Met:
-        """Join the process group of all ranks, over gloo, or the one that is there; return who shares a GPU.
-
-        GPUs get groups of their own beside it (see `TorchTransport`); this one is for what lies in host memory.
+        """Join the gloo process group of all ranks, or the one that exists; return who shares a GPU.
 
         Raises:
             RankError: some ranks have a GPU and others have none.
@@ -104,11 +99,9 @@ class World:
             raise RankError(where, expected="all ranks on GPUs, or all on the CPU", got=got, remedy=remedy)
 
     def _meet(self, store: Store, timeout: timedelta) -> tuple[int, bool, int]:
-        """Return how many ranks are on a GPU, whether any share one, and how many are on the device of this one.
+        """Return (most ranks on one GPU, whether any share one, ranks on this one's), the first two alike on all ranks.
 
-        The first two are the same on all ranks. Which transport a run takes follows from them, and must be known before
-        the first group is made. Each rank adds itself to the count of its GPU, and says so where it is not the first
-        there.
+        They choose the transport before the first group is made: each rank adds itself to the count of its GPU.
         """
         store.add("on_gpu", int(self.gpus > 0))
         mine = f"on {gpu_of(self.device)}" if self.gpus else None
@@ -121,7 +114,7 @@ class World:
         return store.add("on_gpu", 0), store.add("sharing", 0) > 0, device_ranks
 
     def _ask(self, host: dist.ProcessGroup) -> tuple[int, bool, int]:
-        """Return the same as `_meet`, of ranks that have a group already: each sends a digest of its GPU's name."""
+        """Do `_meet` over an existing group: ranks compare digests of their GPUs' names."""
         name = gpu_of(self.device) if self.gpus else f"cpu of {socket.gethostname()}"
         digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
         mine = torch.tensor([int(self.gpus > 0), digest])
@@ -144,8 +137,9 @@ def world_from_environment() -> World | None:
     """Return the world that torchrun or mpirun made, or None when the process was started alone.
 
     Raises:
-        ConfigError: some but not all of torchrun's variables are set, they are not numbers, or the rank is not in the
-            world; or mpirun started several machines, and nothing says where the first is.
+        ConfigError: torchrun's variables are incomplete, no numbers or contradictory, or mpirun started several
+            machines
+            without the address of the first.
     """
     values = {name: os.environ.get(name) for name in _TORCHRUN}
     if values["RANK"] is None and values["WORLD_SIZE"] is None:
@@ -170,7 +164,7 @@ def world_from_environment() -> World | None:
 
 
 def _take_from_mpi() -> None:
-    """Set torchrun's variables where mpirun started several processes: torch and accelerate read them too."""
+    """Set torchrun's variables where mpirun started the processes; torch and accelerate read them."""
     for launcher, names in _MPI.items():
         found = [os.environ.get(name, "") for name in names]
         if not all(each.isdigit() for each in found) or int(found[1]) < 2:
@@ -188,11 +182,7 @@ def _take_from_mpi() -> None:
 
 
 def session_world(device: torch.device) -> World:
-    """Return the world of a loop whose model is on `device`.
-
-    Raises:
-        ConfigError: some but not all of the launcher's variables are set.
-    """
+    """Return the world of a loop whose model is on `device`; ConfigError: a launcher's variables are incomplete."""
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     local = device.index or 0
     if dist.is_available() and dist.is_initialized():
@@ -214,7 +204,7 @@ def session_world(device: torch.device) -> World:
 
 
 def _use_loopback() -> None:
-    """Keep local runs off the network: gloo would else look up the host's name, which many machines cannot resolve."""
+    """Keep local runs off the network; gloo would look up the host's name, which may not resolve."""
     names = {name for _, name in socket.if_nameindex()}
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback is not None:

@@ -1,7 +1,4 @@
-"""The run file: YAML in, checked settings out. Needs neither torch nor a model library.
-
-First on the way of the data: whatever a run does is decided by the `RunConfig` made here.
-"""
+"""The run file: YAML in, checked settings out. Needs neither torch nor a model library."""
 
 from lengthwise.config.document import dump_values as _dump_values
 from lengthwise.config.load import build_config, load_config

@@ -1,8 +1,7 @@
 """YAML text to plain values, safely, and back.
 
-PyYAML reads YAML 1.1, where `3e-4` is text, `no` is false and `010` is eight. Here scalars follow the core schema of
-YAML 1.2. Nothing but mappings, lists, text, numbers, booleans and null can come out: a foreign tag, an alias (which
-could unfold without end), a key that is no text or a key that is there twice is a problem with its line.
+Scalars follow the core schema of YAML 1.2 (in PyYAML's 1.1 `3e-4` is text and `no` is false). A foreign tag, an alias
+(which could unfold without end), a key that is no text or is there twice is a problem with its line.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ _CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndTo
 
 
 class _CoreLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with the scalars of YAML 1.2; used up to the nodes only."""
+    """PyYAML's safe loader with the scalars of YAML 1.2, used up to the nodes."""
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - the name and shape are PyYAML's
 
 
 class _CoreDumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.1 or 1.2 would take for something else, so that either reads it as text."""
+    """Quotes text that YAML 1.1 or 1.2 would read as another type."""
 
 
 for _name, _pattern, _first in _CORE_SCALARS:
@@ -53,10 +52,9 @@ for _name, _pattern, _first in _CORE_SCALARS:
 
 
 def parse_values(text: str, name: str) -> tuple[object, list[ConfigError]]:
-    """Read one YAML document into plain values.
+    """Read one YAML document into plain values; `name` is the file's, for messages.
 
-    `name` is the file's name for messages. Syntax errors raise ConfigError; problems that leave the rest readable
-    (a key twice, a foreign tag) are returned beside the values, to be reported with all others.
+    Syntax errors raise ConfigError; problems that leave the rest readable are returned beside the values.
     """
     try:
         depth = 0

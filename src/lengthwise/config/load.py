@@ -6,15 +6,16 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lengthwise.config.document import parse_values
-from lengthwise.config.overrides import apply_overrides
 from lengthwise.config.problems import find_problems, sections_at, shown
 from lengthwise.config.schema import MEASURE_AT_START, MEASURE_NOTHING, TINY_MODEL, RunConfig
 from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.files import read_plain
 from lengthwise.core.names import BYTES_TOKENIZER
 
+_MOST_DIGITS = 10  # of an index
 _FILE, _FOLDER = "file", "folder"
 _MOST_BYTES = 1 << 20  # of a run file
 _MOST_NAME_BYTES = 255  # of a part of a path, in all file systems of today
@@ -23,11 +24,10 @@ _PATH_STARTS = ("./", "../", "/", "~")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read the run file at `path`.
+    """Read the run file at `path`; raise ConfigError for one problem and Problems for several.
 
-    `overrides` are `key=value` texts, such as `optimizer.lr=1e-3`, `data.0.path=other.jsonl` or
-    `global_batch={tokens: 4096}`, the value read as YAML. Relative paths, in overrides too, start from the run file's
-    folder. Raises ConfigError for one problem and Problems for several.
+    overrides: `key=value` texts, such as `optimizer.lr=1e-3`, `data.0.path=other.jsonl` or
+    `global_batch={tokens: 4096}`, values read as YAML. Relative paths start from the run file's folder.
     """
     path = Path(path)
     values, problems = parse_values(_read_text(path), str(path))
@@ -64,7 +64,7 @@ def _read_text(path: Path) -> str:
 
 
 def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]:
-    """Make paths absolute in place; return those that are not there. Values of a wrong type are reported elsewhere."""
+    """Make paths absolute in place; return those that do not exist. Values of a wrong type are reported elsewhere."""
     problems = []
     for key, builtin in (("model", TINY_MODEL), ("tokenizer", BYTES_TOKENIZER)):
         name = values.get(key)
@@ -97,7 +97,7 @@ def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]
 
 
 def _resolve_name(key: str, name: str, folder: Path, problems: list[ConfigError]) -> str:
-    """Make a local folder absolute, and keep a hub name; what reads like a path has to be a folder."""
+    """Make a local folder absolute and leave a hub name; what reads like a path must be a folder."""
     wrong = _no_path(name)
     if wrong is not None:
         remedy = f"Correct `{key}`."
@@ -114,7 +114,7 @@ def _resolve_name(key: str, name: str, folder: Path, problems: list[ConfigError]
 
 
 def _resolve(where: str, name: str, folder: Path, problems: list[ConfigError], *kinds: str, words: str = "") -> str:
-    """Make a path absolute that has to be one of these kinds, a folder where none is named; `words` are taken, too."""
+    """Make a path of one of these kinds absolute (default: a folder); `words` are allowed instead."""
     kinds = kinds or (_FOLDER,)
     local = _absolute(name, folder) if name else ""
     there = _FILE if os.path.isfile(local) else _FOLDER if os.path.isdir(local) else None
@@ -127,7 +127,7 @@ def _resolve(where: str, name: str, folder: Path, problems: list[ConfigError], *
 
 
 def _no_path(path: str) -> str | None:
-    """Say why nothing can have such a path; None: something may."""
+    """Return why nothing can have such a path; None: something may."""
     try:
         raw = os.fsencode(path)
     except UnicodeEncodeError:
@@ -141,5 +141,57 @@ def _no_path(path: str) -> str | None:
 
 
 def _absolute(name: str, folder: Path) -> str:
-    """Join, expand `~` and drop `..`; links are kept as the user named them."""
+    """Join, expand `~` and drop `..`; links stay as the user named them."""
     return os.path.abspath(os.path.join(folder, os.path.expanduser(name)))
+
+
+def apply_overrides(values: dict[str, object], overrides: Sequence[str]) -> list[ConfigError]:
+    """Write each override into `values`, in order, the last one winning; return what could not be written.
+
+    Keys are joined by dots; a number is the index of an existing list entry. Missing sections and unknown keys are
+    made.
+    """
+    problems: list[ConfigError] = []
+    for override in overrides:
+        where = f"overrides {override}"
+        key, equals, text = override.partition("=")
+        path = [part.strip() for part in key.split(".")]
+        if not equals or not all(path):
+            remedy = "Write for example optimizer.lr=3e-4."
+            problems.append(ConfigError(where, expected="key=value", got=repr(override), remedy=remedy))
+            continue
+        try:
+            value, found = parse_values(text, where)
+            problems += found
+            _write(values, path, value)
+        except ConfigError as error:
+            problems.append(error)
+    return problems
+
+
+def _write(values: dict[str, object], path: Sequence[str], value: object) -> None:
+    target: Any = values  # a mapping, or inside one a list; `_step` gives the key or the index to match
+    for depth, part in enumerate(path):
+        step = _step(target, part, path[: depth + 1])
+        if depth == len(path) - 1:
+            target[step] = value
+            return
+        below = target[step] if isinstance(target, list) else target.get(step)
+        if below is None:
+            below = {}
+            target[step] = below
+        if not isinstance(below, dict | list):
+            prefix = ".".join(path[: depth + 1])
+            where, expected = f"overrides {'.'.join(path)}", f"`{prefix}` to have keys"
+            raise ConfigError(where, expected=expected, got=f"the value {below!r}", remedy=f"Set `{prefix}` itself.")
+        target = below
+
+
+def _step(target: dict | list, part: str, path: Sequence[str]) -> Any:
+    if isinstance(target, dict):
+        return part
+    if part.isascii() and part.isdecimal() and len(part) < _MOST_DIGITS and int(part) < len(target):
+        return int(part)
+    expected = f"an index from 0 to {len(target) - 1}" if target else "a list with entries"
+    remedy = f"Name an entry that the run file has, or set `{'.'.join(path[:-1])}` as a whole."
+    raise ConfigError(f"overrides {'.'.join(path)}", expected=expected, got=repr(part), remedy=remedy)

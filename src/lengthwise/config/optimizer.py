@@ -124,7 +124,7 @@ class OptimizerConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_arguments(cls, values: object) -> object:
-        """Take the optimizer's own defaults; what it does not take is None."""
+        """Take the optimizer's own defaults; arguments that it does not have are None."""
         if not isinstance(values, dict):
             return values
         name = values.get("name", "adamw")
@@ -156,7 +156,7 @@ class OptimizerConfig(Settings):
 
 
 def _schedule_problems(values: Mapping[str, object], default_lr: float) -> list[ConfigError]:
-    """Return what is wrong between the keys of a schedule; of values of a wrong type nothing."""
+    """Return contradictions between the keys of a schedule, ignoring values of a wrong type."""
     name, raw = values.get("schedule") or "cosine", values.get("schedule_args")
     if not isinstance(name, str) or name not in SCHEDULES:
         return []

@@ -72,7 +72,7 @@ def _reported_elsewhere(detail: ErrorDetails) -> bool:
 
 
 def _once_a_field(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """Join what pydantic says of each choice of a field that takes a name or a number."""
+    """Join pydantic's messages for a field that allows a name or a number."""
     found: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for detail in details:
         loc = detail["loc"] if detail["type"] == "extra_forbidden" else _of_field(detail["loc"])
@@ -118,7 +118,7 @@ def expected_value(detail: ErrorDetails) -> str:
 
 
 def _unknown_remedy(key: str, section: type[Settings], listed: set[type[Settings]]) -> str:
-    """Say what an unknown key is called here: a known name of elsewhere, a key of a section, or one that is near."""
+    """Suggest the name here: a synonym from another library, a section's key, or a similar name."""
     if key in FOREIGN_NAMES:
         return f"{FOREIGN_NAMES[key]}."
     sections = [path for path, other in SECTIONS.items() if section is RunConfig and key in other.model_fields]
@@ -151,7 +151,7 @@ def _section(loc: Sequence[int | str]) -> type[Settings] | None:
 
 
 def _broken_rules(values: Mapping[str, object]) -> Iterator[ConfigError]:
-    """Check the rules of every section that is there, even where pydantic stopped at a wrong type before them."""
+    """Check the rules of every section, even where pydantic stopped at a wrong type before them."""
     for path, section in SECTIONS.items():
         for where, part in sections_at(values, path):
             for rule in section.broken_rules(part):

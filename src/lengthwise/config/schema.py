@@ -1,7 +1,6 @@
 """The settings of a run and the rules between them; the keys of a run file are exactly these fields.
 
-Types are strict: `steps: true` and `steps: 1.5` are errors, a whole number is fine where a number is asked. Each
-description says the unit and the default, because it is also the help a user reads when the value is wrong.
+Types are strict: `steps: true` is an error. Descriptions give unit and default: users read them beside a wrong value.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ MEASURE_AT_START, MEASURE_NOTHING = "auto", "off"
 
 
 def _take_planner(value: object, of_ours: Callable[[object], str]) -> str:
-    """Take a planner of ours, one whose package is installed, or one that such a package names in its entry points."""
+    """Accept a planner of ours, or one that an installed package names in its entry points."""
     try:
         return of_ours(value)
     except ValidationError:
@@ -44,7 +43,7 @@ def _take_planner(value: object, of_ours: Callable[[object], str]) -> str:
 
 
 def _as_names(value: object) -> object:
-    """Take one name for a list of it, and null or none for an empty one."""
+    """Read one name as a list of it, and null or none as an empty one."""
     return () if value in (None, "none") else (value,) if isinstance(value, str) else value
 
 
@@ -144,7 +143,7 @@ class RunConfig(Settings):
         default=None,
         min_length=1,
         description="the costs that the planner uses: auto (measured for some seconds before the first step), a file of"
-        " `lengthwise profile` (the run's own steps correct both, so that plans may differ from run to "
+        " `lengthwise profile` (with both a slow rank gets less work, so that plans may differ from run to "
         "run), or off: estimates for the device; default null: auto if the run takes long enough, else off",
     )
     attention: Literal["auto", "flash2", "flash3", "cudnn", "efficient", "reference"] = Field(
@@ -228,7 +227,7 @@ class RunConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _spell_out(cls, values: object) -> object:
-        """Fill in the steps where neither end of the run is given, and take `offload: off` for none."""
+        """Fill in the steps where no end of the run is given, and read `offload: off` as none."""
         if not isinstance(values, dict):
             return values
         ends = values.get("steps") is not None or values.get("epochs") is not None
@@ -285,7 +284,7 @@ class RunConfig(Settings):
 
 
 def _not_where_sharded(values: Mapping[str, object]) -> list[ConfigError]:
-    """Refuse what goes by whole parameters, or plans without lock-step, where each rank has a part of them."""
+    """Refuse what needs whole parameters, or plans without lock-step, under `shard: zero3`."""
     found, shard = [], values.get("shard", "auto")
     under = f"under `shard: {shard}`"
     if shard in ("zero1", "zero3") and values.get("ranks_per_node") is not None:
@@ -308,7 +307,7 @@ def _not_where_sharded(values: Mapping[str, object]) -> list[ConfigError]:
 
 
 def _not_with_stages(values: Mapping[str, object]) -> list[ConfigError]:
-    """Refuse what stages of a pipeline do not run beside them."""
+    """Refuse what does not run beside pipeline stages."""
     stages = values.get("stages", 1)
     if stages == 1:
         more = values.get("virtual", 1)

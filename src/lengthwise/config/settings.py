@@ -15,7 +15,7 @@ from lengthwise.core.sizes import parse_tokens
 
 
 def _read_tokens(value: object) -> object:
-    """Read 8K or 2M as the command line does; anything else stays as it is, for the type to take or refuse."""
+    """Read 8K or 2M as the command line does; leave the rest to the type."""
     if isinstance(value, str) and not value.strip().isdecimal():
         with contextlib.suppress(ConfigError):
             return parse_tokens(value, "")
@@ -35,10 +35,7 @@ class Settings(BaseModel):
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
-        """Return what the type of one field cannot say, each with its key ("": the section) for the place.
-
-        `values` may be raw, and wrong in other ways too.
-        """
+        """Return the rules between fields that `values`, perhaps raw and wrong, break, by key ("": the section)."""
         del values
         return []
 

@@ -1,8 +1,7 @@
 """How a sequence is cut over the ranks of a ring: 2d chunks, position j holding chunks j and 2d-1-j.
 
-Under a causal mask the two chunks of every position see equally much between them, so equal chunks are equal work.
-Chunks may be empty: no length is too short and no divisibility rule exists. Rule and rounding are those of the plan
-file: chunk k ends at token floor(length x cumulative share), in exact arithmetic.
+Under a causal mask every position then sees equally much. Chunks may be empty. Chunk k ends at token
+floor(length x cumulative share), in exact arithmetic, as in the plan file.
 """
 
 from __future__ import annotations
@@ -14,10 +13,7 @@ from functools import lru_cache
 
 @lru_cache(maxsize=4096)
 def chunk_bounds(length: int, degree: int, shares: tuple[float, ...] | None = None) -> tuple[int, ...]:
-    """Return the 2 x degree + 1 borders of the chunks of a sequence of `length` tokens.
-
-    `shares` holds one weight a position (default: all equal); each of a position's two chunks gets half its share.
-    """
+    """Return the 2 x degree + 1 borders of the chunks; `shares`: a weight a position, half of it for each chunk."""
     if shares is None:
         return tuple(length * k // (2 * degree) for k in range(2 * degree + 1))
     weights = [Fraction(share) for share in shares]

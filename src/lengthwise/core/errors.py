@@ -1,8 +1,7 @@
 """The error tree: every error a user can meet says where, what was expected, what was got, and what to change.
 
-`exit_status` is that of the command line: 2 for what users can correct in their own input, 1 for what went wrong while
-running. Errors are written in the names of the library, options of functions and keys of a run file; a command prints
-its own with `render` and a table: {"capacity_tokens": "--capacity"}.
+`exit_status`: 2 for a user's own input, 1 for what went wrong while running. Errors name library options; a command
+prints its own with `render` and a table: {"capacity_tokens": "--capacity"}.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ _PLACEHOLDER = re.compile(r"\{([a-z_]+)(?:\|([^{}]+))?\}")
 class LengthwiseError(Exception):
     """One problem, reported in one line.
 
-    `where` names a file and row (`train.jsonl:3`), a config path (`optimizer.lr`) or a rank, step and phase.
-    `expected` and `remedy` name other options in braces, "{capacity_tokens}", or with other words where no command has
-    an option for it: "{clip|leave it out}". `got` is quoted as it is.
+    where: a file and row (`train.jsonl:3`), a config path (`optimizer.lr`), or a rank, step and phase.
+    expected, remedy: name other options in braces, "{capacity_tokens}", or with other words where no command has an
+    option
+    for it: "{clip|leave it out}". got: quoted as it is.
     """
 
     code = "error"  # short and stable, to search for

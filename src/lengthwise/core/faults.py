@@ -1,8 +1,7 @@
 """Faults that a test asks for: `LENGTHWISE_FAULT=point:rank:step:action[,...]` in the environment; nothing without it.
 
-`point` is a place in the code (`POINTS`), `rank` and `step` say whose and when, `action` is one of `kill` (SIGKILL of
-the rank), `stop` (SIGSTOP: it hangs), `term` (SIGTERM), `error` (a failing disk) and `sleep` (a second). Where
-ranks are started again, faults are of the first start alone, so that these get past them.
+`point` is one of `POINTS`; `action` is `kill` (SIGKILL), `stop` (SIGSTOP), `term` (SIGTERM), `error` (a failing disk)
+or `sleep` (a second). Only the first start of a rank has faults.
 """
 
 from __future__ import annotations
@@ -48,12 +47,7 @@ class _Fault(NamedTuple):
 
 
 def fault(point: str, rank: int, step: int) -> None:
-    """Do what was asked for at this point, if anything.
-
-    Raises:
-        OSError: `error` was asked for.
-        ConfigError: as `asked_faults` does.
-    """
+    """Do what was asked for at this point; OSError: `error` was asked for; ConfigError: as `asked_faults`."""
     for each in asked_faults():
         if each[:3] == (point, rank, step):
             _act(each)
@@ -66,11 +60,7 @@ def only_of_first_start() -> None:
 
 
 def asked_faults() -> tuple[_Fault, ...]:
-    """Return what the environment asks for.
-
-    Raises:
-        ConfigError: it cannot be read; Problems: several of these.
-    """
+    """Return what the environment asks for; ConfigError, or Problems: it cannot be read."""
     if _restarted or int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0:
         return ()
     asked = os.environ.get(VARIABLE)

@@ -1,6 +1,6 @@
-"""Files: locks; files and folders written whole or not at all; plain files, JSON and plans, whose problems have words.
+"""Locks; files and folders written whole or not at all.
 
-`json` takes the last of two equal keys without a word; whoever wrote both meant one of them. Here that is an error.
+Plain files, strict JSON (a key twice is an error) and plans.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ _OPENED = ("/dev/fd", "/proc/self/fd")  # where a shell puts what it opened itse
 
 
 def try_lock(path: Path) -> TextIO | str:
-    """Hold `path`, which is made, until the file that is returned is closed; or return who holds it, in words.
-
-    Whoever holds it may remove it before closing it. OSError: it cannot be made.
-    """
+    """Hold `path`, which is made, until the returned file is closed, or return who holds it; OSError: not made."""
     while True:
         file = path.open("a+", encoding="utf-8")
         try:
@@ -89,7 +86,7 @@ def replace_file(path: Path, text: str) -> None:
 def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
     """Give a folder to write into; it becomes `path` when the block ends, synced, whole or not at all.
 
-    `replaces`: one that is there keeps its place until then, and its content beside it until the other has its name.
+    replaces: keep an existing folder until the new one is complete.
     """
     unfinished, previous = unfinished_of(path), previous_of(path)
     try:
@@ -131,7 +128,7 @@ def read_plain(path: str | Path, *, most_bytes: int = MOST_BYTES) -> bytes:
     """Read a regular file, or a pipe that the shell opened.
 
     Raises:
-        OSError: there is none; a device or another pipe, which may have no end and nobody to write it; too many bytes.
+        OSError: it does not exist, is a device or another pipe (perhaps endless), or has too many bytes.
     """
     with open(_opened(path), "rb") as file:
         content = file.read(most_bytes + 1)
@@ -160,11 +157,7 @@ def _is_the_shells(path: str | Path) -> bool:
 
 
 def read_json(path: str | Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        ValueError: no file that can be read, no UTF-8, or what `parse_json` refuses; its text says which.
-    """
+    """Read a JSON file; ValueError: it cannot be read, is no UTF-8, or what `parse_json` refuses."""
     try:
         raw = read_plain(path)
     except OSError as error:
@@ -195,11 +188,7 @@ def parse_json(text: str) -> Any:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make the dictionary of an object, for `json`'s `object_pairs_hook`.
-
-    Raises:
-        ValueError: names the first key that is there twice.
-    """
+    """Make the dictionary of an object (`json`'s `object_pairs_hook`); ValueError: names the first repeated key."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]

@@ -1,9 +1,7 @@
 """Tokens held: how many tokens of its pieces each rank has, and how many the plan file allows it.
 
-The cutting rule of `core.cut`, for whole pieces at once, one array operation a sequence. `held_tokens` counts each
-position of a piece, `held_at_most` bounds all of them without counting, `held_by_rank` counts each rank of a
-microbatch. A rank may hold the capacity and `rounding_tokens` more; of what is offloaded, `kept_ratio` counts.
-`largest` finds a capacity.
+The rule of `core.cut` for whole pieces: `held_tokens` counts each position, `held_at_most` bounds them, `held_by_rank`
+counts each rank of a microbatch. A rank may hold the capacity and `rounding_tokens` more.
 """
 
 from __future__ import annotations

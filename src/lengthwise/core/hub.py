@@ -1,7 +1,4 @@
-"""Whether the Hugging Face hub can be reached, found out once: its library tries again for a minute at each file.
-
-Where it cannot, what is in the cache is all that there is, and every name that is not there is refused at once.
-"""
+"""Whether the Hugging Face hub can be reached, found out once: its library tries again for a minute at each file."""
 
 from __future__ import annotations
 

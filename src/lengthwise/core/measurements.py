@@ -1,8 +1,7 @@
 """What was timed on a machine, and the coefficients that follow: `lengthwise.measurements/1`, a JSON file.
 
-Written by `lengthwise profile`, read by `plan`, `simulate` and `train`. It holds every sample (what was run, how long
-it took, how much repeats differed), where they were taken, and the fit: one value a term with its relative error. The
-fit counts when the file is read, so that two versions plan alike; the samples let anyone fit anew.
+Written by `lengthwise profile`, read by `plan`, `simulate` and `train`: samples, where they were taken, and the fit,
+which is what readers plan with.
 """
 
 from __future__ import annotations
@@ -48,16 +47,18 @@ _FromZero = Annotated[float, Field(ge=0)]
 class Sample:
     """One thing that was run again and again on a rank.
 
-    kind: "local", a microbatch of packed sequences on each rank; "ring", sequences over `degree` ranks; "block", one
-        layer's causal attention of one sequence by the kernel alone; "transfer", a message to the next rank and one
-        from it; "copy", activations to where they are offloaded and back, of all ranks at once; of the step's end
-        "end_collectives", "end_update" (AdamW on this rank's slice) and "end_clear".
+    kind: "local", a microbatch of packs on each rank; "ring", sequences over `degree` ranks; "block", one layer's
+    causal
+        attention by the kernel alone; "transfer", a message to the next rank and one from it; "copy", activations to
+        where they are offloaded and back, on all ranks at once; of the step's end "end_collectives", "end_update"
+            (AdamW
+        on this rank's slice) and "end_clear".
     lengths: tokens of each sequence. degree: ranks that took part.
     tier: the slowest link that was passed: none, inside a node (near), or between nodes (far).
     num_bytes: that a rank sent, where the lengths do not say it.
-    seconds: the lower quartile of `repeats`, by the clock "cpu" the least of them: other work can only add to it. Of
-        these `forward_seconds` until backward began (None: not apart). spread: from the lower to the upper quartile,
-        over `seconds`.
+    seconds: the lower quartile of `repeats`, by the clock "cpu" the least: other work only adds to it.
+    forward_seconds: of these, until backward began (None: not apart).
+    spread: from the lower to the upper quartile, over `seconds`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -77,9 +78,9 @@ class Sample:
 class Place:
     """Where and with what samples were taken; what a run must share to be planned with them.
 
-    device: "cpu" or a GPU's name; processor: that of the host. threads: of each rank; ranks: that ran together,
-    `ranks_per_node` of them on each machine. clock: "wall", or "cpu": the seconds that a rank computed and waited for
-    messages, without those in which the machine did other work. versions: by package.
+    device: "cpu" or a GPU's name; processor: of the host. threads: of each rank; ranks: that ran together,
+    `ranks_per_node` on each machine. clock: "wall", or "cpu": seconds computed and waited for messages.
+    versions: by package.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -128,9 +129,9 @@ class Term:
 class Fit:
     """What the samples say of the costs.
 
-    terms: as the fields of `cost.Cost`, its links and its `ending`; forward_attention, forward_linear: shares of the
-        forward pass.
-    not_measured: terms without a sample; they are those of the file's `hardware`.
+    terms: as the fields of `cost.Cost`, its links and its `ending`; forward_attention, forward_linear: shares of
+    forward.
+    not_measured: terms without a sample, taken from the file's `hardware`.
     block_efficiency: as in `Hardware`; empty: not measured.
     mean_error, worst_error: of predicted over measured seconds of the local and ring samples, relative.
     """
@@ -148,8 +149,8 @@ class Fit:
 class Measurements:
     """A file of measurements.
 
-    precision: as in a run file; hardware: the named one whose terms fill the gaps. adapters: how many parameters were
-    trained in place of the model's own; None: all of the model's.
+    precision: as in a run file; hardware: the named one whose terms fill the gaps. adapters: parameters that trained in
+    place of the model's own; None: all of the model's.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT

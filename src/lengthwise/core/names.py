@@ -27,10 +27,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str | None:
 
 
 def unknown_name(where: str, got: object, known: Iterable[str], *, others: str = "") -> ConfigError:
-    """Return the error for a name that does not exist: it lists the known ones and points at the nearest.
-
-    `others`: what can be given besides names, "or the path of a file" for example.
-    """
+    """Return the error for an unknown name: the known ones and the nearest; `others`: what else may be given."""
     names = list(known)
     remedy = did_you_mean(got, names) or "Choose one of these."
     expected = f"one of {', '.join(names)}{', ' * bool(others)}{others}"

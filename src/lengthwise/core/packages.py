@@ -43,11 +43,7 @@ TRACKER_PACKAGES: Mapping[str, tuple[str, ...]] = {  # by tracker: distributions
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Refuse trackers whose package is not installed; nothing is imported, as some take seconds.
-
-    Raises:
-        ConfigError: one is missing; Problems: several are.
-    """
+    """Refuse, without importing any, trackers whose package is missing, by a ConfigError or Problems."""
     raise_problems([_missing(name) for name in names if not any(map(is_installed, TRACKER_PACKAGES[name]))])
 
 

@@ -1,8 +1,7 @@
 """The plan of one step and its file, `lengthwise.plan/1`: the contract between planner, trainer and outside tools.
 
-A plan is one global order of microbatches. Each rank runs those that name it, in that order; a microbatch starts when
-all its ranks are free. `docs/plan-file.md` is the full description. This module only reads, writes and types it;
-`program.check_plan` holds the rules between the numbers.
+One global order of microbatches: each starts when all its ranks are free. Description: `docs/plan-file.md`; rules
+between the numbers: `program.check_plan`.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class Microbatch:
 class Plan:
     """The ordered microbatches of one step.
 
-    `tokens[i]` is the length of sequence i. `notes` are facts about the plan that no reader needs to run it
-    (planner, predicted seconds, bound); they are written as extra top-level keys.
+    tokens: length of each sequence. notes: facts that no reader needs to run it (planner, predicted seconds, bound),
+    written as extra top-level keys.
     """
 
     ranks: int
@@ -99,11 +98,9 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> Plan:
-        """Read a plan file of any planner.
+        """Read a plan file.
 
-        Raises:
-            PlanError: not JSON, a key twice, a field missing or of the wrong type, or a feature in `requires` that is
-                not known here.
+        PlanError: no JSON, a key twice, a missing or wrong field, or an unknown required feature.
         """
         return _read_plan(text, where)
 

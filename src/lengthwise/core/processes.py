@@ -22,10 +22,7 @@ _MOST_SECONDS = 1.0
 
 
 def end_with_parent(parent: int) -> None:
-    """Let this process be killed when `parent`, which started it, dies, however it dies: none works on alone.
-
-    Linux only; elsewhere nothing happens.
-    """
+    """Let Linux kill this process when `parent`, which started it, dies; elsewhere do nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before it was asked to tell
@@ -39,11 +36,10 @@ def kill_workers(pool: ProcessPoolExecutor) -> None:
 
 
 def let_threads_end() -> None:
-    """Wait, before a fork, until no thread of this process is about to end; after a second, go on all the same.
+    """Wait, before a fork, until no thread of this process is about to end; at most a second. Linux only.
 
-    Python calls a thread ended before the system does. In between, libraries free what they kept for it, under a lock:
-    MKL's memory manager does. A child forked then has that lock held by nobody, and waits in its first product of
-    matrices for ever. Linux only; elsewhere nothing happens.
+    Python calls a thread ended before the system does; until then libraries (MKL) hold a lock, on which the matrix
+    products of a child forked then would wait for ever.
     """
     if sys.platform != "linux":
         return
@@ -62,7 +58,7 @@ def has_one_thread() -> bool:
 
 
 def _other_threads() -> dict[str, str]:
-    """Return the system's state ("R": running) of each thread of this process but this one, by its number."""
+    """Return the state ("R": running) of each other thread of this process, by its number."""
     states = {}
     for thread in _THREADS.iterdir():
         if int(thread.name) != threading.get_native_id():

@@ -29,9 +29,9 @@ class Cluster:
 class ModelShape:
     """The sizes of a decoder-only transformer from which FLOPs and bytes follow.
 
-    `intermediate` is the width of one expert's (or the only) gated MLP; `experts_per_token` of `experts` are active.
-    `windows` lists (sliding window in tokens, layers that have it); all other layers see everything. `family` is what
-    configs call the kind of model, where it is known; of two shapes that differ in it alone, sizes are equal.
+    intermediate: width of one expert's (or the only) gated MLP; `experts_per_token` of `experts` are active.
+    windows: (sliding window in tokens, layers that have it); all other layers see everything.
+    family: the config's kind of model, where known; it does not count in comparisons.
     """
 
     name: str

@@ -15,11 +15,7 @@ PLANNING_SHARE = 0.1  # of a step, for tries: a plan that takes longer is waited
 
 
 def parse_tokens(text: str, where: str) -> int:
-    """Read a number of tokens: `8192`, `8K`, `1.5M`; K, M and G are binary, as context lengths are.
-
-    Raises:
-        ConfigError: anything else, or no whole number from 1 to 2^53.
-    """
+    """Read `8192`, `8K` or `1.5M` (K, M, G binary) tokens; ConfigError: no whole number from 1 to 2^53."""
     written = _WRITTEN.fullmatch(text)
     value = float(written[1]) * _UNITS[written[2].upper()] if written and len(written[1]) < 20 else 0.0
     if not 1 <= value <= MOST or value != int(value):

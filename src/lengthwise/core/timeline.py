@@ -13,11 +13,10 @@ class Timeline:
     """One step; entry i of the arrays is one chunk of layers of one rank in one microbatch, times in seconds.
 
     A rank of `stages` pipeline stages is that many devices of equally many chunks; without stages one chunk is all.
-    rank, stage, microbatch: which. start, forward: when its forward pass began (all ranks of the microbatch were free)
-    and ended; backward, end: when its backward pass did. compute: its arithmetic and overhead. copied: time that copies
-    to and from the host held it up. held_tokens: what it held.
-    step_end_seconds: the reduction that all ranks enter together. loader_seconds: waiting for data before the first
-    microbatch.
+    rank, stage, microbatch: which. start, forward: of its forward pass, begin and end. backward, end: of its backward
+    pass. compute: arithmetic and overhead. copied: time that copies to and from the host held it up.
+    held_tokens: what it held. step_end_seconds: the reduction of all ranks. loader_seconds: waiting for data before the
+    first microbatch.
     """
 
     ranks: int

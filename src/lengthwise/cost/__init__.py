@@ -1,8 +1,6 @@
-"""Seconds of a piece of work, and where they come from: a model's shape and a hardware description.
+"""Seconds of a piece of work, and where they come from: a model's shape and a hardware description. Pure.
 
-Pure: no torch, no devices. Planners, score and simulator ask a `Cost`: five coefficients, and, where links are given,
-two kinds of link, block sizes, heads, offload and recomputation. `analytic_cost` and `all_terms_cost` make one with no
-machine at hand; `memory` says what a step holds, `capacity` how many tokens fit.
+Planners, score and simulator ask a `Cost`; `memory` says what a step holds, `capacity` how many tokens fit.
 """
 
 from lengthwise.cost.all_terms import all_terms_cost

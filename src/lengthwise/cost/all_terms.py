@@ -1,8 +1,7 @@
 """Costs with all terms from a model's shape and a hardware description: what a plan is made with before measuring.
 
-Tensor parallelism over t devices divides arithmetic, heads and their bytes by t and adds two all-reduces of the hidden
-states a layer and pass, over the near link and hidden by nothing. A pipeline of p stages gives a device 1 / p of the
-layers (filling it: `program.stage_clocks`). Good for comparing plans of one mesh, not for choosing t and p.
+Tensor parallelism divides arithmetic, heads and their bytes and adds two exposed all-reduces a layer and pass; a
+pipeline stage has 1 / p of the layers. Good for comparing plans of one mesh, not for choosing t and p.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ def all_terms_cost(
 ) -> Cost:
     """Make the costs of a model on a kind of device, for ranks of `tensor` x `stages` devices each.
 
-    `adapters`: how many parameters train in place of the model's own, which then have no gradients; None: all train.
+    adapters: parameters that train in place of the model's own, which then have no gradients; None: all train.
 
     Raises:
-        ConfigError: `tensor` does not divide the heads, does not fit a node, or `stages` exceeds the layers.
+        ConfigError: `tensor` does not divide the heads or fit a node, or `stages` exceeds the layers.
     """
     _check_mesh(shape, hardware, tensor, stages)
     plain, dtype_bytes, devices = analytic_cost(shape, hardware), hardware.compute_dtype_bytes, tensor * stages

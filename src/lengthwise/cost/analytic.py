@@ -40,11 +40,7 @@ def analytic_cost(shape: ModelShape, hardware: Hardware) -> Cost:
 
 
 def step_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Count the model's FLOPs of one step, forward and backward.
-
-    What attention does not see and what is recomputed is left out. Over the peak of all devices and the step's seconds
-    that is its MFU.
-    """
+    """Count the model's FLOPs of one step, forward and backward, as MFU does: nothing masked or recomputed."""
     linear_flops, attention_flops = flops_coefficients(shape)
     counting = Cost(quadratic_seconds=attention_flops, linear_seconds=linear_flops, windows=shape.window_shares)
     return float(counting.compute_seconds(np.array(lengths, dtype=np.int64)).sum())

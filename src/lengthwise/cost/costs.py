@@ -1,7 +1,6 @@
 """Costs to plan with, from what a user has: a model and a hardware by name, records of them, or a file.
 
-A file is JSON with four coefficients of the first formula of `terms`; what is left out is 0. Any unit of time will do,
-if it is one throughout.
+A file is JSON with coefficients of the first formula of `terms` (default 0), in any one unit of time.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ def cost_from_file(path: str | Path) -> Cost:
     """Read the coefficients of a JSON file.
 
     Raises:
-        ConfigError: a file that cannot be read, is no JSON object, or gives no coefficient above 0; an unknown key, a
-            key twice, or a coefficient that is not a number from 0 to `MOST_SECONDS`. Each names the file and the key.
+        ConfigError: it cannot be read, an unknown or repeated key, a coefficient that is no number from 0 to
+            `MOST_SECONDS`, or none above 0. Each names the file and the key.
         Problems: several of these.
     """
     where = str(path)

@@ -1,8 +1,7 @@
 """Measurements of one machine as a hardware description, to plan and simulate other models and clusters with.
 
-Arithmetic at the rates that the measured model reached, over the peak of the named device; block curve, overheads,
-links, copies and memory as measured. What one machine does not tell (links to other nodes, their size, loading) is that
-of the named description; `source` says which is which. Costs made from it are those of the fit, term by term.
+Arithmetic at the measured rates over the peak of the named device; what one machine does not tell (links to other
+nodes, loading) is that of the named description, which `source` says.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def hardware_from_measurements(
         ranks_per_node: devices of a node; None: as there. Its uplink grows with it.
 
     Raises:
-        ConfigError: measurements of adapters, whose arithmetic is another.
+        ConfigError: measurements of adapters.
     """
     if found.adapters is not None:
         expected, remedy = "measurements of a model that trains whole", "Profile without {lora}."
@@ -63,7 +62,7 @@ def hardware_to_json(hardware: Hardware) -> str:
 
 
 def _arithmetic(found: Measurements, base: Hardware) -> dict[str, Any]:
-    """Return peak, efficiencies, block curve and overhead; a term of 0 tells no rate."""
+    """Return peak, efficiencies, block curve and overhead; a term of 0 gives no rate."""
     terms, shape = found.fit.terms, measured_shape(found)
     rates = {}
     for name, flops, term in zip(
@@ -88,7 +87,7 @@ def _arithmetic(found: Measurements, base: Hardware) -> dict[str, Any]:
 
 
 def _links(found: Measurements) -> dict[str, Any]:
-    """Return rates and latencies of links and copies, where they were measured."""
+    """Return measured rates and latencies of links and copies."""
     values = {}
     layers = found.model.layers
     keys = {

@@ -1,6 +1,6 @@
 """What a first run file says, from the memory model: the whole model or adapters, and the learning rate.
 
-Learning rates are those that published recipes of fine-tuning begin with: a start for a search, not a result.
+Learning rates are those with which published recipes of fine-tuning begin.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _RATES = ((3e9, 2e-5), (2e10, 1e-5), (float("inf"), 5e-6))  # of whole models, b
 class FirstSettings:
     """What fits on each rank.
 
-    shard: how parameters lie over the ranks. capacities: tokens by kinds of recomputation. state_bytes: beside them,
-    kept for a run. whole_bytes: the least of it for the whole model, where adapters are trained.
+    shard: how parameters lie over the ranks. capacities: tokens by kinds of recomputation. state_bytes: kept for a run.
+    whole_bytes: the least for the whole model, where adapters are trained.
     """
 
     adapters: bool
@@ -40,9 +40,7 @@ class FirstSettings:
 def first_settings(
     shape: ModelShape, hardware: Hardware, ranks: int, longest_tokens: int, *, batch_tokens: float = inf
 ) -> FirstSettings:
-    """Choose to train the whole model where it and the longest row fit on so many ranks, else adapters.
-
-    Parameters lie over the ranks as `shard: auto` of a run of such batches has them.
+    """Choose the whole model where it and the longest row fit on so many ranks (`shard: auto`), else adapters.
 
     Raises:
         ConfigError: not even adapters fit; names the fewest ranks that do, by powers of two.
@@ -83,7 +81,7 @@ def _fits(shape: ModelShape, hardware: Hardware, ranks: int, longest_tokens: int
 def _fitting(
     memory: StepMemory, hardware: Hardware, longest_tokens: int, batch_tokens: float = inf
 ) -> tuple[StepMemory, Mapping[str, int]] | None:
-    """Return what a run takes by itself, and its capacities; None: it cannot hold the longest row."""
+    """Return the settings that a run chooses, and its capacities; None: it cannot hold the longest row."""
     try:
         tokens = wanted_tokens(memory.ranks, longest=longest_tokens, batch=batch_tokens)
         laid = replace(memory, shard=choose_shard(memory, hardware.device_bytes, tokens=tokens).shard)

@@ -1,14 +1,9 @@
 """From samples to coefficients: what `lengthwise profile` timed becomes the terms of a `Cost`.
 
-1. Blocks of the attention kernel give the curve of block sizes, bent until time and speed both grow with the size.
-2. Messages give each link's rate: seconds = latency + bytes / rate.
-3. Microbatches, on one rank and over rings, give seconds a squared token, a token, a microbatch and a ring step: least
-   squares of the relative error, no coefficient below 0. What of a ring's transfers attention does not hide is taken
-   off before, with the coefficients of the turn before.
-4. The same microbatches until backward begins give the shares of the forward pass.
-
-A term's relative error is its standard error over its value. Cost: milliseconds. After ByteScale (arXiv 2502.21231,
-section 5.1), which profiles the same terms.
+Blocks give the curve of block sizes, messages each link's rate, microbatches the seconds a squared token, a token, a
+microbatch and a ring step, by least squares of the relative error, none below 0; exposed transfers are taken off with
+the coefficients of the turn before. A term's relative error is its standard error over its value. After ByteScale
+(arXiv 2502.21231, section 5.1); docs/decisions/measured-costs.md.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ _COMPUTE: tuple[TermName, ...] = ("quadratic_seconds", "linear_seconds", "fixed_
 
 @dataclass(frozen=True, slots=True)
 class _Solved:
-    """Coefficients of a least-squares fit and their standard errors, an entry a column."""
+    """Coefficients of a least-squares fit and their standard errors, one a column."""
 
     values: Floats
     errors: Floats
@@ -125,10 +120,7 @@ def predicted_seconds(sample: Sample, cost: Cost) -> float:
 
 
 def _fit_microbatches(ran: Sequence[Sample], blocks: Sequence[Sample], cost: Cost) -> dict[TermName, Term]:
-    """Fit what microbatches take; ring steps of a tier only where one was run.
-
-    The largest block counts as one more microbatch: where all are short it alone tells what attention takes.
-    """
+    """Fit microbatches, a tier's ring steps where one was run; the largest block anchors attention."""
     unit = replace(cost, quadratic_seconds=1.0)
     tiers: list[Tier] = [tier for tier in _LINKS if any(each.kind == "ring" and each.tier == tier for each in ran)]
     names: tuple[TermName, ...] = (*_COMPUTE, *(_HOPS[tier] for tier in tiers))
@@ -151,7 +143,7 @@ def _fit_microbatches(ran: Sequence[Sample], blocks: Sequence[Sample], cost: Cos
 
 
 def _columns(sample: Sample, unit: Cost, tiers: Sequence[Tier]) -> list[float]:
-    """Return what each coefficient is multiplied by: squared tokens, tokens, 1, ring steps of each tier."""
+    """Return what each coefficient multiplies: squared tokens, tokens, 1, ring steps of each tier."""
     tokens = np.array(sample.lengths, dtype=np.float64)
     attention = float(unit.attention_seconds(tokens, sample.degree).sum()) / sample.degree
     steps = sum(each.ring > 0 for each in unit.passes("none")) * (sample.degree - 1)
@@ -159,10 +151,7 @@ def _columns(sample: Sample, unit: Cost, tiers: Sequence[Tier]) -> list[float]:
 
 
 def _fit_forward(local: Sequence[Sample], blocks: Sequence[Sample], cost: Cost) -> dict[TermName, Term]:
-    """Fit the shares of the forward pass: of attention by the largest block, of all else by what is then left.
-
-    Overhead of a microbatch is shared as linear work is.
-    """
+    """Fit the forward share: of attention by the largest block, of the rest by what is then left."""
     timed = [each for each in local if each.forward_seconds is not None]
     if not timed or not blocks:
         return {}
@@ -186,7 +175,7 @@ def _share(value: float) -> float:
 
 
 def _fit_step_end(samples: Sequence[Sample], cost: Cost) -> dict[TermName, Term]:
-    """Take apart what the step's end costs: bytes, this rank's slice of the update, and what no rank shares."""
+    """Split the cost of the step's end: bytes, this rank's slice of the update, and what no rank shares."""
     of_kind = {each.kind: each for each in samples}
     terms: dict[TermName, Term] = {}
     if (moved := of_kind.get("end_collectives")) is not None and moved.degree > 1:
@@ -200,12 +189,12 @@ def _fit_step_end(samples: Sequence[Sample], cost: Cost) -> dict[TermName, Term]
 
 
 def _of_one(sample: Sample) -> float | None:
-    """Return the relative standard error of one sample's seconds, from the spread of its repeats."""
+    """Return the relative standard error of one sample, from the spread of its repeats."""
     return sample.spread / sample.repeats**0.5 if sample.repeats > 1 else None
 
 
 def _rate(moved: Sequence[Sample]) -> Term | None:
-    """Fit the bytes a second of messages or copies; None: too few, or no longer for more bytes."""
+    """Fit bytes a second of messages or copies; None: too few, or no longer for more bytes."""
     if len({each.num_bytes for each in moved}) < 2:
         return None
     columns = np.array([[1.0, float(each.num_bytes)] for each in moved])
@@ -214,7 +203,7 @@ def _rate(moved: Sequence[Sample]) -> Term | None:
 
 
 def _block_curve(blocks: Sequence[Sample]) -> tuple[tuple[float, float], ...]:
-    """Return (tokens, share of the largest block's speed), bent as `Hardware` asks: ascending, slower than tokens."""
+    """Return (tokens, share of the largest block's speed), ascending, rising slower than tokens."""
     speeds = {each.lengths[0]: each.lengths[0] ** 2 / each.seconds for each in blocks}
     curve: list[tuple[float, float]] = []
     for tokens in sorted(speeds, reverse=True):
@@ -226,14 +215,12 @@ def _block_curve(blocks: Sequence[Sample]) -> tuple[tuple[float, float], ...]:
     return tuple(curve)
 
 
-def least_squares(
-    columns: Floats, seconds: Floats, *, known: Floats | float = 0.0, weights: Floats | float = 1.0
-) -> _Solved:
-    """Fit seconds - known by non-negative coefficients, every row by its relative error times its weight.
+def least_squares(columns: Floats, seconds: Floats, *, known: Floats | float = 0.0) -> _Solved:
+    """Fit seconds - known by non-negative coefficients, every row by its relative error.
 
     Few columns: all sets of them are tried, and the best of those without a negative coefficient is taken.
     """
-    scales = weights / seconds
+    scales = 1.0 / seconds
     rows, target = columns * scales[:, None], (seconds - known) * scales
     scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
     best, best_loss = _Solved(np.zeros(columns.shape[1]), np.full(columns.shape[1], np.inf)), float(target @ target)

@@ -1,8 +1,6 @@
 """Hardware descriptions: what one device, its links and its node do in practice. Data with sources, in `hardware.json`.
 
-Efficiencies are achieved ones. Their ratio matters more than their height: it sets from which length on attention
-outweighs the rest, and so which sequences are worth a ring. A user's own description is a JSON file with the same
-keys, given by its path.
+Efficiencies are achieved ones; their ratio sets from which length on attention outweighs the rest.
 """
 
 from __future__ import annotations
@@ -43,23 +41,23 @@ class Hardware:
     """One device, the links that its transfers take, and the node that it shares.
 
     peak_flops_per_second: of matrix products in the compute type, dense.
-    linear_efficiency, attention_efficiency: share of the peak that is reached, above 0 and at most 1; of attention by
-        `kernel`, forward and backward together.
-    block_efficiency: (tokens, share of attention's speed) of attention blocks; smaller blocks run slower. The last
-        share is 1. Between two points shares are interpolated; below the first the share falls with the tokens.
+    linear_efficiency, attention_efficiency: share of the peak that is reached, above 0 to 1; of attention by `kernel`,
+        forward and backward together.
+    block_efficiency: (tokens, share of attention's speed) of attention blocks, the last share 1; interpolated between
+        points, below the first in proportion to the tokens.
     link_bytes_per_second, hop_latency_seconds: one direction of a rank's link to another node; start of one transfer.
     node_link_bytes_per_second, node_hop_latency_seconds: the same inside a node.
-    node_uplink_bytes_per_second: what all devices of a node send to other nodes together, one direction; they share it.
+    node_uplink_bytes_per_second: what all devices of a node send to other nodes together, one direction.
     ranks_per_node: devices of one node.
     layer_launch_seconds: overhead of one layer, forward and backward, that does not grow with tokens.
     compute_dtype_bytes: 2 for bf16, 4 for fp32.
     copy_bytes_per_second: between one device and its host, one direction.
-    host_copy_bytes_per_second: what the host takes from, or gives to, all devices of the node together.
-    loader_tokens_per_second: of text that the processors of one node read and tokenize, all its loaders together.
+    host_copy_bytes_per_second: what the host exchanges with all devices of the node together.
+    loader_tokens_per_second: of text that the processors of one node read and tokenize together.
     device_bytes, host_bytes: memory of one device, and of the host of a node.
     source: where the numbers come from.
-    fused_norms: whether models run there with norms that keep less for backward (`cost.memory`); may be left out.
-    kernel: whose speed of attention that is, by its name among `kernels`, those that are known; both may be left out.
+    fused_norms: whether models run there with norms that keep less for backward (`cost.memory`).
+    kernel: whose speed of attention that is, by its name among `kernels`; both may be left out.
 
     Raises:
         Problems, ConfigError: numbers out of range, or a block curve that makes no sense; all are reported.
@@ -89,10 +87,9 @@ class Hardware:
     kernels: tuple[AttentionKernel, ...] = ()
 
     def with_kernel(self, name: str) -> Hardware:
-        """Return the same device with attention as another of its kernels runs it.
+        """Return the same device with the attention of another of its `kernels`.
 
-        Raises:
-            ConfigError: a kernel whose speed there is not known.
+        ConfigError: its speed is not known.
         """
         found = next((each for each in self.kernels if each.name == name), None)
         if found is None:
@@ -125,7 +122,7 @@ class Hardware:
 
 
 def _is_block_curve(points: object) -> bool:
-    """Return whether seconds of a block grow with its tokens, and its speed too: what every search here relies on."""
+    """Return whether seconds of a block and its speed both grow with its tokens, as the searches need."""
     if not isinstance(points, tuple) or not points or not all(len(point) == 2 for point in points):
         return False
     if not all(isinstance(x, int | float) and math.isfinite(x) and x > 0 for point in points for x in point):
@@ -157,11 +154,7 @@ def hardware_of_gpu(device: str) -> tuple[str, str | None]:
 
 
 def hardware_from_json(raw: Mapping[str, Any], name: str) -> Hardware:
-    """Read a description from its JSON object.
-
-    Raises:
-        Problems, ConfigError: a key that is missing or unknown, or a value out of range.
-    """
+    """Read a description from its JSON object; ConfigError or Problems: missing, unknown or wrong keys."""
     known = [field.name for field in fields(Hardware) if field.name != "name"]
     problems: list[ConfigError] = [
         unknown_name(f"hardware {name}: {key}", key, known) for key in raw if key not in known
@@ -181,7 +174,7 @@ def hardware_from_json(raw: Mapping[str, Any], name: str) -> Hardware:
 
 
 def _kernels(raw: object) -> tuple[AttentionKernel, ...]:
-    """Read the kernels of a description; what is none of them is left out, and missed where it is the chosen one."""
+    """Read the kernels of a description, leaving out what is none of them."""
     if not isinstance(raw, Mapping):
         return ()
     return tuple(
@@ -196,7 +189,7 @@ def _kernels(raw: object) -> tuple[AttentionKernel, ...]:
 
 
 def _points(points: Any) -> Any:
-    """Make pairs of a JSON list tuples; anything else stays, to be refused."""
+    """Make pairs of a JSON list tuples; the rest stays, to be refused."""
     if not isinstance(points, list):
         return points
     return tuple(tuple(point) if isinstance(point, list) else () for point in points)

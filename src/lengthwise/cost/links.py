@@ -25,8 +25,8 @@ class Link:
 class Reach(NamedTuple):
     """How far a piece reaches over nodes.
 
-    ring_near, groups_near: whether the ring, and each group that splits heads, is inside one node. flows: messages that
-    leave the busiest of its nodes at once; counted where nodes share uplinks, else 1.
+    ring_near, groups_near: whether the ring, and each group that splits heads, is inside one node.
+    flows: messages that leave the busiest of its nodes at once, where nodes share uplinks; else 1.
     """
 
     ring_near: Numbers
@@ -57,8 +57,7 @@ def reach_of(ranks: Sequence[int], heads: int, ranks_per_node: int, *, shares_up
 def least_reach(degree: Numbers, heads: Numbers, ranks_per_node: int, *, crosses: bool, shares_uplinks: bool) -> Reach:
     """Return how far pieces reach where each is in as few nodes as can be, or, if it `crosses`, in one more.
 
-    `degree` and `heads` are numbers, or arrays of one entry a piece. A ring passes every border between nodes once in
-    each direction, with as many messages as groups have ranks.
+    degree, heads: numbers, or arrays of one entry a piece. A ring passes every border once each way.
     """
     inside = 1 if crosses else ranks_per_node
     flows: Numbers = 1

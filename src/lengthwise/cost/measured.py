@@ -1,7 +1,7 @@
 """Costs of a machine that was measured: a file of `lengthwise profile` to a `Cost`, or a refusal in words.
 
-Terms that were not measured are those of the hardware that the file names. A run plans with a file only if it computes
-the same sizes in the same precision with as many threads a rank: nothing of a file is scaled to another model.
+Terms that were not measured are those of the file's hardware. Nothing is scaled to another model, precision or number
+of threads.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def base_cost(
     adapters: int | None = None,
     stages: int = 1,
 ) -> Cost:
-    """Make the costs whose terms stand where none was measured: of a named hardware, computing in this precision.
+    """Make the costs of a named hardware in this precision, for terms that were not measured.
 
-    `ranks_per_node`: its nodes are as large as the measured ones, their uplinks by as much wider; None: its own.
-    `adapters`, `stages`: as in `all_terms_cost`.
+    ranks_per_node: of the measured nodes, whose uplinks grow with it; None: its own.
+    adapters, stages: as in `all_terms_cost`.
     """
     named = named_hardware(hardware)
     ranks_per_node = ranks_per_node or named.ranks_per_node
@@ -182,7 +182,6 @@ def _problems(error: ValidationError, where: str) -> list[ConfigError]:
 
 
 def _keys(loc: tuple[int | str, ...]) -> list[str]:
-    """Return the known keys of the object that a place is in, where it is one of ours."""
     schema = TypeAdapter(Measurements).json_schema()
     part: dict[str, Any] = schema
     for name in loc[:-1]:

@@ -1,9 +1,8 @@
 """Bytes of a microbatch on a rank, from what it held at each of its moments in two small passes.
 
-At any one moment of forward or backward what is there grows in a line with the rows, if the same operations run: two
-passes give each line exactly, and the peak is the highest of them. Which line is highest changes with the rows (of few,
-gradients of weights; of many, activations), so a line through two peaks is wrong. Offload takes away the first bytes
-that autograd saved, as far as nothing else holds them, and backward has a window of them back before it comes to them.
+At one moment what is there grows in a line with the rows, so two passes give each line exactly; the peak is the highest
+line, another one for few rows than for many. Offload takes away the first bytes that autograd saved, and backward has a
+window of them back early.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ WINDOW_LAYERS = 2  # what backward may have on the device beyond the layer it is
 class Moments:
     """What is on the device at moments of a pass, each (moments, 2): bytes of no row, and of each row.
 
-    live: all that the microbatch made. removable: what of it is there only because backward will come to it; None: not
-    measured.
+    live: all that the microbatch made. removable: of it, what is kept for backward alone; None: not measured.
     """
 
     live: NDArray[np.float64]
@@ -46,9 +44,9 @@ class Moments:
 class MicrobatchBytes:
     """Bytes of a microbatch of so many rows, padding included; parameters and gradients are left out.
 
-    saved_fixed, saved_a_row: what autograd saves of the layers. forward, backward: all that there is; None: only what
-    is saved was measured. most_rows: up to which these hold; `beyond` has those of more rows, whose loss is made in
-    chunks.
+    saved_fixed, saved_a_row: what autograd saves of the layers. forward, backward: all that there is; None: not
+    measured.
+    most_rows: up to which these hold; `beyond` has those of more rows, whose loss is made in chunks.
     """
 
     layers: int

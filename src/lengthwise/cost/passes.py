@@ -4,9 +4,8 @@ Over d ranks in r = d / u positions of u ranks that split the heads, a pass take
 
     A + L + max(0, R - A) + h (r - 1) + X        seconds:
 
-A attention, L what grows with tokens, R keys and values, which hide behind A, h latency of a ring step, X all-to-all of
-split heads (Ulysses, arXiv 2309.14509). In pipelines, and where uplinks are shared, R hides ring step by ring step
-(docs/decisions/transfers-by-ring-step.md).
+attention, linear work, keys and values that hide behind A, latency of ring steps, all-to-all of split heads (Ulysses,
+arXiv 2309.14509). In pipelines and over shared uplinks R hides by ring step (docs/decisions/transfers-by-ring-step.md).
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Work(NamedTuple):
 
     transfers: of the ring's keys, values and gradients. exchange: all-to-all of groups that split heads.
     copy: of offloaded activations, one direction; None: nothing is offloaded.
-    latency: of one ring step of one pass. positions: groups around the ring, no seconds but a count.
+    latency: of one ring step of one pass. positions: groups around the ring, a count.
     """
 
     attention: Numbers
@@ -62,10 +61,7 @@ class Work(NamedTuple):
 
 
 def passes_seconds(sweeps: Sequence[Pass], work: Work, *, by_ring_step: bool) -> Numbers:
-    """Return the seconds of all passes, forward first and backward last, with an entry for each one of `work`.
-
-    `by_ring_step`: transfers hide ring step by ring step, else in sum.
-    """
+    """Return the seconds of all passes, forward first; `by_ring_step`: transfers hide by ring step, else in sum."""
     seconds: Numbers = 0.0
     computes = []
     for each in sweeps:
@@ -86,9 +82,9 @@ def passes_seconds(sweeps: Sequence[Pass], work: Work, *, by_ring_step: bool) ->
 
 
 def _exposed_by_ring_step(work: Work, attention: Numbers, keys: Numbers, gradients: Numbers | None) -> Numbers:
-    """Sum what each ring step of a pass takes beyond the block that it runs beside, as the simulator runs them.
+    """Sum what each ring step of a pass takes beyond the block beside it, as the simulator runs them.
 
-    Keys go under all blocks but the last. Gradients, of backward alone, go two ring steps later, then under nothing.
+    Keys hide under all blocks but the last; backward's gradients follow two ring steps later, then under nothing.
     """
     latency, positions = work.latency, work.positions
     sends = np.maximum(positions - 1, 1)

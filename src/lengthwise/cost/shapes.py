@@ -21,9 +21,7 @@ _OWN_SHAPE = "or a model's folder or its config.json, by its path"
 
 
 def named_shape(name: str) -> ModelShape:
-    """Return the shape of a name of `SHAPE_NAMES`, or of a model by its folder or the path of its config.json.
-
-    Published models are known by their names on the hub, too: Qwen/Qwen3-8B, google/gemma-3-12b-it.
+    """Return the shape of a name of `SHAPE_NAMES`, a hub name (Qwen/Qwen3-8B), or a model's folder or config.json.
 
     Raises:
         ConfigError: unknown name (the nearest one is given), or a folder or file that is no model's.
@@ -50,7 +48,7 @@ def named_shape(name: str) -> ModelShape:
 
 
 def _published_name(name: str) -> str | None:
-    """Return what a published model is called here, by its name on the hub; None: not known."""
+    """Return our name of a published model, by its name on the hub; None: unknown."""
     plain = _VARIANT.sub("", name.lower().rpartition("/")[2].removeprefix("meta-"))
     return plain if plain in _PUBLISHED else None
 
@@ -70,9 +68,8 @@ _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", 
 def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> ModelShape:
     """Read the sizes from a Hugging Face config (llama, mistral, qwen3, gemma, mixtral and their like).
 
-    `name` is what reports call the model (default: the config's `model_type`). Of a model with pictures or sound the
-    `text_config` counts, of layers with sizes of their own the widest. With multi-head latent attention values are as
-    large as keys (they are filled up).
+    name: for reports (default: the config's `model_type`). `text_config` counts where there is one, of layers of
+    unequal size the widest; with multi-head latent attention values are as large as keys.
 
     Raises:
         ConfigError: a size that is missing or not a positive whole number.
@@ -115,13 +112,13 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
 
 
 def _usual_head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int | None:
-    """Return the size of a head where configs leave it out; None: it does not follow from the others."""
+    """Return the head size where configs leave it out; None: the others do not give it."""
     has_own = config.get("model_type") in _OWN_HEAD_DIM and "head_dim" not in config
     return None if has_own else max(1, hidden // heads)
 
 
 def _usual_width(config: Mapping[str, Any], hidden: int) -> int | None:
-    """Return the width of the MLP where configs leave it out, as those of GPT-2's time do; None: it does not follow."""
+    """Return the MLP width where configs leave it out (GPT-2's time); None: the others do not give it."""
     is_old = "n_embd" in config or "d_model" in config or config.get("model_type") in ("bloom", "falcon")
     return 4 * hidden if is_old or any(key in config for key in _WIDTH) else None
 
@@ -133,7 +130,7 @@ def _layers(config: Mapping[str, Any], label: str) -> int:
 
 
 def _windows(config: Mapping[str, Any], layers: int, label: str) -> tuple[tuple[int, int], ...]:
-    """Find the sliding window and how many layers have it, in the four ways that configs say so."""
+    """Find the sliding window and how many layers have it, in the four ways of configs."""
     family = str(config.get("model_type", ""))
     used = config.get("use_sliding_window", not family.startswith("qwen"))
     if config.get("sliding_window") is None or not used:

@@ -4,9 +4,8 @@ A piece of d ranks with sequences of s_i tokens, S in all, keeps each of its ran
 
     (q sum s_i^2 + l S) / d  +  max(0, c S (d - 1) / d  -  q sum s_i^2 / d)  +  h (d - 1)
 
-seconds: arithmetic, transfers that attention does not hide, latency. q, l, c, h are the quadratic, linear, ring and hop
-seconds of `Cost`; a microbatch adds its fixed ones. Where links are given, every pass is priced instead (`passes`).
-Offload: ByteScale (arXiv 2502.21231).
+seconds: arithmetic, exposed transfers, latency, by the quadratic, linear, ring and hop seconds of `Cost`; a microbatch
+adds fixed ones. Where links are given, every pass is priced instead (`passes`).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _AS_CUT, _NOTHING, _NO_ENDING = Choice(), Choices(), Ending()
 
 
 class _Part(NamedTuple):
-    """What one rank does of a piece: tokens held, and seconds of its attention and of what grows with tokens."""
+    """One rank's part of a piece: tokens held, seconds of its attention and of its linear work."""
 
     held: Numbers
     attention: Numbers
@@ -40,23 +39,20 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Seconds of forward and backward through the layers that one device of a rank holds.
-
-    The five coefficients alone are what `benchmarks/judge.py` computes by hand; all fields from `near` on need links.
+    """Seconds of forward and backward through the layers that one device of a rank holds; from `near` on with links.
 
     quadratic_seconds: seconds a squared token of attention (a sequence of s tokens counts s x s).
     linear_seconds: seconds a token of everything that grows with tokens: projections, MLP, output head.
-    fixed_seconds: seconds a microbatch, on each of its ranks, whatever it holds.
-    ring_seconds: seconds to move the keys, values and their gradients of one token over one link; 0 with links.
+    fixed_seconds: seconds a microbatch, on each of its ranks.
+    ring_seconds: seconds to move keys, values and gradients of one token over one link; 0 with links.
     hop_seconds: seconds of latency a ring step, transfers of all layers and both passes together; 0 with links.
     windows: (window in tokens, share of the attention layers that have it); the other layers see everything.
-    couples_layers: whether ranks of a ring wait for the slowest of them in every layer, as in engines; a local pack
-        beside a ring then holds up all of it. False: each rank is busy for its own pieces.
+    couples_layers: whether ranks of a ring wait for the slowest of them in every layer, as in engines, so that a local
+        pack beside a ring holds up all of it.
     version: what the costs come from; written into every plan made with them.
     forward, backward: shares of the two passes.
-    near, far: links inside a node and between nodes; ranks_per_node: how many neighbours on the line share a node.
-    uplink_bytes_per_second: of a node's ranks to other nodes together. A ring shares it with itself alone; other rings
-        that pass the same node are the simulator's matter.
+    near, far: links inside a node and between nodes; ranks_per_node: neighbours on the line that share a node.
+    uplink_bytes_per_second: of a node's ranks to other nodes together; here a ring shares it with itself alone.
     crosses_node: price pieces whose place is not given as if each crossed one border of nodes more than it need.
     block_efficiency: as in `Hardware`; empty: blocks of any size run at full speed.
     ring_bytes, exchange_bytes: a token, all layers, both passes: what a ring passes on, what an all-to-all moves.
@@ -227,7 +223,7 @@ class Cost:
         part = _Part(held, attention * parts / speed, self.linear_seconds * held / speed)
         return float(np.max(self._seconds(part, total, degree, choice, self.reach(degree, choice.heads, ranks))))
 
-    def ring_piece_seconds(self, lengths: Whole, degrees: Whole, choice: Choice | None = None) -> Floats:
+    def ring_piece_seconds(self, lengths: Whole, degrees: Whole) -> Floats:
         """Do `piece_seconds` for pieces of `lengths[i]` over `degrees[i]` ranks, each in as few nodes as can be."""
         tokens = lengths.astype(np.float64)
         if not self.prices_choices:
@@ -235,8 +231,8 @@ class Cost:
             transfers = self.ring_seconds * tokens * (degrees - 1)
             exposed = np.where(degrees > 1, np.maximum(0.0, transfers - attention), 0.0)
             return (attention + self.linear_seconds * tokens + exposed) / degrees + self.hop_seconds * (degrees - 1)
-        if choice is not None or not self.chooses:
-            return self._rings_seconds(tokens, degrees, choice or _AS_CUT)
+        if not self.chooses:
+            return self._rings_seconds(tokens, degrees, _AS_CUT)
         whole = Choice(offload=self.choices.offload_needed(tokens, degrees), recompute=self.choices.recompute)
         seconds = self._rings_seconds(tokens, degrees, whole)
         for group in self._groups(int(degrees.max(initial=1)))[1:]:
@@ -266,10 +262,7 @@ class Cost:
         return seconds / (np.interp(blocks, points, shares) * np.minimum(1.0, blocks / points[0]))
 
     def seen_pairs(self, tokens: Floats) -> Floats:
-        """Count the squared tokens of attention over all layers, entry i of sequence i: s^2 where no window is shorter.
-
-        That layers with a window also send less is not counted.
-        """
+        """Count the squared tokens of attention, entry i of sequence i: s^2 where no window is shorter."""
         seen = tokens * tokens
         for window, share in self.windows:
             seen = seen - share * np.maximum(0.0, tokens - window) ** 2  # s^2 - (2 s w - w^2)
@@ -285,10 +278,7 @@ class Cost:
         return sum(link.hop_seconds for each in self.passes(self.choices.recompute) if each.ring) * (degree - 1)
 
     def copy_seconds(self, held: Numbers, offload: Numbers, recompute: str) -> Numbers:
-        """Return the seconds of one direction of copies; two layers stay on the device.
-
-        `held` tokens of a rank at ratio `offload`: numbers, or arrays of one entry a rank or piece.
-        """
+        """Return the seconds of copying `held` tokens at ratio `offload` one way; two layers stay on the device."""
         layers = max(self.layers, 2)
         return offload * (layers - 2) / layers * self.copy_bytes[recompute] * held / self.copy_bytes_per_second
 
@@ -311,10 +301,7 @@ class Cost:
         return self.far.hop_seconds / self.layers + self.stage_bytes * held / self.far.bytes_per_second
 
     def most_held_tokens(self, capacity_tokens: int) -> int:
-        """Count the tokens a rank holds at most, with all offloaded that may be and that the host has room for.
-
-        One token less than the plan file allows where something is offloaded: no rounding then breaks its rule.
-        """
+        """Count the tokens a rank holds at most, with all offloaded that host and plan file allow, less one."""
         layers = self.choices.layers
         if not self.choices.offloads or layers <= 2:
             return capacity_tokens
@@ -345,7 +332,7 @@ class Cost:
     def reach(self, degree: Numbers, heads: Numbers = 1, ranks: Sequence[int] | None = None) -> Reach:
         """Return how far a piece reaches over nodes; `ranks`: in ring order (default: in as few nodes as can be).
 
-        Without `ranks`, degree and heads may be arrays of one entry a piece, and so is what comes back.
+        Without `ranks`, degree and heads may be arrays of one entry a piece.
         """
         node, shared = self.ranks_per_node, self.shares_uplinks
         if ranks is not None:

@@ -1,8 +1,7 @@
 """Run a Hugging Face model on the tokens that a plan put on this rank.
 
-Hugging Face lets an attention function be registered by name; extra keywords of `forward` reach it. Ours takes the
-microbatch's `PlannedAttention` that way, so a model needs no change and holds no state of ours. Positions are those of
-each sequence, so RoPE is right wherever a token is; no mask is ever made, because block tasks need none.
+Our attention function, registered by name, gets the microbatch's `PlannedAttention` as an extra keyword of `forward`,
+so a model needs no change. Positions are those of each sequence; block tasks need no mask.
 """
 
 from __future__ import annotations
@@ -61,11 +60,10 @@ def model_loss(
 ) -> Tensor:
     """Return the summed loss of this rank's tokens in one microbatch, in fp32 or wider.
 
-    All three tensors are (tokens,), in the order of `MicrobatchProgram.segments`; `shift_labels[t]` is what the model
-    should say after token t, -100 where it has no loss. `weights` (tokens,): what each loss counts; None: 1.
-    `hear_router` is given the router logits of the same tokens, (tokens, experts) of each layer that has a router; only
-    for models whose config says `output_router_logits`. Logits of all words are made for so many tokens that they are
-    `logits_at_once` (None: for all tokens at once).
+    All three tensors are (tokens,), in the order of `MicrobatchProgram.segments`; `shift_labels[t]` is the label after
+    token t, -100 without loss. `weights` (tokens,): what each loss counts; None: 1. `hear_router` is given the router
+    logits, (tokens, experts) of each layer with a router (`output_router_logits`). `logits_at_once`: logits of all
+    words to make at a time; None: all.
     """
     vocabulary: int = model.config.vocab_size  # type: ignore[union-attr, assignment]
     if logits_at_once is None or len(shift_labels) * vocabulary <= logits_at_once:
@@ -108,10 +106,7 @@ def run_chunk(
 
 
 def planned_output(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor) -> Any:
-    """Return the model's output for this rank's tokens, (tokens,) each: `logits` (1, tokens, vocabulary) and the rest.
-
-    What it has for every row is without the rows of padding.
-    """
+    """Return the model's output for this rank's (tokens,), without padding: `logits` (1, tokens, vocabulary) etc."""
     output = _run(model, planned, input_ids, position_ids)
     output.logits = output.logits[:, : planned.num_tokens]
     if output.get("hidden_states") is not None:
@@ -124,11 +119,7 @@ def planned_output(model: nn.Module, planned: PlannedAttention, input_ids: Tenso
 def run_planned(
     model: nn.Module, planned: PlannedAttention, call: Callable[[], Result], *, once: bool = True
 ) -> Result:
-    """Return what `call` does, which runs `model` by the plan, `once` or several times.
-
-    Raises:
-        ModelRefused: layers that did not attend through the plan.
-    """
+    """Return what `call` does, which runs `model` by the plan; ModelRefused: layers did not attend through it."""
     with sequence_lengths(model, planned.spans), _planned_forward():
         result = call()
     layers: int = model.config.num_hidden_layers - planned.layers_passed  # type: ignore[operator, union-attr]
@@ -148,9 +139,9 @@ def _run(
     runs: nn.Module | None = None,
     **options: Any,
 ) -> Any:
-    """Return the output of the model, or of `runs`, a part of it.
+    """Return the output of the model, or of its part `runs`.
 
-    Rows past `planned.num_tokens` are padding, kept from attention, loss and counts.
+    Rows past `planned.num_tokens` are padding without a loss.
     """
     # Up to a multiple that suits the device, and at least one token: a ring of more ranks than tokens leaves some
     # without any, which still pass keys on, and Hugging Face cannot run on nothing.
@@ -198,16 +189,11 @@ class _Spared:
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it, elsewhere."""
         return None if in_planned_forward() else self._function(*args, **kwargs)
 
 
 def _spare_search_for_packs() -> None:
-    """Spare planned forwards Hugging Face's look for packs in the positions, once for each mask of each microbatch.
-
-    It reads a number from the device, for which the host waits until all that was posted has run; and it has no say in
-    our masks.
-    """
+    """Skip Hugging Face's search for packs in planned forwards: it waits for the device, for masks unused here."""
     search = getattr(masking_utils, "find_packed_sequence_indices", None)
     if search is not None and not isinstance(search, _Spared):
         masking_utils.find_packed_sequence_indices = _Spared(search)
@@ -226,10 +212,7 @@ def plain_output(model: nn.Module, input_ids: Tensor) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedMask:
-    """What Hugging Face would put into a mask beyond causality, in place of the mask.
-
-    `local_tokens` is a window or a chunk; `custom`: the model has a mask function of its own.
-    """
+    """What Hugging Face would mask beyond causality: a window or chunk, or by a `custom` function of the model."""
 
     local_tokens: int | None
     custom: bool
@@ -242,7 +225,7 @@ class AskedMask:
 def _mask_asked(
     *_args: object, local_size: int | None = None, use_vmap: bool = False, **_kwargs: object
 ) -> AskedMask | None:
-    """Make no mask: None where it would be causal and no more, else what it would be, for `_attend` to compare."""
+    """Return None for a causal mask, else the mask, for `_attend` to compare."""
     return AskedMask(local_tokens=local_size, custom=use_vmap) if use_vmap or local_size is not None else None
 
 
@@ -258,7 +241,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attend as planned; query is (1, heads, tokens, head_dim), key and value (1, kv_heads, tokens, head_dim).
 
-    `asked` is what Hugging Face's models hand on besides. `s_aux` (heads,) is what it calls attention sinks.
+    `asked`: Hugging Face's other arguments; `s_aux` (heads,) are attention sinks.
     """
     handled = ("scaling", "dropout", "sliding_window", "s_aux", "is_causal")
     scaling, dropout, sliding_window, sinks, is_causal = (asked.pop(name, None) for name in handled)
@@ -293,8 +276,8 @@ def _attend(
 
 
 def _widened(x: Tensor, head_dim: int) -> Tensor:
-    """Append zeros to each head: to queries and keys they add nothing to any score, to values a part that is cut off.
+    """Append zeros to each head, which change no score; of values the part is cut off again.
 
-    Kernels and the ring want one size, and multi-head latent attention has smaller values than keys (128 beside 192).
+    Kernels and the ring want one size; multi-head latent attention has smaller values than keys (128 and 192).
     """
     return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))

@@ -1,9 +1,8 @@
 """Activation checkpointing: backward computes layers again, for the microbatches whose plan says so.
 
-Hugging Face's wrap of decoder layers is switched on for the forward of one microbatch, with torch's non-reentrant
-checkpoint. A layer's second run makes its ring's forward rounds again right before its backward rounds, on all ranks of
-the ring alike. Costs one more forward of all layers; saved are their inputs, and what `attention.recompute` keeps.
-Chen et al. 2016 (arXiv 1604.06174); DistFlashAttn (arXiv 2310.03294), section 3.3.
+Hugging Face's wrap of decoder layers is on for the forward of one microbatch, non-reentrant. The second run repeats the
+ring's forward rounds right before its backward rounds, on all ranks alike. Chen et al. 2016 (arXiv 1604.06174);
+DistFlashAttn (arXiv 2310.03294), section 3.3.
 """
 
 from __future__ import annotations
@@ -38,12 +37,10 @@ def check_recompute(config: Any, kind: str) -> None:
 def apply_policy(
     model: nn.Module, planned: PlannedAttention, policy: ActivationPolicy, dropout: KeyedDropout | None = None
 ) -> Iterator[None]:
-    """Keep of what forward runs inside the block only what `policy` says; backward computes the rest again.
-
-    `dropout` draws in both, the same; None: nothing is drawn.
+    """Save only the activations that `policy` names; backward recomputes the rest, with the same draws of `dropout`.
 
     Raises:
-        ModelRefused: a layer of the model was not run through Hugging Face's wrap, so it would have been kept.
+        ModelRefused: a layer of the model did not run through Hugging Face's wrap.
     """
     saving = nullcontext() if policy.saver is None else policy.saver.saving()
     with saving, dropout or nullcontext(), _recomputing(model, planned, policy, dropout):

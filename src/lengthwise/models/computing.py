@@ -1,25 +1,33 @@
 """How a model computes, chosen once for a run: all that runs it (training, `verify`, profiles, memory) sees the same.
 
-The keys are those of the run file. What they change is speed and memory, never what is computed but by rounding. The
-attention kernel is chosen apart, because it is no part of the model; `compute_so` changes a model in place.
+The keys of the run file change speed and memory, and results by rounding alone. The attention kernel is chosen apart.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lengthwise.attention import AttentionNeeds, BlockKernel, Faults, check_attention, choose_kernel
 from lengthwise.core.errors import ConfigError
-from lengthwise.models.compiled import compile_layers
+from lengthwise.models.adapter import leave_attention_eager
+from lengthwise.models.checkpointing import wrapped_layers
 from lengthwise.models.dropout import asks_for_dropout, has_dropout
 from lengthwise.models.experts import choose_experts, experts_of, needs_of
 from lengthwise.models.families import attention_heads, has_windows, largest_head_dim
 from lengthwise.models.fused_layers import FusedNeeds, choose_fused, fuse_layers, installed_liger, liger_kernels
 from lengthwise.models.load import build_skeleton
+
+_MOST_VARIANTS = 32  # of one function: windows, training or not, one row; torch would stop compiling after 8
+# Hugging Face wraps a layer's forward since transformers 5.2x, and its call before.
+_WRAPS_FORWARD = "__init_subclass__" in vars(GradientCheckpointingLayer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +41,7 @@ class Computing:
 
 
 def check_computing(config: Any, computing: Computing, *, dtype: torch.dtype, on_gpus: bool) -> None:
-    """Refuse, before any process starts, what a model of this Hugging Face config cannot compute so here.
-
-    Raises:
-        ConfigError: with what to set instead.
-    """
+    """Refuse what a model of this config cannot compute here, before any process starts, with a ConfigError."""
     needs = AttentionNeeds(dtype=dtype, head_dim=largest_head_dim(config), windowed=has_windows(config))
     check_attention(computing.attention, needs, on_gpus=on_gpus)
     if computing.compile and asks_for_dropout(config):
@@ -56,11 +60,7 @@ def choose_model_kernel(
     say: Callable[[str], None] | None = None,
     agree: Callable[[Faults], Faults] | None = None,
 ) -> BlockKernel:
-    """Return the attention kernel of a model on `device`; `say` reports which, and why. agree: as of `choose_kernel`.
-
-    Raises:
-        ConfigError: the one that the run file names cannot be used here, or none computes attention.
-    """
+    """Return the attention kernel of a model on `device`, by `choose_kernel`, with its arguments and errors."""
     heads, kv_heads = attention_heads(config)
     return choose_kernel(
         device,
@@ -118,3 +118,34 @@ def _fused_needs(config: Any, computing: Computing, *, dtype: torch.dtype, on_gp
     return FusedNeeds(
         family=config.model_type, dtype=dtype, on_gpu=on_gpu, compiled=computing.compile, liger=installed_liger()
     )
+
+
+def compile_layers(model: Any, *, backend: str = "inductor") -> str:
+    """Compile the decoder layers of a model in place; return what was done, or why it was not."""
+    layers = wrapped_layers(model)
+    if not layers:
+        return "no layer is compiled: this family has no wrap around its layers"
+    if experts_of(model):  # whose tokens an expert gets is data: a break for each expert
+        return "no layer is compiled: experts are not traced yet"
+    torch._dynamo.config.recompile_limit = max(_MOST_VARIANTS, torch._dynamo.config.recompile_limit)
+    # Tracing asks every input for its gradient, and warns of its own question.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    leave_attention_eager()
+    compiled = {kind: torch.compile(_own_forward(kind), dynamic=True, backend=backend) for kind in map(type, layers)}
+    for layer in layers:
+        run = partial(compiled[type(layer)], layer)
+        # Partial functions, not closures: a copy of the model then runs its own layers.
+        layer.forward = partial(_run_wrapped, layer, run) if _WRAPS_FORWARD else run
+    return f"{len(layers)} layers are compiled around their attention, each shape class when it first comes"
+
+
+def _own_forward(kind: type[nn.Module]) -> Callable[..., Any]:
+    forward: Any = kind.forward
+    return forward.__wrapped__ if _WRAPS_FORWARD else forward
+
+
+def _run_wrapped(layer: Any, run: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Do what Hugging Face's wrap does; the forward on the instance hides it."""
+    if layer.gradient_checkpointing and layer.training:
+        return layer._gradient_checkpointing_func(partial(run, **keywords), *arguments)
+    return run(*arguments, **keywords)

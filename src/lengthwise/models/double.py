@@ -1,8 +1,4 @@
-"""Keep fp64 where Hugging Face models step down to fp32.
-
-Their norms, routers and eager softmaxes compute in fp32 whatever the model's dtype; why `verify` leaves that step out
-on both sides: docs/decisions/verify-in-fp64.md. Training gives what plain Hugging Face gives.
-"""
+"""Keep fp64 where Hugging Face models step down to fp32, for `verify`: docs/decisions/verify-in-fp64.md."""
 
 from __future__ import annotations
 
@@ -42,9 +38,6 @@ def keep_double(dtype: torch.dtype) -> Iterator[None]:
 
 
 def as_here() -> contextlib.AbstractContextManager[None]:
-    """Return a block that keeps fp64 if and only if this very place does.
-
-    For what is run again in backward, which torch runs outside of any such block.
-    """
+    """Return a block that keeps fp64 if this place does, for what torch runs again in backward, outside any block."""
     kept = torch.zeros((), dtype=torch.float64).float().dtype == torch.float64
     return keep_double(torch.float64 if kept else torch.float32)

@@ -1,12 +1,8 @@
 """Dropout that does not depend on the plan: what falls out is a function of seed, step, sequence, position and place.
 
-1. Every token of a microbatch has a key, made of the run's seed, the step, its sequence and its position there.
-2. Calls of dropout in a forward are counted, those with p = 0 left out: the count is the place in the model.
-3. Entry c of a token falls out if the lower 32 bits of mix(key, place, c) are below p 2^32.
-
-mix is a step of SplitMix64 (Steele, Lea, Flood 2014): integers alone, the same on every device. Some ten operations an
-entry, on 4M entries at once, and a byte an entry until backward. Backward that computes a layer again counts from
-where that layer began.
+Tokens have keys of the first four; the place counts calls of dropout with p > 0 in a forward. Entry c falls out if the
+lower 32 bits of mix(key, place, c), a step of SplitMix64 (Steele, Lea, Flood 2014), are below p 2^32: the same on every
+device. Backward that recomputes a layer counts from its start. A byte an entry until backward.
 """
 
 from __future__ import annotations
@@ -60,7 +56,7 @@ ANY_KEY = DropoutKey()
 class KeyedDropout(TorchFunctionMode):
     """Calls of `torch.nn.functional.dropout` inside the block draw by the keys of the rows, (rows,) int64.
 
-    None: nothing falls out, as in an evaluation. `calls`: how many of the forward there were before.
+    None: nothing falls out, as in an evaluation. calls: of the forward so far.
 
     Raises:
         ModelRefused: other random numbers, or dropout of what has no row for each token.

@@ -1,8 +1,7 @@
 """How a mixture's experts compute: one by one, or all in one grouped matrix product (transformers' own code for both).
 
-One by one asks the device how many tokens each expert has: for 48 layers of 128 experts some 6,000 waits a pass. The
-grouped product (`torch.nn.functional.grouped_mm`) reads it on the device; it knows bf16 and fp32, and wants rows on
-16-byte borders. Its speed was not measured on a GPU.
+One by one waits for the device at each expert; `torch.nn.functional.grouped_mm` does not, knows bf16 and fp32, and
+needs rows on 16-byte borders. Not measured on a GPU.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ _ROW_BYTES = 16
 class ExpertsNeeds:
     """What decides how experts compute.
 
-    rows_bytes: of one row of each weight. replaceable: the family hands its experts to transformers' interface.
-    capability: of the GPU; None: not known yet, or none.
+    rows_bytes: of one row of each weight. replaceable: the family uses transformers' interface. capability: of the GPU;
+    None: not known yet, or none.
     """
 
     dtype: torch.dtype
@@ -56,11 +55,7 @@ def needs_of(model: Any, dtype: torch.dtype, *, on_gpu: bool, capability: tuple[
 
 
 def choose_experts(asked: str, needs: ExpertsNeeds) -> tuple[str, str]:
-    """Return (implementation, why) for `auto` or the one that is asked for.
-
-    Raises:
-        ConfigError: it cannot be had here.
-    """
+    """Return (implementation, why) for `auto` or the one that is asked for; ConfigError: not available here."""
     against = _against_grouped(needs)
     if asked == GROUPED and against is not None:
         remedy = "Set experts: auto, or eager."

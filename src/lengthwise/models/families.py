@@ -1,8 +1,7 @@
 """Which models are proved equal to plain Hugging Face, and what in their config stops a run before it starts.
 
-A family joins `families.json` when `tests/models/test_models_families.py` holds for it; `make families` tries all
-there are. Everything else is refused by name: a part that we do not know could mix documents of a pack, or need its
-neighbours on another rank, and would be silently wrong.
+A family joins `families.json` when `tests/models/test_models_families.py` holds for it (`make families`); all others
+are refused by name, as an unknown part could mix documents of a pack and be silently wrong.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ _SWITCHES = {
 
 
 def check_model_config(config: Any) -> None:
-    """Refuse a Hugging Face config that has a part which a plan would compute wrongly.
-
-    Raises:
-        ModelRefused: all reasons at once, each with the layer or config entry and what would be needed.
-    """
+    """Refuse a config with parts that a plan would compute wrongly: a ModelRefused with each and its remedy."""
     problems: list[LengthwiseError] = [] if config.model_type in FAMILIES else [*refused_model(config)]
 
     def refuse(where: str, expected: str, got: object, remedy: str) -> None:
@@ -85,7 +80,7 @@ def check_model_config(config: Any) -> None:
 
 
 def _other_layers(config: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield (config entry, kind, what would be needed) for what attention cannot do in a listed family, once a kind."""
+    """Yield (config entry, kind, what is needed) for what attention cannot do in a listed family, once a kind."""
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap:
         yield "attn_logit_softcapping", f"scores capped by tanh at {softcap}", NEEDED_BY_SOFTCAP

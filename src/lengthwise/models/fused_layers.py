@@ -1,9 +1,8 @@
 """Norms, RoPE and gated MLPs by Liger Kernel's fused functions, in one model and no other.
 
-Liger's own patches replace functions of transformers' modules, for every model of the process; here each module of the
-model gets a forward of its own. RoPE, a function of the module, is exchanged in a copy of the attention's forward.
-Never Liger's loss: docs/decisions/own-chunked-loss.md. Saves passes over memory on GPUs (not measured). Source: Liger
-Kernel (arXiv 2410.10989), whose choices for each family stand below. docs/decisions/fused-layers.md.
+Liger patches transformers for the whole process; here each module gets a forward of its own, RoPE in a copy of the
+attention's. Never Liger's loss: docs/decisions/own-chunked-loss.md. Source: Liger Kernel (arXiv 2410.10989), whose
+choices for each family stand below; docs/decisions/fused-layers.md.
 """
 
 from __future__ import annotations
@@ -67,11 +66,7 @@ class FusedNeeds:
 
 
 def choose_fused(asked: str, needs: FusedNeeds) -> tuple[str, str]:
-    """Return (`liger` or `off`, why) for `auto` or the one that is asked for.
-
-    Raises:
-        ConfigError: Liger's layers cannot be had here.
-    """
+    """Return (`liger` or `off`, why) for `auto` or the one that is asked for; ConfigError: not available here."""
     if asked == "off":
         return "off", "the run file asks for it"
     against = _against_liger(needs)
@@ -141,7 +136,6 @@ def fuse_layers(model: Any, kernels: FusedKernels) -> str:
 
 
 def _gate(config: Any) -> str | None:
-    """Return the fused gate that fits the activation of a config's MLPs; None: there is none."""
     return _GATES.get(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", ""))
 
 
@@ -187,7 +181,7 @@ def _forward(module: nn.Module) -> Any:
 
 
 def _with_global(function: Any, name: str, value: Any) -> Any:
-    """Copy a function, one of whose globals is another one."""
+    """Copy a function with one global replaced."""
     names = {**function.__globals__, name: value}
     copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copied.__kwdefaults__ = function.__kwdefaults__

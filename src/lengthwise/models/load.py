@@ -1,8 +1,7 @@
 """Find, build and save models: `tiny`, a local Hugging Face folder, or a hub name.
 
-The config is read without what it says of how to compute (attention, experts, fused layers): that is ours to choose,
-and Hugging Face would load native code from the hub by such a name. Weights are loaded whole or drawn from the seed.
-Remote code is never run.
+Configs are read without how to compute (attention, experts, fused layers), by which Hugging Face would load native
+code. Weights are loaded whole or drawn from the seed. Remote code is never run.
 """
 
 from __future__ import annotations
@@ -60,10 +59,10 @@ class ModelSource:
 def find_model(name: str, *, weights: Literal["load", "fresh"] | None = None) -> ModelSource:
     """Read the config of `tiny`, of a folder, or of a hub name, and look whether its weights are there.
 
-    `weights` is the key of the run file; None loads those that there are.
+    weights: the key of the run file; None: load those that exist.
 
     Raises:
-        ConfigError: there is no such model, its config cannot be read, or its weights cannot be loaded whole.
+        ConfigError: no such model, a config that cannot be read, or weights that cannot be loaded whole.
     """
     if name == TINY_MODEL:
         config, has_weights = tiny_config(), False
@@ -94,7 +93,7 @@ def _read_config(name: str) -> Any:
 
 
 def _refuse_odd_files(folder: Path) -> None:
-    """Refuse a model's folder with a JSON file that is none: Hugging Face would read a device without end."""
+    """Refuse JSON files that are no plain files: Hugging Face would read a device without end."""
     for path in sorted(folder.glob("*.json")):
         if path.exists() and not path.is_file():
             raise _refuse_config(str(path), "a device, a pipe or a folder", "a regular file")
@@ -103,7 +102,7 @@ def _refuse_odd_files(folder: Path) -> None:
 
 
 def _refuse_adapter(name: str, *, local_files_only: bool) -> None:
-    """Refuse a model with an adapter beside it: Hugging Face would load both, and train neither as it is."""
+    """Refuse a model with an adapter beside it: Hugging Face would load both and train neither as it is."""
     found = find_adapter_config_file(name, local_files_only=local_files_only)
     if found is not None:
         expected, remedy = "a model without an adapter", "Give the base model, and the adapter by `lora.adapter`."
@@ -111,7 +110,7 @@ def _refuse_adapter(name: str, *, local_files_only: bool) -> None:
 
 
 def _refuse_endless(values: Any, name: str) -> None:
-    """Refuse numbers of parts, at any depth, that transformers would build or list one by one for hours."""
+    """Refuse numbers of parts, at any depth, that transformers would build for hours."""
     counts = {key: value for key, value in _entries(values) if isinstance(value, int) and _PARTS.fullmatch(key)}
     raise_problems(
         [
@@ -130,7 +129,7 @@ def _entries(values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _without_engine(values: Any) -> Any:
-    """Return the values of a config.json without the keys that choose how to compute, at any depth."""
+    """Return a config.json without the keys that choose how to compute, at any depth."""
     if isinstance(values, dict):
         return {key: _without_engine(value) for key, value in values.items() if not _ENGINE_KEYS.fullmatch(key)}
     return [_without_engine(value) for value in values] if isinstance(values, list) else values
@@ -156,8 +155,8 @@ def tiny_config() -> LlamaConfig:
 def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NAME, stored: bool = True) -> nn.Module:
     """Build the model in fp32, or fp64 where its weights are: master weights are exact, flat buffers make it narrower.
 
-    Without weights the parameters are drawn from `seed`, the same on every rank and for every precision. `stored`:
-    False leaves the parameters on the meta device, and reads and draws nothing; buffers are there.
+    Without weights the parameters are drawn from `seed`, the same on every rank and for every precision. stored: False
+    leaves the parameters on the meta device, and reads and draws nothing.
 
     Raises:
         ConfigError: weights that cannot be read, or are not exactly those that the config asks for.
@@ -180,13 +179,7 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
 
 
 def check_weights(source: ModelSource) -> None:
-    """Refuse weights that `build_model` would refuse, before anything is started; no tensor is read.
-
-    Hugging Face needs accelerate for that, which peft brings; without it rank 0 tells the same when it reads them.
-
-    Raises:
-        ConfigError: as `build_model`.
-    """
+    """Raise what `build_model` would of weights, reading no tensor; without accelerate, left to rank 0."""
     if source.weights and is_accelerate_available():
         _load(source, device_map="meta")
 
@@ -226,7 +219,7 @@ def _load(source: ModelSource, **options: Any) -> Any:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Let modules that are made inside the block have parameters without storage."""
+    """Make parameters without storage inside the block."""
 
     def without_storage(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter:
         return parameter if parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
@@ -240,11 +233,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def build_skeleton(config: Any) -> Any:
-    """Build the model of a Hugging Face config without storage: its layers can be looked at, at any size.
-
-    Raises:
-        ConfigError: no model can be built of it.
-    """
+    """Build the model of a Hugging Face config without storage, at any size; ConfigError: it cannot be built."""
     try:
         with torch.device("meta"):  # the copy: Hugging Face writes into the config
             return AutoModelForCausalLM.from_config(copy.deepcopy(config), experts_implementation=EXPERTS)
@@ -279,7 +268,7 @@ def count_parameters(config: Any) -> int:
 
 
 def _refuse_other_weights(name: str, loading: dict[str, Any]) -> None:
-    """Refuse what Hugging Face only warns of: parameters drawn anew or left aside are a model that nobody asked for."""
+    """Refuse missing and unused weights: Hugging Face only warns, and draws missing ones anew."""
     kinds = {"missing": "missing_keys", "not in the model": "unexpected_keys", "of another shape": "mismatched_keys"}
     found = {kind: sorted(map(str, loading.get(key) or ())) for kind, key in kinds.items()}
     wrong = [f"{len(keys)} {kind} ({first_names(keys)})" for kind, keys in found.items() if keys]
@@ -296,13 +285,7 @@ def plain_attention(source: ModelSource) -> str:
 
 
 def save_model(model: Any, folder: Path) -> None:
-    """Write config and safetensors that `from_pretrained` opens.
-
-    Parameters are views of one flat buffer; each is copied once, so that only tied ones share memory.
-
-    Raises:
-        OutputError: the folder cannot be written.
-    """
+    """Write config and safetensors for `from_pretrained`, only tied ones shared; OutputError: it cannot be written."""
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
     state = {}
     for name, tensor in model.state_dict().items():

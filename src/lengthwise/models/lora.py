@@ -1,9 +1,7 @@
 """LoRA through peft: low-rank adapters on a frozen base model, which a plan runs like any other model.
 
-peft puts its layers into the Hugging Face model in place, so attention, checkpointing and flat buffers see the same
-model as ever; saved is peft's own format. Costs r (inputs + outputs) parameters a matrix, in the flat buffers, and the
-base once a rank, in the compute dtype. peft takes 3 seconds to import: only where a run file asks for it. Hu et al.
-2021 (arXiv 2106.09685).
+peft changes the model in place and saves its own format. r (inputs + outputs) parameters a matrix, in the flat buffers,
+and the base once a rank, in the compute dtype. Importing peft takes 3 s. Hu et al. 2021 (arXiv 2106.09685).
 """
 
 from __future__ import annotations
@@ -40,9 +38,7 @@ _RUNNABLE = frozenset(
 
 
 def check_lora(source: ModelSource, lora: LoraConfig | None) -> int | None:
-    """Try the adapter, where one is asked for, on a model without storage, before any process starts.
-
-    Return how many parameters train in place of the model's own; None: all of the model's.
+    """Try the adapter on a model without storage; return how many parameters train instead of the model's (None: all).
 
     Raises:
         ConfigError: peft is not installed, the base has no weights, names that fit no layer, or an adapter that cannot
@@ -84,9 +80,9 @@ def build_adapted(
 ) -> nn.Module:
     """Build the model as `build_model` does, and freeze it under adapters where `lora` is given.
 
-    A starts from `seed`, the same on every rank, and B from zeros, or both from the saved adapter. `draws_both`: B is
-    drawn, too, for checks: as long as B is zero A has no gradient. `stored`: as for `build_model`; where it is False
-    the adapter's values mean nothing.
+    A starts from `seed`, the same on every rank, and B from zeros, or both from the saved adapter. draws_both: B is
+    drawn,
+    too, for checks: as long as B is zero A has no gradient. stored: as for `build_model`.
     """
     model = build_model(source, seed=seed, attention=attention, stored=stored)
     if lora is None:
@@ -102,11 +98,7 @@ def build_adapted(
 
 
 def save_adapter(model: Any, folder: Path) -> None:
-    """Write the adapter that `PeftModel.from_pretrained` opens on the base model, whose name it records.
-
-    Raises:
-        OutputError: the folder cannot be written.
-    """
+    """Write the adapter for `PeftModel.from_pretrained`, with its base's name; OutputError: it cannot be written."""
     config = copy.copy(model.peft_config[_ADAPTER])
     config.inference_mode = True
     settings = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
@@ -128,7 +120,7 @@ def _peft() -> Any:
 
 
 def _peft_config(source: ModelSource, lora: LoraConfig, model: Any, *, draws_both: bool) -> Any:
-    """Make peft's own config: of the run file, or as the saved adapter has it."""
+    """Make peft's config, from the run file or the saved adapter."""
     peft = _peft()
     if lora.adapter is not None:
         saved = _read_adapter_config(lora.adapter)
@@ -153,14 +145,14 @@ def _inject(config: Any, model: nn.Module) -> None:
 
 
 def _linear_names(model: Any) -> list[str]:
-    """List the last parts of the names of all linear layers but the output head, as peft's `all-linear` chooses."""
+    """List the linear layers but the output head by the last part of their names, as peft's `all-linear`."""
     head = model.get_output_embeddings()
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
     return sorted({name.rpartition(".")[2] for name in linear})
 
 
 def _check_targets(model: Any, names: Any) -> None:
-    """Refuse names that fit no linear or embedding layer, and one of a pair of tied embeddings."""
+    """Refuse names that fit no linear or embedding layer, and one of two tied embeddings."""
     modules = dict(model.named_modules())
     kinds = (nn.Linear, nn.Embedding)
     known = sorted({name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, kinds)})
@@ -231,7 +223,7 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_weights(folder: Path, model: nn.Module) -> None:
-    """Compare names and shapes of a saved adapter with those that its config asks for in this model."""
+    """Compare names and shapes of a saved adapter with those that its config gives this model."""
     if not (folder / WEIGHTS_NAME).is_file():
         raise _refuse("lora.adapter", f"a folder with {WEIGHTS_NAME}", f"{folder}, without such a file")
     try:

@@ -1,11 +1,7 @@
 """The summed loss of a microbatch without its logits: they are made for a few tokens at a time, and dropped.
 
-1. The model runs once; its decoder's output is kept, and what follows in its `forward` sees one token only.
-2. That (head, scale, cap) runs again on chunks of the hidden states, in the model's own code.
-3. A chunk's loss and gradients are made at once; backward multiplies them by that of the loss.
-
-Costs no arithmetic more; memory for one chunk of logits and gradients of the head. After Liger Kernel (arXiv
-2410.10989), for heads of any kind.
+The decoder runs once; what follows it in the model (head, scale, cap) runs on chunks of the hidden states, whose loss
+and gradients are made at once. No more arithmetic. After Liger Kernel (arXiv 2410.10989), for heads of any kind.
 """
 
 from __future__ import annotations
@@ -23,10 +19,7 @@ from lengthwise.core.errors import ModelRefused
 
 
 def token_loss(logits: Tensor, shift_labels: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Sum the cross entropy of logits (tokens, vocab) in fp32, or fp64 under fp64 (Hugging Face's own stays fp32).
-
-    weights: what each token's counts, (tokens,); None: 1.
-    """
+    """Sum the cross entropy of logits (tokens, vocab) in fp32 or wider; `weights` (tokens,): of each, None: 1."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     if weights is None:
         return F.cross_entropy(logits.to(wide), shift_labels, ignore_index=-100, reduction="sum")
@@ -35,11 +28,7 @@ def token_loss(logits: Tensor, shift_labels: Tensor, weights: Tensor | None = No
 
 
 class DecoderOutput:
-    """Catches what the decoder of a model returns, and hands on one token of its hidden states.
-
-    Raises:
-        ModelRefused: the decoder of this family is not run once by its `forward`.
-    """
+    """Keeps what a decoder returns, and passes on one token; ModelRefused: `forward` does not run it once."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._decoder = model, model.get_decoder()  # type: ignore[operator]
@@ -64,16 +53,16 @@ class DecoderOutput:
             raise ModelRefused(where, expected=expected, got=f"{len(self._outputs)} runs", remedy="Set loss: whole.")
 
     def loss(self, shift_labels: Tensor, chunk_tokens: int, weights: Tensor | None = None) -> Tensor:
-        """Sum the loss of the first tokens, as many as `shift_labels` (tokens,) has, in fp32 or wider.
+        """Sum the loss of the first tokens, as many as `shift_labels` (tokens,), in fp32 or wider.
 
-        weights: as of `token_loss`.
+        `weights`: of `token_loss`.
         """
         hidden = self._outputs[0].last_hidden_state[0, : len(shift_labels)]
         outside = _outside(self._model, self._decoder) if torch.is_grad_enabled() else []
         return _ChunkedLoss.apply(hidden, shift_labels, weights, self._logits, chunk_tokens, *outside)  # type: ignore[no-any-return]
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Run what the model does after its decoder, on hidden states (tokens, hidden)."""
+        """Run what follows the decoder on hidden states (tokens, hidden)."""
         output = _with_hidden(self._outputs[0], hidden[None])
         output.router_logits = None  # what they add was counted in the first run
         forward = self._decoder.forward
@@ -93,14 +82,14 @@ def _with_hidden(output: Any, hidden: Tensor) -> Any:
 
 
 def _outside(model: nn.Module, decoder: nn.Module) -> list[nn.Parameter]:
-    """List the parameters with gradients that stand outside the decoder; a tied head's is the embedding's, inside."""
+    """List trained parameters outside the decoder; a tied head's weight belongs to the embedding inside."""
     inside = set(decoder.modules())
     found = (each for module in model.modules() if module not in inside for each in module.parameters(recurse=False))
     return list({id(each): each for each in found if each.requires_grad}.values())
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Sum of the loss; gradients of hidden states and of what stands after the decoder are made in the forward."""
+    """The sum of the loss; forward also makes the gradients of hidden states and of the head."""
 
     @staticmethod
     def forward(
@@ -143,10 +132,7 @@ def _take_chunk(
     parameters: Sequence[Tensor],
     into: Sequence[Tensor] | None,
 ) -> Tensor:
-    """Return the loss of a chunk, and add its gradients `into` those of hidden states and parameters.
-
-    A function of its own: nothing of one chunk is there beside the logits of the next.
-    """
+    """Return the loss of a chunk and add its gradients `into` the others; frees all but the next chunk's logits."""
     with torch.set_grad_enabled(into is not None):
         chunk = hidden.detach().requires_grad_(into is not None)
         loss = token_loss(logits(chunk), labels, weights)

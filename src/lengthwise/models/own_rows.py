@@ -1,7 +1,6 @@
 """Entries of a model's weights, read from its safetensors when asked: no rank reads more than its part.
 
-For folders whose tensors are the model's parameters one by one, under the same names. Of others (transformers splits,
-joins or renames what it loads, mixtures of experts for example) rank 0 reads all.
+Of folders whose tensors transformers splits, joins or renames (mixtures of experts) rank 0 reads all.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def own_rows(source: ModelSource, model: nn.Module) -> OwnRows | None:
 
 
 def _is_converted(model: nn.Module) -> bool:
-    """Whether transformers loads something else than the tensors as they are, or cannot be asked."""
+    """Return whether transformers converts the stored tensors, or cannot say."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:

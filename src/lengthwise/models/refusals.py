@@ -1,8 +1,7 @@
 """Name the layers of a model that a plan would compute wrongly, and what it would take to have them.
 
-The model is built on the meta device (its structure, no weights: a second or two, only for a model that is refused) and
-its modules are held against the kinds below, by class name. What no kind knows is reported by its attention layer:
-such a family may be exact and waits for its proof.
+The modules of the model on the meta device are compared with the kinds below, by class name; what no kind knows is
+reported by its attention layer, as not proved yet.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ def _reasons(config: Any) -> list[_Reason]:
 
 
 def _layers_of_kinds(model: nn.Module, config: Any) -> list[_Reason]:
-    """List the first layer of each kind with how many there are; what lies inside a layer that matched is its own."""
+    """List the first layer of each kind and their number; parts of a matched layer count as it."""
     kinds = {
         name: kind for name, kind in KINDS.items() if name not in ONLY_WITH or getattr(config, ONLY_WITH[name], None)
     }
@@ -146,7 +145,7 @@ def _layers_of_kinds(model: nn.Module, config: Any) -> list[_Reason]:
 
 
 def _unproved(model: nn.Module) -> _Reason:
-    """Return the first attention layer: computed in a way of its own, or only not proved yet."""
+    """Return the first attention layer that is computed in a way of its own, or is not proved yet."""
     attentions = [found for found in model.named_modules() if re.search("Attention|MLA", type(found[1]).__name__)]
     path, module = attentions[0] if attentions else ("model", model)
     place = _place(path or "model", module, len(attentions))

@@ -1,9 +1,7 @@
 """RoPE whose frequencies depend on a sequence's length (dynamic, longrope), made from each sequence's own.
 
-Hugging Face's rotary modules take the largest position in a row for the length; a row of ours is a pack of sequences,
-or a shard without its sequence's end. So inside `sequence_lengths` such a module runs once for each sequence in the
-row, with the sequence's last position appended, whose result is cut off again. Cost: two small calls a sequence and
-microbatch, only for models with such frequencies.
+Hugging Face takes the largest position in a row for the length, but ours is a pack or a shard: inside
+`sequence_lengths` such a module runs once a sequence, with its last position appended.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ LENGTH_ROPE = ("dynamic", "longrope")
 def sequence_lengths(model: nn.Module, spans: Sequence[tuple[int, int]]) -> Iterator[None]:
     """Let rotary modules make frequencies from the length of each sequence while the block runs.
 
-    `spans` lists (tokens here, tokens of the whole sequence) of what a row holds, in its order; what follows them is
-    padding.
+    spans: (tokens here, tokens of the whole sequence) of a row, in its order; padding follows.
 
     Raises:
         ModelRefused: such a module is part of a layer, and would run again in backward, outside the block.

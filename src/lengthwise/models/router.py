@@ -1,11 +1,8 @@
 """The balance loss of a model's routers, over all tokens of a global batch, whatever the plan.
 
-Hugging Face's `load_balancing_loss_func`, the logits of all layers as one list of rows, with E experts:
-
-    E x sum over e of f_e x P_e      f_e = choices of expert e / rows      P_e = mean probability of e
-
-f, without gradient, is counted over the whole batch first (`engine.step`); then each row adds its own
-E x sum of f_e x p_e / rows, on whatever rank it is. Switch Transformer (arXiv 2101.03961), equations 4 to 6.
+As Hugging Face's `load_balancing_loss_func` over all layers' rows, E x sum over experts e of f_e x P_e, f_e = choices
+of e / rows, P_e = mean probability. f is counted over the batch first (`engine.step`), then each row adds E x sum of
+f_e x p_e / rows. Switch Transformer (arXiv 2101.03961), equations 4 to 6.
 """
 
 from __future__ import annotations
@@ -36,10 +33,7 @@ def has_balance_loss(config: Any) -> bool:
 
 
 def count_choices(model: Any, router_logits: Sequence[Tensor]) -> Tensor:
-    """Count (experts + 1,) how often rows of all layers, each (tokens, experts), choose each expert, and the rows.
-
-    Whole numbers, so that sums over microbatches and ranks are the same in any order.
-    """
+    """Count (experts + 1,) how often rows (tokens, experts) choose each expert, and rows; whole numbers, any order."""
     device = next(model.parameters()).device
     counts = torch.zeros(model.num_experts + 1, dtype=torch.int64, device=device)
     for logits in map(Tensor.detach, router_logits):
@@ -88,7 +82,7 @@ def router_problems(config: Any) -> list[ModelRefused]:
 
 
 def _has_router(config: Any) -> bool:
-    """Return whether a layer has a router: which have one is the family's own rule, so the model is asked."""
+    """Return whether a layer has a router; the family's rule decides, so the model is asked."""
     model = build_skeleton(config)
     recorders = model.base_model._can_record_outputs["router_logits"]
     routers = tuple(each.target_class for each in (recorders if isinstance(recorders, list) else [recorders]))

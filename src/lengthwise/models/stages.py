@@ -1,9 +1,8 @@
 """One stage of a pipeline: a Hugging Face model with some of its decoder layers, run a chunk of them at a time.
 
-Layers that a chunk does not have pass hidden states through, so layer numbers, kinds and windows stay those of the
-model. A chunk after the first takes what it received in place of the embedding, a chunk before the last has no norm and
-no head. `check_stages` proves that this is all a family does outside of its layers: with all of them passed through,
-the decoder must give back to the bit what it was given. Costs nothing in a step but the swaps of some modules.
+Layers of other chunks pass hidden states through, so numbers, kinds and windows stay; later chunks take what they
+received for the embedding, earlier ones have no norm and head. `check_stages` proves that a family does no more: with
+all layers passed through, the decoder must return its input to the bit.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class PassedThrough(nn.Module):
 
 
 class _Received(nn.Module):
-    """In the place of the embedding: gives what came from the stage before, whatever the ids."""
+    """Stands in for the embedding: returns what the stage before sent, whatever the ids."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +51,14 @@ class _Received(nn.Module):
 
 
 class _Without(nn.Module):
-    """In the place of a norm or a head that others have."""
+    """Stands in for a norm or a head of another stage."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
 
 
 class _Place:
-    """Where a module stands, so that another can be put there."""
+    """Where a module stands, so that another can replace it."""
 
     def __init__(self, model: nn.Module, module: nn.Module) -> None:
         found = [
@@ -69,7 +68,6 @@ class _Place:
         self._parent, self._name = found[0]
 
     def put(self, module: nn.Module) -> nn.Module:
-        """Put a module there and return the one that was."""
         before = self._parent._modules[self._name]
         assert before is not None, f"no module at {self._name}"
         self._parent._modules[self._name] = module
@@ -77,11 +75,7 @@ class _Place:
 
 
 class _Parts:
-    """The parts of a causal language model, found by what they are and not by their names.
-
-    Raises:
-        ModelRefused: it has others.
-    """
+    """The parts of a causal language model, found by what they are, not by name; ModelRefused: it has others."""
 
     def __init__(self, model: Any) -> None:
         self.decoder: nn.Module = model.get_decoder()
@@ -107,11 +101,7 @@ class _Parts:
 
 
 def check_stages(config: Any) -> None:
-    """Refuse a model whose forward is more than embedding, layers, norm and head, before any process starts.
-
-    Raises:
-        ModelRefused: with what it is.
-    """
+    """Refuse (ModelRefused) a model whose forward is more than embedding, layers, norm and head."""
     model: Any = build_model(ModelSource(name="", config=config, weights=False), seed=0, stored=False)
     check_no_dropout(model)
     if has_balance_loss(model.config):
@@ -157,9 +147,8 @@ class ModelStage:
 
     chunks: the layers of each chunk of the whole model, of which stage s of p has s, s + p, ..
     width: of the hidden states.
-    trained: shapes of the parameters that train on each stage, by their names in the model; a tied head is the
-        embedding's.
-    entries: (shape, dtype) of what each stage has of the model's state dict; dtype None: that of its parameters.
+    trained: shapes of the parameters that train on each stage, by name; a tied head is the embedding's.
+    entries: (shape, dtype) of what each stage has of the state dict; dtype None: that of its parameters.
     """
 
     def __init__(self, model: Any, chunks: Sequence[range], *, stages: int, stage: int) -> None:

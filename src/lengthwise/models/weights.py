@@ -1,8 +1,7 @@
 """Which weights a model folder holds: whole ones in safetensors, none, or something that cannot be loaded whole.
 
-The file that transformers would open is found, its index read, and the header of every file, which one cut short does
-not pass. A folder without that file starts fresh unasked only if it has a config and a tokenizer and no more: a
-download cut short would else train from random numbers. No tensor is read.
+The index and the header of every file are read, no tensor. Only a folder of config and tokenizer starts fresh unasked:
+a download cut short would else train from random numbers.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ def holds_weights(folder: Path) -> bool:
     """Return whether a model folder has weights to load; False for a config, perhaps with a tokenizer, and no more.
 
     Raises:
-        ConfigError: weights of another format, or not whole: a shard that is missing, cut short or without a tensor
-            that the index says it has.
+        ConfigError: weights of another format, or a shard that is missing, cut short or without a tensor of the index.
     """
     found = sorted(path.name for path in folder.iterdir())
     # A sharded checkpoint of torch goes before all others in transformers, and would not be checked here.
@@ -52,7 +50,7 @@ def holds_weights(folder: Path) -> bool:
 
 
 def _read_weight_map(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor, as the index has it; all are plain names of the folder's own files."""
+    """Return the file of each tensor by the index; all are plain names of files in the folder."""
     try:
         index: Any = json.loads(read_plain(folder / _INDEX).decode())
     except (OSError, ValueError, RecursionError) as error:
@@ -80,7 +78,7 @@ def _check_shards(folder: Path, weight_map: dict[str, str]) -> None:
 def check_dtypes(folder: Path, *, widest: torch.dtype, but: Sequence[str] = ()) -> None:
     """Refuse weights that loading in `widest` would change: of wider numbers, or of none that are floating-point.
 
-    `but`: regular expressions for names of what is no weight, buffers that older files have.
+    but: regular expressions for names of what is no weight, buffers that older files have.
 
     Raises:
         ConfigError: names the first tensors and their dtypes.

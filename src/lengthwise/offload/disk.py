@@ -1,8 +1,7 @@
-"""Activations in a file, on any machine: one thread writes, one reads, and the file has no name.
+"""Activations in a file without a name, on any machine: one thread writes, one reads.
 
-The file is unlinked as soon as it is open: the system frees it when the process ends, however it ends. Its room is
-reserved before it is written, so a full disk is found by who asks. Places are given one after the other and all taken
-back at the end of a microbatch. At most `leaving_bytes` wait in memory to be written, or one entry that is larger.
+The file is unlinked once open, so the system frees it however the process ends. Room is reserved before it is written.
+At most `leaving_bytes` wait in memory to be written, or one larger entry.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ _ALIGNMENT = 4096
 
 
 class DiskStore:
-    """An `ActivationStore` in a folder.
-
-    Raises:
-        MemoryShortage: no file can be made in the folder.
-    """
+    """An `ActivationStore` in a folder; MemoryShortage: no file can be made there."""
 
     def __init__(self, folder: Path, *, where: str) -> None:
         self._folder, self._where = folder, where
@@ -70,11 +65,7 @@ class DiskStore:
         return self._reader.submit(_read, self._file.fileno(), written, start, values)
 
     def wait_for(self, done: Future, size: int) -> object:
-        """Return the result of a thread, counting the wait.
-
-        Raises:
-            MemoryShortage: the disk failed.
-        """
+        """Return the result of a thread, counting the wait; MemoryShortage: the disk failed."""
         with self._waiting():
             try:
                 return done.result()
@@ -101,7 +92,7 @@ class DiskStore:
         return len(self._unwritten) > 1 and sum(size for _, size in self._unwritten) > self.leaving_bytes
 
     def _reserve(self, end: int, size: int) -> None:
-        """Make the file so long that `size` bytes up to `end` fit, or raise."""
+        """Grow the file so that `size` bytes up to `end` fit, or raise."""
         if end <= self._reserved or not hasattr(os, "posix_fallocate"):  # macOS: there the write finds a full disk
             return
         for wanted in (max(end, self._reserved + _RESERVED_BYTES), end):  # much at once, or what is needed now
@@ -141,12 +132,10 @@ class _OnDisk:
         self._read: Future[Tensor] | None = None
 
     def fetch(self) -> None:
-        """Begin to read (see `Stored.fetch`)."""
         if self._read is None:
             self._read = self._store.read(self._written, self._start, self._size)
 
     def take(self) -> Tensor:
-        """Return the bytes (see `Stored.take`)."""
         self.fetch()
         assert self._read is not None, "it was just begun"
         values = self._store.wait_for(self._read, self._size)

@@ -1,9 +1,7 @@
-"""Activations in pinned memory of a GPU's host: slabs of our own, one stream each way.
+"""Activations in pinned memory of a GPU's host: slabs of powers of two, kept for the run, and one stream each way.
 
-A slab is a power of two, which torch's allocator of pinned memory does not round up, and is kept for the whole run.
-Places are given one after the other and all taken back at the end of a microbatch. A copy out begins when the compute
-stream has made the values; they are let go once it is done. A copy in begins when the compute stream has freed its
-room, and the stream alone waits for it. Written to torch's rules for streams; it has not run on a GPU yet.
+A copy out begins when the compute stream has made the values; a copy in when it has freed their room, and the stream
+alone waits for it. Written to torch's rules for streams; it has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -70,10 +68,7 @@ class PinnedStore:
         self._end = 0
 
     def close(self) -> None:
-        """Give the slabs back, without a wait: after an error the device may wait for ranks that do not come.
-
-        torch's allocators keep memory that a copy still reads or writes until it has ended.
-        """
+        """Give the slabs back without a wait; torch's allocators keep memory until its copies have ended."""
         self._leaving.clear()
         self._slabs.clear()
 
@@ -114,7 +109,6 @@ class _Pinned:
         self._arrived: torch.cuda.Event | None = None
 
     def fetch(self) -> None:
-        """Begin to copy in (see `Stored.fetch`)."""
         if self._values is not None:
             return
         store, compute = self._store, torch.cuda.current_stream(self._store.device)
@@ -133,7 +127,7 @@ class _Pinned:
         self._arrived.record(store.in_stream)
 
     def take(self) -> Tensor:
-        """Return the bytes (see `Stored.take`); the compute stream waits for them."""
+        """Return the bytes; the compute stream waits for them."""
         self.fetch()
         values, arrived = self._values, self._arrived
         assert values is not None, "it was just begun"

@@ -1,11 +1,9 @@
 """What autograd saves of one microbatch, of which the first bytes, as many as its plan says, go to a store.
 
-1. Forward: each storage that autograd saves is one entry, however many tensors view it; entries go to the store in the
-   order in which they come, first layers first, until `offload_bytes` are there. Of the last one a part goes.
-2. Backward: entries come back in reverse order, as soon as `window_bytes` have room for them beside what is still kept.
-
-Parameters, buffers and tensors under 1 KB stay. A storage that later layers save again (rotary embeddings) comes back
-at once: it never left the device. Copies keep bits, layout and alignment, so gradients are bit for bit the same.
+Each storage is one entry, however many tensors view it; entries go out in forward until `offload_bytes` are there, the
+last one in part, and come back in reverse within `window_bytes`. Parameters, buffers and tensors under 1 KB stay, and
+storages that later layers save again (rotary embeddings). Copies keep bits, layout and alignment: gradients are the
+same.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class ActivationTotals:
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True, eq=False)
 class _Entry:
-    """A storage that autograd saves: whole on the device (`values`), or in the store but for its `rest`."""
+    """A storage that autograd saves: on the device (`values`), or in the store except its `rest`."""
 
     alive: StorageWeakRef  # keeps the address from being given to another storage
     number: int
@@ -48,13 +46,12 @@ class _Entry:
 
     @property
     def away_bytes(self) -> int:
-        """Bytes in the store."""
         return self.size - (0 if self.rest is None else self.rest.numel())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _View:
-    """A saved tensor: of which entry, and how it lies in it. `kept`: the tensor itself, where its entry stayed."""
+class _SavedView:
+    """A saved tensor as a view of an entry; `kept`: the tensor itself, where its entry stayed."""
 
     entry: _Entry
     dtype: torch.dtype
@@ -68,9 +65,8 @@ class ActivationSaver:
     """The saved activations of one microbatch on one rank.
 
     store: where they go; None: nowhere, they are only counted. offload_bytes: how many shall go.
-    layer_bytes: of one layer; storages saved again after as many are not of one layer alone.
-    window_bytes: what backward may have on the device of entries that it has not come to yet.
-    stays: storages that are never offloaded, see `parameter_storages`.
+    layer_bytes: of one layer; a storage saved again after as many is shared by layers.
+    window_bytes: what may be loaded ahead of backward. stays: storages never offloaded, see `parameter_storages`.
     """
 
     def __init__(
@@ -101,7 +97,7 @@ class ActivationSaver:
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             yield
 
-    def pack(self, tensor: Tensor) -> Tensor | _View:
+    def pack(self, tensor: Tensor) -> Tensor | _SavedView:
         """Take what autograd saves; return what `unpack` makes it from."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return tensor
@@ -115,7 +111,7 @@ class ActivationSaver:
             self._away_bytes -= entry.away_bytes
             self._waiting_bytes += entry.away_bytes
             entry.stored, entry.rest, entry.values = None, None, _flat(tensor)
-        return _View(
+        return _SavedView(
             entry=entry,
             dtype=tensor.dtype,
             size=tensor.size(),
@@ -125,7 +121,7 @@ class ActivationSaver:
             kept=tensor.detach() if entry.stored is None else None,
         )
 
-    def unpack(self, saved: Tensor | _View) -> Tensor:
+    def unpack(self, saved: Tensor | _SavedView) -> Tensor:
         """Return a saved tensor, with its values from the store where they went there."""
         if isinstance(saved, Tensor):
             return saved
@@ -140,7 +136,7 @@ class ActivationSaver:
         return empty.set_(entry.values.untyped_storage(), saved.offset, saved.size, saved.stride)
 
     def _prefetch(self) -> None:
-        """Begin to bring back what backward needs next, as far as there is room."""
+        """Begin to load what backward needs next, as far as there is room."""
         while self._away:
             entry = self._away[-1]()
             if entry is None or entry.stored is None or entry.is_fetched:
@@ -170,7 +166,6 @@ class ActivationSaver:
         return entry
 
     def _bring_back(self, entry: _Entry) -> None:
-        """Take the values of an entry, and begin with those before it."""
         if entry.stored is not None:
             values = entry.stored.take()
             entry.values = values if entry.rest is None else torch.cat((values, entry.rest))

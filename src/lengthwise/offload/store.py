@@ -17,19 +17,15 @@ class Stored(Protocol):
         ...
 
     def take(self) -> Tensor:
-        """Return them, uint8 (bytes,) on the device they came from, waiting for them where that needs it.
+        """Return uint8 (bytes,) on the device they came from, after a wait.
 
-        Raises:
-            MemoryShortage: they could not be stored.
+        MemoryShortage: they could not be stored.
         """
         ...
 
 
 class ActivationStore(Protocol):
-    """Where activations are until backward; of one rank, used by one thread.
-
-    leaving_bytes: of what was put, how many are on the device still at most (one entry may be larger).
-    """
+    """Where a rank's activations are until backward, for one thread; `leaving_bytes`: still on the device at most."""
 
     leaving_bytes: int
 
@@ -39,11 +35,7 @@ class ActivationStore(Protocol):
         ...
 
     def put(self, values: Tensor) -> Stored:
-        """Begin to store `values`, uint8 (bytes,), which nobody writes to any more.
-
-        Raises:
-            MemoryShortage: there is no room; says how many bytes were needed and left.
-        """
+        """Begin to store `values`, uint8 (bytes,), which nobody writes any more; MemoryShortage: no room."""
         ...
 
     def reset(self) -> None:
@@ -82,14 +74,12 @@ class _Copy:
         self._fetched: Tensor | None = None
 
     def fetch(self) -> None:
-        """Make the tensor."""
         if self._fetched is None:
             fetched = torch.empty(len(self._bytes), dtype=torch.uint8)
             fetched.numpy()[:] = np.frombuffer(self._bytes, dtype=np.uint8)
             self._fetched = fetched.to(self._device)
 
     def take(self) -> Tensor:
-        """Return it, and forget it."""
         self.fetch()
         fetched, self._fetched = self._fetched, None
         assert fetched is not None, "it was fetched"

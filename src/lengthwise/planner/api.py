@@ -1,10 +1,4 @@
-"""The one entry of the planner: lengths, cluster, costs and options in, a plan out.
-
-`plan_recomputed` also chooses the kind of recomputation, each with the capacity that memory leaves it: what backward
-computes again need not be kept, so sequences need fewer ranks, for a third more of forward work. The capacity is one
-number a plan, so it is one kind a step. A kind whose arithmetic alone, spread evenly over all ranks, takes as long as
-the best plan before it is not planned.
-"""
+"""The one entry of the planner: lengths, cluster, costs and options in, a plan out."""
 
 from __future__ import annotations
 
@@ -39,13 +33,12 @@ def plan_step(tokens: Sequence[int], cluster: Cluster, cost: Cost, options: Plan
         options: how to plan.
 
     Returns:
-        A plan whose notes hold planner, predicted_seconds (the makespan), bound_seconds and cost (the version),
-        and speeds where they are not all 1.
+        A plan with notes: planner, predicted_seconds (the makespan), bound_seconds, cost (its version), and speeds
+        where they are not all 1.
 
     Raises:
-        ConfigError: an argument of another kind, two that are swapped for example; or what `PlanOptions.checked`
-            refuses.
-        PlanError: no sequences, a length below 1, or sequences that the cluster cannot hold (all of them named).
+        ConfigError: an argument of another kind, or what `PlanOptions.checked` refuses.
+        PlanError: no sequences, a length below 1, or sequences that the cluster cannot hold (all are named).
         Problems: several of these.
     """
     _refuse_mistaken(tokens=tokens, cluster=cluster, cost=cost, options=options)
@@ -112,20 +105,21 @@ def plan_recomputed(
     *,
     plan_each: PlanStep = plan_step,
 ) -> Plan:
-    """Plan one step with the kind of recomputation that ends first.
+    """Plan one step with the kind of recomputation that ends first, one for the whole step.
+
+    What backward computes again need not be kept, so sequences need fewer ranks, for a third more of forward work.
+    Kinds whose arithmetic alone takes as long as the best plan so far are not planned.
 
     Args:
-        tokens: length of each sequence, as for `plan_step`.
+        tokens: length of each sequence, in tokens.
         ranks: of the cluster.
         cost: what work takes.
         capacities: tokens that a rank holds, for each kind of recomputation to try.
         options: for `plan_step`; their own `recompute` does not count.
-        plan_each: what plans with one kind, for who keeps plans.
+        plan_each: plans with one kind (default: `plan_step`).
 
     Raises:
-        ConfigError: as `plan_step` does.
-        PlanError: as `plan_step` does, with the kind of the largest capacity; kinds that cannot hold a sequence which
-            another one holds are not chosen.
+        ConfigError, PlanError: of `plan_step`, with the kind of the largest capacity.
     """
     best: Plan | None = None
     least = inf

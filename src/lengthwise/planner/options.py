@@ -1,8 +1,4 @@
-"""What a step is planned with beside lengths, cluster and costs: one record, checked in one place.
-
-The library, the commands, the simulator and a run hand it on as it is. `checked` tells all that is wrong with it at
-once, with or without costs at hand, so that a command refuses before it reads any data.
-"""
+"""What a step is planned with beside lengths, cluster and costs: one record, checked in one place."""
 
 from __future__ import annotations
 
@@ -31,16 +27,13 @@ class PlanOptions:
     layers: layers of the model, for readers that count memory by them.
     context_tokens: what the mesh of `static` is sized for (default: the longest sequence).
     recompute: what backward computes again, in every microbatch: one of `RECOMPUTE_KINDS`.
-    offload: `auto`: ranks may hold more than the capacity, each microbatch offloading what it must; `off`: none.
+    offload: `auto`: microbatches above the capacity offload what they must; `off`: none.
     heads: `auto`: rings may split heads, each as is quickest; `off`: none does; 4: in groups of 4 where that divides.
-    mode: how ranks run beside each other, one of `MODES`; `lengthwise` plans all of them. The others plan `free`, and
-        in mode `pipeline` run what they plan there through the stages.
-    speeds: of each rank, a number above 0, 1 as fast as the costs say (default: all 1). `lengthwise` plans with them;
-        the plans of the others are those for equal ranks, and only scored with them.
+    mode: one of `MODES`; `lengthwise` plans all of them, other planners `free`, which `pipeline` runs through stages.
+    speeds: of each rank, 1 as fast as the costs say (default: all 1). Only `lengthwise` plans with them.
     stages: of the pipeline that each rank is in mode `pipeline`; the costs are those of one stage.
     virtual: chunks of layers of a stage (default: 1).
-    planning_share: of the least that the step can take: what tries beyond the search may cost, counted, not timed
-        (default: what they cost).
+    planning_share: what tries beyond the search may cost, as a share of the least step time (default: what they cost).
     """
 
     planner: str = "lengthwise"
@@ -67,13 +60,10 @@ class PlanOptions:
     def checked(self, ranks: int, cost: Cost | None) -> PlanOptions:
         """Return the options with whole numbers as int, and speeds as a tuple, None where all ranks are alike.
 
-        Without costs, what hangs on them is not checked.
+        Without costs, what depends on them is not checked.
 
         Raises:
-            ConfigError: unknown planner, mode, choice or kind of recomputation, a mode that the planner does not plan,
-                choices that these costs do not price, layers or context_tokens below 1, speeds that are none or not
-                planned in this mode or with these choices, stages that are none, too many, not the costs' or of no
-                use, or a planning_share below 0.
+            ConfigError: an unknown name, a number out of range, or a combination that planner or costs do not support.
             Problems: several of these.
         """
         problems = Collector()
@@ -118,7 +108,7 @@ DEFAULT = PlanOptions()
 def _refuse_choices(
     asked: Mapping[str, object], cost: Cost | None, layers: int, speeds: Sequence[float] | None
 ) -> None:
-    """Refuse what these costs (None: not known yet) cannot price, or ranks of these speeds do not plan."""
+    """Refuse what these costs (None: unknown) do not price, or unequal speeds do not plan."""
     problems: list[LengthwiseError] = []
     for name, value in asked.items():
         if value not in CHOICES and not (name == "heads" and str(value).isdecimal() and int(str(value))):

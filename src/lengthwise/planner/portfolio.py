@@ -1,11 +1,7 @@
 """Which plans of a step are made, and which of them is taken: all are finished and scored here, and nowhere else.
 
-1. For each part of the choices (offload, heads) the planner asked for makes a candidate with its costs.
-2. For `lengthwise` all other planners do, too, where the step is small and ends above the bound; tiny steps are
-   annealed; where ranks are pipelines, shelves and slots follow.
-3. Each is finished (recomputation, offload, heads) and scored; the first to end is taken.
-
-Tries are counted, never timed. docs/decisions/other-planners-as-candidates.md.
+The planner makes a candidate for each part of the choices (offload, heads); small steps of `lengthwise` also try all
+other planners and annealing, pipelines shelves and slots. docs/decisions/other-planners-as-candidates.md.
 """
 
 from __future__ import annotations
@@ -61,7 +57,7 @@ class Selection:
             self.plan, self.seconds = plan, seconds
 
     def _finished(self, microbatches: list[Microbatch]) -> Plan:
-        """Write into a plan what follows from its degrees: recomputation, offload ratios, splits of heads."""
+        """Write into a plan what follows from its degrees: recomputation, offload ratios, split heads."""
         recompute = self.options.recompute
         if recompute != "none":
             microbatches = [replace(each, recompute=recompute) for each in microbatches]
@@ -104,7 +100,7 @@ def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selec
 
 
 def _variants(widest: Cost, longest_tokens: int, cluster: Cluster, *, heads: Sequence[bool]) -> Iterator[Cost]:
-    """Yield the costs to plan with, those of fewest choices first; nothing that a device holds is worth offloading."""
+    """Yield the costs to plan with, those of fewest choices first."""
     if not widest.chooses:
         yield widest
         return
@@ -118,7 +114,7 @@ def _variants(widest: Cost, longest_tokens: int, cluster: Cluster, *, heads: Seq
 
 
 def _ways_of_heads(request: PlanRequest, options: PlanOptions) -> tuple[bool, ...]:
-    """Return whether degrees are chosen for the sake of split heads: each way that is worth its time."""
+    """Return the ways worth trying: whether degrees are chosen so that heads split."""
     if options.planner == "lengthwise":
         return (False, True) if request.planning_seconds >= HEADS_SECONDS else (False,)
     is_small = len(request.tokens) * request.cluster.ranks <= SMALL_STEP
@@ -138,7 +134,7 @@ def _offer_all(request: PlanRequest, selection: Selection) -> None:
 
 
 def _offer_searched(request: PlanRequest, selection: Selection) -> None:
-    """Offer the plan of the search and, of small steps, those of all other planners, and anneal the best."""
+    """Offer the plan of the search; of small steps also those of all other planners, annealed."""
     made = [find_planner("lengthwise")(request)]
     selection.offer(made[0])
     if is_worth_others(request, selection):
@@ -156,11 +152,7 @@ def _offer_searched(request: PlanRequest, selection: Selection) -> None:
 
 
 def is_worth_others(request: PlanRequest, selection: Selection) -> bool:
-    """Return whether the other planners could end enough earlier than the search to be asked.
-
-    Where stages couple what pieces take, or heads are split whether that is quicker or not, no bound tells it: the
-    step's size decides alone.
-    """
+    """Return whether other planners could end enough earlier; where no bound holds, the step's size decides."""
     size, makespan_seconds = len(request.tokens) * request.cluster.ranks, selection.seconds
     if request.planning_seconds < others_seconds(request):
         return False

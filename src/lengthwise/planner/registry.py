@@ -1,11 +1,7 @@
 """Which planners there are, by name: ours, those that a program registered, and those of installed packages.
 
-Two of ours need a package that Lengthwise does not: they are there where it is.
-
-A planner is one function from a `PlanRequest` to a list of microbatches. Of ours, a new one is a file in `baselines`
-and a line here. A package names its own in its entry points (group `lengthwise.planners`); a program calls
-`register_planner`, which holds in its own process: training plans in another one, and knows entry points alone. What
-such a planner returns is checked; what is wrong with it is a `PlanError` that names the planner.
+A planner is a function from a `PlanRequest` to a list of microbatches. Packages name theirs as entry points of group
+`lengthwise.planners`; `register_planner` holds in its own process, not in the one that plans a run.
 """
 
 from __future__ import annotations
@@ -49,11 +45,7 @@ _registered: dict[str, Planner] = {}
 
 
 def register_planner(name: str, function: Planner) -> None:
-    """Make a planner known in this process, in place of an earlier one of this name.
-
-    Raises:
-        ConfigError: the name of one of `PLANNERS`, no name, or no function.
-    """
+    """Add a planner to this process, replacing one of its name; ConfigError: a name of ours, or no function."""
     if not callable(function):
         expected, got = "a function from a PlanRequest to microbatches", f"a {type(function).__name__}"
         raise ConfigError(f"planner {name}", expected=expected, got=got, remedy="Register a function.")
@@ -84,22 +76,14 @@ def unknown_planner(where: str, name: str) -> ConfigError | None:
 
 
 def find_planner(name: str) -> Planner:
-    """Return the planner of a name among `planner_names()`.
-
-    Raises:
-        PlanError: an entry point that cannot be loaded.
-    """
+    """Return the planner of a name among `planner_names()`; PlanError: its entry point cannot be loaded."""
     if name in _BUILT_IN:
         return _BUILT_IN[name]
     return lambda request: _asked(name, request)
 
 
 def check_registered(name: str, plan: Plan) -> None:
-    """Refuse a plan of a planner that is not ours and that cannot be run.
-
-    Raises:
-        PlanError, Problems: of `Plan.from_json` or `check_plan`, each naming the planner.
-    """
+    """Raise a PlanError, or Problems, naming a planner that is not ours, whose plan cannot be run."""
     try:
         check_plan(Plan.from_json(plan.to_json(), "plan"))
     except TypeError as error:
@@ -114,7 +98,7 @@ def _named(name: str, error: LengthwiseError) -> PlanError:
 
 
 def _asked(name: str, request: PlanRequest) -> list[Microbatch]:
-    """Ask a planner that is not ours; whatever it raises or returns, the error names it."""
+    """Call a planner that is not ours; whatever it raises or returns, the error names it."""
     if name in _OPTIONAL:
         function = _OPTIONAL[name]
     else:

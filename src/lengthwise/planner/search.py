@@ -1,11 +1,10 @@
 """The search of this package: sequences cut to a level, rings placed on the line of ranks, short sequences packed.
 
-1. Levels between the makespan bound and the best so far; each sequence is cut just so far that it takes no longer.
+1. Levels between the makespan bound and the best so far; each sequence is cut until it takes no longer.
 2. Rings are placed widest first, with backfilling, longest first (`line`), and by skyline packing (`skyline`).
 3. Packs of short sequences fill gaps and level the ends (`level_ends`), the most promising placement first.
 
-The first to end is kept. Tries are counted, never timed: placing costs rings x ranks / 1000, packing n log N. Source:
-list scheduling of moldable tasks (Turek et al., SPAA 1992); docs/decisions/placement-levels.md.
+Tries are counted, never timed. Source: Turek et al., SPAA 1992; docs/decisions/placement-levels.md.
 """
 
 from __future__ import annotations
@@ -108,7 +107,6 @@ class Search:
             self._pack_waiting()
 
     def _halve(self, table: DegreeTable) -> None:
-        """Place levels between the bound and what is within reach."""
         low = 1.0
         while (high := self._reached) - low > GOOD_ENOUGH - 1 and not self.over:
             level = (low + high) / 2
@@ -128,7 +126,7 @@ class Search:
             self._place(self._stacked(degrees, level * self.bound, table), table)
 
     def _stacked(self, degrees: NDArray[np.int64], seconds: float, table: DegreeTable) -> NDArray[np.int64]:
-        """Widen rings so that two, three ... of them in a row end together with one that takes `seconds`."""
+        """Widen rings so that two, three ... in a row end together with one of `seconds`."""
         took = table.seconds_at(self.request.lengths, degrees)
         for parts in range(2, _MOST_STACKED + 1):
             between = (took > seconds / parts) & (took < _NEARLY_WHOLE * seconds / (parts - 1)) & (degrees > 1)
@@ -138,7 +136,7 @@ class Search:
         return degrees
 
     def _place(self, degrees: NDArray[np.int64], table: DegreeTable) -> None:
-        """Place rings in each way, pack what promises much, and note what part of the bound is within reach."""
+        """Place rings in each way, pack the promising ones, and note what part of the bound is within reach."""
         request = self.request
         if degrees.tobytes() in self._tried:
             return
@@ -179,7 +177,7 @@ class Search:
 def place(request: PlanRequest, degrees: NDArray[np.int64], way: Way, widest: NDArray[np.int64]) -> Placed:
     """Put rings on the line by degree and then time, `longest` by time and then degree.
 
-    `skyline` may widen each up to its degree in `widest`.
+    `skyline` widens up to `widest`.
     """
     lengths, cost, ranks = request.lengths, request.cost, request.cluster.ranks
     seconds = cost.ring_piece_seconds(lengths, degrees)
@@ -208,7 +206,7 @@ def place(request: PlanRequest, degrees: NDArray[np.int64], way: Way, widest: ND
 
 
 def _room_tokens(request: PlanRequest, line: PlacedRings) -> list[int]:
-    """Return the tokens that each ring leaves of its ranks' capacity, nothing where no pack may stand beside rings."""
+    """Return the tokens that each ring leaves of its ranks' capacity; 0 where no pack may join rings."""
     if not request.packs_beside_rings:
         return []
     capacity, tokens = request.cluster.capacity_tokens, request.tokens

@@ -30,9 +30,9 @@ def first_gpu_name() -> str | None:
     return _asked_in_a_child(lambda cuda: str(cuda.get_device_name(0)))
 
 
-def device_bytes(gpu: int = 0) -> float | None:
+def device_bytes() -> float | None:
     """Return the memory of a GPU, asked in a child; None: it does not say."""
-    return _asked_in_a_child(lambda cuda: float(cuda.get_device_properties(gpu).total_memory))
+    return _asked_in_a_child(lambda cuda: float(cuda.get_device_properties(0).total_memory))
 
 
 def this_place(*, gpu: int | None, ranks: int, ranks_per_node: int, clock: Clock) -> Place:
@@ -58,7 +58,7 @@ def this_place(*, gpu: int | None, ranks: int, ranks_per_node: int, clock: Clock
 
 
 def _asked_in_a_child(ask: Callable[[Any], Answer]) -> Answer | None:
-    """Return what `torch.cuda` says in a forked child: this process must not start CUDA, it may fork ranks."""
+    """Return what `torch.cuda` says in a forked child: this process must not start CUDA before it forks."""
     import torch
 
     context = multiprocessing.get_context("fork")

@@ -1,12 +1,8 @@
 """A profile, as one of its ranks: runs the parts of a step in turn, again and again, and fits what they took.
 
-1. Microbatches of doubling lengths, packs, rings and blocks run once each, as training runs them (`engine.step`), until
-   one takes too long; that also warms everything up.
-2. All of them and the messages and the step's end then take turns, so that a drift of the machine meets all alike.
-3. Every rank's seconds are shared; lower quartiles make the samples, `cost.fit` the coefficients.
-
-Costs `seconds`, and no memory beside that of training. On GPUs the device is waited for around each run; that
-path was not run on one yet.
+Microbatches of doubling lengths, rings and blocks warm up until one takes too long; then all take turns with messages
+and the step's end. Lower quartiles over ranks make the samples (`cost.fit`). Costs `seconds`, no memory beside that of
+training. Not run on a GPU yet, which is waited for around each run.
 """
 
 from __future__ import annotations
@@ -97,7 +93,7 @@ def profile(
 ) -> Measurements:
     """Measure a model on all ranks of a world; return the same on each.
 
-    `trained`: what has not made a step yet, and stays as it is to the bit; None: built from `source`. `store`: where
+    trained: what has not made a step yet, and stays as it is to the bit; None: built from `source`. store: where
     activations are offloaded to; None: copies are not measured.
 
     Raises:
@@ -232,7 +228,7 @@ class RankProfiler:
         return runs + (message_runs(ranks, self._world.local_size) if ranks > 1 else [])
 
     def _fits(self, runs: Sequence[ProfiledRun]) -> bool:
-        """Run each once; return whether all went, and quickly enough, on all ranks."""
+        """Run each once; return whether all ran, quickly enough, on all ranks."""
         start = time.perf_counter()
         try:
             for run in runs:
@@ -263,7 +259,7 @@ class RankProfiler:
         return time_it
 
     def _block(self, tokens: int) -> _Timed:
-        """One layer's causal attention of one sequence, forward and backward, by the kernel alone."""
+        """Time one layer's causal attention of one sequence, forward and backward, by the kernel alone."""
         shape, device = self._shape, self._world.device
         q = torch.randn(tokens, shape.heads, shape.head_dim, dtype=self._dtype, device=device)
         k, v = torch.randn(2, tokens, shape.kv_heads, shape.head_dim, dtype=self._dtype, device=device)
@@ -279,7 +275,7 @@ class RankProfiler:
         return time_it
 
     def _message(self, run: ProfiledRun) -> _Timed:
-        """Send a message to the next rank, or to the next node, and receive one from the other side."""
+        """Time a message to the next rank or node, and one from the other side."""
         size, node, me = self._world.world_size, self._world.local_size, self._world.rank
         if run.tier == "near":
             first = me - me % node
@@ -296,7 +292,7 @@ class RankProfiler:
         return time_it
 
     def _copy(self, num_bytes: int) -> _Timed:
-        """Bytes to where activations are offloaded, and back; all ranks do so at the same time."""
+        """Time bytes to where activations are offloaded, and back, on all ranks at once."""
         values, store = torch.ones(num_bytes, dtype=torch.uint8, device=self._world.device), self._store
         assert store is not None, "copies are only run where there is a store"
 
@@ -307,7 +303,7 @@ class RankProfiler:
         return lambda: (self._watch.seconds(work), 0.0, float("nan"))
 
     def _end(self) -> tuple[float, float, float]:
-        """Do a step's end that changes no weight; return seconds of collectives, update and clearing."""
+        """Run a step's end that changes no weight; return seconds of collectives, update and clearing."""
         parameters, optimizer, watch = self._parameters, self._optimizer, self._watch
         parameters.clear_gradients()
 
@@ -367,12 +363,12 @@ def _end_samples(ends: np.ndarray, clock: Clock) -> list[Sample]:
 
 
 def _usual(seconds: np.ndarray, clock: Clock) -> float:
-    """Return what counts of repeats: other work adds to wall seconds, and slows single seconds of computing down."""
+    """Return the repeat that counts: other work adds to wall seconds, and slows single CPU seconds."""
     return float(np.quantile(seconds, 0.25 if clock == "wall" else 0.0))
 
 
 def _of(run: ProfiledRun, seconds: float, repeats: np.ndarray, forward_seconds: float | None = None) -> Sample:
-    """Make a sample; `repeats`, [ranks, rounds], say how far single ones are apart."""
+    """Make a sample; `repeats`, [ranks, rounds], give its spread."""
     seconds = max(seconds, 1e-9)
     lower, upper = np.quantile(repeats, (0.25, 0.75))
     return Sample(

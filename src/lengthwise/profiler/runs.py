@@ -1,7 +1,4 @@
-"""What a profile runs, as data: microbatches of growing length on each rank and over rings, blocks, messages.
-
-Lengths double until one takes too long for the time that there is; the same on all ranks, who agree on each.
-"""
+"""What a profile runs, as data: microbatches of lengths that double until they take too long, blocks, messages."""
 
 from __future__ import annotations
 

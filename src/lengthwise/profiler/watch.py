@@ -1,7 +1,6 @@
 """A stopwatch over a rank, and a transport that notes when backward began.
 
-By the clock "cpu" a rank's seconds are those in which its process computed, and the least that any rank waited for
-messages in any turn: on a machine that does other work at the same time these are the ones that repeat.
+By the clock "cpu" seconds are those in which the process computed, and the least that any rank waited in any turn.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which blocks of attention a position computes against the keys of another one.
 
-Chunks have common borders, so without a window no mask is needed: own keys are one causal block; of a lower position
-both query chunks see the low chunk; of a higher one the high query chunk sees both. A sliding window drops the blocks
-outside it, trims those that its edge crosses so that no row is without a key, and cuts the diagonal into tiles.
+Chunks have common borders, so no mask is needed without a window: own keys are one causal block; of a lower position
+both query chunks see the low chunk; of a higher one the high query chunk sees both. A window drops, trims and tiles
+blocks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Queries:
 def block_tasks(queries: Queries, held: Sequence[Segment], *, owner: int, window: int | None) -> Iterator[BlockTask]:
     """Yield the blocks of one position's queries against the shard of position `owner`, diagonal ones first.
 
-    Shards list the low and the high chunk of each sequence. Offsets of keys are counted from the start of `held`.
+    Shards list the low and the high chunk of each sequence; offsets of keys count from the start of `held`.
     `window`: a query sees itself and the window - 1 tokens before it.
     """
     own, q_offset, kv_offset = queries.shard, 0, 0
@@ -89,10 +89,7 @@ def block_tasks(queries: Queries, held: Sequence[Segment], *, owner: int, window
 
 
 def positions_seeing(bounds: Sequence[int], owner: int, window: int) -> Iterator[int]:
-    """Yield the positions, some twice, with queries of a sequence that see keys of position `owner` and of no other.
-
-    `bounds` are the borders of its chunks, 2 x degree + 1. Cost: the chunks that a window spans.
-    """
+    """Yield positions, some twice, with queries that see keys of `owner`; `bounds`: its 2 x degree + 1 borders."""
     last = len(bounds) - 2
     for chunk in (owner, last - owner):
         stop = bounds[chunk + 1]
@@ -114,7 +111,7 @@ def _spans(low: Segment, high: Segment, offset: int) -> list[TokenSpan]:
 
 
 def _joined(spans: Sequence[TokenSpan]) -> TokenSpan:
-    """Return neighbours in a shard as one span that starts where the first one does."""
+    """Join neighbours in a shard to one span from where the first one starts."""
     tokens = spans[-1].end - spans[0].offset
     return TokenSpan(offset=spans[0].offset, start=spans[0].start, stop=spans[0].start + tokens)
 
@@ -150,10 +147,9 @@ def _diagonal_tiles(queries: TokenSpan, keys: TokenSpan, window: int) -> Iterato
 
 
 def _edge_block(queries: TokenSpan, keys: TokenSpan, window: int) -> Iterator[_Meeting]:
-    """Trim to queries that see a key and keys that are seen; queries that see all of them are a block without edge.
+    """Trim to queries that see a key and keys that are seen; where all see all, the block has no edge.
 
-    What is left has fewer queries than keys: flash kernels, whose windows count from the last key and reach no further
-    right than there are keys, could not say it otherwise.
+    What is left has fewer queries than keys: flash windows count from the last key and cannot reach past it.
     """
     q_stop = min(queries.stop, keys.stop - 1 + window)
     kv_start = max(keys.start, queries.start - window + 1)

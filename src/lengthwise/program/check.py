@@ -1,7 +1,6 @@
-"""The rules between the numbers of a plan, for plans of any planner and any outside tool.
+"""The rules between the numbers of a plan, for plans of any planner and any outside tool; types: `Plan.from_json`.
 
-`Plan.from_json` has checked types; here it is checked that the plan can be run: each sequence exactly once, ranks that
-exist, and never more tokens on a rank than it holds. All problems are reported at once, each naming its place.
+Each sequence exactly once, ranks that exist, and no more tokens on a rank than it holds; all problems at once.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ def check_plan(plan: Plan) -> None:
     """Check every rule of the plan file that `Plan.from_json` has not checked by type.
 
     Raises:
-        PlanError: one rule broken.
-        Problems: several; each is a PlanError that names microbatch, piece, rank or sequence.
+        PlanError: one rule broken, with microbatch, piece, rank or sequence.
+        Problems: several of these.
     """
     problems: list[LengthwiseError] = list(_header_problems(plan))
     for number, microbatch in enumerate(plan.microbatches):

@@ -1,8 +1,4 @@
-"""What a plan can ask of its readers beyond rings and packs, and which reader does it.
-
-    engine       runs it: `refuse_unsupported`
-    simulator    gives it a timeline, ranks of one speed only
-    score        gives it seconds; costs of five coefficients know neither heads, shares nor offload
+"""What a plan can ask of its readers beyond rings and packs, and which reader does it: engine, simulator, score.
 
 A reader that learns a feature adds it to its set here. Cost: one pass over the pieces.
 """
@@ -99,8 +95,7 @@ def unpriced_error(where: str, features: Sequence[str]) -> PlanError:
 def refuse_unsupported(plan: Plan, *, num_heads: int | None = None, stages: int = 1, virtual: int = 1) -> None:
     """Raise PlanError, or Problems, for what the plan file can say but the engine cannot run.
 
-    `num_heads`: of the model's attention; only with them is known which splits of heads it allows. `stages`, `virtual`:
-    of the pipelines that the run's ranks make.
+    num_heads: of the model's attention, which allow some splits only. stages, virtual: of the run's pipelines.
     """
     problems: list[LengthwiseError] = []
     problems += list(_impossible_splits(plan, num_heads or 0))[:_REPORTED]

@@ -1,8 +1,7 @@
 """Which keys travel where along a ring: whose keys a position holds at which ring step, and how gradients return.
 
-Without a window keys go once round: at ring step t position j holds those of owner j - t, and gradients, one ring step
-behind, are back after ring step d. With a window keys travel both ways, `ahead` and `behind`, as far as anyone needs
-them (the high chunk of j - 1 needs those of j), and gradients return the way the keys came.
+Without a window keys go once round: at ring step t position j holds those of owner j - t, and gradients follow one step
+behind. With a window keys travel both ways, `ahead` and `behind`, as far as needed, and gradients return the same way.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class Move:
 class Forwarding:
     """How the shards of one ring travel.
 
-    `needed[owner]` holds the offsets o such that position owner + o has a block with the keys of `owner`. `goes_round`:
-    keys make a full turn, and gradients follow them to their owner.
+    needed: [owner], the offsets o such that position owner + o has a block with its keys. goes_round: keys make a full
+    turn.
     """
 
     degree: int
@@ -62,10 +61,7 @@ class Forwarding:
         return onward + ([(position + ring_step) % self.degree] if ring_step <= behind else [])
 
     def key_moves(self, ring_step: int, position: int | None = None) -> Iterator[Move]:
-        """Yield the keys that are sent while the blocks of `ring_step` are computed.
-
-        `position`: only what this one sends or receives.
-        """
+        """Yield the keys that are sent while the blocks of `ring_step` are computed, of `position` only if given."""
         for owner, way in self._travelling(position, ring_step, ring_step + 1):
             if self._last(owner, way) > ring_step:
                 yield self._move(owner, way * ring_step, way * (ring_step + 1), Content.KV)
@@ -92,17 +88,14 @@ class Forwarding:
                 yield self._move(owner, way * left, way * (left - 1), Content.DKV)
 
     def _travelling(self, position: int | None, source: int, target: int) -> Iterable[tuple[int, int]]:
-        """List (owner, way) of shards that may go from `source` to `target` ring steps off their owner, in order.
-
-        Of one position those that leave it or arrive at it: at most four.
-        """
+        """List (owner, way) of shards that may go from ring step `source` off their owner to `target`, at most four."""
         if position is None:
             return ((owner, way) for owner in range(self.degree) for way in _WAYS)
         here = {((position - way * distance) % self.degree, way) for way in _WAYS for distance in (source, target)}
         return sorted(here, key=lambda each: (each[0], -each[1]))
 
     def _last(self, owner: int, way: int) -> int:
-        """Return how many ring steps the keys of `owner` travel one way: to the last position there that needs them."""
+        """Return the ring steps that the keys of `owner` travel one way: to the last position that needs them."""
         return self._lasts[owner][way < 0]
 
     @cached_property

@@ -1,9 +1,8 @@
 """Split heads: which heads of which tokens a rank attends, and what its group exchanges for it.
 
-The ranks of a piece with `heads: u` are groups of u neighbours. 1. Before attention an all-to-all in each group turns
-(own tokens, all heads) into (the group's tokens, one u-th of the heads). 2. Group g is position g of a ring of d / u;
-the rank at place h talks to place h of the next group. 3. Afterwards results go home. A group's chunks lie side by
-side, so its shard is that of a cut into d / u. DeepSpeed-Ulysses (arXiv 2309.14509), ring of USP (arXiv 2405.07719).
+The ranks of a piece with `heads: u` are groups of u neighbours: an all-to-all turns (own tokens, all heads) into (the
+group's tokens, one u-th of the heads), group g is position g of a ring of d / u, and results go home. DeepSpeed-Ulysses
+(arXiv 2309.14509), ring of USP (arXiv 2405.07719).
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ def group_of(piece: Piece, position: int) -> range:
 def exchange_transfers(
     piece: Piece, index: int, tokens: Sequence[int], content: Content, position: int | None = None
 ) -> Iterator[Transfer]:
-    """Yield what the groups of piece `index` exchange; `tokens` counts those of each position.
-
-    `position`: only what this one sends or receives.
-    """
+    """Yield what the groups of piece `index` exchange, of `position` only if given; `tokens`: by position."""
     owners: Iterable[int] = range(piece.degree) if position is None else group_of(piece, position)
     for owner in owners:
         for member in group_of(piece, owner) if tokens[owner] else ():
@@ -65,10 +61,7 @@ class TokenRun:
 
 
 def group_runs(piece: Piece, lengths: Sequence[int], position: int) -> Iterator[TokenRun]:
-    """Yield, in the order in which a group attends to its tokens, where its positions hold them.
-
-    `lengths` are of the piece's sequences; `position` is any one of the group.
-    """
+    """Yield, in the order in which a group attends to its tokens, where its positions hold them."""
     group = group_of(piece, position)
     offsets = dict.fromkeys(group, 0)
     for length in lengths:

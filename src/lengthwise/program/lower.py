@@ -1,9 +1,7 @@
 """Lower a plan: from pieces on ranks to rounds of transfers and block tasks.
 
-Everything follows from one record that is the same on all ranks, so that an empty transfer is left out for both sides
-at once, never by a rank on its own. Rounds come for all ranks, as order checks and the simulator want them, and for one
-rank, in O(degree). Layers with the same sliding window (or none) repeat the same rounds. How shards travel is said in
-`forwarding`, which blocks there are in `blocks`, how groups split heads in `heads`.
+All follows from one record that is the same on all ranks, so both sides leave out the same empty transfers. Rounds come
+for all ranks (order checks, simulator) or for one, in O(degree). See `forwarding`, `blocks`, `heads`.
 """
 
 from __future__ import annotations
@@ -70,10 +68,7 @@ class MicrobatchProgram:
         return starts
 
     def row_starts(self, rank: int) -> dict[HeadRange, dict[int, int]]:
-        """Map each range of heads that `rank` attends to its pieces, and these to the first row of their tokens.
-
-        Rows of a range are the ring positions' tokens of its pieces, one piece after the other, in plan order.
-        """
+        """Map each range of heads that `rank` attends to its pieces, and these to the first row of their tokens."""
         starts: dict[HeadRange, dict[int, int]] = {}
         stops: dict[HeadRange, int] = {}
         for index, piece, position in self.pieces_of(rank):
@@ -196,7 +191,7 @@ class MicrobatchProgram:
         )
 
     def _needed(self, index: int) -> tuple[frozenset[int], ...]:
-        """Return for each ring position the offsets of those that have a block with its keys."""
+        """Return for each ring position the offsets that have a block with its keys."""
         piece = self.microbatch.pieces[index]
         degree = piece.degree // piece.heads
         if self.window is None:
@@ -266,8 +261,7 @@ def lower_microbatch(plan: Plan, index: int) -> MicrobatchProgram:
 def lower_plan(plan: Plan, rank: int, *, ranks_in_step: int = 1) -> tuple[MicrobatchProgram, ...]:
     """Lower the microbatches that name `rank`, in the order in which it runs them.
 
-    ranks_in_step: so many neighbouring ranks run all microbatches that name one of them; of a plan of kind `waves`,
-    where they are more than one.
+    ranks_in_step: neighbouring ranks that run all microbatches of any of them; for plans of kind `waves`.
     """
     assert ranks_in_step == 1 or plan.schedule["kind"] == "waves", f"a plan in lock-step, got kind {plan.schedule}"
     node = rank // ranks_in_step

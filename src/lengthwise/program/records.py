@@ -21,12 +21,7 @@ class Segment:
 
 
 class Content(StrEnum):
-    """What a message carries of its tokens.
-
-    Along a ring: keys and values, or their gradients so far. Inside a group that splits heads, to who computes them and
-    home again: queries, keys and values, and the results; with results where attention is kept and only its inputs are
-    computed again; the results' gradients, and those of queries, keys and values.
-    """
+    """What a message carries: keys and values or gradients along a ring; operands, results or gradients in a group."""
 
     KV = "kv"
     DKV = "dkv"
@@ -57,7 +52,7 @@ ALL_HEADS = HeadRange()
 class Transfer:
     """One message of a round: `content` about `heads` of so many `tokens`.
 
-    `owner` is whose tokens they are: a position of the ring for what travels along it, else a position of the piece.
+    owner: whose tokens they are: a position of the ring for what travels along it, else a position of the piece.
     """
 
     source: int
@@ -88,10 +83,9 @@ class RankRound:
 class BlockTask:
     """One block of attention: local queries against the keys of position `owner` of the piece's ring.
 
-    `q_start..q_stop` counts the rank's rows of `heads` (`MicrobatchProgram.row_starts`), which are its own tokens where
-    no piece splits heads; `kv_start..kv_stop` counts the tokens of the shard of `owner`.
-    `causal` blocks are on the diagonal: every query is in exactly one, its first. All others see only earlier tokens.
-    `distance` is the first query's token less the first key's; where `window` is set its edge crosses the block.
+    q_start, q_stop: of the rank's rows of `heads` (`MicrobatchProgram.row_starts`). kv_start, kv_stop: of the shard of
+    `owner`. causal: on the diagonal: every query is in exactly one, its first. distance: the first query's token less
+    the first key's. window: set where its edge crosses the block.
     """
 
     piece: int

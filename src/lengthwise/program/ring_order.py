@@ -1,10 +1,8 @@
 """In which order a ring visits its ranks, so that no rank ever meets more than four others.
 
-A ring is an interval of the line of ranks, visited evens upward and odds downward, by the parity of the rank itself:
-1..4 as 2, 4, 3, 1. Messages go two ranks up or down the line, at its two ends one: the few connections can be made
-once, at the start. Ranks that split heads are neighbours, and it is their groups that are visited so: they also reach
-their own ranks, and rings over them as far as two groups. A step whose plan has such edges connects what it needs for
-the first time, in one grouped call before its first round; all ranks have the plan, so both ends of an edge know of it.
+Evens of the interval upward, then odds downward, by the rank's own parity: 1..4 as 2, 4, 3, 1. Messages go two ranks
+along the line, at its ends one, so connections are made once, at the start. Groups that split heads are visited so; a
+step with such edges first connects them in one grouped call, which all ranks know from the plan.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ _LINE = 2  # the farthest that a ring in the order of the line reaches
 def ring_order(first: int, degree: int, heads: int = 1) -> tuple[int, ...]:
     """List the ranks of [first, first + degree) in the order of the ring, whose groups have `heads` ranks.
 
-    In groups of two, ranks 0 to 11 are visited 0, 1 | 4, 5 | 8, 9 | 10, 11 | 6, 7 | 2, 3. Where `first` is
-    a multiple of `heads`, groups stay inside nodes.
+    In groups of two, ranks 0 to 11 are visited 0, 1 | 4, 5 | 8, 9 | 10, 11 | 6, 7 | 2, 3.
     """
     if degree == 1:
         return (first,)
@@ -40,10 +37,7 @@ def ring_order(first: int, degree: int, heads: int = 1) -> tuple[int, ...]:
 def interval_microbatch(
     first: int, degree: int, sequences: Sequence[int], shares: Sequence[float] | None = None
 ) -> Microbatch:
-    """Make a microbatch of one piece over the interval [first, first + degree), in the order of the ring.
-
-    `shares`: the weight of each rank of the interval, in the order of the line.
-    """
+    """Make a microbatch of one piece over [first, first + degree) in ring order; `shares`: in line order."""
     ranks = ring_order(first, degree)
     weights = None if shares is None else tuple(shares[rank - first] for rank in ranks)
     return Microbatch(pieces=(Piece(ranks=ranks, sequences=tuple(sequences), shares=weights),))

@@ -1,9 +1,7 @@
 """Interleaved 1F1B as data: which stage of which pipeline runs what, in one order that holds for all of them.
 
-A rank is a pipeline of p stages; with v virtual ones stage s holds the chunks of layers s, s + p, .. s + (v - 1) p. A
-microbatch goes forward through the p v chunks and backward again: 2 p v actions. Each stage of each rank runs its
-actions by their ticks: so nothing can deadlock (docs/decisions/stage-order.md). Costs O(microbatches x p v).
-Megatron-LM's interleaving (arXiv 2104.04473, section 2.2).
+With v virtual stages stage s of p holds the chunks of layers s, s + p, .. s + (v - 1) p; a microbatch is 2 p v actions.
+Stages run actions by their ticks, so nothing can deadlock (docs/decisions/stage-order.md; arXiv 2104.04473, 2.2).
 """
 
 from __future__ import annotations
@@ -19,10 +17,7 @@ Whole = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOrder:
-    """The order of a step's actions: `ticks[i, j]` is the tick of action j of microbatch i.
-
-    Actions 0 .. p v - 1 are its forward passes through the chunks, the other p v its backward passes, last chunk first.
-    """
+    """The order of a step's actions: `ticks[i, j]` of action j of microbatch i, p v forward ones, then p v backward."""
 
     stages: int
     virtual: int

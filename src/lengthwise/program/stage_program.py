@@ -1,9 +1,7 @@
 """What one stage of one replica does in a step: its actions, and the hidden states that it sends and receives.
 
-A plan of kind `pipeline` names replicas; the stages of a replica are ranks next to each other (`rank_of`). Everything
-follows from the ticks of `stage_order`, which all ranks compute alike. Positions in the one order of all transfers are
-(tick, 0) for the rings of an action and (tick, 1) for what the actions of a tick send on: each rank posts by rising
-position, so a transfer only ever waits for earlier ones, and nothing can deadlock.
+The stages of a replica are neighbouring ranks (`rank_of`). Transfers have one order, (tick, 0) for the rings of an
+action and (tick, 1) for what a tick sends on, by which each rank posts: one only waits for earlier ones.
 """
 
 from __future__ import annotations
@@ -33,10 +31,7 @@ class StageAction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMessage:
-    """Hidden states of a microbatch, or their gradient, between two stages of a replica.
-
-    chunk: whose action takes it in; `is_forward`: in which pass. stage: of the other side.
-    """
+    """Hidden states of a microbatch, or their gradient, for `chunk` in a pass, to or from `stage`."""
 
     microbatch: int
     chunk: int
@@ -55,10 +50,7 @@ class StageTurn:
 
 
 def stage_turns(plan: Plan, replica: int, stage: int, *, forward_only: bool = False) -> list[StageTurn]:
-    """List what a stage of a replica does, in its order.
-
-    forward_only: no backward passes, as in an evaluation.
-    """
+    """List what a stage of a replica does, in its order; `forward_only`: no backward passes, as in an evaluation."""
     stages, virtual = plan.schedule["stages"], plan.schedule["virtual"]
     order = stage_order([each.ranks for each in plan.microbatches], stages, virtual)
     stage_of = order.action_stages.tolist()
@@ -99,10 +91,9 @@ def _chunk(step: int, chunks: int) -> int:
 
 
 def cut_layers(layer_seconds: Sequence[float], chunks: int, *, last_seconds: float = 0.0) -> list[range]:
-    """Cut layers into chunks, none empty, so that the slowest takes the least time.
+    """Cut layers into chunks, none empty, so that the slowest takes the least time; of equal cuts the last is smallest.
 
-    last_seconds: what the last chunk takes beside its layers (the head and the loss). Of cuts that are as fast the
-    later chunks have fewer layers. Costs chunks x layers^2.
+    last_seconds: what the last chunk takes beside its layers (the head and the loss). Costs chunks x layers^2.
     """
     count = len(layer_seconds)
     assert 1 <= chunks <= count, f"{chunks} chunks of {count} layers"

@@ -7,7 +7,7 @@ from typing import Any
 
 from lengthwise.report.figures import count, seconds
 from lengthwise.simulator import MODEL_ERROR, gain_over
-from lengthwise.simulator.answer import LAYOUTS, OURS, Answer, Row, Settings
+from lengthwise.simulator.answer import LAYOUTS, OURS, Answer, WayRow, WaySettings
 
 _NAME, _STEP, _RATIO, _MEMORY = 21, 9, 7, 7  # columns of the table; settings take the rest
 _MOST = 80
@@ -21,10 +21,7 @@ HEADS = ("", "step", "ratio", "memory", "settings")
 
 
 def answer_sentence(answer: Answer, unit: str = "tokens") -> str:
-    """Say what a step takes with Lengthwise and with the best other, and whether they can be told apart.
-
-    `unit`: what lengths were counted in; bytes are named as such.
-    """
+    """Say what a step takes with Lengthwise and the best other, if they can be told apart; `unit`: of lengths."""
     ours, other = answer.ours, answer.best_other
     counted_in = "bytes" if unit == "bytes" else "tokens"
     where = f"{answer.devices} x {answer.hardware}, {tokens_text(answer.batch_tokens)} {counted_in} a step"
@@ -65,7 +62,7 @@ def answer_table(answer: Answer) -> str:
     return "\n".join(_line(row) for row in (HEADS, *answer_rows(answer)))
 
 
-def _cells(row: Row, ours: float | None) -> tuple[str, ...]:
+def _cells(row: WayRow, ours: float | None) -> tuple[str, ...]:
     if not row.step_seconds or row.settings is None:
         return row.name, f"does not fit: {row.refusal}"
     mean = row.mean_seconds
@@ -82,7 +79,7 @@ def _line(cells: tuple[str, ...]) -> str:
     return f"{name:<{_NAME}}{step:>{_STEP}}{ratio:>{_RATIO}}{memory:>{_MEMORY}}  {settings}".rstrip()
 
 
-def settings_text(settings: Settings) -> str:
+def settings_text(settings: WaySettings) -> str:
     """Say in a few words what a way was run with."""
     words = [settings.layout] if settings.layout else []
     if settings.size is not None:

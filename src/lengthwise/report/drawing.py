@@ -36,8 +36,7 @@ def bar_chart(
 ) -> str:
     """Draw one bar a value over an axis in percent; values are shares, 0 to 1, `tips` are shown on hovering.
 
-    `labels`: of the borders of the bars, one more than these. `marks`: further shares, one a bar, each drawn as a line
-    over it.
+    labels: of the borders of the bars, one more than these. marks: further shares, a line over each bar.
     """
     tallest = max((*values, *marks), default=0.0) or 1.0
     tick = next((each for each in (0.01, 0.05, 0.1) if tallest <= 5 * each), 0.2)
@@ -100,13 +99,11 @@ def span_chart(rows: Sequence[tuple[str, Sequence[Span]]], *, title: str, most: 
 
 
 def _titles(x_title: str, y_title: str) -> list[str]:
-    """Name both axes: below the plot, and above its left edge."""
     above = f'<text class="small" x="4" y="{_TOP - 14}">{escape(y_title)}</text>'
     return [_text(WIDTH / 2, HEIGHT - 4, x_title), above]
 
 
 def _y_tick(y: float, label: str) -> list[str]:
-    """Draw a line across the plot, its label left of it."""
     return [
         _text(_LEFT - 6, f"{y + 3:.1f}", label, anchor="end"),
         f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',

@@ -1,8 +1,4 @@
-"""What our HTML pages share: one file that opens anywhere, offline.
-
-No script and nothing remote: the content-security policy allows the one style sheet, by its hash, and nothing else.
-Callers escape what comes from outside.
-"""
+"""What our HTML pages share: one file that opens anywhere, with no script and, by its policy, nothing remote."""
 
 from __future__ import annotations
 
@@ -50,9 +46,9 @@ def html_page(title: str, body: str) -> str:
 
 
 def html_table(rows: Sequence[Sequence[str]], *, wraps: bool = False) -> str:
-    """Return a table, headings first; all text is escaped here.
+    """Return a table, headings first, all escaped here; `wraps`: cells may break lines.
 
-    `wraps`: cells may break lines, to fit a page. A row of fewer cells has its last one over the columns left.
+    A short row's last cell spans.
     """
     head = "".join(f"<th>{escape(column)}</th>" for column in rows[0])
     body = []

@@ -1,7 +1,4 @@
-"""A simulation as one HTML file (`html`): step times first, then lengths, ranks a sequence, and devices over time.
-
-Everything that comes from outside (names of files and planners) is escaped.
-"""
+"""A simulation as one HTML file (`html`): step times, lengths, ranks a sequence, and devices over time; all escaped."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from lengthwise.report.drawing import Span, scatter_chart, span_chart
 from lengthwise.report.figures import seconds
 from lengthwise.report.html import bar_line, html_page, html_table, length_chart, scrolling
 from lengthwise.report.simulation import COLUMNS, result_rows, tables_of
-from lengthwise.simulator import Answer, Best, Row
+from lengthwise.simulator import Answer, Best, WayRow
 
 _SHOWN_RANKS, _SHOWN_WHOLE, _SHOWN_CUT = 16, 200, 600
 _GAP = 1e-3  # of the step: shorter gaps cannot be seen
@@ -77,7 +74,6 @@ def simulation_page(
 
 
 def _bars(answer: Answer) -> str:
-    """Draw one bar a way; one that does not fit has none."""
     most = max((row.mean_seconds for row in answer.rows if row.step_seconds), default=1.0)
     cells = []
     for row in answer.rows:
@@ -96,7 +92,7 @@ def _words(words: Sequence[tuple[str, str]]) -> str:
     return "".join(f"<p class=key><b>{escape(word)}</b>: {escape(means)}</p>" for word, means in words)
 
 
-def _degrees(ours: Row) -> str:
+def _degrees(ours: WayRow) -> str:
     cut = [point for point in ours.degrees if point[1] > 1]
     whole = [point for point in ours.degrees if point[1] == 1]
     shown = _spread(whole, _SHOWN_WHOLE) + _spread(cut, _SHOWN_CUT)
@@ -109,12 +105,10 @@ def _degrees(ours: Row) -> str:
 
 
 def _spread(points: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
-    """Take at most so many of them, evenly, the first and last included."""
     return [points[i] for i in np.linspace(0, len(points) - 1, min(len(points), most), dtype=int).tolist()]
 
 
-def _devices(row: Row, devices: int, most: float) -> str:
-    """Draw what some of all devices do in the first batch, from 0 to `most` seconds."""
+def _devices(row: WayRow, devices: int, most: float) -> str:
     ranks = np.unique(np.linspace(0, devices - 1, min(devices, _SHOWN_RANKS), dtype=int)).tolist()
     spans = [(f"GPU {rank}", _spans(row, rank, most)) for rank in ranks]
     chart = span_chart(spans, title=f"GPUs over time, {row.name}", most=most)
@@ -127,8 +121,8 @@ def _devices(row: Row, devices: int, most: float) -> str:
     )
 
 
-def _spans(row: Row, rank: int, most: float) -> list[Span]:
-    """Join stretches of one kind that follow each other without a gap to be seen."""
+def _spans(row: WayRow, rank: int, most: float) -> list[Span]:
+    """Join consecutive stretches of one kind without a visible gap."""
     spans: list[Span] = []
     for each in sorted((each for each in row.stretches if each.rank == rank), key=lambda each: each.start):
         start = each.start

@@ -20,10 +20,7 @@ def plan_table(
     duration: Callable[[float], str] = seconds,
     chosen: Collection[str] = (),
 ) -> ColumnTable:
-    """Compare plans of the same step, one column a planner; all times are the cost model's, written by `duration`.
-
-    `chosen`: of recompute, offload and heads what the planner was free to choose; the table says what it took.
-    """
+    """Compare plans of a step, one column a planner; `chosen`: of recompute, offload, heads what planners chose."""
     scores = {name: score(plan, cost) for name, plan in plans.items()}
     bounds = {name: float(plan.notes["bound_seconds"]) for name, plan in plans.items()}
     rows = (

@@ -28,9 +28,9 @@ _PARTS = re.compile(r"(\d+) of (\d+)")
 
 
 class LiveLine:
-    """Writes lines to `stream`, from any thread. On a terminal a live line is replaced by what is written next.
+    """Writes lines to `stream`, from any thread, in place of a terminal's live line.
 
-    A stream that cannot be written any more (a reader that went away, a full disk) ends the lines, not the run.
+    A failing stream ends lines only.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -85,7 +85,7 @@ class LiveLine:
             self._end(error)
 
     def _end(self, error: OSError) -> None:
-        """Write to nowhere from now on: what is left in the stream's buffer would fail again and again."""
+        """Discard later output: what is left in the stream's buffer would fail again."""
         with contextlib.suppress(OSError):
             print(f"progress is no longer shown: {error.strerror or error}; the run goes on", file=sys.stderr)
         with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
@@ -93,10 +93,7 @@ class LiveLine:
 
 
 class PhaseLine:
-    """Shows the phase of work, how long it has taken and how long it may still take, while nothing else is written.
-
-    A thread looks; it starts with the first phase, in the process that notes it, and ends with `close`.
-    """
+    """Shows the phase of work and its time so far and to come, from a thread, while nothing else is written."""
 
     def __init__(self, line: LiveLine) -> None:
         self._line, self._ended, self._thread = line, threading.Event(), None

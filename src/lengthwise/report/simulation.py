@@ -1,7 +1,6 @@
 """A simulation as tables for the terminal, as JSON for tools, and as plain sentences.
 
-Each planner appears twice where that differs: on the best mesh that the engine of this version runs, which comes first,
-and on the best of all that were tried.
+A planner has two entries where they differ: its best mesh that this engine runs, then the best of all.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def result_rows(found: Sequence[Found]) -> list[tuple[str, ...]]:
 
 
 def _best_other(found: Found, among: Sequence[Found]) -> Found:
-    """Return whose steps are the shortest of the others; of one alone, its own."""
+    """Return the shortest steps of the others; of one alone, its own."""
     return min((each for each in among if each is not found), key=lambda each: each.result.mean_seconds, default=found)
 
 
@@ -58,7 +57,7 @@ def mfu_text(ratio: float) -> str:
 
 
 def _mesh_cells(found: Found) -> tuple[str, ...]:
-    """Write devices of a rank, then the most that any of its plans uses of the rest."""
+    """Format the devices of a rank, then the most that any plan uses of the rest."""
     steps, mesh = found.result.steps, found.mesh
     degree = max(step.most_degree for step in steps)
     heads, offload = max(step.most_heads for step in steps), max(step.most_offload for step in steps)
@@ -108,7 +107,7 @@ def simulation_tables(found: Sequence[Best]) -> list[ColumnTable]:
 def simulation_json(found: Sequence[Best], facts: dict[str, Any]) -> dict[str, Any]:
     """Write all figures, those of single batches too; ratios are of all ranks' time, times in seconds.
 
-    `planners`: on the best mesh of each; `trained_today`: on the best that the engine of this version runs.
+    planners: on the best mesh of each; trained_today: on the best that the engine of this version runs.
     """
     planned = [each.any_mesh for each in found if each.any_mesh is not None]
     today = [each.today for each in found if each.today is not None]
@@ -162,11 +161,8 @@ def remarks(
 ) -> list[str]:
     """Say what the tables do not: who needs more memory than a device has, and who has no mesh.
 
-    Args:
-        found: by planner.
-        device_bytes: memory of a device.
-        names: what the user typed for names of the library, as for `LengthwiseError.render`.
-        may_train: whether any mesh that was asked for could be trained.
+    names: what the user typed for library names (`LengthwiseError.render`). may_train: whether any mesh could be
+    trained.
     """
     said = []
     full = [
@@ -194,7 +190,6 @@ def remarks(
 
 
 def _kinds(result: PlannerResult) -> str:
-    """List kinds of recomputation, with the number of batches where there are several."""
     batches = Counter(step.recompute for step in result.steps)
     return " and ".join(
         f"{kind} ({counted(number, 'batch')})" if len(batches) > 1 else kind for kind, number in batches.items()
@@ -229,12 +224,8 @@ def closing_sentences(
     one_mesh: bool = False,
     not_compared: Sequence[str] = (),
     unit: str = "tokens",
-    model_error: float = MODEL_ERROR,
 ) -> str:
-    """Say what a step takes with our planner as it trains today, and what it saves over the best other plan.
-
-    Ours is `lengthwise`, or the last planner. It is said how far model and batches may be off, and where no gain can be
-    told, or there is none, that is what is said.
+    """Say what a step takes with our planner (or the last), as it trains today, and what it saves over the best other.
 
     Args:
         found: by planner.
@@ -242,7 +233,6 @@ def closing_sentences(
         one_mesh: whether all planners were given one mesh.
         not_compared: planners of the usual comparison that were left out of this one.
         unit: what lengths were counted in.
-        model_error: of the model, a share of a ratio of step times.
     """
     name = _our_name(found)
     best = next(each for each in found if each.planner == name)
@@ -256,23 +246,22 @@ def closing_sentences(
     if not others:
         return f"{step}. {caveat}"
     other = min(others, key=lambda each: each.result.mean_seconds)
-    gain = _gain(other, ours, model_error)
+    gain = _gain(other, ours)
     what = f"{seconds(other.result.mean_seconds)} with {other.planner}, the best other plan ({mesh_text(other)})"
     only = " All planners used one mesh; another mesh may be better for either planner." * one_mesh
     only += f" Not compared: {', '.join(not_compared)}; they may be better than {other.planner}." * bool(not_compared)
-    also = _planned_sentence(best, ours, other, model_error)
-    return f"{step}, and {what}. {_verdict(name, other.planner, gain, model_error)}{also}{only} {caveat}"
+    also = _planned_sentence(best, ours, other)
+    return f"{step}, and {what}. {_verdict(name, other.planner, gain)}{also}{only} {caveat}"
 
 
-def _gain(other: Found, ours: Found, model_error: float = MODEL_ERROR) -> Gain:
+def _gain(other: Found, ours: Found) -> Gain:
     pair = ([step.step_seconds for step in each.result.steps] for each in (other, ours))
-    return gain_over(*pair, model_error=model_error)
+    return gain_over(*pair)
 
 
-def _verdict(name: str, other: str, gain: Gain, model_error: float) -> str:
-    """Say what a ratio of step times is worth, with its bounds."""
+def _verdict(name: str, other: str, gain: Gain) -> str:
     of_batches = f"the spread of {gain.batches} batches" if gain.batches > 1 else "the unknown spread of one batch"
-    error = f"{gain.low:.2f}x to {gain.high:.2f}x with an error of {percent(model_error)} of the model and {of_batches}"
+    error = f"{gain.low:.2f}x to {gain.high:.2f}x with an error of {percent(MODEL_ERROR)} of the model and {of_batches}"
     if gain.is_equal:
         return f"That is {gain.ratio:.2f}x ({error}): no gain beyond the error."
     if gain.ratio < 1:
@@ -281,11 +270,11 @@ def _verdict(name: str, other: str, gain: Gain, model_error: float) -> str:
     return f"The same training needs {saved} ({gain.ratio:.2f}x; {error})."
 
 
-def _planned_sentence(best: Best, ours: Found, other: Found, model_error: float) -> str:
-    """Say what our planner would gain on a mesh that this version does not train, where that is more than the error."""
+def _planned_sentence(best: Best, ours: Found, other: Found) -> str:
+    """Say what our planner would gain on a mesh that cannot be trained yet, if above the error."""
     planned = best.only_planned
-    if planned is None or planned is ours or _gain(ours, planned, model_error).is_equal:
+    if planned is None or planned is ours or _gain(ours, planned).is_equal:
         return ""
-    gain = _gain(other, planned, model_error)
+    gain = _gain(other, planned)
     time = f"{seconds(planned.result.mean_seconds)} with {best.planner} ({mesh_text(planned)})"
     return f" Planned only, not trained by this version: {time}, {gain_text(gain)} over that plan."

@@ -153,7 +153,7 @@ class Job:
 
     @property
     def measures(self) -> bool:
-        """Whether steps are planned by what was measured, and corrected by what they took."""
+        """Whether steps are planned by what was measured, and slow ranks get less work."""
         return self.measures_at_start or self.measured_cost is not None
 
     @property

@@ -15,7 +15,7 @@ from functools import partial
 
 from lengthwise.comm import World
 from lengthwise.core.faults import fault
-from lengthwise.cost.refit import RanStep
+from lengthwise.cost.rank_speeds import RanStep
 from lengthwise.engine.memory import reporting_update
 from lengthwise.engine.schedule import learning_rates
 from lengthwise.planner.service.process import PlannerProcess
@@ -39,7 +39,7 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
     Raises:
         NumericError: a loss, a gradient or the parameters are not finite; no model is saved.
     """
-    pricing = Pricing(job, corrects=job.measures and not world.rank)
+    pricing = Pricing(job, follows_speeds=job.measures and not world.rank)
     with ExitStack() as stack:
         process = None if world.rank else stack.enter_context(PlannerProcess(forks=world.rendezvous is not None))
         planner = None if process is None else partial(pricing.plan, process)
@@ -171,8 +171,7 @@ class _Loop:
             step_seconds=time.perf_counter() - start,
             predicted_seconds=rank.pricing.predicted_step_seconds(result.plan),
         )
-        ran = RanStep(plan=result.plan, busy_seconds=result.busy_seconds, step_seconds=metrics.step_seconds)
-        if said := rank.pricing.observe(ran):
+        if said := rank.pricing.observe(RanStep(plan=result.plan, busy_seconds=result.busy_seconds)):
             rank.say(said)
         names = {"num_steps": self._num_steps, "sequences": planned.batch.ids, "plan": result.plan}
         call_back(rank.callbacks, "on_step", FinishedStep(metrics=metrics, **names))

@@ -1,13 +1,13 @@
 """Plans x costs -> a timeline: what a step would take on machines that nobody here has. Pure: no torch, no clock."""
 
-from lengthwise.simulator.answer import Answer, Question, Row, answer
+from lengthwise.simulator.answer import Answer, Question, WayRow, answer
 from lengthwise.simulator.loading import LOADERS, loading_seconds, waits_seconds
 from lengthwise.simulator.mesh_search import best_mesh, best_meshes, refuse_unheld
 from lengthwise.simulator.meshes import (
     Best,
     Found,
-    Mesh,
     MeshQuestion,
+    RankMesh,
     on_one_mesh,
     stages_to_try,
     tensors_to_try,
@@ -24,12 +24,12 @@ __all__ = [
     "Best",
     "Found",
     "Gain",
-    "Mesh",
     "MeshQuestion",
     "PlannerResult",
     "Question",
-    "Row",
+    "RankMesh",
     "Setting",
+    "WayRow",
     "answer",
     "best_mesh",
     "best_meshes",

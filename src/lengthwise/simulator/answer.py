@@ -1,12 +1,8 @@
 """The short answer of a simulation: what people use today, each at its own best settings, against Lengthwise.
 
-Four ways to train on the same devices, none with tensor parallelism or stages: FSDP2 with padding, with packing, and
-with one size of ring for all packs (context parallelism as trainers have it), in lock-step (`rivals`); and Lengthwise
-with whole parameters on each rank (zero1), or sharded ones in lock-step, over all ranks (zero3) or those of a node
-(hybrid), the best of these. Waves of hybrid are priced as if all nodes ran in lock-step, which is the most they take.
-
-Settings are tried on the batch of most work: recomputation, what a device holds in a microbatch, sequences of a padded
-one, size of the rings; the best of them then runs all batches. Cost: a few seconds for 8 devices.
+Without tensor parallelism or stages: FSDP2 with padding, with packing, and with one size of ring, in lock-step
+(`rivals`); and Lengthwise with zero1, zero3 or hybrid, the best of these (hybrid as if all nodes ran in lock-step).
+Settings are tried on the batch of most work; the best run all batches. A few seconds for 8 devices.
 """
 
 from __future__ import annotations
@@ -49,12 +45,11 @@ LAYOUTS = ("zero1", "zero3", "hybrid")  # of parameters over the ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class WaySettings:
     """How one way trains; what does not concern it is None.
 
-    recompute: a kind of recomputation. capacity_tokens: what a device may hold in a microbatch. size, by_length: of
-    padded microbatches. degree: of all its rings. sorted: packs run longest first, not as they come. layout: of
-    Lengthwise's parameters.
+    recompute: a kind of recomputation. capacity_tokens: of a device and microbatch. size, by_length: of padded
+    microbatches. degree: of all its rings. sorted: packs run longest first. layout: of Lengthwise's parameters.
     """
 
     recompute: str
@@ -67,7 +62,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class WorkSpan:
     """A stretch of a rank's time in the first batch, in seconds; `kind` is local or ring."""
 
     rank: int
@@ -77,19 +72,19 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One way to train. step_seconds: entry i of batch i; empty: it holds no such sequences, and `refusal` says why.
+class WayRow:
+    """One way to train. step_seconds: entry i of batch i; empty: it cannot hold the sequences, see `refusal`.
 
-    memory_bytes: peak of the fullest device, by formula. stretches: of the first batch. degrees: its pairs of a
-    sequence's tokens and the ranks that share it, each pair once; of ours alone.
+    memory_bytes: peak of the fullest device, by formula. stretches: of the first batch. degrees: its distinct pairs of
+    a sequence's tokens and ranks, for Lengthwise alone.
     """
 
     name: str
-    settings: Settings | None = None
+    settings: WaySettings | None = None
     step_seconds: tuple[float, ...] = ()
     memory_bytes: float = 0.0
     refusal: str = ""
-    stretches: tuple[Stretch, ...] = ()
+    stretches: tuple[WorkSpan, ...] = ()
     degrees: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -102,28 +97,27 @@ class Row:
 class Answer:
     """The rows of ways that exist on these devices, ours last.
 
-    layouts: the rows of Lengthwise at each layout that exists here, in the order of `LAYOUTS`. auto: the one that
-    `shard: auto` takes; "": none fits. sorted_seconds: what the quickest FSDP2 row with packs would take, mean of
-    batches, if packs of like work ran side by side, which is no trainer's habit; None: none fits. kernel: whose speed
-    of attention was taken.
+    layouts: Lengthwise at each layout, in the order of `LAYOUTS`. auto: the one of `shard: auto`; "": none fits.
+    sorted_seconds: of the quickest FSDP2 row with packs, mean of batches, if packs of like work ran side by side, which
+    no trainer does; None: none fits. kernel: whose speed of attention was taken.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[WayRow, ...]
     devices: int
     hardware: str
     kernel: str
     batch_tokens: int
-    layouts: tuple[Row, ...] = ()
+    layouts: tuple[WayRow, ...] = ()
     auto: str = ""
     sorted_seconds: float | None = None
 
     @property
-    def ours(self) -> Row:
+    def ours(self) -> WayRow:
         """The row of Lengthwise."""
         return self.rows[-1]
 
     @property
-    def best_other(self) -> Row | None:
+    def best_other(self) -> WayRow | None:
         """The quickest row of the others; None: none fits."""
         return min((r for r in self.rows[:-1] if r.step_seconds), key=lambda row: row.mean_seconds, default=None)
 
@@ -132,9 +126,9 @@ class Answer:
 class Question:
     """What is asked: a model on so many devices of a hardware.
 
-    adapters: parameters that train in place of the model's own (LoRA); None: all train. capacity_tokens: what a device
-    may hold, with the kinds of recomputation that leave so much, or with all where none does. kinds: that may be tried;
-    None: all. cost: measured ones, in place of those made from the hardware.
+    adapters: parameters that train in place of the model's own (LoRA); None: all train. capacity_tokens: of a device,
+    with the kinds of recomputation that leave so much. kinds: that may be tried; None: all. cost: measured; None: by
+    hardware.
     """
 
     shape: ModelShape
@@ -209,10 +203,10 @@ def answer(batches: Sequence[Sequence[int]], question: Question) -> Answer:
     )
 
 
-def compare_layouts(batches: Sequence[Sequence[int]], question: Question) -> list[Row]:
+def compare_layouts(batches: Sequence[Sequence[int]], question: Question) -> list[WayRow]:
     """Run Lengthwise with each layout that exists here, in the order of `LAYOUTS`."""
     heaviest, longest = _heaviest(batches, question), max(map(max, batches))
-    rows: list[Row] = []
+    rows: list[WayRow] = []
     for layout in question.layouts():
         like = rows[-1].settings if layout == "hybrid" else None  # which gathers in the same waves as zero3
         asked = question if like is None else replace(question, kinds=[like.recompute])
@@ -232,7 +226,7 @@ def _rival(
     question: Question,
     *,
     in_order: bool = False,
-) -> Row:
+) -> WayRow:
     """Run one of `RIVALS` at its best settings; `in_order`: packs of like work side by side."""
     most_tokens = max(map(sum, batches))
     tried = [
@@ -241,11 +235,11 @@ def _rival(
     ]
     if not tried:
         capacities = question.capacities("zero3", RECOMPUTE_KINDS)
-        return Row(name=name, refusal=_too_long(name, longest, capacities, question))
+        return WayRow(name=name, refusal=_too_long(name, longest, capacities, question))
     settings = min(tried)[2]
     runs = [run_rival(tokens, settings, question) for tokens in batches]
     held = max(run.held_tokens for run in runs)
-    return Row(
+    return WayRow(
         name=name,
         settings=settings,
         step_seconds=tuple(run.step_seconds for run in runs),
@@ -256,11 +250,8 @@ def _rival(
 
 def _rival_settings(
     name: str, longest: int, most_tokens: int, question: Question, *, in_order: bool
-) -> Iterator[Settings]:
-    """List the settings of a way that hold the longest sequence; `most_tokens`: of any batch.
-
-    Packs are as large as leaves no device without one in the last microbatch, as where a step counts packs.
-    """
+) -> Iterator[WaySettings]:
+    """List settings that hold the longest sequence; packs so large that every device has one in each microbatch."""
     ranks = question.devices
     degrees = [d for d in range(2, ranks + 1) if ranks % d == 0] if name == ONE_RING else [1]
     for (kind, held), degree in product(question.capacities("zero3", RECOMPUTE_KINDS).items(), degrees):
@@ -269,15 +260,15 @@ def _rival_settings(
             continue
         if name == PADDED:
             for power, by_length in product(range((held // longest).bit_length()), (False, True)):
-                yield Settings(recompute=kind, capacity_tokens=held, size=2**power, by_length=by_length)
+                yield WaySettings(recompute=kind, capacity_tokens=held, size=2**power, by_length=by_length)
             continue
         fewest = -(-most_tokens // int(ranks * held * _FILLED))
         rooms = {int(most_tokens / _FILLED / ((fewest + more) * ranks)) for more in _MORE_MICROBATCHES}
         for room in sorted({held, *(each for each in rooms if least <= each <= held)}, reverse=True):
-            yield Settings(recompute=kind, capacity_tokens=room, degree=degree, sorted=in_order)
+            yield WaySettings(recompute=kind, capacity_tokens=room, degree=degree, sorted=in_order)
 
 
-def run_rival(tokens: Sequence[int], settings: Settings, question: Question) -> LockStep:
+def run_rival(tokens: Sequence[int], settings: WaySettings, question: Question) -> LockStep:
     """Run one batch of lengths with FSDP2 in lock-step at these settings."""
     cost = recomputing(question.costs, settings.recompute, question.shape.layers)
     traffic = sharded_traffic(question.memory("zero3"), question.costs)
@@ -301,11 +292,11 @@ def _too_long(name: str, longest: int, capacities: Mapping[str, int], question: 
     return f"longest sequence {longest:,}, a GPU holds {most:,}"
 
 
-def _stretches_in_lock_step(run: LockStep, degree: int) -> tuple[Stretch, ...]:
+def _stretches_in_lock_step(run: LockStep, degree: int) -> tuple[WorkSpan, ...]:
     starts = np.concatenate(([0.0], np.cumsum(run.seconds)[:-1]))
     kind = "ring" if degree > 1 else "local"
     return tuple(
-        Stretch(rank=group * degree + member, start=float(start), end=float(start + busy), kind=kind)
+        WorkSpan(rank=group * degree + member, start=float(start), end=float(start + busy), kind=kind)
         for start, row in zip(starts, run.busy_seconds, strict=True)
         for group, busy in enumerate(row.tolist())
         for member in range(degree)
@@ -315,7 +306,7 @@ def _stretches_in_lock_step(run: LockStep, degree: int) -> tuple[Stretch, ...]:
 
 def _ours(
     layout: str, batches: Sequence[Sequence[int]], heaviest: Sequence[int], longest: int, question: Question
-) -> Row:
+) -> WayRow:
     """Run Lengthwise with a layout at its best settings: offloading only where nothing holds the sequences without.
 
     Settings that could be no quicker than others were, by their arithmetic alone, are not tried.
@@ -331,7 +322,7 @@ def _ours(
                 tried.append((runs[-1].seconds, number))
         for _, number in sorted(tried):
             if runs := _held(batches, ways[number], question, offload):
-                return Row(
+                return WayRow(
                     name=OURS,
                     settings=ways[number],
                     step_seconds=tuple(run.seconds for run in runs),
@@ -340,22 +331,22 @@ def _ours(
                     degrees=_degrees(runs[0].plan),
                 )
     held = question.capacities(layout, RECOMPUTE_KINDS)
-    return Row(name=OURS, refusal=_too_long(ONE_RING, longest, held, question, layout))
+    return WayRow(name=OURS, refusal=_too_long(ONE_RING, longest, held, question, layout))
 
 
-def _held(batches: Sequence[Sequence[int]], way: Settings, question: Question, offload: str) -> list[OurStep] | None:
+def _held(batches: Sequence[Sequence[int]], way: WaySettings, question: Question, offload: str) -> list[OurStep] | None:
     try:
         return [run_ours(tokens, way, question, offload=offload) for tokens in batches]
     except PlanError:
         return None
 
 
-def _our_settings(layout: str, question: Question) -> Iterator[Settings]:
+def _our_settings(layout: str, question: Question) -> Iterator[WaySettings]:
     shares = (1.0,) if question.capacity_tokens is not None else _SHARES
     for (kind, whole), share in product(question.capacities(layout, RECOMPUTE_KINDS).items(), shares):
         held = whole if share == 1.0 else int(whole * share) // STEP_TOKENS * STEP_TOKENS
         if held:
-            yield Settings(recompute=kind, capacity_tokens=held, layout=layout)
+            yield WaySettings(recompute=kind, capacity_tokens=held, layout=layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,12 +359,8 @@ class OurStep:
     memory_bytes: float
 
 
-def run_ours(tokens: Sequence[int], settings: Settings, question: Question, *, offload: str = "off") -> OurStep:
-    """Plan and simulate one batch of lengths with Lengthwise at these settings.
-
-    Raises:
-        PlanError: it cannot be held, or, with offload, needs more memory than a device has.
-    """
+def run_ours(tokens: Sequence[int], settings: WaySettings, question: Question, *, offload: str = "off") -> OurStep:
+    """Plan and simulate one batch with Lengthwise at these settings; PlanError: a device cannot hold it."""
     layout = settings.layout or "zero1"
     options = PlanOptions(
         mode="free" if layout == "zero1" else "waves", recompute=settings.recompute, layers=question.shape.layers,
@@ -399,11 +386,11 @@ def _degrees(plan: Plan) -> tuple[tuple[int, int], ...]:
     return tuple(sorted({(plan.tokens[i], piece.degree) for piece in pieces for i in piece.sequences}))
 
 
-def _stretches(run: OurStep) -> tuple[Stretch, ...]:
-    timeline, found = run.timeline, list[Stretch]()
+def _stretches(run: OurStep) -> tuple[WorkSpan, ...]:
+    timeline, found = run.timeline, list[WorkSpan]()
     for row, number in enumerate(timeline.microbatch.tolist()):
         rank, start = int(timeline.rank[row]), float(timeline.start[row])
         in_ring = any(rank in piece.ranks and piece.degree > 1 for piece in run.plan.microbatches[number].pieces)
         end = start + float(timeline.busy_seconds[row])
-        found.append(Stretch(rank=rank, start=start, end=end, kind="ring" if in_ring else "local"))
+        found.append(WorkSpan(rank=rank, start=start, end=end, kind="ring" if in_ring else "local"))
     return tuple(found)

@@ -1,8 +1,7 @@
-"""Microbatches that run at one time and share the uplink of a node: how much slower each one's far links become.
+"""Microbatches that run at one time and share the uplink of a node: how much slower their far links become.
 
-Shares are those of a fluid (docs/decisions/uplinks-as-a-fluid.md): a microbatch asks a node's uplink for the mean rate
-of its bytes; while all that run ask for too much, their far links slow down by that ratio. Each gets the mean ratio
-over its time at its worst node, and clocks are run anew, three turns. Cost: a sort a node and turn.
+As a fluid (docs/decisions/uplinks-as-a-fluid.md): while all that run ask too much, links slow down by that ratio; each
+gets its mean at its worst node, and clocks are run anew, three times.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Uplinks:
 
 
 def _mean_ratios(starts: Floats, ends: Floats, shares: Floats) -> Floats:
-    """Return the mean over each span of how many times too much all spans together ask for, never below 1."""
+    """Return by how much all spans together ask too much, on average over each span, at least 1."""
     borders = np.unique(np.concatenate((starts, ends)))
     change = np.zeros(len(borders))
     first, last = np.searchsorted(borders, starts), np.searchsorted(borders, ends)

@@ -5,7 +5,7 @@
              Processes of a node share its processors (ByteScale, arXiv 2502.21231, section 7)
     remote   servers beside the ranks read every sequence once, a node's share each
 
-The next batch is read while the present step computes, so a rank waits for what is longer than that.
+The next batch is read while the present step computes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ def loading_seconds(
 ) -> float:
     """Return how long the busiest node reads the sequences of `plan` for one step; `loader` is one of `LOADERS`.
 
-    `tokens_per_second` is of one node, which `ranks_per_node` neighbours share with their devices of one stage. A rank
-    has `devices`, each with a process that reads, in `stages`, each on a node of its own. `fixed_mesh`: which rank
-    takes which sequence is known before the plan.
+    tokens_per_second: of one node of `ranks_per_node` ranks. devices: of a rank, each with a reading process, in
+    `stages`, each on a node of its own. fixed_mesh: which rank takes which sequence is known before the plan.
 
     Raises:
         ConfigError: an unknown loader.
@@ -59,9 +58,9 @@ def loading_seconds(
 
 
 def waits_seconds(loads: Sequence[float], works: Sequence[float]) -> list[float]:
-    """Return how long each step waits for its data: what its loading takes beyond the work of the step before it.
+    """Return the seconds that step i waits for its data beyond the work of the step before.
 
-    Entry i of both is of step i, in seconds. The first follows the last, as in the midst of a run.
+    The last precedes the first.
     """
     return [max(0.0, load - works[number - 1]) for number, load in enumerate(loads)]
 

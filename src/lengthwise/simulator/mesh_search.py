@@ -1,14 +1,8 @@
 """The best mesh of each planner, searched alike for all: what a competent user would have found by trying.
 
-For each planner, on the batch of most work:
-
-1. every number of tensor-parallel devices that memory allows, ranks holding all that fits, then half of it and so on,
-   until two in a row end no sooner;
-2. from the best, twice the stages, while that ends sooner.
-
-Those within 3 % of the best, two at most, run all batches; the least mean is taken. A mesh whose arithmetic alone takes
-longer than the best so far is not planned, nor are other batches with a kind of recomputation that ended half as late
-again as the best there. Cost: three to thirty plans a planner.
+On the batch of most work: every number of tensor-parallel devices that fits, at capacities halved until two in a row
+end no sooner; then twice the stages while that ends sooner. Those within 3 % of the best, two at most, run all batches.
+Hopeless meshes and kinds of recomputation are skipped. Three to thirty plans a planner.
 """
 
 from __future__ import annotations
@@ -23,7 +17,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner import PlanOptions, arithmetic_seconds, plan_step
-from lengthwise.simulator.meshes import Best, Found, Mesh, MeshQuestion, found_on
+from lengthwise.simulator.meshes import Best, Found, MeshQuestion, RankMesh, found_on
 from lengthwise.simulator.study import Setting, TooLarge, ideal_seconds
 
 _NEAR = 1.03  # of the best on one batch: run on all
@@ -33,7 +27,7 @@ _PATIENCE = 2  # halvings in a row that may end no sooner
 _LEAST_SHARE = 1 / 64
 
 
-def _say_nothing(planner: str, mesh: Mesh, tried: int) -> None:
+def _say_nothing(planner: str, mesh: RankMesh, tried: int) -> None:
     """Report no progress."""
 
 
@@ -42,7 +36,7 @@ def best_mesh(
     batches: Sequence[Sequence[int]],
     question: MeshQuestion,
     *,
-    progress: Callable[[str, Mesh, int], None] = _say_nothing,
+    progress: Callable[[str, RankMesh, int], None] = _say_nothing,
 ) -> Best:
     """Search the best mesh of one planner; before each plan, call `progress` with how many were tried before."""
     search = _Search(planner=planner, batches=batches, question=question, progress=progress)
@@ -74,13 +68,9 @@ def best_meshes(
     batches: Sequence[Sequence[int]],
     question: MeshQuestion,
     *,
-    progress: Callable[[str, Mesh, int], None] = _say_nothing,
+    progress: Callable[[str, RankMesh, int], None] = _say_nothing,
 ) -> list[Best]:
-    """Do `best_mesh` for each planner.
-
-    Raises:
-        LengthwiseError: no planner has a mesh that holds these sequences.
-    """
+    """Do `best_mesh` for each planner; LengthwiseError: none has a mesh that holds these sequences."""
     found = [best_mesh(planner, batches, question, progress=progress) for planner in planners]
     refuse_unheld(found)
     return found
@@ -88,36 +78,36 @@ def best_meshes(
 
 @dataclass(slots=True, kw_only=True)
 class _Search:
-    """The tries of one planner; each mesh is planned once, whoever asks for it."""
+    """The tries of one planner; each mesh is planned once."""
 
     planner: str
     batches: Sequence[Sequence[int]]
     question: MeshQuestion
-    progress: Callable[[str, Mesh, int], None]
-    first: dict[Mesh, Found] = field(default_factory=dict)  # on the batch of most work
-    finished: dict[Mesh, Found] = field(default_factory=dict)
-    left_out: set[Mesh] = field(default_factory=set)  # refused, or their arithmetic takes longer than another step
-    too_large: set[Mesh] = field(default_factory=set)  # of these: with less room, ranks are given less
-    plans: dict[Mesh, dict[tuple[tuple[int, ...], Cluster, PlanOptions], Plan]] = field(default_factory=dict)
+    progress: Callable[[str, RankMesh, int], None]
+    first: dict[RankMesh, Found] = field(default_factory=dict)  # on the batch of most work
+    finished: dict[RankMesh, Found] = field(default_factory=dict)
+    left_out: set[RankMesh] = field(default_factory=set)  # refused, or their arithmetic takes longer than another step
+    too_large: set[RankMesh] = field(default_factory=set)  # of these: with less room, ranks are given less
+    plans: dict[RankMesh, dict[tuple[tuple[int, ...], Cluster, PlanOptions], Plan]] = field(default_factory=dict)
     refusal: LengthwiseError | None = None
     tried: int = 0
 
     def best(self, question: MeshQuestion) -> Found | None:
-        """Return the best of a question's meshes and of those tried before; None: none holds the sequences."""
+        """Return the best of a question's meshes and of earlier ones; None: none holds the sequences."""
         self._walk(question)
         ordered = sorted(self.first, key=self._seconds)
         near = [mesh for mesh in ordered[:_MOST_NEAR] if self._seconds(mesh) <= _NEAR * self._seconds(ordered[0])]
         return min(map(self._finish, near), key=lambda each: each.result.mean_seconds, default=None)
 
-    def _seconds(self, mesh: Mesh) -> float:
-        """Return what the batch of most work takes on a mesh; inf where it was not planned."""
+    def _seconds(self, mesh: RankMesh) -> float:
+        """Return the seconds of the batch of most work on a mesh; inf where it was not planned."""
         return self.first[mesh].result.mean_seconds if mesh in self.first else inf
 
     def _walk(self, question: MeshQuestion) -> None:
         for stages in question.stages:
             for tensor in question.tensors:
                 if question.devices % (tensor * stages) == 0:
-                    whole = Mesh(tensor=tensor, stages=stages, heads=question.heads, offload=question.offload)
+                    whole = RankMesh(tensor=tensor, stages=stages, heads=question.heads, offload=question.offload)
                     self._halve(whole, question)
             if self.first:
                 break
@@ -129,8 +119,8 @@ class _Search:
                 self._try(more)
             best = more if is_within and self._seconds(more) < self._seconds(best) else None
 
-    def _halve(self, mesh: Mesh, question: MeshQuestion) -> None:
-        """Try a mesh, and smaller capacities until so many in a row end no sooner, not counting the too large."""
+    def _halve(self, mesh: RankMesh, question: MeshQuestion) -> None:
+        """Try a mesh, then smaller capacities until several in a row end no sooner; too large ones do not count."""
         least, waited = inf, 0
         while waited < _PATIENCE and mesh.capacity_share >= _LEAST_SHARE:
             self._try(mesh)
@@ -143,8 +133,8 @@ class _Search:
                 return  # arithmetic takes too long, or a rank holds too little: with less room it does, too
             mesh = replace(mesh, capacity_share=mesh.capacity_share / 2)
 
-    def _try(self, mesh: Mesh) -> None:
-        """Run the batch of most work on a mesh, unless its arithmetic takes longer or some batch cannot be held."""
+    def _try(self, mesh: RankMesh) -> None:
+        """Run the batch of most work on a mesh, unless its arithmetic is slower or some batch does not fit."""
         if mesh in self.first or mesh in self.left_out:
             return
         try:
@@ -167,7 +157,7 @@ class _Search:
             if not isinstance(self.refusal, TooLarge):
                 self.refusal = error
 
-    def _finish(self, mesh: Mesh) -> Found:
+    def _finish(self, mesh: RankMesh) -> Found:
         if len(self.batches) == 1:
             return self.first[mesh]
         if mesh not in self.finished:
@@ -182,10 +172,10 @@ class _Search:
     def _heaviest(self, setting: Setting) -> Sequence[int]:
         return max(self.batches, key=lambda tokens: ideal_seconds(tokens, setting))
 
-    def _found_on(self, mesh: Mesh, setting: Setting, batches: Sequence[Sequence[int]]) -> Found:
+    def _found_on(self, mesh: RankMesh, setting: Setting, batches: Sequence[Sequence[int]]) -> Found:
         return found_on(mesh, setting, self.planner, batches, self.question, partial(self._plan, mesh))
 
-    def _plan(self, mesh: Mesh, tokens: Sequence[int], cluster: Cluster, cost: Cost, options: PlanOptions) -> Plan:
+    def _plan(self, mesh: RankMesh, tokens: Sequence[int], cluster: Cluster, cost: Cost, options: PlanOptions) -> Plan:
         """Plan a step on a mesh as `plan_step` does; the batch of most work once."""
         plans, key = self.plans.setdefault(mesh, {}), (tuple(tokens), cluster, options)
         if key in plans:
@@ -195,8 +185,8 @@ class _Search:
             plans[key] = plan
         return plan
 
-    def _with_near_kinds(self, mesh: Mesh, setting: Setting) -> Setting:
-        """Leave out the kinds of recomputation that ended far later than the best on the batch of most work."""
+    def _with_near_kinds(self, mesh: RankMesh, setting: Setting) -> Setting:
+        """Drop the kinds of recomputation that ended far later on the batch of most work."""
         heaviest, offload = tuple(self._heaviest(setting)), self.question.options(mesh).offload
         ends = {
             options.recompute: float(plan.notes["predicted_seconds"])
@@ -209,11 +199,11 @@ class _Search:
 
 
 def _worth_planning(
-    tokens: Sequence[int], longest_tokens: int, setting: Setting, mesh: Mesh, least: float
+    tokens: Sequence[int], longest_tokens: int, setting: Setting, mesh: RankMesh, least: float
 ) -> dict[str, int]:
-    """Return the capacities of those kinds whose arithmetic, spread evenly, takes less than the best so far.
+    """Return the capacities of the kinds whose arithmetic, spread evenly, takes less than the best so far.
 
-    A kind that cannot hold the longest of all sequences is left out, unless none can: for the planner to refuse.
+    Kinds that cannot hold the longest sequence are dropped, unless none can: the planner then refuses.
     """
     capacities = setting.capacities or {}
     holding = {

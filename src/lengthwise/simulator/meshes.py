@@ -1,7 +1,6 @@
 """The meshes that a planner may be given, what is asked of them, and what was found on one.
 
-A mesh is how many devices make a rank (tensor x pipeline stages) and how many tokens a rank may hold; each planner
-chooses context parallelism, heads, offload and recomputation within it.
+A mesh: devices of a rank (tensor x pipeline stages) and its tokens; planners choose the rest within it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _MOST_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mesh:
+class RankMesh:
     """Devices of a rank, and what it may do beside cutting sequences.
 
     capacity_share: of the tokens that fit by estimate. heads, offload: as of `PlanOptions`.
@@ -50,9 +49,9 @@ class MeshQuestion:
     """What is asked: a model on so many devices of a hardware, and the meshes that may be tried.
 
     tensors, stages: of a rank, ascending. kinds: of recomputation, chosen for each step. capacity_tokens: of a rank
-    (default: what fits, by estimate); takes_capacity: whatever the estimate says. heads, offload: what planners may
-    choose. cost: of ranks of one device, measured (default: made from the hardware). mode, virtual: of `PlanOptions`
-    (default: `pipeline` for ranks of several stages, else `free`). context_tokens, loader: of `Setting`.
+    (default: what fits); takes_capacity: whatever the estimate says. heads, offload: what planners may choose.
+    cost: of ranks of one device, measured (default: by hardware). mode, virtual: of `PlanOptions` (default: `pipeline`
+    for ranks of several stages, else `free`). context_tokens, loader: of `Setting`.
     """
 
     shape: ModelShape
@@ -71,12 +70,13 @@ class MeshQuestion:
     mode: str | None = None
     virtual: int | None = None
 
-    def setting(self, mesh: Mesh) -> Setting:
+    def setting(self, mesh: RankMesh) -> Setting:
         """Return what is simulated on a mesh.
 
         Raises:
-            ConfigError: weights and optimizer leave no room on it, or less than the capacity that is given, by
-                estimate, or the mesh does not fit model or node.
+            ConfigError: no room beside weights and optimizer, or less than the given capacity, or a mesh that does not
+                fit
+                model or node.
         """
         ranks = self.devices // mesh.devices
         cost = self.cost or all_terms_cost(self.shape, self.hardware, tensor=mesh.tensor, stages=mesh.stages)
@@ -100,8 +100,8 @@ class MeshQuestion:
             must_fit=self.capacity_tokens is None or not self.takes_capacity,
         )
 
-    def _capacities(self, fitting: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
-        """Return the capacity that is given, or the mesh's share of what fits, for each kind that leaves so much."""
+    def _capacities(self, fitting: Mapping[str, int], mesh: RankMesh) -> dict[str, int]:
+        """Return the given capacity, or what the mesh fits, for each kind that leaves so much."""
         if self.capacity_tokens is not None:
             capacities = {kind: self.capacity_tokens for kind, held in fitting.items() if held >= self.capacity_tokens}
             expected, remedy = "what fits beside weights and optimizer", "Give a smaller {capacity}."
@@ -117,7 +117,7 @@ class MeshQuestion:
             raise ConfigError("capacity", expected=f"{expected}: at most {most} tokens", got=str(wanted), remedy=remedy)
         return capacities
 
-    def options(self, mesh: Mesh) -> PlanOptions:
+    def options(self, mesh: RankMesh) -> PlanOptions:
         """Return how steps are planned on a mesh: with the tries that training has."""
         mode = self.mode or ("pipeline" if mesh.stages > 1 else "free")
         is_pipeline = mode == "pipeline"
@@ -159,7 +159,7 @@ class Found:
     """A planner on its best mesh, all batches; `trains`: whether the engine of this version runs these plans."""
 
     planner: str
-    mesh: Mesh
+    mesh: RankMesh
     setting: Setting
     result: PlannerResult
     trains: bool
@@ -175,8 +175,7 @@ class Found:
 class Best:
     """The best that a planner can do: on the meshes that the engine runs, and on all; tried: plans made for it.
 
-    today, any_mesh: None where no such mesh holds these sequences; refusal, refusal_today: why, of the last of all
-    meshes, and of the last that the engine runs, that did not; or of the first that a device is too small for.
+    today, any_mesh: None where no such mesh holds these sequences; refusal, refusal_today: why the last one did not.
     """
 
     planner: str
@@ -194,18 +193,14 @@ class Best:
 
 
 def found_on(
-    mesh: Mesh,
+    mesh: RankMesh,
     setting: Setting,
     planner: str,
     batches: Sequence[Sequence[int]],
     question: MeshQuestion,
     plan_each: PlanStep = plan_step,
 ) -> Found:
-    """Run batches of one planner on one mesh, whose setting it is; `plan_each`: as for `plan_recomputed`.
-
-    Raises:
-        LengthwiseError: of `plan_step`.
-    """
+    """Run batches of one planner on one mesh, whose setting it is; `plan_each`: as for `plan_recomputed`."""
     options = question.options(mesh)
     (result,) = compare_planners(
         [planner], batches, setting, progress=lambda *_: None, options=options, plan_each=plan_each
@@ -215,7 +210,7 @@ def found_on(
     return Found(planner=planner, mesh=mesh, setting=setting, result=result, trains=runs)
 
 
-def on_one_mesh(mesh: Mesh, planner: str, batches: Sequence[Sequence[int]], question: MeshQuestion) -> Best:
+def on_one_mesh(mesh: RankMesh, planner: str, batches: Sequence[Sequence[int]], question: MeshQuestion) -> Best:
     """Run all batches of one planner where that is the only mesh there is."""
     try:
         found = found_on(mesh, question.setting(mesh), planner, batches, question)

@@ -1,8 +1,7 @@
 """What each position of a piece does in one layer, as arrays: blocks of attention, and shards that travel.
 
-The blocks and messages of `program.lower_microbatch`, summed over the sequences of a piece by one product of matrices:
-milliseconds where 65 million block tasks would take minutes. Tests hold the two against each other. Two things differ:
-sliding windows do not shorten a ring's way, and groups that split heads are one position each.
+As `program.lower_microbatch`, against which tests hold it, in milliseconds instead of minutes. Sliding windows do not
+shorten a ring's way, and groups that split heads are one position.
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ _EXACT = 2**62  # products below fit NumPy's whole numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceLayer:
-    """One piece in one layer; arrays go by ring position, of which each is `heads` ranks.
-
-    Of pieces of one shape that run by themselves (`stack_layers`) an axis before the position tells which.
+    """One piece in one layer; arrays go by ring position, each `heads` ranks, of stacked pieces by piece before that.
 
     blocks: attention in seconds of one rank, forward and backward together, at [ring_step, position].
     tokens: of the shard of each position, that its ranks hold or split the heads of.
-    held: tokens that count as one rank's own: its part of the linear work.
+    held: tokens of one rank, for its linear work.
     near: whether the way to the next position stays inside a node.
     exchange: seconds of one rank's all-to-all, forward and backward together.
     """
@@ -48,11 +45,7 @@ class PieceLayer:
 
 
 def piece_layer(piece: Piece, lengths: Sequence[int], cost: Cost) -> PieceLayer:
-    """Lay out one layer of a piece.
-
-    Raises:
-        PlanError: unequal shares together with split heads.
-    """
+    """Lay out one layer of a piece; PlanError: unequal shares together with split heads."""
     positions = piece.degree // piece.heads
     if piece.shares is not None and piece.heads > 1:
         where, remedy = f"piece on ranks {piece.ranks[:4]}...", "Plan without one of them."
@@ -63,10 +56,7 @@ def piece_layer(piece: Piece, lengths: Sequence[int], cost: Cost) -> PieceLayer:
 
 
 def stack_layers(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost: Cost) -> PieceLayer:
-    """Lay out one layer of pieces of equally many ranks and heads; entry i of `lengths` is of piece i.
-
-    Rings of one sequence and packs on one rank, thousands in a plan, are laid out in a few array operations.
-    """
+    """Lay out one layer of pieces of equally many ranks and heads at once; entry i of `lengths` is of piece i."""
     heads, ranks = pieces[0].heads, np.array([piece.ranks for piece in pieces])
     positions = pieces[0].degree // heads
     has_several = positions > 1 and any(len(each) > 1 for each in lengths)
@@ -90,7 +80,7 @@ def stack_layers(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost
 
 
 def _layer(blocks: Floats, shards: Floats, ranks: NDArray[np.int64], heads: int, cost: Cost) -> PieceLayer:
-    """Put together what positions compute, hold and send; `blocks` are seconds of all layers and all ranks."""
+    """Collect what positions compute, hold and send; `blocks` are seconds of all layers and all ranks."""
     nodes = ranks.reshape(*shards.shape, heads) // cost.ranks_per_node
     own = np.all(nodes == nodes[..., :1], axis=-1)
     outside = min(cost.far.bytes_per_second, cost.uplink_bytes_per_second / cost.ranks_per_node)
@@ -106,7 +96,6 @@ def _layer(blocks: Floats, shards: Floats, ranks: NDArray[np.int64], heads: int,
 
 
 def _chunks(lengths: Sequence[int], positions: int, shares: tuple[float, ...] | None) -> Floats:
-    """Return the tokens of each sequence's 2 x positions chunks, as `core.cut` cuts them."""
     if shares is None and max(lengths) * 2 * positions < _EXACT:
         borders = np.array(lengths, dtype=np.int64)[:, None] * np.arange(2 * positions + 1) // (2 * positions)
     else:
@@ -115,7 +104,7 @@ def _chunks(lengths: Sequence[int], positions: int, shares: tuple[float, ...] | 
 
 
 def _parts(chunks: Floats) -> tuple[Floats, Floats, Floats]:
-    """Part chunks into the low and the high one of each position, and what both are together."""
+    """Split chunks into the low and the high one of each position, and sum both."""
     positions = chunks.shape[1] // 2
     low, high = chunks[:, :positions], np.ascontiguousarray(chunks[:, : positions - 1 : -1])
     return low, high, low + high
@@ -136,10 +125,9 @@ def _blocks(lengths: Floats, chunks: Floats, cost: Cost) -> Floats:
 
 
 def _by_ring_step(below: Floats, above: Floats, own: Floats) -> Floats:
-    """Reorder seconds from [..., j, i], j's queries of i's keys, to [ring_step, ..., j].
+    """Reorder seconds from [..., j, i], j's queries of i's keys, to [ring_step, ..., j]; `own`: of ring step 0.
 
-    At ring step t position j holds the keys of position j - t. `own`: of ring step 0. Rows are written twice beside
-    each other, so that what is at ring step t is a diagonal.
+    At ring step t position j holds the keys of position j - t: rows written twice make it a diagonal.
     """
     positions = own.shape[-1]
     number = np.arange(positions)

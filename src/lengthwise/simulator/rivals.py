@@ -1,8 +1,7 @@
 """What steps take with what most people use today: FSDP2 in lock-step, with padding, packing, or one size of ring.
 
-Parameters lie over all devices, gathered and summed as `cost.ending.Traffic` has it; embedding and head are gathered
-and reduced before and after, hidden by nothing. All devices run microbatch k side by side, and so wait for the slowest
-of them. Memory is that of `cost.memory` for sharded parameters. Costs: milliseconds a setting.
+All devices run microbatch k side by side, with the gathers of `cost.ending.Traffic` (embedding and head exposed) and
+the memory of `cost.memory`. Milliseconds a setting.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ _SEED = 0  # of the order in which a trainer comes to its packs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockStep:
-    """A step in lock-step: entry [k, g] of `busy_seconds` is what group g computes in microbatch k, `seconds[k]` long.
-
-    held_tokens: the most that a device holds at once.
-    """
+    """Group g computes `busy_seconds[k, g]` of microbatch k, `seconds[k]` long; `held_tokens`: of a device at most."""
 
     busy_seconds: Floats
     seconds: Floats

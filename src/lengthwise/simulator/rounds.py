@@ -1,9 +1,8 @@
 """Clocks of the ranks of a microbatch through its passes: blocks, grouped transfers, copies.
 
-As in `attention.planned`, a rank posts the grouped call of a ring step, computes its blocks and waits. A transfer
-starts when both sides have posted it and takes the latency of its link and its bytes; pieces of a rank share its link,
-ranks of a node its uplink. Two layers are run, the others take as long as the second. Cost: a few array operations a
-ring step and pass.
+As in `attention.planned`, a rank posts a ring step's grouped call, computes its blocks and waits. A transfer starts
+when both sides have posted it; pieces share their rank's link, ranks their node's uplink. Two layers are run, the
+others take as long as the second.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ _NO_NODES = np.zeros((1, 1), dtype=np.int64)  # of rings that share no uplinks: 
 class MicrobatchClocks:
     """Seconds of each rank of a microbatch, in the order of `ranks`, counted from its common start.
 
-    forward: when the forward pass is done. total: when the backward pass is. compute: of these, arithmetic
-    and overhead. copied: time by which copies to and from the host hold a rank up.
+    forward, total: when the forward pass and all is done. compute: arithmetic and overhead. copied: waits for copies.
     """
 
     ranks: tuple[int, ...]
@@ -44,7 +42,7 @@ class MicrobatchClocks:
 class _Placed:
     """One layer of a piece; `places` picks its ranks from an array of clocks, at [..., position, member of a group].
 
-    nodes: of the same ranks, at [position, member], counted from the first; only asked for where uplinks are shared.
+    nodes: of the same ranks, [position, member]; needed only where uplinks are shared.
     """
 
     layer: PieceLayer
@@ -69,10 +67,7 @@ def microbatch_clocks(microbatch: Microbatch, tokens: Sequence[int], cost: Cost)
 
 
 def ring_clocks(microbatches: Sequence[Microbatch], tokens: Sequence[int], cost: Cost) -> list[MicrobatchClocks]:
-    """Run microbatches of one piece each, of the same degree, heads, offload and kind of recomputation.
-
-    Ranks of each start together; messages take their links alone, so nodes must not share uplinks.
-    """
+    """Run microbatches of one piece each, alike in degree, heads, offload and recomputation, on links of their own."""
     positions = microbatches[0].pieces[0].degree // microbatches[0].pieces[0].heads
     most = max(1, _AT_ONCE // positions**2)
     parts = (microbatches[first : first + most] for first in range(0, len(microbatches), most))
@@ -80,7 +75,7 @@ def ring_clocks(microbatches: Sequence[Microbatch], tokens: Sequence[int], cost:
 
 
 def _run_rings(microbatches: Sequence[Microbatch], tokens: Sequence[int], cost: Cost) -> list[MicrobatchClocks]:
-    """Run rings as rows of the same arrays, entry j of position j: members of a group do the same at the same time."""
+    """Run rings as rows of one array, entry j of position j; members of a group run alike."""
     pieces = [microbatch.pieces[0] for microbatch in microbatches]
     layer = stack_layers(pieces, [[tokens[i] for i in piece.sequences] for piece in pieces], cost)
     ran = _run([_Placed(layer=layer, places=(..., None), nodes=_NO_NODES)], layer.tokens.shape, microbatches[0], cost)
@@ -116,7 +111,7 @@ def _run(pieces: Sequence[_Placed], shape: tuple[int, ...], microbatch: Microbat
 
 
 def _run_pass(pieces: Sequence[_Placed], clock: Floats, held: Floats, each: Pass, cost: Cost) -> tuple[Floats, Floats]:
-    """Run all layers of one pass; return the clocks after it and the arithmetic in it."""
+    """Run all layers of one pass; return the clocks after it, and its arithmetic."""
     own = (each.linear * cost.linear_seconds * held + each.linear * cost.fixed_seconds) / cost.layers
     exchange, blocks = np.zeros_like(held), np.zeros_like(held)
     for piece in pieces:
@@ -135,7 +130,7 @@ def _run_pass(pieces: Sequence[_Placed], clock: Floats, held: Floats, each: Pass
 
 
 def _run_layer(rings: Sequence[_Ring], lone: Sequence[tuple[_Placed, Floats]], clock: Floats, cost: Cost) -> Floats:
-    """Run one layer: rings, and the blocks of pieces whose ranks need no other's keys."""
+    """Run one layer: rings, and the blocks of pieces that need no other rank's keys."""
     for step in range(max(ring.num_steps for ring in rings)):
         end = clock.copy()
         for piece, seconds in lone if step == 0 else ():
@@ -155,7 +150,7 @@ def _run_layer(rings: Sequence[_Ring], lone: Sequence[tuple[_Placed, Floats]], c
 
 
 def _shared_seconds(rings: Sequence[_Ring], sends: Sequence[Floats], step: int, ranks: int, cost: Cost) -> list[Floats]:
-    """Return how long messages of a ring step take beside each other: over links of ranks, and over uplinks."""
+    """Return the seconds of a ring step's messages that share links and uplinks."""
     load = np.zeros((2, ranks))
     for ring, seconds in zip(rings, sends, strict=True):
         load[0, ring.places] += seconds
@@ -189,23 +184,22 @@ class _Ring:
         self._twice = np.concatenate((shard_bytes, shard_bytes), axis=-2)  # of the owner p - t at [positions + p - t]
 
     def blocks(self, step: int) -> Floats:
-        """Return the seconds of the blocks of a ring step."""
         return self._attention * self._blocks[step] if step < self._positions else np.zeros(self._blocks.shape[1:])
 
     def payload(self, step: int) -> Floats:
-        """Return the bytes that each position sends to the next one; gradients go two ring steps after the keys."""
+        """Return the bytes that each position sends on; gradients follow the keys two ring steps later."""
         payload = np.zeros(self._blocks.shape[1:])
         if step < self._positions - 1:
             payload = self._keys * self._arrived(step)
         return payload + self._gradients * self._arrived(step - 1) if self._gradients and step >= 2 else payload
 
     def send_seconds(self, step: int) -> Floats:
-        """Return how long the message of each position to the next one takes; 0 where there is none."""
+        """Return the seconds of each position's message; 0 where there is none."""
         payload = self.payload(step)
         return np.where(payload > 0, self.latency + payload / self._rate, 0.0)
 
     def uplink_seconds(self, step: int) -> Floats:
-        """Return how long the uplink of the node takes for a message, were it alone; 0 inside a node."""
+        """Return the seconds of a message alone on the node's uplink; 0 inside a node."""
         return self.payload(step) / self._uplink
 
     def _arrived(self, step: int) -> Floats:

@@ -1,9 +1,8 @@
 """A plan and its costs -> the timeline of one step.
 
-The plan's global order is walked with a clock a rank, as `planner.score` does; how long a ring keeps each of its ranks
-comes from its ring steps (`rounds`). Pipelines run interleaved 1F1B (`program.stage_order`); microbatches that share an
-uplink slow each other down (`contention`). Not simulated: variance of kernels, congestion beyond the uplinks,
-activations and rings sharing a link, the order of copies on the host.
+A clock a rank walks the plan's order, as in `planner.score`, with pieces from their ring steps (`rounds`), interleaved
+1F1B (`program.stage_order`) and shared uplinks (`contention`). Not simulated: variance of kernels, congestion beyond
+the uplinks, activations and rings sharing a link, the order of copies on the host.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ def simulate_plan(plan: Plan, cost: Cost) -> Timeline:
     """Simulate one step of a plan of any planner; `waves` run in lock-step, and `cost` says how many stages a rank has.
 
     Raises:
-        PlanError: a pipeline of other stages than the costs', shares together with split heads, ranks of unequal
-            speed, or features that `cost` does not hold.
+        PlanError: another number of stages, shares with split heads, unequal speeds, or features that `cost` lacks.
     """
     if not features_of(plan) <= SIMULATOR:
         expected, got = "ranks of one speed, all that is simulated", "a plan for unequal ranks"
@@ -82,7 +80,6 @@ def _run_flat(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timelin
 
 
 def _run_stages(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timeline:
-    """Run the plan through the stages of its ranks; rows go by chunk, then as in the plan."""
     if plan.schedule["kind"] == "waves":
         clocks = [_with_all_ranks(each, plan.ranks) for each in clocks]
     virtual = int(plan.schedule.get("virtual", 1))
@@ -114,7 +111,7 @@ def _run_stages(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timel
 
 
 def _rows(clocks: list[MicrobatchClocks]) -> dict[str, Any]:
-    """Join what does not depend on when microbatches run: arrays of one entry for each rank of each."""
+    """Join what does not depend on when microbatches run, an entry for each rank of each."""
     counts = [len(each.ranks) for each in clocks]
     return {
         "rank": np.array([rank for each in clocks for rank in each.ranks], dtype=np.int64),
@@ -126,7 +123,7 @@ def _rows(clocks: list[MicrobatchClocks]) -> dict[str, Any]:
 
 
 def _with_all_ranks(clocks: MicrobatchClocks, ranks: int) -> MicrobatchClocks:
-    """Let a wave name the ranks that have no work in it, too: they go through its stages with the others."""
+    """Add to a wave the ranks without work: they run its stages, too."""
 
     def spread(values: Floats) -> Floats:
         every = np.zeros(ranks)
@@ -138,7 +135,7 @@ def _with_all_ranks(clocks: MicrobatchClocks, ranks: int) -> MicrobatchClocks:
 
 
 def _all_clocks(plan: Plan, cost_of: Callable[[int], Cost]) -> list[MicrobatchClocks]:
-    """Run every microbatch from a common start, each at its own costs; equal ones only once."""
+    """Run every microbatch from a common start at its own costs, equal ones once."""
     same: list[int] = []  # of each, the first that is equal to it
     first: dict[object, int] = {}
     stacked: dict[object, list[int]] = {}  # packs and lone rings, of one shape
@@ -165,7 +162,7 @@ def _all_clocks(plan: Plan, cost_of: Callable[[int], Cost]) -> list[MicrobatchCl
 
 
 def _alike(microbatch: Microbatch, tokens: Sequence[int], cost: Cost) -> object:
-    """Name what a microbatch's clocks depend on: lengths, and where its ranks are, counted from the first's node."""
+    """Return what a microbatch's clocks depend on: lengths, and its ranks' places relative to the first's node."""
     base = min(microbatch.ranks) // cost.ranks_per_node * cost.ranks_per_node
     pieces = tuple(
         (tuple(rank - base for rank in p.ranks), tuple(tokens[i] for i in p.sequences), p.heads, p.shares)

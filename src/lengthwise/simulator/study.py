@@ -1,8 +1,6 @@
 """Planners compared on the same batches, simulated: step times, their spread, and how near the ideal they come.
 
-The ideal of a batch is its arithmetic at the efficiencies of the hardware, spread evenly over all devices: blocks as
-large as can be, no overhead, nothing sent, reduced or waited for. Ideal seconds over step seconds is 1 where a step
-loses nothing, whatever its lengths, mesh and planner.
+The ideal of a batch is its arithmetic in the largest blocks, spread evenly over all devices, with nothing to wait for.
 """
 
 from __future__ import annotations
@@ -35,10 +33,9 @@ class TooLarge(PlanError):  # noqa: N818 - the name says what happened
 class Setting:
     """What is simulated: a model on so many ranks of a hardware, `devices` of it a rank.
 
-    `context_tokens` sizes the mesh of planners with a fixed one, and is the longest that a sequence may be. `loader` is
-    one of `simulator.loading.LOADERS`. `capacities`: tokens of a rank for each kind of recomputation that a step may
-    choose (default: none, with the capacity of the cluster). `must_fit`: plans that need more memory than a device has,
-    by the formulas of `cost.memory`, are refused.
+    context_tokens: sizes the mesh of planners with a fixed one; no sequence is longer. loader: of
+    `simulator.loading.LOADERS`. capacities: tokens of a rank by kinds of recomputation that a step may choose (default:
+    none, with the cluster's). must_fit: refuse plans that need more memory than a device has (`cost.memory`).
     """
 
     shape: ModelShape
@@ -61,9 +58,9 @@ class Setting:
 class SimulatedStep:
     """One planner on one batch: times in seconds, ratios of all ranks' time, memory of the fullest device in bytes.
 
-    loader_seconds: of the step, what all ranks wait for their data. bound_seconds: of the plan, without step's end.
-    ideal_seconds: of the batch on these devices. recompute: the kind that the plan has, or chose. most_degree,
-    most_heads, most_offload: of any of its pieces and microbatches. features: that the plan uses.
+    loader_seconds: what all ranks wait for data. bound_seconds: of the plan, without step's end. ideal_seconds: of the
+    batch on these devices. recompute: the plan's kind. most_degree, most_heads, most_offload: of any piece or
+    microbatch. features: that the plan uses.
     """
 
     step_seconds: float
@@ -137,8 +134,7 @@ def compare_planners(
 ) -> list[PlannerResult]:
     """Plan and simulate every batch, the lengths of a step, with every planner; before each, call `progress`.
 
-    `options` are the same for all planners; planner, layers and context are those of this comparison. `plan_each`: as
-    for `plan_recomputed`.
+    options: the same for all planners; planner, layers and context are set here. plan_each: as for `plan_recomputed`.
 
     Raises:
         LengthwiseError: of `plan_step`; sequences longer than the context or than the cluster holds are named.
@@ -166,7 +162,7 @@ def _simulate(
     progress: Callable[[int], None],
     plan_each: PlanStep,
 ) -> list[tuple[Plan, Timeline]]:
-    """Plan and simulate every batch, each after the one before it has been computed and its own data loaded."""
+    """Plan and simulate every batch, each after the one before and its own data's loading."""
     plans, timelines = [], []
     for number, tokens in enumerate(batches):
         progress(number)
@@ -199,10 +195,9 @@ def _simulate(
 def _simulate_step(
     tokens: Sequence[int], setting: Setting, options: PlanOptions, plan_each: PlanStep
 ) -> tuple[Plan, Timeline]:
-    """Plan and simulate one batch; where plans must fit and this one does not, the better of two that might.
+    """Plan and simulate one batch; where the plan must fit and does not, the better of two that might.
 
-    What a layer computes again cannot be offloaded, which the capacities that planners are given do not know: where a
-    plan does both, a rank may hold more than a device has. Those two do one of them alone.
+    Capacities do not know that what a layer computes again cannot be offloaded; those two do one of both alone.
 
     Raises:
         PlanError: of `plan_recomputed`.
@@ -239,10 +234,7 @@ def _simulate_step(
 
 
 def ideal_seconds(tokens: Sequence[int], setting: Setting) -> float:
-    """Return the arithmetic of a batch, in blocks as large as can be, spread evenly over all devices.
-
-    At the efficiencies of the hardware, or, with one device a rank, of the costs: they may have been measured.
-    """
+    """Return the arithmetic of a batch, in the largest blocks, spread evenly; with one device a rank, of the costs."""
     cost = analytic_cost(setting.shape, setting.hardware)
     if setting.devices == 1:
         compute = {"quadratic_seconds": setting.cost.quadratic_seconds, "linear_seconds": setting.cost.linear_seconds}
@@ -275,10 +267,7 @@ def _steps(simulated: Sequence[tuple[Plan, Timeline]], setting: Setting) -> tupl
 
 
 def _memory_bytes(plan: Plan, timeline: Timeline, setting: Setting) -> float:
-    """Return the bytes of the fullest device: states, and the peak with its largest microbatches.
-
-    The first stage keeps those of several microbatches at once, but of no more than its rank has.
-    """
+    """Return the bytes of the fullest device: states, and the most microbatches that it keeps at once."""
     first = timeline.stage == 0
     rank, microbatch, held = timeline.rank[first], timeline.microbatch[first], timeline.held_tokens[first]
     virtual = int(plan.schedule.get("virtual", 1))
@@ -307,8 +296,8 @@ def _memory_bytes(plan: Plan, timeline: Timeline, setting: Setting) -> float:
 class Gain:
     """How much sooner one planner ends than another: `ratio` of mean step seconds over the same batches.
 
-    Between `low` and `high` the simulation cannot tell: the error of the model, a share of the ratio, and two standard
-    errors of the ratio over the batches (linearised; nothing is known of them from one batch).
+    Between `low` and `high` the simulation cannot tell: the model's error, a share of the ratio, and two standard
+    errors over the batches.
     """
 
     ratio: float

@@ -1,8 +1,7 @@
 """A timeline as a Chrome trace: JSON that chrome://tracing and ui.perfetto.dev open.
 
-Nodes are processes, ranks are threads, each stage of a rank one of its own; each rank's forward and backward passes are
-slices, what lies between is time in which it waits. Thousands of ranks would make a file that no viewer opens, so some
-are chosen: the first ones, the one that is done last and the one that works least, and ranks spread over the line.
+Nodes are processes, stages of ranks threads, passes slices; gaps are waits. Of thousands of ranks some are shown: the
+first, the last to end, the one of least work, and some over the line.
 """
 
 from __future__ import annotations

@@ -1,17 +1,9 @@
-"""Two baselines: ByteScale's balance scheduler, the best published one of hybrid data parallelism.
+"""Two baselines: ByteScale's balance scheduler, the best published one of hybrid data parallelism, and its naive form.
 
-1. Each sequence takes the fewest ranks that hold it, offload that compute hides counted; or so many, rounded up, that
-   heads split well.
-2. Longest first, sequences form buckets of about equal FLOPs.
-3. Ranks that lag behind the busiest by more than delta get sequences of one bucket, until all are level again.
-   DP-Balance takes the first bucket that is not empty, PP-Balance all in turn.
-
-`plan_bytescale_naive` has no such scheduler: what dynamic groups gain by themselves. Long sequences take the fewest
-ranks that hold them, in data order, then packs, each time the longest that still fits; a piece of d ranks takes the
-next d places of the first round that has them (section 5.3, Algorithm 1).
-
-O(N log d) a ring or pack. Source: arXiv 2502.21231, section 6, Algorithm 2;
-docs/decisions/baselines-in-their-favour.md.
+Sequences take the fewest ranks that hold them, hidden offload counted; longest first they form buckets of about equal
+FLOPs, and ranks that lag the busiest by more than delta get sequences of one bucket. DP-Balance takes the first bucket
+left, PP-Balance all in turn. `plan_bytescale_naive` (section 5.3, Algorithm 1) packs in data order, in rounds. O(N log
+d) a ring or pack. Source: arXiv 2502.21231, section 6, Algorithm 2; docs/decisions/baselines-in-their-favour.md.
 """
 
 from __future__ import annotations
@@ -39,7 +31,7 @@ DELTA = 0.05  # share of the ideal step time by which a rank must lag to be a ta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Bundle:
     """One ring or pack that waits for ranks; `seconds` with its launch; long: one sequence beyond the capacity."""
 
     degree: int
@@ -79,11 +71,11 @@ def degrees_to_try(request: PlanRequest) -> list[NDArray[np.int64]]:
 
 
 def assign(
-    buckets: Sequence[Sequence[Work]], ranks: int, delta: float, strategy: Strategy, least: float = math.inf
+    buckets: Sequence[Sequence[Bundle]], ranks: int, delta: float, strategy: Strategy, least: float = math.inf
 ) -> tuple[float, list[Microbatch]]:
-    """Give work to ranks that lag by more than `delta` seconds, from bucket to bucket; return the makespan as well.
+    """Give work to ranks that lag by over `delta` seconds.
 
-    One that cannot end before `least` is left unfinished: its makespan is inf.
+    Return (makespan, work), inf if it cannot end before `least`.
     """
     free = np.zeros(ranks)
     # Seconds of all ranks that waiting may take before the last end is `least`; sums round.
@@ -107,8 +99,8 @@ def assign(
     return float(free.max()), microbatches
 
 
-def _take_next(bucket: list[deque[Work]], free: NDArray[np.float64], delta: float) -> Work:
-    """Take the first of a bucket that fits on neighbouring targets, else the first; it goes by runs of one degree."""
+def _take_next(bucket: list[deque[Bundle]], free: NDArray[np.float64], delta: float) -> Bundle:
+    """Take the first of a bucket that fits on neighbouring targets, else the first, in runs of one degree."""
     number = 0
     if len(bucket) > 1:
         targets = _longest_run(free.max() - free > delta)
@@ -120,10 +112,7 @@ def _take_next(bucket: list[deque[Work]], free: NDArray[np.float64], delta: floa
 
 
 def equal_buckets(lengths: NDArray[np.int64], flops: NDArray[np.float64], count: int) -> list[list[int]]:
-    """Divide sequences, longest first, into at most `count` buckets of about equal sums of `flops`.
-
-    A sequence belongs to the bucket in which the middle of its work lies.
-    """
+    """Divide sequences, longest first, into at most `count` buckets of about equal `flops`, by their middle."""
     order = np.lexsort((np.arange(len(lengths)), -lengths))
     sorted_flops = flops[order]
     total = float(sorted_flops.sum())
@@ -142,18 +131,18 @@ def power_of_two_degrees(least: NDArray[np.int64], ranks: int) -> NDArray[np.int
 
 def _make_work(
     request: PlanRequest, bucket: list[int], degrees: NDArray[np.int64], known: dict[tuple[int, ...], float]
-) -> list[Work]:
+) -> list[Bundle]:
     """Make rings of the long and packs of the short sequences of a bucket, longest first; `known` keeps prices."""
     capacity, cost, tokens = request.cluster.capacity_tokens, request.cost, request.tokens
     short = [i for i in bucket if tokens[i] <= capacity][::-1]
     pieces = [(int(degrees[i]), [i]) for i in bucket if tokens[i] > capacity]
     pieces += [(1, pack) for pack in full_packs(short, [tokens[i] for i in short], capacity)]
-    works: list[Work] = []
+    works: list[Bundle] = []
     for degree, sequences in pieces:
         key = (degree, *(tokens[i] for i in sequences))
         if key not in known:
             known[key] = cost.fixed_seconds + cost.piece_seconds(key[1:], degree)
-        works.append(Work(degree=degree, sequences=sequences, seconds=known[key], is_long=key[1] > capacity))
+        works.append(Bundle(degree=degree, sequences=sequences, seconds=known[key], is_long=key[1] > capacity))
     return works
 
 
@@ -175,10 +164,7 @@ def plan_bytescale_naive(request: PlanRequest) -> list[Microbatch]:
 
 
 def deal_in_rounds(degrees: Sequence[int], ranks: int) -> list[tuple[int, int]]:
-    """Give each piece, in order, the next free slots of the first round that has as many as it needs.
-
-    Returns for each piece its round and its first rank. Slots of a round are taken from rank 0 upward.
-    """
+    """Give each piece the next slots of the first round with room for it; return its round and first rank."""
     taken = np.zeros(len(degrees), dtype=np.int64)
     num_rounds = 0
     slots: list[tuple[int, int]] = []

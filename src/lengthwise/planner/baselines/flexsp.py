@@ -1,11 +1,8 @@
 """A baseline for small steps: FlexSP's integer program (arXiv 2412.01523), solved by HiGHS (`milp`).
 
-1. The batch becomes M micro-batches: sequences by length, cut into M runs whose largest sum of tokens is least. Three M
-   are tried, from what memory needs, and the best kept.
-2. Of each, ranks are divided into groups of power-of-two degrees (or all ranks), and every sequence goes to one group:
-   m[p] says whether group p is used, a[k,p] how many sequences of length k it gets. The slowest group ends first, with
-   sum of d[p] m[p] <= N, tokens of a group <= d[p] x C, T >= seconds of each group.
-3. Micro-batches follow each other on all ranks: each is one microbatch of several pieces.
+Sequences by length are cut into M micro-batches of about equal tokens, the best of three M. Of each, m[p] says whether
+group p of d[p] ranks (powers of two, or all) is used and a[k,p] how many sequences of length k it gets: minimize T with
+sum of d[p] m[p] <= N, tokens of a group <= d[p] x C, T >= seconds of each group.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ def plan_flexsp(request: PlanRequest) -> list[Microbatch]:
 
     Raises:
         ConfigError: highspy is not installed.
-        PlanError: more ranks and sequences than is small.
+        PlanError: too many ranks or sequences.
     """
     cluster, lengths = request.cluster, request.lengths
     refuse_large(cluster.ranks, len(lengths))
@@ -129,7 +126,7 @@ def _solve(request: PlanRequest, sequences: Sequence[int]) -> tuple[float, list[
 def _added_seconds(
     program: Program, cost: Cost, lengths: NDArray[np.int64], degree: int, given: Sequence[int], unit: float
 ) -> dict[int, float]:
-    """Return what sequences add to the seconds of their group, negative, by variable, in parts of `unit`."""
+    """Return what sequences add to the seconds of their group, negated, by variable, in parts of `unit`."""
     if cost.prices_choices:
         alone = cost.ring_piece_seconds(lengths, np.full(len(lengths), degree)) - cost.hops_seconds(degree)
         return {given[k]: -float(alone[k]) / unit for k in range(len(lengths))}
@@ -146,7 +143,6 @@ def _added_seconds(
 
 
 def _degrees(ranks: int) -> list[int]:
-    """List the degrees of groups, widest first: powers of two, and all ranks."""
     return sorted({ranks, *(1 << power for power in range(ranks.bit_length()) if 1 << power <= ranks)}, reverse=True)
 
 

@@ -1,8 +1,6 @@
-"""A baseline where it is installed: Megatron-Core's own scheduler of hybrid context parallelism, as it is.
+"""A baseline where it is installed: Megatron-Core's own `BalancedCPScheduler` of hybrid context parallelism.
 
-`BalancedCPScheduler` is plain Python and needs no GPU: it is given lengths and a stand-in for its process group, of
-which it asks the size only. The samples of each rank and sub-batch that it returns become a plan, packed as
-`power-of-two` packs: run as 0.16 runs them, every sample a launch, they take longer.
+Its samples of each rank and sub-batch become a plan, packed as `power-of-two` packs, which is faster than unpacked.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _SCHEDULER_MODULE = "megatron.core.pipeline_parallel.hybrid_cp_schedule"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FakeGroup:
-    """All that the scheduler asks of a process group."""
+    """What the scheduler needs of a process group."""
 
     ranks: int
 
@@ -35,11 +33,7 @@ class _FakeGroup:
 
 
 def plan_megatron_core(request: PlanRequest) -> list[Microbatch]:
-    """Plan one step by the installed scheduler.
-
-    Raises:
-        PlanError: the installed Megatron-Core has no such scheduler.
-    """
+    """Plan one step by the installed scheduler; PlanError: Megatron-Core has none."""
     microbatches: list[Microbatch] = []
     for gangs in megatron_sub_batches(request.lengths, request.cluster.ranks, request.most_held_tokens):
         microbatches += write_sub_batch(gangs, pack_gangs(request, gangs), is_first=not microbatches)

@@ -1,12 +1,8 @@
 """A baseline: power-of-two degrees in balanced sub-batches, the rule of Megatron-Core's hybrid context parallel.
 
-1. A sequence takes the next power of two of s / C ranks. Longest first, they form buckets of about equal s^2 / degree.
-2. A sub-batch takes the head of the first bucket that has a place, on idle ranks or in the least loaded gang of its
-   degree, until ranks are level or no head has a place.
-3. The busiest gang's last ones go back where that levels; idle ranks double the narrowest gangs.
-
-O(n log n) a sub-batch. Source: `BalancedCPScheduler` of Megatron-Core 0.16; differences:
-docs/decisions/baselines-in-their-favour.md.
+Sequences take the next power of two of s / C ranks, and form buckets of about equal s^2 / degree. A sub-batch takes the
+heads of buckets while ranks are not level; then its busiest group gives back and idle ranks double the narrowest.
+Source: `BalancedCPScheduler` of Megatron-Core 0.16; differences: docs/decisions/baselines-in-their-favour.md.
 """
 
 from __future__ import annotations
@@ -67,7 +63,7 @@ def next_sub_batch(sequences: Sequence[int], lengths: Whole, degrees: Whole, wor
 
 
 def _fill_gangs(buckets: list[deque[int]], degrees: Whole, work: Floats, ranks: int) -> list[Gang]:
-    """Place the heads of buckets until ranks are level or nothing has a place."""
+    """Place the heads of buckets until ranks are level or nothing fits."""
     gangs: list[Gang] = []
     loads: dict[int, list[tuple[float, int]]] = {}  # by degree: (work, gang), least first
     free, most, widest = ranks, 0.0, 0
@@ -97,7 +93,7 @@ def _fill_gangs(buckets: list[deque[int]], degrees: Whole, work: Floats, ranks: 
 
 
 def _trim(gangs: list[Gang], work: Floats) -> None:
-    """Give back the last sequence of the busiest gang while that brings ranks closer together."""
+    """Give back the last sequence of the busiest group while that levels ranks."""
     while True:
         busiest = max(gangs, key=lambda gang: gang.work)
         least = min(gang.work for gang in gangs)
@@ -113,7 +109,7 @@ def _trim(gangs: list[Gang], work: Floats) -> None:
 
 
 def _widen(gangs: list[Gang], empty: int, ranks: int) -> None:
-    """Double the first of the narrowest gangs, or let it take all ranks, while enough ranks have nothing."""
+    """Double the first of the narrowest groups, or give it all ranks, while enough ranks are idle."""
     while empty > 0:
         gang = min(gangs, key=lambda gang: gang.degree)
         wider = min(2 * gang.degree, ranks)

@@ -1,12 +1,7 @@
 """Baselines: the best one degree for each step, as careful users do without a planner, and packed data parallelism.
 
-1. The line of ranks is N // d groups; all sequences are cut by the same degree d, each d that holds the longest.
-2. The better of two ways: sequences to the least loaded group, longest first; or packs filled in data order, where
-   attention of the long hides transfers of the short.
-3. The least makespan is kept; of equal ones the smallest d. `packed-dp` is d = 1 alone: no sequence is cut.
-
-A degree is scheduled only if a lower bound of it is below the best so far: a few dozen schedules of O(n log p) for n
-sequences in p packs. docs/decisions/baselines-in-their-favour.md.
+Every degree d that holds the longest sequence cuts all of them; N // d groups take them longest first, or packs in data
+order. The least makespan wins, of equal ones the smallest d; bounds skip the rest. `packed-dp` is d = 1 alone.
 """
 
 from __future__ import annotations
@@ -82,23 +77,19 @@ def least_seconds(request: PlanRequest, degree: int) -> float:
 
 
 def _degrees(request: PlanRequest) -> range:
-    """Return the degrees to try: those that hold the longest sequence.
-
-    Where costs offer offload, those that need it: the others are tried with costs that offer none (`portfolio`).
-    """
+    """Return the degrees that hold the longest sequence; where costs offer offload, those that need it."""
     least, ranks = int(request.fewest_degrees.max()), request.cluster.ranks
     without = -(-max(request.tokens) // request.cluster.capacity_tokens)
     return range(least, without if least < without <= ranks else ranks + 1)
 
 
 def _rough_bounds(request: PlanRequest, degrees: range) -> dict[int, float]:
-    """Bound the makespan at each degree from below by arithmetic alone, in blocks as large as can be."""
+    """Bound the makespan at each degree from below by arithmetic alone."""
     alone = float(request.cost.compute_seconds(request.lengths).sum())
     return {d: _bound_from(request, d, alone / d) for d in degrees}
 
 
 def _seconds_together(request: PlanRequest, degree: int) -> float:
-    """Return how long one piece of all sequences would take, without copies, launch and hops."""
     cost = request.cost.without_copies()
     tokens = request.lengths if cost.prices_choices else request.tokens  # whose squares, as whole numbers, may overflow
     return cost.piece_seconds(tokens, degree) - cost.hops_seconds(degree)
@@ -133,10 +124,7 @@ def schedule_at(request: PlanRequest, degree: int) -> SingleDegree:
 
 
 def first_fit_packs(room: NDArray[np.int64], capacity_tokens: int) -> list[list[int]]:
-    """Put each sequence into the first pack with room, in data order; none takes more than a pack has.
-
-    A tree holds the most room of every pair of packs, pair of pairs, and so on.
-    """
+    """Put each sequence into the first pack with room, in data order, by a tree of the most room in pairs."""
     most_packs = 2 * (int(room.sum()) // capacity_tokens) + 2  # of two neighbours one is half full, or both are one
     leaves = 1 << (most_packs - 1).bit_length()
     most = [capacity_tokens] * (2 * leaves)  # entry k: in either of 2k and 2k + 1; entries from `leaves` on: of a pack
@@ -180,7 +168,6 @@ def _makespan(request: PlanRequest, degree: int, packs: list[tuple[int, list[int
 def room_tokens(lengths: NDArray[np.int64], degree: int) -> NDArray[np.int64]:
     """Return the room that sequences take in a pack over `degree` ranks, at least their lengths.
 
-    That is `held_at_most` on each of d positions, less what is allowed for rounding; so packs of up to d x capacity
-    of this room never hold too much on any position.
+    Packs of up to d x capacity of this room never hold too much on any position, rounding allowed.
     """
     return np.maximum(lengths, degree * (held_at_most(lengths, degree) - rounding_tokens(1, degree)))

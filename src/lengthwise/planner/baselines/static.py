@@ -1,11 +1,7 @@
 """The baseline: one fixed mesh of data-parallel groups x context-parallel ranks, as long-context training is run today.
 
-1. The mesh is sized for the longest sequence (the context): the ranks that hold it, the smallest divisor of the rank
-   count, or the smallest power of two; the first to end this step is taken.
-2. Samples are packed in data order, up to the context or to what a group holds, whichever ends first.
-3. Each pack is cut over all ranks of a group; packs are dealt in turn.
-
-Costs sequences x packs. docs/decisions/baselines-in-their-favour.md.
+It is sized for the longest sequence (exact, divisor or power of two); samples are packed in data order, cut over all
+ranks of a group and dealt in turn. The first of these to end is taken. docs/decisions/baselines-in-their-favour.md.
 """
 
 from __future__ import annotations
@@ -50,11 +46,7 @@ def plan_static(request: PlanRequest) -> list[Microbatch]:
 
 
 def context_parallel_degrees(cluster: Cluster, context_tokens: int) -> tuple[int, ...]:
-    """List the group sizes in use that hold a context: exact, divisor, power of two; each once.
-
-    Raises:
-        PlanError: not even all ranks hold it.
-    """
+    """List the group sizes that hold a context: exact, divisor, power of two; PlanError: none does."""
     exact = -(-context_tokens // cluster.capacity_tokens)
     if exact > cluster.ranks:
         held = f"{cluster.longest_tokens} tokens ({counted(cluster.ranks, 'rank')} x {cluster.capacity_tokens} tokens)"
@@ -71,7 +63,7 @@ def context_parallel_degrees(cluster: Cluster, context_tokens: int) -> tuple[int
 
 
 def _plan_on(request: PlanRequest, cp: int, room_tokens: int) -> tuple[float, list[Microbatch]]:
-    """Pack and deal on groups of `cp` ranks; return the makespan as well."""
+    """Pack and deal on groups of `cp` ranks; also return the makespan."""
     cluster, cost = request.cluster, request.cost
     packs = _pack_in_order(request.tokens, cp, cluster.capacity_tokens, room_tokens)
     groups = [ring_order(first, cp) for first in range(0, cluster.ranks - cp + 1, cp)]
@@ -102,10 +94,9 @@ def _context_tokens(request: PlanRequest) -> int:
 
 @lru_cache(maxsize=64)  # costs do not decide it: it is asked again for each of their choices
 def _pack_in_order(tokens: tuple[int, ...], cp: int, capacity_tokens: int, room_tokens: int) -> list[list[int]]:
-    """Put each sequence into the first pack with room, in data order.
+    """Put each sequence into the first pack with room, in data order; one beyond a group's capacity is alone.
 
-    Room is counted in the tokens that each position really holds: a cut sequence may leave one more than its share
-    on a position, which the plan file allows once a sequence. A sequence beyond a group's capacity is alone.
+    Room counts the tokens of each position; a cut sequence may leave one more than its share there.
     """
     packs: list[_Pack] = []
     room = np.full(len(tokens), room_tokens, dtype=np.int64)
@@ -130,7 +121,7 @@ def _pack_in_order(tokens: tuple[int, ...], cp: int, capacity_tokens: int, room_
 
 
 class _Pack:
-    """A pack over `cp` positions. What each holds is counted only once a bound no longer tells that there is room."""
+    """A pack over `cp` positions, whose tokens are counted only once a bound leaves room in doubt."""
 
     def __init__(self, cp: int, capacity_tokens: int) -> None:
         self.sequences: list[int] = []
@@ -140,7 +131,6 @@ class _Pack:
         self._most = 0  # no position holds more
 
     def has_room(self, length: int) -> bool:
-        """Return whether no position would hold more than it can."""
         most = self._capacity_tokens + rounding_tokens(len(self.sequences) + 1, self._cp)
         if self._most + held_at_most(length, self._cp) <= most:
             return True
@@ -150,7 +140,6 @@ class _Pack:
         return int((self._held + held_tokens([length], self._cp)).max()) <= most
 
     def put(self, sequence: int, length: int) -> None:
-        """Put a sequence of `length` tokens into it."""
         self.sequences.append(sequence)
         self._uncounted.append(length)
         self._most += held_at_most(length, self._cp)

@@ -1,11 +1,7 @@
 """Tiny steps by simulated annealing: pieces are changed one by one, kept if the step ends sooner or not much later.
 
-1. The state is a list of pieces (sequences, degree), each placed where it starts earliest; a local pack joins the
-   microbatch of the ring before it where it fits.
-2. A change moves a sequence or a piece, gives another degree, or deals two pieces anew.
-3. Ever less of a later end is allowed. Random numbers come from a fixed seed.
-
-About 10 us a piece and try. Source: Kirkpatrick et al., Science 1983; docs/decisions/small-steps.md.
+A change moves a sequence or piece, changes a degree, or deals two pieces anew; seeds are fixed. About 10 us a piece and
+try. Source: Kirkpatrick et al., Science 1983; docs/decisions/small-steps.md.
 """
 
 from __future__ import annotations
@@ -35,10 +31,10 @@ State = list[tuple[int, tuple[int, ...]]]  # pieces as (degree, sequences), in t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Placement:
     """A placed state: (first rank, degree, sequences, number of the microbatch) of each piece, and when all is done.
 
-    `judged_seconds` is what tries compare: the makespan and the mean time at which ranks are done.
+    judged_seconds: what tries compare, from the makespan and the mean time at which ranks are done.
     """
 
     pieces: list[tuple[int, int, tuple[int, ...], int]]
@@ -70,7 +66,7 @@ class Annealing:
         self._seconds: dict[tuple[int, tuple[int, ...]], list[float]] = {}
         self._held: dict[tuple[int, tuple[int, ...]], int] = {}
 
-    def run(self, state: State) -> Layout:
+    def run(self, state: State) -> Placement:
         """Try changes; return the best layout seen."""
         current = best = self.place(state)
         found = 0
@@ -139,7 +135,7 @@ class Annealing:
         new[min(place, len(new)) : 0] = dealt
         return new
 
-    def place(self, state: State) -> Layout:
+    def place(self, state: State) -> Placement:
         """Place the pieces of a state in their order."""
         free = [0.0] * self.ranks
         beside = [(0, -1)] * self.ranks  # tokens that fit beside the ring that a rank ran last, and its number
@@ -171,7 +167,7 @@ class Annealing:
                 free[rank], beside[rank] = end, (room, number)
             pieces.append((first, degree, sequences, number))
         makespan = max(free)
-        return Layout(pieces=pieces, makespan_seconds=makespan, judged_seconds=makespan + sum(free) / self.ranks)
+        return Placement(pieces=pieces, makespan_seconds=makespan, judged_seconds=makespan + sum(free) / self.ranks)
 
     def all_in_rings(self) -> State:
         """Pack all sequences, longest first, into rings over all ranks: the other end of what is possible."""
@@ -216,8 +212,7 @@ class Annealing:
         return self._most_held(degree, sequences) <= self.capacity + rounding_tokens(len(sequences), degree)
 
 
-def _write(layout: Layout, request: PlanRequest) -> list[Microbatch]:
-    """Write microbatches in the order in which their first pieces were placed."""
+def _write(layout: Placement, request: PlanRequest) -> list[Microbatch]:
     together: dict[int, list[Piece]] = {}
     for first, degree, sequences, number in layout.pieces:
         shares = request.topology.shares(request.tokens[sequences[0]], first, degree) if len(sequences) == 1 else None

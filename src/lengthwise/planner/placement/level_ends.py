@@ -1,10 +1,7 @@
 """Local packs: short sequences into the gaps that rings leave, then onto the least loaded ranks, longest first.
 
-1. The largest gap is filled first, with the longest that fits its time, in packs of at most `capacity` tokens.
-2. What is left goes to the rank that is done first, into the first of its packs with room.
-3. Then sequences are exchanged between the last and the first to finish (`swaps`).
-
-Costs n log N for n sequences on N ranks. Source: longest-processing-time list scheduling (Graham, 1969).
+Then the last and the first rank to finish exchange some (`swaps`). n log N for n sequences on N ranks. Source: Graham,
+1969.
 """
 
 from __future__ import annotations
@@ -26,8 +23,8 @@ Load = tuple[float, int]  # when a rank is done, and which
 class LocalPack(NamedTuple):
     """Sequences that `rank` computes alone, in one microbatch.
 
-    `before`: it runs before the ring of this number (None: after all rings). `beside`: it shares the microbatch, and so
-    the launch, of the ring of this number, and comes after the rank's shard of that.
+    before: it runs before the ring of this number (None: after all rings).
+    beside: it follows this ring in the ring's microbatch, with no overhead of its own.
     """
 
     rank: int
@@ -39,7 +36,7 @@ class LocalPack(NamedTuple):
 class Rooms:
     """The tokens that rings leave on their ranks for packs beside them; each room can be taken once.
 
-    `last` holds the last ring of each rank, -1 for none; `room_tokens` one entry a ring, empty where no room is given.
+    last: last ring of each rank, -1 for none. room_tokens: one entry a ring; empty: no room.
     """
 
     def __init__(self, last: Sequence[int], room_tokens: Sequence[int]) -> None:
@@ -93,15 +90,13 @@ def level_ends(
 ) -> tuple[list[LocalPack], float]:
     """Give what is left, longest first, to the rank that ends it first; return the packs and when the last is done.
 
-    Where that ends after `goal_seconds`, sequences are exchanged between ranks (`swaps`).
-
     Args:
         free: when each rank is done with its rings.
         short: the sequences, in seconds of a rank of speed 1.
         capacity_tokens: what one pack holds.
         launch_seconds: of each pack that has no place beside a ring, on a rank of speed 1.
         rooms: such places.
-        goal_seconds: when it is early enough.
+        goal_seconds: when it is early enough; later ends are levelled by `swaps`.
         speeds: of each rank; None: all 1.
     """
     left = short.left()
@@ -138,7 +133,7 @@ def _give(
     launch_seconds: float,
     speeds: Sequence[float],
 ) -> int:
-    """Add a sequence to the load of the rank that ends it first; return which."""
+    """Add a sequence to the rank that ends it first; return which."""
     end, chosen, rank = float("inf"), heaps[0], 0
     for heap in heaps:
         load, first = heap[0]
@@ -156,7 +151,7 @@ def _give(
 
 
 def _replace(heap: list[Load], rank: int, load: float) -> None:
-    """Give `rank`, one of the least loaded of a heap, another load."""
+    """Replace the load of `rank`, one of the least loaded of a heap."""
     passed: list[Load] = []
     while heap[0][1] != rank:
         passed.append(heapq.heappop(heap))
@@ -166,7 +161,7 @@ def _replace(heap: list[Load], rank: int, load: float) -> None:
 
 
 def _by_speed(free: Sequence[float], speeds: Sequence[float]) -> list[list[Load]]:
-    """Put ranks of about one speed into one heap by when they are free, so that only its first need be asked."""
+    """Group ranks of about one speed in heaps by when they are free: only the first of each is looked at."""
     distinct, numbers = np.unique(speeds, return_inverse=True)
     heaps: list[list[Load]] = [[] for _ in range(min(len(distinct), TOLD_APART))]
     for rank, number in enumerate(numbers.tolist()):

@@ -1,10 +1,7 @@
 """Rings on the line of ranks, widest first: list scheduling of tasks that need neighbouring ranks at the same time.
 
-1. Each ring takes the interval in which it ends earliest; of equal ones that with the least idle time, then the lowest.
-2. With backfilling, a narrower ring first takes a hole that neighbours left when they waited together.
-3. What still waits are gaps, for local packs.
-
-One ring costs a few array operations over the ranks; rings of one degree are placed side by side with one look.
+Each takes the interval in which it ends earliest, or, with backfilling, a hole that wider ones left; gaps are left to
+local packs. One ring costs a few array operations over the ranks.
 """
 
 from __future__ import annotations
@@ -64,9 +61,9 @@ class Gaps:
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for what is computed once
 class PlacedRings:
-    """Rings on the line, in the order of their starts, which is an order that every rank can run.
+    """Rings on the line, in the order of their starts, which every rank can run.
 
-    `free`: when each rank is done with its rings, in seconds; `last`: the number of its last ring, -1 for none.
+    free: when each rank is done, in seconds. last: the number of its last ring, -1 for none.
     """
 
     rings: list[Ring]
@@ -171,9 +168,9 @@ def place_rings(
     """Place rings given as (sequence, degree, seconds with launch), in this order.
 
     Args:
-        rings: widest first, those of one degree together.
+        rings: widest first.
         ranks: of the line.
-        backfilled: place rings also into the holes that wider ones left.
+        backfilled: whether holes that wider rings left are used.
         extra_seconds: for a sequence and a degree, how much longer than `seconds` each place takes.
     """
     line = Line(ranks)
@@ -200,7 +197,7 @@ def _sweep(
     extra: Extras | None,
     extra_seconds: Callable[[int, int], Extras | None],
 ) -> int:
-    """Place rings of one degree side by side, as far as one look at the line decides where; return how many.
+    """Place rings of one degree side by side, as far as one look at the line decides; return how many.
 
     Places are ordered by what they add to the first of these rings, `extra`.
     """
@@ -230,10 +227,7 @@ def _sweep(
 
 
 def earliest_interval(free: NDArray[np.float64], degree: int) -> tuple[int, float]:
-    """Find where a ring starts earliest; of equal ones, where the least time is lost waiting, then the lowest.
-
-    Returns its first rank and when it starts.
-    """
+    """Return (first rank, start) where a ring starts earliest; of equal ones, with least waiting, then lowest."""
     if degree == 1:  # never waits
         first = int(np.argmin(free))
         return first, float(free[first])
@@ -244,11 +238,11 @@ def earliest_interval(free: NDArray[np.float64], degree: int) -> tuple[int, floa
 
 
 def _quicker_end(extra: Extras | None, hole: Hole, degree: int) -> tuple[float, int]:
-    """Return at which end of a hole a ring is quicker, the lower if at both, as (what it adds there, first rank)."""
+    """Return (what it adds, first rank) at the quicker end of a hole, the lower of equal ones."""
     return min((at_place(extra, first), first) for first in (hole.first, hole.end - degree))
 
 
 def _starts_and_idle(free: NDArray[np.float64], degree: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return when each interval of `degree` ranks is free, and how long its ranks then have waited together."""
+    """Return when each interval of `degree` ranks is free, and their summed waiting until then."""
     starts = window_max(free, degree)
     return starts, degree * starts - window_sum(free, degree)

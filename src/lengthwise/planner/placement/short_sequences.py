@@ -1,10 +1,6 @@
-"""Short sequences, each on one rank: what is left of them, and microbatches full of them.
+"""Short sequences, each on one rank: take the longest that is left within some tokens and seconds, until none fits.
 
-1. Sequences stand in ascending order of length, and so of seconds.
-2. Again and again the longest that is left within some tokens and seconds is taken, until none fits.
-
-Taking one costs a binary search and, over entries that were taken, near constant time (union-find with path
-compression). Source: first-fit decreasing bin packing.
+A take is a binary search and near constant time over taken ones (union-find). Source: first-fit decreasing.
 """
 
 from __future__ import annotations
@@ -64,13 +60,7 @@ class ShortSequences:
 
 
 def full_packs(sequences: Sequence[int], lengths: Sequence[int], capacity_tokens: int) -> list[list[int]]:
-    """Fill one pack after the other, each with the longest that still fits, again and again.
-
-    Args:
-        sequences: their numbers, shortest first.
-        lengths: their lengths in tokens, none above the capacity.
-        capacity_tokens: what one pack holds.
-    """
+    """Fill packs of `capacity_tokens`, each with the longest that still fits; `sequences` come shortest first."""
     short = ShortSequences(sequences, lengths, [0.0] * len(sequences))
     packs: list[list[int]] = []
     while taken := short.fill(capacity_tokens, 0.0)[0]:

@@ -1,11 +1,6 @@
-"""Skyline packing: rings on the line of ranks, place by place, each as wide as its place asks for.
+"""Skyline packing: the ranks that are free earliest take the widest ring that fits, widened so that none is left over.
 
-1. Take the stretch of neighbouring ranks that is free earliest.
-2. Put there the widest ring that fits, widened so that as many of its kind as fit leave no rank over.
-3. A stretch too narrow for any ring is left to local packs and rises to its lower neighbour.
-
-One ring costs O(log N) and the writing of its ranks. Source: the skyline heuristic of strip
-packing (Burke et al., 2004).
+Stretches too narrow for any ring are left to local packs. O(log N) a ring. Source: Burke et al., 2004.
 """
 
 from __future__ import annotations
@@ -110,10 +105,7 @@ def pack_skyline(rings: Sequence[Moldable], topology: Topology, cost: Cost) -> P
 
 
 def _mold(ring: Moldable, room: int, cost: Cost) -> tuple[int, float]:
-    """Widen a ring so that as many of its degree as fit fill the room; return its width and seconds with launch.
-
-    A ring that would not be quicker for it, because of its transfers and hops, keeps its degree.
-    """
+    """Widen a ring to the room that its equals leave, where that is quicker; return width and seconds with overhead."""
     width = max(ring.degree, min(room // (room // ring.degree), ring.most))
     if width > ring.degree and (wider := cost.piece_seconds([ring.length], width)) < ring.seconds:
         return width, wider + cost.fixed_seconds
@@ -121,7 +113,7 @@ def _mold(ring: Moldable, room: int, cost: Cost) -> tuple[int, float]:
 
 
 def _first_left(following: list[int], place: int) -> int:
-    """Find the first entry at or after `place` that is left, and shorten the way to it."""
+    """Find the first unused entry from `place` on, and shorten the path to it."""
     root = place
     while following[root] != root:
         root = following[root]

@@ -1,11 +1,7 @@
-"""Exchanges of sequences between the last rank to finish and one that is done early.
+"""Exchanges of sequences between the last rank to finish and one that is done early, so that the later end is earliest.
 
-1. The busiest rank gives a sequence and takes a shorter one, or none, from one of the least busy ranks, such that the
-   later of the two ends as early as can be.
-2. Again, until ends are level enough, nothing helps, or there were enough exchanges.
-
-Only packs behind all rings of their rank are touched, each within its room. An exchange compares all pairs of two ranks
-at once, some 40 us. Source: pairwise interchange for makespan scheduling.
+Only packs behind all rings are touched. An exchange compares all pairs of two ranks, some 40 us. Source: pairwise
+interchange for makespan scheduling.
 """
 
 from __future__ import annotations
@@ -24,10 +20,7 @@ _COMPARED = 512  # sequences of a rank, evenly among all: memory of all pairs, a
 
 @dataclass(slots=True)
 class Bin:
-    """Sequences of one pack, as indices into lengths and seconds, and the tokens that still fit.
-
-    `beside`: the number of the ring whose microbatch it shares.
-    """
+    """Sequences of one pack (indices), the tokens that still fit, and `beside`, the ring whose microbatch it shares."""
 
     indices: list[int]
     room_tokens: int
@@ -36,7 +29,7 @@ class Bin:
 
 @dataclass(slots=True)
 class _Side:
-    """One rank's sequences as arrays: which, where (bin and place in it)."""
+    """One rank's sequences as arrays: bin and place of each."""
 
     indices: NDArray[np.int64]
     bins: NDArray[np.int64]
@@ -52,14 +45,12 @@ def level_by_swaps(
     goal_seconds: float,
     most_swaps: int,
 ) -> float:
-    """Exchange sequences until the last rank is done within the goal, none helps it, or there were enough.
+    """Exchange sequences until the last rank is done within `goal_seconds`, none helps, or `most_swaps` were made.
 
     Args:
         loads: when each rank is done.
         bins: of each rank, its packs; changed in place.
         lengths, seconds: of the sequences that the bins' indices mean.
-        goal_seconds: when it is early enough.
-        most_swaps: exchanges in all.
 
     Returns:
         When the last rank is done.
@@ -79,7 +70,7 @@ def _relieve(
     lengths: NDArray[np.int64],
     seconds: NDArray[np.float64],
 ) -> bool:
-    """Make one exchange that lets the busiest rank end earlier; return whether there is one."""
+    """Make one exchange that ends the busiest rank earlier; return whether there is one."""
     giving = _side(bins[busiest])
     if not len(giving.indices):
         return False
@@ -122,7 +113,7 @@ def _exchange(
     take: int,
     lengths: NDArray[np.int64],
 ) -> None:
-    """Move one sequence over, and another back where `take` is one of the partner's."""
+    """Move a sequence over, and `take`, one of the partner's, back."""
     given = int(giving.indices[give])
     giver = givers[int(giving.bins[give])]
     if take < len(taking.indices):

@@ -1,11 +1,7 @@
-"""The time that no plan can beat: the yardstick of every comparison.
+"""The time that no plan can beat: the yardstick of every comparison. Why it holds: docs/decisions/bound-by-kind.md.
 
-1. Every sequence has a degree d >= s / capacity with t(d) <= T; the work of all, each at its cheapest such degree, is
-   at most ranks x T. Halving finds the least T.
-2. Launches count by parts here and whole in `_whole_launches_bound`.
-3. What a plan may do lowers it: share a ring's launch, cut packs. Stages of pipelines raise it by their fill.
-
-Costs some tables of degrees over the distinct lengths. Why each holds: docs/decisions/bound-by-kind.md.
+Every sequence has a degree d >= s / capacity with t(d) <= T; the work of all, each at its cheapest such degree, is at
+most ranks x T. Halving finds the least T; overhead counts by parts here, whole in `_whole_launches_bound`.
 """
 
 from __future__ import annotations
@@ -44,9 +40,8 @@ def bound_seconds(
         cost: the costs that the plan is scored with.
         lone_rings: whether every ring holds one sequence and is of at least s / capacity ranks.
         shared_launches: whether such a ring may have its microbatch not for itself, no rank above the capacity.
-        whole_launches: whether launches also count as whole numbers on each rank, where rings hold one sequence;
-            False: the bound that counts parts of them, as outside judges may.
-        speeds: of each rank, see `planner.speeds` (default: all 1).
+        whole_launches: whether launches also count as whole numbers on each rank, where rings hold one sequence.
+        speeds: of each rank (default: all 1).
 
     Raises:
         PlanError: a sequence that the cluster cannot hold.
@@ -63,11 +58,7 @@ def bound_seconds(
 
 
 def launches_makespan(tokens: NDArray[np.int64], cluster: Cluster, cost: Cost, topology: Topology) -> float:
-    """Bound the makespan by the whole launches of each rank, for plans in which every ring holds one sequence.
-
-    A ring may hold one token above the capacity, which the plan file allows for rounding, and more where it offloads.
-    Ranks of unequal speed have no such bound: 0.
-    """
+    """Bound the makespan by each rank's whole launches, where rings hold one sequence; 0 at unequal speeds."""
     if topology.speeds is not None:
         return 0.0
     lengths, counts = np.unique(tokens, return_counts=True)
@@ -86,10 +77,7 @@ def least_makespan(
     stages: int = 1,
     virtual: int = 1,
 ) -> float:
-    """Return `bound_seconds` for lengths that have been checked; `cost` is that of the mean speed of `topology`.
-
-    Ranks are pipelines of `stages` stages with `virtual` chunks each.
-    """
+    """Return `bound_seconds` for checked lengths; `cost` is that of the mean speed of `topology`."""
     lengths, counts = np.unique(tokens, return_counts=True)
     ranks, capacity = cluster.ranks, cluster.capacity_tokens
     launch_tokens = capacity if shared_launches else None
@@ -109,7 +97,6 @@ def least_makespan(
     launches = 0.0 if lone_rings else shared * max(0, num_tokens / stretch - ranks * len(tokens))  # of all, together
 
     def owed(degrees: NDArray[np.int64], picked: NDArray[np.bool_]) -> float:
-        """Seconds of one rank that the picked lengths owe, together."""
         some = lengths[picked]
         if not lone_rings:
             return float(counts[picked] @ alone[picked])
@@ -141,17 +128,14 @@ def has_lone_rings(plan: Plan) -> bool:
 
 
 def shares_launches_only(plan: Plan) -> bool:
-    """Return whether rings hold one sequence over s / capacity ranks or more, and no rank more than it can hold alone.
-
-    The `+ 1 a sequence for rounding` of the plan file is then used by no microbatch of several pieces.
-    """
+    """Return whether rings hold one sequence over s / capacity ranks or more, and no rank too much."""
     return _are_held(plan) and all(
         fullest_tokens(plan, each) <= plan.capacity for each in plan.microbatches if len(each.pieces) > 1
     )
 
 
 def _are_held(plan: Plan) -> bool:
-    """Return whether each ring holds one sequence that its ranks hold, and what is offloaded is alone."""
+    """Return whether each ring holds one sequence that fits its ranks, and offloading microbatches have one piece."""
     for microbatch in plan.microbatches:
         if microbatch.offload:
             if sum(len(piece.sequences) for piece in microbatch.pieces) > 1:
@@ -167,10 +151,7 @@ def _are_held(plan: Plan) -> bool:
 def _least_degrees_allowed(
     lengths: NDArray[np.int64], counts: NDArray[np.int64], cluster: Cluster, stretch: float
 ) -> NDArray[np.int64]:
-    """Count the ranks that memory needs for each length, with every allowance that others could bring.
-
-    `stretch`: by what the tokens on a rank may exceed that where it offloads.
-    """
+    """Count the ranks that memory needs for each length, `stretch` more tokens allowed on one that offloads."""
     short = lengths < 2 * cluster.ranks
     most_alone = cluster.capacity_tokens + int(counts[short].sum()) - short
     alone, beside = ((stretch * most).astype(np.int64) for most in (most_alone, most_alone + 1))
@@ -184,13 +165,11 @@ def _whole_launches_bound(
     cluster: Cluster,
     launch_seconds: float,
 ) -> float:
-    """Return the least time in which whole launches could do the work of `counts[i]` sequences of `lengths[i]`.
+    """Return the least time in which whole microbatches could do the work of `counts[i]` sequences of `lengths[i]`.
 
-    Where a rank needs j and a part launches, let n ranks run at most j and the others at least j + 1:
-
-        work <= min(n (T - g), D(n j capacity)) + (N - n) (T - (j + 1) g)        for some n of 0 .. N
-
-    D(S): the most work that S tokens can hold. A T for which no n will do is out of reach.
+    If one of n ranks runs at most j microbatches of overhead g and the others j + 1 or more, then
+    work <= min(n (T - g), D(n j capacity)) + (N - n) (T - (j + 1) g), D(S) the most work that S tokens hold.
+    A T that no n of 0 .. N allows is out of reach.
     """
     ranks, capacity = cluster.ranks, cluster.capacity_tokens
     tokens, work = (lengths * counts).astype(np.float64), work_seconds * counts
@@ -213,7 +192,7 @@ def _whole_launches_bound(
 
 
 def _least_feasible(feasible: Callable[[float], bool], low: float, high: float) -> float:
-    """Close in on the least feasible value between an infeasible and a feasible one; return the infeasible end."""
+    """Bisect between an infeasible and a feasible value; return the infeasible end."""
     while high - low > NEARLY * low and low < (middle := (low + high) / 2) < high:  # denormal numbers end here, too
         low, high = (low, middle) if feasible(middle) else (middle, high)
     return low

@@ -1,11 +1,7 @@
 """Over how many ranks a sequence is cut: what memory needs, grown until the sequence no longer sets the makespan.
 
-1. A table holds t(d), the seconds over d ranks, of each sequence that is too slow at its least degree: every degree up
-   to 64, then steps of a 64th.
-2. Within a limit the degree of least d t(d) is taken, the first of equal ones.
-3. Where a limit falls between two columns, halving finds the degree.
-
-64 log2(N) entries a row; each further limit costs a comparison an entry.
+A table holds the seconds over d ranks, every degree up to 64, then steps of a 64th; within a limit the least d t(d) is
+taken. 64 log2(N) entries a row.
 """
 
 from __future__ import annotations
@@ -48,7 +44,7 @@ class DegreeTable:
     """Seconds of sequences, launch included, over a grid of degrees in [least, most].
 
     only: the degrees to choose from, ascending (default: all).
-    launch_tokens: tokens that a shared launch carries; then a sequence owes its share of launches, if that is less.
+    launch_tokens: tokens that a shared launch carries; a sequence then owes its share of launches, if that is less.
     """
 
     def __init__(
@@ -95,10 +91,7 @@ class DegreeTable:
         return best
 
     def grown(self, seconds: float) -> Whole:
-        """Find degrees for a schedule in which no sequence should take longer than `seconds`.
-
-        A sequence that cannot be that quick gets its quickest degree.
-        """
+        """Find degrees at which no sequence takes longer than `seconds`, or its quickest degree."""
         degrees = self.within(seconds)
         slow = degrees > self.most
         if np.any(new := slow & (self._quickest == 0)):
@@ -116,7 +109,7 @@ class DegreeTable:
         return self._cost.ring_piece_seconds(lengths, degrees) + self._cost.fixed_seconds
 
     def _taken_at(self, degrees: Whole, seconds: NDArray[np.float64], lengths: Whole) -> NDArray[np.float64]:
-        """Return what sequences take of all ranks' time; where that grows with the degree, by the degree alone."""
+        """Return the rank-seconds of sequences, or their degree where those grow with it."""
         if not self._falls:
             return degrees.astype(np.float64)
         if self._launch_tokens is None:
@@ -136,7 +129,7 @@ class DegreeTable:
         self._taken = self._taken_at(self._degrees, self._seconds, self._lengths[rows][:, None])
 
     def _refined(self, limit: float) -> Whole:
-        """Find the cheapest column within the limit, and halve the step to it; most + 1 where there is none."""
+        """Find the cheapest column within the limit, halving the step; most + 1 where there is none."""
         rows, lengths = np.arange(len(self._rows)), self._lengths[self._rows]
         column = np.argmin(np.where(self._seconds <= limit, self._taken, np.inf), axis=1)
         found = self._seconds[rows, column] <= limit
@@ -186,10 +179,7 @@ def cheapest_degrees(
 
 
 def hidden_degrees(cost: Cost, lengths: Whole, cluster: Cluster) -> Whole:
-    """Count the fewest ranks that hold each sequence with the offload that compute hides: Eq. 3 of ByteScale.
-
-    Ratio and degree depend on each other: halved to the first degree at which the ratio that is needed is free.
-    """
+    """Count the fewest ranks that hold each sequence with the offload that compute hides: Eq. 3 of ByteScale."""
     low, high = fewest_degrees(cost, lengths, cluster), least_degrees_held(lengths, cluster.capacity_tokens)
     if not cost.chooses:
         return high
@@ -211,9 +201,6 @@ def useful_degrees(cost: Cost, ranks: int) -> Whole | None:
 
 
 def most_degrees(lengths: Whole, least: Whole, ranks: int, floor_tokens: int, *, only: Whole | None = None) -> Whole:
-    """Return how far growth may go: it leaves about `floor_tokens` on a rank, and never undoes what memory needs.
-
-    Where degrees are chosen from `only`, the next lower of them.
-    """
+    """Return the limits of growth: about `floor_tokens` on a rank, or the next lower of `only`, at least `least`."""
     most = np.minimum(np.maximum(least, lengths // floor_tokens), ranks)
     return most if only is None else np.maximum(least, only[np.searchsorted(only, most, side="right") - 1])

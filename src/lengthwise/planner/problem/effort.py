@@ -1,7 +1,4 @@
-"""How hard a planner tries: when a plan is good enough, and which steps are worth more ways.
-
-What other ways take is counted in the seconds that they took on one core, never timed: docs/decisions/small-steps.md.
-"""
+"""How hard a planner tries, counted in estimated seconds, never timed: docs/decisions/small-steps.md."""
 
 GOOD_ENOUGH = 1.0005  # of the bound; further tries could gain no more than this
 FAR = 1.01  # of the bound; above it other ways are worth several times the time

@@ -1,10 +1,6 @@
 """The choices of a finished plan, whoever made it: offload ratios, and the split of heads.
 
-Planners price pieces with the best of their choices (`Cost.choosing`) and decide degrees alone; two passes then write
-the choices into the plan.
-
-1. `write_offload`: ranks of a microbatch share one ratio, the least at which the fullest holds its tokens.
-2. `split_heads`: each ring takes the quickest of the groups that divide its ranks and the model's heads.
+Planners decide degrees, at prices of the best choices (`Cost.choosing`); these two passes write the choices.
 """
 
 from __future__ import annotations

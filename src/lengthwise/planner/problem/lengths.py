@@ -18,11 +18,7 @@ NEARLY = 1e-9  # of a time: what many such sums may differ by; nobody waits for 
 
 
 def read_tokens(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Take lengths from any sequence of whole numbers, NumPy's included.
-
-    Raises:
-        PlanError: none at all, or one that is not a whole number of at least 1.
-    """
+    """Return lengths as ints from any whole numbers, NumPy's included; PlanError: none, or one below 1."""
     if len(tokens) and set(map(type, tokens)) == {int} and min(tokens) >= 1 and max(tokens) <= 2**53:
         return tuple(tokens)  # the usual case, ten times quicker
     for i, value in enumerate(tokens):
@@ -45,11 +41,7 @@ def least_degrees_held(lengths: NDArray[np.int64], capacity_tokens: int) -> NDAr
 
 
 def refuse_unheld(tokens: Sequence[int], cluster: Cluster) -> None:
-    """Refuse sequences that no degree can hold, all in one message.
-
-    Raises:
-        PlanError: names each sequence, its length and what would hold it.
-    """
+    """Raise a PlanError naming every sequence that no degree can hold, its length and what would hold it."""
     if max(tokens) <= cluster.longest_tokens:
         return
     unheld = [i for i, length in enumerate(tokens) if length > cluster.longest_tokens]

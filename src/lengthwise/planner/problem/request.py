@@ -32,7 +32,7 @@ from lengthwise.planner.problem.topology import Extras, Topology
 class PlanRequest:
     """One step to plan; `context_tokens` sizes the mesh of planners with a fixed one (None: the longest sequence).
 
-    Where ranks are of unequal speed, `cost` is that of the mean speed and `speeds` are in parts of it, along the line.
+    Where ranks are of unequal speed, `cost` is that of the mean speed and `speeds` are relative to it, along the line.
     Each rank is a pipeline of `stages` stages with `virtual` chunks of layers each.
     """
 
@@ -108,10 +108,7 @@ class PlanRequest:
 
     @cached_property
     def least_degrees(self) -> NDArray[np.int64]:
-        """The degree of each sequence that takes least of all ranks' time: where growth starts.
-
-        Where shares level ranks of unequal speed, the fastest has room for its part.
-        """
+        """The degree of each sequence that takes least of all ranks' time, from which growth starts."""
         least = self._of_unique(partial(cheapest_degrees, only=self.useful_degrees))
         if self.speeds is None or not self.topology.has_shares:
             return least
@@ -170,8 +167,7 @@ class PlanRequest:
     def in_waves(self, seconds: float) -> float:
         """Return the least that waves take of a step that without lock-step takes `seconds`, with what they gather.
 
-        What a wave takes is convex in what its slowest rank computes, so as few as hold all tokens, and even ones, take
-        least. They cannot be even where one sequence sets a wave.
+        As few even waves as hold all tokens take least; where one sequence sets a wave they are not even.
         """
         held = self.cluster.ranks * (self.most_held_tokens + ROUNDING_TOKENS)
         waves = -(-int(self.lengths.sum()) // held)
@@ -180,10 +176,9 @@ class PlanRequest:
         return waves * float(self.cost.wave_seconds(seconds / waves, self.cost.choices.recompute))
 
     def _with_longest_seconds(self, held_tokens: int) -> float:
-        """Bound what waves compute by the one that the longest sequence sets; launches left out.
+        """Bound what waves compute by the wave of the longest sequence, overhead left out.
 
-        That one lasts as long as this sequence at its quickest degree. In the meantime ranks do other work, but no more
-        than the tokens hold that are together on all of them, of most work each.
+        It lasts as long as this sequence at its quickest degree; other work in it is limited by the tokens that fit.
         """
         longest, alone = int(self.lengths.argmax()), self.cost.compute_seconds(self.lengths)
         degrees = np.arange(int(self.fewest_degrees[longest]), self.cluster.ranks + 1)

@@ -1,6 +1,6 @@
 """What a plan costs: walk its one global order and keep a clock for every rank.
 
-Independent of every planner: it reads the plan alone, so that all planners are judged by the same few lines.
+It reads the plan alone, so that all planners are compared by the same few lines.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ class Score:
 def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> Score:
     """Score a plan: a microbatch starts when all its ranks are free and keeps each busy for the sum of its pieces.
 
-    `speeds` has one entry a rank (default: those that the plan's notes tell, else 1): a piece takes as long as its
-    slowest rank needs for its share, and its launch as long as on that rank.
+    In a plan of kind `waves` it starts when every rank is free, and takes what its gathers do, too. Where a rank is a
+    pipeline of p stages, all seconds are those of a stage, and stages run interleaved 1F1B (`stage_order`,
+    `stage_clocks`) with messages that take no time: m microbatches of t each end after t m + t (p - 1) / v.
 
-    In a plan of kind `waves` it starts when every rank of the cluster is free, and takes what its gathers do, too.
-    Where a rank is a pipeline of p stages (of the costs, or of a plan of kind `pipeline`), these seconds are those of
-    each stage, and all stages run interleaved 1F1B (`stage_order`, `stage_clocks`) with messages that take no time. For
-    m microbatches of equal t on each rank that ends after t m + t (p - 1) / v; busy_seconds are those of one stage.
+    Args:
+        plan: of any planner.
+        cost: what work takes.
+        speeds: of each rank (default: those of the plan's notes, else 1); a piece is as slow as its slowest rank.
 
     Raises:
-        PlanError: a feature whose time these costs do not tell: without links they know no offload, heads and
-            shares, with links only pipelines of their own stages.
+        PlanError: a feature that these costs do not price.
         ConfigError: speeds that are none.
     """
     speeds = noted_speeds(plan) if speeds is None else read_speeds(speeds, plan.ranks)
@@ -85,7 +85,7 @@ def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> S
 
 
 def _pipelined_seconds(plan: Plan, totals: Sequence[Mapping[int, float]], stages: int, cost: Cost) -> float:
-    """Run microbatches, given as seconds of each of their ranks, through stages; return when the last one is done."""
+    """Run microbatches, as seconds of each of their ranks, through the stages; return when the last ends."""
     counts = [len(total) for total in totals]
     forward = np.repeat([cost.forward_share(_recompute(each, cost)) for each in plan.microbatches], counts)
     seconds = np.array([each for total in totals for each in total.values()])
@@ -100,7 +100,7 @@ def _pipelined_seconds(plan: Plan, totals: Sequence[Mapping[int, float]], stages
 
 
 def _rank_seconds(plan: Plan, cost: Cost, speeds: Sequence[float] | None) -> Iterator[dict[int, float]]:
-    """Yield how long each microbatch keeps each of its ranks busy, its launch included."""
+    """Yield how long each microbatch keeps each of its ranks busy, overhead included."""
     costs = {kind: cost.recomputing(kind) for kind in {microbatch.recompute for microbatch in plan.microbatches}}
     pricing = dict.fromkeys(costs, cost) if _reads_choices(cost) else costs  # it is told each microbatch's kind
     placed = [(microbatch, piece) for microbatch in plan.microbatches for piece in microbatch.pieces]
@@ -128,7 +128,7 @@ def _rank_seconds(plan: Plan, cost: Cost, speeds: Sequence[float] | None) -> Ite
 def _seconds_at(
     placed: Sequence[tuple[Microbatch, Piece]], tokens: Sequence[int], cost: Cost, speeds: Sequence[float] | None
 ) -> list[float]:
-    """Do `_pieces_seconds` on ranks of these speeds: equal shares wait for the slowest, others are priced apart."""
+    """Price pieces at relative rank speeds: an even split runs at the slowest rank's, shares are priced by rank."""
     lengths_of = np.array(tokens, dtype=np.int64)
     if speeds is None:
         return _pieces_seconds(placed, lengths_of, cost)
@@ -149,10 +149,7 @@ def _seconds_at(
 
 
 def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], tokens: NDArray[np.int64], cost: Cost) -> list[float]:
-    """Price how long each piece keeps each of its ranks busy, launches left out; `tokens`: all lengths of the step.
-
-    Local packs and rings of one sequence are priced in two array operations where place and microbatch do not matter.
-    """
+    """Price how long each piece keeps each rank busy, without overhead; `tokens`: all lengths of the step."""
     counts = np.array([len(piece.sequences) for _, piece in placed], dtype=np.int64)
     degrees = np.array([len(piece.ranks) for _, piece in placed], dtype=np.int64)
     inside = tokens[[i for _, piece in placed for i in piece.sequences]]
@@ -182,12 +179,12 @@ def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], tokens: NDArray[
 
 
 def _reads_choices(cost: Cost) -> bool:
-    """Return whether heads, offload and shares are priced as the plan has them written."""
+    """Return whether heads, offload and shares are priced as the plan states them."""
     return cost.prices_choices and not cost.chooses_by_degree
 
 
 def _recompute(microbatch: Microbatch, cost: Cost) -> str:
-    """Return the kind that is priced: costs of one kind price plans, still without it, as they will be."""
+    """Return the kind to price: costs of one kind price plans that do not state it yet."""
     return cost.choices.recompute if microbatch.recompute == "none" else microbatch.recompute
 
 
@@ -199,7 +196,7 @@ def _written_seconds(
 
 
 def _priced_stages(plan: Plan, cost: Cost) -> int:
-    """Return the pipeline stages of a rank; refuse what these costs do not price."""
+    """Return the pipeline stages of a rank; refuse those that these costs do not price."""
     asked = int(plan.schedule["stages"]) if plan.schedule["kind"] == "pipeline" else None
     if _reads_choices(cost):
         if asked not in (None, cost.stages):

@@ -1,7 +1,6 @@
 """Ranks of unequal speed: a number for each rank, 1 where it computes as fast as the costs say.
 
-A rank of speed v takes seconds / v for arithmetic and for launches; what links and copies take is left as it is. A ring
-goes at the pace of its slowest rank, unless shares of its sequence level it. Plans note speeds as runs of neighbours.
+Arithmetic and launches take seconds / v; links and copies stay. Plans note speeds as runs of neighbours.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from lengthwise.planner.problem.lengths import NAMED
 _MOST_SPEED = 1e6  # and its inverse the least: beyond, times of a step would mean nothing
 
 
-def read_speeds(speeds: Sequence[float] | None, ranks: int, where: str = "speeds") -> tuple[float, ...] | None:
-    """Check a speed for each of `ranks` ranks; None where all compute as fast as the costs say.
+def read_speeds(speeds: Sequence[float] | None, ranks: int) -> tuple[float, ...] | None:
+    """Return a speed for each of `ranks` ranks; None where all are 1.
 
     Raises:
-        ConfigError: another number of them, or an entry that is not a number from 1e-6 to 1e6.
+        ConfigError: another number of them, or one outside 1e-6 to 1e6.
         Problems: several of these.
     """
     if speeds is None:
@@ -33,14 +32,14 @@ def read_speeds(speeds: Sequence[float] | None, ranks: int, where: str = "speeds
     wrong = [rank for rank, value in enumerate(listed) if not _is_speed(value)]
     problems: list[LengthwiseError] = [
         refuse_speeds(
-            f"{where}: rank {rank}", f"a number from {1 / _MOST_SPEED:g} to {_MOST_SPEED:g}", repr(listed[rank])
+            f"speeds: rank {rank}", f"a number from {1 / _MOST_SPEED:g} to {_MOST_SPEED:g}", repr(listed[rank])
         )
         for rank in wrong[:NAMED]
     ]
     if len(wrong) > NAMED:
-        problems.append(refuse_speeds(where, "such numbers", f"{len(wrong) - NAMED} more that are not"))
+        problems.append(refuse_speeds("speeds", "such numbers", f"{len(wrong) - NAMED} more that are not"))
     if len(listed) != ranks:
-        problems.append(refuse_speeds(where, f"{ranks}, one a rank", str(len(listed))))
+        problems.append(refuse_speeds("speeds", f"{ranks}, one a rank", str(len(listed))))
     raise_problems(problems)
     return None if all(value == 1 for value in listed) else tuple(float(value) for value in listed)
 
@@ -61,11 +60,7 @@ def at_mean_speed(cost: Cost, speeds: Sequence[float] | None) -> tuple[Cost, tup
 
 
 def noted_speeds(plan: Plan) -> tuple[float, ...] | None:
-    """Read the speeds that a plan's notes say it was made for; None where there are none.
-
-    Raises:
-        PlanError: a note that is no list of [count, speed], or not one speed a rank.
-    """
+    """Read the speeds that a plan's notes give; None: none. PlanError: no list of [count, speed] over all ranks."""
     runs = plan.notes.get("speeds")
     if runs is None:
         return None

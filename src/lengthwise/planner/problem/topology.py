@@ -1,10 +1,7 @@
 """The line of ranks as rings find it: nodes and relative speeds make some places slower than others.
 
-1. A ring inside one node takes the near link; one that crosses a border takes the far one.
-2. A ring goes at the speed of its slowest rank, or, where costs price shares, at the mean speed.
-3. Places are asked for the seconds that they add to what the costs promise; None where all are alike.
-
-Seconds at any speed lie straight in 1 / speed between those of a small grid. One ring costs a few array operations.
+A ring that crosses a node's border takes the far link; it runs at its slowest rank's speed, or with shares at the mean.
+Seconds at any speed are interpolated in 1 / speed over a small grid.
 """
 
 from __future__ import annotations
@@ -36,7 +33,6 @@ Floats = NDArray[np.float64]
 class Places(NamedTuple):
     """Places of rings of one degree, one entry a first rank.
 
-    first: this rank.
     crosses: whether such a ring crosses a border of nodes though it need not.
     slowest, mean, fastest: relative speed of its ranks.
     """
@@ -53,10 +49,9 @@ class Places(NamedTuple):
 
 
 class Extras:
-    """What each first rank adds to a ring, found when it is asked for.
+    """What each first rank adds to a ring.
 
-    find: for a part of the first ranks, what they add to its seconds, and, what places are judged by, time that ranks
-        lose, too.
+    `find`: for some first ranks, (seconds added, these with time ranks lose).
     """
 
     def __init__(self, find: Callable[[slice], tuple[Floats, Floats]]) -> None:
@@ -84,10 +79,7 @@ class Extras:
 class CostAtSpeed:
     """Rings at a relative speed and times a weight of their own.
 
-    Args:
-        cost: at speed 1.
-        choose: speed and weight for a share of the ranks' capacity, 0 to 1, that a sequence takes, and a degree.
-        capacity_tokens: of a rank.
+    choose: speed and weight for a share of the ranks' capacity, 0 to 1, that a sequence takes, and a degree.
     """
 
     def __init__(self, cost: Cost, choose: Callable[[float, int], tuple[float, float]], capacity_tokens: int) -> None:
@@ -120,7 +112,7 @@ class CostAtSpeed:
 
 
 class Topology:
-    """What the places of the line add to the seconds that `cost` says of a ring, its launch included.
+    """What the places of the line add to the seconds that `cost` gives a ring, its launch included.
 
     Args:
         cost: of a rank of speed 1.
@@ -181,12 +173,12 @@ class Topology:
         return Extras(partial(self._added_by_speeds, length, degree))
 
     def _added_by_border(self, degree: int, penalty: float, some: slice) -> tuple[Floats, Floats]:
-        """Return what places add where they cross a border of nodes, twice."""
+        """Return what places that cross a node's border add, twice."""
         extra = np.where(self.places(degree).crosses[some], penalty, 0.0)
         return extra, extra
 
     def _added_by_speeds(self, length: int, degree: int, some: slice) -> tuple[Floats, Floats]:
-        """Return what places add to a ring, and with the time that their fast ranks lose."""
+        """Return what places add to a ring, with the time that their fast ranks lose."""
         (promised, seconds), places = self._known[length, degree], self.places(degree).at(some)
         slownesses = 1 / self._ring_speeds(length, degree, self._capacity - _ROUNDED, places)
         rings = [np.interp(slownesses, self._grid_slownesses, row) for row in seconds]
@@ -240,11 +232,9 @@ class Topology:
         return CostAtSpeed(self._costs[0], speed_and_weight, self._capacity)
 
     def least_spent(self) -> CostAtSpeed:
-        """Return costs of what rings of this degree or more keep from the line, in seconds of a rank of speed 1.
+        """Return costs of what rings of this degree or more take of each rank, in seconds of a rank of speed 1.
 
-        They are for each of the ranks. Where a ring is slower than the mean of its ranks, without shares or without
-        room for them, fast ones wait: at least by the share that is least in any place of any such ring. The rest is
-        least at the lowest speed, at which transfers hide best.
+        Where a ring is slower than its ranks' mean, fast ones wait: at least by the least share of any place.
         """
         assert self.speeds is not None, "where ranks are alike rings keep what the costs say"
         lowest = float(self.speeds.min())
@@ -268,11 +258,11 @@ class Topology:
         return min(float((self.places(each).mean / self._all_speeds(length, each)).min()) for each in some)
 
     def _all_speeds(self, length: float, degree: int) -> Floats:
-        """Return the speed of a ring in each place, with what bounds allow a rank."""
+        """Return the speed of a ring in each place, with the memory that bounds allow a rank."""
         return self._ring_speeds(length, degree, self._capacity + _ALLOWED, self.places(degree))
 
     def _ring_speeds(self, length: float, degree: int, capacity_tokens: float, places: Places) -> Floats:
-        """Return the speed of a ring in each place, of which each rank holds up to `capacity_tokens`."""
+        """Return the speed of a ring in each place, up to `capacity_tokens` on a rank."""
         if not self.has_shares:
             return places.slowest
         tight = np.flatnonzero(length * places.fastest > capacity_tokens * degree * places.mean)
@@ -287,10 +277,9 @@ class Topology:
 
 
 def levelled(speeds: Floats, most: float) -> tuple[Floats, Floats]:
-    """Part a whole over ranks so that the last is done earliest, no part above `most`; a row is a ring.
+    """Divide a whole over ranks so that the last is done earliest, no part above `most`; a row is a ring.
 
-    Where even equal parts exceed `most`, parts are equal. Returns the parts, and for each row the time of the last.
-    Fast ranks are filled first: k of them to the brim, the others by their speed.
+    Returns the parts, and for each row the time of the last; parts are equal where even those exceed `most`.
     """
     degree = speeds.shape[1]
     if most * degree <= 1:

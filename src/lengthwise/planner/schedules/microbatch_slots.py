@@ -1,11 +1,7 @@
-"""Microbatch slots: ranks x slots, filled so that every rank has as much to do, and in each slot what is asked for.
+"""Microbatch slots: ranks x slots, filled so that every rank has as much to do, and each slot what is asked for.
 
 A slot is one microbatch of each rank that has work in it; all ranks go through the slots in one order (`stage_order`).
-
-1. Small rings of one degree share a microbatch; rings lie side by side, the longest in the middle slots.
-2. Local sequences, longest first, go to the rank with the most left to take, into the slot with the most left.
-
-Costs n / N array operations. Source: shelf packing, first-fit decreasing.
+Source: shelf packing, first-fit decreasing.
 """
 
 from __future__ import annotations
@@ -38,12 +34,12 @@ class Bundle(NamedTuple):
 def bundle_rings(
     rings: Sequence[tuple[int, int, int, float]], *, capacity_tokens: int, most_seconds: float
 ) -> list[Bundle]:
-    """Let rings of one degree share microbatches, as far as room and time go.
+    """Let rings of one degree share microbatches, as far as tokens and seconds go.
 
     Args:
-        rings: (sequence, its tokens, degree, seconds) of each, by degree, widest first.
+        rings: (sequence, its tokens, degree, seconds), widest first.
         capacity_tokens: what a rank holds in a microbatch.
-        most_seconds: of a bundle; a ring that takes longer is a bundle of its own.
+        most_seconds: of a bundle; a longer ring is alone.
     """
     bundles = [Bundle((), 0, 0, 0.0)]
     for sequence, tokens, degree, seconds in rings:
@@ -59,9 +55,8 @@ def bundle_rings(
 class MicrobatchSlots:
     """Ranks x slots; `weights` say how much of a full slot each slot should take, 0 to 1.
 
-    Arrays at [rank, slot]: `taken`, seconds of rings; `rooms`, tokens that rings leave; `local`, seconds of local
-    sequences, once they are filled in. `is_first`, at [slot, rank]: whether a rank does not share the microbatch of the
-    rank before it.
+    At [rank, slot]: `taken`, seconds of rings; `rooms`, tokens that rings leave; `local`, seconds of local sequences.
+    `is_first`, at [slot, rank]: whether a rank does not share the microbatch of the rank before it.
     """
 
     def __init__(self, ranks: int, weights: Floats, bundles: Sequence[Bundle], capacity_tokens: int) -> None:
@@ -87,11 +82,7 @@ class MicrobatchSlots:
                 self.rooms[first : first + bundle.degree, slot] -= bundle.held_tokens
 
     def targets(self, rank_seconds: float) -> Floats:
-        """Return what each rank may take in each slot beside rings so that all of it comes to `rank_seconds`.
-
-        That is max(w x - taken, 0) for weights w, with the x of each rank at which they add up: between two of the
-        values at which one more slot is open, the sum is straight.
-        """
+        """Return what ranks may take in each slot beside rings, max(w x - taken, 0), to come to `rank_seconds`."""
         opens = self.taken / self.weights
         order = np.argsort(opens, axis=1)
         opens, taken = np.take_along_axis(opens, order, axis=1), np.take_along_axis(self.taken, order, axis=1)
@@ -102,11 +93,7 @@ class MicrobatchSlots:
         return np.maximum(self.weights * x - self.taken, 0.0)
 
     def fill(self, lengths: Whole, seconds: Floats, targets: Floats) -> bool:
-        """Put local sequences, given longest first, into slots; return whether all of them found room.
-
-        The longest goes to the rank with the most left to take. All ranks that come before one of them is first again
-        are dealt to at once.
-        """
+        """Put local sequences, given longest first, into slots; return whether all fit."""
         targets, rooms, num_slots = targets.copy(), self.rooms.copy(), len(self.weights)
         left, most_room = targets.sum(axis=1), rooms.max(axis=1)
         places = np.empty(len(lengths), dtype=np.int64)
@@ -133,7 +120,7 @@ class MicrobatchSlots:
         return True
 
     def _in_order_of_weights(self, places: Whole, seconds: Floats) -> Whole:
-        """Exchange what stands in slots of a rank without rings, so that it has the order of the weights."""
+        """Swap slots of a rank without rings into the order of the weights."""
         shape = self.taken.shape
         found = np.bincount(places, seconds, self.taken.size).reshape(shape)
         has = (np.bincount(places, minlength=self.taken.size).reshape(shape) > 0) & (self.taken == 0)

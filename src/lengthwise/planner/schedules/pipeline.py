@@ -1,11 +1,8 @@
 """Plans for ranks that are pipelines of p stages with v virtual ones: PP-Balance of ByteScale, levelled in time.
 
-1. Profiles: numbers of full slots, and ramps of smaller ones at the ends, which shorten filling and draining. An ideal
-   pipeline of each is run on clocks.
-2. In the most promising, rings are placed and sequences filled in (`microbatch_slots`), each run on clocks.
-3. Where long sequences set the time, shelves of rings may end sooner (`shelves`).
-
-Profiles x slots x ranks. Source: W (m V + p - 1), arXiv 2502.21231; docs/decisions/pipeline-slots.md.
+Profiles of full slots with smaller ramps are run on clocks as ideal pipelines, the most promising filled
+(`microbatch_slots`, or `shelves` where long sequences set the time). Source: W (m V + p - 1), arXiv 2502.21231;
+docs/decisions/pipeline-slots.md.
 """
 
 from __future__ import annotations
@@ -35,11 +32,7 @@ Whole = NDArray[np.int64]
 
 
 def plan_pipeline(request: PlanRequest, least_seconds: float) -> Iterator[list[Microbatch]]:
-    """Yield the plan that should end first; of small steps, whose slots are left empty, several.
-
-    Of large steps only if before `least_seconds`. An ideal pipeline is no bound: its long sequences stand in the
-    middle, where a small step may end with them.
-    """
+    """Yield the plan that should end first; several of small steps; none of large ones after `least_seconds`."""
     slots = _Slots(request)
     num_sequences = len(request.tokens)
     is_small = num_sequences * request.cluster.ranks <= SMALL_STEP
@@ -65,10 +58,7 @@ def plan_pipeline(request: PlanRequest, least_seconds: float) -> Iterator[list[M
 
 
 def is_worth_search(request: PlanRequest) -> bool:
-    """Return whether a plan for ranks without stages could end first.
-
-    On large steps of pipelines only if one sequence takes longer through all stages than the even share of all work.
-    """
+    """Return whether a plan for ranks without stages could end first: a long sequence, or a small step."""
     if request.stages == 1 or len(request.tokens) * request.cluster.ranks <= LARGE_STEP:
         return True
     longest = [int(np.argmax(request.lengths))]
@@ -83,7 +73,7 @@ def pipeline_schedule(stages: int, virtual: int) -> dict[str, object]:
 
 
 def _profiles(fewest: int, stages: int, virtual: int) -> Iterator[Floats]:
-    """Yield slots as shares of a full one: none above 1, interleaved ones in groups of `stages`, as full as can be."""
+    """Yield slots as shares of a full one, as full as can be; interleaved ones in groups of `stages`."""
     ramps = [np.ones(0)]
     ramps += [
         growth ** np.arange(-slots, 0.0)
@@ -104,8 +94,8 @@ def _profiles(fewest: int, stages: int, virtual: int) -> Iterator[Floats]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Placed:
-    """A profile with its rings placed, and when it ends: with local sequences as asked for, or as they are."""
+class _PlacedProfile:
+    """A profile with its rings placed, and when it ends, with local sequences in even parts or as they are."""
 
     slots: MicrobatchSlots
     targets: Floats  # seconds of local sequences at [rank, slot]
@@ -115,7 +105,7 @@ class _Placed:
 
 
 class _Slots:
-    """The sequences of a step, cut for slots of some time."""
+    """The sequences of a step, cut for slots of a given time."""
 
     def __init__(self, request: PlanRequest) -> None:
         self._request, self._ranks = request, request.cluster.ranks
@@ -129,18 +119,14 @@ class _Slots:
         self._known: dict[float, tuple[Whole, Floats, float]] = {}
 
     def ideal_seconds(self, profiles: Sequence[Floats]) -> Floats:
-        """Return when each profile would end if every rank had its even share of every slot.
-
-        Sequences that take longer than a slot at any degree take slots of their own, in the middle.
-        """
+        """Return when each profile would end with even slots; longer sequences take middle slots of their own."""
         rows = [self._ideal_slots(profile) for profile in profiles]
         seconds = np.zeros((max(map(len, rows)), len(rows)))
         for number, row in enumerate(rows):
             seconds[: len(row), number] = row + self._request.cost.fixed_seconds
         return self._clocks(seconds, np.ones(seconds.shape, dtype=np.bool_))
 
-    def placed(self, profile: Floats) -> _Placed:
-        """Place the rings of a profile; its end is that with local sequences as they are asked for."""
+    def placed(self, profile: Floats) -> _PlacedProfile:
         request, capacity = self._request, self._request.cluster.capacity_tokens
         full_slots = float(profile.sum())
         of_length, seconds, work = self._cut(full_slots)
@@ -154,17 +140,15 @@ class _Slots:
         slots = MicrobatchSlots(self._ranks, profile, bundles, capacity)
         targets = slots.targets(work / self._ranks)
         ends = self._ends(slots, targets)
-        return _Placed(slots=slots, targets=targets, local=local, seconds=took[local], end_seconds=ends)
+        return _PlacedProfile(slots=slots, targets=targets, local=local, seconds=took[local], end_seconds=ends)
 
-    def filled(self, placed: _Placed) -> _Placed | None:
-        """Fill in the local sequences; None if they do not fit the slots."""
+    def filled(self, placed: _PlacedProfile) -> _PlacedProfile | None:
         lengths = self._request.lengths[placed.local]
         if not placed.slots.fill(lengths, placed.seconds, placed.targets):
             return None
         return replace(placed, end_seconds=self._ends(placed.slots, placed.slots.local))
 
-    def written(self, filled: _Placed) -> list[Microbatch]:
-        """Write a profile that was filled."""
+    def written(self, filled: _PlacedProfile) -> list[Microbatch]:
         return filled.slots.microbatches(filled.local)
 
     def _ends(self, slots: MicrobatchSlots, local: Floats) -> float:
@@ -178,7 +162,7 @@ class _Slots:
         return slot_clocks(forward, seconds - forward, is_first, stages=stages, virtual=virtual)
 
     def _cut(self, full_slots: float) -> tuple[NDArray[np.int64], Floats, float]:
-        """Find degrees and seconds of each length so that none takes longer than a full slot, and the work of all."""
+        """Find degree and seconds of each length so that none exceeds a full slot, and the total work."""
         if full_slots not in self._known:
             cost = self._request.cost
             work = float(self._counts @ (self._least * cost.ring_piece_seconds(self._lengths, self._least)))

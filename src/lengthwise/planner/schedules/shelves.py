@@ -1,13 +1,7 @@
 """Shelves of rings, for ranks that are pipelines: rings of like length follow on the same ranks, each no wider.
 
-A ring of t seconds costs its ranks t and, where nothing as long runs before it, (p - 1) / v of t to fill p stages.
-
-1. Degrees are grown for a few levels of the bound.
-2. Rings go, widest first, where they lose least, within a limit that is halved down to the least that holds all; all
-   stages on clocks tell which level ends first.
-3. Slots of local sequences level the ends.
-
-Rings x ranks a try. Source: shelf packing; docs/decisions/pipeline-slots.md.
+A ring of t seconds costs t and, where nothing as long runs before it, (p - 1) / v of t to fill stages. Degrees grow for
+a few levels of the bound; a limit is halved to the least that holds all rings. docs/decisions/pipeline-slots.md.
 """
 
 from __future__ import annotations
@@ -38,8 +32,7 @@ Floats = NDArray[np.float64]
 class Shelves:
     """Rings as (sequence, first rank, degree, seconds) in the order of the plan, and when each rank's last one is done.
 
-    limit_seconds: on the clocks that rings were placed by, which are rather early. end_seconds: with all stages on
-    clocks, and what is local in even parts.
+    limit_seconds: on the clocks of placing, rather early. end_seconds: with all stages, local work in even parts.
     """
 
     degrees: NDArray[np.int64]
@@ -88,14 +81,14 @@ def write_shelves(request: PlanRequest, shelves: Shelves) -> list[Microbatch]:
 
 
 def _left_seconds(free: Floats, seconds: float) -> Floats:
-    """Part seconds among ranks so that all that are free before that end together."""
+    """Divide seconds among ranks so that all that are free earlier end together."""
     rising = np.sort(free)
     ends = (np.cumsum(rising) + seconds) / np.arange(1, len(rising) + 1)
     return np.maximum(ends.min() - free, 0.0)
 
 
 class _Local:
-    """The sequences of one rank each, longest first, and what they take of the ranks after their rings."""
+    """The sequences of one rank each, longest first, and the time they take after the rings."""
 
     def __init__(self, request: PlanRequest, degrees: NDArray[np.int64]) -> None:
         cost, lengths, capacity = request.cost, request.lengths, request.cluster.capacity_tokens
@@ -107,7 +100,7 @@ class _Local:
         self.all_seconds = float(self.seconds.sum()) + self.all_slots * cost.fixed_seconds
 
     def slots(self, seconds: Floats) -> Floats:
-        """Return how many full slots have so many seconds; where nothing costs any, an even share of all."""
+        """Return how many full slots take so many seconds; where nothing costs any, an even share of all."""
         if self.all_seconds:
             return seconds * (self.all_slots / self.all_seconds)
         return seconds + self.all_slots / len(seconds)
@@ -146,11 +139,7 @@ class Shelving:
         return [self.timed(each) for each in found[-2:]]
 
     def placed(self, limit_seconds: float) -> Shelves | None:
-        """Place rings so that each ends within a limit; None if one cannot, or if packs then end later.
-
-        A ring is of at most the length of those before it. It goes where it loses least, and of equal places to the one
-        that is free last.
-        """
+        """Place rings so that each ends within a limit; None if one cannot, or if packs then end later."""
         ranks, most = self._request.cluster.ranks, limit_seconds * (1 + NEARLY)
         free, is_empty, has_empty = np.zeros(ranks), np.ones(ranks, dtype=np.bool_), True
         total = np.zeros(ranks + 1)

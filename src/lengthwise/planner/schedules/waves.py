@@ -1,16 +1,8 @@
 """Plans in lock-step: every rank in every microbatch, for parameters that all ranks gather at once (FSDP, ZeRO-3).
 
-A wave is one microbatch of many pieces and lasts as long as its slowest rank, or as what it gathers takes
-(`cost.ending.Traffic`); the step is the sum of its waves.
-
-1. For a time t the longest sequences are cut so that none takes longer, and put side by side; then every rank is filled
-   up with the longest local sequences that fit.
-2. Several t are tried, longest first; kept is the first wave that is level and makes none more needed, or else the
-   longest of those that lose about least.
-3. Where one sequence sets a wave at any degree, waves that begin with it are tried, too; in small steps all that a
-   first wave may take.
-
-Costs waves x tries x (N + n); docs/decisions/waves-one-by-one.md.
+A wave is one microbatch of many pieces and lasts as long as its slowest rank or its gathers (`cost.ending.Traffic`).
+For several durations the longest sequences are cut to fit and ranks filled up; the first level wave, or the longest of
+those that lose least, is kept. Waves x tries x (N + n); docs/decisions/waves-one-by-one.md.
 """
 
 from __future__ import annotations
@@ -49,8 +41,8 @@ _SHORTEST = 0.2  # of an even wave, that a wave is tried to take
 class Wave:
     """One wave: pieces as (first rank, degree, indices), what it leaves, and shares of the ranks' time.
 
-    seconds: gathers included. useful: spent on work, counting what waves cost that it makes needed besides. level:
-    without launch and gathers, 0 where it makes more waves needed.
+    seconds: gathers included. useful: spent on work, counting the waves that it makes needed. level: without launch and
+    gathers, 0 where it makes more waves needed.
     """
 
     pieces: list[tuple[int, int, list[int]]]
@@ -83,7 +75,7 @@ def _total(waves: list[Wave]) -> float:
 
 
 def _ways(builder: _Builder) -> Iterator[tuple[float, float | None]]:
-    """Yield what to try: how patient to be, and how long the first wave is to be (None: whatever loses least)."""
+    """Yield what to try: how patient to be, and how long the first wave is (None: whatever loses least)."""
     yield _PATIENCE[0], None
     beginnings = builder.beginnings()
     yield from ((_PATIENCE[0], seconds) for seconds in beginnings)
@@ -114,7 +106,7 @@ def _best_wave(tried: list[Wave], patience: float) -> Wave:
 
 
 class _Builder:
-    """Builds waves of what is left; arrays are of its sequences, shortest first, and indices are into them."""
+    """Builds waves of what is left; arrays are of its sequences, shortest first, indices are into them."""
 
     def __init__(
         self,
@@ -140,19 +132,17 @@ class _Builder:
 
     @classmethod
     def of(cls, request: PlanRequest) -> _Builder:
-        """Take all sequences of a step."""
         order = np.lexsort((-np.arange(len(request.tokens)), request.lengths))
         lengths, prices = request.lengths[order], _RingPrices(request.cost, request.cluster.ranks)
         return cls(request.cost, request.cluster, order, lengths, request.least_degrees[order], {}, prices)
 
     def rest(self, left: list[int]) -> _Builder:
-        """Take the sequences at these indices alone."""
         some = np.array(left, dtype=np.int64)
         parts = self.order[some], self.lengths[some], self.least[some]
         return _Builder(self.cost, self.cluster, *parts, self._known, self._prices)
 
     def tries(self) -> list[Wave]:
-        """Build waves of several durations, longest first, up to one that is level."""
+        """Build waves of several durations, longest first, up to a level one."""
         key = self.order.tobytes()
         if key not in self._known:
             tried = self._known[key] = list[Wave]()
@@ -163,7 +153,7 @@ class _Builder:
         return self._known[key]
 
     def times(self) -> list[float]:
-        """List the durations to try for the next wave, longest first; tiny waves would be many."""
+        """List the durations to try for the next wave, longest first."""
         return sorted({each for each in self._times() if each >= _SHORTEST * self.even_seconds}, reverse=True)
 
     @property
@@ -175,11 +165,7 @@ class _Builder:
         return float(self.cost.wave_seconds(seconds, self.cost.choices.recompute))
 
     def beginnings(self) -> list[float]:
-        """List how long the first wave could be: where the longest sequence sets a wave, little more than it takes.
-
-        It then leaves room for others on ranks that at its quickest degree would gain it nothing. Where a wave costs,
-        also an even share of one wave more than the fewest.
-        """
+        """List how long the first wave could be: as the longest sequence needs, or an even share of one wave more."""
         longest = len(self.order) - 1
         degrees = np.arange(int(self.least[longest]), self.ranks + 1)
         seconds = self.cost.ring_piece_seconds(np.full_like(degrees, self.lengths[longest]), degrees).min()
@@ -205,7 +191,6 @@ class _Builder:
         return self.launch + float(self.cost.ring_piece_seconds(self.lengths[one], np.array([degree]))[0])
 
     def build(self, seconds: float) -> Wave:
-        """Build the wave that no rank needs longer for than `seconds`."""
         pool = self._pool.copy()
         pieces, free, rooms, done, held = self._put_rings(pool, seconds)
         held -= sum(rooms)
@@ -239,7 +224,7 @@ class _Builder:
     def _put_rings(
         self, pool: ShortSequences, seconds: float
     ) -> tuple[list[tuple[int, int, list[int]]], list[float], list[int], float, int]:
-        """Put rings side by side; return them, the time and the room left on every rank, the work done, tokens left."""
+        """Put rings side by side; return them, time and room left on every rank, the work done, tokens left."""
         free, rooms = [_without_launch(seconds, self.launch)] * self.ranks, [self.capacity] * self.ranks
         slow = (self.least > 1) | (self.lengths > self.capacity)  # what is offloaded on one rank is alone there, too
         slow |= self.alone + self.launch > seconds * (1 + 1e-12)
@@ -313,9 +298,9 @@ class _RingPrices:
 
 
 def _without_launch(seconds: float, launch_seconds: float) -> float:
-    """Return what a launch leaves of a limit, rounding taken in favour of what has to fit.
+    """Return what the overhead leaves of a limit, rounded up so that what has to fit fits.
 
-    Beside a launch a million times as long, what is left of the sum of both has lost its last digits.
+    Beside an overhead a million times as long the sum has lost its last digits.
     """
     left, rounding = seconds - launch_seconds, 1e-15 * seconds
     return left + rounding if rounding > 1e-12 * left else left

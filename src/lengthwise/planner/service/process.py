@@ -1,11 +1,7 @@
 """The planner beside rank 0, as a process of its own: both ends of its pipes (docs/decisions/planner-process.md).
 
-A rank that we started forks it before it has threads or CUDA, which do not survive a fork; where rank 0 is a user's
-own process it is a new one, which imports no torch.
-
-One pipe takes pickled (`StepPlanning`, lengths); the other gives for each a pickled (plan file, seconds), or the
-LengthwiseError that there is instead. Both belong to the two processes alone, so pickles are safe here; standard output
-is for whatever else prints. The end of the first pipe ends the process, also while it plans: whoever asked is gone.
+One pipe takes pickled (`StepPlanning`, lengths); the other gives a pickled (plan file, seconds), or LengthwiseError,
+for each. Both belong to the two processes alone, so pickles are safe. The end of the first pipe ends the process.
 """
 
 from __future__ import annotations
@@ -34,11 +30,9 @@ _GRACE_SECONDS = 3.0  # for the status of a process whose pipe is closed
 
 
 class PlannerProcess:
-    """Makes plans in a process of its own, one at a time; any thread may ask.
+    """Makes plans in a process of its own, one at a time; any thread may ask. Starts at once, ends with its context.
 
-    It starts at once. A context manager: its end ends the process.
-
-    forks: whether this process is one that we started, and may be forked; it is where it has one thread only.
+    forks: whether this process is ours, and may be forked while it has one thread only.
     """
 
     def __init__(self, *, forks: bool = False) -> None:
@@ -64,10 +58,9 @@ class PlannerProcess:
         self.close()
 
     def plan(self, planning: StepPlanning, lengths: Sequence[int]) -> tuple[str, float]:
-        """Return the plan file of one step, which was checked, and the seconds that it took.
+        """Return (checked plan file, seconds) of one step.
 
-        Raises:
-            LengthwiseError: what `planning` raised, or RankError: the process is gone.
+        Raises what `planning` raised, or RankError: the process is gone.
         """
         with self._asking:
             try:
@@ -136,7 +129,7 @@ def _fork(reading: int, writing: int) -> tuple[_Kill, _Status]:
 
 
 def _serve_forked(parent: int, reading: int, writing: int) -> None:
-    """Serve in a fork, which closes all that belongs to its parent: pipes, sockets, locks."""
+    """Serve in a fork; close the parent's pipes, sockets and locks first."""
     end_with_parent(parent)
     gc.freeze()  # what is collected later must not close numbers of files that are of others by then
     signal.set_wakeup_fd(-1)

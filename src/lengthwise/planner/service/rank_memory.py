@@ -1,9 +1,7 @@
-"""What of microbatches fits into the memory of a rank, by what small passes measured; no torch, planners ask it too.
+"""What of microbatches fits into the memory of a rank, by what small passes measured; no torch.
 
-The plan file counts tokens: what is offloaded makes room for others in proportion. What backward needs beside saved
-activations is not offloaded, so at the same capacity a microbatch that offloads may need a larger ratio than the plan's
-rule says, or not fit. `with_offload` gives each the ratio that it needs; where none is enough the step is planned again
-with a capacity by which the rule is always enough.
+The plan file counts tokens, but what backward needs beside saved activations is not offloaded: `with_offload` gives
+each microbatch the ratio that it needs, or the step is planned again with a capacity by which the rule is enough.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ _DIGITS = 4  # of a ratio
 class RankMemory:
     """What a rank may hold.
 
-    budget_bytes: for a microbatch, beside what is kept from step to step. layouts: by kind of recomputation, bytes of
-    microbatches on one rank, over rings, with heads split. leaving_bytes: of the store of offload.
+    budget_bytes: for a microbatch, beside what is kept from step to step. leaving_bytes: of the store of offload.
+    layouts: by kind of recomputation, bytes of microbatches on one rank, over rings, with heads split.
     """
 
     budget_bytes: float
@@ -39,8 +37,7 @@ class RankMemory:
     def most_tokens(self, kind: str, most: int, *, offload: float | None = 0.0) -> int:
         """Return the capacity in steps of 128 tokens, the last of which reaches `most`; 0 where 128 do not fit.
 
-        offload: the ratio of every microbatch, which then holds more than the capacity; None: any ratio, by the plan
-        file's rule.
+        offload: the ratio of every microbatch; None: any ratio, by the plan file's rule.
         """
         layers = self.layouts[kind][0].layers
         held = [(ratio, kept_ratio(ratio, layers)) for ratio in (_RATIOS if offload is None else (offload,))]
@@ -86,8 +83,7 @@ class RankMemory:
 class Capacities:
     """Tokens that a rank holds by kind of recomputation, measured.
 
-    plain: where nothing is offloaded, or the run's own ratio of everything. offloading: by which the plan file's rule
-    for what is offloaded is always enough.
+    plain: where nothing is offloaded, or the run's own ratio of everything. offloading: by the plan file's rule.
     """
 
     plain: Mapping[str, int]

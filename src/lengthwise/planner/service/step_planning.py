@@ -1,8 +1,4 @@
-"""How the steps of a run are planned: everything but their lengths, in one record that a process without torch takes.
-
-A run may leave the kind of recomputation to the planner; each has its capacity, because each leaves another room. An
-offload ratio of the user's own is that of every microbatch, and a rank then holds as much more.
-"""
+"""How the steps of a run are planned: everything but their lengths, in one record, without torch."""
 
 from __future__ import annotations
 
@@ -21,9 +17,9 @@ from lengthwise.program import check_plan
 class StepPlanning:
     """What plans the steps of a run.
 
-    capacities: tokens that the device of a rank holds in a microbatch, by the kinds of recomputation to choose from.
-    offload_ratio: of every microbatch; None: as `options` say, those that need it as much as they need.
-    measured: whose capacities these are; None: they were given, and the plan file's rule is all that is known.
+    capacities: tokens that a rank's device holds in a microbatch, by the kinds of recomputation to choose from.
+    offload_ratio: of every microbatch; None: as much as `options` and each need.
+    measured: whose capacities these are; None: they were given.
     """
 
     ranks: int
@@ -34,11 +30,7 @@ class StepPlanning:
     measured: Capacities | None = None
 
     def plan(self, lengths: Sequence[int]) -> Plan:
-        """Plan one step; `check_plan` accepts the plan.
-
-        Raises:
-            LengthwiseError: there is no plan.
-        """
+        """Plan one step; `check_plan` accepts the plan. Raises LengthwiseError where there is none."""
         held = self._held()
         if "none" in held:  # to compute again costs time, and pays only by what it leaves room for
             held = {kind: tokens for kind, tokens in held.items() if kind == "none" or tokens > held["none"]}
