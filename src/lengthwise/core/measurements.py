@@ -117,7 +117,7 @@ class MeasuredModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """A fitted coefficient and its relative standard error; None: one sample, or a value of 0, tells none."""
+    """A fitted coefficient and its relative standard error; None: one sample, or a value of 0, gives none."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
