@@ -21,8 +21,8 @@ def _pieces(plan: Plan) -> list[list[tuple[list[int], tuple[int, ...]]]]:
 def _sub_batch(lengths: list[int], capacity: int, ranks: int) -> list[tuple[int, list[int]]]:
     array = np.array(lengths)
     degrees = power_of_two_degrees(-(-array // capacity), ranks)
-    gangs = next_sub_batch(range(len(lengths)), array, degrees, np.square(array.astype(float)) / degrees, ranks)
-    return [(gang.degree, gang.sequences) for gang in gangs]
+    groups = next_sub_batch(range(len(lengths)), array, degrees, np.square(array.astype(float)) / degrees, ranks)
+    return [(group.degree, group.sequences) for group in groups]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_power_of_two_sub_batch_ends_when_ranks_are_level_after_a_smaller_degree
 
 
 def test_power_of_two_gives_back_what_unlevels_the_ranks() -> None:
-    """Work 100, 81 and 50; the third on top of the second gang would put the ranks further apart."""
+    """Work 100, 81 and 50; the third on top of the second group would put the ranks further apart."""
     assert _sub_batch([10, 9, 7], 10, 2) == [(1, [0]), (1, [1])]
     assert _sub_batch([10, 9, 4], 10, 2) == [(1, [0]), (1, [1, 2])]
 
@@ -79,12 +79,12 @@ def test_power_of_two_packs_what_a_gang_holds() -> None:
 @given(lengths=st.lists(st.integers(1, 99), min_size=1, max_size=40), ranks=st.sampled_from([1, 2, 3, 5, 6, 7, 12, 97]))
 def test_power_of_two_sub_batches_give_every_rank_at_most_one_gang(lengths: list[int], ranks: int) -> None:
     lengths = sorted((min(length, 10 * ranks) for length in lengths), reverse=True)
-    gangs = _sub_batch(lengths, 10, ranks)
+    groups = _sub_batch(lengths, 10, ranks)
     degrees = power_of_two_degrees(-(-np.array(lengths) // 10), ranks)
-    taken = [i for _, sequences in gangs for i in sequences]
+    taken = [i for _, sequences in groups for i in sequences]
     assert len(taken) == len(set(taken)) > 0
-    assert sum(degree for degree, _ in gangs) <= ranks
-    for degree, sequences in gangs:
+    assert sum(degree for degree, _ in groups) <= ranks
+    for degree, sequences in groups:
         assert sequences
         assert len({int(degrees[i]) for i in sequences}) == 1
         assert degree >= degrees[sequences[0]]
@@ -93,13 +93,13 @@ def test_power_of_two_sub_batches_give_every_rank_at_most_one_gang(lengths: list
 
 @given(lengths=st.lists(st.integers(1, 20), min_size=9, max_size=40))
 def test_power_of_two_levels_full_sub_batches_unless_sequences_run_out(lengths: list[int]) -> None:
-    """Ranks are within 5 %, or every gang has one sequence, or giving one back would not bring ranks closer."""
+    """Ranks are within 5 %, or every group has one sequence, or giving one back would not bring ranks closer."""
     lengths = sorted(lengths, reverse=True)
-    gangs = _sub_batch(lengths, 10, 4)
-    work = [sum(lengths[i] ** 2 / degree for i in sequences) for degree, sequences in gangs]
+    groups = _sub_batch(lengths, 10, 4)
+    work = [sum(lengths[i] ** 2 / degree for i in sequences) for degree, sequences in groups]
     slack = max(work) - min(work)
-    busiest = gangs[work.index(max(work))][1]
-    if slack > DELTA * max(work) and len(busiest) > 1 and sum(degree for degree, _ in gangs) == 4:
-        last = lengths[busiest[-1]] ** 2 / gangs[work.index(max(work))][0]
+    busiest = groups[work.index(max(work))][1]
+    if slack > DELTA * max(work) and len(busiest) > 1 and sum(degree for degree, _ in groups) == 4:
+        last = lengths[busiest[-1]] ** 2 / groups[work.index(max(work))][0]
         trimmed = [value - last if value == max(work) else value for value in work]
         assert max(trimmed) - min(trimmed) >= slack or work.count(max(work)) > 1

@@ -143,7 +143,7 @@ class Prepare:
         except KeyboardInterrupt:
             line.close()
             raise KeyboardInterrupt("complete files stay; run the same command to continue") from None
-        line.write(("already prepared, the same: " if was_there else "prepared  ") + told(made, out))
+        line.write(("already prepared, the same: " if was_there else "prepared  ") + prepared_line(made, out))
         return 0
 
     def _verify(self) -> int:
@@ -170,7 +170,7 @@ class Prepare:
         return int(bad > 0)
 
 
-def told(made: Prepared, out: Path) -> str:
+def prepared_line(made: Prepared, out: Path) -> str:
     """Say in a line what a prepared folder holds."""
     left_out = "".join(f", {number} left out ({reason})" for reason, number in made.skipped.items())
     tokenizer = "" if made.tokenizer is None else f" of {made.tokenizer.name}"

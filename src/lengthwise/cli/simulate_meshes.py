@@ -249,9 +249,9 @@ def _searched_in_processes(
     line = LiveLine(sys.stderr)
     at_work: dict[str, str] = {}
     context = get_context("fork")
-    told = context.SimpleQueue()
+    reports = context.SimpleQueue()
     pool = ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_start_worker, initargs=(told, batches, question, os.getpid())
+        workers, mp_context=context, initializer=_start_worker, initargs=(reports, batches, question, os.getpid())
     )
     try:
         slowest_first = [*filter(planners.__contains__, _SLOW), *(each for each in planners if each not in _SLOW)]
@@ -261,8 +261,8 @@ def _searched_in_processes(
             done, waiting = wait(waiting, timeout=_TOLD_EVERY_SECONDS, return_when=FIRST_COMPLETED)
             for search in done:
                 search.result()
-            while not told.empty():
-                planner, doing = told.get()
+            while not reports.empty():
+                planner, doing = reports.get()
                 at_work[planner] = doing
             left = {searches[search] for search in waiting}
             now = [f"{planner}: {doing}" for planner, doing in at_work.items() if planner in left]
@@ -283,13 +283,13 @@ _work: tuple[SimpleQueue[tuple[str, str]], Sequence[Sequence[int]], MeshQuestion
 
 
 def _start_worker(
-    told: SimpleQueue[tuple[str, str]], batches: Sequence[Sequence[int]], question: MeshQuestion, parent: int
+    reports: SimpleQueue[tuple[str, str]], batches: Sequence[Sequence[int]], question: MeshQuestion, parent: int
 ) -> None:
     """Ignore Ctrl-C, which the command handles, and end when it ends."""
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent)
-    _work = told, batches, question
+    _work = reports, batches, question
 
 
 def _search_and_tell(planner: str) -> Best:
@@ -297,9 +297,9 @@ def _search_and_tell(planner: str) -> Best:
     from lengthwise.simulator import best_mesh
 
     assert _work is not None, "a worker that was not started"
-    told, batches, question = _work
+    reports, batches, question = _work
     return best_mesh(
-        planner, batches, question, progress=lambda name, mesh, tried: told.put((name, _doing(mesh, tried)))
+        planner, batches, question, progress=lambda name, mesh, tried: reports.put((name, _doing(mesh, tried)))
     )
 
 

@@ -1,8 +1,7 @@
 """A transport around another that checks each message before it is taken, with LENGTHWISE_CHECK_TRANSFERS=1.
 
-gloo and NCCL match messages by order alone: of another length, gloo ends the process and NCCL waits or writes what
-came.
-A header goes ahead over a group of its own: number, dtype, shape and phase. Messages move when a call is waited for, so
+gloo and NCCL match messages by order alone: of another length, gloo ends the process and NCCL waits or writes on. A
+header goes ahead over a group of its own: number, dtype, shape and phase. Messages move when a call is waited for, so
 nothing overlaps. The key of a collective is compared with that of the rank before.
 """
 

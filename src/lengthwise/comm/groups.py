@@ -2,9 +2,8 @@
 
 Transfers run beside attention, whose grid fills the device: their group has streams of high priority and 8 CTAs.
 Collectives have 16, as kernels of both must fit together. NCCL_MAX_CTAS or NCCL_MIN_CTAS in the environment win.
-`set_defaults` asks for 4 channels a peer, which some 16 ranks can give, and starts kernels in the order posted.
-NCCL's watchdog counts from when a call is posted, perhaps a step early: `Watch` decides, NCCL's time-out is a day
-later.
+`set_defaults` asks for 4 channels a peer (from some 16 ranks on it would be 1) and for kernels in the order posted.
+NCCL's watchdog counts from when a call is posted, perhaps a step early: `Watch` decides, NCCL's comes a day later.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class Watch:
             self._give_time()
             try:
                 late = self._calls.look(time.monotonic())
-            except RuntimeError:  # the device has failed: the main thread hears of it by itself
+            except RuntimeError:  # the device has failed: the main thread meets it by itself
                 return
             if late is not None:
                 self._overdue(late)

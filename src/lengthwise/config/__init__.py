@@ -4,7 +4,7 @@ from lengthwise.config.document import dump_values as _dump_values
 from lengthwise.config.load import build_config, load_config
 from lengthwise.config.optimizer import FRESH_RATE, LOADED_RATE, LOADED_WARMUP, LORA_RATE, OptimizerConfig
 from lengthwise.config.schema import MEASURE_AT_START, MEASURE_NOTHING, TINY_MODEL, RunConfig
-from lengthwise.config.sections import DataSource, EvalConfig, GlobalBatch, LoraConfig, OffloadConfig
+from lengthwise.config.sections import DataSource, GlobalBatch, LoraConfig, OffloadConfig
 
 __all__ = [
     "FRESH_RATE",
@@ -15,7 +15,6 @@ __all__ = [
     "MEASURE_NOTHING",
     "TINY_MODEL",
     "DataSource",
-    "EvalConfig",
     "GlobalBatch",
     "LoraConfig",
     "OffloadConfig",

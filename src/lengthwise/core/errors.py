@@ -19,9 +19,8 @@ class LengthwiseError(Exception):
     """One problem, reported in one line.
 
     where: a file and row (`train.jsonl:3`), a config path (`optimizer.lr`), or a rank, step and phase.
-    expected, remedy: name other options in braces, "{capacity_tokens}", or with other words where no command has an
-    option
-    for it: "{clip|leave it out}". got: quoted as it is.
+    expected, remedy: name other options in braces, "{capacity_tokens}", or with other words where no command has such
+    an option: "{clip|leave it out}". got: quoted as it is.
     """
 
     code = "error"  # short and stable, to search for

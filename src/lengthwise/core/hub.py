@@ -36,11 +36,11 @@ def hub_answers(address: str) -> bool:
     """Ask a hub for its headers, once in this process and its forks; what it answers does not matter."""
     if _is_off():
         return False
-    heard: list[bool] = []
-    asking = threading.Thread(target=lambda: heard.append(_answers(address)), name="hub", daemon=True)
+    answers: list[bool] = []
+    asking = threading.Thread(target=lambda: answers.append(_answers(address)), name="hub", daemon=True)
     asking.start()
     asking.join(HUB_SECONDS)
-    return heard == [True]
+    return answers == [True]
 
 
 def _is_off() -> bool:

@@ -117,7 +117,7 @@ class MeasuredModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """A fitted coefficient and its relative standard error; None: one sample, or a value of 0, tells none."""
+    """A fitted coefficient and its relative standard error; None: one sample, or a value of 0, gives none."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -129,8 +129,8 @@ class Term:
 class Fit:
     """What the samples say of the costs.
 
-    terms: as the fields of `cost.Cost`, its links and its `ending`; forward_attention, forward_linear: shares of
-    forward.
+    terms: as the fields of `cost.Cost`, its links and its `ending`.
+    forward_attention, forward_linear: shares of the forward pass.
     not_measured: terms without a sample, taken from the file's `hardware`.
     block_efficiency: as in `Hardware`; empty: not measured.
     mean_error, worst_error: of predicted over measured seconds of the local and ring samples, relative.

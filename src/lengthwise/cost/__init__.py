@@ -24,7 +24,6 @@ from lengthwise.cost.passes import Pass
 from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
 from lengthwise.cost.sharding import (
     ZERO3_ALONE,
-    ShardChoice,
     choose_shard,
     ranks_of_node,
     sharded_cost,
@@ -50,7 +49,6 @@ __all__ = [
     "MicrobatchBytes",
     "Moments",
     "Pass",
-    "ShardChoice",
     "StepMemory",
     "all_terms_cost",
     "analytic_cost",

@@ -44,8 +44,7 @@ class Moments:
 class MicrobatchBytes:
     """Bytes of a microbatch of so many rows, padding included; parameters and gradients are left out.
 
-    saved_fixed, saved_a_row: what autograd saves of the layers. forward, backward: all that there is; None: not
-    measured.
+    saved_fixed, saved_a_row: what autograd saves of the layers. forward, backward: all that there is (None: unknown).
     most_rows: up to which these hold; `beyond` has those of more rows, whose loss is made in chunks.
     """
 

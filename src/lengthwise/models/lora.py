@@ -80,9 +80,8 @@ def build_adapted(
 ) -> nn.Module:
     """Build the model as `build_model` does, and freeze it under adapters where `lora` is given.
 
-    A starts from `seed`, the same on every rank, and B from zeros, or both from the saved adapter. draws_both: B is
-    drawn,
-    too, for checks: as long as B is zero A has no gradient. stored: as for `build_model`.
+    A starts from `seed`, the same on every rank, and B from zeros, or both from the saved adapter. stored: as for
+    `build_model`. draws_both: B is drawn, too, for checks: as long as B is zero A has no gradient.
     """
     model = build_model(source, seed=seed, attention=attention, stored=stored)
     if lora is None:

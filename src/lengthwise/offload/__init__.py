@@ -3,8 +3,8 @@
 from lengthwise.offload import disk, pinned
 from lengthwise.offload.disk import DiskStore
 from lengthwise.offload.pinned import PinnedStore
-from lengthwise.offload.saver import ActivationSaver, ActivationTotals, parameter_storages
-from lengthwise.offload.store import ActivationStore, CopyStore, Stored
+from lengthwise.offload.saver import ActivationSaver, parameter_storages
+from lengthwise.offload.store import ActivationStore, CopyStore
 
 LEAVING_BYTES = {"host": pinned.LEAVING_BYTES, "disk": disk.LEAVING_BYTES}
 """Of what was put into a store, by its name in the run file: what may be on the device still."""
@@ -13,10 +13,8 @@ __all__ = [
     "LEAVING_BYTES",
     "ActivationSaver",
     "ActivationStore",
-    "ActivationTotals",
     "CopyStore",
     "DiskStore",
     "PinnedStore",
-    "Stored",
     "parameter_storages",
 ]

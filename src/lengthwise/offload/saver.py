@@ -2,8 +2,7 @@
 
 Each storage is one entry, however many tensors view it; entries go out in forward until `offload_bytes` are there, the
 last one in part, and come back in reverse within `window_bytes`. Parameters, buffers and tensors under 1 KB stay, and
-storages that later layers save again (rotary embeddings). Copies keep bits, layout and alignment: gradients are the
-same.
+storages that later layers save again (rotary embeddings). Copies keep every bit, so gradients are the same.
 """
 
 from __future__ import annotations

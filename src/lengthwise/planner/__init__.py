@@ -6,7 +6,7 @@ The same lengths, cluster, costs and planner give the same plan, in any process 
 from lengthwise.core.sizes import PLANNING_SHARE
 from lengthwise.planner.api import PlanStep, arithmetic_seconds, plan_recomputed, plan_step
 from lengthwise.planner.baselines.single_degree import PACKED_DP
-from lengthwise.planner.options import MODES, PlanOptions
+from lengthwise.planner.options import PlanOptions
 from lengthwise.planner.problem.bounds import bound_seconds
 from lengthwise.planner.problem.finish import split_heads
 from lengthwise.planner.problem.request import PlanRequest
@@ -15,7 +15,6 @@ from lengthwise.planner.registry import CUTTING_PLANNERS, PLANNERS, planner_name
 
 __all__ = [
     "CUTTING_PLANNERS",
-    "MODES",
     "PACKED_DP",
     "PLANNERS",
     "PLANNING_SHARE",

@@ -9,7 +9,6 @@ from lengthwise.program.records import (
     Content,
     HeadRange,
     RankRound,
-    Round,
     Segment,
     Transfer,
 )
@@ -23,7 +22,6 @@ __all__ = [
     "HeadRange",
     "MicrobatchProgram",
     "RankRound",
-    "Round",
     "Segment",
     "Transfer",
     "all_end_alone",

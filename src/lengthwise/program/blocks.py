@@ -1,8 +1,7 @@
 """Which blocks of attention a position computes against the keys of another one.
 
 Chunks have common borders, so no mask is needed without a window: own keys are one causal block; of a lower position
-both query chunks see the low chunk; of a higher one the high query chunk sees both. A window drops, trims and tiles
-blocks.
+both query chunks see the low chunk; of a higher one the high query chunk sees both. A window drops and trims blocks.
 """
 
 from __future__ import annotations

@@ -29,12 +29,7 @@ Group = tuple[int, list[int]]  # degree, sequences
 
 
 def plan_flexsp(request: PlanRequest) -> list[Microbatch]:
-    """Plan one small step.
-
-    Raises:
-        ConfigError: highspy is not installed.
-        PlanError: too many ranks or sequences.
-    """
+    """Plan one small step; ConfigError: highspy is not installed; PlanError: too many ranks or sequences."""
     cluster, lengths = request.cluster, request.lengths
     refuse_large(cluster.ranks, len(lengths))
     order = np.lexsort((np.arange(len(lengths)), -lengths))

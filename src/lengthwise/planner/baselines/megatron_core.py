@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lengthwise.core.errors import PlanError
 from lengthwise.core.packages import PLANNER_PACKAGES
 from lengthwise.core.plan import Microbatch
-from lengthwise.planner.baselines.power_of_two import Gang, pack_gangs, write_sub_batch
+from lengthwise.planner.baselines.power_of_two import Group, pack_groups, write_sub_batch
 from lengthwise.planner.problem.request import PlanRequest
 
 _SCHEDULER_MODULE = "megatron.core.pipeline_parallel.hybrid_cp_schedule"
@@ -35,23 +35,23 @@ class _FakeGroup:
 def plan_megatron_core(request: PlanRequest) -> list[Microbatch]:
     """Plan one step by the installed scheduler; PlanError: Megatron-Core has none."""
     microbatches: list[Microbatch] = []
-    for gangs in megatron_sub_batches(request.lengths, request.cluster.ranks, request.most_held_tokens):
-        microbatches += write_sub_batch(gangs, pack_gangs(request, gangs), is_first=not microbatches)
+    for groups in megatron_sub_batches(request.lengths, request.cluster.ranks, request.most_held_tokens):
+        microbatches += write_sub_batch(groups, pack_groups(request, groups), is_first=not microbatches)
     return microbatches
 
 
-def megatron_sub_batches(lengths: NDArray[np.int64], ranks: int, most_tokens: int) -> list[list[Gang]]:
-    """Run the scheduler with ranks that hold so many tokens; return each sub-batch's gangs, in the order of ranks."""
+def megatron_sub_batches(lengths: NDArray[np.int64], ranks: int, most_tokens: int) -> list[list[Group]]:
+    """Run the scheduler with ranks that hold so many tokens; return each sub-batch's groups, in the order of ranks."""
     one = load_scheduler()(most_tokens, _FakeGroup(ranks=ranks))
     _, by_rank = one.get_groups_and_subsamples(list(enumerate(lengths.tolist())), None)
-    sub_batches = list[list[Gang]]()
+    sub_batches = list[list[Group]]()
     for samples in by_rank:
-        gangs: dict[int, Gang] = {}
+        groups: dict[int, Group] = {}
         for held in samples:
-            gang = gangs.setdefault(held[0], Gang(degree=0, sequences=list(held)))
-            assert gang.sequences == list(held), f"ranks share sample {held[0]} but not all: {held}, {gang.sequences}"
-            gang.degree += 1
-        sub_batches.append(list(gangs.values()))
+            group = groups.setdefault(held[0], Group(degree=0, sequences=list(held)))
+            assert group.sequences == list(held), f"ranks share sample {held[0]} but not all: {held}, {group.sequences}"
+            group.degree += 1
+        sub_batches.append(list(groups.values()))
     return sub_batches
 
 

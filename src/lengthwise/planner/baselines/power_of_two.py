@@ -26,7 +26,7 @@ DELTA = 0.05  # of the busiest rank's work: ranks within it are level
 
 
 @dataclass(slots=True, kw_only=True)
-class Gang:
+class Group:
     """Ranks that share a sub-batch's sequences of one degree; `work` in squared tokens a rank."""
 
     degree: int
@@ -42,103 +42,103 @@ def plan_power_of_two(request: PlanRequest) -> list[Microbatch]:
     left = np.lexsort((np.arange(len(lengths)), -lengths)).tolist()
     microbatches: list[Microbatch] = []
     while left:
-        gangs = next_sub_batch(left, lengths, degrees, work, ranks)
-        taken = {sequence for gang in gangs for sequence in gang.sequences}
+        groups = next_sub_batch(left, lengths, degrees, work, ranks)
+        taken = {sequence for group in groups for sequence in group.sequences}
         left = [sequence for sequence in left if sequence not in taken]
-        microbatches += write_sub_batch(gangs, pack_gangs(request, gangs), is_first=not microbatches)
+        microbatches += write_sub_batch(groups, pack_groups(request, groups), is_first=not microbatches)
     return microbatches
 
 
-def next_sub_batch(sequences: Sequence[int], lengths: Whole, degrees: Whole, work: Floats, ranks: int) -> list[Gang]:
-    """Form one sub-batch from sequences given longest first; its gangs take the ranks in this order, from rank 0."""
+def next_sub_batch(sequences: Sequence[int], lengths: Whole, degrees: Whole, work: Floats, ranks: int) -> list[Group]:
+    """Form one sub-batch from sequences given longest first; its groups take the ranks in this order, from rank 0."""
     some = np.array(sequences, dtype=np.int64)
     count = len(np.unique(degrees[some]))
     buckets = [deque(some[bucket].tolist()) for bucket in equal_buckets(lengths[some], work[some], count)]
-    gangs = _fill_gangs(buckets, degrees, work, ranks)
-    empty = ranks - sum(gang.degree for gang in gangs)
+    groups = _fill_groups(buckets, degrees, work, ranks)
+    empty = ranks - sum(group.degree for group in groups)
     if empty == 0:
-        _trim(gangs, work)
-    _widen(gangs, empty, ranks)
-    return gangs
+        _trim(groups, work)
+    _widen(groups, empty, ranks)
+    return groups
 
 
-def _fill_gangs(buckets: list[deque[int]], degrees: Whole, work: Floats, ranks: int) -> list[Gang]:
+def _fill_groups(buckets: list[deque[int]], degrees: Whole, work: Floats, ranks: int) -> list[Group]:
     """Place the heads of buckets until ranks are level or nothing fits."""
-    gangs: list[Gang] = []
-    loads: dict[int, list[tuple[float, int]]] = {}  # by degree: (work, gang), least first
+    groups: list[Group] = []
+    loads: dict[int, list[tuple[float, int]]] = {}  # by degree: (work, group), least first
     free, most, widest = ranks, 0.0, 0
     while True:
         bucket = next((b for b in buckets if b and (degrees[b[0]] <= free or int(degrees[b[0]]) in loads)), None)
         if bucket is None:
-            return gangs
+            return groups
         sequence = bucket.popleft()
         degree = int(degrees[sequence])
         widest = widest or degree
         if degree <= free:
             free -= degree
-            number = len(gangs)
-            gangs.append(Gang(degree=degree))
+            number = len(groups)
+            groups.append(Group(degree=degree))
         else:
             number = heapq.heappop(loads[degree])[1]
-        gang = gangs[number]
-        gang.sequences.append(sequence)
-        gang.work += float(work[sequence])
-        most = max(most, gang.work)
-        heapq.heappush(loads.setdefault(degree, []), (gang.work, number))
+        group = groups[number]
+        group.sequences.append(sequence)
+        group.work += float(work[sequence])
+        most = max(most, group.work)
+        heapq.heappush(loads.setdefault(degree, []), (group.work, number))
         if degree < widest:
             widest = ranks + 1  # from now on the ranks are looked at after every sequence
         level = free == 0 and most - min(heap[0][0] for heap in loads.values()) <= DELTA * most
         if widest > ranks and level:
-            return gangs
+            return groups
 
 
-def _trim(gangs: list[Gang], work: Floats) -> None:
+def _trim(groups: list[Group], work: Floats) -> None:
     """Give back the last sequence of the busiest group while that levels ranks."""
     while True:
-        busiest = max(gangs, key=lambda gang: gang.work)
-        least = min(gang.work for gang in gangs)
+        busiest = max(groups, key=lambda group: group.work)
+        least = min(group.work for group in groups)
         slack = busiest.work - least
         if slack <= DELTA * busiest.work or len(busiest.sequences) < 2:
             return
         trimmed = busiest.work - float(work[busiest.sequences[-1]])
-        others = max((gang.work for gang in gangs if gang is not busiest), default=trimmed)
+        others = max((group.work for group in groups if group is not busiest), default=trimmed)
         if max(trimmed, others) - min(trimmed, least) >= slack:
             return
         busiest.sequences.pop()
         busiest.work = trimmed
 
 
-def _widen(gangs: list[Gang], empty: int, ranks: int) -> None:
+def _widen(groups: list[Group], empty: int, ranks: int) -> None:
     """Double the first of the narrowest groups, or give it all ranks, while enough ranks are idle."""
     while empty > 0:
-        gang = min(gangs, key=lambda gang: gang.degree)
-        wider = min(2 * gang.degree, ranks)
-        if wider - gang.degree > empty:
+        group = min(groups, key=lambda group: group.degree)
+        wider = min(2 * group.degree, ranks)
+        if wider - group.degree > empty:
             return
-        empty -= wider - gang.degree
-        gang.degree = wider
+        empty -= wider - group.degree
+        group.degree = wider
 
 
-def pack_gangs(request: PlanRequest, gangs: Sequence[Gang]) -> list[list[list[int]]]:
-    """Pack what each gang holds, in its order, first fit up to the capacity; return the packs of each gang."""
+def pack_groups(request: PlanRequest, groups: Sequence[Group]) -> list[list[list[int]]]:
+    """Pack what each group holds, in its order, first fit up to the capacity; return the packs of each group."""
     packs = []
-    for gang in gangs:
-        room = room_tokens(request.lengths[gang.sequences], gang.degree)
-        capacity = gang.degree * request.cluster.capacity_tokens
+    for group in groups:
+        room = room_tokens(request.lengths[group.sequences], group.degree)
+        capacity = group.degree * request.cluster.capacity_tokens
         filled = first_fit_packs(np.minimum(room, capacity), capacity)  # what is longer fills a pack by itself
-        packs.append([[gang.sequences[i] for i in pack] for pack in filled])
+        packs.append([[group.sequences[i] for i in pack] for pack in filled])
     return packs
 
 
-def write_sub_batch(gangs: Sequence[Gang], packs: Sequence[list[list[int]]], *, is_first: bool) -> list[Microbatch]:
-    """Write the packs of each gang; the first packs of all gangs are one microbatch, where all ranks meet."""
+def write_sub_batch(groups: Sequence[Group], packs: Sequence[list[list[int]]], *, is_first: bool) -> list[Microbatch]:
+    """Write the packs of each group; the first packs of all groups are one microbatch, where all ranks meet."""
     heads: list[Piece] = []
     rest: list[Microbatch] = []
     first = 0
-    for gang, of_gang in zip(gangs, packs, strict=True):
-        ranks = ring_order(first, gang.degree)
-        first += gang.degree
-        pieces = [Piece(ranks=ranks, sequences=tuple(pack)) for pack in of_gang]
+    for group, of_group in zip(groups, packs, strict=True):
+        ranks = ring_order(first, group.degree)
+        first += group.degree
+        pieces = [Piece(ranks=ranks, sequences=tuple(pack)) for pack in of_group]
         heads.append(pieces[0])
         rest += [Microbatch(pieces=(piece,)) for piece in pieces[1:]]
     meeting = [Microbatch(pieces=(piece,)) for piece in heads] if is_first else [Microbatch(pieces=tuple(heads))]

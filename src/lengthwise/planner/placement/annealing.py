@@ -34,12 +34,12 @@ State = list[tuple[int, tuple[int, ...]]]  # pieces as (degree, sequences), in t
 class Placement:
     """A placed state: (first rank, degree, sequences, number of the microbatch) of each piece, and when all is done.
 
-    judged_seconds: what tries compare, from the makespan and the mean time at which ranks are done.
+    compared_seconds: what tries compare, from the makespan and the mean time at which ranks are done.
     """
 
     pieces: list[tuple[int, int, tuple[int, ...], int]]
     makespan_seconds: float
-    judged_seconds: float
+    compared_seconds: float
 
 
 def anneal(request: PlanRequest, microbatches: Sequence[Microbatch], makespan_seconds: float) -> list[Microbatch]:
@@ -78,8 +78,8 @@ class Annealing:
                 continue
             layout = self.place(changed)
             warmth = _WARMTH * (1 - number / tries) ** 2
-            allowed = current.judged_seconds * (1 - warmth * math.log(1 - self.choose.random()))
-            if layout.judged_seconds <= allowed:
+            allowed = current.compared_seconds * (1 - warmth * math.log(1 - self.choose.random()))
+            if layout.compared_seconds <= allowed:
                 state, current = changed, layout
                 if layout.makespan_seconds < best.makespan_seconds:
                     best, found = layout, number
@@ -167,7 +167,7 @@ class Annealing:
                 free[rank], beside[rank] = end, (room, number)
             pieces.append((first, degree, sequences, number))
         makespan = max(free)
-        return Placement(pieces=pieces, makespan_seconds=makespan, judged_seconds=makespan + sum(free) / self.ranks)
+        return Placement(pieces=pieces, makespan_seconds=makespan, compared_seconds=makespan + sum(free) / self.ranks)
 
     def all_in_rings(self) -> State:
         """Pack all sequences, longest first, into rings over all ranks: the other end of what is possible."""

@@ -205,7 +205,7 @@ def _sweep(
     starts, idle = _starts_and_idle(line.free, degree)
     least = 0.0  # what the best place adds
     if extra is not None:
-        starts, least = starts + extra.judged, float(extra.judged.min())
+        starts, least = starts + extra.compared, float(extra.compared.min())
     taken = bytearray(len(line.free))
     number, soonest_end = 0, float("inf")
     enough = len(rings) * (2 * degree - 1)  # a ring takes so many places from the others

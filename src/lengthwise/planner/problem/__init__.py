@@ -1,1 +1,1 @@
-"""What a step asks of a planner, the degrees and times that bound it, and the score that judges any plan of it."""
+"""What a step asks of a planner, the degrees and times that bound it, and the score of any plan of it."""

@@ -102,7 +102,7 @@ def _pipelined_seconds(plan: Plan, totals: Sequence[Mapping[int, float]], stages
 def _rank_seconds(plan: Plan, cost: Cost, speeds: Sequence[float] | None) -> Iterator[dict[int, float]]:
     """Yield how long each microbatch keeps each of its ranks busy, overhead included."""
     costs = {kind: cost.recomputing(kind) for kind in {microbatch.recompute for microbatch in plan.microbatches}}
-    pricing = dict.fromkeys(costs, cost) if _reads_choices(cost) else costs  # it is told each microbatch's kind
+    pricing = dict.fromkeys(costs, cost) if _reads_choices(cost) else costs  # it gets each microbatch's kind
     placed = [(microbatch, piece) for microbatch in plan.microbatches for piece in microbatch.pieces]
     priced = {kind: _seconds_at(placed, plan.tokens, each, speeds) for kind, each in pricing.items()}
     took = (priced[microbatch.recompute][number] for number, (microbatch, _) in enumerate(placed))

@@ -67,7 +67,7 @@ class Extras:
         return self._all[0]
 
     @property
-    def judged(self) -> Floats:
+    def compared(self) -> Floats:
         """What each first rank adds, time lost by its ranks included."""
         return self._all[1]
 
