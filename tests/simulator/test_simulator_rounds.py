@@ -3,7 +3,6 @@
 from collections import defaultdict
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
