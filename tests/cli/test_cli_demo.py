@@ -16,6 +16,8 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data import Batches, ByteTokenizer, load_dataset
 from lengthwise.run.callbacks import StepMetrics, TrainResult
 from lengthwise.run.verify import VerifyReport
+from lengthwise.simulator import WayRow
+from lengthwise.simulator.answer import WorkSpan
 from run.small_runs import call, make_rows, write_model, write_run
 
 PLAN = Plan(
@@ -163,3 +165,15 @@ def test_demo_fails_when_the_saved_model_is_another(tmp_path, capsys):
     assert demo._open(folder, dataclasses.replace(RESULT, parameters=true_size), lambda text, **_: lines.append(text))
     assert "FAIL" not in lines[-1]
     assert "PASS" in lines[-1]
+
+
+def test_gpu_lines_show_packs_rings_and_waits() -> None:
+    stretches = (
+        WorkSpan(rank=0, start=0.0, end=4.0, kind="ring"),
+        WorkSpan(rank=1, start=0.0, end=4.0, kind="ring"),
+        WorkSpan(rank=0, start=4.0, end=8.0, kind="local"),
+        WorkSpan(rank=1, start=5.0, end=6.0, kind="local"),
+    )
+    row = WayRow(name="x", step_seconds=(9.0, 1.0), stretches=stretches)
+    assert demo.gpu_lines(row, range(2), most_seconds=10.0, width=10) == ["GPU 0 |====####.|", "GPU 1 |====.#...|"]
+    assert demo.gpu_lines(row, [1], most_seconds=20.0, width=10) == ["GPU 1 |==#.|"]

@@ -9,11 +9,12 @@ from testing.stage_actions import device_actions
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.program.stage_clocks import stage_clocks
 from lengthwise.program.stage_order import stage_order
+from tiers import more
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("stages", [1, 2, 3, more(4), 5, more(8)])
 @pytest.mark.parametrize("virtual", [1, 2, 3])
-@pytest.mark.parametrize("forward", [1 / 4, 1 / 3, 1 / 2])
+@pytest.mark.parametrize("forward", [1 / 3, more(1 / 4), more(1 / 2)])
 def test_equal_microbatches_end_after_w_m_v_plus_p_minus_1(stages: int, virtual: int, forward: float) -> None:
     for count in (stages, 2 * stages, 5 * stages):
         seconds = np.full(count, 6.0)

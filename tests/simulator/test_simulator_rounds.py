@@ -3,6 +3,7 @@
 from collections import defaultdict
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -241,3 +242,5 @@ def test_score_prices_rings_of_pipelines_hop_by_hop_as_they_run(
     scored = cost.piece_seconds([length], degree, Choice(recompute=recompute), ranks=microbatch.ranks) + launch
     ran = microbatch_clocks(microbatch, [length], cost)
     assert scored == pytest.approx(float(ran.total.max()), rel=1e-9)
+    (row,) = cost.recomputing(recompute).ring_piece_seconds(np.array([length]), np.array([degree]))
+    assert row + launch == pytest.approx(scored, rel=1e-12)
