@@ -190,7 +190,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedStep:
-    """One step of one way: of repeat 0 (uncounted) or later. waited, busy: seconds of each rank.
+    """One step of one way: of repeat 0 (uncounted) or later. waited: seconds of each rank.
 
     work_seconds: until the last rank had done its microbatches and the step's end began.
     """
@@ -202,7 +202,6 @@ class TimedStep:
     work_seconds: float
     loss: float
     waited: tuple[float, ...]
-    busy: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,10 +271,9 @@ class _Rank:
                         repeat=repeat,
                         batch=number,
                         seconds=float(rows[:, 0].max()),
-                        work_seconds=float(rows[:, 4].max()),
+                        work_seconds=float(rows[:, 3].max()),
                         loss=float(rows[:, 1].sum()) / batch.loss_tokens,
                         waited=tuple(rows[:, 2].tolist()),
-                        busy=tuple(rows[:, 3].tolist()),
                     )
                 )
                 if self._transport.rank == 0:
@@ -299,18 +297,17 @@ class _Trainee:
         self._kernel = choose_kernel(torch.device("cpu"))
 
     def step(self, plan: Plan | None, batch: StepBatch) -> list[float]:
-        """Train one step; return this rank's (seconds, summed loss, waited, busy, seconds before the step's end)."""
+        """Train one step; return this rank's (seconds, summed loss, waited, seconds before the step's end)."""
         self._transport.all_reduce(torch.zeros(1))
         start = time.perf_counter()
         if plan is None:
             loss_sum, waited = self._one_by_one(batch), 0.0
-            busy = time.perf_counter() - start
         else:
             result = run_plan(self._model, plan, batch, self._transport, self._kernel, name="benchmark")
-            loss_sum, waited, busy = result.loss_sum, result.ring_wait_seconds, result.busy_seconds
+            loss_sum, waited = result.loss_sum, result.ring_wait_seconds
         work_seconds = time.perf_counter() - start
         self._optimizer.end_step(FRESH_RATE)
-        return [time.perf_counter() - start, loss_sum, waited, busy, work_seconds]
+        return [time.perf_counter() - start, loss_sum, waited, work_seconds]
 
     def _one_by_one(self, batch: StepBatch) -> float:
         """Run the loop of a careful user of plain Hugging Face: one document a forward, no padding."""

@@ -30,7 +30,6 @@ def step(way: str, repeat: int, seconds: float, loss: float = 1.0, batch: int = 
         work_seconds=seconds / 2,
         loss=loss,
         waited=(1.0, 0.0),
-        busy=(1.0, 2.0),
     )
 
 

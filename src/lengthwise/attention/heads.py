@@ -26,11 +26,7 @@ Rows = Mapping[HeadRange, Sequence[Tensor]]
 
 @lru_cache(maxsize=256)
 def heads_taken(heads: HeadRange, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
-    """List which of `num_kv_heads` the query heads of a range use, one as often as its queries need it.
-
-    Raises:
-        PlanError: the parts do not divide the query heads.
-    """
+    """List which of `num_kv_heads` the query heads of a range use; PlanError: the parts do not divide them."""
     if num_heads % heads.parts:
         expected = f"a divisor of the model's {num_heads} attention heads"
         raise PlanError("plan: heads", expected=expected, got=str(heads.parts), remedy="Plan with heads off.")
@@ -120,10 +116,9 @@ class HeadExchange:
         }
 
     def join(self, content: Content, rows: Rows, num_heads: Sequence[int], *, rows_of_all: int) -> Sequence[Tensor]:
-        """Return this rank's own tokens with all their heads, `num_heads` of each tensor; undoes `split`.
+        """Return this rank's own tokens, the first of `rows_of_all`, with all heads.
 
-        They are the first of `rows_of_all`; the others are 0. What comes from several ranks is summed, in the widest
-        dtype.
+        Several ranks' values are summed.
         """
         if not self._splits:
             return rows[ALL_HEADS]

@@ -81,11 +81,7 @@ class PlannedAttention:
     def forward(
         self, layer: Block, window: int | None = None, sinks: Tensor | None = None
     ) -> tuple[Tensor, dict[HeadRange, Attended]]:
-        """Return (out (tokens, heads, head_dim) in q's dtype, and by range of heads what backward needs).
-
-        `layer` holds queries, keys and values of this rank's tokens and padding, of which `out` is finite and
-        meaningless.
-        """
+        """Return (out (tokens, heads, head_dim) in q's dtype, and by range of heads what backward needs)."""
         rows = len(layer.q)
         ring_steps, _ = self._steps_of(window, layer.q.device, rows)
         split = self._heads.split(Content.QKV, (layer.q, layer.k, layer.v))

@@ -17,11 +17,7 @@ Shard = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingStep:
-    """One ring step on one rank. `last_used` are shards whose keys no later one needs.
-
-    packs: diagonal blocks of the first ring step, by range of heads, where the kernel takes packs; `tasks` are the
-    rest.
-    """
+    """One ring step on one rank; `last_used`: shards that no later one needs; `packs` replace diagonal `tasks`."""
 
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]

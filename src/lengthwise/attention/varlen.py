@@ -38,10 +38,7 @@ class Documents:
 
     @property
     def window(self) -> tuple[int | None, int | None]:
-        """(left, right) as flash kernels have it.
-
-        None for no limit, because flash attention 4 has no windows (2.11).
-        """
+        """(left, right) as flash kernels have it; None for no limit: flash attention 4 has no windows (torch 2.11)."""
         return (None, None) if self.window_left is None else (self.window_left, 0 if self.causal else None)
 
 

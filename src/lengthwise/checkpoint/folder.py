@@ -75,11 +75,7 @@ class CheckpointFolder:
                 shutil.rmtree(self.at(later), ignore_errors=True)
 
     def newest(self) -> tuple[Path, Manifest, list[LengthwiseError]]:
-        """Return the newest checkpoint with a readable manifest and files of its sizes, and what newer ones have wrong.
-
-        Raises:
-            OutputError: there is none; Problems: there are some, and what each has wrong.
-        """
+        """Return the newest whole checkpoint, and what newer ones have wrong; OutputError, Problems: there is none."""
         problems: list[LengthwiseError] = []
         for step in reversed(self.steps()):
             folder = self.at(step)

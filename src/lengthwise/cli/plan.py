@@ -43,10 +43,7 @@ _NAMES = named_alike(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInput:
-    """A command line that was read; `lengths`: None where a run file's data are not read yet.
-
-    The context is missing.
-    """
+    """A command line that was read; `lengths`: None where a run file's data are not read yet."""
 
     config: RunConfig | None
     lengths: list[int] | None

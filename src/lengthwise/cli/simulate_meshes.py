@@ -113,9 +113,9 @@ class MeshChoices:
     def read(
         self, planning: PlanChoices, loader: str, problems: Collector, *, one_device: bool = False
     ) -> Meshes | None:
-        """Read all of it; None where something is wrong, which `problems` then holds.
+        """Read all of it; None where `problems` has some.
 
-        one_device: whether ranks default to one device, in place of a search.
+        `one_device`: ranks default to one device, without a search.
         """
         attempt, before = problems.attempt, len(problems.problems)
         for option, value in (("--tp", self.tp), ("--pp", self.pp)):

@@ -10,12 +10,14 @@ import multiprocessing
 import os
 import socket
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
+Answer = TypeVar("Answer")
 _DRIVER = Path("/dev/nvidiactl")  # there where the NVIDIA driver, or a container that was given it, is
 
 
@@ -33,16 +35,24 @@ def find_gpus() -> Gpus:
         return Gpus(number=0, why_none=f"torch {torch.__version__} was built without CUDA")
     if torch.cuda.is_initialized():  # by whoever calls us: a fork of this process could not even ask
         return Gpus(number=torch.cuda.device_count())
+    found = ask_in_a_child(_start_cuda)
+    if isinstance(found, Gpus):
+        return found
+    return Gpus(number=0, why_none=f"the driver ended the process that asked it (exit code {found})")
+
+
+def ask_in_a_child(ask: Callable[[], Answer]) -> Answer | int | None:
+    """Return what `ask` says of CUDA in a forked child; the exit code of a child that ended without an answer."""
     context = multiprocessing.get_context("fork")
     our_pipe, their_pipe = context.Pipe(duplex=False)
-    child = context.Process(target=_start_cuda, args=(their_pipe,))
+    child = context.Process(target=lambda: their_pipe.send(ask()))
     child.start()
     their_pipe.close()
     try:
         return our_pipe.recv()
     except EOFError:
         child.join()
-        return Gpus(number=0, why_none=f"the driver ended the process that asked it (exit code {child.exitcode})")
+        return child.exitcode
     finally:
         child.join()
         our_pipe.close()
@@ -74,12 +84,11 @@ def gpu_of(device: torch.device) -> str:
     return f"{host} {torch.cuda.get_device_properties(device).uuid}"
 
 
-def _start_cuda(pipe: Connection) -> None:
+def _start_cuda() -> Gpus:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch warns of, it also raises
             torch.cuda.init()
-            found = Gpus(number=torch.cuda.device_count())
+            return Gpus(number=torch.cuda.device_count())
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
-        found = Gpus(number=0, why_none=(str(error).splitlines() or [repr(error)])[0].rstrip("."))
-    pipe.send(found)
+        return Gpus(number=0, why_none=(str(error).splitlines() or [repr(error)])[0].rstrip("."))

@@ -89,10 +89,7 @@ class Transport(Protocol):
         """Overwrite `tensor` with that of rank `source`."""
 
     def among(self, groups: Sequence[Sequence[int]]) -> Transport:
-        """Return the collectives of this rank's group, whose ranks count from 0. Collective.
-
-        groups: each rank of the world is in one of them, the same on all ranks. For transfers, see `comm.mesh`.
-        """
+        """Return the collectives of this rank's group, of ranks from 0; `groups` divide the world. Collective."""
         ...
 
     def close(self) -> None:

@@ -60,11 +60,7 @@ class World:
             torch.cuda.set_device(self.device)
 
     def connect(self, timeout: timedelta) -> Met:
-        """Join the gloo process group of all ranks, or the one that exists; return who shares a GPU.
-
-        Raises:
-            RankError: some ranks have a GPU and others have none.
-        """
+        """Join the gloo group of all ranks, or the existing one; return who shares a GPU. RankError: some have none."""
         if self.attached:  # its process chose its device when it made the model
             host = gloo_group(timeout)
             on_gpu, shares_gpus, device_ranks = self._ask(host)

@@ -84,10 +84,7 @@ def replace_file(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """Give a folder to write into; it becomes `path` when the block ends, synced, whole or not at all.
-
-    replaces: keep an existing folder until the new one is complete.
-    """
+    """Give a folder that becomes `path` when the block ends, synced, whole or not at all; `replaces`: an old one."""
     unfinished, previous = unfinished_of(path), previous_of(path)
     try:
         unfinished.mkdir(parents=True)

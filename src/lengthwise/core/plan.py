@@ -98,10 +98,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> Plan:
-        """Read a plan file.
-
-        PlanError: no JSON, a key twice, a missing or wrong field, or an unknown required feature.
-        """
+        """Read a plan file; PlanError: no JSON, a key twice, a wrong field, or an unknown required feature."""
         return _read_plan(text, where)
 
 

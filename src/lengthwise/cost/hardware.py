@@ -87,10 +87,7 @@ class Hardware:
     kernels: tuple[AttentionKernel, ...] = ()
 
     def with_kernel(self, name: str) -> Hardware:
-        """Return the same device with the attention of another of its `kernels`.
-
-        ConfigError: its speed is not known.
-        """
+        """Return the same device with another kernel's attention; ConfigError: its speed is not known."""
         found = next((each for each in self.kernels if each.name == name), None)
         if found is None:
             raise unknown_name("kernel", name, [each.name for each in self.kernels], others=f"on {self.name}")

@@ -139,10 +139,7 @@ def _run(
     runs: nn.Module | None = None,
     **options: Any,
 ) -> Any:
-    """Return the output of the model, or of its part `runs`.
-
-    Rows past `planned.num_tokens` are padding without a loss.
-    """
+    """Return the output of the model, or of its part `runs`; rows past `planned.num_tokens` are padding."""
     # Up to a multiple that suits the device, and at least one token: a ring of more ranks than tokens leaves some
     # without any, which still pass keys on, and Hugging Face cannot run on nothing.
     padding = planned.num_rows - planned.num_tokens

@@ -53,9 +53,9 @@ class DecoderOutput:
             raise ModelRefused(where, expected=expected, got=f"{len(self._outputs)} runs", remedy="Set loss: whole.")
 
     def loss(self, shift_labels: Tensor, chunk_tokens: int, weights: Tensor | None = None) -> Tensor:
-        """Sum the loss of the first tokens, as many as `shift_labels` (tokens,), in fp32 or wider.
+        """Sum the loss of the first tokens, as many as `shift_labels` (tokens,).
 
-        `weights`: of `token_loss`.
+        `weights` and dtype: of `token_loss`.
         """
         hidden = self._outputs[0].last_hidden_state[0, : len(shift_labels)]
         outside = _outside(self._model, self._decoder) if torch.is_grad_enabled() else []

@@ -175,10 +175,7 @@ class Search:
 
 
 def place(request: PlanRequest, degrees: NDArray[np.int64], way: Way, widest: NDArray[np.int64]) -> Placed:
-    """Put rings on the line by degree and then time, `longest` by time and then degree.
-
-    `skyline` widens up to `widest`.
-    """
+    """Put rings on the line by degree, then time; `longest`: the other way round; `skyline` widens to `widest`."""
     lengths, cost, ranks = request.lengths, request.cost, request.cluster.ranks
     seconds = cost.ring_piece_seconds(lengths, degrees)
     is_placed = (degrees > 1) | (lengths > request.cluster.capacity_tokens)  # what is offloaded on one rank is alone

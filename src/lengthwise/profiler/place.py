@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import platform
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
 
 from lengthwise.core import __version__
 from lengthwise.core.measurements import Clock, Place
-
-Answer = TypeVar("Answer")
 
 
 def processor_name() -> str:
@@ -27,12 +22,22 @@ def processor_name() -> str:
 
 def first_gpu_name() -> str | None:
     """Return the name of the first GPU, asked in a child; None: it does not say."""
-    return _asked_in_a_child(lambda cuda: str(cuda.get_device_name(0)))
+    import torch
+
+    from lengthwise.comm.devices import ask_in_a_child
+
+    found = ask_in_a_child(lambda: str(torch.cuda.get_device_name(0)))
+    return found if isinstance(found, str) else None  # the driver failed: using the GPU then gives the full error
 
 
 def device_bytes() -> float | None:
     """Return the memory of a GPU, asked in a child; None: it does not say."""
-    return _asked_in_a_child(lambda cuda: float(cuda.get_device_properties(0).total_memory))
+    import torch
+
+    from lengthwise.comm.devices import ask_in_a_child
+
+    found = ask_in_a_child(lambda: float(torch.cuda.get_device_properties(0).total_memory))
+    return found if isinstance(found, float) else None
 
 
 def this_place(*, gpu: int | None, ranks: int, ranks_per_node: int, clock: Clock) -> Place:
@@ -55,21 +60,3 @@ def this_place(*, gpu: int | None, ranks: int, ranks_per_node: int, clock: Clock
             "transformers": str(transformers.__version__),
         },
     )
-
-
-def _asked_in_a_child(ask: Callable[[Any], Answer]) -> Answer | None:
-    """Return what `torch.cuda` says in a forked child: this process must not start CUDA before it forks."""
-    import torch
-
-    context = multiprocessing.get_context("fork")
-    our_pipe, their_pipe = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: their_pipe.send(ask(torch.cuda)))
-    child.start()
-    their_pipe.close()
-    try:
-        return our_pipe.recv()
-    except EOFError:  # the driver failed: using the GPU then gives the full error
-        return None
-    finally:
-        child.join()
-        our_pipe.close()

@@ -27,10 +27,9 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class Forwarding:
-    """How the shards of one ring travel.
+    """How the shards of one ring travel; `goes_round`: keys make a full turn.
 
-    needed: [owner], the offsets o such that position owner + o has a block with its keys. goes_round: keys make a full
-    turn.
+    needed: by owner, the offsets o such that position owner + o has a block with its keys.
     """
 
     degree: int

@@ -259,10 +259,7 @@ def lower_microbatch(plan: Plan, index: int) -> MicrobatchProgram:
 
 
 def lower_plan(plan: Plan, rank: int, *, ranks_in_step: int = 1) -> tuple[MicrobatchProgram, ...]:
-    """Lower the microbatches that name `rank`, in the order in which it runs them.
-
-    ranks_in_step: neighbouring ranks that run all microbatches of any of them; for plans of kind `waves`.
-    """
+    """Lower the microbatches of `rank`, in its order; `ranks_in_step`: neighbours that run all of theirs (waves)."""
     assert ranks_in_step == 1 or plan.schedule["kind"] == "waves", f"a plan in lock-step, got kind {plan.schedule}"
     node = rank // ranks_in_step
     return tuple(

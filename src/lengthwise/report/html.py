@@ -46,10 +46,7 @@ def html_page(title: str, body: str) -> str:
 
 
 def html_table(rows: Sequence[Sequence[str]], *, wraps: bool = False) -> str:
-    """Return a table, headings first, all escaped here; `wraps`: cells may break lines.
-
-    A short row's last cell spans.
-    """
+    """Return a table, headings first, escaped; a short row's last cell spans; `wraps`: cells may break lines."""
     head = "".join(f"<th>{escape(column)}</th>" for column in rows[0])
     body = []
     for row in rows[1:]:

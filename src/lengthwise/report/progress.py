@@ -28,10 +28,7 @@ _PARTS = re.compile(r"(\d+) of (\d+)")
 
 
 class LiveLine:
-    """Writes lines to `stream`, from any thread, in place of a terminal's live line.
-
-    A failing stream ends lines only.
-    """
+    """Writes lines to `stream`, from any thread, in place of a live line; a failing stream ends the lines alone."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -159,11 +159,7 @@ def most_memory_bytes(result: PlannerResult) -> float:
 def remarks(
     found: Sequence[Best], *, device_bytes: float, names: Mapping[str, str], may_train: bool = True
 ) -> list[str]:
-    """Say what the tables do not: who needs more memory than a device has, and who has no mesh.
-
-    names: what the user typed for library names (`LengthwiseError.render`). may_train: whether any mesh could be
-    trained.
-    """
+    """Say who needs more memory than a device has, and who has no mesh; `names`: as of `LengthwiseError.render`."""
     said = []
     full = [
         each.planner

@@ -58,10 +58,7 @@ def loading_seconds(
 
 
 def waits_seconds(loads: Sequence[float], works: Sequence[float]) -> list[float]:
-    """Return the seconds that step i waits for its data beyond the work of the step before.
-
-    The last precedes the first.
-    """
+    """Return the seconds that step i waits for data beyond the work of the step before, cyclically."""
     return [max(0.0, load - works[number - 1]) for number, load in enumerate(loads)]
 
 

@@ -201,10 +201,7 @@ class _Search:
 def _worth_planning(
     tokens: Sequence[int], longest_tokens: int, setting: Setting, mesh: RankMesh, least: float
 ) -> dict[str, int]:
-    """Return the capacities of the kinds whose arithmetic, spread evenly, takes less than the best so far.
-
-    Kinds that cannot hold the longest sequence are dropped, unless none can: the planner then refuses.
-    """
+    """Return the capacities of kinds that hold the longest sequence and may beat the best so far."""
     capacities = setting.capacities or {}
     holding = {
         kind: held for kind, held in capacities.items()

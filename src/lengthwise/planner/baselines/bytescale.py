@@ -73,10 +73,7 @@ def degrees_to_try(request: PlanRequest) -> list[NDArray[np.int64]]:
 def assign(
     buckets: Sequence[Sequence[Bundle]], ranks: int, delta: float, strategy: Strategy, least: float = math.inf
 ) -> tuple[float, list[Microbatch]]:
-    """Give work to ranks that lag by over `delta` seconds.
-
-    Return (makespan, work), inf if it cannot end before `least`.
-    """
+    """Give work to ranks that lag by `delta` seconds; return (makespan, microbatches), inf if not by `least`."""
     free = np.zeros(ranks)
     # Seconds of all ranks that waiting may take before the last end is `least`; sums round.
     spare = least * ranks * (1 + 1e-9) - sum(work.degree * work.seconds for bucket in buckets for work in bucket)

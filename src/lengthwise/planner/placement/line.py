@@ -41,10 +41,7 @@ class Hole(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gaps:
-    """Times in which a rank waits for the start of ring number `before`: arrays, one entry a gap.
-
-    `after` is the ring that the rank ran before that, -1 for none.
-    """
+    """Times in which a rank waits for the start of ring `before`, after ring `after` (-1: none), an entry a gap."""
 
     ranks: NDArray[np.int64]
     after: NDArray[np.int64]

@@ -49,10 +49,7 @@ class Places(NamedTuple):
 
 
 class Extras:
-    """What each first rank adds to a ring.
-
-    `find`: for some first ranks, (seconds added, these with time ranks lose).
-    """
+    """What each first rank adds to a ring; `find`: of some, (seconds, these with the time that ranks lose)."""
 
     def __init__(self, find: Callable[[slice], tuple[Floats, Floats]]) -> None:
         self._find = find

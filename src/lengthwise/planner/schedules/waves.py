@@ -298,9 +298,6 @@ class _RingPrices:
 
 
 def _without_launch(seconds: float, launch_seconds: float) -> float:
-    """Return what the overhead leaves of a limit, rounded up so that what has to fit fits.
-
-    Beside an overhead a million times as long the sum has lost its last digits.
-    """
+    """Return what the overhead leaves of a limit, rounded up: beside a large overhead digits are lost."""
     left, rounding = seconds - launch_seconds, 1e-15 * seconds
     return left + rounding if rounding > 1e-12 * left else left

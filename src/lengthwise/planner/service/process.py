@@ -58,10 +58,7 @@ class PlannerProcess:
         self.close()
 
     def plan(self, planning: StepPlanning, lengths: Sequence[int]) -> tuple[str, float]:
-        """Return (checked plan file, seconds) of one step.
-
-        Raises what `planning` raised, or RankError: the process is gone.
-        """
+        """Return (checked plan file, seconds) of one step; raises what planning did, or RankError: no process."""
         with self._asking:
             try:
                 pickle.dump((planning, tuple(lengths)), self._requests)
