@@ -107,6 +107,7 @@ class Engine:
                     train=train,
                     objective=objective,
                     parameters=self.parameters,
+                    dropout=DropoutKey(seed=self.seed, step=step),
                 )
             return run_plan(
                 self.model,
