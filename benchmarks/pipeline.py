@@ -1,0 +1,394 @@
+"""Pipelines: run plans beside the simulator on emulated ranks, and in wall clock beside plain 1F1B and torch's own.
+
+    python benchmarks/pipeline.py --part emulated [--steps 2]
+    python benchmarks/pipeline.py --part clock [--repeats 5] [--batches 2] [--batch-tokens 8192] [--capacity 2048]
+
+`emulated`, as in `emulate`: ranks are processes that post the real transfers of `stage_turns` over gloo, rings and
+hidden states, and sleep their compute and links for what the simulator is given. So this shows that pipelines run in the
+order and with the waiting that the simulator says, not that the costs of compute are right.
+
+`clock`: forward, backward and the sum of gradients of a small Llama in fp32, one thread a rank. All ways take turns on
+the same batches; the ratio is the median of the repeats. `1F1B packed` and `1F1B padded` are this executor on plain
+plans: sequences in the order of the data, packed up to the capacity, or padded to the longest of their microbatch,
+dealt out in turn to the replicas. torch's schedules are `torch.distributed.pipelining` with a sequence a microbatch,
+all padded to the longest of the batch, which is all that its buffers of one shape take, and torch's sdpa. Losses must
+agree to 1e-4, or the benchmark fails.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from testing import run_ranks
+from testing.pipelines import as_pipeline
+from testing.plans import make_plan
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from emulate import EmulatedRank, emulated_cost, keys_bytes
+from lengthwise.attention import choose_kernel
+from lengthwise.comm import Mesh, Transport
+from lengthwise.core.plan import Piece, Plan
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, shape_from_config
+from lengthwise.cost.analytic import layer_flops
+from lengthwise.data import NO_LOSS
+from lengthwise.data.dataset import DatasetBuilder
+from lengthwise.data.recipes import draw_lengths
+from lengthwise.engine.batch import StepBatch
+from lengthwise.engine.pipeline import run_stage
+from lengthwise.engine.stage_parameters import StageParameters
+from lengthwise.models import ModelStage, build_model
+from lengthwise.planner import PlanOptions, plan_step
+from lengthwise.program import lower_plan
+from lengthwise.program.stage_program import StageMessage, StageTurn, cut_layers, stage_turns
+from lengthwise.simulator import simulate_plan
+from pages import Findings, markdown, parse_options
+from sharding import CONFIG, CPU, LAYERS, SOURCE, TOLERANCE, WORDS
+
+EMULATED = ((4, 2, 1), (4, 2, 2), (4, 4, 1), (2, 4, 2))  # replicas, stages, virtual
+EMULATED_LAYERS, CAPACITY, TOKEN_BYTES = 8, 8192, 64
+CLOCKED = ((1, 2, 1), (1, 2, 2), (2, 2, 1))
+OURS, PACKED, PADDED = "lengthwise", "1F1B packed", "1F1B padded"
+TORCH = {"torch GPipe": ScheduleGPipe, "torch 1F1B": Schedule1F1B}
+WAYS = (OURS, PACKED, PADDED, *TORCH)
+
+
+class EmulatedStage(EmulatedRank):
+    """A stage of a replica: sleeps its actions, and takes hidden states when the emulated link would deliver them."""
+
+    def __init__(self, mesh: Mesh, cost: Cost, bytes_share: float) -> None:
+        super().__init__(mesh.replicas, cost, bytes_share, world=mesh.world)
+        self._mesh, self._link_free, self._sent = mesh, 0.0, list[Any]()
+
+    def run(self, plan: Plan) -> float:
+        """Run one step of `plan`; return the wall-clock seconds from all ranks' start to this one's end."""
+        programs = {each.index: each for each in lower_plan(plan, self._mesh.replica)}
+        passes = {
+            number: [self._layer(program, each) for each in self._cost.passes(program.microbatch.recompute)]
+            for number, program in programs.items()
+        }
+        self._make_room([layer for each in passes.values() for layer in each])
+        held = {
+            number: sum(each.num_tokens for each in program.segments(self._mesh.replica))
+            for number, program in programs.items()
+        }
+        layers, arriving = self._cost.layers // plan.schedule["virtual"], dict[object, Any]()
+        turns = stage_turns(plan, self._mesh.replica, self._mesh.stage)
+        self._mesh.connect_stages()
+        start = self._until = self._common_start()
+        self._sleep(0.0)
+        for turn in turns:
+            if (action := turn.action) is not None:
+                key = action.microbatch, action.chunk, action.is_forward
+                if key in arriving:
+                    self._take_hidden(*arriving.pop(key))
+                forward, *backward = passes[action.microbatch]
+                for layer in [forward] if action.is_forward else backward:
+                    for _ in range(layers):
+                        self._run_layer(layer)
+            self._post_hidden(turn, held, arriving)
+        while self._sent:
+            self._sent.pop().wait()
+        self._until = self._due()
+        self._sleep(self._cost.step_end_seconds(plan.ranks))
+        return time.monotonic() - start
+
+    def _post_hidden(self, turn: StageTurn, held: dict[int, int], arriving: dict[object, Any]) -> None:
+        if not turn.sends and not turn.receives:
+            return
+        sends = [(self._stamped(held[each.microbatch]), self._mesh.rank_of_stage(each.stage)) for each in turn.sends]
+        rooms = [(torch.zeros(1, dtype=torch.float64), each) for each in turn.receives]
+        receives = [(room, self._mesh.rank_of_stage(each.stage)) for room, each in rooms]
+        pending = self._mesh.world.exchange(sends, receives)
+        self._sent.append(pending)
+        arriving |= {_key(each): (pending, room) for room, each in rooms}
+
+    def _stamped(self, tokens: int) -> Tensor:
+        """Return when hidden states of so many tokens arrive, sent one after the other."""
+        took = float(self._cost.stage_send_seconds(np.array([float(tokens)]))[0])
+        self._link_free = max(self._due(), self._link_free) + took
+        return torch.tensor([self._link_free], dtype=torch.float64)
+
+    def _take_hidden(self, pending: Any, arrives: Tensor) -> None:
+        pending.wait()
+        self._until = max(self._until, float(arrives))
+        self._sleep(0.0)
+
+
+def _key(message: StageMessage) -> object:
+    return message.microbatch, message.chunk, message.is_forward
+
+
+def emulated_table(steps: int) -> Iterator[str]:
+    """Yield how long plans take on emulated ranks, beside the simulator."""
+
+    def rows() -> Iterator[list[object]]:
+        for replicas, stages, virtual in EMULATED:
+            cost = emulated_cost(64.0, nics=4, layers=EMULATED_LAYERS, stages=stages)
+            cluster = Cluster(ranks=replicas, capacity_tokens=CAPACITY)
+            longest = int(0.8 * cluster.longest_tokens)
+            batches = [draw_lengths("github", 48_000 * replicas, seed, longest_tokens=longest) for seed in range(steps)]
+            for name, planned in (
+                (OURS, partial(our_plan, cost=cost, layers=EMULATED_LAYERS, stages=stages, virtual=virtual)),
+                (PACKED, partial(plain_plan, stages=stages, virtual=virtual)),
+            ):
+                plans = [planned(each, cluster) for each in batches if name == OURS or max(each) <= CAPACITY]
+                if not plans:
+                    continue
+                measured = statistics.mean(emulate_plans(plans, cost, replicas * stages))
+                simulated = statistics.mean(simulate_plan(each, cost).step_seconds for each in plans)
+                error = f"{100 * (measured / simulated - 1):+.1f} %"
+                yield [replicas, stages, virtual, name, f"{measured:.3f}", f"{simulated:.3f}", error]
+
+    return markdown("replicas | stages | virtual | plans | measured, s | simulated, s | error", rows())
+
+
+def emulate_plans(plans: Sequence[Plan], cost: Cost, ranks: int) -> list[float]:
+    """Return how long each plan takes on emulated ranks."""
+
+    def work(transport: Transport) -> list[float]:
+        torch.set_num_threads(1)
+        stage = EmulatedStage(Mesh(transport, cost.stages), cost, TOKEN_BYTES / keys_bytes(cost))
+        took = torch.zeros(len(plans), transport.world_size, dtype=torch.float64)
+        for number, plan in enumerate(plans):
+            took[number, transport.rank] = stage.run(plan)
+        transport.all_reduce(took)
+        return took.max(1).values.tolist()
+
+    return run_ranks(work, ranks, timeout_seconds=600.0)[0]
+
+
+def our_plan(lengths: Sequence[int], cluster: Cluster, *, cost: Cost, layers: int, stages: int, virtual: int) -> Plan:
+    """Plan for pipelines."""
+    options = PlanOptions(mode="pipeline", layers=layers, stages=stages, virtual=virtual)
+    return plan_step(tuple(lengths), cluster, cost, options)
+
+
+def plain_plan(lengths: Sequence[int], cluster: Cluster, *, stages: int, virtual: int) -> Plan:
+    """Pack sequences as they come; deal packs out to the replicas in turn."""
+    packs, held = list[list[int]](), cluster.capacity_tokens
+    for number, length in enumerate(lengths):
+        if held + length > cluster.capacity_tokens:
+            packs.append([])
+            held = 0
+        packs[-1].append(number)
+        held += length
+    rows = [Piece(ranks=(place % cluster.ranks,), sequences=tuple(each)) for place, each in enumerate(packs)]
+    return as_pipeline(make_plan(cluster.ranks, lengths, rows, layers=LAYERS), stages, virtual)
+
+
+def random_rows(lengths: Sequence[int], seed: int) -> list[np.ndarray]:
+    """Draw a row of tokens a length."""
+    random = np.random.default_rng(seed)
+    return [random.integers(0, WORDS, length, dtype=np.int32) for length in lengths]
+
+
+def batch_of(rows: Sequence[np.ndarray], widths: Sequence[int] | None = None) -> StepBatch:
+    """Return rows as a batch; `widths`: to which they are padded, without a loss there."""
+    builder = DatasetBuilder()
+    builder.start_source("random", "random", None)
+    for row, width in zip(rows, widths or [len(row) for row in rows], strict=True):
+        pad = (0, width - len(row))
+        builder.add(np.pad(row, pad), np.pad(row, pad, constant_values=NO_LOSS))
+    return StepBatch(builder.finish(), range(len(rows)))
+
+
+def padded_widths(lengths: Sequence[int], capacity_tokens: int) -> list[int]:
+    """Return the width of each sequence: the longest of its microbatch, which fits when it is padded."""
+    groups = list[list[int]]()
+    for number, length in enumerate(lengths):
+        group = groups[-1] if groups else []
+        longest = max([length, *(lengths[each] for each in group)])
+        if not group or longest * (len(group) + 1) > capacity_tokens:
+            groups.append([])
+        groups[-1].append(number)
+    return [max(lengths[each] for each in group) for group in groups for _ in group]
+
+
+class _Ours:
+    """This executor, on the planner's plans or on plain ones."""
+
+    def __init__(self, mesh: Mesh, virtual: int, cluster: Cluster, head_share: float) -> None:
+        self._mesh, self._virtual, self._cluster = mesh, virtual, cluster
+        chunks = cut_layers([1.0] * LAYERS, mesh.stages * virtual, last_seconds=head_share)
+        model = build_model(SOURCE, seed=0)
+        self._stage = ModelStage(model, chunks, stages=mesh.stages, stage=mesh.stage)
+        self._parameters = StageParameters(self._stage, mesh, dtype=torch.float32)
+        model.config._attn_implementation = "lengthwise"
+        self._kernel = choose_kernel(CPU)
+        self._cost = all_terms_cost(shape_from_config(CONFIG.to_dict()), named_hardware("cpu"), stages=mesh.stages)
+
+    def prepared(self, way: str, rows: Sequence[np.ndarray]) -> Callable[[], float]:
+        """Return what runs a step of these rows, planned already; it returns this rank's part of the loss."""
+        lengths, of = [len(row) for row in rows], {"stages": self._mesh.stages, "virtual": self._virtual}
+        widths = padded_widths(lengths, self._cluster.capacity_tokens) if way == PADDED else None
+        batch = batch_of(rows, widths)
+        if way == OURS:
+            plan = our_plan(batch.lengths, self._cluster, cost=self._cost, layers=LAYERS, **of)
+        else:
+            plan = plain_plan(batch.lengths, self._cluster, **of)
+
+        def step() -> float:
+            self._parameters.clear_gradients()
+            options = {"name": way, "parameters": self._parameters}
+            done = run_stage(self._stage, plan, batch, self._mesh, self._kernel, **options)
+            self._parameters.reduce_gradients()
+            return done.loss_sum / batch.loss_weight
+
+        return step
+
+
+class _Part(nn.Module):
+    """Some layers of the same model, as torch's pipelining takes them."""
+
+    def __init__(self, model: Any, layers: range) -> None:
+        super().__init__()
+        inner = model.model
+        self.layers = nn.ModuleList([inner.layers[number] for number in layers])
+        self.embedding = inner.embed_tokens if layers.start == 0 else None
+        self.norm, self.head = (inner.norm, model.lm_head) if layers.stop == LAYERS else (None, None)
+        self.rotary = inner.rotary_emb
+
+    def forward(self, given: Tensor) -> Tensor:
+        hidden = given if self.embedding is None else self.embedding(given)
+        positions = torch.arange(hidden.shape[1])[None]
+        rotary = self.rotary(hidden, positions)
+        for layer in self.layers:
+            hidden = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
+        return hidden if self.norm is None or self.head is None else self.head(self.norm(hidden))
+
+
+class _Torch:
+    """torch.distributed.pipelining over the stages of each replica, and a sum of gradients over the replicas."""
+
+    def __init__(self, mesh: Mesh, head_share: float) -> None:
+        self._mesh = mesh
+        groups = [dist.new_group([r * mesh.stages + s for s in range(mesh.stages)]) for r in range(mesh.num_replicas)]
+        over = [dist.new_group(list(range(s, mesh.world.world_size, mesh.stages))) for s in range(mesh.stages)]
+        self._group, self._replicas = groups[mesh.replica], over[mesh.stage]
+        cut = cut_layers([1.0] * LAYERS, mesh.stages, last_seconds=head_share)
+        self._part = _Part(build_model(SOURCE, seed=0, attention="sdpa"), cut[mesh.stage])
+
+    def prepared(self, way: str, rows: Sequence[np.ndarray]) -> Callable[[], float]:
+        """Return what runs a step of these rows; it returns this rank's part of the loss."""
+        mesh, longest = self._mesh, max(map(len, rows))
+        weight = sum(len(row) - 1 for row in rows)
+        own = list(rows[mesh.replica :: mesh.num_replicas])
+        microbatches = max(mesh.stages, -(-len(rows) // mesh.num_replicas))
+        own += [rows[0][:0]] * (microbatches - len(own))  # as many on each
+        ids = torch.stack([torch.from_numpy(np.pad(row, (0, longest - len(row)))).long() for row in own])
+        labels = torch.full_like(ids, -100)
+        for number, row in enumerate(own):
+            labels[number, : max(0, len(row) - 1)] = ids[number, 1 : len(row)]
+
+        def loss(logits: Tensor, asked: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(logits.flatten(0, 1), asked.flatten(), reduction="sum") / weight
+
+        stage = PipelineStage(self._part, mesh.stage, mesh.stages, CPU, group=self._group)
+        schedule = TORCH[way](stage, n_microbatches=len(own), loss_fn=loss, scale_grads=False)
+
+        def step() -> float:
+            self._part.zero_grad()
+            losses = list[Tensor]()
+            if mesh.is_first:
+                schedule.step(ids, return_outputs=False)
+            else:
+                schedule.step(target=labels, losses=losses, return_outputs=False)
+            if mesh.num_replicas > 1:
+                flat = torch.cat([each.grad.flatten() for each in self._part.parameters() if each.grad is not None])
+                dist.all_reduce(flat, group=self._replicas)
+            return float(sum(losses))
+
+        return step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clocked:
+    """Seconds of each repeat over all batches, by way, and their losses."""
+
+    seconds: dict[str, list[float]]
+    losses: dict[str, list[float]]
+
+
+def clock(transport: Transport, cut: tuple[int, int, int], batches: Sequence[list[int]], asked: Any) -> Clocked:
+    """Run all batches in every way, in turns; the first repeat warms up and is not counted."""
+    torch.set_num_threads(1)
+    replicas, stages, virtual = cut
+    mesh, cluster = Mesh(transport, stages), Cluster(ranks=replicas, capacity_tokens=asked.capacity)
+    rows = [random_rows(lengths, seed) for seed, lengths in enumerate(batches)]
+    layer, head = layer_flops(shape_from_config(CONFIG.to_dict()), [each for lengths in batches for each in lengths])
+    ours, theirs = _Ours(mesh, virtual, cluster, head / layer), _Torch(mesh, head / layer)
+    ways = [way for way in WAYS if way not in TORCH or virtual == 1]
+    steps = {way: [(theirs if way in TORCH else ours).prepared(way, each) for each in rows] for way in ways}
+    found = Clocked(seconds={way: [] for way in ways}, losses={way: [] for way in ways})
+    for repeat in range(asked.repeats + 1):
+        turn = repeat % len(ways)
+        for way in (*ways[turn:], *ways[:turn]):
+            took, losses = 0.0, list[float]()
+            for step in steps[way]:
+                transport.all_reduce(torch.zeros(1))
+                start = time.perf_counter()
+                loss = step()
+                numbers = torch.zeros(2, transport.world_size, dtype=torch.float64)
+                numbers[0, transport.rank], numbers[1, transport.rank] = time.perf_counter() - start, loss
+                transport.all_reduce(numbers)
+                took += float(numbers[0].max())
+                losses.append(float(numbers[1].sum()))
+            found.losses[way] = losses
+            found.seconds[way] += [took] if repeat else []
+    return found
+
+
+def clock_table(asked: Any) -> Iterator[str]:
+    """Yield how long every way takes, beside ours.
+
+    Raises:
+        SystemExit: losses differ.
+    """
+    batches, worst = [
+        draw_lengths("wikipedia", asked.batch_tokens, seed, longest_tokens=asked.capacity) for seed in range(asked.batches)
+    ], 0.0
+
+    def rows() -> Iterator[list[object]]:
+        nonlocal worst
+        for cut in CLOCKED:
+            found = run_ranks(partial(clock, cut=cut, batches=batches, asked=asked), cut[0] * cut[1])[0]
+            for way, took in found.seconds.items():
+                ratios = [each / ours for each, ours in zip(took, found.seconds[OURS], strict=True)]
+                pairs = zip(found.losses[way], found.losses[OURS], strict=True)
+                worst = max(worst, *(abs(each / ours - 1) for each, ours in pairs))
+                spread = f"{min(ratios):.2f}, {max(ratios):.2f}"
+                median = f"**{statistics.median(ratios):.2f}**"
+                yield [*cut, way, f"{statistics.median(took):.2f} s", median, spread]
+
+    heads = "replicas | stages | virtual | way | all batches, median | over lengthwise: median | least, most"
+    yield from markdown(heads, rows())
+    yield from ("", f"Losses agree to {worst:.0e}.")
+    if worst > TOLERANCE:
+        raise SystemExit(f"expected the same losses to {TOLERANCE:g}, got a difference of {worst:.1e}")
+
+
+def main() -> None:
+    """Write the table of one part."""
+    asked = parse_options(
+        __doc__, part=["emulated", "clock"], steps=2, repeats=5, batches=2, batch_tokens=8192, capacity=2048
+    )
+    before = os.getloadavg()[0]
+    findings = Findings(f"pipeline-{asked.part}")
+    findings.add(emulated_table(asked.steps) if asked.part == "emulated" else clock_table(asked))
+    how = "Emulated (sleeps, not work) and simulated" if asked.part == "emulated" else "Measured"
+    findings.sign(how, f"no GPU; load before and after: {before:.1f}, {os.getloadavg()[0]:.1f}", asked.out)
+
+
+if __name__ == "__main__":
+    main()
