@@ -9,8 +9,9 @@ from testing.tiny import VARIANTS, tiny_family_config
 
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
-from lengthwise.models import FAMILIES, ModelStage, check_stages
+from lengthwise.models import FAMILIES, ModelStage
 from lengthwise.models.own_rows import OwnRows
+from lengthwise.models.stages import check_stages
 from run.small_runs import write_model
 from tiers import some
 

@@ -82,11 +82,12 @@ def run_stage(
     objective: Objective | None = None,
     parameters: Parameters | None = None,
     dropout: DropoutKey = ANY_KEY,
+    autocast: torch.dtype | None = None,
 ) -> RankResult:
     """Run the actions of this rank's stage and let gradients add up in the model's parameters.
 
     As `engine.step.run_plan`, for a plan whose ranks are the replicas of `mesh`; the loss is that of the last stage,
-    0 elsewhere. Where routers have a balance loss, all microbatches first pass forward through the stages to be
+    0 elsewhere. `autocast`: what chunks before the last are cast to, as `objective` casts that. Where routers have a balance loss, all microbatches first pass forward through the stages to be
     counted.
 
     Raises:
@@ -112,6 +113,7 @@ def run_stage(
         train=train,
         device=device,
         dropout=dropout if train and has_dropout(stage.model) else None,
+        autocast=autocast,
     )
     if run.dropout is not None:
         run.place_dropout()
@@ -157,6 +159,7 @@ class _StageStep:
     train: bool
     device: torch.device
     dropout: DropoutKey | None
+    autocast: torch.dtype | None
     _counts: Tensor | None = None  # of what routers choose, while they are counted
     _balance: RouterBalance | None = None
     _arriving: dict[_Key, tuple[Pending, Tensor]] = field(default_factory=dict)
@@ -263,11 +266,12 @@ class _StageStep:
         stage, segments = self.stage, self.programs[action.microbatch].segments(self.mesh.replica)
         tensors = [to_device(each, self.device) for each in self.batch.tensors(segments)]
         hear = routers.extend if self.train and has_balance_loss(stage.model.config) else None
-        if not stage.is_last(action.chunk):
-            return run_chunk(stage.model, stage.decoder, planned, *tensors[:2], hear_router=hear)
-        if self._counts is None:
+        if stage.is_last(action.chunk) and self._counts is None:
             return self.objective(stage.model, planned, segments, tensors, hear)
-        routers += model_router_logits(stage.model, planned, *tensors[:2])
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            if not stage.is_last(action.chunk):
+                return run_chunk(stage.model, stage.decoder, planned, *tensors[:2], hear_router=hear)
+            routers += model_router_logits(stage.model, planned, *tensors[:2])
         return torch.zeros((), device=self.device)
 
     def _dropout(self, planned: PlannedAttention, action: StageAction) -> KeyedDropout | None:

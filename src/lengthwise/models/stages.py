@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
-from lengthwise.core.errors import ModelRefused
+from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.models.dropout import KeyedDropout
 from lengthwise.models.load import ModelSource, build_model
 from lengthwise.models.own_rows import OwnRows
@@ -105,6 +105,19 @@ class _Parts:
             )
             raise _refused(model, "a decoder of one list of layers, an embedding, a norm, and a head after it", got)
         self.layers, self.norm = lists[0], norms[0]
+
+
+def check_cut(config: Any, stages: int, virtual: int) -> None:
+    """Refuse more chunks than layers, and what `check_stages` refuses.
+
+    Raises:
+        ConfigError, ModelRefused: one of these.
+    """
+    layers, chunks = config.num_hidden_layers, stages * virtual
+    if chunks > layers:
+        expected, got = f"stages x virtual of at most the {layers} layers", f"{stages} x {virtual}"
+        raise ConfigError("stages", expected=expected, got=got, remedy="Use fewer of them.")
+    check_stages(config)
 
 
 def check_stages(config: Any) -> None:

@@ -108,6 +108,7 @@ class Engine:
                     objective=objective,
                     parameters=self.parameters,
                     dropout=DropoutKey(seed=self.seed, step=step),
+                    autocast=dtype,
                 )
             return run_plan(
                 self.model,

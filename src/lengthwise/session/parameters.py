@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -9,11 +10,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lengthwise.comm import Transport
+from lengthwise.comm import Mesh, Transport
+from lengthwise.cost import shape_from_config
+from lengthwise.cost.analytic import layer_flops
 from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.pipeline import Pipeline
 from lengthwise.engine.replicated import FlatParameters, share_values
 from lengthwise.engine.sharded import ShardedParameters
-from lengthwise.models import wrapped_layers
+from lengthwise.engine.stage_parameters import StageParameters
+from lengthwise.models import ModelStage, wrapped_layers
+from lengthwise.program.stage_program import cut_layers
 from lengthwise.session.model import hugging_face_model
 from lengthwise.session.sharded import ShardedInPlace
 
@@ -49,9 +55,42 @@ def take_over(
         hook = inner.register_load_state_dict_post_hook(lambda *_: flat.take_values())
         closing.callback(hook.remove)
     if updates is not None:
-        updates.point_at(parameters, transport.rank)
-        closing.callback(updates.give_gradients_back)
-        for each in {id(each): each for each in (model, inner)}.values():  # whose own gradients are out of reach
-            each.zero_grad = updates.zero_grad
-            closing.callback(each.__dict__.pop, "zero_grad", None)
+        _point(updates, parameters, transport.rank, (model, inner), closing)
     return parameters, updates
+
+
+def take_stage(
+    model: nn.Module,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    *,
+    virtual: int,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    closing: ExitStack,
+) -> tuple[Pipeline, StageParameters, ShardedInPlace]:
+    """Leave of a model this rank's stage alone, with the values of the first replica. Collective.
+
+    tokens: of a microbatch, by which layers and head are weighed. The others as for `take_over`.
+    """
+    inner = hugging_face_model(model)
+    updates = ShardedInPlace(optimizer, inner)  # reads the parameters of the whole model
+    layer, head = layer_flops(shape_from_config(inner.config.to_dict()), [tokens])
+    layers = [layer] * inner.config.num_hidden_layers
+    chunks = cut_layers(layers, mesh.stages * virtual, last_seconds=head)
+    stage = ModelStage(inner, chunks, stages=mesh.stages, stage=mesh.stage)
+    parameters = StageParameters(stage, mesh, dtype=dtype, device=device, keeps_frozen=True)
+    _point(updates, parameters, mesh.replica, (model, inner), closing)
+    return Pipeline(stage=stage, mesh=mesh, virtual=virtual), parameters, updates
+
+
+def _point(
+    updates: ShardedInPlace, parameters: Parameters, rank: int, models: Sequence[nn.Module], closing: ExitStack
+) -> None:
+    """Let the optimizer update slices; the models' own gradients are out of reach."""
+    updates.point_at(parameters, rank)
+    closing.callback(updates.give_gradients_back)
+    for each in {id(each): each for each in models}.values():
+        vars(each)["zero_grad"] = updates.zero_grad
+        closing.callback(vars(each).pop, "zero_grad", None)

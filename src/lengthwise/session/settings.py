@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lengthwise.comm import Transport
+from lengthwise.comm import Mesh, Transport, share_numbers
 from lengthwise.config import OffloadConfig
 from lengthwise.config.problems import find_problems
 from lengthwise.core.errors import Collector, ConfigError
@@ -35,6 +35,7 @@ from lengthwise.cost import (
 from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.engine.activations import check_offload
 from lengthwise.engine.memory import free_bytes
+from lengthwise.models import check_cut
 from lengthwise.planner import PlanOptions
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.planner.service.step_planning import StepPlanning
@@ -57,7 +58,7 @@ class SessionSettings:
     dtype: of the parameters. autocast: of mixed precision. capacity_tokens: None: to be measured. recompute: a kind, or
     auto. heads, planner, offload: as in a run file. shard, ranks_per_node: how parameters lie over the ranks, as it was
     asked for.
-    device: where steps run.
+    device: where steps run. stages, virtual: of a pipeline.
     """
 
     dtype: torch.dtype
@@ -70,6 +71,8 @@ class SessionSettings:
     shard: str
     ranks_per_node: int | None
     device: torch.device
+    stages: int = 1
+    virtual: int = 1
 
 
 def check_settings(
@@ -85,6 +88,9 @@ def check_settings(
     planner: str,
     device: torch.device | str | None,
     trains: bool,
+    stages: int = 1,
+    virtual: int = 1,
+    measurements: object = None,
 ) -> SessionSettings:
     """Return the settings of a session around `model`.
 
@@ -115,6 +121,10 @@ def check_settings(
     if shard in ("zero3", "hybrid") and planner != LOCK_STEP_PLANNER:
         expected = f"{LOCK_STEP_PLANNER} under shard {shard}, the only one that plans in lock-step"
         refuse("planner", expected, planner, "Take planner out.")
+    if stages != 1 or virtual != 1:
+        beside = {"shard": shard, "capacity_tokens": capacity_tokens, "offload": offload, "measurements": measurements}
+        for each in _not_with_stages(stages, virtual, beside, ranks_per_node=ranks_per_node, trains=trains):
+            problems.add(each)
     where = next(model.parameters()).device if device is None else torch.device(device)
     if where.type == "meta":
         expected, got = "the device where steps run", "a model on the meta device, without storage"
@@ -123,6 +133,8 @@ def check_settings(
     wrapped = kind if kind in RECOMPUTE_KINDS else "none"
     dtype = problems.attempt(partial(check_session_model, model, wrapped, trains=trains))
     section = problems.attempt(partial(_offload_of, model, offload, where))
+    if dtype is not None and not problems.problems and stages > 1:
+        problems.attempt(partial(check_cut, model.config, stages, virtual))
     problems.raise_all()
     assert dtype is not None, "a model without one was refused"
     return SessionSettings(
@@ -136,7 +148,51 @@ def check_settings(
         shard=shard,
         ranks_per_node=ranks_per_node,
         device=where,
+        stages=stages,
+        virtual=virtual,
     )
+
+
+def _not_with_stages(
+    stages: object, virtual: object, beside: Mapping[str, Any], *, ranks_per_node: int | None, trains: bool
+) -> Iterator[ConfigError]:
+    """Yield what stages of a pipeline do not run with."""
+    for key, value in (("stages", stages), ("virtual", virtual)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            yield ConfigError(key, expected="1 or more", got=f"{value!r}", remedy="Give a number.")
+    if stages == 1:
+        yield ConfigError("virtual", expected="1 without stages", got=f"{virtual!r}", remedy="Add stages.")
+        return
+    wanted = {
+        "shard": (beside["shard"] in ("auto", "zero1"), "auto or zero1"),
+        "capacity_tokens": (beside["capacity_tokens"] != "auto", "a number"),
+        "offload": (beside["offload"] is None, "None: a stage keeps several microbatches, and a store returns one"),
+        "measurements": (beside["measurements"] is None or isinstance(beside["measurements"], Cost), "None or costs"),
+        "ranks_per_node": (ranks_per_node is None, "None"),
+        "optimizer": (trains, "an optimizer: a session that only evaluates has no stages"),
+    }
+    given = {**beside, "ranks_per_node": ranks_per_node, "optimizer": None}
+    for key, (is_kept, expected) in wanted.items():
+        if not is_kept:
+            remedy = f"Change {key}, or take stages out."
+            yield ConfigError(key, expected=f"{expected}, beside stages", got=f"{given[key]!r}", remedy=remedy)
+
+
+def join_stages(model: nn.Module, transport: Transport, stages: int) -> Mesh:
+    """Return the mesh of stages and replicas. Collective.
+
+    Raises:
+        ConfigError: the ranks are no whole number of replicas, or a stage of the first one has no values.
+    """
+    if transport.world_size % stages:
+        expected, got = f"a multiple of the {stages} stages", f"{transport.world_size}"
+        raise ConfigError("ranks", expected=expected, got=got, remedy="Start others, or change stages.")
+    mesh = Mesh(transport, stages)
+    is_empty = mesh.replica == 0 and any(each.is_meta for each in model.parameters())
+    if share_numbers(transport, [float(is_empty)]).any():
+        expected = f"a model with values on ranks 0 to {stages - 1}, the stages of the first replica"
+        raise ConfigError("model", expected=expected, got="one on the meta device", remedy="Load it there.")
+    return mesh
 
 
 def _tokens(given: int | str) -> int:
@@ -238,7 +294,9 @@ def _offload_of(model: nn.Module, offload: Mapping[str, Any] | None, device: tor
     return section
 
 
-def cost_of(config: Any, device: torch.device, dtype: torch.dtype, measurements: str | Path | Cost | None) -> Cost:
+def cost_of(
+    config: Any, device: torch.device, dtype: torch.dtype, measurements: str | Path | Cost | None, *, stages: int = 1
+) -> Cost:
     """Return the costs to plan with: those given, measured, or estimated for the device."""
     if isinstance(measurements, Cost):
         return measurements
@@ -246,7 +304,7 @@ def cost_of(config: Any, device: torch.device, dtype: torch.dtype, measurements:
     if measurements is not None:
         return cost_from_measurements(measurements, shape, precision=precision, on_gpus=on_gpus)
     name = hardware_of_gpu(torch.cuda.get_device_name(device))[0] if on_gpus else "cpu"
-    return base_cost(shape, name, precision=precision)
+    return base_cost(shape, name, precision=precision, stages=stages)
 
 
 def planning_of(engine: Engine, sharded: ShardedInPlace | None, cost: Cost, settings: SessionSettings) -> StepPlanning:
@@ -273,6 +331,8 @@ def planning_of(engine: Engine, sharded: ShardedInPlace | None, cost: Cost, sett
         measured=measured,
         planner=settings.planner,
         heads=settings.heads,
+        stages=settings.stages,
+        **({"mode": "pipeline", "virtual": settings.virtual} if settings.stages > 1 else {}),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lengthwise.comm import Transport, broadcast_bytes
+from lengthwise.comm import Mesh, Transport, broadcast_bytes
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.engine.gathering import gather_to_first, set_master_weights
 from lengthwise.engine.parameters import Parameters
@@ -44,15 +44,15 @@ def whole_state(optimizer: ShardedInPlace, transport: Transport) -> dict[str, An
             if key in state:
                 shard[run.start : run.stop].copy_(state[key])
         whole = gather_to_first(parameters, shard, transport)
-        for name, number in zip(parameters.names, optimizer.numbers, strict=True) if whole else ():
-            found.setdefault(number, {})[key] = whole[name]
+        for name, values in whole.items():
+            found.setdefault(optimizer.numbers[name], {})[key] = values
     if transport.rank:
         return {}
     for column, key in enumerate(numbers):
         for place, values in enumerate(rows[:, :, column].T):
             known = values[~values.isnan()]
             if len(known):
-                found.setdefault(optimizer.numbers[place], {})[key] = known[0].float()
+                found.setdefault(optimizer.numbers[parameters.names[place]], {})[key] = known[0].float()
     return {_STATE: found, _GROUPS: optimizer.plain_groups()}
 
 
@@ -64,32 +64,68 @@ def take_state(
 ) -> None:
     """Give each rank its slices of what rank 0 was given: a whole optimizer's state dict, and weights by name.
 
-    Without weights those that there are stay. Collective.
+    Without weights those that there are stay. transport: of all ranks, which may be stages. Collective.
 
     Raises:
         ConfigError, Problems: it is of other parameters or groups; nothing was changed.
     """
-    parameters = optimizer.parameters
+    parameters, rank = optimizer.parameters, optimizer.rank
+    places = {name: place for place, name in enumerate(parameters.names)}
     told: dict[str, Any] = {"problems": []}
     if not transport.rank:
-        problems = [*_problems(given, optimizer), *_other_weights(weights, parameters)]
+        problems = [*_problems(given, optimizer), *_other_weights(weights, optimizer.shapes)]
         told["problems"] = [(each.where, each.expected, each.got, each.remedy) for each in problems]
         if given is not None and not problems:
             groups = [{k: v for k, v in group.items() if k != _MEMBERS} for group in given[_GROUPS]]
-            kinds = {number: sorted(given[_STATE].get(number, {})) for number in optimizer.numbers}
+            kinds = {number: sorted(given[_STATE].get(number, {})) for number in optimizer.numbers.values()}
             told |= {"groups": plain_values(groups), "keys": kinds, "weights": weights is not None}
     told = json.loads(broadcast_bytes(transport, json.dumps(told).encode()))
     raise_problems([ConfigError(where, expected=a, got=b, remedy=c) for where, a, b, c in told["problems"]])
     optimizer.set_groups(told["groups"])
-    states: dict[int, dict[str, Tensor]] = {}
-    for place, number in enumerate(optimizer.numbers):
+    for name, number in optimizer.numbers.items():
+        states, place, entries = dict[str, Tensor](), places.get(name), math.prod(optimizer.shapes[name])
         for key in told["keys"][str(number)]:
             value = None if given is None or transport.rank else torch.as_tensor(given[_STATE][number][key])
-            states.setdefault(place, {})[key] = _sent(value, parameters, place, transport)
-        optimizer.set_states(place, states.pop(place, {}))
+            states[key] = _sent(value, entries, parameters, transport)
+        if place is not None:
+            optimizer.set_states(place, states)
         if told["weights"]:
-            own = None if weights is None or transport.rank else weights[parameters.names[place]]
-            set_master_weights(parameters, transport.rank, place, _sent(own, parameters, place, transport))
+            own = None if weights is None or transport.rank else weights[name]
+            whole = _sent(own, entries, parameters, transport)
+            if place is not None:
+                set_master_weights(parameters, rank, place, whole)
+
+
+def from_stages(mesh: Mesh, own: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return on rank 0 the tensors of all stages of the first replica, by name; {} on other ranks. Collective.
+
+    device: through which they travel, one at a time; they lie on the host.
+    """
+    world, found = mesh.world, dict(own)
+    known = [[name, tuple(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in own.items()]
+    told = [
+        json.loads(broadcast_bytes(world, json.dumps(known).encode() if world.rank == stage else None, source=stage))
+        for stage in range(mesh.stages)  # these ranks are the stages of replica 0
+    ]
+    for stage in range(1, mesh.stages):
+        for name, shape, dtype in told[stage]:
+            if world.rank == stage:
+                world.exchange([(own[name].to(device).contiguous(), 0)], []).wait()
+            elif not world.rank:
+                arriving = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+                world.exchange([], [(arriving, stage)]).wait()
+                found[name] = arriving.cpu()
+    return {} if world.rank else found
+
+
+def state_of_stages(mesh: Mesh, state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return on rank 0 the states of all stages in one, each as `whole_state` returns it. Collective."""
+    own = {json.dumps([n, key]): each for n, keys in state.get(_STATE, {}).items() for key, each in keys.items()}
+    found: dict[int, dict[str, Tensor]] = {}
+    for name, each in from_stages(mesh, own, device).items():
+        number, key = json.loads(name)
+        found.setdefault(number, {})[key] = each
+    return {} if mesh.world.rank else {_STATE: found, _GROUPS: state[_GROUPS]}
 
 
 def _kinds(optimizer: ShardedInPlace, transport: Transport) -> tuple[list[str], list[str]]:
@@ -106,7 +142,7 @@ def _kinds(optimizer: ShardedInPlace, transport: Transport) -> tuple[list[str], 
     return first, second
 
 
-def _sent(value: Tensor | None, parameters: Parameters, place: int, transport: Transport) -> Tensor:
+def _sent(value: Tensor | None, entries: int, parameters: Parameters, transport: Transport) -> Tensor:
     """Return on every rank what rank 0 has: flat, one number an entry of a parameter, or a number alone."""
     device = parameters.master_weights.device
     is_vector = torch.tensor([0 if value is None else int(value.dim() > 0)])
@@ -115,7 +151,7 @@ def _sent(value: Tensor | None, parameters: Parameters, place: int, transport: T
         number = torch.zeros(1, dtype=torch.float64) if value is None else value.double().reshape(1).cpu()
         transport.broadcast(number, 0)
         return number[0].float()
-    whole = torch.empty(parameters.layout.sizes[place], dtype=parameters.master_weights.dtype, device=device)
+    whole = torch.empty(entries, dtype=parameters.master_weights.dtype, device=device)
     if value is not None:
         whole.copy_(value.reshape(-1))
     transport.broadcast(whole, 0)
@@ -132,20 +168,20 @@ def _problems(given: Mapping[str, Any] | None, optimizer: ShardedInPlace) -> lis
     if wanted != got:
         shown = [f"{len(each)} groups of {', '.join(str(len(one)) for one in each)}" for each in (wanted, got)]
         problems.append(ConfigError("state, param_groups", expected=shown[0], got=shown[1], remedy=remedy))
-    parameters = optimizer.parameters
-    for place, number in enumerate(optimizer.numbers):
-        size = parameters.layout.sizes[place]
+    for name, number in optimizer.numbers.items():
+        size = math.prod(optimizer.shapes[name])
         for key, value in given[_STATE].get(number, {}).items():
             if isinstance(value, Tensor) and value.dim() and value.numel() != size:
-                where, shape = f"state, {parameters.names[place]}, {key}", tuple(value.shape)
+                where, shape = f"state, {name}, {key}", tuple(value.shape)
                 problems.append(ConfigError(where, expected=f"{size} entries", got=f"{shape}", remedy=remedy))
     return problems
 
 
-def _other_weights(weights: Mapping[str, Tensor] | None, parameters: Parameters) -> list[LengthwiseError]:
+def _other_weights(
+    weights: Mapping[str, Tensor] | None, wanted: Mapping[str, tuple[int, ...]]
+) -> list[LengthwiseError]:
     if weights is None:
         return []
-    wanted = {name: tuple(shape) for name, shape in zip(parameters.names, parameters.shapes, strict=True)}
     found = {name: tuple(each.shape) for name, each in weights.items()}
     wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     remedy = "Give the result of state_dict for this model."
