@@ -1,18 +1,16 @@
 """Pipelines: run plans beside the simulator on emulated ranks, and in wall clock beside plain 1F1B and torch's own.
 
-    python benchmarks/pipeline.py --part emulated [--steps 2]
-    python benchmarks/pipeline.py --part clock [--repeats 5] [--batches 2] [--batch-tokens 8192] [--capacity 2048]
+    python benchmarks/pipeline.py --part emulated [--steps 2] [--slower 16]
+    python benchmarks/pipeline.py --part clock [--repeats 5] [--batches 2] [--batch-tokens 6144] [--capacity 2048]
 
-`emulated`, as in `emulate`: ranks are processes that post the real transfers of `stage_turns` over gloo, rings and
-hidden states, and sleep their compute and links for what the simulator is given. So this shows that pipelines run in the
-order and with the waiting that the simulator says, not that the costs of compute are right.
+`emulated`, as in `emulate`: ranks are processes that post the real transfers of `stage_turns` over gloo, and sleep
+compute and links for what the simulator is given: it shows that stages run in the order and wait as it says.
 
 `clock`: forward, backward and the sum of gradients of a small Llama in fp32, one thread a rank. All ways take turns on
 the same batches; the ratio is the median of the repeats. `1F1B packed` and `1F1B padded` are this executor on plain
-plans: sequences in the order of the data, packed up to the capacity, or padded to the longest of their microbatch,
-dealt out in turn to the replicas. torch's schedules are `torch.distributed.pipelining` with a sequence a microbatch,
-all padded to the longest of the batch, which is all that its buffers of one shape take, and torch's sdpa. Losses must
-agree to 1e-4, or the benchmark fails.
+plans: sequences as they come, packed up to the capacity or padded to the longest of their microbatch, dealt out to the
+replicas in turn. torch's schedules are `torch.distributed.pipelining` with torch's sdpa and a sequence a microbatch,
+all padded to the longest of the batch, as its buffers have one shape. Losses must agree to 1e-4, or it fails.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -50,7 +47,7 @@ from lengthwise.engine.stage_parameters import StageParameters
 from lengthwise.models import ModelStage, build_model
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.program import lower_plan
-from lengthwise.program.stage_program import StageMessage, StageTurn, cut_layers, stage_turns
+from lengthwise.program.stage_program import StageTurn, cut_layers, stage_turns
 from lengthwise.simulator import simulate_plan
 from pages import Findings, markdown, parse_options
 from sharding import CONFIG, CPU, LAYERS, SOURCE, TOLERANCE, WORDS
@@ -82,36 +79,37 @@ class EmulatedStage(EmulatedRank):
             number: sum(each.num_tokens for each in program.segments(self._mesh.replica))
             for number, program in programs.items()
         }
-        layers, arriving = self._cost.layers // plan.schedule["virtual"], dict[object, Any]()
+        layers, arriving = self._cost.layers // plan.schedule["virtual"], dict[tuple[int, int, bool], Any]()
         turns = stage_turns(plan, self._mesh.replica, self._mesh.stage)
         self._mesh.connect_stages()
         start = self._until = self._common_start()
         self._sleep(0.0)
         for turn in turns:
             if (action := turn.action) is not None:
-                key = action.microbatch, action.chunk, action.is_forward
-                if key in arriving:
-                    self._take_hidden(*arriving.pop(key))
+                if message := arriving.pop((action.microbatch, action.chunk, action.is_forward), None):
+                    message[0].wait()
+                    self._until = max(self._until, float(message[1]))
+                    self._sleep(0.0)
                 forward, *backward = passes[action.microbatch]
-                for layer in [forward] if action.is_forward else backward:
-                    for _ in range(layers):
-                        self._run_layer(layer)
-            self._post_hidden(turn, held, arriving)
-        while self._sent:
-            self._sent.pop().wait()
+                for layer in layers * ([forward] if action.is_forward else backward):
+                    self._run_layer(layer)
+            arriving |= self._post_hidden(turn, held)
+        for each in self._sent:
+            each.wait()
         self._until = self._due()
         self._sleep(self._cost.step_end_seconds(plan.ranks))
         return time.monotonic() - start
 
-    def _post_hidden(self, turn: StageTurn, held: dict[int, int], arriving: dict[object, Any]) -> None:
-        if not turn.sends and not turn.receives:
-            return
+    def _post_hidden(self, turn: StageTurn, held: dict[int, int]) -> dict[tuple[int, int, bool], Any]:
+        """Post the messages of a turn, of which each says when it arrives; return what to wait for."""
         sends = [(self._stamped(held[each.microbatch]), self._mesh.rank_of_stage(each.stage)) for each in turn.sends]
-        rooms = [(torch.zeros(1, dtype=torch.float64), each) for each in turn.receives]
-        receives = [(room, self._mesh.rank_of_stage(each.stage)) for room, each in rooms]
-        pending = self._mesh.world.exchange(sends, receives)
-        self._sent.append(pending)
-        arriving |= {_key(each): (pending, room) for room, each in rooms}
+        rooms = [torch.zeros(1, dtype=torch.float64) for _ in turn.receives]
+        sources = [self._mesh.rank_of_stage(each.stage) for each in turn.receives]
+        if not sends and not rooms:
+            return {}
+        self._sent.append(self._mesh.world.exchange(sends, list(zip(rooms, sources, strict=True))))
+        keys = [(each.microbatch, each.chunk, each.is_forward) for each in turn.receives]
+        return {key: (self._sent[-1], room) for key, room in zip(keys, rooms, strict=True)}
 
     def _stamped(self, tokens: int) -> Tensor:
         """Return when hidden states of so many tokens arrive, sent one after the other."""
@@ -119,38 +117,27 @@ class EmulatedStage(EmulatedRank):
         self._link_free = max(self._due(), self._link_free) + took
         return torch.tensor([self._link_free], dtype=torch.float64)
 
-    def _take_hidden(self, pending: Any, arrives: Tensor) -> None:
-        pending.wait()
-        self._until = max(self._until, float(arrives))
-        self._sleep(0.0)
 
-
-def _key(message: StageMessage) -> object:
-    return message.microbatch, message.chunk, message.is_forward
-
-
-def emulated_table(steps: int) -> Iterator[str]:
+def emulated_table(asked: Any) -> Iterator[str]:
     """Yield how long plans take on emulated ranks, beside the simulator."""
 
     def rows() -> Iterator[list[object]]:
         for replicas, stages, virtual in EMULATED:
-            cost = emulated_cost(64.0, nics=4, layers=EMULATED_LAYERS, stages=stages)
+            cost = emulated_cost(asked.slower, nics=4, layers=EMULATED_LAYERS, stages=stages)
             cluster = Cluster(ranks=replicas, capacity_tokens=CAPACITY)
             longest = int(0.8 * cluster.longest_tokens)
-            batches = [draw_lengths("github", 48_000 * replicas, seed, longest_tokens=longest) for seed in range(steps)]
-            for name, planned in (
-                (OURS, partial(our_plan, cost=cost, layers=EMULATED_LAYERS, stages=stages, virtual=virtual)),
-                (PACKED, partial(plain_plan, stages=stages, virtual=virtual)),
-            ):
-                plans = [planned(each, cluster) for each in batches if name == OURS or max(each) <= CAPACITY]
-                if not plans:
-                    continue
-                measured = statistics.mean(emulate_plans(plans, cost, replicas * stages))
-                simulated = statistics.mean(simulate_plan(each, cost).step_seconds for each in plans)
-                error = f"{100 * (measured / simulated - 1):+.1f} %"
-                yield [replicas, stages, virtual, name, f"{measured:.3f}", f"{simulated:.3f}", error]
+            drawn = [
+                draw_lengths("github", 24_000 * replicas, seed, longest_tokens=longest) for seed in range(asked.steps)
+            ]
+            of = {"layers": EMULATED_LAYERS, "stages": stages, "virtual": virtual}
+            plans = [our_plan(lengths, cluster, cost=cost, **of) for lengths in drawn]
+            measured = statistics.mean(emulate_plans(plans, cost, replicas * stages))
+            simulated = statistics.mean(simulate_plan(each, cost).step_seconds for each in plans)
+            rings = sum(each.ring_tokens for each in plans) / sum(sum(each.tokens) for each in plans)
+            error = f"{100 * (measured / simulated - 1):+.1f} %"
+            yield [replicas, stages, virtual, f"{100 * rings:.0f} %", f"{measured:.3f}", f"{simulated:.3f}", error]
 
-    return markdown("replicas | stages | virtual | plans | measured, s | simulated, s | error", rows())
+    return markdown("replicas | stages | virtual | tokens in rings | measured, s | simulated, s | error", rows())
 
 
 def emulate_plans(plans: Sequence[Plan], cost: Cost, ranks: int) -> list[float]:
@@ -187,17 +174,11 @@ def plain_plan(lengths: Sequence[int], cluster: Cluster, *, stages: int, virtual
     return as_pipeline(make_plan(cluster.ranks, lengths, rows, layers=LAYERS), stages, virtual)
 
 
-def random_rows(lengths: Sequence[int], seed: int) -> list[np.ndarray]:
-    """Draw a row of tokens a length."""
-    random = np.random.default_rng(seed)
-    return [random.integers(0, WORDS, length, dtype=np.int32) for length in lengths]
-
-
-def batch_of(rows: Sequence[np.ndarray], widths: Sequence[int] | None = None) -> StepBatch:
-    """Return rows as a batch; `widths`: to which they are padded, without a loss there."""
+def batch_of(rows: Sequence[np.ndarray], widths: Sequence[int]) -> StepBatch:
+    """Return rows as a batch, padded to these widths, without a loss there."""
     builder = DatasetBuilder()
     builder.start_source("random", "random", None)
-    for row, width in zip(rows, widths or [len(row) for row in rows], strict=True):
+    for row, width in zip(rows, widths, strict=True):
         pad = (0, width - len(row))
         builder.add(np.pad(row, pad), np.pad(row, pad, constant_values=NO_LOSS))
     return StepBatch(builder.finish(), range(len(rows)))
@@ -231,7 +212,7 @@ class _Ours:
     def prepared(self, way: str, rows: Sequence[np.ndarray]) -> Callable[[], float]:
         """Return what runs a step of these rows, planned already; it returns this rank's part of the loss."""
         lengths, of = [len(row) for row in rows], {"stages": self._mesh.stages, "virtual": self._virtual}
-        widths = padded_widths(lengths, self._cluster.capacity_tokens) if way == PADDED else None
+        widths = padded_widths(lengths, self._cluster.capacity_tokens) if way == PADDED else lengths
         batch = batch_of(rows, widths)
         if way == OURS:
             plan = our_plan(batch.lengths, self._cluster, cost=self._cost, layers=LAYERS, **of)
@@ -307,17 +288,13 @@ class _Torch:
             if mesh.num_replicas > 1:
                 flat = torch.cat([each.grad.flatten() for each in self._part.parameters() if each.grad is not None])
                 dist.all_reduce(flat, group=self._replicas)
-            return float(sum(losses))
+            return float(sum(each.detach() for each in losses))
 
         return step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clocked:
-    """Seconds of each repeat over all batches, by way, and their losses."""
-
-    seconds: dict[str, list[float]]
-    losses: dict[str, list[float]]
+Clocked = dict[str, tuple[list[float], list[float]]]
+"""Of each way: seconds of each repeat over all batches, and their losses."""
 
 
 def clock(transport: Transport, cut: tuple[int, int, int], batches: Sequence[list[int]], asked: Any) -> Clocked:
@@ -325,17 +302,18 @@ def clock(transport: Transport, cut: tuple[int, int, int], batches: Sequence[lis
     torch.set_num_threads(1)
     replicas, stages, virtual = cut
     mesh, cluster = Mesh(transport, stages), Cluster(ranks=replicas, capacity_tokens=asked.capacity)
-    rows = [random_rows(lengths, seed) for seed, lengths in enumerate(batches)]
+    random = np.random.default_rng(0)
+    rows = [[random.integers(0, WORDS, length, dtype=np.int32) for length in lengths] for lengths in batches]
     layer, head = layer_flops(shape_from_config(CONFIG.to_dict()), [each for lengths in batches for each in lengths])
     ours, theirs = _Ours(mesh, virtual, cluster, head / layer), _Torch(mesh, head / layer)
     ways = [way for way in WAYS if way not in TORCH or virtual == 1]
     steps = {way: [(theirs if way in TORCH else ours).prepared(way, each) for each in rows] for way in ways}
-    found = Clocked(seconds={way: [] for way in ways}, losses={way: [] for way in ways})
+    found: Clocked = {way: ([], [0.0] * len(batches)) for way in ways}
     for repeat in range(asked.repeats + 1):
         turn = repeat % len(ways)
         for way in (*ways[turn:], *ways[:turn]):
-            took, losses = 0.0, list[float]()
-            for step in steps[way]:
+            took = 0.0
+            for number, step in enumerate(steps[way]):
                 transport.all_reduce(torch.zeros(1))
                 start = time.perf_counter()
                 loss = step()
@@ -343,9 +321,9 @@ def clock(transport: Transport, cut: tuple[int, int, int], batches: Sequence[lis
                 numbers[0, transport.rank], numbers[1, transport.rank] = time.perf_counter() - start, loss
                 transport.all_reduce(numbers)
                 took += float(numbers[0].max())
-                losses.append(float(numbers[1].sum()))
-            found.losses[way] = losses
-            found.seconds[way] += [took] if repeat else []
+                found[way][1][number] = float(numbers[1].sum())
+            if repeat:
+                found[way][0].append(took)
     return found
 
 
@@ -355,18 +333,21 @@ def clock_table(asked: Any) -> Iterator[str]:
     Raises:
         SystemExit: losses differ.
     """
-    batches, worst = [
-        draw_lengths("wikipedia", asked.batch_tokens, seed, longest_tokens=asked.capacity) for seed in range(asked.batches)
-    ], 0.0
+    batches, worst = (
+        [
+            draw_lengths("wikipedia", asked.batch_tokens, seed, longest_tokens=asked.capacity)
+            for seed in range(asked.batches)
+        ],
+        0.0,
+    )
 
     def rows() -> Iterator[list[object]]:
         nonlocal worst
         for cut in CLOCKED:
             found = run_ranks(partial(clock, cut=cut, batches=batches, asked=asked), cut[0] * cut[1])[0]
-            for way, took in found.seconds.items():
-                ratios = [each / ours for each, ours in zip(took, found.seconds[OURS], strict=True)]
-                pairs = zip(found.losses[way], found.losses[OURS], strict=True)
-                worst = max(worst, *(abs(each / ours - 1) for each, ours in pairs))
+            for way, (took, losses) in found.items():
+                ratios = [each / ours for each, ours in zip(took, found[OURS][0], strict=True)]
+                worst = max(worst, *(abs(each / ours - 1) for each, ours in zip(losses, found[OURS][1], strict=True)))
                 spread = f"{min(ratios):.2f}, {max(ratios):.2f}"
                 median = f"**{statistics.median(ratios):.2f}**"
                 yield [*cut, way, f"{statistics.median(took):.2f} s", median, spread]
@@ -381,11 +362,18 @@ def clock_table(asked: Any) -> Iterator[str]:
 def main() -> None:
     """Write the table of one part."""
     asked = parse_options(
-        __doc__, part=["emulated", "clock"], steps=2, repeats=5, batches=2, batch_tokens=8192, capacity=2048
+        __doc__,
+        part=["emulated", "clock"],
+        steps=2,
+        slower=16.0,
+        repeats=5,
+        batches=2,
+        batch_tokens=6144,
+        capacity=2048,
     )
     before = os.getloadavg()[0]
     findings = Findings(f"pipeline-{asked.part}")
-    findings.add(emulated_table(asked.steps) if asked.part == "emulated" else clock_table(asked))
+    findings.add(emulated_table(asked) if asked.part == "emulated" else clock_table(asked))
     how = "Emulated (sleeps, not work) and simulated" if asked.part == "emulated" else "Measured"
     findings.sign(how, f"no GPU; load before and after: {before:.1f}, {os.getloadavg()[0]:.1f}", asked.out)
 

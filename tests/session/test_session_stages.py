@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from loops import both_loops, in_double, in_ranks, loss_tokens, plain_loop, planned_loop, rows_of, small_model, steps_of
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lengthwise import Session
@@ -122,15 +123,25 @@ def test_a_loop_goes_on_from_its_state_in_other_stages_and_in_plain(tmp_path):
     assert differs(dict(plain.named_parameters())) < 1e-11
 
 
-def test_adapters_of_peft_in_stages_are_those_of_the_plain_loop(tmp_path):
-    def work(_rank):
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
+def test_adapters_of_peft_in_stages_are_those_of_one_rank_and_saved_alone(tmp_path):
+    def work(_rank, **options):
         torch.manual_seed(1)
-        config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        config = LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
         model = get_peft_model(small_model(**LAYERS), config)
-        return both_loops(ADAMW, model=model, capacity=128, stages=2)
+        optimizer = ADAMW([each for each in model.parameters() if each.requires_grad])
+        with Session(model, optimizer, capacity_tokens=256, **options) as session:
+            found = planned_loop(session, optimizer, CONSTANT(optimizer), steps_of()[:2])
+            session.save_pretrained(tmp_path / f"adapters{len(options)}")
+        return found
 
-    for found in in_ranks(in_double(work), 2, tmp_path):
-        assert max(found) < 1e-11
+    staged = in_ranks(in_double(partial(work, stages=2)), 2, tmp_path)
+    (whole,) = in_ranks(in_double(work), 1, tmp_path)
+    for found in staged:
+        assert found == [pytest.approx(each, rel=1e-12) for each in whole]
+    saved, wanted = (load_file(tmp_path / f"adapters{n}" / "adapter_model.safetensors") for n in (1, 0))
+    assert saved.keys() == wanted.keys()
+    assert all(torch.allclose(saved[name], wanted[name], rtol=1e-10, atol=1e-12) for name in wanted)
 
 
 def test_mixed_precision_in_stages_stays_within_rounding(tmp_path):
