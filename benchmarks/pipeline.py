@@ -8,9 +8,10 @@ compute and links for what the simulator is given: it shows that stages run in t
 
 `clock`: forward, backward and the sum of gradients of a small Llama in fp32, one thread a rank. All ways take turns on
 the same batches; the ratio is the median of the repeats. `1F1B packed` and `1F1B padded` are this executor on plain
-plans: sequences as they come, packed up to the capacity or padded to the longest of their microbatch, dealt out to the
-replicas in turn. torch's schedules are `torch.distributed.pipelining` with torch's sdpa and a sequence a microbatch,
-all padded to the longest of the batch, as its buffers have one shape. Losses must agree to 1e-4, or it fails.
+plans: packs of level tokens, or sequences of like lengths padded to the longest of their microbatch, as many on each
+replica (those of `sharding`). torch's schedules are `torch.distributed.pipelining` with torch's sdpa and a sequence a
+microbatch, all padded to the longest of the batch, as its buffers have one shape. Losses must agree to 1e-4, or it
+fails.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,7 +51,7 @@ from lengthwise.program import lower_plan
 from lengthwise.program.stage_program import StageTurn, cut_layers, stage_turns
 from lengthwise.simulator import simulate_plan
 from pages import Findings, markdown, parse_options
-from sharding import CONFIG, CPU, LAYERS, SOURCE, TOLERANCE, WORDS
+from sharding import CONFIG, CPU, LAYERS, SOURCE, TOLERANCE, WORDS, pack, pad
 
 EMULATED = ((4, 2, 1), (4, 2, 2), (4, 4, 1), (2, 4, 2))  # replicas, stages, virtual
 EMULATED_LAYERS, CAPACITY, TOKEN_BYTES = 8, 8192, 64
@@ -161,39 +162,26 @@ def our_plan(lengths: Sequence[int], cluster: Cluster, *, cost: Cost, layers: in
     return plan_step(tuple(lengths), cluster, cost, options)
 
 
-def plain_plan(lengths: Sequence[int], cluster: Cluster, *, stages: int, virtual: int) -> Plan:
-    """Pack sequences as they come; deal packs out to the replicas in turn."""
-    packs, held = list[list[int]](), cluster.capacity_tokens
-    for number, length in enumerate(lengths):
-        if held + length > cluster.capacity_tokens:
-            packs.append([])
-            held = 0
-        packs[-1].append(number)
-        held += length
-    rows = [Piece(ranks=(place % cluster.ranks,), sequences=tuple(each)) for place, each in enumerate(packs)]
-    return as_pipeline(make_plan(cluster.ranks, lengths, rows, layers=LAYERS), stages, virtual)
+def plain_plan(groups: Sequence[Sequence[Sequence[int]]], batch: StepBatch, *, stages: int, virtual: int) -> Plan:
+    """Run each replica's microbatches through 1F1B, one after the other."""
+    replicas = len(groups)
+    rows = [
+        Piece(ranks=(replica,), sequences=tuple(g))
+        for each in zip(*groups, strict=True)
+        for replica, g in enumerate(each)
+        if g
+    ]
+    return as_pipeline(make_plan(replicas, batch.lengths, rows, layers=LAYERS), stages, virtual)
 
 
-def batch_of(rows: Sequence[np.ndarray], widths: Sequence[int]) -> StepBatch:
+def batch_of(rows: Sequence[np.ndarray], widths: Mapping[int, int]) -> StepBatch:
     """Return rows as a batch, padded to these widths, without a loss there."""
     builder = DatasetBuilder()
     builder.start_source("random", "random", None)
-    for row, width in zip(rows, widths, strict=True):
-        pad = (0, width - len(row))
-        builder.add(np.pad(row, pad), np.pad(row, pad, constant_values=NO_LOSS))
+    for number, row in enumerate(rows):
+        missing = (0, widths[number] - len(row))
+        builder.add(np.pad(row, missing), np.pad(row, missing, constant_values=NO_LOSS))
     return StepBatch(builder.finish(), range(len(rows)))
-
-
-def padded_widths(lengths: Sequence[int], capacity_tokens: int) -> list[int]:
-    """Return the width of each sequence: the longest of its microbatch, which fits when it is padded."""
-    groups = list[list[int]]()
-    for number, length in enumerate(lengths):
-        group = groups[-1] if groups else []
-        longest = max([length, *(lengths[each] for each in group)])
-        if not group or longest * (len(group) + 1) > capacity_tokens:
-            groups.append([])
-        groups[-1].append(number)
-    return [max(lengths[each] for each in group) for group in groups for _ in group]
 
 
 class _Ours:
@@ -212,12 +200,15 @@ class _Ours:
     def prepared(self, way: str, rows: Sequence[np.ndarray]) -> Callable[[], float]:
         """Return what runs a step of these rows, planned already; it returns this rank's part of the loss."""
         lengths, of = [len(row) for row in rows], {"stages": self._mesh.stages, "virtual": self._virtual}
-        widths = padded_widths(lengths, self._cluster.capacity_tokens) if way == PADDED else lengths
+        groups = (pad if way == PADDED else pack)(lengths, self._cluster)
+        widths = dict(enumerate(lengths))
+        if way == PADDED:
+            widths = {i: max(lengths[each] for each in group) for rank in groups for group in rank for i in group}
         batch = batch_of(rows, widths)
         if way == OURS:
             plan = our_plan(batch.lengths, self._cluster, cost=self._cost, layers=LAYERS, **of)
         else:
-            plan = plain_plan(batch.lengths, self._cluster, **of)
+            plan = plain_plan(groups, batch, **of)
 
         def step() -> float:
             self._parameters.clear_gradients()
@@ -254,8 +245,12 @@ class _Torch:
 
     def __init__(self, mesh: Mesh, head_share: float) -> None:
         self._mesh = mesh
-        groups = [dist.new_group([r * mesh.stages + s for s in range(mesh.stages)]) for r in range(mesh.num_replicas)]
-        over = [dist.new_group(list(range(s, mesh.world.world_size, mesh.stages))) for s in range(mesh.stages)]
+        groups: list[Any] = [
+            dist.new_group([r * mesh.stages + s for s in range(mesh.stages)]) for r in range(mesh.num_replicas)
+        ]
+        over: list[Any] = [
+            dist.new_group(list(range(s, mesh.world.world_size, mesh.stages))) for s in range(mesh.stages)
+        ]
         self._group, self._replicas = groups[mesh.replica], over[mesh.stage]
         cut = cut_layers([1.0] * LAYERS, mesh.stages, last_seconds=head_share)
         self._part = _Part(build_model(SOURCE, seed=0, attention="sdpa"), cut[mesh.stage])
@@ -372,7 +367,7 @@ def main() -> None:
         capacity=2048,
     )
     before = os.getloadavg()[0]
-    findings = Findings(f"pipeline-{asked.part}")
+    findings = Findings("pipeline" if asked.part == "clock" else "pipeline-emulated")
     findings.add(emulated_table(asked) if asked.part == "emulated" else clock_table(asked))
     how = "Emulated (sleeps, not work) and simulated" if asked.part == "emulated" else "Measured"
     findings.sign(how, f"no GPU; load before and after: {before:.1f}, {os.getloadavg()[0]:.1f}", asked.out)

@@ -60,7 +60,9 @@ def test_routers_are_counted_through_the_stages(tmp_path, monkeypatch):
     found, model = trained(path, "staged", "--set", "stages=2", ranks=4)
     assert found == pytest.approx(one, rel=1e-12)
     assert largest_difference(model, whole) < 1e-12
-    balance = [[row["router_loss"] for row in read_lines(tmp_path / each / "metrics.jsonl")] for each in ("one", "staged")]
+    balance = [
+        [row["router_loss"] for row in read_lines(tmp_path / each / "metrics.jsonl")] for each in ("one", "staged")
+    ]
     assert balance[1] == pytest.approx(balance[0], rel=1e-6)
 
 

@@ -285,15 +285,15 @@ class _StageStep:
     def _backward(self, action: StageAction) -> None:
         number, chunk = action.microbatch, action.chunk
         kept = self._kept.pop((number, chunk))
-        is_last = self.stage.is_last(chunk)
-        outputs, gradients = [kept.output / self.objective.divisor if is_last else kept.output], list[Tensor | None]()
-        gradients.append(None if is_last else self._take(action))
+        if self.stage.is_last(chunk):
+            flows: list[tuple[Tensor, Tensor | None]] = [(kept.output / self.objective.divisor, None)]
+        else:
+            flows = [(kept.output, self._take(action))]
         if kept.router_share is not None and self._balance is not None:
-            outputs.append(self._balance.coefficient * kept.router_share)
-            gradients.append(None)
-        reached = [each for each in zip(outputs, gradients, strict=True) if each[0].requires_grad]
-        if reached:
-            torch.autograd.backward(*zip(*reached, strict=True))
+            flows.append((self._balance.coefficient * kept.router_share, None))
+        flows = [each for each in flows if each[0].requires_grad]
+        if flows:
+            torch.autograd.backward([output for output, _ in flows], [gradient for _, gradient in flows])
         if kept.hidden is not None:
             made = kept.hidden.grad
             self._leaving[number, chunk - 1, False] = torch.zeros_like(kept.hidden) if made is None else made

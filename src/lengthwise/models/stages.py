@@ -195,7 +195,7 @@ class ModelStage:
             {name: tuple(each.shape) for name, each in trained if place[id(each)] == s} for s in range(stages)
         ]
         if has_balance_loss(model.config):  # now, while all layers of all chunks are in their places
-            maybe_install_capturing_hooks(self.decoder)
+            maybe_install_capturing_hooks(model.get_decoder())
         self._is_tied = getattr(parts.head, "weight", None) is getattr(parts.embedding, "weight", ())
         self.entries = [self._entries_of(modules[s]) for s in range(stages)]
         self._passed = [PassedThrough(layer) for layer in parts.layers]

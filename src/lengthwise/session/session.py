@@ -150,9 +150,7 @@ class Session:
                 self.shard, (self._engine.pipeline, self._engine.parameters, self._sharded) = "zero1", taken
             else:
                 self.shard, in_step = shard_of(self._inner, inner, transport, settings, local_ranks=world.local_size)
-                taken_over = take_over(
-                    model, inner, transport, shard=self.shard, ranks_in_step=in_step, **options
-                )
+                taken_over = take_over(model, inner, transport, shard=self.shard, ranks_in_step=in_step, **options)
                 self._engine.parameters, self._sharded = taken_over
             self._planning = planning_of(self._engine, self._sharded, cost, settings)
             self._engine.start_offloading()

@@ -95,7 +95,11 @@ class ShardedInPlace:
 
     def point_at(self, parameters: Parameters, rank: int) -> None:
         """Take this rank's slices for the parameters, and slices of the states that there are."""
-        self.parameters, self.rank, members = parameters, rank, [list[nn.Parameter]() for _ in self.optimizer.param_groups]
+        self.parameters, self.rank, members = (
+            parameters,
+            rank,
+            [list[nn.Parameter]() for _ in self.optimizer.param_groups],
+        )
         self.optimizer.state.clear()
         for run in parameters.layout.runs(rank):
             piece = nn.Parameter(parameters.master_weights[run.start : run.stop])
