@@ -46,6 +46,7 @@ from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.pipeline import run_stage
 from lengthwise.engine.stage_parameters import StageParameters
 from lengthwise.models import ModelStage, build_model
+from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.program import lower_plan
 from lengthwise.program.stage_program import StageTurn, cut_layers, stage_turns
@@ -190,10 +191,9 @@ class _Ours:
     def __init__(self, mesh: Mesh, virtual: int, cluster: Cluster, head_share: float) -> None:
         self._mesh, self._virtual, self._cluster = mesh, virtual, cluster
         chunks = cut_layers([1.0] * LAYERS, mesh.stages * virtual, last_seconds=head_share)
-        model = build_model(SOURCE, seed=0)
+        model: Any = build_model(SOURCE, seed=0, attention=ATTENTION_NAME)
         self._stage = ModelStage(model, chunks, stages=mesh.stages, stage=mesh.stage)
         self._parameters = StageParameters(self._stage, mesh, dtype=torch.float32)
-        model.config._attn_implementation = "lengthwise"
         self._kernel = choose_kernel(CPU)
         self._cost = all_terms_cost(shape_from_config(CONFIG.to_dict()), named_hardware("cpu"), stages=mesh.stages)
 

@@ -12,7 +12,6 @@ Of a microbatch a stage keeps what backward needs from its forward to its backwa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -87,8 +86,8 @@ def run_stage(
     """Run the actions of this rank's stage and let gradients add up in the model's parameters.
 
     As `engine.step.run_plan`, for a plan whose ranks are the replicas of `mesh`; the loss is that of the last stage,
-    0 elsewhere. `autocast`: what chunks before the last are cast to, as `objective` casts that. Where routers have a balance loss, all microbatches first pass forward through the stages to be
-    counted.
+    0 elsewhere. Where routers have a balance loss, all microbatches first pass forward through the stages to be
+    counted. `autocast`: what chunks before the last are cast to, as `objective` casts that.
 
     Raises:
         MemoryShortage: a microbatch does not fit on the device.

@@ -10,16 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lengthwise.comm import Mesh, Transport
-from lengthwise.cost import shape_from_config
-from lengthwise.cost.analytic import layer_flops
+from lengthwise.comm import Transport
 from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.pipeline import Pipeline
 from lengthwise.engine.replicated import FlatParameters, share_values
 from lengthwise.engine.sharded import ShardedParameters
-from lengthwise.engine.stage_parameters import StageParameters
-from lengthwise.models import ModelStage, wrapped_layers
-from lengthwise.program.stage_program import cut_layers
+from lengthwise.models import wrapped_layers
 from lengthwise.session.model import hugging_face_model
 from lengthwise.session.sharded import ShardedInPlace
 
@@ -55,37 +50,11 @@ def take_over(
         hook = inner.register_load_state_dict_post_hook(lambda *_: flat.take_values())
         closing.callback(hook.remove)
     if updates is not None:
-        _point(updates, parameters, transport.rank, (model, inner), closing)
+        point_at_slices(updates, parameters, transport.rank, (model, inner), closing)
     return parameters, updates
 
 
-def take_stage(
-    model: nn.Module,
-    optimizer: Optimizer,
-    mesh: Mesh,
-    *,
-    virtual: int,
-    tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    closing: ExitStack,
-) -> tuple[Pipeline, StageParameters, ShardedInPlace]:
-    """Leave of a model this rank's stage alone, with the values of the first replica. Collective.
-
-    tokens: of a microbatch, by which layers and head are weighed. The others as for `take_over`.
-    """
-    inner = hugging_face_model(model)
-    updates = ShardedInPlace(optimizer, inner)  # reads the parameters of the whole model
-    layer, head = layer_flops(shape_from_config(inner.config.to_dict()), [tokens])
-    layers = [layer] * inner.config.num_hidden_layers
-    chunks = cut_layers(layers, mesh.stages * virtual, last_seconds=head)
-    stage = ModelStage(inner, chunks, stages=mesh.stages, stage=mesh.stage)
-    parameters = StageParameters(stage, mesh, dtype=dtype, device=device, keeps_frozen=True)
-    _point(updates, parameters, mesh.replica, (model, inner), closing)
-    return Pipeline(stage=stage, mesh=mesh, virtual=virtual), parameters, updates
-
-
-def _point(
+def point_at_slices(
     updates: ShardedInPlace, parameters: Parameters, rank: int, models: Sequence[nn.Module], closing: ExitStack
 ) -> None:
     """Let the optimizer update slices; the models' own gradients are out of reach."""

@@ -29,14 +29,15 @@ from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.engine import Engine
 from lengthwise.session.losses import ComputeLoss, SumCheck, TokenLoss, TokenValues, log_probabilities, objective_of
 from lengthwise.session.model import hugging_face_model
-from lengthwise.session.parameters import take_over, take_stage
+from lengthwise.session.parameters import take_over
 from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.runner import StepResult, StepRunner, refuse_not_finite
 from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
-from lengthwise.session.settings import check_settings, cost_of, join_stages, planning_of, shard_of, told_step
+from lengthwise.session.settings import check_settings, cost_of, planning_of, shard_of, told_step
 from lengthwise.session.sharded import ShardedInPlace, check_optimizer
 from lengthwise.session.source import PlannedStep
-from lengthwise.session.state import from_stages, state_of_stages, take_state, whole_state
+from lengthwise.session.stages import from_stages, join_stages, state_of_stages, take_stage
+from lengthwise.session.state import take_state, whole_state
 from lengthwise.session.values import Combine, Per, ValuesOfTokens, combined, gather, rows_of
 
 

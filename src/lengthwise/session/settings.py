@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lengthwise.comm import Mesh, Transport, share_numbers
+from lengthwise.comm import Transport
 from lengthwise.config import OffloadConfig
 from lengthwise.config.problems import find_problems
 from lengthwise.core.errors import Collector, ConfigError
@@ -44,6 +44,7 @@ from lengthwise.session.engine import Engine
 from lengthwise.session.model import PRECISIONS, check_session_model
 from lengthwise.session.runner import StepResult
 from lengthwise.session.sharded import ShardedInPlace
+from lengthwise.session.stages import not_with_stages
 
 SHARDS = ("auto", "zero1", "zero3", "hybrid")
 LOCK_STEP_PLANNER = "lengthwise"
@@ -57,8 +58,8 @@ class SessionSettings:
 
     dtype: of the parameters. autocast: of mixed precision. capacity_tokens: None: to be measured. recompute: a kind, or
     auto. heads, planner, offload: as in a run file. shard, ranks_per_node: how parameters lie over the ranks, as it was
-    asked for.
-    device: where steps run. stages, virtual: of a pipeline.
+    asked for. stages, virtual: of a pipeline.
+    device: where steps run.
     """
 
     dtype: torch.dtype
@@ -121,10 +122,9 @@ def check_settings(
     if shard in ("zero3", "hybrid") and planner != LOCK_STEP_PLANNER:
         expected = f"{LOCK_STEP_PLANNER} under shard {shard}, the only one that plans in lock-step"
         refuse("planner", expected, planner, "Take planner out.")
-    if stages != 1 or virtual != 1:
-        beside = {"shard": shard, "capacity_tokens": capacity_tokens, "offload": offload, "measurements": measurements}
-        for each in _not_with_stages(stages, virtual, beside, ranks_per_node=ranks_per_node, trains=trains):
-            problems.add(each)
+    beside = {"shard": shard, "capacity_tokens": capacity_tokens, "offload": offload, "measurements": measurements}
+    for each in not_with_stages(stages, virtual, beside, ranks_per_node=ranks_per_node, trains=trains):
+        problems.add(each)
     where = next(model.parameters()).device if device is None else torch.device(device)
     if where.type == "meta":
         expected, got = "the device where steps run", "a model on the meta device, without storage"
@@ -133,7 +133,7 @@ def check_settings(
     wrapped = kind if kind in RECOMPUTE_KINDS else "none"
     dtype = problems.attempt(partial(check_session_model, model, wrapped, trains=trains))
     section = problems.attempt(partial(_offload_of, model, offload, where))
-    if dtype is not None and not problems.problems and stages > 1:
+    if stages > 1 and not problems.problems:
         problems.attempt(partial(check_cut, model.config, stages, virtual))
     problems.raise_all()
     assert dtype is not None, "a model without one was refused"
@@ -151,48 +151,6 @@ def check_settings(
         stages=stages,
         virtual=virtual,
     )
-
-
-def _not_with_stages(
-    stages: object, virtual: object, beside: Mapping[str, Any], *, ranks_per_node: int | None, trains: bool
-) -> Iterator[ConfigError]:
-    """Yield what stages of a pipeline do not run with."""
-    for key, value in (("stages", stages), ("virtual", virtual)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            yield ConfigError(key, expected="1 or more", got=f"{value!r}", remedy="Give a number.")
-    if stages == 1:
-        yield ConfigError("virtual", expected="1 without stages", got=f"{virtual!r}", remedy="Add stages.")
-        return
-    wanted = {
-        "shard": (beside["shard"] in ("auto", "zero1"), "auto or zero1"),
-        "capacity_tokens": (beside["capacity_tokens"] != "auto", "a number"),
-        "offload": (beside["offload"] is None, "None: a stage keeps several microbatches, and a store returns one"),
-        "measurements": (beside["measurements"] is None or isinstance(beside["measurements"], Cost), "None or costs"),
-        "ranks_per_node": (ranks_per_node is None, "None"),
-        "optimizer": (trains, "an optimizer: a session that only evaluates has no stages"),
-    }
-    given = {**beside, "ranks_per_node": ranks_per_node, "optimizer": None}
-    for key, (is_kept, expected) in wanted.items():
-        if not is_kept:
-            remedy = f"Change {key}, or take stages out."
-            yield ConfigError(key, expected=f"{expected}, beside stages", got=f"{given[key]!r}", remedy=remedy)
-
-
-def join_stages(model: nn.Module, transport: Transport, stages: int) -> Mesh:
-    """Return the mesh of stages and replicas. Collective.
-
-    Raises:
-        ConfigError: the ranks are no whole number of replicas, or a stage of the first one has no values.
-    """
-    if transport.world_size % stages:
-        expected, got = f"a multiple of the {stages} stages", f"{transport.world_size}"
-        raise ConfigError("ranks", expected=expected, got=got, remedy="Start others, or change stages.")
-    mesh = Mesh(transport, stages)
-    is_empty = mesh.replica == 0 and any(each.is_meta for each in model.parameters())
-    if share_numbers(transport, [float(is_empty)]).any():
-        expected = f"a model with values on ranks 0 to {stages - 1}, the stages of the first replica"
-        raise ConfigError("model", expected=expected, got="one on the meta device", remedy="Load it there.")
-    return mesh
 
 
 def _tokens(given: int | str) -> int:

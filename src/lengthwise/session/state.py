@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lengthwise.comm import Mesh, Transport, broadcast_bytes
+from lengthwise.comm import Transport, broadcast_bytes
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.engine.gathering import gather_to_first, set_master_weights
 from lengthwise.engine.parameters import Parameters
 from lengthwise.session.sharded import ShardedInPlace
 
 _SHOWN = 10  # parameters that differ
-_STATE, _GROUPS, _MEMBERS = "state", "param_groups", "params"
+STATE, GROUPS, _MEMBERS = "state", "param_groups", "params"
 
 
 def whole_state(optimizer: ShardedInPlace, transport: Transport) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def whole_state(optimizer: ShardedInPlace, transport: Transport) -> dict[str, An
             known = values[~values.isnan()]
             if len(known):
                 found.setdefault(optimizer.numbers[parameters.names[place]], {})[key] = known[0].float()
-    return {_STATE: found, _GROUPS: optimizer.plain_groups()}
+    return {STATE: found, GROUPS: optimizer.plain_groups()}
 
 
 def take_state(
@@ -76,8 +76,8 @@ def take_state(
         problems = [*_problems(given, optimizer), *_other_weights(weights, optimizer.shapes)]
         told["problems"] = [(each.where, each.expected, each.got, each.remedy) for each in problems]
         if given is not None and not problems:
-            groups = [{k: v for k, v in group.items() if k != _MEMBERS} for group in given[_GROUPS]]
-            kinds = {number: sorted(given[_STATE].get(number, {})) for number in optimizer.numbers.values()}
+            groups = [{k: v for k, v in group.items() if k != _MEMBERS} for group in given[GROUPS]]
+            kinds = {number: sorted(given[STATE].get(number, {})) for number in optimizer.numbers.values()}
             told |= {"groups": plain_values(groups), "keys": kinds, "weights": weights is not None}
     told = json.loads(broadcast_bytes(transport, json.dumps(told).encode()))
     raise_problems([ConfigError(where, expected=a, got=b, remedy=c) for where, a, b, c in told["problems"]])
@@ -85,7 +85,7 @@ def take_state(
     for name, number in optimizer.numbers.items():
         states, place, entries = dict[str, Tensor](), places.get(name), math.prod(optimizer.shapes[name])
         for key in told["keys"][str(number)]:
-            value = None if given is None or transport.rank else torch.as_tensor(given[_STATE][number][key])
+            value = None if given is None or transport.rank else torch.as_tensor(given[STATE][number][key])
             states[key] = _sent(value, entries, parameters, transport)
         if place is not None:
             optimizer.set_states(place, states)
@@ -94,38 +94,6 @@ def take_state(
             whole = _sent(own, entries, parameters, transport)
             if place is not None:
                 set_master_weights(parameters, rank, place, whole)
-
-
-def from_stages(mesh: Mesh, own: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return on rank 0 the tensors of all stages of the first replica, by name; {} on other ranks. Collective.
-
-    device: through which they travel, one at a time; they lie on the host.
-    """
-    world, found = mesh.world, dict(own)
-    known = [[name, tuple(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in own.items()]
-    told = [
-        json.loads(broadcast_bytes(world, json.dumps(known).encode() if world.rank == stage else None, source=stage))
-        for stage in range(mesh.stages)  # these ranks are the stages of replica 0
-    ]
-    for stage in range(1, mesh.stages):
-        for name, shape, dtype in told[stage]:
-            if world.rank == stage:
-                world.exchange([(own[name].to(device).contiguous(), 0)], []).wait()
-            elif not world.rank:
-                arriving = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-                world.exchange([], [(arriving, stage)]).wait()
-                found[name] = arriving.cpu()
-    return {} if world.rank else found
-
-
-def state_of_stages(mesh: Mesh, state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return on rank 0 the states of all stages in one, each as `whole_state` returns it. Collective."""
-    own = {json.dumps([n, key]): each for n, keys in state.get(_STATE, {}).items() for key, each in keys.items()}
-    found: dict[int, dict[str, Tensor]] = {}
-    for name, each in from_stages(mesh, own, device).items():
-        number, key = json.loads(name)
-        found.setdefault(number, {})[key] = each
-    return {} if mesh.world.rank else {_STATE: found, _GROUPS: state[_GROUPS]}
 
 
 def _kinds(optimizer: ShardedInPlace, transport: Transport) -> tuple[list[str], list[str]]:
@@ -160,17 +128,17 @@ def _sent(value: Tensor | None, entries: int, parameters: Parameters, transport:
 
 def _problems(given: Mapping[str, Any] | None, optimizer: ShardedInPlace) -> list[LengthwiseError]:
     remedy = "Give rank 0 the result of state_dict for this model and optimizer."
-    if given is None or not {_STATE, _GROUPS} <= given.keys():
+    if given is None or not {STATE, GROUPS} <= given.keys():
         got = "nothing" if given is None else ", ".join(map(str, given)) or "an empty one"
-        return [ConfigError("state", expected=f"{_STATE} and {_GROUPS}, on rank 0", got=got, remedy=remedy)]
+        return [ConfigError("state", expected=f"{STATE} and {GROUPS}, on rank 0", got=got, remedy=remedy)]
     problems: list[LengthwiseError] = []
-    wanted, got = ([group[_MEMBERS] for group in groups] for groups in (optimizer.plain_groups(), given[_GROUPS]))
+    wanted, got = ([group[_MEMBERS] for group in groups] for groups in (optimizer.plain_groups(), given[GROUPS]))
     if wanted != got:
         shown = [f"{len(each)} groups of {', '.join(str(len(one)) for one in each)}" for each in (wanted, got)]
         problems.append(ConfigError("state, param_groups", expected=shown[0], got=shown[1], remedy=remedy))
     for name, number in optimizer.numbers.items():
         size = math.prod(optimizer.shapes[name])
-        for key, value in given[_STATE].get(number, {}).items():
+        for key, value in given[STATE].get(number, {}).items():
             if isinstance(value, Tensor) and value.dim() and value.numel() != size:
                 where, shape = f"state, {name}, {key}", tuple(value.shape)
                 problems.append(ConfigError(where, expected=f"{size} entries", got=f"{shape}", remedy=remedy))
