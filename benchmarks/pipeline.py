@@ -1,10 +1,11 @@
 """Pipelines: run plans beside the simulator on emulated ranks, and in wall clock beside plain 1F1B and torch's own.
 
-    python benchmarks/pipeline.py --part emulated [--steps 2] [--slower 16]
+    python benchmarks/pipeline.py --part emulated [--repeats 5] [--slower 8]
     python benchmarks/pipeline.py --part clock [--repeats 5] [--batches 2] [--batch-tokens 6144] [--capacity 2048]
 
 `emulated`, as in `emulate`: ranks are processes that post the real transfers of `stage_turns` over gloo, and sleep
-compute and links for what the simulator is given: it shows that stages run in the order and wait as it says.
+compute and links for what the simulator is given; the quickest repeat counts. It shows that stages run in the order
+and wait as the simulator says, and how plans differ where no stage takes another's core.
 
 `clock`: forward, backward and the sum of gradients of a small Llama in fp32, one thread a rank. All ways take turns on
 the same batches; the ratio is the median of the repeats. `1F1B packed` and `1F1B padded` are this executor on plain
@@ -19,7 +20,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -121,66 +122,69 @@ class EmulatedStage(EmulatedRank):
 
 
 def emulated_table(asked: Any) -> Iterator[str]:
-    """Yield how long plans take on emulated ranks, beside the simulator."""
+    """Yield how long plans take on emulated ranks, beside the simulator and beside each other."""
 
     def rows() -> Iterator[list[object]]:
         for replicas, stages, virtual in EMULATED:
             cost = emulated_cost(asked.slower, nics=4, layers=EMULATED_LAYERS, stages=stages)
             cluster = Cluster(ranks=replicas, capacity_tokens=CAPACITY)
-            longest = int(0.8 * cluster.longest_tokens)
-            drawn = [
-                draw_lengths("github", 24_000 * replicas, seed, longest_tokens=longest) for seed in range(asked.steps)
-            ]
-            of = {"layers": EMULATED_LAYERS, "stages": stages, "virtual": virtual}
-            plans = [our_plan(lengths, cluster, cost=cost, **of) for lengths in drawn]
-            measured = statistics.mean(emulate_plans(plans, cost, replicas * stages))
-            simulated = statistics.mean(simulate_plan(each, cost).step_seconds for each in plans)
-            rings = sum(each.ring_tokens for each in plans) / sum(sum(each.tokens) for each in plans)
-            error = f"{100 * (measured / simulated - 1):+.1f} %"
-            yield [replicas, stages, virtual, f"{100 * rings:.0f} %", f"{measured:.3f}", f"{simulated:.3f}", error]
+            for recipe, longest in (
+                ("github", int(0.8 * cluster.longest_tokens)),
+                ("github", 8192),
+                ("wikipedia", 8192),
+            ):
+                lengths = draw_lengths(recipe, 32_000 * replicas, 0, longest_tokens=longest)
+                ours = 0.0
+                for way in (OURS, PACKED, PADDED) if longest <= CAPACITY else (OURS,):
+                    plan = plan_by(way, lengths, cluster, cost, layers=EMULATED_LAYERS, virtual=virtual)
+                    simulated = simulate_plan(plan, cost).step_seconds
+                    measured = min(emulate_plan(plan, cost, replicas * stages, asked.repeats))
+                    ours = ours or measured
+                    lengths_to = f"{recipe} to {longest // 1024}K"
+                    error = f"{100 * (measured / simulated - 1):+.1f} %"
+                    figures = [f"{measured:.3f}", f"{simulated:.3f}", error, f"{measured / ours:.2f}"]
+                    yield [f"{replicas} x {stages} x {virtual}", lengths_to, way, *figures]
 
-    return markdown("replicas | stages | virtual | tokens in rings | measured, s | simulated, s | error", rows())
+    heads = "replicas x stages x virtual | lengths | plan | measured, s | simulated, s | error | over lengthwise"
+    return markdown(heads, rows())
 
 
-def emulate_plans(plans: Sequence[Plan], cost: Cost, ranks: int) -> list[float]:
-    """Return how long each plan takes on emulated ranks."""
+def emulate_plan(plan: Plan, cost: Cost, ranks: int, repeats: int) -> list[float]:
+    """Return how long a plan takes on emulated ranks, each time."""
 
     def work(transport: Transport) -> list[float]:
         torch.set_num_threads(1)
         stage = EmulatedStage(Mesh(transport, cost.stages), cost, TOKEN_BYTES / keys_bytes(cost))
-        took = torch.zeros(len(plans), transport.world_size, dtype=torch.float64)
-        for number, plan in enumerate(plans):
-            took[number, transport.rank] = stage.run(plan)
+        took = torch.zeros(repeats, transport.world_size, dtype=torch.float64)
+        for repeat in range(repeats):
+            took[repeat, transport.rank] = stage.run(plan)
         transport.all_reduce(took)
         return took.max(1).values.tolist()
 
     return run_ranks(work, ranks, timeout_seconds=600.0)[0]
 
 
-def our_plan(lengths: Sequence[int], cluster: Cluster, *, cost: Cost, layers: int, stages: int, virtual: int) -> Plan:
-    """Plan for pipelines."""
-    options = PlanOptions(mode="pipeline", layers=layers, stages=stages, virtual=virtual)
-    return plan_step(tuple(lengths), cluster, cost, options)
+def plan_by(way: str, lengths: Sequence[int], cluster: Cluster, cost: Cost, *, layers: int, virtual: int) -> Plan:
+    """Plan as the planner does, or packs and padded groups through plain 1F1B; sequences are as long as padded."""
+    stages = cost.stages
+    if way == OURS:
+        options = PlanOptions(mode="pipeline", layers=layers, stages=stages, virtual=virtual)
+        return plan_step(tuple(lengths), cluster, cost, options)
+    groups, tokens = (pad if way == PADDED else pack)(lengths, cluster), list(lengths)
+    for group in (each for of_replica in groups for each in of_replica if way == PADDED):
+        for number in group:
+            tokens[number] = max(lengths[each] for each in group)
+    turns = (pair for turn in zip(*groups, strict=True) for pair in enumerate(turn))
+    rows = [Piece(ranks=(replica,), sequences=tuple(group)) for replica, group in turns if group]
+    return as_pipeline(make_plan(cluster.ranks, tokens, rows, layers=layers), stages, virtual)
 
 
-def plain_plan(groups: Sequence[Sequence[Sequence[int]]], batch: StepBatch, *, stages: int, virtual: int) -> Plan:
-    """Run each replica's microbatches through 1F1B, one after the other."""
-    replicas = len(groups)
-    rows = [
-        Piece(ranks=(replica,), sequences=tuple(g))
-        for each in zip(*groups, strict=True)
-        for replica, g in enumerate(each)
-        if g
-    ]
-    return as_pipeline(make_plan(replicas, batch.lengths, rows, layers=LAYERS), stages, virtual)
-
-
-def batch_of(rows: Sequence[np.ndarray], widths: Mapping[int, int]) -> StepBatch:
+def batch_of(rows: Sequence[np.ndarray], widths: Sequence[int]) -> StepBatch:
     """Return rows as a batch, padded to these widths, without a loss there."""
     builder = DatasetBuilder()
     builder.start_source("random", "random", None)
-    for number, row in enumerate(rows):
-        missing = (0, widths[number] - len(row))
+    for row, width in zip(rows, widths, strict=True):
+        missing = (0, width - len(row))
         builder.add(np.pad(row, missing), np.pad(row, missing, constant_values=NO_LOSS))
     return StepBatch(builder.finish(), range(len(rows)))
 
@@ -199,16 +203,9 @@ class _Ours:
 
     def prepared(self, way: str, rows: Sequence[np.ndarray]) -> Callable[[], float]:
         """Return what runs a step of these rows, planned already; it returns this rank's part of the loss."""
-        lengths, of = [len(row) for row in rows], {"stages": self._mesh.stages, "virtual": self._virtual}
-        groups = (pad if way == PADDED else pack)(lengths, self._cluster)
-        widths = dict(enumerate(lengths))
-        if way == PADDED:
-            widths = {i: max(lengths[each] for each in group) for rank in groups for group in rank for i in group}
-        batch = batch_of(rows, widths)
-        if way == OURS:
-            plan = our_plan(batch.lengths, self._cluster, cost=self._cost, layers=LAYERS, **of)
-        else:
-            plan = plain_plan(groups, batch, **of)
+        lengths = [len(row) for row in rows]
+        plan = plan_by(way, lengths, self._cluster, self._cost, layers=LAYERS, virtual=self._virtual)
+        batch = batch_of(rows, plan.tokens)
 
         def step() -> float:
             self._parameters.clear_gradients()
@@ -359,8 +356,7 @@ def main() -> None:
     asked = parse_options(
         __doc__,
         part=["emulated", "clock"],
-        steps=2,
-        slower=16.0,
+        slower=8.0,
         repeats=5,
         batches=2,
         batch_tokens=6144,
