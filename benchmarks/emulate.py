@@ -7,7 +7,7 @@ A check that the simulator is consistent with the program that ranks run, not th
 and simulator are given the same. Every rank is a process of this machine, joined over gloo. Real: the
 planner on rank 0 a step ahead, sending plans and agreeing on them, the lowered program with its grouped transfers, the
 reduction at the step's end, and the waiting of ranks for each other. Slept: blocks of attention and linear work. Sleeps
-do not fight for cores, so the wall clock is the makespan. Not emulated: offload, pipelines.
+do not fight for cores, so the wall clock is the makespan. Not emulated: offload; pipelines are in `pipeline.py`.
 
 Links, one of two ways:
 - Emulated: loopback has no tiers, so a message carries --token-bytes a token and the time at which it was posted, and
@@ -90,10 +90,13 @@ class EmulatedRank:
     """One rank: sleeps its blocks, exchanges real messages, takes them when the emulated link would deliver them.
 
     bytes_share: how much of the bytes that the costs count for a message it carries. real_far: messages between nodes
-    take what they take, nothing is slept for them.
+    take what they take, nothing is slept for them. world: of all ranks that start together; None: `transport`.
     """
 
-    def __init__(self, transport: Any, cost: Cost, bytes_share: float, *, real_far: bool = False) -> None:
+    def __init__(
+        self, transport: Any, cost: Cost, bytes_share: float, *, real_far: bool = False, world: Any = None
+    ) -> None:
+        self._world = world or transport
         self._transport, self._cost, self._bytes_share, self._real_far = transport, cost, bytes_share, real_far
         self._until = 0.0
         self._outgoing, self._incoming = torch.zeros(0), torch.zeros(0)
@@ -120,9 +123,9 @@ class EmulatedRank:
 
     def _common_start(self) -> float:
         """Agree on a point in time, a little later than when the last rank is ready; all share one clock."""
-        ready = torch.zeros(self._transport.world_size, dtype=torch.float64)
-        ready[self._transport.rank] = time.monotonic()
-        self._transport.all_reduce(ready)
+        ready = torch.zeros(self._world.world_size, dtype=torch.float64)
+        ready[self._world.rank] = time.monotonic()
+        self._world.all_reduce(ready)
         return float(ready.max()) + _LEAD_SECONDS
 
     def _layer(self, program: MicrobatchProgram, each: Pass) -> Layer:
@@ -234,8 +237,8 @@ class EmulatedRank:
             time.sleep(left)
 
 
-def emulated_cost(slower: float, *, nics: int) -> Cost:
-    """Make the costs of the emulated model, of nodes with so many links to others."""
+def emulated_cost(slower: float, *, nics: int, layers: int = LAYERS, stages: int = 1) -> Cost:
+    """Make the costs of the emulated model, of nodes with so many links to others; of one stage where it is cut."""
     fast = named_hardware("h100")
     slowed = {
         "peak_flops_per_second": fast.peak_flops_per_second / slower,
@@ -243,8 +246,8 @@ def emulated_cost(slower: float, *, nics: int) -> Cost:
         "node_link_bytes_per_second": fast.node_link_bytes_per_second / slower,
         "node_uplink_bytes_per_second": nics * fast.link_bytes_per_second / slower,
     }
-    shape = replace(named_shape("llama-7b"), layers=LAYERS)
-    return all_terms_cost(shape, replace(fast, ranks_per_node=RANKS_PER_NODE, **slowed))
+    shape, hardware = replace(named_shape("llama-7b"), layers=layers), replace(fast, **slowed)
+    return all_terms_cost(shape, replace(hardware, ranks_per_node=stages * RANKS_PER_NODE), stages=stages)
 
 
 def keys_bytes(cost: Cost) -> float:

@@ -47,7 +47,7 @@ def pipeline_difference(
     batch, expected = reference(pair["plain"], tuple(lengths), precision)
     dtype, stages = DTYPES[precision], plan.schedule["stages"]
 
-    def work(transport: Transport) -> tuple[float, dict[str, torch.Tensor]]:
+    def work(transport: Transport) -> tuple[float, float, dict[str, torch.Tensor]]:
         model: Any = copy.deepcopy(pair["planned"])
         mesh, layers = Mesh(transport, stages), [1.0] * model.config.num_hidden_layers
         chunks = cut_layers(layers, stages * plan.schedule["virtual"])
@@ -58,14 +58,14 @@ def pipeline_difference(
                 stage, plan, batch, mesh, choose_kernel(CPU), name="step", parameters=parameters, **options
             )
         parameters.reduce_gradients()
-        return done.loss_sum, parameters.gather_gradients()
+        return done.loss_sum, done.router_loss, parameters.gather_gradients()
 
     results: list[Any] = StrictWorld(plan.ranks * stages).run(work)
     loss = sum(each[0] for each in results) / batch.loss_tokens
-    assert set(results[0][1]) == set(expected.gradients)
-    differences = gradient_differences(results[0][1], expected.gradients)
+    assert set(results[0][2]) == set(expected.gradients)
+    differences = gradient_differences(results[0][2], expected.gradients)
     return Difference(
         loss=relative_difference(loss, expected.loss),
-        router_loss=0.0,
+        router_loss=relative_difference(sum(each[1] for each in results), expected.router_loss),
         gradient=max(float("inf") if each != each else each for each in differences.values()),
     )

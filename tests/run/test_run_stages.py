@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file
+from testing import tiny_family_config
+from transformers import AutoModelForCausalLM
 
 from lengthwise.core.faults import VARIABLE
 from run.small_runs import call, make_rows, read_lines, write_model, write_run
@@ -46,6 +48,22 @@ def test_verify_compares_stages_with_one_process(tmp_path, capsys, precision):
     assert "stages: 2 of 2 replicas, with layers 0 to 1; 2 to 2" in said
     assert "exercised: rings of 2 ranks" in said
     assert said.endswith("PASS")
+
+
+def test_routers_are_counted_through_the_stages(tmp_path, monkeypatch):
+    config = tiny_family_config("qwen3_moe", {"vocab_size": 64, "output_router_logits": True})
+    folder = tmp_path / "moe"
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    path = write_run(tmp_path, make_rows(LENGTHS), model=folder, **KEYS)
+    one, whole = trained(path, "one", ranks=1)
+    monkeypatch.setenv("LENGTHWISE_CHECK_TRANSFERS", "1")
+    found, model = trained(path, "staged", "--set", "stages=2", ranks=4)
+    assert found == pytest.approx(one, rel=1e-12)
+    assert largest_difference(model, whole) < 1e-12
+    balance = [
+        [row["router_loss"] for row in read_lines(tmp_path / each / "metrics.jsonl")] for each in ("one", "staged")
+    ]
+    assert balance[1] == pytest.approx(balance[0], rel=1e-6)
 
 
 @pytest.mark.parametrize(("ranks", "keys", "said"), [
@@ -92,8 +110,8 @@ def test_a_run_goes_on_in_other_stages_on_other_ranks(tmp_path, before, after, t
     assert largest_difference(load_file(saved), whole) < 1e-12
 
 
-def test_adapters_in_stages_are_those_of_one_rank(tmp_path):
-    lora = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
+def test_adapters_in_stages_are_those_of_one_rank_with_the_same_dropout(tmp_path):
+    lora = {"r": 2, "lora_dropout": 0.2, "target_modules": ["q_proj", "down_proj"]}
     path = run_file(tmp_path, tied=True, lora=lora)
     one, whole = trained(path, "one", ranks=1)
     found, model = trained(path, "staged", "--set", "stages=2", ranks=4)

@@ -108,7 +108,7 @@ def both_loops(
     losses, norms = zip(*(zip(*each, strict=True) for each in found), strict=True)
     inner, plain = hugging_face_model(model), hugging_face_model(plain)
     trained = {name: each for name, each in plain.named_parameters() if each.requires_grad}
-    is_cut = options.get("shard") in ("zero3", "hybrid")
+    is_cut = options.get("shard") in ("zero3", "hybrid") or "stages" in options
     own = exact if is_cut else {name: inner.get_parameter(name) for name in trained}
     weights = [(own[name] - trained[name]).norm() / trained[name].norm() for name in own]
     return (

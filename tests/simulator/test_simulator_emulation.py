@@ -12,17 +12,20 @@ from typing import Any
 import pytest
 import torch
 from testing import RecordingTransport, run_ranks
+from testing.pipelines import as_pipeline
 
 import emulate
 import namespaces
 from emulate import EmulatedRank, Layer
 from lengthwise.attention import FlashCpuKernel, PlannedAttention, planned_attention
+from lengthwise.comm import Mesh
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.cost import Cost, all_terms_cost, named_hardware
 from lengthwise.program import lower_plan
 from lengthwise.simulator import simulate_plan
+from pipeline import EmulatedStage
 from tiers import more, some
 
 
@@ -127,6 +130,46 @@ def test_emulated_steps_take_what_is_simulated_and_broken_ones_do_not(broken: li
     assert all(TOO_QUICK < ratios[name] < TOO_SLOW for name in right), ratios
     unseen = [name for name in broken if not (ratios[name] > TOO_SLOW if is_slow[name] else ratios[name] < TOO_QUICK)]
     assert not unseen, ratios
+
+
+class _NoHidden(EmulatedStage):
+    def _stamped(self, tokens: int) -> torch.Tensor:
+        del tokens
+        return torch.tensor([self._due()], dtype=torch.float64)
+
+
+class _SlowHidden(EmulatedStage):
+    def _stamped(self, tokens: int) -> torch.Tensor:
+        return super()._stamped(3 * tokens)
+
+
+def test_emulated_pipelines_take_what_is_simulated_and_broken_ones_do_not() -> None:
+    """Two-sided, as above: hidden states that take nothing end too early, slow ones too late."""
+    cost = emulate.emulated_cost(8.0, nics=4, stages=2)
+    cost = replace(cost, stage_bytes=60 * cost.stage_bytes, reduced_bytes=cost.reduced_bytes / 100)
+    tokens = [3000, 700, 900, 400, 600, 800]
+    pieces = [Piece(ranks=(0, 1), sequences=(0,)), *(Piece(ranks=(i % 2,), sequences=(i,)) for i in range(1, 6))]
+    plan = as_pipeline(replace(_plan(pieces, tokens), ranks=2), 2)
+    kinds = {"right": EmulatedStage, "quick": _NoHidden, "slow": _SlowHidden}
+    simulated = simulate_plan(plan, cost).step_seconds
+
+    def work(transport: Any) -> dict[str, float]:
+        torch.set_num_threads(1)
+        mesh, took = Mesh(transport, 2), dict[str, float]()
+        for name, kind in kinds.items():
+            for _ in range(4):
+                ends = torch.zeros(RANKS, dtype=torch.float64)
+                ends[transport.rank] = kind(mesh, cost, 64 / emulate.keys_bytes(cost)).run(plan)
+                transport.all_reduce(ends)
+                took[name] = min(took.get(name, float("inf")), float(ends.max()))
+                if name == "slow" or took[name] < 1.1 * TOO_QUICK * simulated:
+                    break
+        return took
+
+    ratios = {name: took / simulated for name, took in run_ranks(work, RANKS)[0].items()}
+    assert TOO_QUICK < ratios["right"] < TOO_SLOW, ratios
+    assert ratios["quick"] < TOO_QUICK, ratios
+    assert ratios["slow"] > TOO_SLOW, ratios
 
 
 @pytest.mark.parametrize("plan", some([RING, HEADS], 1), ids=["ring", "heads"])

@@ -34,12 +34,15 @@ class StepBatch:
 
     def tensors(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor, Tensor]:
         """Return (input_ids, position_ids, shift_labels), each (tokens,), of a rank's segments in local order."""
-        ids, positions, labels = [], [], []
+        ids, labels = [], []
         for segment in segments:
             ids.append(self.dataset.read(self.ids[segment.sequence], segment.start, segment.stop)[0])
-            positions.append(np.arange(segment.start, segment.stop))
             labels.append(self.shift_labels(segment.sequence, segment.start, segment.stop))
-        return _tensor(ids), _tensor(positions), _tensor(labels)
+        return _tensor(ids), self.positions(segments), _tensor(labels)
+
+    def positions(self, segments: Sequence[Segment]) -> Tensor:
+        """Return the position of each token of these segments in its sequence, (tokens,)."""
+        return _tensor([np.arange(each.start, each.stop) for each in segments])
 
     def read_ahead(self, segments: Sequence[Segment]) -> None:
         """Begin to read these segments where they are still on the disk, without waiting for it."""

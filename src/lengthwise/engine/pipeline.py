@@ -12,22 +12,33 @@ Of a microbatch a stage keeps what backward needs from its forward to its backwa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from lengthwise.attention import ActivationPolicy, BlockKernel, PlannedAttention, to_device
-from lengthwise.comm import Mesh, Pending
-from lengthwise.core.plan import Plan
+from lengthwise.comm import Mesh, Pending, SoloTransport
+from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import LOGITS_AT_ONCE
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_MICROBATCHES, reporting_shortage
 from lengthwise.engine.objective import NextToken, Objective
 from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.step import RankResult
-from lengthwise.models import ModelStage, apply_policy, run_chunk
+from lengthwise.engine.step import RankResult, row_keys
+from lengthwise.models import (
+    ANY_KEY,
+    DropoutKey,
+    KeyedDropout,
+    ModelStage,
+    RouterBalance,
+    apply_policy,
+    count_choices,
+    has_balance_loss,
+    has_dropout,
+    model_router_logits,
+    run_chunk,
+)
 from lengthwise.program import MicrobatchProgram, head_peers, lower_plan
 from lengthwise.program.stage_program import StageAction, StageMessage, StageTurn, stage_turns
 
@@ -47,6 +58,14 @@ class Pipeline:
 
 
 _Key = tuple[int, int, bool]  # of an action: microbatch, chunk, whether it is forward
+_ONE_TOKEN = Plan(
+    ranks=1,
+    layers=1,
+    capacity=1,
+    tokens=(1,),
+    microbatches=(Microbatch(pieces=(Piece(ranks=(0,), sequences=(0,)),)),),
+    requires=(),
+)
 
 
 def run_stage(
@@ -61,11 +80,14 @@ def run_stage(
     logits_at_once: int | None = LOGITS_AT_ONCE,
     objective: Objective | None = None,
     parameters: Parameters | None = None,
+    dropout: DropoutKey = ANY_KEY,
+    autocast: torch.dtype | None = None,
 ) -> RankResult:
     """Run the actions of this rank's stage and let gradients add up in the model's parameters.
 
     As `engine.step.run_plan`, for a plan whose ranks are the replicas of `mesh`; the loss is that of the last stage,
-    0 elsewhere.
+    0 elsewhere. Where routers have a balance loss, all microbatches first pass forward through the stages to be
+    counted. `autocast`: what chunks before the last are cast to, as `objective` casts that.
 
     Raises:
         MemoryShortage: a microbatch does not fit on the device.
@@ -89,28 +111,39 @@ def run_stage(
         objective=objective or NextToken(batch=batch, divisor=batch.loss_weight, logits_at_once=logits_at_once),
         train=train,
         device=device,
+        dropout=dropout if train and has_dropout(stage.model) else None,
+        autocast=autocast,
     )
+    if run.dropout is not None:
+        run.place_dropout()
     with reporting_shortage(
         lambda: f"rank {mesh.world.rank}, {transport.phase}",
         needs=lambda: f"microbatches of up to {run.most_tokens()} tokens",
         remedy=SMALLER_MICROBATCHES,
     ):
-        loss_sum = run.run(stage_turns(plan, mesh.replica, mesh.stage, forward_only=not train))
+        loss_sum, router_loss = run.run(plan).tolist()
         if train and parameters is not None:
             transport.phase = f"{name}, sum of gradients"
             parameters.begin_reducing()
     spent = interval.stop()
     return RankResult(
-        loss_sum=loss_sum.item(), busy_seconds=spent.busy_seconds, ring_wait_seconds=spent.transfer_seconds
+        loss_sum=loss_sum,
+        router_loss=router_loss,
+        busy_seconds=spent.busy_seconds,
+        ring_wait_seconds=spent.transfer_seconds,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """What backward needs of a forward: what came in (None: ids), and what it gave on, or its loss."""
+    """What backward needs of a forward: what came in (None: ids), and what it gave on, or its loss.
+
+    router_share: its part of the routers' balance loss; None: it has none.
+    """
 
     hidden: Tensor | None
     output: Tensor
+    router_share: Tensor | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,6 +157,10 @@ class _StageStep:
     objective: Objective
     train: bool
     device: torch.device
+    dropout: DropoutKey | None
+    autocast: torch.dtype | None
+    _counts: Tensor | None = None  # of what routers choose, while they are counted
+    _balance: RouterBalance | None = None
     _arriving: dict[_Key, tuple[Pending, Tensor]] = field(default_factory=dict)
     _attentions: dict[_Key, PlannedAttention] = field(default_factory=dict)
     _kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
@@ -131,20 +168,54 @@ class _StageStep:
     _sent: deque[Pending] = field(default_factory=deque)
     _windows: frozenset[int | None] = frozenset()
 
-    def run(self, turns: Sequence[StageTurn]) -> Tensor:
-        """Take all turns; return the summed loss, (), in fp64."""
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for turn in turns:
+    def run(self, plan: Plan) -> Tensor:
+        """Take all turns of a plan; return (summed loss, part of the router loss), (2,), in fp64."""
+        if self.train and has_balance_loss(self.stage.model.config):
+            self._count_routers(plan)
+        return self._take_turns(plan, forward_only=not self.train)
+
+    def _take_turns(self, plan: Plan, *, forward_only: bool) -> Tensor:
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for turn in stage_turns(plan, self.mesh.replica, self.mesh.stage, forward_only=forward_only):
             if turn.action is not None:
                 self._enter(turn.action)
                 if turn.action.is_forward:
-                    loss_sum += self._forward(turn.action)
+                    self._forward(turn.action, sums)
                 else:
                     self._backward(turn.action)
             self._post(turn)
         while self._sent:
             self._sent.popleft().wait()
-        return loss_sum
+        return sums
+
+    def _count_routers(self, plan: Plan) -> None:
+        """Sum over all ranks what all tokens choose: each counts the routers of its own chunks."""
+        self._counts = counts = count_choices(self.stage.model, [])
+        self._take_turns(plan, forward_only=True)
+        self.mesh.world.phase = f"{self.name}, sum of the routers' counts"
+        self.mesh.world.all_reduce(counts)
+        self._counts, self._balance = None, RouterBalance(self.stage.model, counts)
+
+    def place_dropout(self) -> None:
+        """Count the calls of dropout before each chunk, by one row through each, the first time. Collective."""
+        stage, mode = self.stage, self.stage.model.training
+        if mode in stage.dropout_calls:
+            return
+        self.mesh.world.phase = f"{self.name}, counting calls of dropout"
+        (program,) = lower_plan(_ONE_TOKEN, 0)
+        calls = torch.zeros(len(stage.chunks), dtype=torch.int64, device=self.device)
+        for chunk in stage.own:
+            planned = PlannedAttention(program, SoloTransport(), self.kernel)
+            planned.layers_passed = stage.layers_passed(chunk)
+            row = torch.zeros(1, dtype=torch.int64, device=self.device)
+            counting = KeyedDropout(torch.zeros(planned.num_rows, dtype=torch.int64, device=self.device))
+            hidden = None if stage.is_first(chunk) else self._hidden(planned).zero_()
+            with torch.no_grad(), stage.running(chunk, hidden), counting:
+                run_chunk(stage.model, stage.decoder, planned, row, row)
+            calls[chunk] = counting.calls
+        self.mesh.world.all_reduce(calls)
+        before = (calls.cumsum(0) - calls) // self.mesh.num_replicas
+        stage.dropout_calls[mode] = before.tolist()
 
     def most_tokens(self) -> int:
         """Count the tokens of the largest microbatch of this replica."""
@@ -158,45 +229,70 @@ class _StageStep:
             f"chunk {action.chunk}"
         )
 
-    def _forward(self, action: StageAction) -> Tensor:
-        """Run a chunk forward; return its loss, 0 of a chunk that is not the last."""
+    def _forward(self, action: StageAction, sums: Tensor) -> None:
+        """Run a chunk forward; add its loss and its part of the router loss to `sums`."""
         stage, number, chunk = self.stage, action.microbatch, action.chunk
         planned = self._attention(number, chunk)
         del self._attentions[number, chunk, True]
         planned.lower(self._windows, self.device)
-        segments = self.programs[number].segments(self.mesh.replica)
-        tensors = [to_device(each, self.device) for each in self.batch.tensors(segments)]
+        keeps = self.train and self._counts is None
         hidden = None if stage.is_first(chunk) else self._take(action)
-        if hidden is not None and self.train:
+        if hidden is not None and keeps:
             hidden.requires_grad_()
-        recompute = self.programs[number].microbatch.recompute if self.train else "none"
-        policy = ActivationPolicy(recompute=recompute)
+        recompute = self.programs[number].microbatch.recompute if keeps else "none"
+        routers = list[Tensor]()
         with (
-            torch.set_grad_enabled(self.train),
+            torch.set_grad_enabled(keeps),
             stage.running(chunk, hidden),
-            apply_policy(stage.model, planned, policy),
+            apply_policy(stage.model, planned, ActivationPolicy(recompute=recompute), self._dropout(planned, action)),
         ):
-            if stage.is_last(chunk):
-                output = self.objective(stage.model, planned, segments, tensors, None)
-            else:
-                output = run_chunk(stage.model, stage.decoder, planned, *tensors[:2])
+            output = self._run_chunk(action, planned, routers)
         self._windows |= planned.windows
-        if self.train:
-            self._kept[number, chunk] = _Kept(hidden=hidden, output=output)
-        if stage.is_last(chunk):
-            return output.detach()
-        self._leaving[number, chunk + 1, True] = output.detach()
-        return output.new_zeros(())
+        if self._counts is not None:
+            self._counts += count_choices(stage.model, routers)
+        share = None if self._balance is None or not routers else self._balance.share(routers)
+        if keeps:
+            self._kept[number, chunk] = _Kept(hidden=hidden, output=output, router_share=share)
+        if share is not None:
+            sums[1] += share.detach()
+        if not stage.is_last(chunk):
+            self._leaving[number, chunk + 1, True] = output.detach()
+        else:
+            sums[0] += output.detach()
+
+    def _run_chunk(self, action: StageAction, planned: PlannedAttention, routers: list[Tensor]) -> Tensor:
+        """Return the hidden states of a chunk, or its loss, (); 0 where routers are counted."""
+        stage, segments = self.stage, self.programs[action.microbatch].segments(self.mesh.replica)
+        tensors = [to_device(each, self.device) for each in self.batch.tensors(segments)]
+        hear = routers.extend if self.train and has_balance_loss(stage.model.config) else None
+        if stage.is_last(action.chunk) and self._counts is None:
+            return self.objective(stage.model, planned, segments, tensors, hear)
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            if not stage.is_last(action.chunk):
+                return run_chunk(stage.model, stage.decoder, planned, *tensors[:2], hear_router=hear)
+            routers += model_router_logits(stage.model, planned, *tensors[:2])
+        return torch.zeros((), device=self.device)
+
+    def _dropout(self, planned: PlannedAttention, action: StageAction) -> KeyedDropout | None:
+        """Return what draws in a chunk as if the chunks before it had drawn here; None: nothing is drawn."""
+        if self.dropout is None:
+            return KeyedDropout(None) if has_dropout(self.stage.model) else None
+        segments = self.programs[action.microbatch].segments(self.mesh.replica)
+        keys = row_keys(self.dropout, self.batch, segments, planned.num_rows, self.device)
+        return KeyedDropout(keys, calls=self.stage.dropout_calls[self.stage.model.training][action.chunk])
 
     def _backward(self, action: StageAction) -> None:
         number, chunk = action.microbatch, action.chunk
         kept = self._kept.pop((number, chunk))
         if self.stage.is_last(chunk):
-            (kept.output / self.objective.divisor).backward()
+            flows: list[tuple[Tensor, Tensor | None]] = [(kept.output / self.objective.divisor, None)]
         else:
-            gradient = self._take(action)
-            if kept.output.requires_grad:
-                torch.autograd.backward(kept.output, gradient)
+            flows = [(kept.output, self._take(action))]
+        if kept.router_share is not None and self._balance is not None:
+            flows.append((self._balance.coefficient * kept.router_share, None))
+        flows = [each for each in flows if each[0].requires_grad]
+        if flows:
+            torch.autograd.backward([output for output, _ in flows], [gradient for _, gradient in flows])
         if kept.hidden is not None:
             made = kept.hidden.grad
             self._leaving[number, chunk - 1, False] = torch.zeros_like(kept.hidden) if made is None else made
@@ -238,9 +334,11 @@ class _StageStep:
         """Make room for hidden states, or for the gradient of what this stage gave on."""
         if not message.is_forward:
             return torch.empty_like(self._kept[message.microbatch, message.chunk].output)
-        rows = self._attention(message.microbatch, message.chunk).num_rows
+        return self._hidden(self._attention(message.microbatch, message.chunk))
+
+    def _hidden(self, planned: PlannedAttention) -> Tensor:
         like = next(self.stage.model.parameters())
-        return torch.empty(1, rows, self.stage.width, dtype=like.dtype, device=self.device)
+        return torch.empty(1, planned.num_rows, self.stage.width, dtype=like.dtype, device=self.device)
 
 
 def _key(message: StageMessage) -> _Key:

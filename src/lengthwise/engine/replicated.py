@@ -126,8 +126,7 @@ class FlatParameters:
             if module is model:  # it waits for these before the first layer, and a communicator ends calls in order
                 self._gathered = [*buckets, *(each for each in self._gathered if each not in buckets)]
 
-    @staticmethod
-    def _of(model: nn.Module) -> list[nn.Parameter]:
+    def _of(self, model: nn.Module) -> list[nn.Parameter]:
         return [parameter for _, parameter in trainable(model)]
 
     def _arrive(self, buckets: Iterable[int]) -> None:

@@ -39,8 +39,10 @@ class StageParameters(FlatParameters):
         device: torch.device | None = None,
         bucket_entries: int = BUCKET_ENTRIES,
         overlaps: bool = False,
+        keeps_frozen: bool = False,
     ) -> None:
         self.stage, self.mesh = stage, mesh
+        self._copy: nn.Parameter | None = None  # of a tied head, which trains in no buffer of this stage
         self._tied_gradient: Tensor | None = None
         tied = stage.tied_weight()
         is_tied, is_copy = tied is not None and tied.requires_grad, mesh.is_last
@@ -55,6 +57,7 @@ class StageParameters(FlatParameters):
             layers=layers,
             bucket_entries=bucket_entries,
             overlaps=overlaps,
+            keeps_frozen=keeps_frozen,
         )
         self._tied = stage.tied_weight() if is_tied else None
         if is_tied:
@@ -81,7 +84,7 @@ class StageParameters(FlatParameters):
 
     def _begin_copy(self) -> Tensor:
         """Let the head's gradients add up beside the flat buffer."""
-        copy = self._tied
+        self._copy = copy = self._tied
         assert copy is not None
         copy.requires_grad_(True)
         gradient = torch.zeros_like(copy, dtype=self.grads.dtype)
@@ -90,6 +93,21 @@ class StageParameters(FlatParameters):
         else:
             copy.register_post_accumulate_grad_hook(partial(_take_gradient, gradient))
         return gradient
+
+    def _of(self, model: nn.Module) -> list[nn.Parameter]:
+        return [each for each in super()._of(model) if each is not self._copy]
+
+    def attach_gradients(self) -> None:
+        """See that the stage has the parameters that were made, and these and a tied head their gradients.
+
+        Raises:
+            ModelRefused: see `FlatParameters.attach_gradients`.
+        """
+        super().attach_gradients()
+        gradient = self._tied_gradient
+        if self._copy is not None and self._is_exact and gradient is not None and self._copy.grad is not gradient:
+            gradient.zero_()
+            self._copy.grad = gradient
 
     def _embedding_gradient(self) -> Tensor:
         place = next(i for i, each in enumerate(self._of(self._model)) if each is self._tied)
@@ -100,6 +118,7 @@ class StageParameters(FlatParameters):
         gradient = self._tied_gradient
         if gradient is not None and self.mesh.is_last:
             self.mesh.world.exchange([(gradient, self.mesh.rank_of_stage(0))], []).wait()
+            gradient.zero_()  # it has been added there: a session may run another backward before it updates
         elif gradient is not None:
             arriving = torch.empty_like(gradient)
             self.mesh.world.exchange([], [(arriving, self.mesh.rank_of_stage(self.mesh.stages - 1))]).wait()

@@ -39,7 +39,7 @@ from lengthwise.models import (
     token_keys,
 )
 from lengthwise.offload import ActivationSaver
-from lengthwise.program import MicrobatchProgram, all_end_alone, head_peers, last_on_all_ranks, lower_plan
+from lengthwise.program import MicrobatchProgram, Segment, all_end_alone, head_peers, last_on_all_ranks, lower_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +124,14 @@ def run_plan(
         offloaded_bytes=rank.offloaded_bytes,
         offload_wait_seconds=0.0 if offloading is None else offloading.store.waited_seconds - copied,
     )
+
+
+def row_keys(
+    key: DropoutKey, batch: StepBatch, segments: Sequence[Segment], num_rows: int, device: torch.device
+) -> Tensor:
+    """Return what dropout draws by, (rows,): the keys of the tokens of a rank's segments, and zeros for padding."""
+    keys = token_keys(key, batch.sequences(segments), batch.positions(segments))
+    return to_device(F.pad(keys, (0, num_rows - len(keys))), device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,8 +270,7 @@ class _RankStep:
         segments = program.segments(self.transport.rank)
         tensors, keys = self.batch.tensors(segments), None
         if self.dropout is not None:
-            keys = token_keys(self.dropout, self.batch.sequences(segments), tensors[1])
-            keys = to_device(F.pad(keys, (0, planned.num_rows - len(keys))), self._device)
+            keys = row_keys(self.dropout, self.batch, segments, planned.num_rows, self._device)
         return _Prepared(planned=planned, tensors=[to_device(each, self._device) for each in tensors], keys=keys)
 
     def count_routers(self, keeps: Collection[int]) -> tuple[RouterBalance, dict[int, _Forward]]:

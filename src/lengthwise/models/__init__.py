@@ -28,7 +28,7 @@ from lengthwise.models.load import (
 from lengthwise.models.lora import build_adapted, check_lora, save_adapter
 from lengthwise.models.loss import token_loss
 from lengthwise.models.router import ROUTER_FAMILIES, RouterBalance, coefficient_key, count_choices, has_balance_loss
-from lengthwise.models.stages import ModelStage, check_stages
+from lengthwise.models.stages import ModelStage, check_cut
 
 __all__ = [
     "ANY_KEY",
@@ -46,10 +46,10 @@ __all__ = [
     "build_model",
     "check_buildable",
     "check_computing",
+    "check_cut",
     "check_lora",
     "check_model_config",
     "check_recompute",
-    "check_stages",
     "check_weights",
     "choose_model_kernel",
     "coefficient_key",

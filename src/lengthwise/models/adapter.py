@@ -99,10 +99,22 @@ def run_layers(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, p
 
 
 def run_chunk(
-    model: nn.Module, decoder: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor
+    model: nn.Module,
+    decoder: nn.Module,
+    planned: PlannedAttention,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    *,
+    hear_router: Callable[[list[Tensor]], None] | None = None,
 ) -> Tensor:
-    """Run the decoder of a model alone, some layers passed through; return its hidden states, (1, rows, hidden)."""
-    return _run(model, planned, input_ids, position_ids, runs=decoder).last_hidden_state
+    """Run the decoder of a model alone, some layers passed through; return its hidden states, (1, rows, hidden).
+
+    `hear_router`: see `model_loss`.
+    """
+    output = _run(model, planned, input_ids, position_ids, runs=decoder)
+    if hear_router is not None:
+        hear_router(_own_router_logits(output, planned))
+    return output.last_hidden_state
 
 
 def planned_output(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor) -> Any:

@@ -64,11 +64,11 @@ class KeyedDropout(TorchFunctionMode):
 
     def __init__(self, keys: Tensor | None, *, calls: int = 0) -> None:
         super().__init__()
-        self._keys, self._calls = keys, calls
+        self._keys, self.calls = keys, calls
 
     def again(self) -> KeyedDropout:
         """Return what draws from here on as this will: for what backward computes a second time."""
-        return KeyedDropout(self._keys, calls=self._calls)
+        return KeyedDropout(self._keys, calls=self.calls)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -84,13 +84,13 @@ class KeyedDropout(TorchFunctionMode):
         del inplace  # callers take what is returned
         if not training or p == 0 or self._keys is None:
             return input
-        self._calls += 1
+        self.calls += 1
         rows = len(self._keys)
         if tuple(input.shape[:2]) == (1, rows):
-            return drop(input[0], p, self._keys, self._calls)[None]
+            return drop(input[0], p, self._keys, self.calls)[None]
         if len(input) != rows:
             raise _refuse(f"dropout of {tuple(input.shape)}, where a microbatch has {rows} tokens")
-        return drop(input, p, self._keys, self._calls)
+        return drop(input, p, self._keys, self.calls)
 
 
 def drop(x: Tensor, p: float, keys: Tensor, place: int) -> Tensor:

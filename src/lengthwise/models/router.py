@@ -74,19 +74,18 @@ def router_problems(config: Any) -> list[ModelRefused]:
     elif not isinstance(coefficient, int | float) or not math.isfinite(coefficient):
         where, got = key, str(coefficient)
         expected, remedy = "a finite number, which the balance loss is multiplied by", f"Give the number. {remedy}"
-    elif not _has_router(config):
+    elif not has_router(model := build_skeleton(config), model):
         where, expected, got = switch, "a layer with a router", "dense layers only"
     else:
         return []
     return [ModelRefused(f"model config: {where}", expected=expected, got=got, remedy=remedy)]
 
 
-def _has_router(config: Any) -> bool:
-    """Return whether a layer has a router; the family's rule decides, so the model is asked."""
-    model = build_skeleton(config)
+def has_router(model: Any, part: torch.nn.Module) -> bool:
+    """Return whether a part of a model has a router: which layers have one is the family's own rule."""
     recorders = model.base_model._can_record_outputs["router_logits"]
     routers = tuple(each.target_class for each in (recorders if isinstance(recorders, list) else [recorders]))
-    return any(isinstance(module, routers) for module in model.modules())
+    return any(isinstance(module, routers) for module in part.modules())
 
 
 def _wide(probabilities: Tensor) -> Tensor:

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
-from lengthwise.core.errors import ModelRefused
-from lengthwise.models.dropout import has_dropout
+from lengthwise.core.errors import ConfigError, ModelRefused
+from lengthwise.models.dropout import KeyedDropout
 from lengthwise.models.load import ModelSource, build_model
 from lengthwise.models.own_rows import OwnRows
-from lengthwise.models.router import has_balance_loss
+from lengthwise.models.router import has_balance_loss, has_router
 
 _CHECKED_ROWS = 3
 
@@ -100,15 +101,27 @@ class _Parts:
         self.layers, self.norm = lists[0], norms[0]
 
 
+def check_cut(config: Any, stages: int, virtual: int) -> None:
+    """Refuse more chunks than layers, and what `check_stages` refuses.
+
+    Raises:
+        ConfigError, ModelRefused: one of these.
+    """
+    layers, chunks = config.num_hidden_layers, stages * virtual
+    if chunks > layers:
+        expected, got = f"stages x virtual of at most the {layers} layers", f"{stages} x {virtual}"
+        raise ConfigError("stages", expected=expected, got=got, remedy="Use fewer of them.")
+    check_stages(config)
+
+
 def check_stages(config: Any) -> None:
     """Refuse (ModelRefused) a model whose forward is more than embedding, layers, norm and head."""
     model: Any = build_model(ModelSource(name="", config=config, weights=False), seed=0, stored=False)
-    check_no_dropout(model)
-    if has_balance_loss(model.config):
-        raise _refused(model, "no balance loss of routers", "output_router_logits, which stages do not sum yet")
     if getattr(model.config, "num_kv_shared_layers", None):
         raise _refused(model, "layers with keys of their own", "num_kv_shared_layers, whose keys stages do not pass on")
     parts = _Parts(model)
+    if has_balance_loss(model.config) and not has_router(model, parts.layers[-1]):
+        raise _refused(model, "a router in the last layer", "a balance loss, and a last layer without a router")
     for number, layer in enumerate(list(parts.layers)):
         parts.layers[number] = PassedThrough(layer)
     received = _Received()
@@ -116,21 +129,18 @@ def check_stages(config: Any) -> None:
     _Place(model, parts.embedding).put(received)
     received.hidden = torch.randn(1, _CHECKED_ROWS, _width(model), generator=torch.Generator().manual_seed(0))
     ids = torch.zeros(1, _CHECKED_ROWS, dtype=torch.long)
+    drawing = KeyedDropout(torch.zeros(_CHECKED_ROWS, dtype=torch.long))
     try:
-        with torch.no_grad():
+        with torch.no_grad(), drawing:
             found = parts.decoder(input_ids=ids, position_ids=torch.arange(_CHECKED_ROWS)[None], use_cache=False)
         same = torch.equal(found.last_hidden_state, received.hidden)
         got = "a decoder that changes hidden states outside of its layers"
     except Exception as error:  # noqa: BLE001 - the model's own code, with layers that are not its own
         same, got = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if drawing.calls:
+        raise _refused(model, "dropout inside of layers alone", "dropout of what the embedding gives, too")
     if not same:
         raise _refused(model, "a decoder that gives back what it is given once its layers are passed through", got)
-
-
-def check_no_dropout(model: Any) -> None:
-    """Refuse a model, or its adapters, with dropout; raises ModelRefused."""
-    if has_dropout(model):
-        raise _refused(model, "a model without dropout", "dropout, whose draws are not cut over stages yet")
 
 
 def _width(model: Any) -> int:
@@ -145,7 +155,8 @@ def _refused(model: Any, expected: str, got: str) -> ModelRefused:
 class ModelStage:
     """The chunks of a model that a stage has; what the others have is taken out of the model.
 
-    chunks: the layers of each chunk of the whole model, of which stage s of p has s, s + p, ..
+    chunks: the layers of each chunk of the whole model, of which stage s of p has s, s + p, .., its `own`.
+    dropout_calls: of a forward before each chunk, by whether the model trains, once they are counted.
     width: of the hidden states.
     trained: shapes of the parameters that train on each stage, by name; a tied head is the embedding's.
     entries: (shape, dtype) of what each stage has of the state dict; dtype None: that of its parameters.
@@ -153,11 +164,12 @@ class ModelStage:
 
     def __init__(self, model: Any, chunks: Sequence[range], *, stages: int, stage: int) -> None:
         self.model, self.stages, self.stage = model, stages, stage
-        self._chunks, parts = chunks, _Parts(model)
+        self.dropout_calls: dict[bool, list[int]] = {}
+        self.chunks, parts = chunks, _Parts(model)
         self.width = _width(model)
         self._parts, self._embedding, self._norm = parts, _Place(model, parts.embedding), _Place(model, parts.norm)
         self._head = _Place(model, parts.head)
-        self._own = [number for number in range(len(chunks)) if number % stages == stage]
+        self.own = [number for number in range(len(chunks)) if number % stages == stage]
         stage_of_layer = {layer: number % stages for number, chunk in enumerate(chunks) for layer in chunk}
         modules = {0: [parts.embedding], stages - 1: [parts.norm, parts.head]}
         for number, layer in enumerate(parts.layers):
@@ -171,6 +183,8 @@ class ModelStage:
         self.trained: list[dict[str, tuple[int, ...]]] = [
             {name: tuple(each.shape) for name, each in trained if place[id(each)] == s} for s in range(stages)
         ]
+        if has_balance_loss(model.config):  # now, while all layers of all chunks are in their places
+            maybe_install_capturing_hooks(model.get_decoder())
         self._is_tied = getattr(parts.head, "weight", None) is getattr(parts.embedding, "weight", ())
         self.entries = [self._entries_of(modules[s]) for s in range(stages)]
         self._passed = [PassedThrough(layer) for layer in parts.layers]
@@ -253,16 +267,16 @@ class ModelStage:
 
     def is_last(self, chunk: int) -> bool:
         """Whether a chunk has norm, head and loss."""
-        return chunk == len(self._chunks) - 1
+        return chunk == len(self.chunks) - 1
 
     def layers_passed(self, chunk: int) -> int:
         """Count the layers of the model that a chunk does not run."""
-        return len(self._passed) - len(self._chunks[chunk])
+        return len(self._passed) - len(self.chunks[chunk])
 
     @contextmanager
     def running(self, chunk: int, hidden: Tensor | None) -> Iterator[None]:
         """Let the model be one chunk inside the block, on `hidden` (1, rows, width); None: on ids."""
-        assert chunk in self._own, f"chunk {chunk} is not of stage {self.stage} of {self.stages}"
+        assert chunk in self.own, f"chunk {chunk} is not of stage {self.stage} of {self.stages}"
         assert (hidden is None) == self.is_first(chunk), (
             f"chunk {chunk} on {'ids' if hidden is None else 'hidden states'}"
         )
@@ -272,7 +286,7 @@ class ModelStage:
             swapped.append((put, put(module)))
 
         layers = self._parts.layers
-        others = [layer for each in self._own if each != chunk for layer in self._chunks[each]]
+        others = [layer for each in self.own if each != chunk for layer in self.chunks[each]]
         kept = {number: layers[number] for number in others}
         for number in others:
             layers._modules[str(number)] = self._passed[number]

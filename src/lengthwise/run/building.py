@@ -20,7 +20,6 @@ from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.engine.stage_parameters import StageParameters
 from lengthwise.models import DTYPES, ModelStage, build_adapted, compute_so, wrapped_layers
 from lengthwise.models.own_rows import OwnRows, own_rows
-from lengthwise.models.stages import check_no_dropout
 from lengthwise.program.stage_program import cut_layers
 from lengthwise.run.job import Job
 from lengthwise.session.engine import Engine
@@ -105,7 +104,6 @@ def _build_stage(
     shape = shape_from_config(job.model.config.to_dict())
     layer, head = layer_flops(shape, job.dataset.lengths[job.dataset.ids].tolist())
     chunks = cut_layers([layer] * job.model.config.num_hidden_layers, config.stages * config.virtual, last_seconds=head)
-    check_no_dropout(model)
     stage = ModelStage(model, chunks, stages=config.stages, stage=mesh.stage)
     if rows is not None and mesh.replica == 0:
         stage.read_weights(rows)

@@ -36,10 +36,10 @@ from lengthwise.models import (
     ModelSource,
     check_buildable,
     check_computing,
+    check_cut,
     check_lora,
     check_model_config,
     check_recompute,
-    check_stages,
     check_weights,
     find_model,
     position_limit,
@@ -173,7 +173,7 @@ def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *,
     attempt(lambda: check_computing(model.config, computing_of(config), dtype=dtype, on_gpus=gpus > 0))
     attempt(lambda: _check_heads(config, model))
     if config.stages > 1:
-        attempt(lambda: check_cut(config, model))
+        attempt(lambda: check_cut(model.config, config.stages, config.virtual))
     attempt(lambda: check_offload(config.offload, model.config.num_hidden_layers, on_gpus=gpus > 0))
     return attempt(lambda: check_lora(model, config.lora))
 
@@ -230,13 +230,4 @@ def check_ranks(config: RunConfig, ranks: int) -> None:
     """Refuse ranks that are no whole number of replicas."""
     if ranks % config.stages:
         expected, got = f"a multiple of the {config.stages} stages", str(ranks)
-        raise ConfigError("ranks", expected=expected, got=got, remedy="Start {ranks} of them, or change stages.")
-
-
-def check_cut(config: RunConfig, model: ModelSource) -> None:
-    """Refuse more chunks than layers, and families that are not cut into stages."""
-    layers, chunks = model.config.num_hidden_layers, config.stages * config.virtual
-    if chunks > layers:
-        expected, got = f"stages x virtual of at most the {layers} layers", f"{config.stages} x {config.virtual}"
-        raise ConfigError("stages", expected=expected, got=got, remedy="Use fewer of them.")
-    check_stages(model.config)
+        raise ConfigError("ranks", expected=expected, got=got, remedy="Start others, or change stages.")

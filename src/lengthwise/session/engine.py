@@ -107,6 +107,8 @@ class Engine:
                     train=train,
                     objective=objective,
                     parameters=self.parameters,
+                    dropout=DropoutKey(seed=self.seed, step=step),
+                    autocast=dtype,
                 )
             return run_plan(
                 self.model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -49,9 +50,16 @@ def take_over(
         hook = inner.register_load_state_dict_post_hook(lambda *_: flat.take_values())
         closing.callback(hook.remove)
     if updates is not None:
-        updates.point_at(parameters, transport.rank)
-        closing.callback(updates.give_gradients_back)
-        for each in {id(each): each for each in (model, inner)}.values():  # whose own gradients are out of reach
-            each.zero_grad = updates.zero_grad
-            closing.callback(each.__dict__.pop, "zero_grad", None)
+        point_at_slices(updates, parameters, transport.rank, (model, inner), closing)
     return parameters, updates
+
+
+def point_at_slices(
+    updates: ShardedInPlace, parameters: Parameters, rank: int, models: Sequence[nn.Module], closing: ExitStack
+) -> None:
+    """Let the optimizer update slices; the models' own gradients are out of reach."""
+    updates.point_at(parameters, rank)
+    closing.callback(updates.give_gradients_back)
+    for each in {id(each): each for each in models}.values():
+        vars(each)["zero_grad"] = updates.zero_grad
+        closing.callback(vars(each).pop, "zero_grad", None)

@@ -36,6 +36,7 @@ from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write
 from lengthwise.session.settings import check_settings, cost_of, planning_of, shard_of, told_step
 from lengthwise.session.sharded import ShardedInPlace, check_optimizer
 from lengthwise.session.source import PlannedStep
+from lengthwise.session.stages import from_stages, join_stages, state_of_stages, take_stage
 from lengthwise.session.state import take_state, whole_state
 from lengthwise.session.values import Combine, Per, ValuesOfTokens, combined, gather, rows_of
 
@@ -51,6 +52,9 @@ class Session:
         shard: zero1: each rank has all parameters; zero3: its part, and the model no values between steps; hybrid: its
             part of what a node has; auto: zero1 where that leaves room, by estimate.
         ranks_per_node: that share the parameters under hybrid; None: those that the launcher started on a machine.
+        stages: of a pipeline, as in a run file: each rank keeps its layers of the model, with the values of the first
+            replica's ranks, and no others after that.
+        virtual: chunks of layers of a stage.
         recompute: activation checkpointing: none, layer or all_but_attention; auto: each step's best, and none where
             capacity_tokens is a number.
         heads: split heads, as in a run file.
@@ -78,6 +82,8 @@ class Session:
         capacity_tokens: int | str = "auto",
         shard: str = "auto",
         ranks_per_node: int | None = None,
+        stages: int = 1,
+        virtual: int = 1,
         recompute: str = "auto",
         heads: int | str = "auto",
         offload: Mapping[str, Any] | None = None,
@@ -103,12 +109,15 @@ class Session:
             planner=planner,
             device=device,
             trains=optimizer is not None,
+            stages=stages,
+            virtual=virtual,
+            measurements=measurements,
         )
         where = settings.device
         computing = Computing(attention=attention, fused_layers="off")
         self._num_words: int = self._inner.get_input_embeddings().num_embeddings
         inner = None if optimizer is None else check_optimizer(optimizer, self._inner)
-        cost = cost_of(config, where, settings.dtype, measurements)
+        cost = cost_of(config, where, settings.dtype, measurements, stages=stages)
         self._closing, self._has_said = ExitStack(), False
         self._checked_losses: set[object] = set()
         world = session_world(where)
@@ -135,17 +144,15 @@ class Session:
             )
             self._closing.callback(self._engine.close)
             self._runner = StepRunner(engine=self._engine)
-            self.shard, in_step = shard_of(self._inner, inner, transport, settings, local_ranks=world.local_size)
-            self._engine.parameters, self._sharded = take_over(
-                model,
-                inner,
-                transport,
-                shard=self.shard,
-                ranks_in_step=in_step,
-                dtype=settings.dtype,
-                device=where,
-                closing=self._closing,
-            )
+            options: dict[str, Any] = {"dtype": settings.dtype, "device": where, "closing": self._closing}
+            if inner is not None and settings.stages > 1:
+                mesh, tokens = join_stages(self._inner, transport, stages), settings.capacity_tokens or 1
+                taken = take_stage(model, inner, mesh, virtual=virtual, tokens=tokens, **options)
+                self.shard, (self._engine.pipeline, self._engine.parameters, self._sharded) = "zero1", taken
+            else:
+                self.shard, in_step = shard_of(self._inner, inner, transport, settings, local_ranks=world.local_size)
+                taken_over = take_over(model, inner, transport, shard=self.shard, ranks_in_step=in_step, **options)
+                self._engine.parameters, self._sharded = taken_over
             self._planning = planning_of(self._engine, self._sharded, cost, settings)
             self._engine.start_offloading()
         except BaseException:
@@ -279,8 +286,13 @@ class Session:
         parameters by name, on the host, fp32 or wider.
         """
         trained = self._trained("state_dict")
-        optimizer = whole_state(trained, self._transport)
-        weights = gather_to_first(trained.parameters, trained.parameters.master_weights, self._transport)
+        parameters, pipeline = trained.parameters, self._engine.pipeline
+        over = self._transport if pipeline is None else pipeline.mesh.replicas
+        optimizer = whole_state(trained, over)
+        weights = gather_to_first(parameters, parameters.master_weights, over)
+        if pipeline is not None:
+            optimizer = state_of_stages(pipeline.mesh, optimizer, self._engine.device)
+            weights = from_stages(pipeline.mesh, weights, self._engine.device)
         return {} if self.rank else {"steps": self.steps, "optimizer": optimizer, "master_weights": weights}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:

@@ -35,6 +35,7 @@ from lengthwise.cost import (
 from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.engine.activations import check_offload
 from lengthwise.engine.memory import free_bytes
+from lengthwise.models import check_cut
 from lengthwise.planner import PlanOptions
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.planner.service.step_planning import StepPlanning
@@ -43,6 +44,7 @@ from lengthwise.session.engine import Engine
 from lengthwise.session.model import PRECISIONS, check_session_model
 from lengthwise.session.runner import StepResult
 from lengthwise.session.sharded import ShardedInPlace
+from lengthwise.session.stages import not_with_stages
 
 SHARDS = ("auto", "zero1", "zero3", "hybrid")
 LOCK_STEP_PLANNER = "lengthwise"
@@ -56,7 +58,7 @@ class SessionSettings:
 
     dtype: of the parameters. autocast: of mixed precision. capacity_tokens: None: to be measured. recompute: a kind, or
     auto. heads, planner, offload: as in a run file. shard, ranks_per_node: how parameters lie over the ranks, as it was
-    asked for.
+    asked for. stages, virtual: of a pipeline.
     device: where steps run.
     """
 
@@ -70,6 +72,8 @@ class SessionSettings:
     shard: str
     ranks_per_node: int | None
     device: torch.device
+    stages: int = 1
+    virtual: int = 1
 
 
 def check_settings(
@@ -85,6 +89,9 @@ def check_settings(
     planner: str,
     device: torch.device | str | None,
     trains: bool,
+    stages: int = 1,
+    virtual: int = 1,
+    measurements: object = None,
 ) -> SessionSettings:
     """Return the settings of a session around `model`.
 
@@ -115,6 +122,9 @@ def check_settings(
     if shard in ("zero3", "hybrid") and planner != LOCK_STEP_PLANNER:
         expected = f"{LOCK_STEP_PLANNER} under shard {shard}, the only one that plans in lock-step"
         refuse("planner", expected, planner, "Take planner out.")
+    beside = {"shard": shard, "capacity_tokens": capacity_tokens, "offload": offload, "measurements": measurements}
+    for each in not_with_stages(stages, virtual, beside, ranks_per_node=ranks_per_node, trains=trains):
+        problems.add(each)
     where = next(model.parameters()).device if device is None else torch.device(device)
     if where.type == "meta":
         expected, got = "the device where steps run", "a model on the meta device, without storage"
@@ -123,6 +133,8 @@ def check_settings(
     wrapped = kind if kind in RECOMPUTE_KINDS else "none"
     dtype = problems.attempt(partial(check_session_model, model, wrapped, trains=trains))
     section = problems.attempt(partial(_offload_of, model, offload, where))
+    if stages > 1 and not problems.problems:
+        problems.attempt(partial(check_cut, model.config, stages, virtual))
     problems.raise_all()
     assert dtype is not None, "a model without one was refused"
     return SessionSettings(
@@ -136,6 +148,8 @@ def check_settings(
         shard=shard,
         ranks_per_node=ranks_per_node,
         device=where,
+        stages=stages,
+        virtual=virtual,
     )
 
 
@@ -238,7 +252,9 @@ def _offload_of(model: nn.Module, offload: Mapping[str, Any] | None, device: tor
     return section
 
 
-def cost_of(config: Any, device: torch.device, dtype: torch.dtype, measurements: str | Path | Cost | None) -> Cost:
+def cost_of(
+    config: Any, device: torch.device, dtype: torch.dtype, measurements: str | Path | Cost | None, *, stages: int = 1
+) -> Cost:
     """Return the costs to plan with: those given, measured, or estimated for the device."""
     if isinstance(measurements, Cost):
         return measurements
@@ -246,7 +262,7 @@ def cost_of(config: Any, device: torch.device, dtype: torch.dtype, measurements:
     if measurements is not None:
         return cost_from_measurements(measurements, shape, precision=precision, on_gpus=on_gpus)
     name = hardware_of_gpu(torch.cuda.get_device_name(device))[0] if on_gpus else "cpu"
-    return base_cost(shape, name, precision=precision)
+    return base_cost(shape, name, precision=precision, stages=stages)
 
 
 def planning_of(engine: Engine, sharded: ShardedInPlace | None, cost: Cost, settings: SessionSettings) -> StepPlanning:
@@ -273,6 +289,8 @@ def planning_of(engine: Engine, sharded: ShardedInPlace | None, cost: Cost, sett
         measured=measured,
         planner=settings.planner,
         heads=settings.heads,
+        stages=settings.stages,
+        **({"mode": "pipeline", "virtual": settings.virtual} if settings.stages > 1 else {}),
     )
 
 

@@ -73,11 +73,12 @@ class ShardedInPlace:
     """An optimizer whose groups hold this rank's slices of the model's parameters, with what it kept of them so far.
 
     Made before the parameters are cut, and pointed at the slices by `point_at`. parameters: that were cut. numbers:
-    which of the optimizer's parameters, as torch counts them, each of `parameters.names` is.
+    which of the optimizer's parameters, as torch counts them, each that trains is, by its name in the whole model.
+    shapes: of each of them. rank: of this one among those over which `parameters` lie.
     """
 
     parameters: Parameters
-    numbers: list[int]
+    rank: int
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         self.optimizer, self._model, self._withheld = optimizer, model, WithheldGradients()
@@ -86,16 +87,20 @@ class ShardedInPlace:
         counted = {id(each): number for number, each in enumerate(members)}
         trainable = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self._groups = {name: group_of[id(each)] for name, each in trainable.items()}
-        self._counted = {name: counted[id(each)] for name, each in trainable.items()}
+        self.numbers = {name: counted[id(each)] for name, each in trainable.items()}
+        self.shapes = {name: tuple(each.shape) for name, each in trainable.items()}
         self._members = [[counted[id(each)] for each in group["params"]] for group in optimizer.param_groups]
         self._before = {name: (tuple(each.shape), optimizer.state.get(each, {})) for name, each in trainable.items()}
         self._slices: list[tuple[Run, nn.Parameter]] = []
 
     def point_at(self, parameters: Parameters, rank: int) -> None:
         """Take this rank's slices for the parameters, and slices of the states that there are."""
-        self.parameters, members = parameters, [list[nn.Parameter]() for _ in self.optimizer.param_groups]
+        self.parameters, self.rank, members = (
+            parameters,
+            rank,
+            [list[nn.Parameter]() for _ in self.optimizer.param_groups],
+        )
         self.optimizer.state.clear()
-        self.numbers = [self._counted[name] for name in parameters.names]
         for run in parameters.layout.runs(rank):
             piece = nn.Parameter(parameters.master_weights[run.start : run.stop])
             name = parameters.names[run.parameter]

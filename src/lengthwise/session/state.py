@@ -21,7 +21,7 @@ from lengthwise.engine.parameters import Parameters
 from lengthwise.session.sharded import ShardedInPlace
 
 _SHOWN = 10  # parameters that differ
-_STATE, _GROUPS, _MEMBERS = "state", "param_groups", "params"
+STATE, GROUPS, _MEMBERS = "state", "param_groups", "params"
 
 
 def whole_state(optimizer: ShardedInPlace, transport: Transport) -> dict[str, Any]:
@@ -44,16 +44,16 @@ def whole_state(optimizer: ShardedInPlace, transport: Transport) -> dict[str, An
             if key in state:
                 shard[run.start : run.stop].copy_(state[key])
         whole = gather_to_first(parameters, shard, transport)
-        for name, number in zip(parameters.names, optimizer.numbers, strict=True) if whole else ():
-            found.setdefault(number, {})[key] = whole[name]
+        for name, values in whole.items():
+            found.setdefault(optimizer.numbers[name], {})[key] = values
     if transport.rank:
         return {}
     for column, key in enumerate(numbers):
         for place, values in enumerate(rows[:, :, column].T):
             known = values[~values.isnan()]
             if len(known):
-                found.setdefault(optimizer.numbers[place], {})[key] = known[0].float()
-    return {_STATE: found, _GROUPS: optimizer.plain_groups()}
+                found.setdefault(optimizer.numbers[parameters.names[place]], {})[key] = known[0].float()
+    return {STATE: found, GROUPS: optimizer.plain_groups()}
 
 
 def take_state(
@@ -64,32 +64,36 @@ def take_state(
 ) -> None:
     """Give each rank its slices of what rank 0 was given: a whole optimizer's state dict, and weights by name.
 
-    Without weights those that there are stay. Collective.
+    Without weights those that there are stay. transport: of all ranks, which may be stages. Collective.
 
     Raises:
         ConfigError, Problems: it is of other parameters or groups; nothing was changed.
     """
-    parameters = optimizer.parameters
+    parameters, rank = optimizer.parameters, optimizer.rank
+    places = {name: place for place, name in enumerate(parameters.names)}
     told: dict[str, Any] = {"problems": []}
     if not transport.rank:
-        problems = [*_problems(given, optimizer), *_other_weights(weights, parameters)]
+        problems = [*_problems(given, optimizer), *_other_weights(weights, optimizer.shapes)]
         told["problems"] = [(each.where, each.expected, each.got, each.remedy) for each in problems]
         if given is not None and not problems:
-            groups = [{k: v for k, v in group.items() if k != _MEMBERS} for group in given[_GROUPS]]
-            kinds = {number: sorted(given[_STATE].get(number, {})) for number in optimizer.numbers}
+            groups = [{k: v for k, v in group.items() if k != _MEMBERS} for group in given[GROUPS]]
+            kinds = {number: sorted(given[STATE].get(number, {})) for number in optimizer.numbers.values()}
             told |= {"groups": plain_values(groups), "keys": kinds, "weights": weights is not None}
     told = json.loads(broadcast_bytes(transport, json.dumps(told).encode()))
     raise_problems([ConfigError(where, expected=a, got=b, remedy=c) for where, a, b, c in told["problems"]])
     optimizer.set_groups(told["groups"])
-    states: dict[int, dict[str, Tensor]] = {}
-    for place, number in enumerate(optimizer.numbers):
+    for name, number in optimizer.numbers.items():
+        states, place, entries = dict[str, Tensor](), places.get(name), math.prod(optimizer.shapes[name])
         for key in told["keys"][str(number)]:
-            value = None if given is None or transport.rank else torch.as_tensor(given[_STATE][number][key])
-            states.setdefault(place, {})[key] = _sent(value, parameters, place, transport)
-        optimizer.set_states(place, states.pop(place, {}))
+            value = None if given is None or transport.rank else torch.as_tensor(given[STATE][number][key])
+            states[key] = _sent(value, entries, parameters, transport)
+        if place is not None:
+            optimizer.set_states(place, states)
         if told["weights"]:
-            own = None if weights is None or transport.rank else weights[parameters.names[place]]
-            set_master_weights(parameters, transport.rank, place, _sent(own, parameters, place, transport))
+            own = None if weights is None or transport.rank else weights[name]
+            whole = _sent(own, entries, parameters, transport)
+            if place is not None:
+                set_master_weights(parameters, rank, place, whole)
 
 
 def _kinds(optimizer: ShardedInPlace, transport: Transport) -> tuple[list[str], list[str]]:
@@ -106,7 +110,7 @@ def _kinds(optimizer: ShardedInPlace, transport: Transport) -> tuple[list[str], 
     return first, second
 
 
-def _sent(value: Tensor | None, parameters: Parameters, place: int, transport: Transport) -> Tensor:
+def _sent(value: Tensor | None, entries: int, parameters: Parameters, transport: Transport) -> Tensor:
     """Return on every rank what rank 0 has: flat, one number an entry of a parameter, or a number alone."""
     device = parameters.master_weights.device
     is_vector = torch.tensor([0 if value is None else int(value.dim() > 0)])
@@ -115,7 +119,7 @@ def _sent(value: Tensor | None, parameters: Parameters, place: int, transport: T
         number = torch.zeros(1, dtype=torch.float64) if value is None else value.double().reshape(1).cpu()
         transport.broadcast(number, 0)
         return number[0].float()
-    whole = torch.empty(parameters.layout.sizes[place], dtype=parameters.master_weights.dtype, device=device)
+    whole = torch.empty(entries, dtype=parameters.master_weights.dtype, device=device)
     if value is not None:
         whole.copy_(value.reshape(-1))
     transport.broadcast(whole, 0)
@@ -124,28 +128,28 @@ def _sent(value: Tensor | None, parameters: Parameters, place: int, transport: T
 
 def _problems(given: Mapping[str, Any] | None, optimizer: ShardedInPlace) -> list[LengthwiseError]:
     remedy = "Give rank 0 the result of state_dict for this model and optimizer."
-    if given is None or not {_STATE, _GROUPS} <= given.keys():
+    if given is None or not {STATE, GROUPS} <= given.keys():
         got = "nothing" if given is None else ", ".join(map(str, given)) or "an empty one"
-        return [ConfigError("state", expected=f"{_STATE} and {_GROUPS}, on rank 0", got=got, remedy=remedy)]
+        return [ConfigError("state", expected=f"{STATE} and {GROUPS}, on rank 0", got=got, remedy=remedy)]
     problems: list[LengthwiseError] = []
-    wanted, got = ([group[_MEMBERS] for group in groups] for groups in (optimizer.plain_groups(), given[_GROUPS]))
+    wanted, got = ([group[_MEMBERS] for group in groups] for groups in (optimizer.plain_groups(), given[GROUPS]))
     if wanted != got:
         shown = [f"{len(each)} groups of {', '.join(str(len(one)) for one in each)}" for each in (wanted, got)]
         problems.append(ConfigError("state, param_groups", expected=shown[0], got=shown[1], remedy=remedy))
-    parameters = optimizer.parameters
-    for place, number in enumerate(optimizer.numbers):
-        size = parameters.layout.sizes[place]
-        for key, value in given[_STATE].get(number, {}).items():
+    for name, number in optimizer.numbers.items():
+        size = math.prod(optimizer.shapes[name])
+        for key, value in given[STATE].get(number, {}).items():
             if isinstance(value, Tensor) and value.dim() and value.numel() != size:
-                where, shape = f"state, {parameters.names[place]}, {key}", tuple(value.shape)
+                where, shape = f"state, {name}, {key}", tuple(value.shape)
                 problems.append(ConfigError(where, expected=f"{size} entries", got=f"{shape}", remedy=remedy))
     return problems
 
 
-def _other_weights(weights: Mapping[str, Tensor] | None, parameters: Parameters) -> list[LengthwiseError]:
+def _other_weights(
+    weights: Mapping[str, Tensor] | None, wanted: Mapping[str, tuple[int, ...]]
+) -> list[LengthwiseError]:
     if weights is None:
         return []
-    wanted = {name: tuple(shape) for name, shape in zip(parameters.names, parameters.shapes, strict=True)}
     found = {name: tuple(each.shape) for name, each in weights.items()}
     wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     remedy = "Give the result of state_dict for this model."

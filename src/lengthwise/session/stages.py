@@ -1,0 +1,126 @@
+"""A session in stages of a pipeline: what it does not run with, its part of the model, and the states of all stages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lengthwise.comm import Mesh, Transport, broadcast_bytes, share_numbers
+from lengthwise.core.errors import ConfigError
+from lengthwise.cost import Cost, shape_from_config
+from lengthwise.cost.analytic import layer_flops
+from lengthwise.engine.pipeline import Pipeline
+from lengthwise.engine.stage_parameters import StageParameters
+from lengthwise.models import ModelStage
+from lengthwise.program.stage_program import cut_layers
+from lengthwise.session.model import hugging_face_model
+from lengthwise.session.parameters import point_at_slices
+from lengthwise.session.sharded import ShardedInPlace
+from lengthwise.session.state import GROUPS, STATE
+
+
+def not_with_stages(
+    stages: object, virtual: object, beside: Mapping[str, Any], *, ranks_per_node: int | None, trains: bool
+) -> Iterator[ConfigError]:
+    """Yield what stages of a pipeline do not run with."""
+    for key, value in (("stages", stages), ("virtual", virtual)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            yield ConfigError(key, expected="1 or more", got=f"{value!r}", remedy="Give a number.")
+    if stages == 1 and virtual != 1:
+        yield ConfigError("virtual", expected="1 without stages", got=f"{virtual!r}", remedy="Add stages.")
+    if stages == 1:
+        return
+    wanted = {
+        "shard": (beside["shard"] in ("auto", "zero1"), "auto or zero1"),
+        "capacity_tokens": (beside["capacity_tokens"] != "auto", "a number"),
+        "offload": (beside["offload"] is None, "None: a stage keeps several microbatches, and a store returns one"),
+        "measurements": (beside["measurements"] is None or isinstance(beside["measurements"], Cost), "None or costs"),
+        "ranks_per_node": (ranks_per_node is None, "None"),
+        "optimizer": (trains, "an optimizer: a session that only evaluates has no stages"),
+    }
+    given = {**beside, "ranks_per_node": ranks_per_node, "optimizer": None}
+    for key, (is_kept, expected) in wanted.items():
+        if not is_kept:
+            remedy = f"Change {key}, or take stages out."
+            yield ConfigError(key, expected=f"{expected}, beside stages", got=f"{given[key]!r}", remedy=remedy)
+
+
+def join_stages(model: nn.Module, transport: Transport, stages: int) -> Mesh:
+    """Return the mesh of stages and replicas. Collective.
+
+    Raises:
+        ConfigError: the ranks are no whole number of replicas, or a stage of the first one has no values.
+    """
+    if transport.world_size % stages:
+        expected, got = f"a multiple of the {stages} stages", f"{transport.world_size}"
+        raise ConfigError("ranks", expected=expected, got=got, remedy="Start others, or change stages.")
+    mesh = Mesh(transport, stages)
+    is_empty = mesh.replica == 0 and any(each.is_meta for each in model.parameters())
+    if share_numbers(transport, [float(is_empty)]).any():
+        expected = f"a model with values on ranks 0 to {stages - 1}, the stages of the first replica"
+        raise ConfigError("model", expected=expected, got="one on the meta device", remedy="Load it there.")
+    return mesh
+
+
+def take_stage(
+    model: nn.Module,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    *,
+    virtual: int,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    closing: ExitStack,
+) -> tuple[Pipeline, StageParameters, ShardedInPlace]:
+    """Leave of a model this rank's stage alone, with the values of the first replica. Collective.
+
+    tokens: of a microbatch, by which layers and head are weighed. The others as for `take_over`.
+    """
+    inner = hugging_face_model(model)
+    updates = ShardedInPlace(optimizer, inner)  # reads the parameters of the whole model
+    layer, head = layer_flops(shape_from_config(inner.config.to_dict()), [tokens])
+    layers = [layer] * inner.config.num_hidden_layers
+    chunks = cut_layers(layers, mesh.stages * virtual, last_seconds=head)
+    stage = ModelStage(inner, chunks, stages=mesh.stages, stage=mesh.stage)
+    parameters = StageParameters(stage, mesh, dtype=dtype, device=device, keeps_frozen=True)
+    point_at_slices(updates, parameters, mesh.replica, (model, inner), closing)
+    return Pipeline(stage=stage, mesh=mesh, virtual=virtual), parameters, updates
+
+
+def from_stages(mesh: Mesh, own: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return on rank 0 the tensors of all stages of the first replica, by name; {} on other ranks. Collective.
+
+    device: through which they travel, one at a time; they lie on the host.
+    """
+    world, found = mesh.world, dict(own)
+    known = [[name, tuple(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in own.items()]
+    told = [
+        json.loads(broadcast_bytes(world, json.dumps(known).encode() if world.rank == stage else None, source=stage))
+        for stage in range(mesh.stages)  # these ranks are the stages of replica 0
+    ]
+    for stage in range(1, mesh.stages):
+        for name, shape, dtype in told[stage]:
+            if world.rank == stage:
+                world.exchange([(own[name].to(device).contiguous(), 0)], []).wait()
+            elif not world.rank:
+                arriving = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+                world.exchange([], [(arriving, stage)]).wait()
+                found[name] = arriving.cpu()
+    return {} if world.rank else found
+
+
+def state_of_stages(mesh: Mesh, state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return on rank 0 the states of all stages in one, each as `whole_state` returns it. Collective."""
+    own = {json.dumps([n, key]): each for n, keys in state.get(STATE, {}).items() for key, each in keys.items()}
+    found: dict[int, dict[str, Tensor]] = {}
+    for name, each in from_stages(mesh, own, device).items():
+        number, key = json.loads(name)
+        found.setdefault(number, {})[key] = each
+    return {} if mesh.world.rank else {STATE: found, GROUPS: state[GROUPS]}
