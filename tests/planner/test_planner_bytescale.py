@@ -70,7 +70,7 @@ def test_bytescale_keeps_the_bucket_count_that_ends_first(
 def test_bytescale_strategies_empty_a_bucket_or_take_turns(
     strategy: bytescale.Strategy, order: list[list[int]]
 ) -> None:
-    work = [bytescale.Bundle(degree=1, sequences=[i], seconds=1.0) for i in range(5)]
+    work = [bytescale.RingOrPack(degree=1, sequences=[i], seconds=1.0) for i in range(5)]
     _, microbatches = bytescale.assign([work[:2], work[2:]], 5, 0.0, strategy)
     assert [list(m.pieces[0].sequences) for m in microbatches] == order
 

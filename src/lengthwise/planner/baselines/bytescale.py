@@ -31,7 +31,7 @@ DELTA = 0.05  # share of the ideal step time by which a rank must lag to be a ta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bundle:
+class RingOrPack:
     """One ring or pack that waits for ranks; `seconds` with its launch; long: one sequence beyond the capacity."""
 
     degree: int
@@ -71,7 +71,7 @@ def degrees_to_try(request: PlanRequest) -> list[NDArray[np.int64]]:
 
 
 def assign(
-    buckets: Sequence[Sequence[Bundle]], ranks: int, delta: float, strategy: Strategy, least: float = math.inf
+    buckets: Sequence[Sequence[RingOrPack]], ranks: int, delta: float, strategy: Strategy, least: float = math.inf
 ) -> tuple[float, list[Microbatch]]:
     """Give work to ranks that lag by `delta` seconds; return (makespan, microbatches), inf if not by `least`."""
     free = np.zeros(ranks)
@@ -96,7 +96,7 @@ def assign(
     return float(free.max()), microbatches
 
 
-def _take_next(bucket: list[deque[Bundle]], free: NDArray[np.float64], delta: float) -> Bundle:
+def _take_next(bucket: list[deque[RingOrPack]], free: NDArray[np.float64], delta: float) -> RingOrPack:
     """Take the first of a bucket that fits on neighbouring targets, else the first, in runs of one degree."""
     number = 0
     if len(bucket) > 1:
@@ -128,18 +128,18 @@ def power_of_two_degrees(least: NDArray[np.int64], ranks: int) -> NDArray[np.int
 
 def _make_work(
     request: PlanRequest, bucket: list[int], degrees: NDArray[np.int64], known: dict[tuple[int, ...], float]
-) -> list[Bundle]:
+) -> list[RingOrPack]:
     """Make rings of the long and packs of the short sequences of a bucket, longest first; `known` keeps prices."""
     capacity, cost, tokens = request.cluster.capacity_tokens, request.cost, request.tokens
     short = [i for i in bucket if tokens[i] <= capacity][::-1]
     pieces = [(int(degrees[i]), [i]) for i in bucket if tokens[i] > capacity]
     pieces += [(1, pack) for pack in full_packs(short, [tokens[i] for i in short], capacity)]
-    works: list[Bundle] = []
+    works: list[RingOrPack] = []
     for degree, sequences in pieces:
         key = (degree, *(tokens[i] for i in sequences))
         if key not in known:
             known[key] = cost.fixed_seconds + cost.piece_seconds(key[1:], degree)
-        works.append(Bundle(degree=degree, sequences=sequences, seconds=known[key], is_long=key[1] > capacity))
+        works.append(RingOrPack(degree=degree, sequences=sequences, seconds=known[key], is_long=key[1] > capacity))
     return works
 
 
