@@ -1,6 +1,7 @@
 """A session in stages of a pipeline gives what the plain loop gives; what stages do not run with is refused by name."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lengthwise import Session
-from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.errors import LengthwiseError, ModelRefused
 from lengthwise.models import keep_double
 from tiers import more
 
@@ -74,6 +75,8 @@ def test_every_loss_of_a_session_is_exact_in_stages(tmp_path):
                 results.append(session.evaluate(rows))
                 numbers = [[each.loss, each.grad_norm or 0.0] for each in results]
                 values = [each.tolist() for each in session.token_values(rows)]
+                with pytest.raises(ModelRefused, match="model in stages") if options else nullcontext():
+                    own(input_ids=rows[0]["input_ids"][None])
                 found.append((numbers, values))
         return found
 

@@ -47,12 +47,26 @@ class _Received(nn.Module):
         self.hidden: Tensor | None = None
 
     def forward(self, *_args: object, **_kwargs: object) -> Tensor:
-        assert self.hidden is not None, "a chunk that is not the first runs on what it received"
+        if self.hidden is None:
+            raise _alone()
         return self.hidden
 
 
+class _NoHead(nn.Module):
+    """In the place of a head that the last stage has: planned steps run no head there."""
+
+    def forward(self, *_args: object, **_kwargs: object) -> Tensor:
+        raise _alone()
+
+
+def _alone() -> ModelRefused:
+    expected, got = "a forward inside of a planned step", "one of a stage, which has a part of the layers"
+    remedy = "Save the model, and load it whole."
+    return ModelRefused("model in stages", expected=expected, got=got, remedy=remedy)
+
+
 class _Without(nn.Module):
-    """Stands in for a norm or a head of another stage."""
+    """Stands in for the norm of another stage."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
@@ -197,7 +211,8 @@ class ModelStage:
         if stage > 0:
             self._embedding.put(self._received)
         if stage < stages - 1:
-            self._removed_ends = [(place, place.put(_Without()).to("meta")) for place in (self._norm, self._head)]
+            instead = ((self._norm, _Without()), (self._head, _NoHead()))
+            self._removed_ends = [(place, place.put(module).to("meta")) for place, module in instead]
 
     def _entries_of(self, modules: Sequence[nn.Module]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
         """Return `entries` of a stage with these modules."""

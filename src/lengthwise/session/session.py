@@ -117,7 +117,7 @@ class Session:
         computing = Computing(attention=attention, fused_layers="off")
         self._num_words: int = self._inner.get_input_embeddings().num_embeddings
         inner = None if optimizer is None else check_optimizer(optimizer, self._inner)
-        cost = cost_of(config, where, settings.dtype, measurements, stages=stages)
+        cost = cost_of(config, settings, measurements)
         self._closing, self._has_said = ExitStack(), False
         self._checked_losses: set[object] = set()
         world = session_world(where)

@@ -123,7 +123,7 @@ def check_settings(
         expected = f"{LOCK_STEP_PLANNER} under shard {shard}, the only one that plans in lock-step"
         refuse("planner", expected, planner, "Take planner out.")
     beside = {"shard": shard, "capacity_tokens": capacity_tokens, "offload": offload, "measurements": measurements}
-    for each in not_with_stages(stages, virtual, beside, ranks_per_node=ranks_per_node, trains=trains):
+    for each in not_with_stages(stages, virtual, {**beside, "ranks_per_node": ranks_per_node}, trains=trains):
         problems.add(each)
     where = next(model.parameters()).device if device is None else torch.device(device)
     if where.type == "meta":
@@ -133,7 +133,7 @@ def check_settings(
     wrapped = kind if kind in RECOMPUTE_KINDS else "none"
     dtype = problems.attempt(partial(check_session_model, model, wrapped, trains=trains))
     section = problems.attempt(partial(_offload_of, model, offload, where))
-    if stages > 1 and not problems.problems:
+    if not problems.problems and stages > 1:
         problems.attempt(partial(check_cut, model.config, stages, virtual))
     problems.raise_all()
     assert dtype is not None, "a model without one was refused"
@@ -252,17 +252,16 @@ def _offload_of(model: nn.Module, offload: Mapping[str, Any] | None, device: tor
     return section
 
 
-def cost_of(
-    config: Any, device: torch.device, dtype: torch.dtype, measurements: str | Path | Cost | None, *, stages: int = 1
-) -> Cost:
+def cost_of(config: Any, settings: SessionSettings, measurements: str | Path | Cost | None) -> Cost:
     """Return the costs to plan with: those given, measured, or estimated for the device."""
     if isinstance(measurements, Cost):
         return measurements
-    shape, precision, on_gpus = shape_from_config(config.to_dict()), PRECISIONS[dtype], device.type == "cuda"
+    device, precision = settings.device, PRECISIONS[settings.dtype]
+    shape, on_gpus = shape_from_config(config.to_dict()), device.type == "cuda"
     if measurements is not None:
         return cost_from_measurements(measurements, shape, precision=precision, on_gpus=on_gpus)
     name = hardware_of_gpu(torch.cuda.get_device_name(device))[0] if on_gpus else "cpu"
-    return base_cost(shape, name, precision=precision, stages=stages)
+    return base_cost(shape, name, precision=precision, stages=settings.stages)
 
 
 def planning_of(engine: Engine, sharded: ShardedInPlace | None, cost: Cost, settings: SessionSettings) -> StepPlanning:

@@ -26,7 +26,7 @@ from lengthwise.session.state import GROUPS, STATE
 
 
 def not_with_stages(
-    stages: object, virtual: object, beside: Mapping[str, Any], *, ranks_per_node: int | None, trains: bool
+    stages: object, virtual: object, beside: Mapping[str, Any], *, trains: bool
 ) -> Iterator[ConfigError]:
     """Yield what stages of a pipeline do not run with."""
     for key, value in (("stages", stages), ("virtual", virtual)):
@@ -41,14 +41,13 @@ def not_with_stages(
         "capacity_tokens": (beside["capacity_tokens"] != "auto", "a number"),
         "offload": (beside["offload"] is None, "None: a stage keeps several microbatches, and a store returns one"),
         "measurements": (beside["measurements"] is None or isinstance(beside["measurements"], Cost), "None or costs"),
-        "ranks_per_node": (ranks_per_node is None, "None"),
+        "ranks_per_node": (beside["ranks_per_node"] is None, "None"),
         "optimizer": (trains, "an optimizer: a session that only evaluates has no stages"),
     }
-    given = {**beside, "ranks_per_node": ranks_per_node, "optimizer": None}
     for key, (is_kept, expected) in wanted.items():
         if not is_kept:
             remedy = f"Change {key}, or take stages out."
-            yield ConfigError(key, expected=f"{expected}, beside stages", got=f"{given[key]!r}", remedy=remedy)
+            yield ConfigError(key, expected=f"{expected}, beside stages", got=f"{beside.get(key)!r}", remedy=remedy)
 
 
 def join_stages(model: nn.Module, transport: Transport, stages: int) -> Mesh:
