@@ -27,6 +27,7 @@ from engine.sharded_runs import CPU, KINDS, LENGTHS, WAVES, WAVES_OF_NODES, buil
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport
 from lengthwise.config import OptimizerConfig
+from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.cost.memory import gathered_bytes
 from lengthwise.engine.activations import Offloading
@@ -202,6 +203,47 @@ def test_a_rank_keeps_its_part_and_gathers_two_units(tied, per_node, monkeypatch
     assert StrictWorld(4).run(work) == pytest.approx([expected] * 4, rel=0.05)
     assert max(units for units, _ in seen) == 2 + tied
     assert max(sums for _, sums in seen) == 1
+
+
+READS = {
+    "norm": torch.norm,
+    "sum": torch.sum,
+    "detach": lambda each: each.detach().clone(),
+    "data": lambda each: each.data + 1,
+    "tolist": torch.Tensor.tolist,
+    "clone": copy.deepcopy,
+    "add": lambda each: torch.ones(each.shape) + each,
+    "__getitem__": lambda each: each[0],
+    "data_ptr": torch.Tensor.data_ptr,
+}
+
+
+def test_reading_a_value_between_steps_is_an_error_in_words():
+    """It was the end of the process: so in one of its own. What needs no value stays, and steps are as before."""
+
+    def work(transport):
+        model = build()
+        parameters = shard(model, transport)
+        plan = in_waves(make_plan(1, LENGTHS, [[Piece(ranks=(0,), sequences=(0, 1))]], layers=2))
+        losses, optimizer = [], torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            losses.append(run(model, parameters, transport, plan).loss_sum)
+            parameters.publish()
+            for weight in (model.lm_head.weight, model.model.layers[1].mlp.up_proj.weight):
+                for name, read in READS.items():
+                    with pytest.raises(ModelRefused, match=f"{name} of a parameter.*lie over the ranks"):
+                        read(weight)
+                with pytest.raises(ModelRefused, match="a parameter whose values lie over the ranks"):
+                    model.model.layers[1].mlp.up_proj(torch.ones(1, weight.shape[1]))
+                with pytest.warns(UserWarning, match="copy construct"):
+                    assert torch.tensor(weight).isnan().all()
+                assert (weight.dtype, weight.numel(), weight.grad) == (torch.float64, weight.shape.numel(), None)
+                assert "lie over the ranks" in f"{weight}"
+                assert any(weight is each for each in optimizer.param_groups[0]["params"])
+        return losses
+
+    ((first, again),) = run_ranks(work, 1)
+    assert first == again
 
 
 def test_live_bytes_count_units_while_they_are_gathered():

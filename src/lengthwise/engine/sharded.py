@@ -212,7 +212,8 @@ class ShardedParameters:
                     made[id(own)] = nn.Parameter(whole, requires_grad=own.requires_grad)
         if not self._transport.rank:
             for own in before.values():
-                made.setdefault(id(own), nn.Parameter(own.detach().to("meta"), requires_grad=own.requires_grad))
+                left_out = torch.empty(own.shape, dtype=own.dtype, device="meta")
+                made.setdefault(id(own), nn.Parameter(left_out, requires_grad=own.requires_grad))
         replace_parameters(self._model, made)
         self._is_whole = not self._transport.rank
         try:
