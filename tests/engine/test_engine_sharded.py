@@ -2,6 +2,7 @@
 
 import copy
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -29,12 +30,13 @@ from lengthwise.comm import SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
-from lengthwise.cost.memory import gathered_bytes
+from lengthwise.cost import shape_from_config
+from lengthwise.cost.memory import StepMemory, gathered_bytes
 from lengthwise.engine.activations import Offloading
-from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.units import UnitPart
-from lengthwise.models import keep_double
+from lengthwise.models import keep_double, wrapped_layers
 from lengthwise.models.families import FAMILIES
 from lengthwise.program import lower_plan
 from properties import costliest
@@ -104,16 +106,20 @@ def test_gradients_of_any_waves_are_those_of_one_process(data):
     ),
 )
 def test_three_clipped_updates_are_those_of_zero1(changes, frozen):
-    """frozen: as under LoRA, only some parameters of each layer train, and what is in no layer does not."""
+    """frozen: as under LoRA, only some parameters of each layer train, and what is in no layer does not.
+
+    With the optimizer on the host to the bit.
+    """
     model = build(**changes)
     for name, each in model.named_parameters():
         each.requires_grad_(not frozen or "q_proj" in name or "layernorm" in name)
     plan = make_plan(3, LENGTHS, WAVES, layers=2)
 
-    def trained(transport, make, plan):
+    def trained(transport, make, plan, offload=False):
         own = copy.deepcopy(model)
         parameters = make(own, transport)
-        optimizer = ShardedOptimizer(parameters, OptimizerConfig(lr=1e-2, max_grad_norm=1e-3), transport)
+        config = OptimizerConfig(lr=1e-2, max_grad_norm=1e-3, offload=offload)
+        optimizer = ShardedOptimizer(parameters, config, transport)
         norms = []
         for _ in range(3):
             run(own, parameters, transport, plan)
@@ -125,6 +131,11 @@ def test_three_clipped_updates_are_those_of_zero1(changes, frozen):
     sharded = StrictWorld(3).run(lambda t: trained(t, shard, in_waves(plan, "layer")))
     by_node = in_waves(make_plan(4, LENGTHS, WAVES_OF_NODES, layers=2), "layer")
     hybrid = StrictWorld(4).run(lambda t: trained(t, partial(shard, ranks_per_node=2), by_node))
+    for found, by, per_node in ((sharded, in_waves(plan, "layer"), 3), (hybrid, by_node, 2)):
+        make = partial(shard, ranks_per_node=per_node, exact_on=CPU)
+        norms, weights = StrictWorld(len(found)).run(lambda t, make=make, by=by: trained(t, make, by, offload=True))[0]
+        assert norms == found[0][0]
+        assert all(torch.equal(weights[name], each) for name, each in found[0][1].items())
     assert min(flat[0][0]) > 1e-3
     for norms, weights in (sharded[0], hybrid[0]):
         assert norms == pytest.approx(flat[0][0], rel=1e-12)
@@ -256,6 +267,31 @@ def test_live_bytes_count_units_while_they_are_gathered():
         assert head <= live.now_bytes <= live.peak_bytes <= 1.5 * head
     parameters.publish()
     assert live.now_bytes < 0.1 * head
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, more(torch.float32)])
+@pytest.mark.parametrize("offload", [True, more(False)])
+def test_what_the_optimizer_leaves_on_the_device_is_what_the_memory_model_counts(offload, dtype):
+    model, config, ranks = build(num_hidden_layers=4), OptimizerConfig(offload=offload), 4
+    shape, exact_on = shape_from_config(model.config.to_dict()), CPU if offload else None
+
+    def work(transport, layout, per_node=None):
+        own = copy.deepcopy(model)
+        if layout == "zero1":
+            parameters = FlatParameters(own, transport, dtype=dtype, layers=wrapped_layers(own), exact_on=exact_on)
+        else:
+            parameters = shard(own, transport, dtype, per_node, exact_on)
+        optimizer = ShardedOptimizer(parameters, config, transport)
+        count, width = sum(each.numel() for each in own.parameters()), dtype.itemsize
+        memory = StepMemory(shape=shape, dtype_bytes=width, parameters=count, ranks=ranks, offloads=offload)
+        expected = replace(memory, shard=layout, ranks_per_node=per_node).state_bytes()
+        host = sum(each.nbytes for each in (*parameters.state().values(), *optimizer.state().values()))
+        host += parameters.grad_shard.nbytes
+        return kept_bytes(own, parameters, config) / expected, host / memory.host_bytes() if offload else 1.0
+
+    for layout in (("zero1",), ("zero3",), ("hybrid", 2)):
+        for found in StrictWorld(ranks).run(lambda t, layout=layout: work(t, *layout)):
+            assert found == pytest.approx((1, 1), rel=0.05), layout
 
 
 class FirstOfMany(SoloTransport):

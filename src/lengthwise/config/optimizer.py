@@ -93,6 +93,11 @@ class OptimizerConfig(Settings):
     max_grad_norm: float | None = Field(
         default=1.0, gt=0, description="gradients are clipped to this global norm; null: no clipping; default 1.0"
     )
+    offload: bool = Field(
+        default=False,
+        description="keep master weights and states in the host's memory, and update there, at the CPU's speed; a GPU "
+        "then has parameters and gradients alone; default false",
+    )
     schedule: (
         Literal[
             "constant",

@@ -39,6 +39,7 @@ class StageParameters(FlatParameters):
         device: torch.device | None = None,
         bucket_entries: int = BUCKET_ENTRIES,
         overlaps: bool = False,
+        exact_on: torch.device | None = None,
     ) -> None:
         self.stage, self.mesh = stage, mesh
         self._tied_gradient: Tensor | None = None
@@ -55,6 +56,7 @@ class StageParameters(FlatParameters):
             layers=layers,
             bucket_entries=bucket_entries,
             overlaps=overlaps,
+            exact_on=exact_on,
         )
         self._tied = stage.tied_weight() if is_tied else None
         if is_tied:

@@ -79,8 +79,9 @@ class Resume:
 
 
 def run_settings(config: RunConfig) -> dict[str, object]:
-    """Return the settings of a run that decide what is trained."""
-    return {key: value for key, value in config.model_dump(mode="json").items() if key not in FREE_SETTINGS}
+    """Return the settings of a run that decide what is trained; where the optimizer's states are does not."""
+    given = config.model_dump(mode="json", exclude={"optimizer": {"offload"}})
+    return {key: value for key, value in given.items() if key not in FREE_SETTINGS}
 
 
 def model_settings(run: Mapping[str, object]) -> dict[str, object]:
