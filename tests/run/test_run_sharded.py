@@ -102,14 +102,13 @@ def test_offload_and_evaluation_work_beside_it(tmp_path):
     [more(("zero1", 3), ("hybrid", 4)), more(("hybrid", 4), ("zero3", 3)), (("zero3", 3), ("zero1", 2))],
 )
 def test_a_run_goes_on_under_another_layout_and_rank_count(tmp_path, first, then):
-    """Without `--accept-changes`: how parameters lie decides nothing of what is trained."""
+    """Without `--accept-changes`: how parameters lie, and where states are, decides nothing of what is trained."""
     path = run_file(tmp_path, checkpoint={"every_steps": 2, "background": False}, steps=5)
     _, expected = trained(path, "whole")
     fault = {"LENGTHWISE_FAULT": "step-end:0:4:kill"}
     nodes = {"hybrid": ("--set", "ranks_per_node=2")}
-    command = Command(
-        "train", path, "--ranks", first[1], "--set", f"shard={first[0]}", *nodes.get(first[0], ()), **fault
-    )
+    keys = ("--set", f"shard={first[0]}", "--set", "optimizer.offload=true", *nodes.get(first[0], ()))
+    command = Command("train", path, "--ranks", first[1], *keys, **fault)
     assert command.finish()[0] != 0
     _, model = trained(path, "out", "--resume", "--set", f"shard={then[0]}", *nodes.get(then[0], ()), ranks=then[1])
     assert largest_difference(model, expected) <= 1e-14
