@@ -31,7 +31,10 @@ def make(device, dtype, *, hidden=128, fused=None, offload=False):
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32).train()
     exact_on = torch.device("cpu") if offload else None
     options = {"dtype": dtype, "device": device, "layers": wrapped_layers(model), "exact_on": exact_on}
-    flat, config = FlatParameters(model, SoloTransport(), **options), OptimizerConfig(max_grad_norm=0.1, offload=offload)
+    flat, config = (
+        FlatParameters(model, SoloTransport(), **options),
+        OptimizerConfig(max_grad_norm=0.1, offload=offload),
+    )
     return model, flat, ShardedOptimizer(flat, config, SoloTransport(), fused=fused)
 
 

@@ -226,7 +226,7 @@ class StepMemory:
     def _parameters(self) -> float:
         if self.parameters is not None:
             return self.parameters
-        return self.shape.total_params - self._layer().tied_head_gradient // self.dtype_bytes
+        return self.shape.total_params - self.shape.hidden * self.shape.vocab * self._ties
 
     def saved_bytes(self, recompute: str) -> float:
         """Count what a device keeps of one token from forward to backward: what can be offloaded, but for two layers.

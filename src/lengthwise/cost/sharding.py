@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lengthwise.config import RunConfig
 from lengthwise.core.errors import ConfigError, MemoryShortage
 from lengthwise.core.names import counted
 from lengthwise.core.plan import RECOMPUTE_KINDS
@@ -99,6 +100,40 @@ def choose_shard(
         why += f"; hybrid, over {counted(memory.ranks_per_node or 1, 'rank')} of a node, takes "
         return ShardChoice(shard="hybrid", why=f"{why}{_kept(by_node)}")
     return ShardChoice(shard="zero3", why=f"{why}; zero3 takes {kept[1]}")
+
+
+def choose_shard_of_run(
+    config: RunConfig,
+    memory: StepMemory,
+    device_bytes: float | None,
+    *,
+    longest: int,
+    batch: int,
+    on_gpus: bool,
+    kinds: Sequence[str] = RECOMPUTE_KINDS,
+) -> ShardChoice:
+    """Return what `shard: auto` of a run file takes.
+
+    longest, batch: tokens of the longest sequence, and at most of a global batch. kinds: of recomputation that the
+    model's family can.
+
+    Raises:
+        MemoryShortage: the model fits under no layout.
+    """
+    capacity, recompute = config.capacity_tokens, config.recompute
+    if capacity == "auto":
+        tokens = wanted_tokens(memory.ranks, longest=longest, batch=batch)
+    else:
+        tokens, recompute = min(capacity, batch), "none" if recompute == "auto" else recompute
+    return choose_shard(
+        memory,
+        device_bytes,
+        tokens=tokens,
+        kinds=kinds if recompute == "auto" else [recompute],
+        offload=config.most_offload,
+        keeps_whole=config.keeps_whole,
+        can_offload=on_gpus,
+    )
 
 
 def _kept(memory: StepMemory) -> str:

@@ -30,22 +30,17 @@ _KINDS: Mapping[str, Callable[..., Any]] = {
     "sgd": torch.optim.SGD,
     "lion": Lion,
 }
-_STATES = {"sgd": (), "lion": ("exp_avg",)}
 _COUNTED = ("adamw", "adam")  # whose update depends on the number of the step
 FUSED = ("adamw", "adam", "sgd")  # of which torch has one kernel for a whole update
 _TEMPORARIES = {"adamw": 2}  # of a part's size in an update that is not fused
 _MOST_TEMPORARIES = 6
 
 
-def states_of(config: OptimizerConfig) -> tuple[str, ...]:
-    """Name what an optimizer keeps of each entry, as torch does; all begin with zeros."""
-    return (*_STATES.get(config.name, ("exp_avg", "exp_avg_sq")), *["momentum_buffer"] * bool(config.momentum))
-
-
 class ShardedOptimizer:
-    """An optimizer over the shards of each rank; of an offloaded one `parameters` have their master weights on the host.
+    """An optimizer over the shards of each rank.
 
-    Its states are made at once: what does not fit shows before the first step. fused: see `FUSED`; None: on GPUs.
+    Its states are made at once: what does not fit shows before the first step. fused: see `FUSED`; None: on GPUs. Of an
+    offloaded one `parameters` have their master weights on the host.
     """
 
     def __init__(
@@ -55,7 +50,7 @@ class ShardedOptimizer:
         self._updates = 0
         groups: dict[bool, list[torch.nn.Parameter]] = {}
         shards, own = parameters.shards(), parameters.state()[MASTER_WEIGHTS]
-        self._states = {name: torch.empty_like(own).zero_() for name in states_of(config)}  # takes the memory
+        self._states = {name: torch.empty_like(own).zero_() for name in config.states}  # takes the memory
         summed = gradients = parameters.grad_shard
         if config.offload:
             assert own.device.type == "cpu", own.device
@@ -171,7 +166,7 @@ def kept_bytes(model: nn.Module, parameters: Parameters, config: OptimizerConfig
     there = (*model.parameters(), *model.buffers(), *parameters.tensors())
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in there}
     exact = parameters.state()[MASTER_WEIGHTS]
-    return sum(storages.values()) + (-1 if config.offload else len(states_of(config))) * exact.nbytes
+    return sum(storages.values()) + (-1 if config.offload else len(config.states)) * exact.nbytes
 
 
 def step_end_bytes(parameters: Parameters, config: OptimizerConfig) -> int:

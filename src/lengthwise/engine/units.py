@@ -120,11 +120,12 @@ def _without_values() -> frozenset[Any]:
     flags = "is_meta is_cuda is_cpu is_mps is_xpu is_sparse is_quantized is_nested _version _is_view _backward_hooks"
     methods = "size dim ndimension numel nelement element_size get_device requires_grad_ __len__"
     asked = "is_floating_point is_complex register_hook register_post_accumulate_grad_hook __format__"
-    of_tensor = [getattr(Tensor, name) for name in f"{attributes} {flags} {methods} {asked}".split()]
+    tensor: Any = Tensor
+    of_tensor = [getattr(tensor, name) for name in f"{attributes} {flags} {methods} {asked}".split()]
     read = [each.__get__ if hasattr(each, "__set__") else each for each in of_tensor]
-    written: list[Any] = [each.__set__ for each in (Tensor.grad, Tensor.requires_grad)]
+    written = [tensor.grad.__set__, tensor.grad.__delete__, tensor.requires_grad.__set__]
     is_asked = (torch.is_floating_point, torch.is_complex, torch.numel)
-    return frozenset([*read, *written, Tensor.grad.__delete__, *is_asked])  # type: ignore[attr-defined]
+    return frozenset([*read, *written, *is_asked])
 
 
 _WITHOUT_VALUES = _without_values()
@@ -133,9 +134,8 @@ _WITHOUT_VALUES = _without_values()
 class UnitPart:
     """Parameters of a unit that all train, or all do not: views of one buffer, which has storage while it is gathered.
 
-    _views: of the buffer, by parameter; autograd may save them: the storage is the same whenever it is filled. own: what
-    this rank has of them, (entries / ranks,), in any dtype. gradient: of the same entries, the sum so far; None: they
-    do not train.
+    Autograd may save views of it: its storage is the same whenever it is filled. own: what this rank has of them,
+    (entries / ranks,), in any dtype. gradient: of the same entries, the sum so far; None: they do not train.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class UnitPart:
         self.wait()
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.__class__, parameter.data = nn.Parameter, self._no_value.expand(view.shape)
-            parameter.__class__, parameter.comes_to = FreedParameter, view
+            parameter.__class__, parameter.__dict__["comes_to"] = FreedParameter, view
         self._whole.untyped_storage().resize_(0)
 
     def reduce(self, transport: Transport, key: CallKey) -> None:

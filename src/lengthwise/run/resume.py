@@ -19,7 +19,6 @@ from lengthwise.comm import Transport, share_numbers
 from lengthwise.config import OptimizerConfig, RunConfig
 from lengthwise.core.errors import LengthwiseError, OutputError
 from lengthwise.core.names import counted
-from lengthwise.engine.optimizer import states_of
 
 FOLDER = "checkpoints"  # within the output of a run
 MODEL = "model"  # of a run that has ended, in its output
@@ -141,7 +140,7 @@ def _states(optimizer: object) -> str:
         config = OptimizerConfig.model_validate({k: v for k, v in known.items() if v is not None})
     except ValidationError:
         return f"an optimizer that is not known, {optimizer}"
-    return f"{config.name} ({', '.join(states_of(config)) or 'none'})"
+    return f"{config.name} ({', '.join(config.states) or 'none'})"
 
 
 def told_resume(found: Resume | None, config: RunConfig, transport: Transport) -> Resume | None:

@@ -7,12 +7,10 @@ from dataclasses import replace
 import torch
 
 from lengthwise.comm import world_from_environment
-from lengthwise.config import MEASURE_AT_START, RunConfig
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.names import counted
-from lengthwise.cost import DTYPE_BYTES, StepMemory, choose_shard, ranks_of_node, shape_from_config, wanted_tokens
+from lengthwise.cost import DTYPE_BYTES, StepMemory, choose_shard_of_run, ranks_of_node, shape_from_config
 from lengthwise.engine.memory import free_bytes
-from lengthwise.engine.optimizer import states_of
 from lengthwise.models.load import count_parameters
 from lengthwise.profiler.place import device_bytes
 from lengthwise.run.checks import check_room
@@ -39,19 +37,14 @@ def settle_shard(job: Job) -> Job:
     if config.shard != "auto" or config.stages > 1:  # stages have zero1 alone
         return job
     memory = _memory(job, node)
-    capacity, offload = config.capacity_tokens, config.offload
-    if capacity == "auto":
-        kind, tokens = config.recompute, wanted_tokens(job.ranks, longest=job.longest_tokens, batch=job.most_tokens)
-    else:
-        kind, tokens = "none" if config.recompute == "auto" else config.recompute, min(capacity, job.most_tokens)
-    choice = choose_shard(
+    choice = choose_shard_of_run(
+        config,
         memory,
         _bytes_of_a_rank(job),
-        tokens=tokens,
-        kinds=kinds_of(model.config, kind),
-        offload=0.0 if offload is None else 1.0 if isinstance(offload.ratio, str) else offload.ratio,
-        keeps_whole=_keeps_whole(config),
-        can_offload=job.gpus > 0,
+        longest=job.longest_tokens,
+        batch=job.most_tokens,
+        on_gpus=job.gpus > 0,
+        kinds=kinds_of(model.config, "auto"),
     )
     if choice.shard == "zero1" and job.gpus and model.weights:
         check_room(model, count_parameters(model.config))
@@ -71,7 +64,7 @@ def _memory(job: Job, node: int | None = None) -> StepMemory:
         ranks=job.ranks,
         ranks_per_node=node,
         logits_at_once=job.logits_at_once,
-        states=len(states_of(config.optimizer)),
+        states=len(config.optimizer.states),
         offloads=config.optimizer.offload and job.gpus > 0,
         ties=bool(getattr(model.config, "tie_word_embeddings", False)),
     )
@@ -92,15 +85,6 @@ def _check_host(job: Job) -> None:
             got=f"{free / 1e9:.3g} GB that are free here",
             remedy="Take it out, or use more machines.",
         )
-
-
-def _keeps_whole(config: RunConfig) -> str | None:
-    """Name what goes by whole parameters alone, if the run asks for it; as `RunConfig` refuses it beside zero3."""
-    if config.planner != "lengthwise":
-        return f"planner {config.planner}"
-    if config.compile:
-        return "compile: true"
-    return f"measurements: {MEASURE_AT_START}" if config.measurements == MEASURE_AT_START else None
 
 
 def _ranks_here(job: Job) -> int:
