@@ -295,17 +295,20 @@ def test_what_the_optimizer_leaves_on_the_device_is_what_the_memory_model_counts
 
 
 class FirstOfMany(SoloTransport):
-    """Rank 0 of four without the others: buffers are those of a transport that moves when it is waited for."""
+    """Rank 0 of several without the others: buffers are those of a transport that moves when it is waited for."""
 
-    def __init__(self):
+    def __init__(self, ranks=4):
         super().__init__()
-        self.world_size = 4
+        self.world_size = ranks
+
+    def among(self, groups):
+        return FirstOfMany(len(groups[0]))
 
     def all_gather(self, output, source):
-        output.view(4, -1).copy_(source)
+        output.view(self.world_size, -1).copy_(source)
 
     def reduce_scatter(self, output, source):
-        output.copy_(source.view(4, -1)[0])
+        output.copy_(source.view(self.world_size, -1)[0])
 
     def all_gather_async(self, output, source, *, key=None, among=None):
         return Later(lambda: self.all_gather(output, source))
@@ -324,18 +327,19 @@ class Later:
 
 
 @pytest.mark.parametrize("words", [more(2048), 8192])
-@pytest.mark.parametrize("tied", [False, True])
-def test_what_is_gathered_is_what_the_memory_model_counts(words, tied):
+@pytest.mark.parametrize(("tied", "per_node"), [(False, 4), (True, 4), (False, 2), more(True, 2)])
+def test_what_is_gathered_is_what_the_memory_model_counts(words, tied, per_node):
     """Of a wave with next to no tokens, in bf16."""
     sizes = {"hidden_size": 256, "intermediate_size": 800, "head_dim": 64, "num_hidden_layers": 4}
     model = build(vocab_size=words, tie_word_embeddings=tied, **sizes)
     layer = sum(each.numel() for each in model.model.layers[0].parameters())
     plan = in_waves(make_plan(4, (2,), [[Piece(ranks=(0,), sequences=(0,))]], layers=4), "layer")
     transport = FirstOfMany()
-    parameters = shard(model, transport, torch.bfloat16)
+    parameters = shard(model, transport, torch.bfloat16, per_node)
     with LiveBytes(*model.parameters(), *parameters.tensors()) as live:
         run(model, parameters, transport, plan, (2,), dtype=torch.bfloat16)
-    expected = gathered_bytes(layer, 256 * words, dtype_bytes=2, ranks=4, ties=tied)
+    how = {"ranks": per_node, "ties": tied, "casts": per_node == 4}
+    expected = gathered_bytes(layer, 256 * words, dtype_bytes=2, **how)
     assert live.peak_bytes == pytest.approx(expected, rel=0.03)
 
 

@@ -185,9 +185,10 @@ class UnitPart:
     def free(self) -> None:
         """Let the values go."""
         self.wait()
-        for parameter, view in zip(self.parameters, self._views, strict=True):
+        parameters: list[Any] = self.parameters
+        for parameter, view in zip(parameters, self._views, strict=True):
             parameter.__class__, parameter.data = nn.Parameter, self._no_value.expand(view.shape)
-            parameter.__class__, parameter.__dict__["comes_to"] = FreedParameter, view
+            parameter.__class__, parameter.comes_to = FreedParameter, view
         self._whole.untyped_storage().resize_(0)
 
     def reduce(self, transport: Transport, key: CallKey) -> None:
