@@ -70,7 +70,7 @@ def test_plan_refuses_nodes_that_are_none(tmp_path, capfd, lengths):
 
 
 def test_plan_of_a_run_file_says_what_prices_it_and_refuses_another_model_without_hardware(tmp_path, capfd):
-    run = write_run(tmp_path, make_rows([3]), model="tiny")
+    run = write_run(tmp_path, make_rows([3]), model="tiny", precision="auto")
     rest = ("--config", run, "--ranks", 2, "--out", tmp_path / "plan.json")
     err = refused(capfd, *rest, "--model-shape", "llama-7b")
     assert "--model-shape: expected --hardware beside it" in err
@@ -79,7 +79,8 @@ def test_plan_of_a_run_file_says_what_prices_it_and_refuses_another_model_withou
     assert "as training on CPUs plans" in capfd.readouterr().out
     assert call("plan", *rest, "--model-shape", "llama-7b", "--hardware", "h100") == 0
     said = capfd.readouterr().out
-    assert "all-terms/1 llama-7b h100" in said
+    assert "shard zero3: zero1 would take" in said
+    assert "all-terms/1 llama-7b h100 over 2" in " ".join(said.split())
     assert "CPUs" not in said
 
 

@@ -65,6 +65,10 @@ def test_what_fits_in_no_way_is_refused_with_its_parts_and_what_fits():
     assert "gathered units" in said
     assert "LoRA (" in said
     assert "8 ranks of as much memory each" in said
+    assert "optimizer.offload" not in said
+    with pytest.raises(MemoryShortage, match=r"Use optimizer.offload: true, or"):
+        choose_shard(memory(ranks=2), 60 * GB, tokens=2048, kinds=["none"], can_offload=True)
+    assert choose_shard(memory(ranks=2, offloads=True), 60 * GB, tokens=128).shard == "zero3"
     with pytest.raises(MemoryShortage, match="no planner packed_dp, so that shard zero3 can be taken"):
         choose_shard(memory(), 40 * GB, tokens=2048, keeps_whole="planner packed_dp")
 

@@ -48,9 +48,9 @@ def build(family="llama", **changes):
     return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
 
 
-def shard(model, transport, dtype=torch.float64, ranks_per_node=None):
+def shard(model, transport, dtype=torch.float64, ranks_per_node=None, exact_on=None):
     options = {"dtype": dtype, "device": CPU, "layers": wrapped_layers(model), "ranks_per_node": ranks_per_node}
-    return ShardedParameters(model, transport, **options)
+    return ShardedParameters(model, transport, exact_on=exact_on, **options)
 
 
 def run(model, parameters, transport, plan, lengths=LENGTHS, dtype=torch.float64, **options):

@@ -1,5 +1,7 @@
 """Every optimizer by name: slices of 1 to 4 ranks make the update of torch's own on whole parameters."""
 
+from functools import partial
+
 import pytest
 import torch
 from testing.strict import StrictWorld
@@ -149,6 +151,46 @@ def test_a_rehearsal_changes_no_bit_of_what_follows(case, fused):
         train(model, optimizer, range(3))
         found.append(flat.master_weights.clone())
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("case", ["adamw", "sgd momentum"])
+@pytest.mark.parametrize(("ranks", "dtype"), some([(1, torch.float32), (3, torch.bfloat16), (2, torch.float64)], 0, 1))
+def test_an_offloaded_optimizer_makes_the_same_update_to_the_bit(case, ranks, dtype):
+    """Its gradients are copied from the device's after they are clipped, its weights go back as values."""
+
+    def work(transport, offload, state=None):
+        model = make_model(70)
+        config = OptimizerConfig.model_validate(keys_of(case, offload=offload, max_grad_norm=1e-3))
+        options = {"dtype": dtype, "layers": [*model], "bucket_entries": 1}
+        flat = FlatParameters(model, transport, exact_on=torch.device("cpu") if offload else None, **options)
+        optimizer = ShardedOptimizer(flat, config, transport)
+        apart = {each.untyped_storage().data_ptr() for each in (*flat.state().values(), *optimizer.state().values())}
+        on_device = [flat.values, flat.grads, flat.grad_shard, *model.parameters()]
+        if offload:
+            assert not apart & {each.untyped_storage().data_ptr() for each in on_device}
+        steps = range(STEPS) if state is None else range(STEPS // 2, STEPS)
+        for own, given in zip((*flat.state().values(), *optimizer.state().values()), state or (), strict=bool(state)):
+            own.copy_(given)
+        if state is not None:
+            optimizer.go_on_from(STEPS // 2)
+            flat.publish()
+        middle = None
+        for step in steps:
+            if step == STEPS // 2:
+                middle = [each.clone() for each in (*flat.state().values(), *optimizer.state().values())]
+            for number, objective in enumerate(objectives(model, step)):
+                if transport.rank == (step + number) % transport.world_size:
+                    objective.backward()
+            optimizer.end_step(LR / (step + 1))
+        return middle, [each.detach().clone() for each in model.parameters()]
+
+    found = {offload: StrictWorld(ranks).run(partial(work, offload=offload)) for offload in (False, True)}
+    states = {offload: [middle for middle, _ in each] for offload, each in found.items()}
+    for offload in (False, True):  # from the state of the other
+        again = StrictWorld(ranks).run(lambda t, o=offload: work(t, o, states[not o][t.rank]))
+        for (_, own), (_, other), (_, expected) in zip(found[offload], again, found[False], strict=True):
+            assert all(map(torch.equal, own, expected))
+            assert all(map(torch.equal, other, expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -27,13 +28,15 @@ from engine.sharded_runs import CPU, KINDS, LENGTHS, WAVES, WAVES_OF_NODES, buil
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport
 from lengthwise.config import OptimizerConfig
+from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
-from lengthwise.cost.memory import gathered_bytes
+from lengthwise.cost import shape_from_config
+from lengthwise.cost.memory import StepMemory, gathered_bytes
 from lengthwise.engine.activations import Offloading
-from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.units import UnitPart
-from lengthwise.models import keep_double
+from lengthwise.models import keep_double, wrapped_layers
 from lengthwise.models.families import FAMILIES
 from lengthwise.program import lower_plan
 from properties import costliest
@@ -103,16 +106,20 @@ def test_gradients_of_any_waves_are_those_of_one_process(data):
     ),
 )
 def test_three_clipped_updates_are_those_of_zero1(changes, frozen):
-    """frozen: as under LoRA, only some parameters of each layer train, and what is in no layer does not."""
+    """frozen: as under LoRA, only some parameters of each layer train, and what is in no layer does not.
+
+    With the optimizer on the host to the bit.
+    """
     model = build(**changes)
     for name, each in model.named_parameters():
         each.requires_grad_(not frozen or "q_proj" in name or "layernorm" in name)
     plan = make_plan(3, LENGTHS, WAVES, layers=2)
 
-    def trained(transport, make, plan):
+    def trained(transport, make, plan, offload=False):
         own = copy.deepcopy(model)
         parameters = make(own, transport)
-        optimizer = ShardedOptimizer(parameters, OptimizerConfig(lr=1e-2, max_grad_norm=1e-3), transport)
+        config = OptimizerConfig(lr=1e-2, max_grad_norm=1e-3, offload=offload)
+        optimizer = ShardedOptimizer(parameters, config, transport)
         norms = []
         for _ in range(3):
             run(own, parameters, transport, plan)
@@ -124,6 +131,11 @@ def test_three_clipped_updates_are_those_of_zero1(changes, frozen):
     sharded = StrictWorld(3).run(lambda t: trained(t, shard, in_waves(plan, "layer")))
     by_node = in_waves(make_plan(4, LENGTHS, WAVES_OF_NODES, layers=2), "layer")
     hybrid = StrictWorld(4).run(lambda t: trained(t, partial(shard, ranks_per_node=2), by_node))
+    for found, by, per_node in ((sharded, in_waves(plan, "layer"), 3), (hybrid, by_node, 2)):
+        make = partial(shard, ranks_per_node=per_node, exact_on=CPU)
+        norms, weights = StrictWorld(len(found)).run(lambda t, make=make, by=by: trained(t, make, by, offload=True))[0]
+        assert norms == found[0][0]
+        assert all(torch.equal(weights[name], each) for name, each in found[0][1].items())
     assert min(flat[0][0]) > 1e-3
     for norms, weights in (sharded[0], hybrid[0]):
         assert norms == pytest.approx(flat[0][0], rel=1e-12)
@@ -204,6 +216,47 @@ def test_a_rank_keeps_its_part_and_gathers_two_units(tied, per_node, monkeypatch
     assert max(sums for _, sums in seen) == 1
 
 
+READS = {
+    "norm": torch.norm,
+    "sum": torch.sum,
+    "detach": lambda each: each.detach().clone(),
+    "data": lambda each: each.data + 1,
+    "tolist": torch.Tensor.tolist,
+    "clone": copy.deepcopy,
+    "add": lambda each: torch.ones(each.shape) + each,
+    "__getitem__": lambda each: each[0],
+    "data_ptr": torch.Tensor.data_ptr,
+}
+
+
+def test_reading_a_value_between_steps_is_an_error_in_words():
+    """It was the end of the process: so in one of its own. What needs no value stays, and steps are as before."""
+
+    def work(transport):
+        model = build()
+        parameters = shard(model, transport)
+        plan = in_waves(make_plan(1, LENGTHS, [[Piece(ranks=(0,), sequences=(0, 1))]], layers=2))
+        losses, optimizer = [], torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            losses.append(run(model, parameters, transport, plan).loss_sum)
+            parameters.publish()
+            for weight in (model.lm_head.weight, model.model.layers[1].mlp.up_proj.weight):
+                for name, read in READS.items():
+                    with pytest.raises(ModelRefused, match=f"{name} of a parameter.*lie over the ranks"):
+                        read(weight)
+                with pytest.raises(ModelRefused, match="a parameter whose values lie over the ranks"):
+                    model.model.layers[1].mlp.up_proj(torch.ones(1, weight.shape[1]))
+                with pytest.warns(UserWarning, match="copy construct"):
+                    assert torch.tensor(weight).isnan().all()
+                assert (weight.dtype, weight.numel(), weight.grad) == (torch.float64, weight.shape.numel(), None)
+                assert "lie over the ranks" in f"{weight}"
+                assert any(weight is each for each in optimizer.param_groups[0]["params"])
+        return losses
+
+    ((first, again),) = run_ranks(work, 1)
+    assert first == again
+
+
 def test_live_bytes_count_units_while_they_are_gathered():
     model = build(num_hidden_layers=4, vocab_size=4096)
     plan = in_waves(make_plan(1, (2,), [[Piece(ranks=(0,), sequences=(0,))]], layers=4))
@@ -216,18 +269,46 @@ def test_live_bytes_count_units_while_they_are_gathered():
     assert live.now_bytes < 0.1 * head
 
 
-class FirstOfMany(SoloTransport):
-    """Rank 0 of four without the others: buffers are those of a transport that moves when it is waited for."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, more(torch.float32)])
+@pytest.mark.parametrize("offload", [True, more(False)])
+def test_what_the_optimizer_leaves_on_the_device_is_what_the_memory_model_counts(offload, dtype):
+    model, config, ranks = build(num_hidden_layers=4), OptimizerConfig(offload=offload), 4
+    shape, exact_on = shape_from_config(model.config.to_dict()), CPU if offload else None
 
-    def __init__(self):
+    def work(transport, layout, per_node=None):
+        own = copy.deepcopy(model)
+        if layout == "zero1":
+            parameters = FlatParameters(own, transport, dtype=dtype, layers=wrapped_layers(own), exact_on=exact_on)
+        else:
+            parameters = shard(own, transport, dtype, per_node, exact_on)
+        optimizer = ShardedOptimizer(parameters, config, transport)
+        count, width = sum(each.numel() for each in own.parameters()), dtype.itemsize
+        memory = StepMemory(shape=shape, dtype_bytes=width, parameters=count, ranks=ranks, offloads=offload)
+        expected = replace(memory, shard=layout, ranks_per_node=per_node).state_bytes()
+        host = sum(each.nbytes for each in (*parameters.state().values(), *optimizer.state().values()))
+        host += parameters.grad_shard.nbytes
+        return kept_bytes(own, parameters, config) / expected, host / memory.host_bytes() if offload else 1.0
+
+    for layout in (("zero1",), ("zero3",), ("hybrid", 2)):
+        for found in StrictWorld(ranks).run(lambda t, layout=layout: work(t, *layout)):
+            assert found == pytest.approx((1, 1), rel=0.05), layout
+
+
+class FirstOfMany(SoloTransport):
+    """Rank 0 of several without the others: buffers are those of a transport that moves when it is waited for."""
+
+    def __init__(self, ranks=4):
         super().__init__()
-        self.world_size = 4
+        self.world_size = ranks
+
+    def among(self, groups):
+        return FirstOfMany(len(groups[0]))
 
     def all_gather(self, output, source):
-        output.view(4, -1).copy_(source)
+        output.view(self.world_size, -1).copy_(source)
 
     def reduce_scatter(self, output, source):
-        output.copy_(source.view(4, -1)[0])
+        output.copy_(source.view(self.world_size, -1)[0])
 
     def all_gather_async(self, output, source, *, key=None, among=None):
         return Later(lambda: self.all_gather(output, source))
@@ -246,18 +327,19 @@ class Later:
 
 
 @pytest.mark.parametrize("words", [more(2048), 8192])
-@pytest.mark.parametrize("tied", [False, True])
-def test_what_is_gathered_is_what_the_memory_model_counts(words, tied):
+@pytest.mark.parametrize(("tied", "per_node"), [(False, 4), (True, 4), (False, 2), more(True, 2)])
+def test_what_is_gathered_is_what_the_memory_model_counts(words, tied, per_node):
     """Of a wave with next to no tokens, in bf16."""
     sizes = {"hidden_size": 256, "intermediate_size": 800, "head_dim": 64, "num_hidden_layers": 4}
     model = build(vocab_size=words, tie_word_embeddings=tied, **sizes)
     layer = sum(each.numel() for each in model.model.layers[0].parameters())
     plan = in_waves(make_plan(4, (2,), [[Piece(ranks=(0,), sequences=(0,))]], layers=4), "layer")
     transport = FirstOfMany()
-    parameters = shard(model, transport, torch.bfloat16)
+    parameters = shard(model, transport, torch.bfloat16, per_node)
     with LiveBytes(*model.parameters(), *parameters.tensors()) as live:
         run(model, parameters, transport, plan, (2,), dtype=torch.bfloat16)
-    expected = gathered_bytes(layer, 256 * words, dtype_bytes=2, ranks=4, ties=tied)
+    how = {"ranks": per_node, "ties": tied, "casts": per_node == 4}
+    expected = gathered_bytes(layer, 256 * words, dtype_bytes=2, **how)
     assert live.peak_bytes == pytest.approx(expected, rel=0.03)
 
 

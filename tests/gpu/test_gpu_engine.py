@@ -21,7 +21,7 @@ from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 LENGTHS = (300, 128, 1, 40, 129, 64)
 
 
-def make(device, dtype, *, hidden=128, fused=None):
+def make(device, dtype, *, hidden=128, fused=None, offload=False):
     register_attention()
     config = LlamaConfig(
         vocab_size=48, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=3, num_attention_heads=4,
@@ -29,8 +29,13 @@ def make(device, dtype, *, hidden=128, fused=None):
     )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32).train()
-    flat = FlatParameters(model, SoloTransport(), dtype=dtype, device=device, layers=wrapped_layers(model))
-    return model, flat, ShardedOptimizer(flat, OptimizerConfig(max_grad_norm=0.1), SoloTransport(), fused=fused)
+    exact_on = torch.device("cpu") if offload else None
+    options = {"dtype": dtype, "device": device, "layers": wrapped_layers(model), "exact_on": exact_on}
+    flat, config = (
+        FlatParameters(model, SoloTransport(), **options),
+        OptimizerConfig(max_grad_norm=0.1, offload=offload),
+    )
+    return model, flat, ShardedOptimizer(flat, config, SoloTransport(), fused=fused)
 
 
 def run(model, flat, device, dtype, *, name="step"):
@@ -83,11 +88,11 @@ def test_gpu_start_holds_what_is_kept_and_no_more(device, dtype):
     assert kept <= peak <= 1.01 * kept + (1 << 20)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_gpu_updates_are_those_of_the_cpu(device, fused):
+@pytest.mark.parametrize(("fused", "offload"), [(False, False), (True, False), (None, True)])
+def test_gpu_updates_are_those_of_the_cpu(device, fused, offload):
     found = []
-    for where, own in ((torch.device("cpu"), False), (device, fused)):
-        model, flat, optimizer = make(where, torch.float32, fused=own)
+    for where, own, away in ((torch.device("cpu"), False, False), (device, fused, offload)):
+        model, flat, optimizer = make(where, torch.float32, fused=own, offload=away)
         for step in range(3):
             run(model, flat, where, torch.float32, name=f"step {step}")
             optimizer.end_step(1e-2)

@@ -8,6 +8,7 @@ from testing import LiveBytes, make_batch, run_ranks
 
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import World
+from lengthwise.core import host_memory
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.held import held_by_rank
 from lengthwise.core.plan import Plan
@@ -201,10 +202,10 @@ def test_verify_takes_auto(tmp_path, precision):
 def test_free_memory_is_that_of_the_container_and_shared_by_its_ranks(tmp_path, monkeypatch):
     alone, shared = memory.free_bytes(CPU, 1), memory.free_bytes(CPU, 4)
     assert alone > 4 * shared * 0.8 > 0
-    monkeypatch.setattr(memory, "_cgroup_bytes", lambda: 1000.0)
+    monkeypatch.setattr(host_memory, "_cgroup_bytes", lambda: 1000.0)
     assert memory.free_bytes(CPU, 2) == 500.0
-    monkeypatch.setattr(memory, "_cgroup_bytes", lambda: None)
-    monkeypatch.setattr(memory, "_available_bytes", lambda: None)
+    monkeypatch.setattr(host_memory, "_cgroup_bytes", lambda: None)
+    monkeypatch.setattr(host_memory, "_available_bytes", lambda: None)
     assert memory.free_bytes(CPU, 1) == 0.0
 
 

@@ -99,17 +99,21 @@ def test_offload_and_evaluation_work_beside_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [more(("zero1", 3), ("hybrid", 4)), more(("hybrid", 4), ("zero3", 3)), (("zero3", 3), ("zero1", 2))],
+    [
+        more(("zero1", 3), ("hybrid", 4)),
+        more(("hybrid", 4), ("hybrid", 4)),
+        more(("hybrid", 4), ("zero3", 3)),
+        (("zero3", 3), ("zero1", 2)),
+    ],
 )
 def test_a_run_goes_on_under_another_layout_and_rank_count(tmp_path, first, then):
-    """Without `--accept-changes`: how parameters lie decides nothing of what is trained."""
+    """Without `--accept-changes`: how parameters lie, and where states are, decides nothing of what is trained."""
     path = run_file(tmp_path, checkpoint={"every_steps": 2, "background": False}, steps=5)
     _, expected = trained(path, "whole")
     fault = {"LENGTHWISE_FAULT": "step-end:0:4:kill"}
     nodes = {"hybrid": ("--set", "ranks_per_node=2")}
-    command = Command(
-        "train", path, "--ranks", first[1], "--set", f"shard={first[0]}", *nodes.get(first[0], ()), **fault
-    )
+    keys = ("--set", f"shard={first[0]}", "--set", "optimizer.offload=true", *nodes.get(first[0], ()))
+    command = Command("train", path, "--ranks", first[1], *keys, **fault)
     assert command.finish()[0] != 0
     _, model = trained(path, "out", "--resume", "--set", f"shard={then[0]}", *nodes.get(then[0], ()), ranks=then[1])
     assert largest_difference(model, expected) <= 1e-14
@@ -189,12 +193,14 @@ def own_bytes():
     return int(line.split()[1]) * 1024
 
 
-def test_a_killed_rank_is_named(tmp_path):
+@pytest.mark.parametrize(("ranks", "layout"), [(3, ZERO3), more(4, HYBRID)])
+def test_a_killed_rank_is_named(tmp_path, ranks, layout):
+    """Within the time-out, also by the ranks of other nodes."""
     path = run_file(tmp_path, steps=1_000_000)
-    command = Command("train", path, "--ranks", 3, *ZERO3)
+    command = Command("train", path, "--ranks", ranks, *layout)
     command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
-    ranks = [pid for pid in children(command.pid) if Path(f"/proc/{pid}").exists()]
-    os.kill(ranks[2], signal.SIGKILL)
+    started = [pid for pid in children(command.pid) if Path(f"/proc/{pid}").exists()]
+    os.kill(started[2], signal.SIGKILL)
     status, _, err = command.finish(seconds=60)
     assert status == 1
     assert "error[rank] rank " in err

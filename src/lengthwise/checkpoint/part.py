@@ -25,7 +25,7 @@ from lengthwise.core.files import make_readable, read_json, sync
 from lengthwise.engine.flat_layout import FlatLayout
 from lengthwise.engine.parameters import MASTER_WEIGHTS
 
-_NOT_NEGATIVE = ("exp_avg_sq",)  # means of squares; see `engine.optimizer.states_of`
+_NOT_NEGATIVE = ("exp_avg_sq",)  # means of squares; see `OptimizerConfig.states`
 _AT_ONCE = 1 << 24  # numbers of a state that are looked at
 
 _DIGEST = ".digest"  # beside a rank's file until the checkpoint is committed

@@ -52,6 +52,7 @@ class PlanInput:
     capacities: dict[str, int]
     options: PlanOptions
     offload_ratio: float | None
+    hardware: Hardware | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,12 @@ class PlanCommand:
         from lengthwise.report.plans import degree_table, plan_table
 
         asked = self._read()
-        tokens, context = self._lengths(asked)
+        tokens, context, batch = self._lengths(asked)
+        console = plain_console()
+        if asked.config is not None and asked.hardware is not None and not self.planning.mode:
+            asked, why = self._laid_out(asked, asked.config, asked.hardware, longest=context or 1, batch=batch)
+            if why:
+                console.print(why)
         options = replace(asked.options, context_tokens=context)
         planning = StepPlanning(
             ranks=self.ranks,
@@ -117,7 +123,7 @@ class PlanCommand:
         plan = planning.plan(tokens)
         write_atomically(self.out, plan.to_json())
 
-        console, cost = plain_console(), asked.cost
+        cost = asked.cost
         known = None if self.cost else asked.shape
         named = f"model {known.name} ({cost.version})" if known else f"costs {cost.version}"
         if self._plans_as_training and not self.cost and not self.measurements:
@@ -146,6 +152,8 @@ class PlanCommand:
         return {**names, "model": "--model-shape"} if self.model_shape else names
 
     def _read(self) -> PlanInput:
+        """Read all of the command line but the lengths of a run file's data; raise all that is wrong with it."""
+        from lengthwise.cost import named_hardware
         from lengthwise.data.recipes import lengths_from_file
 
         problems = Collector()
@@ -183,7 +191,33 @@ class PlanCommand:
             capacities=capacities,
             options=options,
             offload_ratio=ratio,
+            hardware=named_hardware(measured.hardware) if measured else hardware,
         )
+
+    def _laid_out(
+        self, asked: Asked, config: RunConfig, hardware: Hardware, *, longest: int, batch: int
+    ) -> tuple[Asked, str]:
+        """Return (mode and costs of how training lays parameters over the ranks; why, where that was left open)."""
+        from lengthwise.cli.layout import layout_of_run, ties_of
+        from lengthwise.cost import sharded_cost
+
+        if asked.shape is None or config.stages > 1:
+            return asked, ""
+        if self.capacity is not None and config.capacity_tokens != "auto":
+            config = config.model_copy(update={"capacity_tokens": max(asked.capacities.values())})
+        layout = layout_of_run(
+            config,
+            asked.shape,
+            hardware,
+            ranks=self.ranks,
+            longest=longest,
+            batch=batch,
+            trained=_adapters_of(config),
+            ties=None if self.model_shape else ties_of(config.model),
+        )
+        cost = sharded_cost(asked.cost, layout.memory, group=layout.ranks_in_step)
+        mode = "free" if layout.ranks_in_step == 1 else "waves"
+        return replace(asked, cost=cost, options=replace(asked.options, mode=mode)), layout.why
 
     def _offload(self, config: RunConfig | None) -> tuple[str, float | None]:
         """Return (what the planner may offload, the run file's own ratio of every microbatch)."""
@@ -304,11 +338,12 @@ class PlanCommand:
         stages = 1 if self.stages is None else self.stages
         return costs(shape, hardware, stages=stages)
 
-    def _lengths(self, asked: PlanInput) -> tuple[list[int], int | None]:
+    def _lengths(self, asked: PlanInput) -> tuple[list[int], int | None, int]:
+        """Return (lengths to plan, the context that a fixed mesh must hold, the most tokens of a global batch)."""
         config, shape = asked.config, asked.shape
         if config is None:
             assert asked.lengths is not None, "one of the two was checked to be given"
-            return asked.lengths, None
+            return asked.lengths, None, sum(asked.lengths)
         from lengthwise.data import Batches, load_dataset, load_tokenizer
 
         dataset = load_dataset(
@@ -316,8 +351,9 @@ class PlanCommand:
             tokenizer=lambda: load_tokenizer(config.tokenizer_name),
             vocab_size=None if self.model_shape or not shape else shape.vocab,
         )
-        first = next(iter(Batches(dataset, config)))
-        return [int(dataset.lengths[i]) for i in first.ids], int(dataset.lengths.max())
+        batches = Batches(dataset, config)
+        first = next(iter(batches))
+        return [int(dataset.lengths[i]) for i in first.ids], int(dataset.lengths.max()), batches.most_tokens
 
 
 def _adapters_of(config: RunConfig) -> int | None:

@@ -23,6 +23,8 @@ OPTIMIZERS: Mapping[str, Mapping[str, object]] = {
 }
 _ARGUMENTS = tuple(dict.fromkeys(key for arguments in OPTIMIZERS.values() for key in arguments))
 
+_STATES = {"sgd": (), "lion": ("exp_avg",)}
+
 # The arguments of each schedule, by transformers' names, and those of them that have no default there.
 SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "constant": (),
@@ -93,6 +95,11 @@ class OptimizerConfig(Settings):
     max_grad_norm: float | None = Field(
         default=1.0, gt=0, description="gradients are clipped to this global norm; null: no clipping; default 1.0"
     )
+    offload: bool = Field(
+        default=False,
+        description="keep master weights and states in the host's memory, and update there, at the CPU's speed; a GPU "
+        "then has parameters and gradients alone; default false",
+    )
     schedule: (
         Literal[
             "constant",
@@ -137,6 +144,11 @@ class OptimizerConfig(Settings):
     def arguments(self) -> dict[str, Any]:
         """What the optimizer takes, by torch's names, without `lr` and `weight_decay`."""
         return {key: getattr(self, key) for key in OPTIMIZERS[self.name] if key not in ("lr", "weight_decay")}
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """What it keeps of each entry, by torch's names; all begin with zeros."""
+        return (*_STATES.get(self.name, ("exp_avg", "exp_avg_sq")), *["momentum_buffer"] * bool(self.momentum))
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:

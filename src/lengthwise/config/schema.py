@@ -276,6 +276,21 @@ class RunConfig(Settings):
         return "free" if self.ranks_in_step(ranks) == 1 else "waves"
 
     @property
+    def most_offload(self) -> float:
+        """The share of activations that may be offloaded."""
+        ratio = 0.0 if self.offload is None else self.offload.ratio
+        return float(ratio == "auto") if isinstance(ratio, str) else ratio
+
+    @property
+    def keeps_whole(self) -> str | None:
+        """What goes by whole parameters alone, if the run asks for it; as `_not_where_sharded` refuses it."""
+        if self.planner != "lengthwise":
+            return f"planner {self.planner}"
+        if self.compile:
+            return "compile: true"
+        return f"measurements: {MEASURE_AT_START}" if self.measurements == MEASURE_AT_START else None
+
+    @property
     def tokenizer_name(self) -> str:
         """The tokenizer in use: the one named, else the model's own, and bytes for `tiny`."""
         if self.tokenizer is not None:

@@ -25,6 +25,7 @@ from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
 from lengthwise.cost.sharding import (
     ZERO3_ALONE,
     choose_shard,
+    choose_shard_of_run,
     ranks_of_node,
     sharded_cost,
     sharded_traffic,
@@ -54,6 +55,7 @@ __all__ = [
     "analytic_cost",
     "capacity_tokens",
     "choose_shard",
+    "choose_shard_of_run",
     "costs",
     "hardware_of_gpu",
     "largest_peak",

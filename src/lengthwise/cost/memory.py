@@ -30,15 +30,23 @@ def wide_bytes(dtype_bytes: int) -> int:
 
 
 def state_bytes(
-    parameters: float, *, dtype_bytes: int, ranks: int, trained: float | None = None, states: int = 2
+    parameters: float,
+    *,
+    dtype_bytes: int,
+    ranks: int,
+    trained: float | None = None,
+    states: int = 2,
+    offloads: bool = False,
 ) -> float:
     """Count parameters, gradients, and a rank's slices of master weights, reduced gradient and the optimizer's states.
 
     trained: how many of the parameters; None: all. states: of each, as AdamW's two moments. A rank alone has its slices
-    in the buffers themselves.
+    in the buffers themselves. offloads: master weights and states are not on the device.
     """
     wide, trained = wide_bytes(dtype_bytes), parameters if trained is None else trained
     slices = ((dtype_bytes != wide) if ranks == 1 else 2 / ranks) + states / ranks
+    if offloads:
+        slices = 0.0 if ranks == 1 else 1 / ranks
     return parameters * dtype_bytes + trained * wide * (1 + slices)
 
 
@@ -50,16 +58,19 @@ def sharded_state_bytes(
     trained: float | None = None,
     states: int = 2,
     ranks_per_node: int | None = None,
+    offloads: bool = False,
 ) -> float:
     """Count a rank's rows of what `engine.sharded` and the optimizer keep: master weights, gradients and states.
 
     Of what does not train, the parameters alone, in the model's numbers. trained: how many; None: all. ranks_per_node:
-    of hybrid, where a node's ranks have rows of values and sums beside that; None: zero3.
+    of hybrid, where a node's ranks have rows of values and sums beside that; None: zero3. offloads: master weights and
+    states are not on the device, which has values beside them.
     """
     trained, node = parameters if trained is None else trained, ranks_per_node or ranks
-    of_node = 0.0 if node == ranks else (dtype_bytes + wide_bytes(dtype_bytes)) * trained / node
+    wide, is_one = wide_bytes(dtype_bytes), (ranks_per_node or ranks) == ranks
+    of_node = (dtype_bytes * (offloads or not is_one) + wide * (not is_one)) * trained / node
     frozen = dtype_bytes * (parameters - trained) / node
-    return (2 + states) * wide_bytes(dtype_bytes) * trained / ranks + of_node + frozen
+    return (1 if offloads else 2 + states) * wide * trained / ranks + of_node + frozen
 
 
 def gathered_bytes(
@@ -121,8 +132,8 @@ class StepMemory:
     fused_norms: norms keep input and result in the model's numbers, as fused kernels do (Megatron's); else as Hugging
     Face's operations, which keep the input in fp32 and what is normed, too.
     shard: how parameters lie over the ranks, zero1, zero3 or hybrid. ranks_per_node: that share them under hybrid.
-    states: that the optimizer keeps of each. ties: whether
-    head and embedding are the same; None: as the family usually has it.
+    states: that the optimizer keeps of each. offloads: it keeps them, and master weights, in the host's memory. ties:
+    whether head and embedding are the same; None: as the family usually has it.
     """
 
     shape: ModelShape
@@ -138,15 +149,27 @@ class StepMemory:
     shard: str = "zero1"
     ranks_per_node: int | None = None
     states: int = 2
+    offloads: bool = False
     ties: bool | None = None
 
     def state_bytes(self) -> float:
         """Count what a device keeps from step to step, gradients included."""
         count = partial(sharded_state_bytes, ranks_per_node=self._node) if self._is_sharded else state_bytes
         held = count(
-            self._parameters(), dtype_bytes=self.dtype_bytes, ranks=self.ranks, trained=self.trained, states=self.states
+            self._parameters(),
+            dtype_bytes=self.dtype_bytes,
+            ranks=self.ranks,
+            trained=self.trained,
+            states=self.states,
+            offloads=self.offloads,
         )
         return held / (self.tensor * self.stages)
+
+    def host_bytes(self) -> float:
+        """Count what an offloaded optimizer keeps of a device's in the host's memory: masters, states and gradients."""
+        trained = self._parameters() if self.trained is None else self.trained
+        held = (2 + self.states) * wide_bytes(self.dtype_bytes) * trained / (self.ranks * self.tensor * self.stages)
+        return held if self.offloads else 0.0
 
     def state_parts(self) -> dict[str, float]:
         """Return what a device keeps from step to step by its parts, in bytes; `state_bytes` is their sum."""
@@ -162,7 +185,8 @@ class StepMemory:
             trained * wide_bytes(self.dtype_bytes) / devices,
         )
         slices = bare.state_bytes() - weights - sums
-        return {"weights": weights, "gradients": sums, "master weights and sums": slices, "states": states}
+        name = "sums" if self.offloads else "master weights and sums"
+        return {"weights": weights, "gradients": sums, name: slices, "states": states}
 
     def gathered_bytes(self) -> float:
         """Count what a device gathers of parameters for a pass, at most, where they lie over the ranks."""
@@ -177,7 +201,7 @@ class StepMemory:
             ranks=self._node,
             ties=ties,
             trains=self.trained is None,
-            casts=self._node == self.ranks,
+            casts=self._node == self.ranks and not self.offloads,
         )
         return (found - self._layer().tied_head_gradient * ties) / self.tensor  # which a microbatch counts
 
@@ -202,7 +226,7 @@ class StepMemory:
     def _parameters(self) -> float:
         if self.parameters is not None:
             return self.parameters
-        return self.shape.total_params - self._layer().tied_head_gradient // self.dtype_bytes
+        return self.shape.total_params - self.shape.hidden * self.shape.vocab * self._ties
 
     def saved_bytes(self, recompute: str) -> float:
         """Count what a device keeps of one token from forward to backward: what can be offloaded, but for two layers.

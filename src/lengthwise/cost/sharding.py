@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lengthwise.config import RunConfig
 from lengthwise.core.errors import ConfigError, MemoryShortage
 from lengthwise.core.names import counted
 from lengthwise.core.plan import RECOMPUTE_KINDS
@@ -66,12 +67,13 @@ def choose_shard(
     kinds: Sequence[str] = RECOMPUTE_KINDS,
     offload: float = 0.0,
     keeps_whole: str | None = None,
+    can_offload: bool = False,
 ) -> ShardChoice:
     """Return the first of zero1, hybrid and zero3 with which a rank holds `tokens` in a microbatch; on one rank zero1.
 
     hybrid only where `memory` names the ranks of a node, and there are several nodes. Where none does, zero3.
     device_bytes: of one rank; None: not known, and zero1 is taken. kinds: of recomputation that may be taken. offload:
-    the share that may be. keeps_whole: what allows zero1 alone.
+    the share that may be. keeps_whole: what allows zero1 alone. can_offload: whether the optimizer may be.
 
     Raises:
         MemoryShortage: neither leaves room for 128 tokens.
@@ -88,7 +90,8 @@ def choose_shard(
         why = f"weights, gradients and states take {kept[0]} of {device}, and leave room for {held[0]:,} tokens"
         return ShardChoice(shard="zero1", why=why)
     if not can_cut or not held[1]:
-        raise _nothing_fits(whole, cut if can_cut else None, device_bytes, kinds, keeps_whole)
+        cut = cut if can_cut else None
+        raise _nothing_fits(whole, cut, device_bytes, kinds, keeps_whole, can_offload=can_offload)
     why = f"zero1 would take {kept[0]} of {device} for weights, gradients and states, and leave room for "
     why += f"{held[0]:,} tokens of the {tokens:,} wanted"
     by_node = replace(memory, shard="hybrid")
@@ -97,6 +100,40 @@ def choose_shard(
         why += f"; hybrid, over {counted(memory.ranks_per_node or 1, 'rank')} of a node, takes "
         return ShardChoice(shard="hybrid", why=f"{why}{_kept(by_node)}")
     return ShardChoice(shard="zero3", why=f"{why}; zero3 takes {kept[1]}")
+
+
+def choose_shard_of_run(
+    config: RunConfig,
+    memory: StepMemory,
+    device_bytes: float | None,
+    *,
+    longest: int,
+    batch: int,
+    on_gpus: bool,
+    kinds: Sequence[str] = RECOMPUTE_KINDS,
+) -> ShardChoice:
+    """Return what `shard: auto` of a run file takes.
+
+    longest, batch: tokens of the longest sequence, and at most of a global batch. kinds: of recomputation that the
+    model's family can.
+
+    Raises:
+        MemoryShortage: the model fits under no layout.
+    """
+    capacity, recompute = config.capacity_tokens, config.recompute
+    if capacity == "auto":
+        tokens = wanted_tokens(memory.ranks, longest=longest, batch=batch)
+    else:
+        tokens, recompute = min(capacity, batch), "none" if recompute == "auto" else recompute
+    return choose_shard(
+        memory,
+        device_bytes,
+        tokens=tokens,
+        kinds=kinds if recompute == "auto" else [recompute],
+        offload=config.most_offload,
+        keeps_whole=config.keeps_whole,
+        can_offload=on_gpus,
+    )
 
 
 def _kept(memory: StepMemory) -> str:
@@ -124,7 +161,13 @@ def more_ranks(ranks: int) -> list[int]:
 
 
 def _nothing_fits(
-    whole: StepMemory, cut: StepMemory | None, device_bytes: float, kinds: Sequence[str], keeps_whole: str | None
+    whole: StepMemory,
+    cut: StepMemory | None,
+    device_bytes: float,
+    kinds: Sequence[str],
+    keeps_whole: str | None,
+    *,
+    can_offload: bool,
 ) -> MemoryShortage:
     room = device_bytes * (1 - RESERVED)
 
@@ -137,6 +180,8 @@ def _nothing_fits(
         remedies.append(f"no {keeps_whole}, so that shard zero3 can be taken")
     if fits(best, kinds=RECOMPUTE_KINDS):
         remedies.append("recompute: auto")
+    if can_offload and not best.offloads and fits(replace(best, offloads=True)):
+        remedies.append("optimizer.offload: true")
     if fits(best, 1.0):
         remedies.append("offload: {store: host}")
     if whole.trained is None and fits(with_adapters(best)):

@@ -95,6 +95,14 @@ class Batches:
         """How often an epoch takes a row at most."""
         return max((math.ceil(weight) for _, weight in self._weights), default=1)
 
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that a global batch can have."""
+        lengths, asked = np.sort(self._lengths[self._ids])[::-1], self._config.global_batch
+        if asked.tokens is not None:
+            return max(int(lengths[0]), asked.tokens)
+        return int(np.repeat(lengths[: asked.sequences], self.most_copies)[: asked.sequences].sum())
+
     def _taken(self, epoch: int, number: int) -> np.ndarray:
         """Return what an epoch takes of a source: ids, and for each further time an id plus so many times all rows."""
         (first, weight), rows = self._weights[number], len(self._lengths)

@@ -12,6 +12,7 @@ import torch
 
 from lengthwise.comm import Transport
 from lengthwise.core.errors import MemoryShortage
+from lengthwise.core.host_memory import free_host_bytes
 from lengthwise.report.figures import count
 
 SMALLER_MICROBATCHES = (
@@ -69,27 +70,7 @@ def free_bytes(device: torch.device, ranks: int) -> float:
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free / ranks + cached
-    free = [_available_bytes(), _cgroup_bytes()]
-    return min((each for each in free if each is not None), default=0.0) / ranks
-
-
-def _available_bytes() -> float | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux: a share of what there is would be a guess
-        return None
-
-
-def _cgroup_bytes() -> float | None:
-    """Return what the container, if this is one, may still take; its page cache counts as free."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        most, used = (root / "memory.max").read_text().strip(), int((root / "memory.current").read_text())
-        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-        return None if most == "max" else float(int(most) - used + int(stat.get("inactive_file", 0)))
-    except (OSError, ValueError):  # none, or of the first version
-        return None
+    return free_host_bytes() / ranks
 
 
 def memory_in_use() -> str:

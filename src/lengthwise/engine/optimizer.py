@@ -4,6 +4,9 @@ Those of torch that compute each entry by itself, and Lion: how parameters are c
 
 The update goes over the shards in parts, a 64th of them at a time, so that what it needs beside them is small. Or it is
 fused: one kernel for all of a shard, which clips, too, and needs nothing beside it.
+
+Offloaded, master weights and states are in the host's memory, and the update runs there: the rank's sum of gradients is
+copied there once a step, and `Parameters.publish` brings the new values back.
 """
 
 from __future__ import annotations
@@ -27,22 +30,17 @@ _KINDS: Mapping[str, Callable[..., Any]] = {
     "sgd": torch.optim.SGD,
     "lion": Lion,
 }
-_STATES = {"sgd": (), "lion": ("exp_avg",)}
 _COUNTED = ("adamw", "adam")  # whose update depends on the number of the step
 FUSED = ("adamw", "adam", "sgd")  # of which torch has one kernel for a whole update
 _TEMPORARIES = {"adamw": 2}  # of a part's size in an update that is not fused
 _MOST_TEMPORARIES = 6
 
 
-def states_of(config: OptimizerConfig) -> tuple[str, ...]:
-    """Name what an optimizer keeps of each entry, as torch does; all begin with zeros."""
-    return (*_STATES.get(config.name, ("exp_avg", "exp_avg_sq")), *["momentum_buffer"] * bool(config.momentum))
-
-
 class ShardedOptimizer:
     """An optimizer over the shards of each rank.
 
-    Its states are made at once: what does not fit shows before the first step. fused: see `FUSED`; None: on GPUs.
+    Its states are made at once: what does not fit shows before the first step. fused: see `FUSED`; None: on GPUs. Of an
+    offloaded one `parameters` have their master weights on the host.
     """
 
     def __init__(
@@ -52,7 +50,12 @@ class ShardedOptimizer:
         self._updates = 0
         groups: dict[bool, list[torch.nn.Parameter]] = {}
         shards, own = parameters.shards(), parameters.state()[MASTER_WEIGHTS]
-        self._states = {name: torch.empty_like(own).zero_() for name in states_of(config)}  # takes the memory
+        self._states = {name: torch.empty_like(own).zero_() for name in config.states}  # takes the memory
+        summed = gradients = parameters.grad_shard
+        if config.offload:
+            assert own.device.type == "cpu", own.device
+            gradients = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=summed.is_cuda)
+        self._gradients = gradients
         states_of_part: dict[torch.nn.Parameter, dict[str, Tensor]] = {}
         self._part = part_of(sum(len(shard.weights) for shard in shards))
         on_gpu = any(shard.weights.is_cuda for shard in shards)
@@ -60,7 +63,7 @@ class ShardedOptimizer:
         for shard in shards:
             at_once = len(shard.weights) if self.fused else self._part
             within = slice(shard.start, shard.start + len(shard.weights))
-            beside = (shard.gradient, *(each[within] for each in self._states.values()))
+            beside = (gradients[within], *(each[within] for each in self._states.values()))
             for part, gradient, *states in zip(
                 *(each.split(at_once) for each in (shard.weights, *beside)), strict=True
             ):
@@ -115,6 +118,8 @@ class ShardedOptimizer:
     def update(self, lr: float) -> None:
         """Update this rank's shards."""
         self._updates += 1
+        if self._gradients is not self._parameters.grad_shard:
+            self._gradients.copy_(self._parameters.grad_shard)  # which waits for it
         if self._optimizer is not None:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
@@ -154,10 +159,14 @@ class ShardedOptimizer:
 
 
 def kept_bytes(model: nn.Module, parameters: Parameters, config: OptimizerConfig) -> int:
-    """Count the bytes of a rank from step to step: of the model, its gradients and masters, and optimizer states."""
+    """Count the bytes of a rank from step to step: of the model, its gradients and masters, and optimizer states.
+
+    Where the optimizer is offloaded, without what is in the host's memory.
+    """
     there = (*model.parameters(), *model.buffers(), *parameters.tensors())
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in there}
-    return sum(storages.values()) + len(states_of(config)) * parameters.state()[MASTER_WEIGHTS].nbytes
+    exact = parameters.state()[MASTER_WEIGHTS]
+    return sum(storages.values()) + (-1 if config.offload else len(config.states)) * exact.nbytes
 
 
 def step_end_bytes(parameters: Parameters, config: OptimizerConfig) -> int:
@@ -166,5 +175,5 @@ def step_end_bytes(parameters: Parameters, config: OptimizerConfig) -> int:
     entries = sum(map(len, weights))
     part = min(part_of(entries), max(map(len, weights), default=0))
     wide = weights[0].element_size() if weights else 0
-    update = _TEMPORARIES.get(config.name, _MOST_TEMPORARIES) * wide * part
+    update = 0 if config.offload else _TEMPORARIES.get(config.name, _MOST_TEMPORARIES) * wide * part
     return max(2 * 8 * part, update, parameters.publish_bytes())

@@ -50,7 +50,8 @@ class Parameters(Protocol):
     """The trainable parameters of a model on one rank.
 
     layout: where the entries of each parameter, as `names` has them, lie in the `state` of all ranks.
-    master_weights, grad_shard: this rank's exact parameters, and what `reduce_gradients` returns, (entries,) each.
+    master_weights, grad_shard: this rank's exact parameters, and what `reduce_gradients` returns, (entries,) each; the
+    first may be in the host's memory, the second is where the model runs.
     ranks_in_step: how many neighbouring ranks gather and sum together in every pass, so that each of them takes part in
     all microbatches of the others; 1: none do.
     """
@@ -158,6 +159,14 @@ def shards_of(
         Shard(start=start, weights=weights[start:stop], gradient=gradient[start:stop], decayed=decayed)
         for start, stop, decayed in segments
     ]
+
+
+def brought(values: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return master weights in `dtype` where the model runs; the host's are cast there, and sent from pinned memory."""
+    if values.device.type == device.type:
+        return values.to(dtype)
+    staged = torch.empty(values.shape, dtype=dtype, pin_memory=device.type == "cuda").copy_(values)
+    return staged.to(device, non_blocking=True)
 
 
 def largest_magnitude(parameters: Parameters) -> Tensor:

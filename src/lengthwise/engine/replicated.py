@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lengthwise.comm import Pending, Transport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.engine.flat_layout import BUCKET_ENTRIES, BucketOrder, lay_out
-from lengthwise.engine.parameters import MASTER_WEIGHTS, Shard, shards_of
+from lengthwise.engine.parameters import MASTER_WEIGHTS, Shard, brought, shards_of
 
 
 class FlatParameters:
@@ -32,7 +32,8 @@ class FlatParameters:
     storage (on the meta device).
     device: where the buffers are; None: where the model is. layers: the decoder's, whose parameters stay together.
     overlaps: whether sums and values of buckets travel while backward and forward run. keeps_frozen: what does not
-    train keeps its dtype, and is not made to compute in `dtype`.
+    train keeps its dtype, and is not made to compute in `dtype`. exact_on: where master weights are, apart from all
+    else; None: where the model is.
     """
 
     ranks_in_step = 1
@@ -48,6 +49,7 @@ class FlatParameters:
         bucket_entries: int = BUCKET_ENTRIES,
         overlaps: bool = False,
         keeps_frozen: bool = False,
+        exact_on: torch.device | None = None,
     ) -> None:
         self._transport, self._model = transport, model
         self._overlaps = overlaps and transport.world_size > 1
@@ -74,7 +76,9 @@ class FlatParameters:
         self.grads = torch.zeros(self.layout.entries, dtype=wide, device=where)
         self.grad_shard = self.grads if alone else torch.zeros(self.layout.shard_entries, dtype=wide, device=where)
         self.values = torch.zeros(self.layout.entries, dtype=dtype, device=where)
-        self.master_weights = self.values if alone and self._is_exact else torch.empty_like(self.grad_shard)
+        is_apart = not (alone and self._is_exact) or exact_on is not None
+        self.master_weights = torch.empty_like(self.grad_shard, device=exact_on) if is_apart else self.values
+        self._casts = not self._is_exact or exact_on is not None  # what is gathered is a copy
         self._take_in(model, parameters)
         if self._overlaps:
             self._wait_before(model, layers)
@@ -202,15 +206,15 @@ class FlatParameters:
         yield
 
     def publish_bytes(self) -> int:
-        """Count the bytes of a slice in the compute dtype, where its master weights are not that."""
+        """Count the bytes of a slice in the compute dtype, where its master weights are not that, or in the host."""
         slices = [self.layout.in_shard(bucket) for bucket in range(self.layout.num_buckets)]
         sizes = [each.stop - each.start for each in slices]
-        return 0 if self._is_exact else self.values.element_size() * (sum if self._overlaps else max)(sizes)
+        return 0 if not self._casts else self.values.element_size() * (sum if self._overlaps else max)(sizes)
 
     def _gather(self, whole: Tensor, shard: Tensor) -> Iterator[tuple[int, Pending]]:
         """Begin to gather one bucket after the other; yield it with what to wait for."""
         for bucket in self._gathered:
-            own = shard[self.layout.in_shard(bucket)].to(whole.dtype)
+            own = brought(shard[self.layout.in_shard(bucket)], whole.dtype, whole.device)
             yield bucket, self._transport.all_gather_async(whole[self.layout.bucket(bucket)], own)
 
     def clear_gradients(self) -> None:

@@ -35,7 +35,7 @@ from lengthwise.comm import Pending, Transport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.engine.flat_layout import FlatLayout, lay_out
 from lengthwise.engine.gathering import gathered
-from lengthwise.engine.parameters import MASTER_WEIGHTS, Shard, shards_of
+from lengthwise.engine.parameters import MASTER_WEIGHTS, Shard, brought, shards_of
 from lengthwise.engine.replicated import replace_parameters, replaced, share_values, trainable
 from lengthwise.engine.units import ModelUnit, UnitPart, units_of
 from lengthwise.engine.waves import Waves
@@ -48,7 +48,8 @@ class ShardedParameters:
     storage (on the meta device). device: where a rank's slices are. layers: the decoder's, a unit each. read: returns
     entries [first, stop) of a parameter by its name, on every rank its own; None: those of rank 0 are sent.
     keeps_frozen: what does not train keeps its dtype. trains: False: nothing does, whatever the model says.
-    ranks_per_node: so many neighbouring ranks gather together, of hybrid; None: all do.
+    ranks_per_node: so many neighbouring ranks gather together, of hybrid; None: all do. exact_on: where master weights
+    are, apart from slices in the compute dtype that units are gathered from; None: with these.
     `names` are in the order of the units.
     """
 
@@ -64,17 +65,18 @@ class ShardedParameters:
         keeps_frozen: bool = False,
         trains: bool = True,
         ranks_per_node: int | None = None,
+        exact_on: torch.device | None = None,
     ) -> None:
         self.ranks_in_step = ranks_per_node or transport.world_size
         node_of_rank, self._replicas = _axes(transport, self.ranks_in_step)
-        self._transport, self._model, self._is_whole = transport, model, False
+        self._transport, self._model, self._is_whole, self._device = transport, model, False, device
         learns = {name for name, _ in trainable(model)} if trains else set[str]()
         wide = torch.promote_types(dtype, torch.float32)
         share_values(model, transport, (), dtype=dtype, device=device)
         given = dict(model.named_parameters())
         units = units_of(model, layers)
         node: dict[str, Any] = {"transport": transport, "node_of_rank": node_of_rank, "device": device}
-        trained = _Slices(units, given, learns, dtype=dtype, kept=wide, trains=True, **node)
+        trained = _Slices(units, given, learns, dtype=dtype, kept=wide, trains=True, exact_on=exact_on, **node)
         frozen = dict[torch.dtype, set[str]]()
         for name, each in given.items():
             if name not in learns:
@@ -85,7 +87,7 @@ class ShardedParameters:
         ]
         self._trained, self.names, self.shapes, self.layout = trained, trained.names, trained.shapes, trained.layout
         self.master_weights = trained.values
-        self.grad_shard = self._sums = torch.zeros_like(self.master_weights)
+        self.grad_shard = self._sums = torch.zeros_like(self.master_weights, device=device)
         if self._replicas is not None:
             self._sums = torch.zeros(len(trained.of_node), dtype=wide, device=device)
         read = read or partial(self._sent, {name: each.detach() for name, each in given.items()})
@@ -116,7 +118,7 @@ class ShardedParameters:
     def _sent(self, given: Mapping[str, Tensor], name: str, first: int, stop: int) -> Tensor:
         """Return entries of what rank 0 has of a parameter. Collective."""
         (dtype,) = (each.values.dtype for each in (self._trained, *self._frozen) if name in each.members)
-        whole = torch.empty(given[name].shape, dtype=dtype, device=self.master_weights.device)
+        whole = torch.empty(given[name].shape, dtype=dtype, device=self._device)
         if not given[name].is_meta:
             whole.copy_(given[name])
         self._transport.broadcast(whole, 0)
@@ -125,12 +127,15 @@ class ShardedParameters:
     def _share_updates(self) -> None:
         """Give the replicas of this rank's place in a node what it updates, and take theirs. Collective."""
         layout, own = self.layout, self._trained
-        if self._replicas is None or not self.names:
+        if own.of_node is own.values or not self.names:
             return
         for bucket in range(layout.num_buckets):
-            updated = own.values[layout.in_shard(bucket)].to(own.dtype)
+            updated = brought(own.values[layout.in_shard(bucket)], own.dtype, self._device)
             whole = own.of_node[own.node.in_shard(bucket)]
-            self._replicas.all_gather(whole, updated)
+            if self._replicas is None:
+                whole.copy_(updated)
+            else:
+                self._replicas.all_gather(whole, updated)
 
     def shards(self) -> list[Shard]:
         """Cut this rank's slices where weight decay changes (see `Parameters.shards`)."""
@@ -170,9 +175,10 @@ class ShardedParameters:
         """Do nothing: units are gathered when they run."""
 
     def publish_bytes(self) -> int:
-        """Count the bytes of a slice in the compute dtype, where another node needs it so."""
+        """Count the bytes of a slice in the compute dtype, where another node needs it so, or the host has another."""
         slices = [self.layout.in_shard(bucket) for bucket in range(self.layout.num_buckets)]
-        needs = self._replicas is not None and self._trained.dtype != self.master_weights.dtype
+        own = self._trained
+        needs = own.of_node is not own.values and (own.is_apart or own.dtype != own.values.dtype)
         return max(each.stop - each.start for each in slices) * self._trained.dtype.itemsize if needs else 0
 
     def clear_gradients(self) -> None:
@@ -186,7 +192,7 @@ class ShardedParameters:
         Raises:
             ModelRefused: somebody replaced, moved or froze some.
         """
-        now, dtype, device = dict(self._model.named_parameters()), self._trained.dtype, self.master_weights.device
+        now, dtype, device = dict(self._model.named_parameters()), self._trained.dtype, self._device
         found = sum(each.requires_grad for each in now.values())
         stays = all(
             now.get(name) is own and own.dtype == dtype and own.device == device
@@ -212,7 +218,8 @@ class ShardedParameters:
                     made[id(own)] = nn.Parameter(whole, requires_grad=own.requires_grad)
         if not self._transport.rank:
             for own in before.values():
-                made.setdefault(id(own), nn.Parameter(own.detach().to("meta"), requires_grad=own.requires_grad))
+                left_out = torch.empty(own.shape, dtype=own.dtype, device="meta")
+                made.setdefault(id(own), nn.Parameter(left_out, requires_grad=own.requires_grad))
         replace_parameters(self._model, made)
         self._is_whole = not self._transport.rank
         try:
@@ -223,8 +230,8 @@ class ShardedParameters:
 
     def tensors(self) -> list[Tensor]:
         """Return the slices of this rank."""
-        of_node = [self._trained.of_node, self._sums] if self._replicas is not None else []
-        return [self.master_weights, self.grad_shard, *of_node, *(each.values for each in self._frozen)]
+        own = [self.master_weights, self.grad_shard, self._trained.of_node, self._sums]
+        return [*{id(each): each for each in own}.values(), *(each.values for each in self._frozen)]
 
     def read_by_forward(self) -> list[Tensor]:
         """Return the slices that units are gathered from."""
@@ -250,7 +257,7 @@ class _Slices:
 
     values: (entries,), in `kept`, of what it updates, or of what does not train and every node has. of_node: what units
     are gathered from, `among` the ranks of a node, which lies as in `node`; the same where there is one node. made: by
-    name the parameters that are gathered of them, in `dtype`.
+    name the parameters that are gathered of them, in `dtype`. exact_on: as for `ShardedParameters`.
     """
 
     def __init__(
@@ -265,6 +272,7 @@ class _Slices:
         kept: torch.dtype,
         device: torch.device,
         trains: bool,
+        exact_on: torch.device | None = None,
     ) -> None:
         self.members, self.dtype, self._rank, self.among = members, dtype, transport.rank, node_of_rank
         self.made = dict[str, nn.Parameter]()
@@ -282,8 +290,9 @@ class _Slices:
         self.node = self.layout.of_node()
         if not trains:
             self.layout, self._rank = self.node, node_of_rank.rank
-        self.values = self.of_node = torch.zeros(self.layout.shard_entries, dtype=kept, device=device)
-        if self.layout != self.node:
+        self.is_apart = exact_on is not None
+        self.values = self.of_node = torch.zeros(self.layout.shard_entries, dtype=kept, device=exact_on or device)
+        if self.layout != self.node or self.is_apart:
             self.of_node = torch.zeros(self.node.shard_entries, dtype=dtype, device=device)
 
     def parts(self, unit: int, *, gradient: Tensor | None) -> Iterator[UnitPart]:

@@ -40,6 +40,7 @@ class StageParameters(FlatParameters):
         bucket_entries: int = BUCKET_ENTRIES,
         overlaps: bool = False,
         keeps_frozen: bool = False,
+        exact_on: torch.device | None = None,
     ) -> None:
         self.stage, self.mesh = stage, mesh
         self._copy: nn.Parameter | None = None  # of a tied head, which trains in no buffer of this stage
@@ -58,6 +59,7 @@ class StageParameters(FlatParameters):
             bucket_entries=bucket_entries,
             overlaps=overlaps,
             keeps_frozen=keeps_frozen,
+            exact_on=exact_on,
         )
         self._tied = stage.tied_weight() if is_tied else None
         if is_tied:

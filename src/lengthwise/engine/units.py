@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lengthwise.comm import Pending, Transport
+from lengthwise.core.errors import ModelRefused
 from lengthwise.engine.wave_order import CallKey, UnitKind
 
 
@@ -68,12 +70,72 @@ def _ends_a_model(model: nn.Module, modules: Sequence[nn.Module]) -> bool:
     return all(each in of_head or "norm" in type(each).__name__.lower() for each in modules)
 
 
+class FreedParameter(nn.Parameter):
+    """A parameter while its values lie over the ranks: it has a shape and a gradient, and no value to compute with.
+
+    It stays the same object, as optimizers, hooks and tied modules know it: its class changes, and its data, which is
+    one NaN of its shape. So what asks for values past this class (torch.tensor does) reads NaN, and no freed memory.
+
+    comes_to: a view of the buffer that has its values while they are gathered.
+    """
+
+    comes_to: Tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Allow what asks for no value.
+
+        Raises:
+            ModelRefused: for all else.
+        """
+        del types
+        if func in _WITHOUT_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", str(func))
+        name = func.__self__.__name__ if name in ("__get__", "__set__") else name  # of an attribute
+        raise ModelRefused(
+            f"{name} of a parameter",
+            expected="values, which a sharded model has while a layer runs in a step",
+            got="a parameter whose values lie over the ranks",
+            remedy="Use the session's state_dict, or whole_on_first on all ranks, which gives rank 0 a whole model.",
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Return what it has: a shape and a dtype."""
+        return f"Parameter of shape {tuple(self.shape)} in {self.dtype}, whose values lie over the ranks"
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the storage that its values come to, which is empty."""
+        return self.comes_to.untyped_storage()
+
+    def __deepcopy__(self, memo: object) -> Any:
+        """Refuse a copy, as any use of values."""
+        del memo
+        return self.clone()
+
+
+def _without_values() -> frozenset[Any]:
+    attributes = "shape dtype device layout ndim grad grad_fn requires_grad is_leaf nbytes itemsize retains_grad"
+    flags = "is_meta is_cuda is_cpu is_mps is_xpu is_sparse is_quantized is_nested _version _is_view _backward_hooks"
+    methods = "size dim ndimension numel nelement element_size get_device requires_grad_ __len__"
+    asked = "is_floating_point is_complex register_hook register_post_accumulate_grad_hook __format__"
+    tensor: Any = Tensor
+    of_tensor = [getattr(tensor, name) for name in f"{attributes} {flags} {methods} {asked}".split()]
+    read = [each.__get__ if hasattr(each, "__set__") else each for each in of_tensor]
+    written = [tensor.grad.__set__, tensor.grad.__delete__, tensor.requires_grad.__set__]
+    is_asked = (torch.is_floating_point, torch.is_complex, torch.numel)
+    return frozenset([*read, *written, *is_asked])
+
+
+_WITHOUT_VALUES = _without_values()
+
+
 class UnitPart:
     """Parameters of a unit that all train, or all do not: views of one buffer, which has storage while it is gathered.
 
-    views: of the buffer, by parameter; autograd may save them: the storage is the same whenever it is filled. own: what
-    this rank has of them, (entries / ranks,), in any dtype. gradient: of the same entries, the sum so far; None: they
-    do not train.
+    Autograd may save views of it: its storage is the same whenever it is filled. own: what this rank has of them,
+    (entries / ranks,), in any dtype. gradient: of the same entries, the sum so far; None: they do not train.
     """
 
     def __init__(
@@ -89,9 +151,9 @@ class UnitPart:
         self._whole = torch.empty(entries, dtype=dtype, device=own.device)
         self._own, self._gradient, self._starts = own, gradient, starts
         # Of `.data`: what is written to the buffer is no change of a parameter, as autograd counts changes.
-        self.parameters = [
-            nn.Parameter(view.data, requires_grad=gradient is not None) for view in self._cut(self._whole, shapes)
-        ]
+        self._views = [view.data for view in self._cut(self._whole, shapes)]
+        self._no_value = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=own.device)
+        self.parameters = [nn.Parameter(view, requires_grad=gradient is not None) for view in self._views]
         self._arriving: Pending | None = None
         self._sum: tuple[Tensor, Pending] | None = None
         self.free()
@@ -117,10 +179,16 @@ class UnitPart:
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None
+            for parameter, view in zip(self.parameters, self._views, strict=True):
+                parameter.__class__, parameter.data = nn.Parameter, view
 
     def free(self) -> None:
         """Let the values go."""
         self.wait()
+        parameters: list[Any] = self.parameters
+        for parameter, view in zip(parameters, self._views, strict=True):
+            parameter.__class__, parameter.data = nn.Parameter, self._no_value.expand(view.shape)
+            parameter.__class__, parameter.comes_to = FreedParameter, view
         self._whole.untyped_storage().resize_(0)
 
     def reduce(self, transport: Transport, key: CallKey) -> None:

@@ -56,10 +56,11 @@ def build_trained(
     `say` hears how the model computes. `draws_both`: as for `build_adapted`.
     """
     dtype, overlap = DTYPES[job.config.precision], job.config.overlap
+    exact_on = torch.device("cpu") if job.config.optimizer.offload else None
     transport.phase = "start, taking the model of rank 0 in"
     build = partial(build_adapted, job.model, job.config.lora, seed=job.config.seed, draws_both=draws_both)
     if job.config.stages > 1:
-        return _build_stage(job, world, transport, build, say)
+        return _build_stage(job, world, transport, build, say, exact_on)
     model: Any = build(stored=job.shard == "zero1" and transport.rank == 0)
     rows = None if job.shard == "zero1" else _own_rows(job, model, transport)
     if job.shard != "zero1" and rows is None and transport.rank == 0:
@@ -75,6 +76,7 @@ def build_trained(
             layers=layers,
             read=None if rows is None else rows.read,
             ranks_per_node=job.config.ranks_in_step(job.ranks),
+            exact_on=exact_on,
         )
     parameters = FlatParameters(
         model,
@@ -83,12 +85,18 @@ def build_trained(
         device=world.device,
         layers=layers,
         overlaps=world.device.type == "cuda" if overlap is None else overlap,
+        exact_on=exact_on,
     )
     return model, parameters
 
 
 def _build_stage(
-    job: Job, world: World, transport: Transport, build: Callable[..., Any], say: Callable[[str], None] | None
+    job: Job,
+    world: World,
+    transport: Transport,
+    build: Callable[..., Any],
+    say: Callable[[str], None] | None,
+    exact_on: torch.device | None,
 ) -> tuple[Any, StageParameters]:
     """Build a stage of the job's model; the ranks of replica 0 read its weights.
 
@@ -112,7 +120,8 @@ def _build_stage(
         cut = "; ".join(", ".join(f"{chunk.start} to {chunk.stop - 1}" for chunk in each) for each in of_stage)
         say(f"stages: {config.stages} of {mesh.num_replicas} replicas, with layers {cut}")
     overlaps = world.device.type == "cuda" if config.overlap is None else config.overlap
-    return model, StageParameters(stage, mesh, dtype=dtype, device=world.device, overlaps=overlaps)
+    options: dict[str, Any] = {"dtype": dtype, "device": world.device, "overlaps": overlaps, "exact_on": exact_on}
+    return model, StageParameters(stage, mesh, **options)
 
 
 def engine_of(

@@ -131,11 +131,7 @@ class Job:
     @property
     def most_tokens(self) -> int:
         """The most tokens that a global batch of this run can have."""
-        lengths, asked = np.sort(self.dataset.lengths[self.dataset.ids])[::-1], self.config.global_batch
-        if asked.tokens is not None:
-            return max(int(lengths[0]), asked.tokens)
-        copies = Batches(self.dataset, self.config).most_copies
-        return int(np.repeat(lengths[: asked.sequences], copies)[: asked.sequences].sum())
+        return Batches(self.dataset, self.config).most_tokens
 
     @property
     def measures_at_start(self) -> bool:

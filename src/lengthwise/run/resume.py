@@ -19,7 +19,6 @@ from lengthwise.comm import Transport, share_numbers
 from lengthwise.config import OptimizerConfig, RunConfig
 from lengthwise.core.errors import LengthwiseError, OutputError
 from lengthwise.core.names import counted
-from lengthwise.engine.optimizer import states_of
 
 FOLDER = "checkpoints"  # within the output of a run
 MODEL = "model"  # of a run that has ended, in its output
@@ -79,8 +78,9 @@ class Resume:
 
 
 def run_settings(config: RunConfig) -> dict[str, object]:
-    """Return the settings of a run that decide what is trained."""
-    return {key: value for key, value in config.model_dump(mode="json").items() if key not in FREE_SETTINGS}
+    """Return the settings of a run that decide what is trained; where the optimizer's states are does not."""
+    given = config.model_dump(mode="json", exclude={"optimizer": {"offload"}})
+    return {key: value for key, value in given.items() if key not in FREE_SETTINGS}
 
 
 def model_settings(run: Mapping[str, object]) -> dict[str, object]:
@@ -140,7 +140,7 @@ def _states(optimizer: object) -> str:
         config = OptimizerConfig.model_validate({k: v for k, v in known.items() if v is not None})
     except ValidationError:
         return f"an optimizer that is not known, {optimizer}"
-    return f"{config.name} ({', '.join(states_of(config)) or 'none'})"
+    return f"{config.name} ({', '.join(config.states) or 'none'})"
 
 
 def told_resume(found: Resume | None, config: RunConfig, transport: Transport) -> Resume | None:

@@ -109,6 +109,8 @@ def set_up(
         say(job.chosen["shard"])
     if config.shard == "zero3" and job.ranks == 1:
         say(ZERO3_ALONE)
+    if config.optimizer.offload and not job.gpus:
+        say("optimizer.offload saves no memory on a machine without GPUs, where all is in the host's memory")
     if isinstance(config.heads, int) and config.heads > job.replicas:
         say(f"heads: {config.heads} has no effect on {counted(job.replicas, 'rank')}")
     engine, parameters, optimizer = _build(job, world, transport, planner, say)

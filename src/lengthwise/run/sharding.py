@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 
 from lengthwise.comm import world_from_environment
-from lengthwise.config import MEASURE_AT_START, RunConfig
-from lengthwise.cost import DTYPE_BYTES, StepMemory, choose_shard, ranks_of_node, shape_from_config, wanted_tokens
+from lengthwise.core.errors import MemoryShortage
+from lengthwise.core.names import counted
+from lengthwise.cost import DTYPE_BYTES, StepMemory, choose_shard_of_run, ranks_of_node, shape_from_config
 from lengthwise.engine.memory import free_bytes
-from lengthwise.engine.optimizer import states_of
 from lengthwise.models.load import count_parameters
 from lengthwise.profiler.place import device_bytes
 from lengthwise.run.checks import check_room
@@ -26,6 +26,8 @@ def settle_shard(job: Job) -> Job:
         ConfigError: rank 0 cannot read it whole; or nodes do not divide the ranks.
     """
     config, model = job.config, job.model
+    if config.optimizer.offload and job.gpus:
+        _check_host(job)
     node = ranks_of_node(config.ranks_per_node, _ranks_here(job), job.ranks, is_asked=config.shard == "hybrid")
     if config.shard == "hybrid":
         if node == job.ranks:
@@ -34,45 +36,55 @@ def settle_shard(job: Job) -> Job:
         return replace(job, config=config.model_copy(update={"ranks_per_node": node}))
     if config.shard != "auto" or config.stages > 1:  # stages have zero1 alone
         return job
-    parameters = count_parameters(model.config)
-    memory = StepMemory(
-        shape=shape_from_config(model.config.to_dict()),
-        dtype_bytes=DTYPE_BYTES[job.precision],
-        parameters=parameters + (job.adapters or 0),
-        trained=job.adapters,
-        ranks=job.ranks,
-        ranks_per_node=node,
-        logits_at_once=job.logits_at_once,
-        states=len(states_of(config.optimizer)),
-        ties=bool(getattr(model.config, "tie_word_embeddings", False)),
-    )
-    capacity, offload = config.capacity_tokens, config.offload
-    if capacity == "auto":
-        kind, tokens = config.recompute, wanted_tokens(job.ranks, longest=job.longest_tokens, batch=job.most_tokens)
-    else:
-        kind, tokens = "none" if config.recompute == "auto" else config.recompute, min(capacity, job.most_tokens)
-    choice = choose_shard(
+    memory = _memory(job, node)
+    choice = choose_shard_of_run(
+        config,
         memory,
         _bytes_of_a_rank(job),
-        tokens=tokens,
-        kinds=kinds_of(model.config, kind),
-        offload=0.0 if offload is None else 1.0 if isinstance(offload.ratio, str) else offload.ratio,
-        keeps_whole=_keeps_whole(config),
+        longest=job.longest_tokens,
+        batch=job.most_tokens,
+        on_gpus=job.gpus > 0,
+        kinds=kinds_of(model.config, "auto"),
     )
     if choice.shard == "zero1" and job.gpus and model.weights:
-        check_room(model, parameters)
+        check_room(model, count_parameters(model.config))
     within = node if choice.shard == "hybrid" else None
     settled = config.model_copy(update={"shard": choice.shard, "ranks_per_node": within})
     return replace(job, config=settled, chosen={**job.chosen, "shard": f"shard {choice.shard}: {choice.why}"})
 
 
-def _keeps_whole(config: RunConfig) -> str | None:
-    """Name what goes by whole parameters alone, if the run asks for it; as `RunConfig` refuses it beside zero3."""
-    if config.planner != "lengthwise":
-        return f"planner {config.planner}"
-    if config.compile:
-        return "compile: true"
-    return f"measurements: {MEASURE_AT_START}" if config.measurements == MEASURE_AT_START else None
+def _memory(job: Job, node: int | None = None) -> StepMemory:
+    """Return what a step of the job holds, under zero1."""
+    config, model = job.config, job.model
+    return StepMemory(
+        shape=shape_from_config(model.config.to_dict()),
+        dtype_bytes=DTYPE_BYTES[job.precision],
+        parameters=count_parameters(model.config) + (job.adapters or 0),
+        trained=job.adapters,
+        ranks=job.ranks,
+        ranks_per_node=node,
+        logits_at_once=job.logits_at_once,
+        states=len(config.optimizer.states),
+        offloads=config.optimizer.offload and job.gpus > 0,
+        ties=bool(getattr(model.config, "tie_word_embeddings", False)),
+    )
+
+
+def _check_host(job: Job) -> None:
+    """Refuse an offloaded optimizer that is more than this machine's memory holds, of all ranks here.
+
+    Raises:
+        MemoryShortage: it is.
+    """
+    here, free = _ranks_here(job), free_bytes(torch.device("cpu"), 1)
+    needed = here * _memory(job).host_bytes()
+    if 0 < free < needed:
+        raise MemoryShortage(
+            "optimizer.offload",
+            expected=f"{needed / 1e9:.3g} GB of host memory, for the optimizer of {counted(here, 'rank')}",
+            got=f"{free / 1e9:.3g} GB that are free here",
+            remedy="Take it out, or use more machines.",
+        )
 
 
 def _ranks_here(job: Job) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lengthwise.core.errors import LengthwiseError, ModelRefused, raise_problems
+from lengthwise.engine.units import FreedParameter
 from lengthwise.models import DTYPES, check_model_config, check_recompute, has_balance_loss, wrapped_layers
 
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
@@ -44,7 +45,7 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
     if any(layer.gradient_checkpointing for layer in wrapped_layers(model)):
         remedy = "Call model.gradient_checkpointing_disable(), and give Session recompute='layer'."
         refuse("activation checkpointing by the plan", "that of the model", remedy)
-    if any(not each.is_meta and each.numel() and not each.untyped_storage().nbytes() for each in model.parameters()):
+    if any(isinstance(each, FreedParameter) for each in model.parameters()):
         remedy = "Use that session, or load the model again."
         refuse("parameters with values", "those of a model that a session has sharded", remedy)
     if getattr(model, "is_quantized", False):

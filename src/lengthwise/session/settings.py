@@ -314,7 +314,8 @@ def step_planning(
     ratio = offload.ratio if offload else "off"
     if in_step > 1:
         shape = shape_from_config(model.to_dict())
-        memory = StepMemory(shape=shape, dtype_bytes=dtype_bytes, ranks=ranks, trained=trained)
+        ties = bool(getattr(model, "tie_word_embeddings", False))
+        memory = StepMemory(shape=shape, dtype_bytes=dtype_bytes, ranks=ranks, trained=trained, ties=ties)
         cost = sharded_cost(cost, memory, group=in_step)
     kinds = {"mode": "waves" if in_step > 1 else "free", "offload": ratio if isinstance(ratio, str) else "off"}
     return StepPlanning(

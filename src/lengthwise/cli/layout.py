@@ -1,0 +1,72 @@
+"""How a run file's training would lay parameters over the ranks of a machine that need not be there; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lengthwise.config import RunConfig
+from lengthwise.core.files import read_json_object
+from lengthwise.core.host_memory import free_host_bytes
+from lengthwise.core.shape import ModelShape
+from lengthwise.cost import DTYPE_BYTES, Hardware, StepMemory, choose_shard_of_run, ranks_of_node
+from lengthwise.cost.memory import logits_at_once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How many neighbouring ranks share parameters; what a step holds; why, where the run file left it open."""
+
+    ranks_in_step: int
+    memory: StepMemory
+    why: str
+
+
+def layout_of_run(
+    config: RunConfig,
+    shape: ModelShape,
+    hardware: Hardware,
+    *,
+    ranks: int,
+    longest: int,
+    batch: int,
+    trained: int | None,
+    ties: bool | None,
+) -> Layout:
+    """Return the layout of a run file: the one named, or by the memory of the hardware; on CPUs by what is free here.
+
+    longest, batch: tokens of the longest sequence, and at most of a global batch. trained: parameters of adapters;
+    None: all train. ties: whether head and embedding are the same; None: as the family usually has it.
+
+    Raises:
+        MemoryShortage: the model fits under no layout.
+        ConfigError: nodes do not divide the ranks.
+    """
+    on_gpus = hardware.name != "cpu"
+    here = min(ranks, hardware.ranks_per_node) if on_gpus else ranks
+    node = ranks_of_node(config.ranks_per_node, here, ranks, is_asked=config.shard == "hybrid")
+    memory = StepMemory(
+        shape=shape,
+        dtype_bytes=DTYPE_BYTES[config.precision_on(gpus=on_gpus)],
+        trained=trained,
+        ranks=ranks,
+        ranks_per_node=node,
+        logits_at_once=logits_at_once(shape.vocab, on_gpus=on_gpus) if config.loss == "chunked" else None,
+        states=len(config.optimizer.states),
+        offloads=config.optimizer.offload and on_gpus,
+        ties=ties,
+    )
+    shard, why = config.shard, ""
+    if shard == "auto":
+        room = hardware.device_bytes if on_gpus else free_host_bytes() / ranks or None
+        choice = choose_shard_of_run(config, memory, room, longest=longest, batch=batch, on_gpus=on_gpus)
+        shard = choice.shard
+        why = f"shard {shard}: {choice.why}" if on_gpus or shard != "zero1" else ""
+    within = {"zero1": 1, "zero3": ranks, "hybrid": node or ranks}[shard]
+    return Layout(ranks_in_step=within, memory=replace(memory, shard=shard), why=why)
+
+
+def ties_of(model: str) -> bool | None:
+    """Return whether a model's head and embedding are the same; None: it has no config.json here that says so."""
+    path = Path(model) / "config.json"
+    return read_json_object(str(path)).get("tie_word_embeddings") if path.is_file() else None
