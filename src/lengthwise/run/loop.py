@@ -16,6 +16,7 @@ from functools import partial
 from lengthwise.comm import World
 from lengthwise.core.faults import fault
 from lengthwise.cost.refit import RanStep
+from lengthwise.data.remote import RemoteDataset
 from lengthwise.engine.memory import reporting_update
 from lengthwise.engine.schedule import learning_rates
 from lengthwise.planner.service.process import PlannerProcess
@@ -53,6 +54,11 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
 
         stack.callback(show, "")
         transport = connect(world, job, note_phase, None if world.rank else say)
+        if isinstance(job.dataset, RemoteDataset):
+            from lengthwise.run.actors import serving  # Ray takes half a second
+
+            seconds = job.timeout_seconds
+            stack.enter_context(serving(job.dataset, transport, timeout_seconds=seconds, say=say))
         transport.phase = "start, what to go on from"
         stop = StopRequest(ends_at_the_second=_is_alone(world), announces=_is_alone(world))
         stack.enter_context(stop.listening())
@@ -101,6 +107,7 @@ class _Loop:
         done = _Progress(*((None, 0.0) if rank.job.resume is None else rank.job.resume.losses))
         planned = self._steps.next(f"step {runner.steps + 1}")
         while planned is not None and done.stopped_by is None:
+            position = planned.batch.end
             ran, planned = self._step(planned)
             if ran is not None:
                 done.add(ran)
@@ -111,7 +118,8 @@ class _Loop:
             if rank.end.checkpoints.is_due(runner.steps, asked=is_last or rank.end.asks_for_checkpoint):
                 rank.hold_parameters()
                 losses = {"first_loss": done.first_loss or 0.0, "loss": done.loss}
-                rank.end.checkpoints.save(runner.steps, **losses, skipped=rank.end.finite.skipped)
+                skipped = rank.end.finite.skipped
+                rank.end.checkpoints.save(runner.steps, **losses, skipped=skipped, position=position)
         self._save()
         rank.end.checkpoints.finish()
         return TrainResult(
