@@ -45,6 +45,10 @@ class RowsByNumber(Protocol):
         """Return a row, or what is wrong with it; its place counts from the first of these."""
         ...
 
+    def close(self) -> None:
+        """Close the files."""
+        ...
+
 
 def numbered(listing: Listing, vocab_size: int | None) -> RowsByNumber:
     """Find the rows of a listing, or of a part of a file of lines. DataError for a file that cannot be read."""
@@ -74,6 +78,9 @@ class _Documents:
         rows = list(read_rows(one, self._vocab_size, problems.append))
         return problems[0] if problems else rows[0]
 
+    def close(self) -> None:
+        pass
+
 
 class _Lines:
     """Lines that begin in the bytes of a part; all of a packed file, whose part says nothing."""
@@ -83,6 +90,9 @@ class _Lines:
         self._shown = listing.shown or printable_name(listing.root)
         with open_source(listing.root) as rows:
             refuse_array(rows, listing.root)
+            if not rows.peek(1):
+                remedy = "Take it out of {data|`data`}, or fill it."
+                raise DataError(self._shown, expected="rows", got="an empty file", remedy=remedy)
             packed = listing.root.open("rb")
             if packed.peek(4)[:4].startswith(PACKED):
                 self._file, part = _copied(iter(lambda: rows.read(_BLOCK), b"")), None
@@ -92,9 +102,9 @@ class _Lines:
         self._identity, size = _identity(os.fstat(self._file.fileno())), os.fstat(self._file.fileno()).st_size
         first, last = (0, size) if part is None else (part[0], min(part[1], size))
         self._starts, self.counted = self._scan(first, last)
-        if not size:
-            remedy = "Take it out of {data|`data`}, or fill it."
-            raise DataError(self._shown, expected="rows", got="an empty file", remedy=remedy)
+
+    def close(self) -> None:
+        self._file.close()
 
     def _scan(self, first: int, last: int) -> tuple[np.ndarray, Counted]:
         """Return where each line begins that does so in bytes [first, last), and where the last one ends."""
@@ -143,11 +153,18 @@ class _Table:
         self._shown = listing.shown or printable_name(listing.root)
         self._file = listing.root.open("rb")  # what is mapped is this one, also where another takes its name
         self._identity = _identity(os.fstat(self._file.fileno()))
-        self._batches = mapped_batches(self._file, self._shown)
+        try:
+            self._batches = mapped_batches(self._file, self._shown)
+        except DataError:
+            self._file.close()
+            raise
         self._firsts = [0, *np.cumsum([each.num_rows for each in self._batches], dtype=np.int64).tolist()]
         names = self._batches[0].schema.names if self._batches else ()
         digest = hashlib.file_digest(self._file, "sha256").hexdigest()
         self.counted = Counted(rows=self._firsts[-1], digest=digest, weighed=_WEIGHTS in names)
+
+    def close(self) -> None:
+        self._file.close()
 
     def row(self, number: int) -> Row | DataError:
         batch, where = bisect.bisect_right(self._firsts, number) - 1, f"{self._shown}:{number + 1}"

@@ -18,7 +18,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -142,12 +142,14 @@ class Shard:
         return self._fresh.num_bytes + self._taken.num_bytes
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and close the files."""
         with self._turn:
             self._closed = True
             self._turn.notify_all()
         if self._thread is not None:
             self._thread.join()
+        for each in self.__dict__.get("_parts", ()):
+            each.close()
 
     def _asking(self) -> _Asking:
         return _Asking(self)
@@ -181,13 +183,18 @@ class Shard:
     def _read_ahead(self) -> None:
         while True:
             with self._turn:
-                self._turn.wait_for(lambda: self._closed or not (self._wanted or self._fresh.is_full))
+                order = self._turn.wait_for(self._next_order)
                 if self._closed:
                     return
-                assert self._order is not None, "who reads ahead was asked for lengths"
-                row = self._order.next()
+                row = order.next()
                 if self._numbers[row, 0] != 0 and row not in self._fresh and row not in self._taken:
                     self._fresh.add(row, self._tokenized(row))
+
+    def _next_order(self) -> Any:
+        """Return where the next row to read ahead comes from, once there is room for one and nobody asks."""
+        assert self._order is not None, "who reads ahead was asked for lengths"
+        may_go_on = not (self._wanted or self._fresh.is_full or self._order.is_far)
+        return self._order if may_go_on or self._closed else None
 
     def _take(self, row: int) -> _Held:
         """Return a row that somebody takes a slice of."""
@@ -299,6 +306,7 @@ class _Order:
 
     def __init__(self, rows: int, first: int, *, seed: int, epoch: int) -> None:
         self._ids, self._first, self._seed = np.arange(rows), first, seed
+        self._gone = 0  # rows since the last that was asked for
         self._begin(epoch)
 
     def _begin(self, epoch: int) -> None:
@@ -307,7 +315,13 @@ class _Order:
         self._keys = keys[self._rows]
         self.epoch, self._place = epoch, 0
 
+    @property
+    def is_far(self) -> bool:
+        """Whether all rows were gone through since lengths were asked for: more would only come round again."""
+        return self._gone >= len(self._rows)
+
     def pass_by(self, epoch: int, row: int) -> None:
+        self._gone = 0
         if epoch != self.epoch:  # which is ahead already
             return
         key = epoch_keys(np.array([row + self._first]), seed=self._seed, epoch=epoch)
@@ -316,5 +330,5 @@ class _Order:
     def next(self) -> int:
         if self._place == len(self._rows):
             self._begin(self.epoch + 1)
-        self._place += 1
+        self._place, self._gone = self._place + 1, self._gone + 1
         return int(self._rows[self._place - 1])

@@ -30,14 +30,23 @@ _RAY = "a Ray that answers, for `remote` data"
 
 @contextlib.contextmanager
 def serving(
-    dataset: RemoteDataset, transport: Transport, *, timeout_seconds: float, say: Callable[[str], None]
+    dataset: RemoteDataset,
+    transport: Transport,
+    *,
+    timeout_seconds: float,
+    say: Callable[[str], None],
+    is_forked: bool = False,
 ) -> Iterator[None]:
-    """Let actors serve `dataset` inside the block. Collective.
+    """Let actors serve `dataset` inside the block. Collective. `is_forked`: whether this process is a rank we forked.
 
     Raises:
         LengthwiseError: Ray or an actor does not start, or files cannot be read.
     """
     transport.phase = "start, actors of remote data"
+    if is_forked and "ray._raylet" in sys.modules:
+        expected, got = "ranks of a process without Ray, which does not survive a fork", "one that has imported it"
+        remedy = "Call `train` from a process that has not, use the command line, or torchrun."
+        raise RankError(f"rank {transport.rank}, {transport.phase}", expected=expected, got=got, remedy=remedy)
     mine, made = not _is_connected(), list[Any]()
     try:
         error, message = None, {}

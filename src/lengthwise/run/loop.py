@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
-from lengthwise.comm import World
+from lengthwise.comm import Transport, World
 from lengthwise.core.faults import fault
 from lengthwise.cost.refit import RanStep
 from lengthwise.data.remote import RemoteDataset
@@ -54,24 +54,32 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
 
         stack.callback(show, "")
         transport = connect(world, job, note_phase, None if world.rank else say)
-        if isinstance(job.dataset, RemoteDataset):
-            from lengthwise.run.actors import serving  # Ray takes half a second
-
-            seconds = job.timeout_seconds
-            stack.enter_context(serving(job.dataset, transport, timeout_seconds=seconds, say=say))
         transport.phase = "start, what to go on from"
         stop = StopRequest(ends_at_the_second=_is_alone(world), announces=_is_alone(world))
         stack.enter_context(stop.listening())
         trackers = stack.enter_context(Trackers(job, say))
         hearing = () if world.rank else (*hearing, trackers)
         job = replace(job, resume=told_resume(job.resume, job.config, transport))
-        loop = _Loop(set_up(job, world, transport, planner, hearing, stop, pricing, folder))
-        try:
-            result = loop.run()
-        finally:
-            loop.close()
+        with _rows_of(job, transport, say, is_forked=world.rendezvous is not None):
+            loop = _Loop(set_up(job, world, transport, planner, hearing, stop, pricing, folder))
+            try:
+                result = loop.run()
+            finally:
+                loop.close()
         transport.close()
         return result
+
+
+def _rows_of(
+    job: Job, transport: Transport, say: Callable[[str], None], *, is_forked: bool
+) -> AbstractContextManager[None]:
+    """Let actors read remote data inside the block; nothing where it lies here. Collective."""
+    if not isinstance(job.dataset, RemoteDataset):
+        return nullcontext()
+    from lengthwise.run.actors import serving
+
+    seconds = job.timeout_seconds
+    return serving(job.dataset, transport, timeout_seconds=seconds, say=say, is_forked=is_forked)
 
 
 def _is_alone(world: World) -> bool:
