@@ -1,6 +1,7 @@
 """What reading data costs a step: from prepared data of many sequences, against the same work on tokens in memory.
 
     python benchmarks/loader.py [--sequences 10000000] [--blocks 9] [--steps 6] [--tokens 4096] [--folder DIR]
+                                 [--remote 1000000]
 
 One rank, the model `tiny`, fp32, forward and backward. A block runs steps with what a run has: the order of the epoch,
 planning in its process and read-ahead, from data that `lengthwise prepare` wrote; `from memory` runs the plans and
@@ -13,11 +14,9 @@ of several thousand tokens would hide a disk, so rows are short (64 tokens on av
 `waited` are the seconds a step in which the training thread neither computed nor would have without a loader: taking
 the next step, and making its tensors.
 
-    python benchmarks/loader.py --remote 1000000 [--blocks 9] [--steps 6] [--tokens 4096] [--folder DIR]
-
-Instead: steps from so many raw chats that an actor of Ray tokenizes meanwhile (`data: {remote: true}`), against the
-same steps from the same rows prepared, in turns, and what memory this process holds. Aim: 1.03. The tokenizer is one of
-bytes with a chat template, of the tokenizers library.
+With `--remote`, instead: steps from so many raw chats that an actor of Ray tokenizes meanwhile (`remote: true`),
+against the same steps from the same rows prepared, in turns, and what memory this process holds. Aim: 1.03. The
+tokenizer is one of bytes with a chat template, of the tokenizers library.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -194,7 +193,7 @@ def prepared_store(folder: Path, sequences: int) -> tuple[Path, str]:
     return store, f"prepared from Parquet in {spent:.0f} s ({tokens / spent / 1e6:.1f}M tokens/s)"
 
 
-def opened(source: dict[str, object], tokens: int, **more: object) -> Job:
+def opened(source: Mapping[str, object], tokens: int, **more: object) -> Job:
     """Open the data as a run does."""
     settings = {
         "model": "tiny", "data": [source], "global_batch": {"tokens": tokens}, "precision": "fp32",

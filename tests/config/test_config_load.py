@@ -474,7 +474,11 @@ def test_config_weights_are_of_training_data_alone(folder):
         ("[{path: train.jsonl, remote: 0, max_tokens: 9}]", "", "data.0.remote"),
         ("[{path: train.jsonl, remote: 2, max_tokens: 9}, {path: train.jsonl}]", "", "data.1.remote"),
         ("[{path: train.jsonl, remote: true, max_tokens: 9}]", "epochs: 2\n", "epochs"),
-        ("[{path: train.jsonl}]", "eval: {data: [{path: train.jsonl, max_tokens: 9, remote: true}]}\n", "eval.data.0.remote"),
+        (
+            "[{path: train.jsonl}]",
+            "eval: {data: [{path: a.jsonl, max_tokens: 9, remote: true}]}\n",
+            "eval.data.0.remote",
+        ),
     ],
 )
 def test_config_remote_data_says_what_is_not_counted_before_it_comes(folder, data, more, key):
