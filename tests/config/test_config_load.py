@@ -466,6 +466,9 @@ def test_config_weights_are_of_training_data_alone(folder):
     assert list(problems_of(write(folder, text), ["data.0.weight=0"])) == ["data.0.weight"]
 
 
+EVAL = "eval: {data: [{path: train.jsonl, max_tokens: 9, remote: true}]}\n"
+
+
 @pytest.mark.parametrize(
     ("data", "more", "key"),
     [
@@ -474,11 +477,7 @@ def test_config_weights_are_of_training_data_alone(folder):
         ("[{path: train.jsonl, remote: 0, max_tokens: 9}]", "", "data.0.remote"),
         ("[{path: train.jsonl, remote: 2, max_tokens: 9}, {path: train.jsonl}]", "", "data.1.remote"),
         ("[{path: train.jsonl, remote: true, max_tokens: 9}]", "epochs: 2\n", "epochs"),
-        (
-            "[{path: train.jsonl}]",
-            "eval: {data: [{path: a.jsonl, max_tokens: 9, remote: true}]}\n",
-            "eval.data.0.remote",
-        ),
+        ("[{path: train.jsonl}]", EVAL, "eval.data.0.remote"),
     ],
 )
 def test_config_remote_data_says_what_is_not_counted_before_it_comes(folder, data, more, key):
