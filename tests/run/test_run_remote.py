@@ -12,7 +12,7 @@ import pytest
 
 import lengthwise
 from data.shards import LocalClient
-from lengthwise.core.errors import DataError
+from lengthwise.core.errors import ConfigError, DataError
 from lengthwise.run import loop
 from lengthwise.run.callbacks import Callback
 from run.small_runs import assert_equal_runs, broken_off, call, make_rows, read_lines, write_run
@@ -74,10 +74,19 @@ def test_rows_of_a_run_that_goes_on_are_those_of_before(tmp_path, in_process):
     assert lengthwise.train(path, resume=True, accept_changes=True).steps == 7
 
 
-def test_what_remote_rows_cannot_have_is_refused(tmp_path, in_process):
+def test_what_remote_rows_cannot_have_is_refused(tmp_path, in_process, monkeypatch):
     path = run_of(tmp_path, remote=True)
     with pytest.raises(DataError, match="at most 32 tokens"):
         lengthwise.train(path, overrides=["capacity_tokens=32"])
+    monkeypatch.setattr("lengthwise.core.packages.is_installed", lambda package: False)
+    with pytest.raises(ConfigError, match=r"pip install 'lengthwise\[ray\]'"):
+        lengthwise.train(path)
+
+
+def test_memory_is_checked_by_the_longest_row(tmp_path, in_process):
+    path = run_of(tmp_path, remote=True, memory_check=True, capacity_tokens="auto", steps=1)
+    assert lengthwise.train(path, ranks=2).steps == 1
+    assert lengthwise.verify(path, ranks=2).passed
 
 
 class KillsAnActor(Callback):
