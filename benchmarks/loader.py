@@ -1,6 +1,7 @@
 """What reading data costs a step: from prepared data of many sequences, against the same work on tokens in memory.
 
     python benchmarks/loader.py [--sequences 10000000] [--blocks 9] [--steps 6] [--tokens 4096] [--folder DIR]
+                                 [--remote 1000000]
 
 One rank, the model `tiny`, fp32, forward and backward. A block runs steps with what a run has: the order of the epoch,
 planning in its process and read-ahead, from data that `lengthwise prepare` wrote; `from memory` runs the plans and
@@ -12,18 +13,23 @@ medians over blocks of seconds a step, and the ratio is the median of those of n
 of several thousand tokens would hide a disk, so rows are short (64 tokens on average), each in a page of its own.
 `waited` are the seconds a step in which the training thread neither computed nor would have without a loader: taking
 the next step, and making its tensors.
+
+With `--remote`, instead: steps from so many raw chats that an actor of Ray tokenizes meanwhile (`remote: true`),
+against the same steps from the same rows prepared, in turns, and what memory this process holds. Aim: 1.03. The
+tokenizer is one of bytes with a chat template, of the tokenizers library.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,12 +45,14 @@ from lengthwise.comm import SoloTransport
 from lengthwise.config import DataSource, build_config
 from lengthwise.core.plan import Plan
 from lengthwise.data import ByteTokenizer, load_dataset
+from lengthwise.data.remote import RemoteDataset
 from lengthwise.engine.batch import StepBatch, random_batch
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import ModelSource, build_model
 from lengthwise.models.load import tiny_config
 from lengthwise.planner.service.process import PlannerProcess
+from lengthwise.run.actors import serving
 from lengthwise.run.checks import prepare_job
 from lengthwise.run.job import Job
 from lengthwise.session.source import PlanAhead
@@ -185,13 +193,86 @@ def prepared_store(folder: Path, sequences: int) -> tuple[Path, str]:
     return store, f"prepared from Parquet in {spent:.0f} s ({tokens / spent / 1e6:.1f}M tokens/s)"
 
 
-def opened(store: Path, tokens: int) -> Job:
+def opened(source: Mapping[str, object], tokens: int, **more: object) -> Job:
     """Open the data as a run does."""
     settings = {
-        "model": "tiny", "data": [{"path": str(store)}], "global_batch": {"tokens": tokens},
-        "capacity_tokens": CAPACITY, "steps": 100_000, "output": "unused",
+        "model": "tiny", "data": [source], "global_batch": {"tokens": tokens}, "precision": "fp32",
+        "capacity_tokens": CAPACITY, "steps": 100_000, "output": "unused", **more,
     }  # fmt: skip
     return prepare_job(build_config(settings, folder=Path.cwd()), ranks=1, timeout_seconds=600)
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def write_chats(folder: Path, rows: int) -> Path:
+    """Write raw chats of two to six turns, of up to 1,220 letters, and a tokenizer; return their file."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner)
+    made.chat_template = TEMPLATE
+    made.save_pretrained(folder / "tokenizer")
+    path, random = folder / f"chats-{rows}.jsonl", np.random.default_rng(0)
+    if not path.exists():
+        text = " ".join(f"word{number}" for number in range(2000))
+        with path.with_suffix(".tmp").open("w") as file:
+            for turns in random.integers(1, 4, rows).tolist():
+                sizes = np.minimum(20 + random.lognormal(3.5, 1.0, 2 * turns), 1200).astype(int).tolist()
+                roles = ("user", "assistant") * turns
+                chat = [{"role": role, "content": text[:size]} for role, size in zip(roles, sizes, strict=True)]
+                file.write(json.dumps({"messages": chat}) + "\n")
+        path.with_suffix(".tmp").rename(path)
+    return path
+
+
+def remote_table(folder: Path, rows: int, blocks: int, steps: int, tokens: int) -> Iterator[str]:
+    """Run blocks of the same steps from prepared and from remote rows in turns; yield what they took."""
+    path, store = write_chats(folder, rows), folder / f"chats-{rows}"
+    tokenizer, start = str(folder / "tokenizer"), time.perf_counter()
+    if not store.exists():
+        command = [sys.executable, "-m", "lengthwise", "prepare", str(path), "--tokenizer", tokenizer]
+        subprocess.run([*command, "--out", str(store)], check=True)
+    prepared_seconds = time.perf_counter() - start
+    jobs = [
+        opened(source, tokens, tokenizer=tokenizer)
+        for source in ({"path": str(store)}, {"path": str(path), "remote": True, "max_tokens": CAPACITY})
+    ]
+    start, found, held = time.perf_counter(), list[tuple[Block, Block]](), list[float]()
+    with PlannerProcess() as process, ExitStack() as stack:
+        assert isinstance(jobs[1].dataset, RemoteDataset)
+        seconds = {"timeout_seconds": 600.0, "say": lambda _line: None}
+        stack.enter_context(serving(jobs[1].dataset, SoloTransport(), **seconds))
+        started = time.perf_counter() - start
+        ours, theirs = Loops(jobs[1], steps), Loops(jobs[0], steps)
+        for block in range(-1, blocks):
+            pair = [loops.prepared(process) for loops in ((ours, theirs) if block % 2 else (theirs, ours))]
+            held.append(resident_bytes() / 1e6)
+            if block >= 0:
+                found.append((pair[0], pair[1]) if block % 2 else (pair[1], pair[0]))
+    kind = Kind(blocks=found)
+    step, other, more = kind.medians
+    yield f"{rows:,} raw chats of {path.stat().st_size / 1e6:,.0f} MB; preparing them took {prepared_seconds:.0f} s, "
+    yield f"Ray and an index of the rows {started:.1f} s."
+    yield ""
+    ratios = [f"{statistics.median(kind.ratios):.3f}", f"{min(kind.ratios):.3f} to {max(kind.ratios):.3f}"]
+    memory = ", ".join(f"{each:.0f}" for each in held)
+    heads = "raw, remote: step, ms | prepared, ms | ratio | blocks | waited more, ms a step"
+    yield from markdown(heads, [[f"{1e3 * step:.1f}", f"{1e3 * other:.1f}", *ratios, f"{1e3 * more:.2f}"]])
+    yield ""
+    yield f"Memory of this process after each pair of blocks, MB: {memory}."
+
+
+def resident_bytes() -> int:
+    """Return what of this process is in memory and belongs to it alone: anonymous pages."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
 
 def table(found: dict[str, Kind]) -> Iterator[str]:
@@ -214,16 +295,20 @@ def main() -> None:
     """Make the data, and run all blocks."""
     asked = parse_options(
         __doc__, sequences=10_000_000, blocks=9, steps=6, tokens=(4096, "a step"),
-        folder=(Path(), "keeps the prepared data; default: a temporary one"),
+        folder=(Path(), "keeps the prepared data; default: a temporary one"), remote=(0, "raw chats"),
     )  # fmt: skip
     torch.set_num_threads(1)
     findings = Findings("loader")
     with nullcontext(asked.folder) if asked.folder else tempfile.TemporaryDirectory() as folder:
+        if asked.remote:
+            sizes = (asked.remote, asked.blocks, asked.steps, asked.tokens)
+            print("\n".join(remote_table(Path(folder), *sizes)), f"\nload {os.getloadavg()[0]:.1f}")
+            return
         store, made = prepared_store(Path(folder), asked.sequences)
         start = time.perf_counter()
         load_dataset([DataSource(path=store)], tokenizer=ByteTokenizer, vocab_size=VOCAB)
         opening = time.perf_counter() - start
-        job = opened(store, asked.tokens)
+        job = opened({"path": str(store)}, asked.tokens)
         tokens = job.dataset.lengths.sum() / 1e6
         findings.add(
             [f"{len(job.dataset.lengths):,} sequences of {tokens:,.0f}M tokens, {made}; opened in {opening:.2f} s.", ""]

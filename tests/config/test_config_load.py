@@ -464,3 +464,21 @@ def test_config_weights_are_of_training_data_alone(folder):
     path = write(folder, text + f"eval: {{data: [{{path: train.jsonl, weight: 1}}, {weighted}]}}\n")
     assert list(problems_of(path)) == ["eval.data.1.weight"]
     assert list(problems_of(write(folder, text), ["data.0.weight=0"])) == ["data.0.weight"]
+
+
+EVAL = "eval: {data: [{path: train.jsonl, max_tokens: 9, remote: true}]}\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "more", "key"),
+    [
+        ("[{path: train.jsonl, remote: true}]", "", "data.0.max_tokens"),
+        ("[{path: train.jsonl, remote: true, max_tokens: 9, weight: 2}]", "", "data.0.weight"),
+        ("[{path: train.jsonl, remote: 0, max_tokens: 9}]", "", "data.0.remote"),
+        ("[{path: train.jsonl, remote: 2, max_tokens: 9}, {path: train.jsonl}]", "", "data.1.remote"),
+        ("[{path: train.jsonl, remote: true, max_tokens: 9}]", "epochs: 2\n", "epochs"),
+        ("[{path: train.jsonl}]", EVAL, "eval.data.0.remote"),
+    ],
+)
+def test_config_remote_data_says_what_is_not_counted_before_it_comes(folder, data, more, key):
+    assert list(problems_of(write(folder, f"model: tiny\ndata: {data}\noutput: out\n{more}"))) == [key]

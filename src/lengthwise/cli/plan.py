@@ -195,8 +195,8 @@ class PlanCommand:
         )
 
     def _laid_out(
-        self, asked: Asked, config: RunConfig, hardware: Hardware, *, longest: int, batch: int
-    ) -> tuple[Asked, str]:
+        self, asked: PlanInput, config: RunConfig, hardware: Hardware, *, longest: int, batch: int
+    ) -> tuple[PlanInput, str]:
         """Return (mode and costs of how training lays parameters over the ranks; why, where that was left open)."""
         from lengthwise.cli.layout import layout_of_run, ties_of
         from lengthwise.cost import sharded_cost

@@ -205,7 +205,7 @@ class PrintedProgress:
 
 def describe_job(job: Job) -> str:
     """Say in a few lines what is about to run."""
-    data, config = job.dataset, job.config
+    data, config = job.known, job.config
     skipped = "".join(f", {number} left out ({reason})" for reason, number in data.skipped.items())
     start = "its weights" if job.model.weights else f"fresh weights from seed {config.seed}"
     most = getattr(job.model.config, "max_position_embeddings", None)
@@ -219,12 +219,14 @@ def describe_job(job: Job) -> str:
     def by_default(key: str) -> str:
         return f" ({job.chosen[key]})" if key in job.chosen else " (default)" * (key not in config.model_fields_set)
 
+    rows = f"{counted(len(data.ids), 'sequence')}, {count(int(data.lengths.sum()))} tokens, longest {longest}{skipped}"
+    if data is not job.dataset:
+        rows = f"raw, tokenized while it trains, up to {longest} tokens a sequence"
     device = f"{counted(gpus, 'GPU')} here" if gpus else f"CPU{_why_not_on_gpus(config)}"
     return (
         f"model   {job.model.name} ({job.model.config.model_type}), {start}, {config.precision}"
         f"{by_default('precision')}\n{_lora_line(config)}"
-        f"data    {counted(len(data.ids), 'sequence')}, {count(int(data.lengths.sum()))} tokens, "
-        f"longest {longest}{skipped}\n{beyond}"
+        f"data    {rows}\n{beyond}"
         f"batch   {_batch(config)}{by_default('global_batch')}\n"
         f"update  {_update(job)}\n"
         f"ranks   {processes} on {device}, planner {config.planner}{by_default('planner')}\n"
@@ -261,6 +263,9 @@ def _update(job: Job) -> str:
 
 
 def _time_line(job: Job) -> str:
+    """Say how long the run will take, as far as that is known before it."""
+    if job.known is not job.dataset:
+        return "not estimated for remote data; each step says the time left"
     step = job.estimated_step_seconds
     left = job.num_steps - (job.resume.step if job.resume is not None else 0)
     return (

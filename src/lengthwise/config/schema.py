@@ -20,6 +20,7 @@ from lengthwise.config.sections import (
     LoraConfig,
     OffloadConfig,
     SaveConfig,
+    remote_of,
     scheme_of,
 )
 from lengthwise.config.settings import PathSetting, Settings, Tokens
@@ -250,6 +251,7 @@ class RunConfig(Settings):
         if isinstance(trackers, list | tuple) and len({*map(str, trackers)}) < len(trackers):
             got, remedy = ", ".join(map(str, trackers)), "Leave out what is there before."
             found.append(ConfigError("report_to", expected="each tracker once", got=got, remedy=remedy))
+        found += _not_with_remote(values)
         found += _not_where_sharded(values)
         found += _not_with_stages(values)
         if (scheme := scheme_of(output := values.get("output"))) is not None:
@@ -296,6 +298,21 @@ class RunConfig(Settings):
         if self.tokenizer is not None:
             return self.tokenizer
         return BYTES_TOKENIZER if self.model == TINY_MODEL else self.model
+
+
+def _not_with_remote(values: Mapping[str, object]) -> list[ConfigError]:
+    """Refuse some remote sources beside others, and what needs a count of all rows."""
+    data, found = values.get("data"), []
+    are_remote = [bool(remote_of(each)) for each in data] if isinstance(data, list | tuple) else []
+    if any(are_remote) and not all(are_remote):
+        number = are_remote.index(False)
+        remedy = "Set `remote: true` on this source, too, or on none."
+        found.append(ConfigError(f"data.{number}.remote", expected="all or none remote", got="some", remedy=remedy))
+    if any(are_remote) and values.get("epochs") is not None:
+        remedy = "Set steps in its place, or take remote out."
+        expected = "`steps` beside `remote` data, whose rows are not counted before they come"
+        found.append(ConfigError("epochs", expected=expected, got=f"{values['epochs']}", remedy=remedy))
+    return found
 
 
 def _not_where_sharded(values: Mapping[str, object]) -> list[ConfigError]:

@@ -79,6 +79,12 @@ class DataSource(Settings):
         "of the rows, and the other half in the next epoch; default 1",
     )
 
+    remote: bool | Annotated[int, Field(ge=1)] = Field(
+        default=False,
+        description="true reads and tokenizes this source in an actor of Ray while the run trains, a number in as many "
+        "actors; needs max_tokens; default false (all of it is read, or prepared, before the first step)",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _fill_empty(cls, values: object) -> object:
@@ -110,11 +116,23 @@ class DataSource(Settings):
             remedy = "Take it out, or name the `dataset`."
             for key in of_datasets:
                 found.append(ConfigError(key, expected="a `dataset` beside it", got="none", remedy=remedy))
-        if values.get("too_long") == "skip" and values.get("max_tokens") is None:
+        if values.get("remote"):
+            if values.get("max_tokens") is None:
+                expected, remedy = "the longest row that `remote` rows may have", "Add for example `max_tokens: 32K`."
+                found.append(ConfigError("max_tokens", expected=expected, got="none", remedy=remedy))
+            if values.get("weight", 1) != 1:
+                expected, remedy = "no weight beside `remote`: it needs a count of all rows", "Take one of them out."
+                found.append(ConfigError("weight", expected=expected, got=f"{values['weight']}", remedy=remedy))
+        elif values.get("too_long") == "skip" and values.get("max_tokens") is None:
             expected, got = "`max_tokens` beside `too_long: skip`", "no max_tokens, so nothing could be too long"
             remedy = "Set max_tokens, or take too_long out."
             found.append(ConfigError("too_long", expected=expected, got=got, remedy=remedy))
         return found
+
+
+def remote_of(source: object) -> object:
+    """Return `remote` of a source, checked or as it stands in a run file."""
+    return source.get("remote") if isinstance(source, Mapping) else getattr(source, "remote", False)
 
 
 class EvalConfig(Settings):
@@ -132,11 +150,16 @@ class EvalConfig(Settings):
         sources = data if isinstance(data, list | tuple) else ()
         weights = [each.get("weight") if isinstance(each, dict) else getattr(each, "weight", 1) for each in sources]
         expected, remedy = "no weights: an evaluation takes all of its data once", "Take weight out."
-        return [
+        found = [
             ConfigError(f"data.{number}.weight", expected=expected, got=f"{weight}", remedy=remedy)
             for number, weight in enumerate(weights)
             if weight not in (None, 1)
         ]
+        for number, each in enumerate(sources):
+            if remote_of(each):
+                expected, remedy = "data that is read at the start", "Take remote out."
+                found.append(ConfigError(f"data.{number}.remote", expected=expected, got="remote", remedy=remedy))
+        return found
 
 
 class GlobalBatch(Settings):

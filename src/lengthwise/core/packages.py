@@ -54,6 +54,15 @@ def _missing(name: str) -> ConfigError:
     return ConfigError("report_to", expected=expected, got=got, remedy=remedy)
 
 
+def check_remote() -> None:
+    """Refuse `remote` data where Ray is not installed; it is not imported."""
+    if not is_installed("ray"):
+        remedy = "pip install 'lengthwise[ray]', or take remote out of `data`."
+        raise ConfigError(
+            "data", expected="the package ray, which `remote` needs", got="no ray installed", remedy=remedy
+        )
+
+
 def is_installed(package: str) -> bool:
     """Return whether there is a distribution of this name."""
     try:

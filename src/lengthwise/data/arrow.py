@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -359,12 +359,12 @@ class ArrowDataset(NumberedRows):
             plain_weights((ids if labels is None else labels)[start:stop]) if weights is None else weights[start:stop]
         )
 
-    def read_ahead(self, row: int, start: int, stop: int) -> None:
-        """Begin to read a row: all of it, as its digest is of all."""
-        del start, stop
-        for values in self._columns.row(row):
-            if values is not None:
-                read_ahead(values)
+    def read_ahead(self, spans: Sequence[tuple[int, int, int]]) -> None:
+        """Begin to read rows: all of each, as its digest is of all."""
+        for row in dict.fromkeys(row for row, _, _ in spans):
+            for values in self._columns.row(row):
+                if values is not None:
+                    read_ahead(values)
 
     def _read_row(self, row: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
         """Return views of ids, labels and weights of a row; DataError where they are not what was prepared."""

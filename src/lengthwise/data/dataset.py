@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -69,8 +69,8 @@ class Dataset(Protocol):
         """
         ...
 
-    def read_ahead(self, row: int, start: int, stop: int) -> None:
-        """Begin to read what `read` of the same will need, where it is still on the disk, without waiting for it."""
+    def read_ahead(self, spans: Sequence[tuple[int, int, int]]) -> None:
+        """Begin to read what `read` of these (row, start, stop) will need, without waiting for it."""
         ...
 
     def row_digests(self, first: int, last: int) -> np.ndarray:
@@ -106,7 +106,7 @@ class NumberedRows:
         if not 0 <= row < self.num_rows:
             raise IndexError(f"row {row} of {self.num_rows}")
 
-    def read_ahead(self, row: int, start: int, stop: int) -> None:
+    def read_ahead(self, spans: Sequence[tuple[int, int, int]]) -> None:
         """Do nothing: rows in memory need no reading."""
 
 

@@ -55,10 +55,11 @@ class JoinedDataset(NumberedRows):
         found = part.read_weights(within, start, stop)
         return plain_weights(part.read(within, start, stop)[1]) if found is None else found
 
-    def read_ahead(self, row: int, start: int, stop: int) -> None:
-        """Begin to read tokens [start, stop) of a row."""
-        part, within = self._place(row)
-        part.read_ahead(within, start, stop)
+    def read_ahead(self, spans: Sequence[tuple[int, int, int]]) -> None:
+        """Begin to read tokens [start, stop) of rows."""
+        for row, start, stop in spans:
+            part, within = self._place(row)
+            part.read_ahead([(within, start, stop)])
 
     def row_digests(self, first: int, last: int) -> np.ndarray:
         """Return what tells rows [first, last) from others, uint8 [last - first, 16]."""

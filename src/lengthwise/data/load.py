@@ -112,14 +112,20 @@ def token_rows(
     """
     of_files = list[DataError]()
     for row in read_rows(listing, vocab_size, of_files.append):
-        yield _token_row(row, source, key, tokenizer, vocab_size)
+        yield token_row(row, source, key, tokenizer=tokenizer, vocab_size=vocab_size)
     for error in of_files:
         yield TokenRow(kind=REFUSED, error=error, is_row=False)
 
 
-def _token_row(
-    row: Row | DataError, source: DataSource, key: str, tokenizer: Callable[[], Tokenizer], vocab_size: int | None
+def token_row(
+    row: Row | DataError,
+    source: DataSource,
+    key: str,
+    *,
+    tokenizer: Callable[[], Tokenizer],
+    vocab_size: int | None,
 ) -> TokenRow:
+    """Tokenize a row of a source, whose config path is `key`."""
     try:
         if isinstance(row, DataError):
             raise row

@@ -32,17 +32,26 @@ _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """The sequences of one step in ledger order; `step` from 1, `epoch` from 0, `ids` int64."""
+    """The sequences of one step in ledger order; `step` from 1, `epoch` from 0, `ids` int64.
+
+    end: the epoch, and the place in its order of all rows, that the next step begins at; None where nobody needs it.
+    """
 
     step: int
     epoch: int
     ids: np.ndarray
+    end: tuple[int, int] | None = None
 
 
 def epoch_order(ids: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
     """Permute distinct `ids` (int64, not negative) for one epoch."""
+    return np.asarray(ids)[np.argsort(epoch_keys(ids, seed=seed, epoch=epoch), kind="stable")]
+
+
+def epoch_keys(ids: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
+    """Return what `ids` are sorted by in one epoch, uint64: that of an id depends on no other id."""
     base = _mix(_mix(np.array([seed & _MASK], dtype=np.uint64)) + np.uint64(epoch))
-    return np.asarray(ids)[np.argsort(_mix(base + np.asarray(ids).astype(np.uint64)), kind="stable")]
+    return _mix(base + np.asarray(ids).astype(np.uint64))
 
 
 def _mix(values: np.ndarray) -> np.ndarray:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
 _GZIP = b"\x1f\x8b"
+PACKED = (_GZIP, ZSTANDARD)  # how packed lines begin
 _HEAD = 4096  # bytes of a file that are looked at for its kind
 _NO_END = 1 << 63
 _BLOCK = 4 << 20
@@ -166,7 +167,7 @@ def read_rows(listing: Listing, vocab_size: int | None, report: Report) -> Itera
         path = listing.root / name
         where = printable_name(path)
         try:
-            with _opened(path) as file:
+            with open_source(path, rows=False) as file:
                 raw = file.read()
             if name.endswith(".json") and _ROWS_OF_JSON.match(raw[:_HEAD]):
                 got, remedy = "rows of JSON", "Name it as a source of its own, one object a line."
@@ -218,7 +219,7 @@ def _read_file(listing: Listing, parser: RowParser, report: Report) -> Iterator[
     """Read a file of rows, or a part of it: rows are counted from the first that is read."""
     shown = listing.shown or printable_name(listing.root)
     try:
-        with _opened(listing.root, rows=True) as file:
+        with open_source(listing.root) as file:
             if is_table(file):
                 rows = read_table(file, file.peek(_HEAD)[:8], shown, listing.part)
                 for number, values in enumerate(rows, start=1):
@@ -229,12 +230,18 @@ def _read_file(listing: Listing, parser: RowParser, report: Report) -> Iterator[
                     except DataError as error:
                         yield error
                 return
-            if (listing.part is None or not listing.part[0]) and file.peek(_HEAD)[:_HEAD].lstrip()[:1] == b"[":
-                remedy = f"Write one object a line: jq -c '.[]' {listing.root.name} > train.jsonl"
-                raise DataError(shown, expected="JSON lines", got="a JSON array", remedy=remedy)
+            if listing.part is None or not listing.part[0]:
+                refuse_array(file, listing.root)
             yield from _read_lines(file, listing.part or (0, _NO_END), parser, shown, report)
     except DataError as error:
         report(error)
+
+
+def refuse_array(file: BufferedReader, path: Path) -> None:
+    """Raise DataError for an open file that is one JSON array."""
+    if file.peek(_HEAD)[:_HEAD].lstrip()[:1] == b"[":
+        remedy = f"Write one object a line: jq -c '.[]' {path.name} > train.jsonl"
+        raise DataError(printable_name(path), expected="JSON lines", got="a JSON array", remedy=remedy)
 
 
 def _read_lines(
@@ -277,9 +284,9 @@ def cut_listing(listing: Listing, most_bytes: int, folder: Path) -> list[Listing
         ends = np.searchsorted(starts, np.arange(0, int(starts[-1]), max(1, most_bytes // kind.itemsize)))
         cuts = np.unique([*ends.tolist(), 0, len(starts) - 1]).tolist()
         return [replace(listing, part=part) for part in itertools.pairwise(cuts)]
-    with _opened(listing.root, rows=True) as rows, listing.root.open("rb") as file:
+    with open_source(listing.root) as rows, listing.root.open("rb") as file:
         head, size = file.read(_HEAD), os.fstat(file.fileno()).st_size
-        if head.startswith((_GZIP, ZSTANDARD)):
+        if head.startswith(PACKED):
             plain = folder / f"{hashlib.sha256(os.fsencode(listing.root)).hexdigest()[:32]}.jsonl"
             if not plain.exists():
                 _unpack(rows, plain)
@@ -314,7 +321,7 @@ def _spans(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def _opened(path: Path, *, rows: bool = False) -> Iterator[BufferedReader]:
+def open_source(path: Path, *, rows: bool = True) -> Iterator[BufferedReader]:
     """Open a regular file to read it whole; DataError for what the system refuses, and for a change meanwhile.
 
     `rows`: tables are taken too, and gzip and Zstandard are read as what is in them.

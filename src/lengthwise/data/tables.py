@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
@@ -72,6 +73,44 @@ def read_table(
         raise DataError(where, expected="a whole file", got=got, remedy="Write or copy it again.") from None
     if not count and part is None:
         raise DataError(where, expected="rows", got="a table of none", remedy="Take it out of {data|`data`}.")
+
+
+def mapped_batches(file: BufferedReader, where: str) -> list[Any]:
+    """Return all batches of an open table, mapped; those of Parquet from a temporary file that they are written to.
+
+    Raises DataError for a file that is broken or has no rows.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    head, found = file.peek(8)[:8], []
+    try:
+        if not head.startswith(PARQUET):
+            found = [batch for batch in _batches_from(file, head, 0)[1] if batch.num_rows]
+        else:
+            table = parquet.ParquetFile(file)
+            with tempfile.NamedTemporaryFile() as plain:  # what is mapped stays
+                with pa.ipc.new_stream(pa.PythonFile(plain, "w"), table.schema_arrow) as out:
+                    for batch in table.iter_batches(_BATCH):
+                        out.write_batch(batch)
+                plain.flush()
+                found = [*pa.ipc.open_stream(pa.memory_map(plain.name))]
+    except (pa.ArrowException, OSError) as error:
+        got = " ".join(str(error).split())[:200]
+        raise DataError(where, expected="a whole file", got=got, remedy="Write or copy it again.") from None
+    if not found:
+        raise DataError(where, expected="rows", got="a table of none", remedy="Take it out of {data|`data`}.")
+    file.seek(0)
+    return found
+
+
+def row_of(batch: Any, place: int, where: str) -> dict[str, Any] | DataError:
+    """Return a row of a batch, a value a column, or an error where one is no text; `where` is its place."""
+    try:
+        return batch.slice(place, 1).to_pylist()[0]
+    except UnicodeDecodeError as error:
+        got = f"byte {error.object[error.start]:#04x} at byte offset {error.start} of its text"
+        return DataError(where, expected="UTF-8", got=got, remedy="Correct the row.")
 
 
 def table_cuts(file: BufferedReader, head: bytes, most_bytes: int) -> list[int]:
@@ -149,9 +188,4 @@ def _rows(batch: Any, where: str, count: int) -> Iterator[dict[str, Any] | DataE
     except UnicodeDecodeError:
         pass  # one row is no text: which, the slow way
     for row in range(batch.num_rows):
-        try:
-            (values,) = batch.slice(row, 1).to_pylist()
-            yield values
-        except UnicodeDecodeError as error:
-            got = f"byte {error.object[error.start]:#04x} at byte offset {error.start} of its text"
-            yield DataError(f"{where}:{count + row + 1}", expected="UTF-8", got=got, remedy="Correct the row.")
+        yield row_of(batch, row, f"{where}:{count + row + 1}")

@@ -17,11 +17,11 @@ class StepBatch:
     """A global batch: entry i of a plan's `tokens` is sequence `ids[i]` of the data.
 
     loss_weight: what the losses of all tokens weigh together, by which their sum is divided; `loss_tokens` without
-    weights.
+    weights. end: where the next batch begins, as of `Batch`.
     """
 
-    def __init__(self, dataset: Dataset, ids: Iterable[int]) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Dataset, ids: Iterable[int], end: tuple[int, int] | None = None) -> None:
+        self.dataset, self.end = dataset, end
         self.ids = tuple(int(i) for i in ids)
         self.lengths = tuple(int(dataset.lengths[i]) for i in self.ids)
         self.loss_tokens = int(dataset.loss_tokens[list(self.ids)].sum())
@@ -46,8 +46,7 @@ class StepBatch:
 
     def read_ahead(self, segments: Sequence[Segment]) -> None:
         """Begin to read these segments where they are still on the disk, without waiting for it."""
-        for segment in segments:
-            self.dataset.read_ahead(self.ids[segment.sequence], segment.start, segment.stop + 1)
+        self.dataset.read_ahead([(self.ids[each.sequence], each.start, each.stop + 1) for each in segments])
 
     def sequences(self, segments: Sequence[Segment]) -> Tensor:
         """Return the sequence of the data that each token of these segments is of, (tokens,)."""

@@ -110,7 +110,7 @@ def _build_stage(
         model = build(stored=True)
     compute_so(model, job.computing, world.device, dtype=dtype, say=say)
     shape = shape_from_config(job.model.config.to_dict())
-    layer, head = layer_flops(shape, job.dataset.lengths[job.dataset.ids].tolist())
+    layer, head = layer_flops(shape, job.known.lengths[job.known.ids].tolist())
     chunks = cut_layers([layer] * job.model.config.num_hidden_layers, config.stages * config.virtual, last_seconds=head)
     stage = ModelStage(model, chunks, stages=config.stages, stage=mesh.stage)
     if rows is not None and mesh.replica == 0:

@@ -149,7 +149,7 @@ def largest_pack(job: Job) -> tuple[int, ...]:
     As many as the capacity, or as the largest global batch that the data can make, in documents of the longest length.
     """
     total = min(max(job.capacities.values()), job.most_tokens)
-    longest = min(int(job.dataset.lengths[job.dataset.ids].max()), total)
+    longest = min(int(job.known.lengths[job.known.ids].max()), total)
     return (longest,) * (total // longest) + ((total % longest,) if total % longest else ())
 
 
@@ -158,5 +158,5 @@ def pack_of_most(job: Job) -> tuple[int, ...]:
 
     A varlen kernel's backward pads every sequence to 128 rows of queries, in fp32.
     """
-    lengths = np.sort(job.dataset.lengths[job.dataset.ids])[: job.config.global_batch.sequences]
+    lengths = np.sort(job.known.lengths[job.known.ids])[: job.config.global_batch.sequences]
     return tuple(lengths[lengths.cumsum() <= min(max(job.capacities.values()), job.most_tokens)].tolist())

@@ -65,7 +65,7 @@ class Checkpoints:
         self._folder = CheckpointFolder(config.output / FOLDER)
         self._step = self._failures = 0  # the step of the one under way; failures in a row
         self._losses = (0.0, 0.0)  # of the first step and of this one
-        self._skipped = 0
+        self._skipped, self._position = 0, None
         self._thread: threading.Thread | None = None
         self._error: str | None = None
         self._last = time.monotonic()
@@ -91,15 +91,18 @@ class Checkpoints:
             return False
         return asked or (self._asked.every_steps > 0 and step % self._asked.every_steps == 0)
 
-    def save(self, step: int, *, first_loss: float, loss: float, skipped: int) -> None:
+    def save(
+        self, step: int, *, first_loss: float, loss: float, skipped: int, position: tuple[int, int] | None = None
+    ) -> None:
         """Copy this rank's state after `step` and begin to write it; wait for the one before. Collective.
 
-        `skipped`: of the steps, those without an update.
+        `skipped`: of the steps, those without an update. `position`: as of `Manifest`.
         """
         self.finish()
         self._transport.phase = f"step {step}, checkpoint"
         self._last = time.monotonic()
         self._step, self._losses, self._skipped, self._error = step, (first_loss, loss), skipped, None
+        self._position = position
         if self._transport.rank == 0:
             try:
                 self._folder.begin(step)
@@ -176,6 +179,7 @@ class Checkpoints:
                 first_loss=self._losses[0],
                 loss=self._losses[1],
                 skipped=self._skipped,
+                position=self._position,
                 run=run_settings(self._config),
                 data=self._data(),
                 borders=saved.layout.borders,

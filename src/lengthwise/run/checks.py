@@ -5,7 +5,7 @@ Defaults that depend on model and device (precision, learning rate, schedule, wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -25,9 +25,11 @@ from lengthwise.config import (
     RunConfig,
 )
 from lengthwise.core.errors import Collector, ConfigError, DataError
+from lengthwise.core.packages import check_remote
 from lengthwise.cost import Cost, shape_from_config
 from lengthwise.cost.measured import cost_from_measurements
-from lengthwise.data import Batches, Dataset, check_fits, check_positions, load_dataset, load_tokenizer
+from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
+from lengthwise.data.remote import RemoteDataset, longest_rows, shard_specs
 from lengthwise.engine.activations import check_offload
 from lengthwise.engine.memory import free_bytes
 from lengthwise.engine.schedule import check_steps
@@ -111,32 +113,39 @@ def prepare_job(
         ready = sources if stored is None else stored.prepared(sources, key)
         return load_dataset(ready, tokenizer=tokenizer, vocab_size=vocab_size, key=key)
 
-    dataset = attempt(partial(read, config.data, "data"))
+    dataset = known = attempt(partial(read, config.data, "data")) if not config.data[0].remote else None
+    if config.data[0].remote:
+        known = longest_rows(config.data)
+        dataset = attempt(lambda: _remote_dataset(config, tokenizer, vocab_size))
     held_out = config.eval.data if config.eval else ()
     eval_dataset = attempt(partial(read, held_out, "eval.data")) if held_out else None
     positions, capacity = position_limit(model.config) if model else None, config.capacity_tokens
     cuts = config.planner != PACKED_DP
     attempt(lambda: check_ranks(config, ranks))
     sizes = {"ranks": max(1, ranks // config.stages), "stages": config.stages}
-    for each in filter(None, (dataset, eval_dataset)):
+    for each in filter(None, (known, eval_dataset)):
         if capacity != "auto" and config.offload is None:
             attempt(lambda each=each: check_fits(each, **sizes, capacity_tokens=capacity, cuts=cuts))
         if positions is not None:
             attempt(lambda each=each: check_positions(each, positions=positions))
     if dataset is not None:
-        attempt(lambda: check_steps(config.optimizer, Batches(dataset, config).num_steps))
-        attempt(lambda: resume and resume.check_within(Batches(dataset, config).num_steps))
+        num_steps = attempt(lambda: config.steps if config.data[0].remote else Batches(dataset, config).num_steps)
+        if num_steps is not None:
+            attempt(lambda: check_steps(config.optimizer, num_steps))
+            attempt(lambda: resume and resume.check_within(num_steps))
     adapters, cost = _check_model(config, model, collector, gpus=gpus) if model else None, None
     if model and (adapters is not None or config.lora is None):  # else what trains is not known
         cost = attempt(lambda: _measured_cost(config, model, ranks=ranks, gpus=gpus, adapters=adapters))
     collector.raise_all()
     assert model is not None, "a model that was not found must have been a problem"
     assert dataset is not None, "data that was not read must have been a problem"
+    assert known is not None, "it is the data, or known from the run file"
     job = Job(
         config=config,
         ranks=ranks,
         model=model,
         dataset=dataset,
+        known=known,
         eval_dataset=eval_dataset,
         tokenizer=tokenizer() if tokenizer.cache_info().currsize else None,
         timeout_seconds=timeout_seconds,
@@ -149,11 +158,23 @@ def prepare_job(
     )
     if capacity != "auto" and config.offload is not None:  # how much more a rank holds then is the model's matter
         sizes = {"ranks": ranks, "capacity_tokens": capacity, "held_tokens": job.planning.most_held_tokens}
-        for each in filter(None, (dataset, eval_dataset)):
+        for each in filter(None, (known, eval_dataset)):
             attempt(lambda each=each: check_fits(each, **sizes, cuts=cuts))
     collector.raise_all()
     _check_losses(job)
     return job
+
+
+def _remote_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab_size: int | None) -> RemoteDataset:
+    """Divide remote sources into shards; nothing of them is read yet."""
+    check_remote()
+    name, seed = config.tokenizer_name, config.seed
+    specs = shard_specs(config.data, tokenizer_name=name, vocab_size=vocab_size, seed=seed)
+    try:
+        digest = tokenizer().digest() + tokenizer().template_digest()
+    except ConfigError:  # whoever meets a text says so
+        digest = ""
+    return RemoteDataset(specs, tokenizer_digest=digest, seed=seed)
 
 
 def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *, gpus: int) -> int | None:
@@ -214,7 +235,7 @@ def _check_heads(config: RunConfig, model: ModelSource) -> None:
 
 def _check_losses(job: Job) -> None:
     """Find what has no loss token now, not hours in; only data with such sequences can have it."""
-    if not job.dataset.loss_tokens[job.dataset.ids].all():
+    if job.known is job.dataset and not job.dataset.loss_tokens[job.dataset.ids].all():
         first, number = Batches(job.dataset, job.config).steps_of_zero(job.dataset.loss_tokens)
         if first is not None:
             where = f"step {first.step}" + (f" and {number - 1} more" if number > 1 else "")

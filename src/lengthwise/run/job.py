@@ -14,6 +14,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.cost import DTYPE_BYTES, Cost, hardware_of_gpu, logits_at_once, shape_from_config
 from lengthwise.cost.measured import base_cost
 from lengthwise.data import Batches, Dataset, Tokenizer
+from lengthwise.data.remote import RemoteDataset
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.schedule import warmup_steps
 from lengthwise.models import Computing, ModelSource
@@ -34,6 +35,7 @@ _MEASURED_RUN = 20.0  # times that, from which a run is measured unasked
 class Job:
     """A checked run, the same on every rank.
 
+    `known`: what forecasts and limits are of before the first step: `dataset`, or of a remote one its longest rows.
     `gpus`: how many GPUs of a machine it uses; 0: it computes on the CPU. `gpu_name`: that of the first. `adapters`:
     parameters that train in place of the model's own; None: all train. `measured_cost`: of the run's file of
     measurements; None: it names none. `measured_capacities`: of `capacity_tokens: auto`, once they are known.
@@ -45,6 +47,7 @@ class Job:
     ranks: int
     model: ModelSource
     dataset: Dataset
+    known: Dataset
     eval_dataset: Dataset | None
     tokenizer: Tokenizer | None
     timeout_seconds: float
@@ -63,13 +66,19 @@ class Job:
 
     def batches(self, *, after: int = 0) -> Iterator[StepBatch]:
         """Yield the global batches of the run, in order, those of the first `after` steps left out."""
-        following = islice(Batches(self.dataset, self.config), after, None)
-        return (StepBatch(self.dataset, batch.ids) for batch in following)
+        if isinstance(self.dataset, RemoteDataset):
+            start = self.resume.manifest.position if self.resume is not None and self.resume.step == after else None
+            before = 0 if start else after
+            found = self.dataset.batches(self.config.global_batch, start or (0, 0))
+            following = islice(found, before, before + self.num_steps - after)
+        else:
+            following = islice(Batches(self.dataset, self.config), after, None)
+        return (StepBatch(self.dataset, batch.ids, batch.end) for batch in following)
 
     @property
     def num_steps(self) -> int:
         """Steps of the whole run."""
-        return Batches(self.dataset, self.config).num_steps
+        return self.config.steps or Batches(self.dataset, self.config).num_steps
 
     @property
     def warmup_steps(self) -> int:
@@ -126,12 +135,15 @@ class Job:
     @property
     def longest_tokens(self) -> int:
         """Tokens of the longest sequence of the data, and of the eval data."""
-        return max(int(each.lengths.max()) for each in (self.dataset, self.eval_dataset) if each is not None)
+        return max(int(each.lengths.max()) for each in (self.known, self.eval_dataset) if each is not None)
 
     @property
     def most_tokens(self) -> int:
         """The most tokens that a global batch of this run can have."""
-        return Batches(self.dataset, self.config).most_tokens
+        if self.known is self.dataset:
+            return Batches(self.dataset, self.config).most_tokens
+        longest, asked = int(self.known.lengths.max()), self.config.global_batch
+        return longest * (asked.sequences or 1) if asked.tokens is None else max(longest, asked.tokens)
 
     @property
     def measures_at_start(self) -> bool:
@@ -145,7 +157,7 @@ class Job:
         # Some measurements are of a few ranks, which alone would wait for the others; and all are of whole models.
         if self.shard != "zero1" or self.config.stages > 1:
             return False
-        return asked == MEASURE_AT_START or (asked is None and is_long)
+        return asked == MEASURE_AT_START or (asked is None and is_long and self.known is self.dataset)
 
     @property
     def measures(self) -> bool:
@@ -168,6 +180,8 @@ class Job:
 
     def _drawn_lengths(self) -> np.ndarray:
         """Return the lengths of rows that the run draws, of many a sample: the first ones, in their shuffled order."""
+        if self.known is not self.dataset:
+            return self.known.lengths
         drawn = chain.from_iterable(batch.ids for batch in Batches(self.dataset, self.config))
         most = min(len(self.dataset.ids), _PRICED_ROWS)
         return self.dataset.lengths[np.sort(list(islice(drawn, most)))]
@@ -212,7 +226,7 @@ class Job:
             trained=self.adapters,
             stages=stages,
             planner=config.planner,
-            context_tokens=int(self.dataset.lengths.max()),
+            context_tokens=int(self.known.lengths.max()),
             heads=config.heads,
             **pipeline,
         )

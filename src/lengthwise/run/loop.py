@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
-from lengthwise.comm import World
+from lengthwise.comm import Transport, World
 from lengthwise.core.faults import fault
 from lengthwise.cost.rank_speeds import RanStep
+from lengthwise.data.remote import RemoteDataset
 from lengthwise.engine.memory import reporting_update
 from lengthwise.engine.schedule import learning_rates
 from lengthwise.planner.service.process import PlannerProcess
@@ -59,13 +60,26 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
         trackers = stack.enter_context(Trackers(job, say))
         hearing = () if world.rank else (*hearing, trackers)
         job = replace(job, resume=told_resume(job.resume, job.config, transport))
-        loop = _Loop(set_up(job, world, transport, planner, hearing, stop, pricing, folder))
-        try:
-            result = loop.run()
-        finally:
-            loop.close()
+        with _rows_of(job, transport, say, is_forked=world.rendezvous is not None):
+            loop = _Loop(set_up(job, world, transport, planner, hearing, stop, pricing, folder))
+            try:
+                result = loop.run()
+            finally:
+                loop.close()
         transport.close()
         return result
+
+
+def _rows_of(
+    job: Job, transport: Transport, say: Callable[[str], None], *, is_forked: bool
+) -> AbstractContextManager[None]:
+    """Let actors read remote data inside the block; nothing where it lies here. Collective."""
+    if not isinstance(job.dataset, RemoteDataset):
+        return nullcontext()
+    from lengthwise.run.actors import serving
+
+    seconds = job.timeout_seconds
+    return serving(job.dataset, transport, timeout_seconds=seconds, say=say, is_forked=is_forked)
 
 
 def _is_alone(world: World) -> bool:
@@ -101,6 +115,7 @@ class _Loop:
         done = _Progress(*((None, 0.0) if rank.job.resume is None else rank.job.resume.losses))
         planned = self._steps.next(f"step {runner.steps + 1}")
         while planned is not None and done.stopped_by is None:
+            position = planned.batch.end
             ran, planned = self._step(planned)
             if ran is not None:
                 done.add(ran)
@@ -111,7 +126,8 @@ class _Loop:
             if rank.end.checkpoints.is_due(runner.steps, asked=is_last or rank.end.asks_for_checkpoint):
                 rank.hold_parameters()
                 losses = {"first_loss": done.first_loss or 0.0, "loss": done.loss}
-                rank.end.checkpoints.save(runner.steps, **losses, skipped=rank.end.finite.skipped)
+                skipped = rank.end.finite.skipped
+                rank.end.checkpoints.save(runner.steps, **losses, skipped=skipped, position=position)
         self._save()
         rank.end.checkpoints.finish()
         return TrainResult(

@@ -80,7 +80,14 @@ class Resume:
 def run_settings(config: RunConfig) -> dict[str, object]:
     """Return the settings of a run that decide what is trained; where the optimizer's states are does not."""
     given = config.model_dump(mode="json", exclude={"optimizer": {"offload"}})
-    return {key: value for key, value in given.items() if key not in FREE_SETTINGS}
+    found = {key: value for key, value in given.items() if key not in FREE_SETTINGS}
+    found["data"] = [_without_actors(each) for each in found["data"]]
+    return found
+
+
+def _without_actors(source: dict[str, object]) -> dict[str, object]:
+    """Return a source's settings with `remote` true or not there: how many actors read it changes nothing."""
+    return {key: bool(value) if key == "remote" else value for key, value in source.items() if key != "remote" or value}
 
 
 def model_settings(run: Mapping[str, object]) -> dict[str, object]:

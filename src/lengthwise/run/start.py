@@ -84,6 +84,9 @@ def prepare(
     found, chosen = None, {}
     if config is not None:
         config, chosen = settle(config, gpus=gpus or 0)
+        if claim is None:  # `verify` takes one batch, and no actor
+            local = [each.model_copy(update={"remote": False}) for each in config.data]
+            config = config.model_copy(update={"data": tuple(local)})
         if claim is not None and (world is None or world.rank == 0):
             found = collector.attempt(partial(claim, config))
     collector.raise_all()

@@ -146,8 +146,7 @@ class PlanAhead:
         plan = Plan.from_json(text, f"plan of {name}" if not self._known else f"plan of a step after {name}")
         refuse_unsupported(plan, num_heads=self._num_heads, stages=self._stages, virtual=self._virtual)
         rank = self._transport.rank // self._stages  # in the plan
-        for program in lower_plan(plan, rank):
-            batch.read_ahead(program.segments(rank))
+        batch.read_ahead([each for program in lower_plan(plan, rank) for each in program.segments(rank)])
         return PlannedStep(batch=batch, plan=plan, plan_seconds=seconds)
 
     def _wait_for(self, future: Future[_Made], name: str) -> _Made:

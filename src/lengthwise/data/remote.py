@@ -1,0 +1,370 @@
+"""A `Dataset` of raw rows that others tokenize while it is trained on: its lengths become known as batches need them.
+
+Rows, their numbers and an epoch's order are those of the same sources read at the start; rows that are left out are
+dropped in passing, so the batches are the same. What is not known before is the longest row, so sources say it:
+`max_tokens`. A rank asks shards (`shard`) for the lengths of the next rows, and for the slices that it computes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from lengthwise.core.errors import DataError, LengthwiseError, Problems
+from lengthwise.data.arrow import is_prepared
+from lengthwise.data.dataset import DatasetBuilder, MemoryDataset, NumberedRows, plain_weights
+from lengthwise.data.digests import row_digest
+from lengthwise.data.numbered import Counted
+from lengthwise.data.refusals import Refusals
+from lengthwise.data.sampler import Batch, epoch_order
+from lengthwise.data.shard import ShardSpec, Slices, Span
+from lengthwise.data.sources import PACKED, Listing, cut_listing, is_table, list_source, open_source
+
+if TYPE_CHECKING:
+    from lengthwise.config import DataSource
+    from lengthwise.config.sections import GlobalBatch
+
+PART_BYTES = 16 << 20
+_STEPS_KEPT = 4  # of slices: of the step that runs, of those that are planned, and of one that is planned meanwhile
+_ROWS_AT_ONCE = 64  # whose lengths are asked for at least, where a step has as many rows as fit
+
+
+class ShardClient(Protocol):
+    """Asks one shard, wherever it is."""
+
+    @property
+    def spec(self) -> ShardSpec:
+        """The shard."""
+        ...
+
+    def ask(self, method: str, *arguments: Any) -> Callable[[], Any]:
+        """Call a method of the shard; return what waits for its answer, the start that it is of first."""
+        ...
+
+
+def shard_specs(
+    sources: Sequence[DataSource],
+    *,
+    tokenizer_name: str,
+    vocab_size: int | None,
+    seed: int,
+    part_bytes: int = PART_BYTES,
+) -> list[ShardSpec]:
+    """Divide sources into shards, as many each as its `remote` says and its files allow.
+
+    Raises:
+        DataError: what cannot be found or is tokens already; Problems for more.
+    """
+    refusals, specs = Refusals(), list[ShardSpec]()
+    for index, source in enumerate(sources):
+        key, parts = f"data.{index}", list[Listing]()
+        if source.path is not None and is_prepared(source.path):
+            got, remedy = "prepared data", "Take `remote` out: these are read from the disk as they are needed."
+            refusals.add(DataError(key, expected="raw rows, for `remote`", got=got, remedy=remedy))
+            continue
+        for listing in list_source(source, refusals.add):
+            if listing.indexed:
+                got, remedy = "an indexed dataset", "Take `remote` out: it has ids."
+                refusals.add(DataError(key, expected="raw rows, for `remote`", got=got, remedy=remedy))
+                continue
+            try:
+                parts += _parts_of(listing, part_bytes)
+            except DataError as error:
+                refusals.add(error)
+        wanted = max(1, min(int(source.remote), len(parts)))
+        of_all = {"key": key, "source": source, "tokenizer_name": tokenizer_name, "vocab_size": vocab_size}
+        cuts = [len(parts) * number // wanted for number in range(wanted + 1)]
+        specs += [
+            ShardSpec(
+                name=f"{key}, actor {number + 1} of {wanted}", parts=tuple(parts[first:last]), seed=seed, **of_all
+            )
+            for number, (first, last) in enumerate(pairwise(cuts))
+        ]
+    refusals.raise_all("data")
+    return specs
+
+
+def _parts_of(listing: Listing, part_bytes: int) -> list[Listing]:
+    """Cut plain lines and documents; a table, and what is packed, is one part."""
+    if listing.names is None:
+        with open_source(listing.root) as rows, listing.root.open("rb") as file:
+            if is_table(rows) or file.read(4).startswith(PACKED):
+                return [listing]
+    return cut_listing(listing, part_bytes, Path())
+
+
+def longest_rows(sources: Sequence[DataSource]) -> MemoryDataset:
+    """Return a dataset of one row a source, of its `max_tokens`: what forecasts and limits know of remote rows."""
+    builder = DatasetBuilder()
+    for index, source in enumerate(sources):
+        assert source.max_tokens is not None, "the run file's rules ask for it beside `remote`"
+        builder.start_source(f"data.{index}", "", ("of max_tokens",))
+        builder.add(np.zeros(source.max_tokens, dtype=np.int32), None)
+    return builder.finish()
+
+
+class RemoteDataset(NumberedRows):
+    """Rows of shards. It has none before `attach`; then lengths, at first 0, become known in the order of `batches`.
+
+    tokenizer_digest: of what makes tokens of texts; "" where none loads. skipped: rows that were left out so far.
+    on_restart: gets a line where a shard was started again.
+    """
+
+    def __init__(self, specs: Sequence[ShardSpec], *, tokenizer_digest: str, seed: int) -> None:
+        self.specs, self._seed, self._tokenizer_digest = tuple(specs), seed, tokenizer_digest
+        self._parts = [(spec.key, part) for spec in specs for part in spec.parts]
+        self._clients: Sequence[ShardClient] = ()
+        self._born, self._counted = list[str](), list[list[Counted]]()
+        self._left_out = set[int]()
+        self._errors, self._steps = dict[int, DataError](), deque[_Fetched](maxlen=_STEPS_KEPT)
+        self.skipped: Counter[str] = Counter()
+        self.on_restart: Callable[[str], None] = lambda _line: None
+        self._set_rows([])
+
+    def attach(self, clients: Sequence[ShardClient]) -> None:
+        """Count the rows of all shards, one client each. DataError, or Problems, for files that cannot be read."""
+        self._clients, refusals = clients, Refusals()
+        for waiting in [client.ask("describe") for client in clients]:
+            born, counted = waiting()
+            self._born.append(born)
+            self._counted.append([] if isinstance(counted, LengthwiseError) else counted)
+            for error in _problems(counted):
+                refusals.add(error)
+        refusals.raise_all("data")
+        self._set_rows([each for counted in self._counted for each in counted])
+        if not self.num_rows:
+            raise DataError("data", expected="at least one row", got="none", remedy="Add rows.")
+
+    def _set_rows(self, counted: Sequence[Counted]) -> None:
+        self._firsts = [0, *np.cumsum([each.rows for each in counted], dtype=np.int64).tolist()]
+        places = np.cumsum([0, *(len(spec.parts) for spec in self.specs)]).tolist()
+        self._shard_firsts = [self._firsts[place] for place in places] if counted else [0]
+        rows = self._firsts[-1]
+        self.ids, self.lengths, self.loss_tokens = np.arange(rows), np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+        self._weighed = any(each.weighed for each in counted)
+        self.loss_weights: np.ndarray = np.zeros(rows) if self._weighed else self.loss_tokens
+
+    def batches(self, asked: GlobalBatch, start: tuple[int, int] = (0, 0)) -> Iterator[Batch]:
+        """Yield batches without end from a place in an epoch's order on, those of `Batches`.
+
+        Raises:
+            DataError: a row of the batch stops the run, or none of its tokens has a loss.
+        """
+        (epoch, place), step = start, 0
+        while True:
+            is_empty = place == 0
+            for ids, end in self._cut(epoch, place, asked):
+                self._check_losses(ids)
+                step, is_empty = step + 1, False
+                yield Batch(step=step, epoch=epoch, ids=np.array(ids), end=end)
+            if is_empty:
+                got = f"none (left out: {', '.join(f'{number} {kind}' for kind, number in self.skipped.items())})"
+                remedy = "Add rows, or raise max_tokens."
+                raise DataError("data", expected="at least one sequence to train on", got=got, remedy=remedy)
+            epoch, place = epoch + 1, 0
+
+    def _cut(self, epoch: int, place: int, asked: GlobalBatch) -> Iterator[tuple[list[int], tuple[int, int]]]:
+        """Yield the rows of each step of an epoch from a place in its order on, and where the next one begins."""
+        order, taken, used = epoch_order(self.ids, seed=self._seed, epoch=epoch), list[int](), 0
+        for at, row in self._known(order, epoch, place, asked.sequences or _ROWS_AT_ONCE):
+            used += int(self.lengths[row])
+            if taken and asked.tokens is not None and (row in self._errors or used > asked.tokens):
+                yield taken, (epoch, at)
+                taken, used = [], int(self.lengths[row])
+            if row in self._errors:
+                raise self._errors[row]
+            taken.append(row)
+            if len(taken) == asked.sequences:
+                yield taken, (epoch, at + 1)
+                taken = []
+        if taken:
+            yield taken, (epoch + 1, 0)
+
+    def _known(self, order: np.ndarray, epoch: int, place: int, most: int) -> Iterator[tuple[int, int]]:
+        """Yield (place, row) of rows with tokens, or an error, from a place on; ask for `most` lengths at once."""
+        while place < len(order):
+            rows = order[place : place + most]
+            self._ask_lengths(epoch, rows)
+            for row in rows.tolist():
+                if self.lengths[row] or row in self._errors:
+                    yield place, row
+                place += 1
+
+    def _check_losses(self, ids: list[int]) -> None:
+        if not self.loss_tokens[ids].any():
+            got = f"none in {', '.join(self.name(row) for row in ids[:10])}{' ...' if len(ids) > 10 else ''}"
+            remedy = "Enlarge global_batch, or leave out sequences of one token and fully masked ones."
+            expected = "at least one token with a label in a global batch"
+            raise DataError("data", expected=expected, got=got, remedy=remedy)
+
+    def _ask_lengths(self, epoch: int, rows: np.ndarray) -> None:
+        shards = np.searchsorted(self._shard_firsts, rows, side="right") - 1
+        asked = [(shard, rows[shards == shard]) for shard in np.unique(shards).tolist()]
+        waiting = [self._clients[shard].ask("lengths", self._shard_firsts[shard], epoch, own) for shard, own in asked]
+        for (shard, own), answer in zip(asked, waiting, strict=True):
+            found = self._checked(shard, answer())
+            for row, (kind, error) in found.left_out.items():
+                if error is not None:
+                    self._errors[row] = self._named(error, row)
+                elif row not in self._left_out:
+                    self._left_out.add(row)
+                    self.skipped[kind] += 1
+            self.lengths[own], self.loss_tokens[own] = found.tokens, found.loss_tokens
+            if self._weighed:
+                self.loss_weights[own] = found.loss_weights
+
+    def _checked(self, shard: int, answer: tuple[str, Any]) -> Any:
+        """Return what a shard answers; say when it was started anew, and refuse one whose files changed meanwhile."""
+        born, found = answer
+        if born != self._born[shard]:
+            name = self._clients[shard].spec.name
+            self.on_restart(f"{name} ended and was started again; it reads on from where it was")
+            now = self._clients[shard].ask("describe")()[1]
+            for error in _problems(now):
+                raise error
+            if now != self._counted[shard]:
+                remedy = "Let whatever writes it finish, then start again."
+                raise DataError(name, expected="files that stay as they are", got="a change", remedy=remedy)
+            self._born[shard] = born
+        return found
+
+    def read_ahead(self, spans: Sequence[Span]) -> None:
+        """Ask for the slices of a step, one request a shard, without waiting for them."""
+        cut = [(row, start, min(stop, int(self.lengths[row]))) for row, start, stop in spans]
+        self._steps.append(self._fetched([each for each in cut if each[1] < each[2]]))
+
+    def _fetched(self, spans: Sequence[Span]) -> _Fetched:
+        by_shard: dict[int, list[Span]] = {}
+        for span in spans:
+            by_shard.setdefault(bisect.bisect_right(self._shard_firsts, span[0]) - 1, []).append(span)
+        found = _Fetched()
+        for shard, own in by_shard.items():
+            answer = self._clients[shard].ask("slices", self._shard_firsts[shard], own)
+            found.add(own, lambda shard=shard, answer=answer: self._checked(shard, answer()))
+        return found
+
+    def _slice(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        for step in reversed(self._steps):
+            if (found := step.find(row, start, stop)) is not None:
+                return found
+        if not self._steps:
+            self._steps.append(_Fetched())
+        self._steps[-1].take_in(self._fetched([(row, 0, int(self.lengths[row]))]))
+        found = self._steps[-1].find(row, start, stop)
+        assert found is not None, f"tokens {start} to {stop} of row {row}, of {self.lengths[row]}"
+        return found
+
+    def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and labels of tokens [start, stop) of a row, int32 [stop - start] each; wait for them."""
+        self.check_row(row)
+        start, stop, _ = slice(start, stop).indices(int(self.lengths[row]))
+        if start >= stop:
+            return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32)
+        return self._slice(row, start, stop)[:2]
+
+    def read_weights(self, row: int, start: int, stop: int) -> np.ndarray | None:
+        """Return what the losses of tokens [start, stop) of a row weigh, float32 [stop - start]; None: all 0 or 1."""
+        if not self._weighed:
+            return None
+        start, stop, _ = slice(start, stop).indices(int(self.lengths[row]))
+        if start >= stop:
+            return np.empty(0, dtype=np.float32)
+        _, labels, weights = self._slice(row, start, stop)
+        return plain_weights(labels) if weights is None else weights
+
+    @property
+    def weights(self) -> tuple[tuple[int, float], ...]:
+        """The first row of each source, and 1.0: an epoch takes every row once."""
+        return ((0, 1.0),)
+
+    def row_digests(self, first: int, last: int) -> np.ndarray:
+        """Return what tells rows [first, last), whose lengths are known, from others, uint8 [last - first, 16]."""
+        found = bytearray()
+        for row in range(first, last):
+            length = int(self.lengths[row])
+            found += row_digest(*self.read(row, 0, length), self.read_weights(row, 0, length))
+        return np.frombuffer(found, dtype=np.uint8).reshape(last - first, -1)
+
+    def digest(self) -> bytes:
+        """Return 32 bytes that differ where files, settings or tokenizer do; before `attach`, by the files' sizes."""
+        known = {"max_tokens", "too_long", "empty", "bad_rows"}
+        settings = {spec.key: spec.source.model_dump(mode="json", include=known) for spec in self.specs}
+        found = [each.digest for counted in self._counted for each in counted]
+        sizes = [] if found else [path.stat().st_size for _, part in self._parts for path in part.paths]
+        values = [self._tokenizer_digest, settings, self.specs[0].vocab_size, found, sizes]
+        return hashlib.sha256(json.dumps(values).encode()).digest()
+
+    def name(self, row: int) -> str:
+        """Return where a row is: `train.jsonl:3`, or the file's path inside its folder."""
+        part, place = self._place(row)
+        listing = self._parts[part][1]
+        return listing.names[place] if listing.names is not None else f"{listing.label}:{place + 1}"
+
+    def source_key(self, row: int) -> str:
+        """Return the config path of a row's source: `data.0`."""
+        return self._parts[self._place(row)[0]][0]
+
+    def _place(self, row: int) -> tuple[int, int]:
+        """Return the part that has a row, and the row's place in the part, of lines in the file."""
+        self.check_row(row)
+        part = first = bisect.bisect_right(self._firsts, row) - 1
+        while (self._parts[first][1].part or (0,))[0]:
+            first -= 1
+        return part, row - self._firsts[first]
+
+    def _named(self, error: DataError, row: int) -> DataError:
+        """Return an error of a line, whose shard knows the file, with the line's number."""
+        part, place = self._place(row)
+        if self._parts[part][1].names is not None:
+            return error
+        where = f"{error.where}:{place + 1}"
+        return DataError(where, expected=error.expected, got=error.got, remedy=error.remedy)
+
+
+def _problems(found: object) -> Sequence[Any]:
+    if isinstance(found, Problems):
+        return found.problems
+    return [found] if isinstance(found, LengthwiseError) else []
+
+
+class _Fetched:
+    """Slices that were asked for together; they are waited for when the first of them is read."""
+
+    def __init__(self) -> None:
+        self._of_row = dict[int, list[tuple[int, int, int, _Answer]]]()
+
+    def add(self, spans: Sequence[Span], wait: Callable[[], Slices]) -> None:
+        answer, place = _Answer(wait), 0
+        for row, start, stop in spans:
+            self._of_row.setdefault(row, []).append((start, stop, place, answer))
+            place += stop - start
+
+    def take_in(self, other: _Fetched) -> None:
+        for row, spans in other._of_row.items():
+            self._of_row.setdefault(row, []).extend(spans)
+
+    def find(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
+        for first, last, place, answer in self._of_row.get(row, ()):
+            if first <= start and stop <= last:
+                found, cut = answer.slices, slice(place + start - first, place + stop - first)
+                labels = found.ids if found.labels is None else found.labels
+                return found.ids[cut], labels[cut], None if found.weights is None else found.weights[cut]
+        return None
+
+
+class _Answer:
+    def __init__(self, wait: Callable[[], Slices]) -> None:
+        self._wait = wait
+
+    @cached_property
+    def slices(self) -> Slices:
+        return self._wait()

@@ -1,0 +1,174 @@
+"""Shards of remote data as actors of Ray, one each: rank 0 makes them, and every rank asks them.
+
+Where RAY_ADDRESS names a Ray that runs, actors are there; else rank 0 starts a local one, which ends with the run.
+Actors belong to rank 0. One that dies is started again by Ray, and what it was asked is asked again. Ray trusts its
+network: docs/data.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lengthwise.comm import Transport, agree, broadcast_bytes, share_numbers
+from lengthwise.core.errors import LengthwiseError, RankError
+from lengthwise.data.remote import RemoteDataset
+from lengthwise.data.shard import Shard, ShardSpec
+
+_STORE_BYTES = 512 << 20  # of a local Ray: slices on their way
+_AUTH_MODE = "RAY_AUTH_MODE"
+_RAY = "a Ray that answers, for `remote` data"
+
+
+@contextlib.contextmanager
+def serving(
+    dataset: RemoteDataset,
+    transport: Transport,
+    *,
+    timeout_seconds: float,
+    say: Callable[[str], None],
+    is_forked: bool = False,
+) -> Iterator[None]:
+    """Let actors serve `dataset` inside the block. Collective. `is_forked`: whether this process is a rank we forked.
+
+    Raises:
+        LengthwiseError: Ray or an actor does not start, or files cannot be read.
+    """
+    transport.phase = "start, actors of remote data"
+    if is_forked and "ray._raylet" in sys.modules:
+        expected, got = "ranks of a process without Ray, which does not survive a fork", "one that has imported it"
+        remedy = "Call `train` from a process that has not, use the command line, or torchrun."
+        raise RankError(f"rank {transport.rank}, {transport.phase}", expected=expected, got=got, remedy=remedy)
+    mine, made = not _is_connected(), list[Any]()
+    try:
+        error, message = None, {}
+        if not transport.rank:
+            try:
+                message = _begin(dataset, made, local=mine)
+            except Exception as raised:  # noqa: BLE001 - whatever it is, all ranks end with it
+                error = _no_ray(transport, raised)
+        found = json.loads(broadcast_bytes(transport, json.dumps(message).encode() if not transport.rank else None))
+        if error is not None or not found:
+            raise error or _no_ray(transport, "none on rank 0")
+        clients = _clients(dataset, found, transport, timeout_seconds)
+        dataset.on_restart = say
+        dataset.attach(clients)
+        if transport.world_size > 1:
+            agree(transport, dataset.digest(), "files of remote data")
+        say(f"remote: {len(clients)} actors read {dataset.num_rows} rows, Ray at {found['address']}")
+        yield
+        transport.phase = "end, actors of remote data"
+        if transport.rank and mine:
+            _disconnect()
+        share_numbers(transport, [0.0])  # rank 0, whose Ray it may be, is the last to leave
+        if dataset.skipped:
+            left_out = ", ".join(f"{number} {kind}" for kind, number in dataset.skipped.items())
+            say(f"rows left out so far: {left_out}")
+    finally:
+        if mine:
+            _disconnect()
+
+
+def _is_connected() -> bool:
+    """Whether this process uses Ray already; a rank imports it once it knows how to."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
+
+def _disconnect() -> None:
+    if _is_connected():
+        import ray
+
+        ray.shutdown()
+
+
+def _begin(dataset: RemoteDataset, actors: list[Any], *, local: bool) -> dict[str, Any]:
+    """Connect to Ray, or start it, and make the actors, which end with their handles; return where they are found."""
+    import ray
+
+    name = f"lengthwise-{secrets.token_hex(8)}"
+    if local:
+        address = os.environ.get("RAY_ADDRESS")
+        started = {"num_cpus": len(dataset.specs), "object_store_memory": _STORE_BYTES, "include_dashboard": False}
+        _connect(address or "local", name, **({} if address else started))
+    for number, spec in enumerate(dataset.specs):
+        options = {"name": f"{name}-{number}", "namespace": name, "max_restarts": -1, "max_task_retries": -1}
+        actors.append(ray.remote(num_cpus=1)(Shard).options(**options).remote(spec))
+    mode = os.environ.get(_AUTH_MODE)  # a local Ray asks for the token that it wrote to the user's home
+    return {"address": ray.get_runtime_context().gcs_address, "name": name, "auth_mode": mode}
+
+
+def _connect(address: str, namespace: str, **options: Any) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+        ray.init(address=address, namespace=namespace, **quiet, **options)
+    finally:
+        if is_main:  # Ray would end the process where we end the step
+            signal.signal(signal.SIGTERM, before)
+
+
+def _clients(dataset: RemoteDataset, found: dict[str, str], transport: Transport, seconds: float) -> list[_ActorClient]:
+    if not _is_connected() and found["auth_mode"] is not None:
+        os.environ[_AUTH_MODE] = found["auth_mode"]
+    try:
+        import ray
+
+        if not ray.is_initialized():
+            _connect(found["address"], found["name"])
+        actors = [ray.get_actor(f"{found['name']}-{number}", found["name"]) for number in range(len(dataset.specs))]
+    except Exception as error:  # noqa: BLE001 - Ray raises many
+        raise _no_ray(transport, error) from None
+    return [_ActorClient(*each, transport, seconds) for each in zip(dataset.specs, actors, strict=True)]
+
+
+def _no_ray(transport: Transport, error: object) -> RankError:
+    where = f"rank {transport.rank}, {transport.phase}"
+    got = " ".join(str(error).split())[:300] or type(error).__name__
+    remedy = "Start Ray on every node (ray start), and set RAY_ADDRESS; or take remote out of `data`."
+    return RankError(where, expected=_RAY, got=got, remedy=remedy)
+
+
+@dataclass(frozen=True)
+class _ActorClient:
+    spec: ShardSpec
+    actor: Any
+    transport: Transport
+    timeout_seconds: float
+
+    def ask(self, method: str, *arguments: Any) -> Callable[[], Any]:
+        reference = getattr(self.actor, method).remote(*arguments)
+        return lambda: self._answer(reference)
+
+    def _answer(self, reference: Any) -> Any:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError
+
+        where = f"rank {self.transport.rank}, {self.transport.phase}, waiting for {self.spec.name}"
+        try:
+            return ray.get(reference, timeout=self.timeout_seconds)
+        except GetTimeoutError:
+            expected, got = f"rows within {self.timeout_seconds:g} s", "none"
+            remedy = (
+                "Check that Ray's nodes and the disk answer, set `remote` to more actors, or raise {timeout_seconds}."
+            )
+        except RayError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, LengthwiseError):
+                raise cause from None
+            expected, got = "rows", " ".join(f"{type(error).__name__}: {error}".split())[-300:]
+            remedy = "See the logs of Ray; then start again."
+        raise RankError(where, expected=expected, got=got, remedy=remedy) from None

@@ -1,0 +1,125 @@
+"""Runs on remote rows: those of the same rows read at the start, to the bit, also where an actor dies.
+
+Shards are in the ranks' own processes, but in the last test, whose Ray takes seconds to start.
+"""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import lengthwise
+from data.shards import LocalClient
+from lengthwise.core.errors import ConfigError, DataError
+from lengthwise.run import loop
+from lengthwise.run.callbacks import Callback
+from run.small_runs import assert_equal_runs, broken_off, call, make_rows, read_lines, write_run
+
+LENGTHS = [30, 12, 5, 60, 1, 2, 33, 70, 9]
+LIMITS = {"max_tokens": 64, "too_long": "skip"}
+
+
+def run_of(folder, *, remote, **keys):
+    data = [{"path": "train.jsonl", **LIMITS, **({"remote": remote} if remote else {})}]
+    checkpoint = {"every_steps": 2, "background": False}
+    return write_run(
+        folder, make_rows(LENGTHS), data=data, **{"steps": 7, "capacity_tokens": 64, "checkpoint": checkpoint, **keys}
+    )
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    @contextlib.contextmanager
+    def rows_of(job, *_, **__):
+        if not hasattr(job.dataset, "attach"):
+            yield
+            return
+        clients = [LocalClient(spec) for spec in job.dataset.specs]
+        try:
+            job.dataset.attach(clients)
+            yield
+        finally:
+            for each in clients:
+                each.shard.close()
+
+    monkeypatch.setattr(loop, "_rows_of", rows_of)
+
+
+@pytest.mark.parametrize("size", [{"sequences": 4}, {"tokens": 64}])
+def test_remote_rows_train_as_rows_read_at_the_start(tmp_path, in_process, size):
+    paths = [run_of(tmp_path / f"{remote}", remote=remote, global_batch=size) for remote in (False, 2)]
+    for path in paths:
+        lengthwise.train(path, ranks=2)
+    assert_equal_runs(tmp_path / "2" / "out", tmp_path / "False" / "out")
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), pytest.param(2, 3, marks=pytest.mark.exhaustive)])
+def test_a_run_on_remote_rows_goes_on_where_it_was(tmp_path, in_process, before, after):
+    wanted = run_of(tmp_path / "whole", remote=1, global_batch={"tokens": 64})
+    lengthwise.train(wanted, ranks=before)
+    path = run_of(tmp_path / "broken", remote=1, global_batch={"tokens": 64})
+    found = broken_off(path, before, after=5)
+    lengthwise.train(path, ranks=after, overrides=["data.0.remote=3"], resume=True)
+    assert_equal_runs(found, wanted.parent / "out", exactly=before == after)
+
+
+def test_rows_of_a_run_that_goes_on_are_those_of_before(tmp_path, in_process):
+    path = run_of(tmp_path, remote=True)
+    broken_off(path, 1, after=5)
+    rows = path.parent / "train.jsonl"
+    rows.write_text(rows.read_text().replace("1", "2", 1))
+    assert call("train", path, "--resume") == 2
+    assert lengthwise.train(path, resume=True, accept_changes=True).steps == 7
+
+
+def test_what_remote_rows_cannot_have_is_refused(tmp_path, in_process, monkeypatch):
+    path = run_of(tmp_path, remote=True)
+    with pytest.raises(DataError, match="at most 32 tokens"):
+        lengthwise.train(path, overrides=["capacity_tokens=32"])
+    monkeypatch.setattr("lengthwise.core.packages.is_installed", lambda package: False)
+    with pytest.raises(ConfigError, match=r"pip install 'lengthwise\[ray\]'"):
+        lengthwise.train(path)
+
+
+def test_memory_is_checked_by_the_longest_row(tmp_path, in_process):
+    path = run_of(tmp_path, remote=True, memory_check=True, capacity_tokens="auto", steps=1)
+    assert lengthwise.train(path, ranks=2).steps == 1
+    assert lengthwise.verify(path, ranks=2).passed
+
+
+class KillsAnActor(Callback):
+    """Ends the processes of all actors of this test after a step."""
+
+    def __init__(self, step):
+        self._step = step
+
+    def on_step(self, step):
+        if step.metrics.step == self._step:
+            ours = os.environ["RAY_TMPDIR"].encode()
+            for each in Path("/proc").glob("[0-9]*"):
+                if b"ray::Shard" in _content(each / "cmdline") and ours in _content(each / "environ"):
+                    os.kill(int(each.name), signal.SIGKILL)
+
+    def on_note(self, line):
+        with Path(os.environ["NOTES"]).open("a") as file:
+            file.write(line + "\n")
+
+
+def _content(path):
+    with contextlib.suppress(OSError):
+        return path.read_bytes()
+    return b""
+
+
+def test_actors_of_ray_that_are_killed_lose_and_repeat_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_TMPDIR", f"/tmp/lw-{os.getpid()}")
+    paths = [run_of(tmp_path / f"{remote}", remote=remote, steps=20) for remote in (False, 2)]  # one part: one actor
+    lengthwise.train(paths[0], ranks=2)
+    lengthwise.train(paths[1], ranks=2, callbacks=[KillsAnActor(3)])
+    assert "data.0, actor 1 of 1 ended and was started again" in (tmp_path / "notes").read_text()
+    assert_equal_runs(tmp_path / "2" / "out", tmp_path / "False" / "out")
+    assert len(read_lines(tmp_path / "2" / "out" / "metrics.jsonl")) == 20
