@@ -17,8 +17,8 @@ from lengthwise.run import loop
 from lengthwise.run.callbacks import Callback
 from run.small_runs import assert_equal_runs, broken_off, call, make_rows, read_lines, write_run
 
-LENGTHS = [30, 12, 5, 60, 1, 2, 33, 70, 9]
-LIMITS = {"max_tokens": 64, "too_long": "skip"}
+LENGTHS = [30, 12, 5, 100, 1, 2, 33, 130, 9]  # 100: more than a rank holds, a ring of both
+LIMITS = {"max_tokens": 128, "too_long": "skip"}
 
 
 def run_of(folder, *, remote, **keys):
@@ -59,6 +59,7 @@ def test_remote_rows_train_as_rows_read_at_the_start(tmp_path, in_process, size)
 def test_a_run_on_remote_rows_goes_on_where_it_was(tmp_path, in_process, before, after):
     wanted = run_of(tmp_path / "whole", remote=1, global_batch={"tokens": 64})
     lengthwise.train(wanted, ranks=before)
+    assert any(row["ring_token_ratio"] > 0 for row in read_lines(wanted.parent / "out" / "metrics.jsonl"))
     path = run_of(tmp_path / "broken", remote=1, global_batch={"tokens": 64})
     found = broken_off(path, before, after=5)
     lengthwise.train(path, ranks=after, overrides=["data.0.remote=3"], resume=True)
@@ -67,11 +68,11 @@ def test_a_run_on_remote_rows_goes_on_where_it_was(tmp_path, in_process, before,
 
 def test_rows_of_a_run_that_goes_on_are_those_of_before(tmp_path, in_process):
     path = run_of(tmp_path, remote=True)
-    broken_off(path, 1, after=5)
+    broken_off(path, 2, after=5)
     rows = path.parent / "train.jsonl"
     rows.write_text(rows.read_text().replace("1", "2", 1))
-    assert call("train", path, "--resume") == 2
-    assert lengthwise.train(path, resume=True, accept_changes=True).steps == 7
+    assert call("train", path, "--resume", "--ranks", 2) == 2
+    assert lengthwise.train(path, ranks=2, resume=True, accept_changes=True).steps == 7
 
 
 def test_what_remote_rows_cannot_have_is_refused(tmp_path, in_process, monkeypatch):
@@ -80,7 +81,7 @@ def test_what_remote_rows_cannot_have_is_refused(tmp_path, in_process, monkeypat
         lengthwise.train(path, overrides=["capacity_tokens=32"])
     monkeypatch.setattr("lengthwise.core.packages.is_installed", lambda package: False)
     with pytest.raises(ConfigError, match=r"pip install 'lengthwise\[ray\]'"):
-        lengthwise.train(path)
+        lengthwise.train(path, ranks=2)
 
 
 def test_memory_is_checked_by_the_longest_row(tmp_path, in_process):
