@@ -173,3 +173,14 @@ def test_what_stages_do_not_run_with_is_refused_by_name():
         with pytest.raises(LengthwiseError) as refused:
             Session(model, SGD(model.parameters()), capacity_tokens=64, **options)
         assert word in str(refused.value)
+
+
+def test_stages_of_models_that_differ_are_refused(tmp_path):
+    def work(rank):
+        model = small_model(**LAYERS)
+        with torch.no_grad():
+            model.model.layers[3].mlp.up_proj.weight[0, 0] += rank
+        with pytest.raises(LengthwiseError, match="got models that differ"):
+            Session(model, SGD(model.parameters()), capacity_tokens=64, stages=2)
+
+    in_ranks(work, 2, tmp_path)

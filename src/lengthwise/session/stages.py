@@ -54,7 +54,7 @@ def join_stages(model: nn.Module, transport: Transport, stages: int) -> Mesh:
     """Return the mesh of stages and replicas. Collective.
 
     Raises:
-        ConfigError: the ranks are no whole number of replicas, or a stage of the first one has no values.
+        ConfigError: the ranks are no whole number of replicas, or a stage of the first one has no values, or others.
     """
     if transport.world_size % stages:
         expected, got = f"a multiple of the {stages} stages", f"{transport.world_size}"
@@ -64,6 +64,12 @@ def join_stages(model: nn.Module, transport: Transport, stages: int) -> Mesh:
     if share_numbers(transport, [float(is_empty)]).any():
         expected = f"a model with values on ranks 0 to {stages - 1}, the stages of the first replica"
         raise ConfigError("model", expected=expected, got="one on the meta device", remedy="Load it there.")
+    sizes = [0.0 if mesh.replica else float(each.detach().double().abs().sum()) for each in model.parameters()]
+    of_stages = share_numbers(transport, sizes)[:stages]
+    if not torch.allclose(of_stages, of_stages[:1], rtol=1e-9, atol=0.0, equal_nan=True):
+        expected = "the same values on the stages of the first replica, which each give those of their layers"
+        remedy = "Load the same weights there, or call torch.manual_seed before the model is made."
+        raise ConfigError("model", expected=expected, got="models that differ", remedy=remedy)
     return mesh
 
 
