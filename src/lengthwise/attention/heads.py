@@ -92,15 +92,15 @@ class HeadExchange:
         if not self._splits:
             return {ALL_HEADS: own}
         num_heads = [x.shape[1] for x in own]
-        widths = {heads: [len(heads_taken(heads, num_heads[0], each)) for each in num_heads] for heads in self._runs}
+        widths = {heads: [len(heads_taken(heads, num_heads[0], head)) for head in num_heads] for heads in self._runs}
         buffers = {
             heads: own[0].new_empty(sum(map(len, self._runs[heads])), sum(width), own[0].shape[2])
             for heads, width in widths.items()
         }
         mine = self._round(content)
         pending = self._post(
-            [(_part(own, self._pieces[each.piece].own, each.heads), each.target) for each in mine.sends],
-            [(self._rows_of(buffers, each), each.source) for each in mine.receives],
+            [(_part(own, self._pieces[send.piece].own, send.heads), send.target) for send in mine.sends],
+            [(self._rows_of(buffers, receive), receive.source) for receive in mine.receives],
         )
         for piece in self._pieces.values():
             buffers[piece.heads][piece.members[piece.position]] = _part(own, piece.own, piece.heads)
@@ -198,4 +198,4 @@ def _columns(taken: tuple[int, ...], device: torch.device) -> slice | Tensor:
 
 
 def _width(heads: HeadRange, num_heads: Sequence[int]) -> int:
-    return sum(len(heads_taken(heads, num_heads[0], each)) for each in num_heads)
+    return sum(len(heads_taken(heads, num_heads[0], head)) for head in num_heads)

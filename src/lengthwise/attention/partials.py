@@ -26,7 +26,7 @@ class PartialOut:
 
     def __init__(self, block: Block, heads: HeadRange, ring_steps: Sequence[RingStep], *, tokens: int) -> None:
         q = block.q
-        merges = any(not task.causal and task.heads == heads for each in ring_steps for task in each.tasks)
+        merges = any(not task.causal and task.heads == heads for ring_step in ring_steps for task in ring_step.tasks)
         rows = 0 if heads in ring_steps[0].packs else len(q)  # a pack brings the memory for its results
         self._dtype = q.dtype
         self._out = q.new_empty(rows, *q.shape[1:], dtype=wide(q.dtype) if merges else q.dtype)
@@ -61,7 +61,7 @@ class PartialGradients:
         self, block: Block, heads: HeadRange, ring_steps: Sequence[RingStep], *, windowed: bool, tokens: int
     ) -> None:
         self._block, self._first_writes = block, not windowed
-        others = [one for each in ring_steps for one in (*each.tasks, *each.sends, *each.receives)]
+        others = [one for ring_step in ring_steps for one in (*ring_step.tasks, *ring_step.sends, *ring_step.receives)]
         self.is_of_pack = heads in ring_steps[0].packs and not any(one.heads == heads for one in others)
         if self.is_of_pack:
             return

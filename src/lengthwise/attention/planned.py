@@ -215,19 +215,19 @@ class PlannedAttention:
         if not ring_step.sends and not ring_step.receives:
             return Done(), []
         sends = []
-        for each in ring_step.sends:
-            shard, like = (each.piece, each.owner), blocks[each.heads].k
-            message = held[shard] if each.content == Content.KV else gradients.pop(shard, None)
+        for send in ring_step.sends:
+            shard, like = (send.piece, send.owner), blocks[send.heads].k
+            message = held[shard] if send.content == Content.KV else gradients.pop(shard, None)
             if message is None:  # nothing of ours to add: the sum so far is zero
                 message = self._buffer(*shard, like, wide(like.dtype)).zero_()
             assert isinstance(message, Tensor), f"shard {shard} of an uncut piece cannot be sent"
-            sends.append((message, each.target))
+            sends.append((message, send.target))
         arriving, receives = [], []
-        for each in ring_step.receives:
-            shard, like = (each.piece, each.owner), blocks[each.heads].k
-            message = self._buffer(*shard, like, like.dtype if each.content == Content.KV else wide(like.dtype))
-            arriving.append((each.content, shard, message))
-            receives.append((message, each.source))
+        for receive in ring_step.receives:
+            shard, like = (receive.piece, receive.owner), blocks[receive.heads].k
+            message = self._buffer(*shard, like, like.dtype if receive.content == Content.KV else wide(like.dtype))
+            arriving.append((receive.content, shard, message))
+            receives.append((message, receive.source))
         return self._transport.exchange(sends, receives), arriving
 
     def _buffer(self, piece: int, owner: int, like: Tensor, dtype: torch.dtype) -> Tensor:

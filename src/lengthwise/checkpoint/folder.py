@@ -37,7 +37,7 @@ class CheckpointFolder:
         """Return the steps of the committed checkpoints, ascending."""
         if not self.path.is_dir():
             return []
-        names = [_COMMITTED.fullmatch(each.name) for each in self.path.iterdir() if not each.is_symlink()]
+        names = [_COMMITTED.fullmatch(path.name) for path in self.path.iterdir() if not path.is_symlink()]
         return sorted(int(name[1]) for name in names if name)
 
     def begin(self, step: int) -> None:
@@ -68,8 +68,8 @@ class CheckpointFolder:
 
     def go_back_to(self, step: int) -> None:
         """Remove what is unfinished, and checkpoints after `step`: the run makes them again."""
-        for each in self.path.glob(f"step-*{_UNFINISHED}"):
-            shutil.rmtree(each, ignore_errors=True)
+        for path in self.path.glob(f"step-*{_UNFINISHED}"):
+            shutil.rmtree(path, ignore_errors=True)
         for later in self.steps():
             if later > step:
                 shutil.rmtree(self.at(later), ignore_errors=True)

@@ -87,10 +87,10 @@ class Manifest:
     def layout(self) -> FlatLayout:
         """Where every entry lies in the files."""
         return FlatLayout(
-            sizes=tuple(each.entries for each in self.parameters),
-            starts=tuple(each.start for each in self.parameters),
+            sizes=tuple(parameter.entries for parameter in self.parameters),
+            starts=tuple(parameter.start for parameter in self.parameters),
             borders=self.borders,
-            bucket_of=tuple(each.bucket for each in self.parameters),
+            bucket_of=tuple(parameter.bucket for parameter in self.parameters),
             world_size=self.ranks // max(1, len(self.stage_buckets)),
             ranks_per_node=self.ranks_per_node,
             stage_buckets=self.stage_buckets,
@@ -166,16 +166,21 @@ def _contradictions(found: Manifest) -> Iterator[str]:
         yield "borders of more entries than the files have bytes for"
         return
     end = 0
-    for each in found.parameters:
+    for parameter in found.parameters:
         size = 1
-        for length in each.shape:
+        for length in parameter.shape:
             size *= length
-        within = each.bucket + 1 < len(borders) and borders[each.bucket] <= each.start
-        if each.entries != size or each.start < end or not within or each.start + size > borders[each.bucket + 1]:
-            yield f"parameter {each.name} at a place that it cannot have"
+        within = parameter.bucket + 1 < len(borders) and borders[parameter.bucket] <= parameter.start
+        if (
+            parameter.entries != size
+            or parameter.start < end
+            or not within
+            or parameter.start + size > borders[parameter.bucket + 1]
+        ):
+            yield f"parameter {parameter.name} at a place that it cannot have"
             return
-        end = each.start + size
-    if len({each.name for each in found.parameters}) < len(found.parameters):
+        end = parameter.start + size
+    if len({parameter.name for parameter in found.parameters}) < len(found.parameters):
         yield "a parameter twice"
 
 

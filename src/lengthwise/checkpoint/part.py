@@ -109,7 +109,10 @@ def _wrong(saved: Any, name: str, number: int, dtype: torch.dtype) -> str | None
 
 def differences(manifest: Manifest, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: str) -> list[str]:
     """Return what of a model's trainable parameters is not in a checkpoint, or otherwise, or is there besides."""
-    saved, asked = {each.name: each.shape for each in manifest.parameters}, dict(zip(names, shapes, strict=True))
+    saved, asked = (
+        {parameter.name: parameter.shape for parameter in manifest.parameters},
+        dict(zip(names, shapes, strict=True)),
+    )
     found = [f"{name} is missing" for name in asked if name not in saved]
     found += [f"{name} is no parameter of the model" for name in saved if name not in asked]
     found += [

@@ -77,7 +77,7 @@ class Checkpoint:
                 wrong.append(str(error))
                 continue
             num_bytes = sum(file.num_bytes for file in manifest.files.values())
-            entries = sum(each.entries for each in manifest.parameters)
+            entries = sum(parameter.entries for parameter in manifest.parameters)
             rows.append((str(step), str(manifest.ranks), f"{manifest.loss:.4f}", count(num_bytes), count(entries)))
         console.print(ColumnTable(rows=rows, title=f"{folder.path}, sizes alone checked"))
         for each in wrong:

@@ -80,7 +80,7 @@ class Data:
         problems.raise_all()
         assert asked is not None, "what was asked for is known"
         assert found is not None, "what was asked for is known"
-        sources = [each.model_copy(update={"empty": "skip", "bad_rows": "skip"}) for each in found.sources]
+        sources = [source.model_copy(update={"empty": "skip", "bad_rows": "skip"}) for source in found.sources]
         used, bad = list[str](), list[DataError]()
 
         @functools.cache
@@ -91,7 +91,9 @@ class Data:
         dataset = load_dataset(
             sources, tokenizer=tokenizer, vocab_size=None, key=found.key, check_tokenizer=False, on_bad_row=bad.append
         )
-        used += [name for each in sources if each.path is not None and (name := prepared_with(each.path)) is not None]
+        used += [
+            name for source in sources if source.path is not None and (name := prepared_with(source.path)) is not None
+        ]
         units = ["bytes" if name == "bytes" else f"tokens of {name}" for name in dict.fromkeys(used)]
         facts = survey(dataset, longest=_NAMED)
         decoding = load_tokenizer(used[0]) if len(set(used)) == 1 else None
@@ -240,7 +242,7 @@ def data_page(
     sample: Sequence[str],
 ) -> str:
     """Write the page; all that comes from outside is escaped. `longest`: a table, headings first."""
-    said = "".join(f"<p>{escape(each)}</p>" for each in lines)
+    said = "".join(f"<p>{escape(line)}</p>" for line in lines)
     row = "".join(f"<p class=key>{escape(each)}</p>" for each in sample)
     return html_page(
         "Lengthwise: data",

@@ -231,7 +231,7 @@ def simulated_lines(lengths: Sequence[int]) -> Iterator[str]:
     from lengthwise.report.answer import answer_notes, answer_sentence, answer_table
     from lengthwise.simulator import Question, answer
 
-    step = _first_step([each for each in lengths if each <= _LONGEST])
+    step = _first_step([length for length in lengths if length <= _LONGEST])
     found = answer([step], Question(shape=named_shape(_MODEL), hardware=named_hardware("h100"), devices=_GPUS))
     yield f"{_MODEL}, {len(step)} files, {count(sum(step))} tokens, the longest {max(step)}"
     yield answer_sentence(found)
@@ -260,8 +260,8 @@ def gpu_lines(row: WayRow, gpus: Sequence[int], *, most_seconds: float, width: i
     lines = []
     for gpu in gpus:
         drawn = np.where(middles < row.step_seconds[0], ".", " ")
-        for each in row.stretches:
-            if each.rank == gpu:
-                drawn[(middles >= each.start) & (middles < each.end)] = "=" if each.kind == "ring" else "#"
+        for stretch in row.stretches:
+            if stretch.rank == gpu:
+                drawn[(middles >= stretch.start) & (middles < stretch.end)] = "=" if stretch.kind == "ring" else "#"
         lines.append(f"GPU {gpu:>{len(str(max(gpus)))}} |{''.join(drawn.tolist()).rstrip()}|")
     return lines

@@ -158,7 +158,7 @@ class Profile:
 def _sureness(relative_error: float | None) -> str:
     if relative_error is None:
         return "unknown"
-    return percent(relative_error) + ", not told by these samples" * (relative_error > _HARDLY_KNOWN)
+    return percent(relative_error) + ", hardly known from these samples" * (relative_error > _HARDLY_KNOWN)
 
 
 def print_measurements(found: Measurements) -> None:
@@ -180,7 +180,7 @@ def print_measurements(found: Measurements) -> None:
     console.print(ColumnTable(rows=rows, title="fitted (measured; error: standard error over value)"))
     if fit.not_measured:
         console.print(f"not measured, as of {found.hardware}: {', '.join(fit.not_measured)}")
-    spread = sorted(each.spread for each in found.samples)[len(found.samples) // 2]
+    spread = sorted(sample.spread for sample in found.samples)[len(found.samples) // 2]
     console.print(
         f"the costs miss microbatches by {percent(fit.mean_error)} on average, {percent(fit.worst_error)} at worst; "
         f"repeats differ by {percent(spread)} (median of quartiles)"

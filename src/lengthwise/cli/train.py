@@ -254,7 +254,7 @@ def _update(job: Job) -> str:
     high = job.model.weights and job.config.lora is None and (optimizer.lr or 0.0) > _HIGH_RATE
     said = f"{counted(warmup, 'step')} of warm-up" if warmup else "no warm-up"
     words = {"lr": "lr", "schedule": "schedule", "warmup_steps": "warm-up"}
-    reasons = {job.chosen[key]: [each for each in words if each in job.chosen] for key in words if key in job.chosen}
+    reasons = {job.chosen[key]: [word for word in words if word in job.chosen] for key in words if key in job.chosen}
     defaults = "".join(f" ({', '.join(words[key] for key in keys)}: {why})" for why, keys in reasons.items())
     return (
         f"{optimizer.name}, lr {optimizer.lr:g}{' (high for loaded weights: 2e-5 is usual)' * bool(high)}, "

@@ -149,7 +149,7 @@ def _verdict(plan: Plan) -> str:
 
 def _exercised(plan: Plan, shared_keys: tuple[int, ...]) -> str:
     rings = ", ".join(str(degree) for degree in degrees(plan) if degree > 1)
-    ratios = [each.offload for each in plan.microbatches if each.offload]
+    ratios = [microbatch.offload for microbatch in plan.microbatches if microbatch.offload]
     offload = f", offload of {min(ratios):.2g} to {max(ratios):.2g} of a microbatch" if ratios else ""
     if not rings:
         return f"exercised: packs on one rank{offload}, no ring"

@@ -126,7 +126,7 @@ class _Header(NamedTuple):
 
 def _unpacked(room: Tensor) -> _Header:
     number, *texts = _HEADER.unpack(bytes(room.numpy()))
-    return _Header(number, *(each.rstrip(b"\0").decode(errors="replace") for each in texts))
+    return _Header(number, *(text.rstrip(b"\0").decode(errors="replace") for text in texts))
 
 
 class _CheckedPending:

@@ -36,7 +36,7 @@ class Mesh:
     def connect_stages(self) -> None:
         """Meet the stages before and after this one, of this replica, the first of the last and back. Collective."""
         others = {(self.stage - 1) % self.stages, (self.stage + 1) % self.stages} - {self.stage}
-        self.world.connect(sorted(self.rank_of_stage(each) for each in others))
+        self.world.connect(sorted(self.rank_of_stage(other) for other in others))
 
     def rank_of_stage(self, stage: int) -> int:
         """Return the rank of another stage of this replica."""
@@ -55,7 +55,7 @@ class _Replicas(Around):
         self.all_gather, self.all_gather_async = collectives.all_gather, collectives.all_gather_async
 
     def connect(self, peers: Sequence[int]) -> None:
-        self._inner.connect([self._ranks[each] for each in peers])
+        self._inner.connect([self._ranks[peer] for peer in peers])
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         return self._inner.exchange(

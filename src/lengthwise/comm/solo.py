@@ -56,7 +56,7 @@ class SoloTransport:
 
     def among(self, groups: Sequence[Sequence[int]]) -> Transport:
         """Return itself: the only group is the world."""
-        assert [list(each) for each in groups] == [[0]], f"a world of one has no groups {groups}"
+        assert [list(group) for group in groups] == [[0]], f"a world of one has no groups {groups}"
         return self
 
     def close(self) -> None:

@@ -108,7 +108,7 @@ class Watch:
 
     def add(self, handles: Sequence[Handle], *, reached: Event, phase: str, others: str) -> None:
         """Watch over calls that were posted just now, when the device had `reached` still before it."""
-        self._calls.add([Posted(handle=each, reached=reached, phase=phase, others=others) for each in handles])
+        self._calls.add([Posted(handle=handle, reached=reached, phase=phase, others=others) for handle in handles])
 
     def close(self) -> None:
         """Stop watching."""

@@ -54,6 +54,6 @@ def _answers(address: str) -> bool:
     except HTTPError:
         return True
     except URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # certificates are for the hub's library to judge
+        return isinstance(error.reason, ssl.SSLError)  # certificates are for the library of the hub to check
     except (OSError, ValueError):
         return False

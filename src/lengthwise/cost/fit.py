@@ -47,18 +47,18 @@ def fit_samples(samples: Sequence[Sample], base: Cost) -> Fit:
     Raises:
         ConfigError: fewer than three microbatches on one rank, or such as take no time.
     """
-    curve = _block_curve([each for each in samples if each.kind == "block"])
+    curve = _block_curve([sample for sample in samples if sample.kind == "block"])
     cost = replace(base, block_efficiency=curve or base.block_efficiency)
     terms: dict[TermName, Term] = {}
     for tier in _LINKS:
-        rate = _rate([each for each in samples if each.kind == "transfer" and each.tier == tier])
+        rate = _rate([sample for sample in samples if sample.kind == "transfer" and sample.tier == tier])
         if rate is not None:
             terms[_RATES[tier]] = rate
-    if (rate := _rate([each for each in samples if each.kind == "copy"])) is not None:
+    if (rate := _rate([sample for sample in samples if sample.kind == "copy"])) is not None:
         terms["copy_bytes_per_second"] = replace(rate, value=2 * rate.value)  # there and back
     cost = with_terms(cost, terms)
-    ran = [each for each in samples if each.kind in ("local", "ring")]
-    blocks = [each for each in samples if each.kind == "block"]
+    ran = [sample for sample in samples if sample.kind in ("local", "ring")]
+    blocks = [sample for sample in samples if sample.kind == "block"]
     local = [each for each in ran if each.kind == "local"]
     if len(local) < 3:
         got, remedy = str(len(local)), "Profile again."
@@ -176,7 +176,7 @@ def _share(value: float) -> float:
 
 def _fit_step_end(samples: Sequence[Sample], cost: Cost) -> dict[TermName, Term]:
     """Split the cost of the step's end: bytes, this rank's slice of the update, and what no rank shares."""
-    of_kind = {each.kind: each for each in samples}
+    of_kind = {sample.kind: sample for sample in samples}
     terms: dict[TermName, Term] = {}
     if (moved := of_kind.get("end_collectives")) is not None and moved.degree > 1:
         rate = cost.reduced_bytes * (moved.degree - 1) / moved.degree / moved.seconds
@@ -204,7 +204,7 @@ def _rate(moved: Sequence[Sample]) -> Term | None:
 
 def _block_curve(blocks: Sequence[Sample]) -> tuple[tuple[float, float], ...]:
     """Return (tokens, share of the largest block's speed), ascending, rising slower than tokens."""
-    speeds = {each.lengths[0]: each.lengths[0] ** 2 / each.seconds for each in blocks}
+    speeds = {block.lengths[0]: block.lengths[0] ** 2 / block.seconds for block in blocks}
     curve: list[tuple[float, float]] = []
     for tokens in sorted(speeds, reverse=True):
         share = speeds[tokens] / speeds[max(speeds)]

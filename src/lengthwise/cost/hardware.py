@@ -88,9 +88,9 @@ class Hardware:
 
     def with_kernel(self, name: str) -> Hardware:
         """Return the same device with another kernel's attention; ConfigError: its speed is not known."""
-        found = next((each for each in self.kernels if each.name == name), None)
+        found = next((kernel for kernel in self.kernels if kernel.name == name), None)
         if found is None:
-            raise unknown_name("kernel", name, [each.name for each in self.kernels], others=f"on {self.name}")
+            raise unknown_name("kernel", name, [kernel.name for kernel in self.kernels], others=f"on {self.name}")
         return replace(self, kernel=name, **{key: getattr(found, key) for key in _OF_KERNEL})
 
     def __post_init__(self) -> None:

@@ -78,4 +78,4 @@ class MicrobatchBytes:
 
 def largest_peak(layouts: Iterable[MicrobatchBytes], rows: int, offload: float = 0.0, *, leaving_bytes: int = 0) -> int:
     """Return the largest peak of ways to lay out so many rows."""
-    return max(each.peak(rows, offload, leaving_bytes=leaving_bytes) for each in layouts)
+    return max(layout.peak(rows, offload, leaving_bytes=leaving_bytes) for layout in layouts)

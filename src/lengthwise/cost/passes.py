@@ -64,16 +64,16 @@ def passes_seconds(sweeps: Sequence[Pass], work: Work, *, by_ring_step: bool) ->
     """Return the seconds of all passes, forward first; `by_ring_step`: transfers hide by ring step, else in sum."""
     seconds: Numbers = 0.0
     computes = []
-    for each in sweeps:
-        hides = each.attention * work.attention
-        computes.append(hides + each.linear * work.linear)
-        seconds = seconds + computes[-1] + each.exchange * work.exchange
-        if each.ring and by_ring_step:
+    for sweep in sweeps:
+        hides = sweep.attention * work.attention
+        computes.append(hides + sweep.linear * work.linear)
+        seconds = seconds + computes[-1] + sweep.exchange * work.exchange
+        if sweep.ring and by_ring_step:
             keys = sweeps[0].ring * work.transfers
-            gradients = (each.ring - sweeps[0].ring) * work.transfers if each is sweeps[-1] else None
+            gradients = (sweep.ring - sweeps[0].ring) * work.transfers if sweep is sweeps[-1] else None
             seconds = seconds + _exposed_by_ring_step(work, hides, keys, gradients)
-        elif each.ring:
-            exposed = np.maximum(0.0, each.ring * work.transfers - hides)
+        elif sweep.ring:
+            exposed = np.maximum(0.0, sweep.ring * work.transfers - hides)
             seconds = seconds + exposed + work.latency * (work.positions - 1)
     if work.copy is not None:
         out, back = np.maximum(0.0, work.copy - computes[0]), np.maximum(0.0, work.copy - sum(computes[1:]))

@@ -446,7 +446,7 @@ def _other_tokenizer(folder: Path, made: Prepared, its: UsedTokenizer, tokenizer
 def _other_limits(folder: Path, made: Prepared, source: DataSource, dataset: ArrowDataset, key: str) -> list[DataError]:
     """Return what a source asks for and preparing has left out, and rows that the source does not take."""
     limits = [each.get("max_tokens") for each in made.sources]
-    least = min((each for each in limits if isinstance(each, int)), default=None)
+    least = min((limit for limit in limits if isinstance(limit, int)), default=None)
     left_out = made.skipped.get(TOO_LONG, 0)
     if source.max_tokens is not None and left_out and least is not None and source.max_tokens > least:
         remedy = f"Set {key}.max_tokens: {least}, take it out, or prepare the data again without that limit."

@@ -169,7 +169,7 @@ class MemoryDataset(NumberedRows):
     @property
     def weights(self) -> tuple[tuple[int, float], ...]:
         """The first row of each source, and how often an epoch takes each of its rows."""
-        return tuple((each.first_row, each.weight) for each in self.sources)
+        return tuple((source.first_row, source.weight) for source in self.sources)
 
     def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return views of ids and labels of tokens [start, stop) of a row, int32 [stop - start] each."""

@@ -38,8 +38,8 @@ def row_digest(tokens: np.ndarray, labels: np.ndarray | None, weights: np.ndarra
 def digest_of_rows(parts: Iterable[np.ndarray]) -> bytes:
     """Return the digest of data, 32 bytes, from those of its rows, uint8 [rows, 16] each."""
     found = hashlib.sha256()
-    for each in parts:
-        found.update(np.ascontiguousarray(each).data)
+    for part in parts:
+        found.update(np.ascontiguousarray(part).data)
     return found.digest()
 
 

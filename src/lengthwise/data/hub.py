@@ -36,7 +36,7 @@ def hub_files(name: str, *, subset: str | None, split: str, revision: str | None
         got = re.sub(r"\s+", " ", str(error))[:300] or type(error).__name__
         remedy = "Correct dataset, subset, split or revision, or reach the hub once: what it sent is kept."
         raise DataError(where, expected="a dataset that `datasets` can load", got=got, remedy=remedy) from None
-    files = [Path(os.path.abspath(each["filename"])) for each in found.cache_files]
+    files = [Path(os.path.abspath(cache_file["filename"])) for cache_file in found.cache_files]
     if not files:
         raise DataError(where, expected="rows in files", got="none", remedy="Save it with save_to_disk, and name that.")
     return files

@@ -158,7 +158,7 @@ class _Table:
         except DataError:
             self._file.close()
             raise
-        self._firsts = [0, *np.cumsum([each.num_rows for each in self._batches], dtype=np.int64).tolist()]
+        self._firsts = [0, *np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64).tolist()]
         names = self._batches[0].schema.names if self._batches else ()
         digest = hashlib.file_digest(self._file, "sha256").hexdigest()
         self.counted = Counted(rows=self._firsts[-1], digest=digest, weighed=_WEIGHTS in names)

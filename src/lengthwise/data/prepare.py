@@ -73,7 +73,7 @@ class ToPrepare:
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of settings, tokenizer, and of path, size, inode and time of each file."""
-        settings = [each.model_dump(mode="json", exclude={"weight", "remote"}) for each in self.sources]
+        settings = [source.model_dump(mode="json", exclude={"weight", "remote"}) for source in self.sources]
         made = None if self.tokenizer is None else asdict(self.tokenizer)
         values = [ENCODING, made, settings, self.vocab_size, self.files]
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()
@@ -442,7 +442,7 @@ def _checked(plan: ToPrepare, columns: Columns) -> Prepared:
         kinds={name: counts[name] for name in KINDS if counts[name] and name not in _LEFT_OUT},
         skipped=skipped,
         tokenizer=plan.tokenizer if any(counts[name] for name in ("text", "pair", "chat")) else None,
-        sources=tuple(each.model_dump(mode="json", exclude={"weight", "remote"}) for each in plan.sources),
+        sources=tuple(source.model_dump(mode="json", exclude={"weight", "remote"}) for source in plan.sources),
         origins=tuple((int(first), listing.label) for first, (_, listing) in zip(firsts, plan.listings, strict=True)),
         files={path.name: path.stat().st_size for path in columns.files},
     )

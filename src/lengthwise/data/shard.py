@@ -97,7 +97,7 @@ class Shard:
     def describe(self) -> tuple[str, list[Counted] | LengthwiseError]:
         """Return what tells this start from others, and the rows of each part, or why they cannot be read."""
         try:
-            return self.born, [each.counted for each in self._parts]
+            return self.born, [part.counted for part in self._parts]
         except LengthwiseError as error:
             return self.born, error
 
@@ -165,7 +165,7 @@ class Shard:
 
     @functools.cached_property
     def _firsts(self) -> list[int]:
-        return [0, *np.cumsum([each.counted.rows for each in self._parts], dtype=np.int64).tolist()]
+        return [0, *np.cumsum([part.counted.rows for part in self._parts], dtype=np.int64).tolist()]
 
     @functools.cached_property
     def _numbers(self) -> np.ndarray:

@@ -140,7 +140,7 @@ def _list_hub(source: DataSource, report: Report) -> list[Listing]:
     except DataError as error:
         report(error)
         return []
-    return [Listing(root=each, label=printable_name(f"{name}/{each.name}")) for each in files]
+    return [Listing(root=file, label=printable_name(f"{name}/{file.name}")) for file in files]
 
 
 def _list_saved(folder: Path, label: str, report: Report) -> list[Listing]:

@@ -188,7 +188,7 @@ class HuggingFaceTokenizer:
             rules = {key: value for key, value in rules.items() if key not in ("truncation", "padding")}  # not used
         else:
             files = (made.init_kwargs.get(name) for name in made.vocab_files_names)
-            rules = {"files": [file_digest(Path(each)) for each in files if each and Path(each).is_file()]}
+            rules = {"files": [file_digest(Path(file)) for file in files if file and Path(file).is_file()]}
         special = {name: str(value) for name, value in made.special_tokens_map.items()}
         given = {
             name: str(value)

@@ -154,7 +154,7 @@ def _rows(model: nn.Module, kernel: BlockKernel, layout: Layout) -> int:
     config: Any = model.config
     multiple, rows = kernel.token_multiple, _ROWS
     if shape_from_config(config.to_dict()).experts > 1:
-        affordable = _FLOPS / (8.0 * sum(each.numel() for each in model.parameters()))
+        affordable = _FLOPS / (8.0 * sum(parameter.numel() for parameter in model.parameters()))
         rows = int(min(max(rows, affordable), _MOST_ROWS))
     limit = position_limit(config)
     if limit is not None:

@@ -42,15 +42,15 @@ class StepBatch:
 
     def positions(self, segments: Sequence[Segment]) -> Tensor:
         """Return the position of each token of these segments in its sequence, (tokens,)."""
-        return _tensor([np.arange(each.start, each.stop) for each in segments])
+        return _tensor([np.arange(segment.start, segment.stop) for segment in segments])
 
     def read_ahead(self, segments: Sequence[Segment]) -> None:
         """Begin to read these segments where they are still on the disk, without waiting for it."""
-        self.dataset.read_ahead([(self.ids[each.sequence], each.start, each.stop + 1) for each in segments])
+        self.dataset.read_ahead([(self.ids[segment.sequence], segment.start, segment.stop + 1) for segment in segments])
 
     def sequences(self, segments: Sequence[Segment]) -> Tensor:
         """Return the sequence of the data that each token of these segments is of, (tokens,)."""
-        return _tensor([np.full(each.num_tokens, self.ids[each.sequence]) for each in segments])
+        return _tensor([np.full(segment.num_tokens, self.ids[segment.sequence]) for segment in segments])
 
     def shift_labels(self, index: int, start: int, stop: int) -> np.ndarray:
         """Return what follows token start + i of sequence `index`, int32 [stop - start]; `NO_LOSS` after its last."""
@@ -60,12 +60,12 @@ class StepBatch:
     def weights(self, segments: Sequence[Segment]) -> Tensor | None:
         """Return what the loss of each token of a rank's segments weighs, (tokens,) in fp32; None: all the same."""
         found = []
-        for each in segments:
-            row, stop = self.ids[each.sequence], min(each.stop + 1, self.lengths[each.sequence])
-            weights = self.dataset.read_weights(row, each.start + 1, stop)
+        for segment in segments:
+            row, stop = self.ids[segment.sequence], min(segment.stop + 1, self.lengths[segment.sequence])
+            weights = self.dataset.read_weights(row, segment.start + 1, stop)
             if weights is None:
                 return None
-            found.append(np.pad(weights, (0, each.num_tokens - len(weights))))
+            found.append(np.pad(weights, (0, segment.num_tokens - len(weights))))
         return torch.from_numpy(np.concatenate(found)) if found else None
 
     def whole(self, index: int) -> tuple[Tensor, Tensor]:

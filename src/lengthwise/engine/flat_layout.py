@@ -125,19 +125,19 @@ class FlatLayout:
 def join_stages(layouts: Sequence[FlatLayout]) -> FlatLayout:
     """Return the layout of all stages of a pipeline, their parameters one after the other."""
     sizes, starts, borders, bucket_of = list[int](), list[int](), [0], list[int]()
-    for each in layouts:
+    for layout in layouts:
         first, start = len(borders) - 1, borders[-1]
-        sizes += each.sizes
-        starts += [start + own for own in each.starts]
-        bucket_of += [first + own for own in each.bucket_of]
-        borders += [start + own for own in each.borders[1:]]
+        sizes += layout.sizes
+        starts += [start + own for own in layout.starts]
+        bucket_of += [first + own for own in layout.bucket_of]
+        borders += [start + own for own in layout.borders[1:]]
     return FlatLayout(
         sizes=tuple(sizes),
         starts=tuple(starts),
         borders=tuple(borders),
         bucket_of=tuple(bucket_of),
         world_size=layouts[0].world_size,
-        stage_buckets=tuple(each.num_buckets for each in layouts),
+        stage_buckets=tuple(layout.num_buckets for layout in layouts),
     )
 
 

@@ -22,7 +22,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.peak_bytes = self._made_bytes = 0
         storages = {each._cdata: each for each in (tensor.untyped_storage() for tensor in before)}
-        self._known, self._empty = {*storages}, [each for each in storages.values() if not each.nbytes()]
+        self._known, self._empty = {*storages}, [storage for storage in storages.values() if not storage.nbytes()]
 
     @property
     def now_bytes(self) -> int:

@@ -14,7 +14,7 @@ from lengthwise.engine.batch import StepBatch
 from lengthwise.models import model_loss
 from lengthwise.program import Segment
 
-HearRouter: TypeAlias = Callable[[list[Tensor]], None]
+CollectRouter: TypeAlias = Callable[[list[Tensor]], None]
 
 
 class Objective(Protocol):
@@ -40,11 +40,11 @@ class Objective(Protocol):
         planned: PlannedAttention,
         segments: Sequence[Segment],
         tensors: Sequence[Tensor],
-        hear_router: HearRouter | None,
+        collect_router: CollectRouter | None,
     ) -> Tensor:
         """Run the model on (input_ids, position_ids, shift_labels), (tokens,) each; return the sum, in fp32 or wider.
 
-        `hear_router` wants the router logits (see `model_loss`).
+        `collect_router` wants the router logits (see `model_loss`).
         """
         ...
 
@@ -64,7 +64,7 @@ class NextToken:
         planned: PlannedAttention,
         segments: Sequence[Segment],
         tensors: Sequence[Tensor],
-        hear_router: HearRouter | None,
+        collect_router: CollectRouter | None,
     ) -> Tensor:
         """Return the summed loss of the tokens (see `model_loss`)."""
         weights, at_once = self.batch.weights(segments), self.logits_at_once
@@ -72,5 +72,5 @@ class NextToken:
             weights = to_device(weights, tensors[0].device)
         ids, positions, labels = tensors
         return model_loss(
-            model, planned, ids, positions, labels, weights, hear_router=hear_router, logits_at_once=at_once
+            model, planned, ids, positions, labels, weights, collect_router=collect_router, logits_at_once=at_once
         )

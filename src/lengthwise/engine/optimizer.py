@@ -63,7 +63,7 @@ class ShardedOptimizer:
         for shard in shards:
             at_once = len(shard.weights) if self.fused else self._part
             within = slice(shard.start, shard.start + len(shard.weights))
-            beside = (gradients[within], *(each[within] for each in self._states.values()))
+            beside = (gradients[within], *(state[within] for state in self._states.values()))
             for part, gradient, *states in zip(
                 *(each.split(at_once) for each in (shard.weights, *beside)), strict=True
             ):

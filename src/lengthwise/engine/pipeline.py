@@ -264,12 +264,12 @@ class _StageStep:
         """Return the hidden states of a chunk, or its loss, (); 0 where routers are counted."""
         stage, segments = self.stage, self.programs[action.microbatch].segments(self.mesh.replica)
         tensors = [to_device(each, self.device) for each in self.batch.tensors(segments)]
-        hear = routers.extend if self.train and has_balance_loss(stage.model.config) else None
+        collect = routers.extend if self.train and has_balance_loss(stage.model.config) else None
         if stage.is_last(action.chunk) and self._counts is None:
-            return self.objective(stage.model, planned, segments, tensors, hear)
+            return self.objective(stage.model, planned, segments, tensors, collect)
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             if not stage.is_last(action.chunk):
-                return run_chunk(stage.model, stage.decoder, planned, *tensors[:2], hear_router=hear)
+                return run_chunk(stage.model, stage.decoder, planned, *tensors[:2], collect_router=collect)
             routers += model_router_logits(stage.model, planned, *tensors[:2])
         return torch.zeros((), device=self.device)
 
@@ -290,7 +290,7 @@ class _StageStep:
             flows = [(kept.output, self._take(action))]
         if kept.router_share is not None and self._balance is not None:
             flows.append((self._balance.coefficient * kept.router_share, None))
-        flows = [each for each in flows if each[0].requires_grad]
+        flows = [flow for flow in flows if flow[0].requires_grad]
         if flows:
             torch.autograd.backward([output for output, _ in flows], [gradient for _, gradient in flows])
         if kept.hidden is not None:

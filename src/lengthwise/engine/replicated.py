@@ -255,7 +255,7 @@ class FlatParameters:
 
     def read_by_forward(self) -> list[Tensor]:
         """Return the model's parameters."""
-        return [each.data for each in self._model.parameters()]
+        return [parameter.data for parameter in self._model.parameters()]
 
     def state(self) -> dict[str, Tensor]:
         """Return the master weights of this rank; the values of all ranks follow from theirs."""

@@ -230,7 +230,7 @@ class SmallPasses:
         )
         policy = ActivationPolicy(recompute=self.recompute, saver=saver)
         at_once = len(ids) // _CHUNKS * self._config.vocab_size if chunked else None
-        gradients = (each.grad for each in self.model.parameters() if each.grad is not None)
+        gradients = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
         before = (*self.model.parameters(), *self.model.buffers(), *gradients, ids, positions)
         with _CudaWatch() if ids.is_cuda else _LiveWatch(*before) as watch:
             planned.mark, saver.watch, saved_bytes = watch.mark, watch, list[int]()
@@ -282,7 +282,7 @@ class SmallPasses:
         planned = _Watched(program, Lone(layout.position, layout.degree), self.kernel)
         device = next(self.model.parameters()).device
         segments = program.segments(layout.position)
-        positions = torch.cat([torch.arange(each.start, each.stop, device=device) for each in segments])
+        positions = torch.cat([torch.arange(segment.start, segment.stop, device=device) for segment in segments])
         return planned, positions % self._config.vocab_size, positions
 
 

@@ -72,15 +72,15 @@ class StageParameters(FlatParameters):
         """Return where the parameters of all stages lie. Collective."""
         own = {"layout": asdict(self.layout), "names": self.names, "shapes": self.shapes}
         world = self.mesh.world
-        told = [
+        sent = [
             json.loads(broadcast_bytes(world, json.dumps(own).encode() if world.rank == stage else None, source=stage))
             for stage in range(self.mesh.stages)  # these ranks are the stages of replica 0
         ]
-        layouts = [_layout_of(one["layout"]) for one in told]
+        layouts = [_layout_of(one["layout"]) for one in sent]
         return SavedParameters(
             layout=join_stages(layouts),
-            names=[name for one in told for name in one["names"]],
-            shapes=[tuple(shape) for one in told for shape in one["shapes"]],
+            names=[name for one in sent for name in one["names"]],
+            shapes=[tuple(shape) for one in sent for shape in one["shapes"]],
             rank=self.mesh.replica,
         )
 

@@ -234,11 +234,11 @@ class _RankStep:
         prepared = prepared or self.prepare(number)
         planned = prepared.planned
         self._meet_values(number)
-        hear = router_logits.extend if train and has_balance_loss(self.model.config) else None
+        collect = router_logits.extend if train and has_balance_loss(self.model.config) else None
         policy = self._policy(program, planned.num_rows) if train else ActivationPolicy()
         dropout = prepared.dropout(train=train)
         with torch.set_grad_enabled(train), apply_policy(self.model, planned, policy, dropout):
-            loss = self.objective(self.model, planned, program.segments(self.transport.rank), prepared.tensors, hear)
+            loss = self.objective(self.model, planned, program.segments(self.transport.rank), prepared.tensors, collect)
         self.windows |= planned.windows
         return _Forward(loss=loss, router_logits=router_logits, saver=policy.saver)
 
@@ -271,7 +271,7 @@ class _RankStep:
         tensors, keys = self.batch.tensors(segments), None
         if self.dropout is not None:
             keys = row_keys(self.dropout, self.batch, segments, planned.num_rows, self._device)
-        return _Prepared(planned=planned, tensors=[to_device(each, self._device) for each in tensors], keys=keys)
+        return _Prepared(planned=planned, tensors=[to_device(tensor, self._device) for tensor in tensors], keys=keys)
 
     def count_routers(self, keeps: Collection[int]) -> tuple[RouterBalance, dict[int, _Forward]]:
         """Sum over all ranks what all tokens choose, after each rank's last ring; keep graphs of these microbatches."""

@@ -67,7 +67,7 @@ def _ends_a_model(model: nn.Module, modules: Sequence[nn.Module]) -> bool:
     """Whether modules are norms, or of the output head."""
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[operator]
     of_head = set() if head is None else set(head.modules())
-    return all(each in of_head or "norm" in type(each).__name__.lower() for each in modules)
+    return all(module in of_head or "norm" in type(module).__name__.lower() for module in modules)
 
 
 class FreedParameter(nn.Parameter):

@@ -48,7 +48,7 @@ class RowCollator:
 
     def __call__(self, examples: Sequence[Any]) -> Examples:
         """Return the examples' rows, in order."""
-        rows = tuple(row for each in examples for row in rows_of(self.collate([each])))
+        rows = tuple(row for example in examples for row in rows_of(self.collate([example])))
         return Examples(rows=rows, num_examples=len(examples))
 
 

@@ -109,7 +109,7 @@ class PlannedTrainerMixin(_Base):
         return type(self).compute_loss is transformers.Trainer.compute_loss and self.compute_loss_func is None
 
     def _check_division(self) -> None:
-        """Refuse a loss that is a mean of a microbatch, where it can be told before the first."""
+        """Refuse a loss that is a mean of a microbatch, where that is known before the first."""
         if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
             remedy = "Give compute_loss_func, which divides a sum over the tokens by num_items_in_batch."
             got = "one that takes no num_items_in_batch: its loss is a mean of whatever is in a microbatch"
@@ -180,7 +180,7 @@ class PlannedTrainerMixin(_Base):
         return self._batches, self._get_num_items_in_batch(self._batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Examples], device: torch.device) -> int | None:
-        return sum(each.num_loss_tokens for each in batch_samples) or None
+        return sum(batch_sample.num_loss_tokens for batch_sample in batch_samples) or None
 
     def _end_updates(self) -> None:
         if self._updates is not None:
@@ -356,7 +356,7 @@ class PlannedTrainerMixin(_Base):
             return
         os.makedirs(output_dir, exist_ok=True)
         torch.save(state["optimizer"], os.path.join(output_dir, OPTIMIZER))
-        if any(each.dtype == torch.bfloat16 for each in self.model.parameters() if each.requires_grad):
+        if any(parameter.dtype == torch.bfloat16 for parameter in self.model.parameters() if parameter.requires_grad):
             save_file(state["master_weights"], os.path.join(output_dir, MASTERS))
         assert self.lr_scheduler is not None, "train() has made it"
         torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))

@@ -55,13 +55,13 @@ def model_loss(
     shift_labels: Tensor,
     weights: Tensor | None = None,
     *,
-    hear_router: Callable[[list[Tensor]], None] | None = None,
+    collect_router: Callable[[list[Tensor]], None] | None = None,
     logits_at_once: int | None = LOGITS_AT_ONCE,
 ) -> Tensor:
     """Return the summed loss of this rank's tokens in one microbatch, in fp32 or wider.
 
     All three tensors are (tokens,), in the order of `MicrobatchProgram.segments`; `shift_labels[t]` is the label after
-    token t, -100 without loss. `weights` (tokens,): what each loss counts; None: 1. `hear_router` is given the router
+    token t, -100 without loss. `weights` (tokens,): what each loss counts; None: 1. `collect_router` gets the router
     logits, (tokens, experts) of each layer with a router (`output_router_logits`). `logits_at_once`: logits of all
     words to make at a time; None: all.
     """
@@ -74,15 +74,15 @@ def model_loss(
         with decoded.caught():
             output = _run(model, planned, input_ids, position_ids)
         loss = decoded.loss(shift_labels, max(1, logits_at_once // vocabulary), weights)
-    if hear_router is not None:
-        hear_router(_own_router_logits(output, planned))
+    if collect_router is not None:
+        collect_router(_own_router_logits(output, planned))
     return loss
 
 
 def model_router_logits(
     model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor
 ) -> list[Tensor]:
-    """Return what `model_loss` gives to `hear_router`, without the work of the vocabulary."""
+    """Return what `model_loss` gives to `collect_router`, without the work of the vocabulary."""
     return _own_router_logits(_run(model, planned, input_ids, position_ids, logits_to_keep=1), planned)
 
 
@@ -105,15 +105,15 @@ def run_chunk(
     input_ids: Tensor,
     position_ids: Tensor,
     *,
-    hear_router: Callable[[list[Tensor]], None] | None = None,
+    collect_router: Callable[[list[Tensor]], None] | None = None,
 ) -> Tensor:
     """Run the decoder of a model alone, some layers passed through; return its hidden states, (1, rows, hidden).
 
-    `hear_router`: see `model_loss`.
+    `collect_router`: see `model_loss`.
     """
     output = _run(model, planned, input_ids, position_ids, runs=decoder)
-    if hear_router is not None:
-        hear_router(_own_router_logits(output, planned))
+    if collect_router is not None:
+        collect_router(_own_router_logits(output, planned))
     return output.last_hidden_state
 
 
@@ -122,7 +122,7 @@ def planned_output(model: nn.Module, planned: PlannedAttention, input_ids: Tenso
     output = _run(model, planned, input_ids, position_ids)
     output.logits = output.logits[:, : planned.num_tokens]
     if output.get("hidden_states") is not None:
-        output.hidden_states = tuple(each[:, : planned.num_tokens] for each in output.hidden_states)
+        output.hidden_states = tuple(hidden_state[:, : planned.num_tokens] for hidden_state in output.hidden_states)
     if output.get("router_logits") is not None:
         output.router_logits = tuple(_own_router_logits(output, planned))
     return output

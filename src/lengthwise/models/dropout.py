@@ -119,7 +119,7 @@ def asks_for_dropout(config: Any) -> bool:
 
 def has_dropout(model: nn.Module) -> bool:
     """Return whether entries of a model's hidden states, or of what its adapters see, fall out in training."""
-    modules = any(isinstance(each, nn.Dropout) and each.p > 0 for each in model.modules())
+    modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
     return modules or asks_for_dropout(model.config)
 
 

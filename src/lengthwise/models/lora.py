@@ -66,7 +66,7 @@ def check_lora(source: ModelSource, lora: LoraConfig | None) -> int | None:
         raise _refuse(where, "linear and embedding layers only", "the experts of a mixture", remedy)
     if lora.adapter is not None:
         _check_weights(lora.adapter, skeleton)
-    return sum(each.numel() for each in skeleton.parameters() if each.requires_grad)
+    return sum(parameter.numel() for parameter in skeleton.parameters() if parameter.requires_grad)
 
 
 def build_adapted(

@@ -84,7 +84,12 @@ def _with_hidden(output: Any, hidden: Tensor) -> Any:
 def _outside(model: nn.Module, decoder: nn.Module) -> list[nn.Parameter]:
     """List trained parameters outside the decoder; a tied head's weight belongs to the embedding inside."""
     inside = set(decoder.modules())
-    found = (each for module in model.modules() if module not in inside for each in module.parameters(recurse=False))
+    found = (
+        parameter
+        for module in model.modules()
+        if module not in inside
+        for parameter in module.parameters(recurse=False)
+    )
     return list({id(each): each for each in found if each.requires_grad}.values())
 
 

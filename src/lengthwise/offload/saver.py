@@ -178,7 +178,7 @@ class ActivationSaver:
 def parameter_storages(model: nn.Module) -> frozenset[int]:
     """Return the storages of parameters and buffers, which autograd saves views of."""
     tensors = (*model.parameters(), *model.buffers())
-    return frozenset(StorageWeakRef(each.untyped_storage()).cdata for each in tensors)
+    return frozenset(StorageWeakRef(tensor.untyped_storage()).cdata for tensor in tensors)
 
 
 def _flat(tensor: Tensor) -> Tensor:

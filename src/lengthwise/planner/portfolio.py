@@ -60,7 +60,7 @@ class Selection:
         """Write into a plan what follows from its degrees: recomputation, offload ratios, split heads."""
         recompute = self.options.recompute
         if recompute != "none":
-            microbatches = [replace(each, recompute=recompute) for each in microbatches]
+            microbatches = [replace(microbatch, recompute=recompute) for microbatch in microbatches]
         plan = replace(self.plan, microbatches=tuple(microbatches))
         if self.options.offload == "auto":
             plan = write_offload(plan)

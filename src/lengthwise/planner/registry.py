@@ -90,7 +90,7 @@ def check_registered(name: str, plan: Plan) -> None:
         raise _broken(name, "plain numbers, as JSON has them", str(error)) from None
     except LengthwiseError as error:
         problems = error.problems if isinstance(error, Problems) else (error,)
-        raise_problems([_named(name, each) for each in problems])
+        raise_problems([_named(name, problem) for problem in problems])
 
 
 def _named(name: str, error: LengthwiseError) -> PlanError:
@@ -114,14 +114,14 @@ def _asked(name: str, request: PlanRequest) -> list[Microbatch]:
 
 
 def _refuse_outside(name: str, microbatches: list[Microbatch], request: PlanRequest) -> None:
-    for each in microbatches:
-        if not isinstance(each, Microbatch):
-            raise _broken(name, "a list of microbatches", f"a {type(each).__name__} in it")
+    for microbatch in microbatches:
+        if not isinstance(microbatch, Microbatch):
+            raise _broken(name, "a list of microbatches", f"a {type(microbatch).__name__} in it")
     problems = [
         _broken(name, f"ranks from 0 to {request.cluster.ranks - 1} and sequences from 0 to {len(request.tokens) - 1}",
                 f"ranks {piece.ranks} with sequences {piece.sequences}")
-        for each in microbatches
-        for piece in each.pieces
+        for microbatch in microbatches
+        for piece in microbatch.pieces
         if not set(piece.ranks) <= set(range(request.cluster.ranks))
         or not set(piece.sequences) <= set(range(len(request.tokens)))
     ]  # fmt: skip

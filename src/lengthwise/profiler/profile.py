@@ -134,9 +134,9 @@ def profile(
 def _adapters(model: nn.Module) -> int | None:
     """Count what trains of a model whose own parameters stay; None: all train."""
     parameters = list(model.parameters())
-    if all(each.requires_grad for each in parameters):
+    if all(parameter.requires_grad for parameter in parameters):
         return None
-    return sum(each.numel() for each in parameters if each.requires_grad)
+    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
 
 def build(

@@ -201,8 +201,8 @@ class MicrobatchProgram:
         return tuple(
             frozenset(
                 (position - owner) % degree
-                for each in bounds
-                for position in positions_seeing(each, owner, window)
+                for bound in bounds
+                for position in positions_seeing(bound, owner, window)
                 if position != owner
             )
             for owner in range(degree)
@@ -248,8 +248,8 @@ class MicrobatchProgram:
 def _part(rank: int, transfers: Iterable[Transfer]) -> RankRound:
     transfers = tuple(transfers)
     return RankRound(
-        sends=tuple(each for each in transfers if each.source == rank),
-        receives=tuple(each for each in transfers if each.target == rank),
+        sends=tuple(transfer for transfer in transfers if transfer.source == rank),
+        receives=tuple(transfer for transfer in transfers if transfer.target == rank),
     )
 
 
@@ -271,7 +271,7 @@ def lower_plan(plan: Plan, rank: int, *, ranks_in_step: int = 1) -> tuple[Microb
 
 def last_on_all_ranks(plan: Plan, *, ranks_in_step: int = 1) -> frozenset[int]:
     """List the microbatches after which none of the ranks that run them has another one (see `lower_plan`)."""
-    nodes = [_nodes(each, ranks_in_step) for each in plan.microbatches]
+    nodes = [_nodes(microbatch, ranks_in_step) for microbatch in plan.microbatches]
     last = {node: index for index, those in enumerate(nodes) for node in those}
     return frozenset(index for index, those in enumerate(nodes) if all(last[node] == index for node in those))
 

@@ -124,7 +124,7 @@ def _devices(row: WayRow, devices: int, most: float) -> str:
 def _spans(row: WayRow, rank: int, most: float) -> list[Span]:
     """Join consecutive stretches of one kind without a visible gap."""
     spans: list[Span] = []
-    for each in sorted((each for each in row.stretches if each.rank == rank), key=lambda each: each.start):
+    for each in sorted((stretch for stretch in row.stretches if stretch.rank == rank), key=lambda each: each.start):
         start = each.start
         if spans and spans[-1].kind == each.kind and start - spans[-1].end < _GAP * most:
             start = spans.pop().start

@@ -1,7 +1,7 @@
 """`train` and `verify` as functions: what the commands of these names call.
 
 Both start local processes, one a rank, or take the ranks of torchrun where it started this process. They print
-nothing: who wants to hear of a run gives a `Callback`.
+nothing: a `Callback` follows it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _finished(start: Start) -> TrainResult | None:
         first_loss=first_loss,
         last_loss=last_loss,
         metrics=None,
-        parameters=sum(math.prod(each.shape) for each in resume.manifest.parameters),
+        parameters=sum(math.prod(parameter.shape) for parameter in resume.manifest.parameters),
         stopped_by=None,
         folder=job.config.output,
         skipped=resume.manifest.skipped,
@@ -216,7 +216,7 @@ def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
         where, remedy = str(path), "Plan it with `--mode waves`, or take `shard` out of the run file."
         expected, got = f"a plan of kind waves, for `shard: {job.shard}`", str(plan.schedule["kind"])
         raise PlanError(where, expected=expected, got=got, remedy=remedy)
-    if job.config.offload is None and any(each.offload for each in plan.microbatches):
+    if job.config.offload is None and any(microbatch.offload for microbatch in plan.microbatches):
         remedy = "Add `offload` to the run file: {store: disk, path: /scratch}."
         raise PlanError(str(path), expected="a plan without offload, or a place for it", got="none", remedy=remedy)
     if plan.ranks != job.replicas or plan.tokens != lengths:

@@ -31,7 +31,7 @@ def connect(
 ) -> Transport:
     """Join the ranks of the run, and check that all of them read the same run file and data.
 
-    `say` hears which transport it is, and why.
+    `say` is called with the transport, and why.
 
     Raises:
         RankError: they did not.
@@ -53,7 +53,7 @@ def build_trained(
 
     Where parameters are sharded every rank reads its own rows, where the files have the model's parameters one by one.
 
-    `say` hears how the model computes. `draws_both`: as for `build_adapted`.
+    `say` is called with how the model computes. `draws_both`: as for `build_adapted`.
     """
     dtype, overlap = DTYPES[job.config.precision], job.config.overlap
     exact_on = torch.device("cpu") if job.config.optimizer.offload else None

@@ -156,13 +156,13 @@ def call_back(callbacks: Sequence[Callback], method: str, what: object) -> None:
     Raises:
         CallbackError: one raised; it is named.
     """
-    for each in callbacks:
+    for callback in callbacks:
         try:
-            getattr(each, method)(what)
+            getattr(callback, method)(what)
         except LengthwiseError:
             raise
         except Exception as error:
-            name = f"callback {type(each).__name__}.{method}"
+            name = f"callback {type(callback).__name__}.{method}"
             got = f"{type(error).__name__}: {error}"
             remedy = "Correct the callback, or leave it out; the traceback says where."
             raise CallbackError(name, expected="a return", got=got, remedy=remedy) from error

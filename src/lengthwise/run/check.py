@@ -55,7 +55,7 @@ def part_of_batch(job: Job) -> Check:
     """Check a part of the first global batch that takes about a minute."""
     first = next(job.batches())
     rows = _few(first)
-    lengths = [int(job.dataset.lengths[each]) for each in rows]
+    lengths = [int(job.dataset.lengths[row]) for row in rows]
     longest, held = lengths[0], max(job.capacities.values())
     while longest > _LEAST * job.replicas:
         if _seconds(job, [*_cut(lengths, longest, longest // 4), longest, longest]) <= SECONDS:  # two may be added
@@ -116,7 +116,7 @@ def _what_is_missing(job: Job, plan: Plan) -> list[tuple[Piece, tuple[int, ...]]
 
     A pack, a ring that passes keys on and, where the run leaves that to the planner, one that splits heads.
     """
-    pieces = [piece for each in plan.microbatches for piece in each.pieces]
+    pieces = [piece for microbatch in plan.microbatches for piece in microbatch.pieces]
     longest, found = max(plan.tokens), list[tuple[Piece, tuple[int, ...]]]()
     if not any(each.degree == 1 and len(each.sequences) > 1 for each in pieces):
         found.append((Piece(ranks=(0,), sequences=()), (max(1, plan.capacity // 2),) * 2))
@@ -178,7 +178,7 @@ def _check(job: Job, batch: StepBatch, plan: Plan, changes: tuple[str, ...]) -> 
 def _seconds(job: Job, lengths: Sequence[int]) -> float:
     """Estimate what planned and plain passes take; in bf16 they run in fp32, too."""
     cost: Cost = job.planning.cost
-    plain = float(sum(cost.piece_seconds([each], 1) + cost.fixed_seconds for each in lengths))
+    plain = float(sum(cost.piece_seconds([length], 1) + cost.fixed_seconds for length in lengths))
     rounds = job.precision == "bf16"
     at_once = job.ranks if job.gpus else min(job.ranks, os.cpu_count() or 1)
     return plain * (1 + 2 * rounds + (1 + rounds) * _OVERHEAD / at_once)

@@ -219,10 +219,10 @@ class Checkpoints:
         own = {"first": transport.rank, "every": transport.world_size}
         layout, names = parameters.layout, parameters.names
         found = broken(resume.folder, manifest, **own) or unfit(resume.folder, manifest, self._state(), **own)
-        told = [each for each in _all_texts(transport, found or "") if each]
-        if told:
+        failed = [each for each in _all_texts(transport, found or "") if each]
+        if failed:
             remedy = "Remove this checkpoint: {resume|resuming} then takes the one before."
-            raise OutputError(str(resume.folder), expected="the files that were written", got=told[0], remedy=remedy)
+            raise OutputError(str(resume.folder), expected="the files that were written", got=failed[0], remedy=remedy)
         read_state(resume.folder, manifest, layout, names, self._saved.rank, self._state())
         self._optimizer.go_on_from(manifest.step - manifest.skipped)
         parameters.publish()

@@ -62,7 +62,7 @@ _RANKS_END_SECONDS = 10.0  # of a launcher that was killed
 class RunFolder(Callback):
     """Writes one run; every line is written at once, so a run that dies leaves what it has done.
 
-    `note` hears of what could not be written yet: the run goes on, and it is tried again. Of plans and ledger the
+    `note` is called with what could not be written yet: the run goes on, and it is tried again. Of plans and ledger the
     oldest go when one of the two takes more than `most_log_bytes`.
     """
 

@@ -30,7 +30,7 @@ import torch
 from lengthwise.comm import World
 from lengthwise.core.errors import CallbackError, LengthwiseError, RankError, TransferError, TransferMismatch
 from lengthwise.core.processes import end_with_parent, let_threads_end
-from lengthwise.run.stacks import ask_for_stacks, file_of, keep_stacks, where_told, writing_stacks
+from lengthwise.run.stacks import ask_for_stacks, file_of, keep_stacks, stacks_sentence, writing_stacks
 
 Result = TypeVar("Result")
 RankMain = Callable[[World, Callable[[str], None]], Result]
@@ -114,7 +114,7 @@ def _is_ignored(number: int) -> bool:
 def _ending_at_the_second() -> Iterator[None]:
     """End this process some seconds after a second signal, if the block has not ended then: a thread sees to it.
 
-    Python handles signals between its own instructions; a pipe is told of them at once.
+    Python handles signals between its own instructions; a pipe gets them at once.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -124,9 +124,9 @@ def _ending_at_the_second() -> Iterator[None]:
     def watch() -> None:
         times = 0
         while times < 2:
-            told = os.read(reader, 16)
-            times += sum(number in _ASKING for number in told)
-            if not told:
+            numbers = os.read(reader, 16)
+            times += sum(number in _ASKING for number in numbers)
+            if not numbers:
                 return
         if not ended.wait(_GRACE_SECONDS):
             os.write(
@@ -258,14 +258,14 @@ class _Children:
         self, error: LengthwiseError, seen: Mapping[int, str], stacks: Path | None
     ) -> LengthwiseError:
         """Say beside a time-out which ranks never answered, one of them is why, and where stacks are."""
-        told = "" if stacks is None else f" {where_told(stacks)}"
+        beside = "" if stacks is None else f" {stacks_sentence(stacks)}"
         silent = [rank for rank in range(len(self._processes)) if rank not in {*self._results, *self._errors}]
         if not silent:
-            remedy = f"{error.remedy}{told}"
+            remedy = f"{error.remedy}{beside}"
             return type(error)(error.where, expected=error.expected, got=error.got, remedy=remedy)
         got = f"{error.got}; no report from {'; '.join(f'rank {rank}, {seen[rank]}' for rank in silent)}"
         them = "this rank is" if len(silent) == 1 else "these ranks are"
-        remedy = f"Find what {them} waiting for, then start again.{told}"
+        remedy = f"Find what {them} waiting for, then start again.{beside}"
         return type(error)(error.where, expected=error.expected, got=got, remedy=remedy)
 
     def _watch(self, stop: StopRequest, *, asks: bool) -> None:
@@ -284,19 +284,19 @@ class _Children:
             for rank, pipe in list(running.items()):
                 if pipe in ready:
                     del running[rank]
-                    self._hear(rank, pipe)
+                    self._receive(rank, pipe)
             if self._errors and deadline == float("inf"):
                 deadline = time.monotonic() + _GRACE_SECONDS  # others may know better what went wrong
 
-    def _hear(self, rank: int, pipe: Connection) -> None:
+    def _receive(self, rank: int, pipe: Connection) -> None:
         try:
             kind, value = pipe.recv()
         except EOFError:
             kind, value = "error", self._death(rank)
         if kind == "interrupted":
             raise KeyboardInterrupt
-        heard = self._results if kind == "result" else self._errors
-        heard[rank] = value
+        received = self._results if kind == "result" else self._errors
+        received[rank] = value
 
     def _death(self, rank: int) -> RankError:
         process = self._processes[rank]
@@ -340,7 +340,7 @@ def _child(
             message = ("error", error)
         except KeyboardInterrupt:  # all ranks were asked to stop before they had begun
             message = ("interrupted", None)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the parent must know it
             where, expected = f"rank {world.rank}, {board.last_seen(world.rank)}", "the rank to finish"
             got, remedy = f"{type(error).__name__}: {error}", "This is a defect of lengthwise: please report it."
             traceback.print_exc()

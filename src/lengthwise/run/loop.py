@@ -28,7 +28,7 @@ from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
 from lengthwise.run.launch import StopRequest
 from lengthwise.run.pricing import Pricing
-from lengthwise.run.resume import told_resume, torchrun_agent
+from lengthwise.run.resume import shared_resume, torchrun_agent
 from lengthwise.run.setup import RankRun, set_up
 from lengthwise.run.trackers import Trackers
 from lengthwise.session.source import PlannedStep
@@ -59,7 +59,7 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
         stack.enter_context(stop.listening())
         trackers = stack.enter_context(Trackers(job, say))
         hearing = () if world.rank else (*hearing, trackers)
-        job = replace(job, resume=told_resume(job.resume, job.config, transport))
+        job = replace(job, resume=shared_resume(job.resume, job.config, transport))
         with _rows_of(job, transport, say, is_forked=world.rendezvous is not None):
             loop = _Loop(set_up(job, world, transport, planner, hearing, stop, pricing, folder))
             try:

@@ -18,7 +18,7 @@ from lengthwise.core.errors import LengthwiseError, NumericError
 from lengthwise.engine.parameters import Parameters, largest_magnitude
 from lengthwise.run.callbacks import Callback, NotFinite, call_back
 from lengthwise.run.checkpoints import Checkpoints
-from lengthwise.run.resume import Resume, find_resume, told_resume
+from lengthwise.run.resume import Resume, find_resume, shared_resume
 
 MOST_IN_A_ROW = 10  # steps without an update
 MOST_TIMES_BACK = 3  # to one checkpoint
@@ -100,7 +100,7 @@ class FinitePolicy:
     def _go_back(self, found: NotFinite, now: int) -> None:
         """Take parameters and moments from the newest checkpoint; steps since, and `now`, are not made again."""
         self.checkpoints.finish()
-        resume = told_resume(self._newest(), self.config, self.transport)
+        resume = shared_resume(self._newest(), self.config, self.transport)
         if resume is None:
             self._stop(found, "There is no checkpoint yet to return to: lower optimizer.lr, or save one earlier.")
         self._times_back = self._times_back + 1 if resume.step == self._back_at else 1

@@ -150,7 +150,7 @@ def _states(optimizer: object) -> str:
     return f"{config.name} ({', '.join(config.states) or 'none'})"
 
 
-def told_resume(found: Resume | None, config: RunConfig, transport: Transport) -> Resume | None:
+def shared_resume(found: Resume | None, config: RunConfig, transport: Transport) -> Resume | None:
     """Return what rank 0 goes on from; ranks of other processes read it in the shared folder. Collective.
 
     Raises:

@@ -28,7 +28,7 @@ from lengthwise.run.launch import StopRequest
 from lengthwise.run.not_finite import FinitePolicy
 from lengthwise.run.pricing import Pricing
 from lengthwise.run.step_end import RunStepEnd
-from lengthwise.session.capacity import told
+from lengthwise.session.capacity import capacities_sentence
 from lengthwise.session.engine import Engine
 from lengthwise.session.runner import StepRunner
 from lengthwise.session.source import StepPlanner
@@ -181,7 +181,7 @@ def _measure_capacities(rank: RankRun) -> None:
     found = measure_capacities(job, rank.engine, rank.parameters)
     rank.job = job.with_capacities(found)
     rank.pricing.plan_for(rank.job)
-    rank.say(f"capacity of a rank: {told(found, job.most_tokens)}")
+    rank.say(f"capacity of a rank: {capacities_sentence(found, job.most_tokens)}")
 
 
 def _measure_costs(rank: RankRun, world: World) -> None:

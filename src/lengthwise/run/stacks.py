@@ -80,11 +80,11 @@ def with_own_stacks(work: Callable[[], Result], folder: Path, rank: int) -> Resu
         except TransferError as error:
             if not keep_stacks(own, folder, {rank: error.where}):
                 raise
-            remedy = f"{error.remedy} {where_told(folder)}"
+            remedy = f"{error.remedy} {stacks_sentence(folder)}"
             raise TransferError(error.where, expected=error.expected, got=error.got, remedy=remedy) from None
 
 
-def where_told(folder: Path) -> str:
+def stacks_sentence(folder: Path) -> str:
     """Say in an error where stacks are."""
     return f"Where each rank stood: {folder}."
 

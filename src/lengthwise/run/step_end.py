@@ -53,8 +53,8 @@ class RunStepEnd(StepEnd):
         """Commit a checkpoint that is written, and check what the step before left of the parameters."""
         self.ranks = ranks
         self.memory.start()
-        self.checkpoints.settle([each.checkpoint_progress for each in ranks])
-        return self.finite.holds_parameters(step - 1, [each.largest for each in ranks], within=step)
+        self.checkpoints.settle([rank.checkpoint_progress for rank in ranks])
+        return self.finite.holds_parameters(step - 1, [rank.largest for rank in ranks], within=step)
 
     def holds(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
         """Do as the run's policy says where a value is not finite."""
@@ -83,7 +83,7 @@ class RunStepEnd(StepEnd):
             plan_seconds=result.plan_seconds,
             predicted_step_seconds=predicted_seconds,
             exposed_ring_seconds=max(result.wait_seconds),
-            offload_wait_seconds=max(each.offload_wait_seconds for each in self.ranks),
-            offloaded_bytes=int(sum(each.offloaded_bytes for each in self.ranks)),
-            peak_memory_bytes=int(max(each.peak_bytes for each in self.ranks)),
+            offload_wait_seconds=max(rank.offload_wait_seconds for rank in self.ranks),
+            offloaded_bytes=int(sum(rank.offloaded_bytes for rank in self.ranks)),
+            peak_memory_bytes=int(max(rank.peak_bytes for rank in self.ranks)),
         )

@@ -1,8 +1,8 @@
 """Reports of a run to experiment trackers, through the callbacks of transformers that their users know.
 
 Each tracker has a thread of its own in the process of rank 0, which takes reports from a queue: a tracker that is slow,
-hangs or fails costs training nothing. What went wrong is told once, and that tracker hears no more. Threads start with
-the first report, when all other processes of the run are there; the end of a run waits some seconds for them.
+hangs or fails costs training nothing. What went wrong is printed once, and that tracker is called no more. Threads start
+with the first report, when all other processes of the run are there; the end of a run waits some seconds for them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_WAITING = 10_000  # reports
 
 
 class Trackers(Callback):
-    """Reports steps and evaluations to the trackers of `report_to`; `say` hears what is wrong with one, once.
+    """Reports steps and evaluations to the trackers of `report_to`; `say` prints what is wrong with one, once.
 
     Methods are called by one thread.
     """
@@ -73,8 +73,8 @@ class Trackers(Callback):
 
     def _tell(self) -> None:
         """Say what is wrong with trackers, and leave these out from now on."""
-        told = [tracker for tracker in self._open if tracker.problem is not None]
-        for tracker in told:
+        failed = [tracker for tracker in self._open if tracker.problem is not None]
+        for tracker in failed:
             self._open.remove(tracker)
             self._say(f"no more reports to {tracker.name}: {tracker.problem}; training is not affected")
 

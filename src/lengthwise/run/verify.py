@@ -263,7 +263,7 @@ def _expected(
             plain, job.dataset, batch.ids, dtype, on_phase=lambda at: on_phase(f"one process, {name}, {kernel}, {at}")
         )
 
-    activate_flash(None)  # what the planned model activated would judge itself, as plain models call it, too
+    activate_flash(None)  # what the planned model activated plain models call, too: it would be compared with itself
     plain = _build(job, attention=first).to(device)
     if dtype != torch.bfloat16:
         return gradients_of(plain, dtype, first), None

@@ -18,7 +18,7 @@ _BETWEEN_TRIES_SECONDS = 10.0
 
 
 class Writes:
-    """Files of one folder that grow, or are written once. `note` hears what could not be written."""
+    """Files of one folder that grow, or are written once. `note` is called with what could not be written."""
 
     def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
         self._folder, self._note = folder, note
@@ -61,7 +61,7 @@ class Writes:
 
 
 def insist(write: Callable[[], None], failed: Callable[[Exception], None], kind: type[Exception]) -> None:
-    """Call `write` until it raises no `kind`, at most three times, some seconds apart; `failed` hears of the others."""
+    """Call `write` until it raises no `kind`, at most three times, some seconds apart; `failed` gets the others."""
     for _ in range(MOST_FAILURES - 1):
         try:
             return write()

@@ -178,7 +178,7 @@ def kinds_of(config: Any, asked: str) -> list[str]:
     return kinds
 
 
-def told(capacities: Capacities, batch_tokens: int) -> str:
+def capacities_sentence(capacities: Capacities, batch_tokens: int) -> str:
     """Say what a rank holds, by kind of recomputation where that makes a difference, and what that needs.
 
     `batch_tokens`: the most that a global batch has.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lengthwise.attention import PlannedAttention, to_device
 from lengthwise.core.errors import ConfigError
 from lengthwise.data import NO_LOSS
-from lengthwise.engine.objective import HearRouter, NextToken, Objective
+from lengthwise.engine.objective import CollectRouter, NextToken, Objective
 from lengthwise.models.adapter import planned_output, run_planned
 from lengthwise.program import Segment
 from lengthwise.session.model import refuse_balance
@@ -134,13 +134,13 @@ class OfOutputs:
         planned: PlannedAttention,
         segments: Sequence[Segment],
         tensors: Sequence[Tensor],
-        hear_router: HearRouter | None,
+        collect_router: CollectRouter | None,
     ) -> Tensor:
         """Return the sum over the rank's tokens."""
         input_ids, position_ids, shift_labels = tensors
         output = planned_output(model, planned, input_ids, position_ids)
-        if hear_router is not None:
-            hear_router([logits.flatten(0, -2) for logits in output.router_logits])
+        if collect_router is not None:
+            collect_router([logits.flatten(0, -2) for logits in output.router_logits])
         tokens = tokens_of(self.batch, segments, input_ids, position_ids, shift_labels)
         found = self.loss(output, tokens)
         if self.check is not None:
@@ -170,10 +170,10 @@ class OfModel:
         planned: PlannedAttention,
         segments: Sequence[Segment],
         tensors: Sequence[Tensor],
-        hear_router: HearRouter | None,
+        collect_router: CollectRouter | None,
     ) -> Tensor:
         """Return this rank's part of the loss."""
-        assert hear_router is None, "the session refuses models with a balance loss here"
+        assert collect_router is None, "the session refuses models with a balance loss here"
         input_ids, position_ids, shift_labels = tensors
         padding = planned.num_rows - planned.num_tokens
 
@@ -218,11 +218,11 @@ class Autocasting:
         planned: PlannedAttention,
         segments: Sequence[Segment],
         tensors: Sequence[Tensor],
-        hear_router: HearRouter | None,
+        collect_router: CollectRouter | None,
     ) -> Tensor:
         """Return the objective's sum."""
         with torch.autocast(self.device.type, dtype=self.dtype):
-            return self.inner(model, planned, segments, tensors, hear_router)
+            return self.inner(model, planned, segments, tensors, collect_router)
 
 
 def objective_of(
@@ -259,7 +259,7 @@ def objective_of(
 def tokens_of(
     batch: RowBatch, segments: Sequence[Segment], input_ids: Tensor, position_ids: Tensor, shift_labels: Tensor
 ) -> Tokens:
-    """Return what a loss is told of a rank's segments."""
+    """Return what a loss gets of a rank's segments."""
     device = input_ids.device
     return Tokens(
         input_ids=input_ids,

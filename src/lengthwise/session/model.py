@@ -36,7 +36,9 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
         except LengthwiseError as error:
             problems.append(error)
     dtypes = {
-        each.dtype for each in model.parameters() if each.requires_grad or (not trains and each.is_floating_point())
+        parameter.dtype
+        for parameter in model.parameters()
+        if parameter.requires_grad or (not trains and parameter.is_floating_point())
     }
     names = sorted(str(each).removeprefix("torch.") for each in dtypes)
     if len(dtypes) != 1 or not dtypes <= PRECISIONS.keys():
@@ -45,7 +47,7 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
     if any(layer.gradient_checkpointing for layer in wrapped_layers(model)):
         remedy = "Call model.gradient_checkpointing_disable(), and give Session recompute='layer'."
         refuse("activation checkpointing by the plan", "that of the model", remedy)
-    if any(isinstance(each, FreedParameter) for each in model.parameters()):
+    if any(isinstance(parameter, FreedParameter) for parameter in model.parameters()):
         remedy = "Use that session, or load the model again."
         refuse("parameters with values", "those of a model that a session has sharded", remedy)
     if getattr(model, "is_quantized", False):

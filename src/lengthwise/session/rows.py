@@ -77,7 +77,7 @@ class RowBatch(StepBatch):
         """Return a column of a rank's segments, (tokens, ...), in local order."""
         values = self.columns[name]
         none = values[0][:0]  # in lock-step a rank may have no segment
-        return torch.cat([none, *(values[each.sequence][each.start : each.stop] for each in segments)])
+        return torch.cat([none, *(values[segment.sequence][segment.start : segment.stop] for segment in segments)])
 
 
 def _read(row: Row, where: str) -> tuple[np.ndarray, np.ndarray | None, dict[str, Tensor]]:

@@ -169,16 +169,16 @@ class StepRunner:
         engine.transport.phase = f"{name}, step end"
         ranks = share_record(engine.transport, self.end.numbers(self.steps, own) if train else own)
         return ranks, StepResult(
-            loss=sum(each.loss_sum for each in ranks) / objective.divisor if loss is None else loss,
+            loss=sum(rank.loss_sum for rank in ranks) / objective.divisor if loss is None else loss,
             plan=planned.plan,
             num_sequences=len(batch.ids),
             num_tokens=sum(batch.lengths),
             num_loss_tokens=batch.loss_tokens,
-            busy_seconds=tuple(each.busy_seconds for each in ranks),
-            wait_seconds=tuple(each.ring_wait_seconds for each in ranks),
+            busy_seconds=tuple(rank.busy_seconds for rank in ranks),
+            wait_seconds=tuple(rank.ring_wait_seconds for rank in ranks),
             step_seconds=time.perf_counter() - start,
             plan_seconds=planned.plan_seconds,
-            router_loss=sum(each.router_loss for each in ranks) if train and has_balance_loss(engine.config) else None,
+            router_loss=sum(rank.router_loss for rank in ranks) if train and has_balance_loss(engine.config) else None,
         )
 
 

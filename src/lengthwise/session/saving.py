@@ -21,18 +21,18 @@ def on_first_rank(transport: Transport, work: Callable[[], None]) -> None:
     Raises:
         OutputError: that which it raised there, on all ranks.
     """
-    told = b""
+    sent = b""
     if not transport.rank:
         try:
             work()
         except OutputError as error:
-            told = json.dumps([error.where, error.expected, error.got, error.remedy]).encode()
+            sent = json.dumps([error.where, error.expected, error.got, error.remedy]).encode()
         except Exception as error:  # noqa: BLE001 - of a library; the others wait for a word
             expected, remedy = "to write on rank 0", "Correct what it names."
-            told = json.dumps(["rank 0", expected, f"{type(error).__name__}: {error}", remedy]).encode()
-    told = broadcast_bytes(transport, None if transport.rank else told)
-    if told:
-        where, expected, got, remedy = json.loads(told)
+            sent = json.dumps(["rank 0", expected, f"{type(error).__name__}: {error}", remedy]).encode()
+    sent = broadcast_bytes(transport, None if transport.rank else sent)
+    if sent:
+        where, expected, got, remedy = json.loads(sent)
         raise OutputError(where, expected=expected, got=got, remedy=remedy)
 
 

@@ -33,7 +33,7 @@ from lengthwise.session.parameters import take_over
 from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.runner import StepResult, StepRunner, refuse_not_finite
 from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
-from lengthwise.session.settings import check_settings, cost_of, planning_of, shard_of, told_step
+from lengthwise.session.settings import check_settings, cost_of, first_step_sentence, planning_of, shard_of
 from lengthwise.session.sharded import ShardedInPlace, check_optimizer
 from lengthwise.session.source import PlannedStep
 from lengthwise.session.stages import from_stages, join_stages, state_of_stages, take_stage
@@ -390,7 +390,7 @@ class Session:
         result = replace(result, step_seconds=time.perf_counter() - start)
         if not self._has_said and not self.rank:
             self._has_said = True
-            print(told_step(result, self._planning), flush=True)
+            print(first_step_sentence(result, self._planning), flush=True)
         return result
 
 

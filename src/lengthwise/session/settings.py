@@ -199,10 +199,10 @@ def _chosen(
     held = [*parameters, *(each for part in (optimizer.state.values() if optimizer else ()) for each in part.values())]
     own = sum(each.nbytes for each in held if isinstance(each, Tensor) and each.device.type == device.type)
     widths = Counter[int]()
-    for each in parameters:
-        widths[each.element_size()] += each.numel()
+    for parameter in parameters:
+        widths[parameter.element_size()] += parameter.numel()
     count = sum(widths.values())
-    trained = 0 if optimizer is None else sum(each.numel() for each in parameters if each.requires_grad)
+    trained = 0 if optimizer is None else sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     memory = StepMemory(
         shape=shape_from_config(config.to_dict()),
         dtype_bytes=widths.most_common(1)[0][0],
@@ -393,7 +393,7 @@ def _optimizer_bytes(sharded: ShardedInPlace) -> tuple[int, int]:
     return (0 if optimizer.state else states_an_entry(optimizer) * part), max(2 * part, parameters.publish_bytes())
 
 
-def told_step(step: StepResult, planning: StepPlanning) -> str:
+def first_step_sentence(step: StepResult, planning: StepPlanning) -> str:
     """Say what the plan of a first step was."""
     plan = step.plan
     held = " or ".join(f"{tokens:,}" for tokens in sorted(set(planning.capacities.values())))

@@ -132,7 +132,7 @@ class ShardedInPlace:
 
     def withhold_gradients(self) -> None:
         """Let the model's own gradients raise until the next backward: they are this rank's part of the sums."""
-        self._withheld.withhold([each for each in self._model.parameters() if each.requires_grad])
+        self._withheld.withhold([parameter for parameter in self._model.parameters() if parameter.requires_grad])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients of this rank: those of the slices, and those from which the slices are summed."""
@@ -201,10 +201,10 @@ class WithheldGradients:
 
     def withhold(self, parameters: Sequence[nn.Parameter]) -> None:
         """Put what raises in the place of gradients."""
-        for each in parameters:
-            self._kept.append((each, each.grad))
-            stands = torch.zeros((), dtype=each.dtype, device=each.device).expand(each.shape)
-            each.grad = stands.as_subclass(_Withheld)  # expanded: one number, whatever the shape
+        for parameter in parameters:
+            self._kept.append((parameter, parameter.grad))
+            stands = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+            parameter.grad = stands.as_subclass(_Withheld)  # expanded: one number, whatever the shape
 
     def give_back(self) -> None:
         """Put the gradients back where nobody has cleared or replaced them."""

@@ -107,12 +107,15 @@ class PlanAhead:
             except LengthwiseError as raised:
                 error = raised
         problems = [] if error is None else error.problems if isinstance(error, Problems) else (error,)
-        message = {"plans": made, "problems": [(each.where, each.expected, each.got, each.remedy) for each in problems]}
-        told = json.loads(broadcast_bytes(self._transport, json.dumps(message).encode()))
+        message = {
+            "plans": made,
+            "problems": [(problem.where, problem.expected, problem.got, problem.remedy) for problem in problems],
+        }
+        sent = json.loads(broadcast_bytes(self._transport, json.dumps(message).encode()))
         if error is not None:
             raise error
-        raise_problems([PlanError(where, expected=one, got=got, remedy=do) for where, one, got, do in told["problems"]])
-        return told["plans"]
+        raise_problems([PlanError(where, expected=one, got=got, remedy=do) for where, one, got, do in sent["problems"]])
+        return sent["plans"]
 
     def close(self) -> None:
         """Stop planning ahead; the planner goes on for others."""
@@ -134,7 +137,7 @@ class PlanAhead:
         for number, future in enumerate(self._making):
             if number + len(self._known) == 0:
                 plans.append(self._wait_for(future, name)[1])
-            elif future.done() and future.exception() is None:  # an error is told when its step comes
+            elif future.done() and future.exception() is None:  # an error is raised when its step comes
                 plans.append(future.result()[1])
             else:
                 break

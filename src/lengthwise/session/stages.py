@@ -60,11 +60,13 @@ def join_stages(model: nn.Module, transport: Transport, stages: int) -> Mesh:
         expected, got = f"a multiple of the {stages} stages", f"{transport.world_size}"
         raise ConfigError("ranks", expected=expected, got=got, remedy="Start others, or change stages.")
     mesh = Mesh(transport, stages)
-    is_empty = mesh.replica == 0 and any(each.is_meta for each in model.parameters())
+    is_empty = mesh.replica == 0 and any(parameter.is_meta for parameter in model.parameters())
     if share_numbers(transport, [float(is_empty)]).any():
         expected = f"a model with values on ranks 0 to {stages - 1}, the stages of the first replica"
         raise ConfigError("model", expected=expected, got="one on the meta device", remedy="Load it there.")
-    sizes = [0.0 if mesh.replica else float(each.detach().double().abs().sum()) for each in model.parameters()]
+    sizes = [
+        0.0 if mesh.replica else float(parameter.detach().double().abs().sum()) for parameter in model.parameters()
+    ]
     of_stages = share_numbers(transport, sizes)[:stages]
     if not torch.allclose(of_stages, of_stages[:1], rtol=1e-9, atol=0.0, equal_nan=True):
         expected = "the same values on the stages of the first replica, which each give those of their layers"
@@ -106,12 +108,12 @@ def from_stages(mesh: Mesh, own: Mapping[str, Tensor], device: torch.device) -> 
     """
     world, found = mesh.world, dict(own)
     known = [[name, tuple(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in own.items()]
-    told = [
+    sent = [
         json.loads(broadcast_bytes(world, json.dumps(known).encode() if world.rank == stage else None, source=stage))
         for stage in range(mesh.stages)  # these ranks are the stages of replica 0
     ]
     for stage in range(1, mesh.stages):
-        for name, shape, dtype in told[stage]:
+        for name, shape, dtype in sent[stage]:
             if world.rank == stage:
                 world.exchange([(own[name].to(device).contiguous(), 0)], []).wait()
             elif not world.rank:

@@ -71,25 +71,25 @@ def take_state(
     """
     parameters, rank = optimizer.parameters, optimizer.rank
     places = {name: place for place, name in enumerate(parameters.names)}
-    told: dict[str, Any] = {"problems": []}
+    sent: dict[str, Any] = {"problems": []}
     if not transport.rank:
         problems = [*_problems(given, optimizer), *_other_weights(weights, optimizer.shapes)]
-        told["problems"] = [(each.where, each.expected, each.got, each.remedy) for each in problems]
+        sent["problems"] = [(problem.where, problem.expected, problem.got, problem.remedy) for problem in problems]
         if given is not None and not problems:
             groups = [{k: v for k, v in group.items() if k != _MEMBERS} for group in given[GROUPS]]
             kinds = {number: sorted(given[STATE].get(number, {})) for number in optimizer.numbers.values()}
-            told |= {"groups": plain_values(groups), "keys": kinds, "weights": weights is not None}
-    told = json.loads(broadcast_bytes(transport, json.dumps(told).encode()))
-    raise_problems([ConfigError(where, expected=a, got=b, remedy=c) for where, a, b, c in told["problems"]])
-    optimizer.set_groups(told["groups"])
+            sent |= {"groups": plain_values(groups), "keys": kinds, "weights": weights is not None}
+    sent = json.loads(broadcast_bytes(transport, json.dumps(sent).encode()))
+    raise_problems([ConfigError(where, expected=a, got=b, remedy=c) for where, a, b, c in sent["problems"]])
+    optimizer.set_groups(sent["groups"])
     for name, number in optimizer.numbers.items():
         states, place, entries = dict[str, Tensor](), places.get(name), math.prod(optimizer.shapes[name])
-        for key in told["keys"][str(number)]:
+        for key in sent["keys"][str(number)]:
             value = None if given is None or transport.rank else torch.as_tensor(given[STATE][number][key])
             states[key] = _sent(value, entries, parameters, transport)
         if place is not None:
             optimizer.set_states(place, states)
-        if told["weights"]:
+        if sent["weights"]:
             own = None if weights is None or transport.rank else weights[name]
             whole = _sent(own, entries, parameters, transport)
             if place is not None:
@@ -105,8 +105,8 @@ def _kinds(optimizer: ShardedInPlace, transport: Transport) -> tuple[list[str], 
             if value is not None:
                 (vectors if by_entry else numbers).add(key)
     numbers -= vectors
-    told = json.dumps([sorted(vectors), sorted(numbers)]).encode()
-    first, second = json.loads(broadcast_bytes(transport, told))
+    sent = json.dumps([sorted(vectors), sorted(numbers)]).encode()
+    first, second = json.loads(broadcast_bytes(transport, sent))
     return first, second
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lengthwise.attention import PlannedAttention
 from lengthwise.core.errors import ConfigError
-from lengthwise.engine.objective import HearRouter
+from lengthwise.engine.objective import CollectRouter
 from lengthwise.engine.step import RankResult
 from lengthwise.models.adapter import planned_output
 from lengthwise.program import Segment
@@ -89,10 +89,10 @@ class ValuesOfTokens:
         planned: PlannedAttention,
         segments: Sequence[Segment],
         tensors: Sequence[Tensor],
-        hear_router: HearRouter | None,
+        collect_router: CollectRouter | None,
     ) -> Tensor:
         """Return the weighted sum of the rank's tokens; 0 where they are gathered."""
-        assert hear_router is None, "the session refuses models with a balance loss here"
+        assert collect_router is None, "the session refuses models with a balance loss here"
         input_ids, position_ids, shift_labels = tensors
         output = planned_output(model, planned, input_ids, position_ids)
         tokens = tokens_of(self.gathered.batch, segments, input_ids, position_ids, shift_labels)

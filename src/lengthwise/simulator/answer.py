@@ -371,7 +371,7 @@ def run_ours(tokens: Sequence[int], settings: WaySettings, question: Question, *
     plan = plan_step(tokens, cluster, costs, options)
     timeline = simulate_plan(plan, costs)
     memory = question.memory(layout)
-    kept = np.array([each.offload for each in plan.microbatches])[timeline.microbatch]
+    kept = np.array([microbatch.offload for microbatch in plan.microbatches])[timeline.microbatch]
     largest = memory.microbatch_bytes(timeline.held_tokens, settings.recompute, kept)
     needed = memory.state_bytes() + memory.gathered_bytes() + float(np.max(largest))
     if offload != "off" and needed > question.hardware.device_bytes:

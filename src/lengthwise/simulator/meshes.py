@@ -132,8 +132,8 @@ class MeshQuestion:
 
     def trained_today(self) -> MeshQuestion | None:
         """Return the question with the meshes alone that the engine runs; None: there are none."""
-        tensors = tuple(each for each in self.tensors if trains(frozenset(), devices=each))
-        stages = tuple(each for each in self.stages if trains(frozenset(), devices=each))
+        tensors = tuple(tensor for tensor in self.tensors if trains(frozenset(), devices=tensor))
+        stages = tuple(stage for stage in self.stages if trains(frozenset(), devices=stage))
         if not tensors or not stages or not trains({self.mode or "free"} - {"free"}, loader=self.loader):
             return None
         return replace(self, tensors=tensors, stages=stages)

@@ -46,17 +46,17 @@ def lock_step(microbatches: Sequence[Sequence[int]], ranks: int, degree: int, co
         traffic: of sharded parameters.
     """
     groups = ranks // degree
-    known = {tuple(each): 0.0 for each in microbatches}
+    known = {tuple(microbatch): 0.0 for microbatch in microbatches}
     for each in known:
         known[each] = cost.fixed_seconds + cost.piece_seconds(each, degree)
     busy = np.zeros(-(-len(microbatches) // groups) * groups)
-    busy[: len(microbatches)] = [known[tuple(each)] for each in microbatches]
+    busy[: len(microbatches)] = [known[tuple(microbatch)] for microbatch in microbatches]
     busy = busy.reshape(-1, groups)
     slowest, share = busy.max(axis=1), cost.forward_share(cost.choices.recompute)
     return LockStep(
         busy_seconds=busy,
         seconds=traffic.wave_seconds(share * slowest, (1 - share) * slowest),
-        held_tokens=max(-(-sum(each) // degree) for each in microbatches),
+        held_tokens=max(-(-sum(microbatch) // degree) for microbatch in microbatches),
     )
 
 

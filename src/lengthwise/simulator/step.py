@@ -45,7 +45,7 @@ def simulate_plan(plan: Plan, cost: Cost) -> Timeline:
     timeline = run(plan, cost, clocks)
     if not cost.shares_uplinks:
         return timeline
-    uplinks = Uplinks(plan, [float(each.total.max()) for each in clocks], cost)
+    uplinks = Uplinks(plan, [float(clock.total.max()) for clock in clocks], cost)
     for _ in range(TURNS):
         if not uplinks.slow_down(*timeline.microbatch_spans(len(plan.microbatches))):
             break
@@ -56,16 +56,16 @@ def simulate_plan(plan: Plan, cost: Cost) -> Timeline:
 def _run_flat(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timeline:
     free = np.zeros(plan.ranks)
     starts = []
-    for each in clocks:
-        where = np.array(each.ranks)
+    for clock in clocks:
+        where = np.array(clock.ranks)
         start = float(free.max() if plan.schedule["kind"] == "waves" else free[where].max())
         if cost.traffic is not None and plan.schedule["kind"] == "waves":  # gathers that nothing hides come first
-            passes = (float(seconds.max()) for seconds in (each.forward, each.total - each.forward))
-            start += float(cost.traffic.wave_seconds(*passes)) - float(each.total.max())
+            passes = (float(seconds.max()) for seconds in (clock.forward, clock.total - clock.forward))
+            start += float(cost.traffic.wave_seconds(*passes)) - float(clock.total.max())
         starts.append(start)
-        free[where] = starts[-1] + each.total
-    start = np.repeat(starts, [len(each.ranks) for each in clocks])
-    forward = start + np.concatenate([each.forward for each in clocks])
+        free[where] = starts[-1] + clock.total
+    start = np.repeat(starts, [len(clock.ranks) for clock in clocks])
+    forward = start + np.concatenate([clock.forward for clock in clocks])
     return Timeline(
         **_rows(clocks),
         ranks=plan.ranks,
@@ -74,21 +74,21 @@ def _run_flat(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timelin
         start=start,
         forward=forward,
         backward=forward,
-        end=start + np.concatenate([each.total for each in clocks]),
+        end=start + np.concatenate([clock.total for clock in clocks]),
         step_end_seconds=cost.step_end_seconds(plan.ranks),
     )
 
 
 def _run_stages(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timeline:
     if plan.schedule["kind"] == "waves":
-        clocks = [_with_all_ranks(each, plan.ranks) for each in clocks]
+        clocks = [_with_all_ranks(clock, plan.ranks) for clock in clocks]
     virtual = int(plan.schedule.get("virtual", 1))
     rows = _rows(clocks)
-    forward = np.concatenate([each.forward for each in clocks])
+    forward = np.concatenate([clock.forward for clock in clocks])
     ran = stage_clocks(
-        [each.ranks for each in clocks],
+        [clock.ranks for clock in clocks],
         forward,
-        np.concatenate([each.total for each in clocks]) - forward,
+        np.concatenate([clock.total for clock in clocks]) - forward,
         stages=cost.stages,
         virtual=virtual,
         send_seconds=cost.stage_send_seconds(rows["held_tokens"]),
@@ -112,13 +112,13 @@ def _run_stages(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timel
 
 def _rows(clocks: list[MicrobatchClocks]) -> dict[str, Any]:
     """Join what does not depend on when microbatches run, an entry for each rank of each."""
-    counts = [len(each.ranks) for each in clocks]
+    counts = [len(clock.ranks) for clock in clocks]
     return {
-        "rank": np.array([rank for each in clocks for rank in each.ranks], dtype=np.int64),
+        "rank": np.array([rank for clock in clocks for rank in clock.ranks], dtype=np.int64),
         "microbatch": np.repeat(np.arange(len(clocks)), counts),
-        "compute": np.concatenate([each.compute for each in clocks]),
-        "copied": np.concatenate([each.copied for each in clocks]),
-        "held_tokens": np.concatenate([each.held_tokens for each in clocks]),
+        "compute": np.concatenate([clock.compute for clock in clocks]),
+        "copied": np.concatenate([clock.copied for clock in clocks]),
+        "held_tokens": np.concatenate([clock.held_tokens for clock in clocks]),
     }
 
 

@@ -257,9 +257,9 @@ def _steps(simulated: Sequence[tuple[Plan, Timeline]], setting: Setting) -> tupl
             num_tokens=sum(plan.tokens),
             flops=step_flops(setting.shape, plan.tokens),
             recompute=plan.microbatches[0].recompute,
-            most_degree=max(piece.degree for each in plan.microbatches for piece in each.pieces),
-            most_heads=max(piece.heads for each in plan.microbatches for piece in each.pieces),
-            most_offload=max(each.offload for each in plan.microbatches),
+            most_degree=max(piece.degree for microbatch in plan.microbatches for piece in microbatch.pieces),
+            most_heads=max(piece.heads for microbatch in plan.microbatches for piece in microbatch.pieces),
+            most_offload=max(microbatch.offload for microbatch in plan.microbatches),
             features=features_of(plan),
         )
         for plan, timeline in simulated

@@ -130,7 +130,9 @@ def has_lone_rings(plan: Plan) -> bool:
 def shares_launches_only(plan: Plan) -> bool:
     """Return whether rings hold one sequence over s / capacity ranks or more, and no rank too much."""
     return _are_held(plan) and all(
-        fullest_tokens(plan, each) <= plan.capacity for each in plan.microbatches if len(each.pieces) > 1
+        fullest_tokens(plan, microbatch) <= plan.capacity
+        for microbatch in plan.microbatches
+        if len(microbatch.pieces) > 1
     )
 
 

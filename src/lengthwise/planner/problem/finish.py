@@ -19,7 +19,9 @@ _DIGITS = 6  # of an offload ratio; rounded up
 
 def write_offload(plan: Plan) -> Plan:
     """Return the plan with the ratio that each microbatch needs; the ratios that it had are not looked at."""
-    microbatches = tuple(replace(each, offload=_needed_ratio(plan, each)) for each in plan.microbatches)
+    microbatches = tuple(
+        replace(microbatch, offload=_needed_ratio(plan, microbatch)) for microbatch in plan.microbatches
+    )
     return replace(plan, microbatches=microbatches)
 
 

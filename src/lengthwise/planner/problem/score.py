@@ -87,7 +87,7 @@ def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> S
 def _pipelined_seconds(plan: Plan, totals: Sequence[Mapping[int, float]], stages: int, cost: Cost) -> float:
     """Run microbatches, as seconds of each of their ranks, through the stages; return when the last ends."""
     counts = [len(total) for total in totals]
-    forward = np.repeat([cost.forward_share(_recompute(each, cost)) for each in plan.microbatches], counts)
+    forward = np.repeat([cost.forward_share(_recompute(microbatch, cost)) for microbatch in plan.microbatches], counts)
     seconds = np.array([each for total in totals for each in total.values()])
     clocks = stage_clocks(
         [tuple(total) for total in totals],

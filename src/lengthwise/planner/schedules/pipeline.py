@@ -54,7 +54,7 @@ def plan_pipeline(request: PlanRequest, least_seconds: float) -> Iterator[list[M
     elif end_seconds < least_seconds and not is_shelved:
         yield slots.written(min(filled, key=lambda each: each.end_seconds))
     if is_small or is_shelved:
-        yield from (write_shelves(request, each) for each in shelves[:1])
+        yield from (write_shelves(request, shelve) for shelve in shelves[:1])
 
 
 def is_worth_search(request: PlanRequest) -> bool:

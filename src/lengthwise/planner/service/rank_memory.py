@@ -59,7 +59,7 @@ class RankMemory:
 
     def with_offload(self, plan: Plan) -> Plan | None:
         """Return a plan whose microbatches offload as much as they need; None: one does not fit with all of it."""
-        microbatches = [self._offloaded(plan, each) for each in plan.microbatches]
+        microbatches = [self._offloaded(plan, microbatch) for microbatch in plan.microbatches]
         if None in microbatches:
             return None
         return replace(plan, microbatches=tuple(filter(None, microbatches)))

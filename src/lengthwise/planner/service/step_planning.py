@@ -40,7 +40,7 @@ class StepPlanning:
             options = replace(options, offload="off")
         plan = plan_recomputed(tuple(lengths), self.ranks, self.cost, held, options)
         if self.offload_ratio:
-            microbatches = tuple(replace(each, offload=self.offload_ratio) for each in plan.microbatches)
+            microbatches = tuple(replace(microbatch, offload=self.offload_ratio) for microbatch in plan.microbatches)
             capacity = self.capacities[plan.microbatches[0].recompute]
             plan = replace(plan, capacity=capacity, microbatches=microbatches)
         elif self.measured is not None:
