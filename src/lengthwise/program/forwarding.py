@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from lengthwise.program.records import Content
 
 _WAYS = (1, -1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class Move(NamedTuple):
     """`content` about position `owner` goes from position `source` to position `target`."""
 
     source: int
@@ -66,6 +66,8 @@ class Forwarding:
 
         `position`: only what this one sends or receives.
         """
+        if ring_step >= max(self.reach):
+            return
         for owner, way in self._travelling(position, ring_step, ring_step + 1):
             if self._last(owner, way) > ring_step:
                 yield self._move(owner, way * ring_step, way * (ring_step + 1), Content.KV)
@@ -82,8 +84,8 @@ class Forwarding:
         if ring_step not in self.gradient_steps:
             return
         if self.goes_round:
-            for owner, way in self._travelling(position, ring_step - 1, ring_step):
-                if way == 1 and self.needed[owner]:
+            for owner, _ in self._travelling(position, ring_step - 1, ring_step):
+                if self.needed[owner]:
                     yield self._move(owner, ring_step - 1, ring_step, Content.DKV)
             return
         left = 2 * self.ring_steps - 1 - ring_step  # ring steps from their owner of the gradients that move now
@@ -94,8 +96,12 @@ class Forwarding:
     def _travelling(self, position: int | None, source: int, target: int) -> Iterable[tuple[int, int]]:
         """List (owner, way) of shards that may go from `source` to `target` ring steps off their owner, in order.
 
-        Of one position those that leave it or arrive at it: at most four.
+        Of one position those that leave it or arrive at it: at most two of a way.
         """
+        if self.goes_round:
+            degree = self.degree
+            here = range(degree) if position is None else {(position - source) % degree, (position - target) % degree}
+            return [(owner, 1) for owner in sorted(here)]
         if position is None:
             return ((owner, way) for owner in range(self.degree) for way in _WAYS)
         here = {((position - way * distance) % self.degree, way) for way in _WAYS for distance in (source, target)}
