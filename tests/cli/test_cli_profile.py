@@ -96,7 +96,7 @@ def test_a_run_file_is_planned_with_measurements_of_its_model(tmp_path, capfd, m
     assert "leave --measurements out" in err
 
 
-@pytest.mark.parametrize(("error", "said"), [(0.04, "4.0"), (0.9, "hardly known from these samples"), (None, "unknown")])
+@pytest.mark.parametrize(("error", "said"), [(0.04, "4.0"), (0.9, "hardly known from"), (None, "unknown")])
 def test_a_term_that_its_samples_do_not_tell_is_named(capsys, error, said):
     found = measurements_of(samples_of(machine()))
     terms = {**found.fit.terms, "linear_seconds": Term(value=1e-5, relative_error=error)}

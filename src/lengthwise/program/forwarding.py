@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from lengthwise.program.records import Content
 
 _WAYS = (1, -1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class Move(NamedTuple):
     """`content` about position `owner` goes from position `source` to position `target`."""
 
     source: int
@@ -61,6 +61,8 @@ class Forwarding:
 
     def key_moves(self, ring_step: int, position: int | None = None) -> Iterator[Move]:
         """Yield the keys that are sent while the blocks of `ring_step` are computed, of `position` only if given."""
+        if ring_step >= max(self.reach):
+            return
         for owner, way in self._travelling(position, ring_step, ring_step + 1):
             if self._last(owner, way) > ring_step:
                 yield self._move(owner, way * ring_step, way * (ring_step + 1), Content.KV)
@@ -77,8 +79,8 @@ class Forwarding:
         if ring_step not in self.gradient_steps:
             return
         if self.goes_round:
-            for owner, way in self._travelling(position, ring_step - 1, ring_step):
-                if way == 1 and self.needed[owner]:
+            for owner, _ in self._travelling(position, ring_step - 1, ring_step):
+                if self.needed[owner]:
                     yield self._move(owner, ring_step - 1, ring_step, Content.DKV)
             return
         left = 2 * self.ring_steps - 1 - ring_step  # ring steps from their owner of the gradients that move now
@@ -87,7 +89,14 @@ class Forwarding:
                 yield self._move(owner, way * left, way * (left - 1), Content.DKV)
 
     def _travelling(self, position: int | None, source: int, target: int) -> Iterable[tuple[int, int]]:
-        """List (owner, way) of shards that may go from ring step `source` off their owner to `target`, at most four."""
+        """List (owner, way) of shards that may go from ring step `source` off their owner to `target`.
+
+        Of one position those that leave it or arrive at it: at most two of a way.
+        """
+        if self.goes_round:
+            degree = self.degree
+            here = range(degree) if position is None else {(position - source) % degree, (position - target) % degree}
+            return [(owner, 1) for owner in sorted(here)]
         if position is None:
             return ((owner, way) for owner in range(self.degree) for way in _WAYS)
         here = {((position - way * distance) % self.degree, way) for way in _WAYS for distance in (source, target)}

@@ -231,26 +231,29 @@ class MicrobatchProgram:
             yield index, self._forwardings[index], position // piece.heads, range(place, place + 1)
 
     def _transfers(self, index: int, moves: Iterator[Move], places: range) -> Iterator[Transfer]:
-        piece = self.microbatch.pieces[index]
-        for move in moves:
+        piece, tokens = self.microbatch.pieces[index], self._ring_tokens[index]
+        ranks, heads = piece.ranks, piece.heads
+        for source, target, content, owner in moves:
             for place in places:
                 yield Transfer(
-                    source=piece.ranks[move.source * piece.heads + place],
-                    target=piece.ranks[move.target * piece.heads + place],
+                    source=ranks[source * heads + place],
+                    target=ranks[target * heads + place],
                     piece=index,
-                    content=move.content,
-                    owner=move.owner,
-                    tokens=self.ring_tokens(index, move.owner),
+                    content=content,
+                    owner=owner,
+                    tokens=tokens[owner],
                     heads=heads_of(piece, place),
                 )
 
 
 def _part(rank: int, transfers: Iterable[Transfer]) -> RankRound:
-    transfers = tuple(transfers)
-    return RankRound(
-        sends=tuple(transfer for transfer in transfers if transfer.source == rank),
-        receives=tuple(transfer for transfer in transfers if transfer.target == rank),
-    )
+    sends, receives = list[Transfer](), list[Transfer]()
+    for transfer in transfers:
+        if transfer.source == rank:
+            sends.append(transfer)
+        if transfer.target == rank:
+            receives.append(transfer)
+    return RankRound(sends=tuple(sends), receives=tuple(receives))
 
 
 def lower_microbatch(plan: Plan, index: int) -> MicrobatchProgram:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +49,8 @@ class HeadRange:
 ALL_HEADS = HeadRange()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """One message of a round: `content` about `heads` of so many `tokens`.
+class Transfer(NamedTuple):
+    """One message of a round: `content` about `heads` of so many `tokens`; a tuple, as large worlds have millions.
 
     owner: whose tokens they are: a position of the ring for what travels along it, else a position of the piece.
     """

@@ -1,8 +1,8 @@
 """Reports of a run to experiment trackers, through the callbacks of transformers that their users know.
 
-Each tracker has a thread of its own in the process of rank 0, which takes reports from a queue: a tracker that is slow,
-hangs or fails costs training nothing. What went wrong is printed once, and that tracker is called no more. Threads start
-with the first report, when all other processes of the run are there; the end of a run waits some seconds for them.
+Each tracker has a thread of its own in the process of rank 0, which takes reports from a queue: one that is slow,
+hangs or fails costs training nothing. What went wrong is printed once, and that tracker is called no more. Threads
+start with the first report, when all other processes of the run are there; the end of a run waits some seconds for them.
 """
 
 from __future__ import annotations
