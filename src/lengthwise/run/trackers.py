@@ -2,7 +2,7 @@
 
 Each tracker has a thread of its own in the process of rank 0, which takes reports from a queue: one that is slow,
 hangs or fails costs training nothing. What went wrong is printed once, and that tracker is called no more. Threads
-start with the first report, when all other processes of the run are there; the end of a run waits some seconds for them.
+start with the first report, when all other processes of the run are there; the end of a run waits some seconds.
 """
 
 from __future__ import annotations
