@@ -192,7 +192,7 @@ class ShardedParameters:
         Raises:
             ModelRefused: somebody replaced, moved or froze some.
         """
-        now, dtype, device = dict(self._model.named_parameters()), self._trained.dtype, self._device
+        now, dtype, device = dict(self._model.named_parameters()), self._trained.dtype, self.grad_shard.device
         found = sum(each.requires_grad for each in now.values())
         stays = all(
             now.get(name) is own and own.dtype == dtype and own.device == device
