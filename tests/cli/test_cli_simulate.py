@@ -55,7 +55,7 @@ def test_simulate_own_data_on_gpus(tmp_path, capsys) -> None:
     words = " ".join(said.split())
     assert "planned only: this version does not train it" in words
     assert "planned only: this version trains none of it" in words
-    assert "planned only: this version trains ranks of one device" in words
+    assert "planned only: this version trains without tensor parallelism" in words
     assert "the same on the best" not in words
 
 
@@ -77,7 +77,7 @@ def test_simulate_gives_every_planner_its_best_mesh(tmp_path, capsys) -> None:
                 assert best["trained_today"][planner]["mean_seconds"] <= found["mean_seconds"] * (1 + 1e-9)
     for planner, found in best["trained_today"].items():
         assert found["trains_today"]
-        assert (found["tensor"], found["stages"]) == (1, 1)
+        assert found["tensor"] == 1
         assert found["mean_seconds"] >= best["planners"][planner]["mean_seconds"]
     assert all(tried > 1 for tried in best["plans_tried"].values())
     assert said.index("as this version trains it") < said.index("On 16 devices of h100 a step takes")
@@ -147,7 +147,6 @@ def test_simulate_waits_for_its_loader(tmp_path, capsys) -> None:
         )  # fmt: skip
         figures = json.loads((out / "simulation.json").read_text())
         written[loader] = figures["planners"]["lengthwise"]
-        assert bool(figures["trained_today"]) == (loader != "remote"), "there is no loader service"
         assert ("waiting for data" in (out / "trace-lengthwise.json").read_text()) == (loader == "local")
     assert written["none"]["loader_seconds"] == [0, 0]
     late = [b - a for a, b in zip(written["none"]["step_seconds"], written["local"]["step_seconds"], strict=True)]

@@ -146,14 +146,14 @@ def test_a_smaller_capacity_is_found_where_it_ends_sooner() -> None:
     assert found.result.mean_seconds < 0.8 * whole.result.mean_seconds
 
 
-def test_pipelines_are_planned_as_such_and_do_not_train() -> None:
-    question = replace(QUESTION, tensors=(2,), stages=(2,))
-    found = best_mesh("bytescale", BATCHES[:1], question)
-    assert found.today is None
-    assert found.any_mesh is not None
-    assert not found.any_mesh.trains
-    assert found.any_mesh.result.first_plan.schedule["kind"] == "pipeline"
-    assert question.trained_today() is None
+def test_pipelines_are_planned_as_such_and_train_without_tensor_parallelism() -> None:
+    for tensor in (1, 2):
+        question = replace(QUESTION, tensors=(tensor,), stages=(2,))
+        found = best_mesh("bytescale", BATCHES[:1], question)
+        assert (found.today is None) == (question.trained_today() is None) == (tensor == 2)
+        assert found.any_mesh is not None
+        assert found.any_mesh.trains == (tensor == 1)
+        assert found.any_mesh.result.first_plan.schedule["kind"] == "pipeline"
 
 
 def test_capacities_are_shares_of_what_fits_or_as_given() -> None:

@@ -85,7 +85,7 @@ class Simulate:
     details: tyro.conf.FlagCreatePairsOff[bool] = False
     """Also compare planners on one device a rank, each on its best mesh, in long tables."""
     all: tyro.conf.FlagCreatePairsOff[bool] = False
-    """In the details search meshes of several devices a rank, too (tensor parallelism and pipeline stages), which this
+    """In the details search meshes of several devices a rank, too: pipeline stages, and tensor parallelism, which this
     version plans but does not train."""
     planners: Annotated[str | None, tyro.conf.arg(metavar="NAME,...", help_behavior_hint="")] = None
     """Planners to compare in the details; every planner is compared with the best other one. Default:

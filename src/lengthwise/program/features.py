@@ -27,8 +27,7 @@ class Feature(StrEnum):
 
 REQUIRED = frozenset(map(Feature, KNOWN_FEATURES))  # must stand in `requires` of a plan that uses them
 ENGINE = frozenset(Feature) - {Feature.PIPELINE}  # which it runs where ranks are stages
-ENGINE_DEVICES = 1  # of a rank that `simulate` calls trained: no tensor parallelism, and stages are ranks
-ENGINE_LOADERS = frozenset({"none", "local"})  # no loader service yet
+IN_STAGES = frozenset({Feature.HEADS, Feature.PIPELINE, Feature.RECOMPUTE, Feature.SHARES})  # that it runs together
 SIMULATOR = frozenset(Feature) - {Feature.SPEEDS}
 FIVE_COEFFICIENTS = frozenset(Feature) - {Feature.HEADS, Feature.OFFLOAD, Feature.SHARES}
 
@@ -44,9 +43,10 @@ class Use:
     value: object = None
 
 
-def trains(features: Collection[str], *, devices: int = 1, loader: str = "none") -> bool:
-    """Return whether this version runs plans that use no other features, on ranks of so many devices, with a loader."""
-    return devices <= ENGINE_DEVICES and loader in ENGINE_LOADERS and ENGINE.issuperset(features)
+def trains(features: Collection[str], *, tensor: int = 1) -> bool:
+    """Return whether this version runs plans that use no other features, with so many tensor-parallel devices."""
+    runs = IN_STAGES if Feature.PIPELINE in features else ENGINE
+    return tensor == 1 and runs.issuperset(features)
 
 
 def features_of(plan: Plan) -> frozenset[Feature]:

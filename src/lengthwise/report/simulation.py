@@ -173,8 +173,7 @@ def remarks(
         )
     if not may_train:
         said.append(
-            "planned only: this version trains ranks of one device (no --tp or --pp), in mode free, "
-            "without a loader service"
+            "planned only: this version trains without tensor parallelism (--tp), and stages (--pp) without offload"
         )
     for each in found:
         if each.any_mesh is None or (each.today is None and may_train):

@@ -107,13 +107,13 @@ class _Search:
         for stages in question.stages:
             for tensor in question.tensors:
                 if question.devices % (tensor * stages) == 0:
-                    whole = RankMesh(tensor=tensor, stages=stages, heads=question.heads, offload=question.offload)
-                    self._halve(whole, question)
+                    self._halve(question.mesh(tensor, stages), question)
             if self.first:
                 break
         best = min(self.first, key=self._seconds, default=None)
         while best is not None:
-            more = replace(best, stages=2 * best.stages)
+            share = best.capacity_share
+            more = replace(question.mesh(best.tensor, 2 * best.stages), capacity_share=share)
             is_within = more.stages <= question.stages[-1] and question.devices % more.devices == 0
             if is_within:
                 self._try(more)

@@ -132,11 +132,13 @@ class MeshQuestion:
 
     def trained_today(self) -> MeshQuestion | None:
         """Return the question with the meshes alone that the engine runs; None: there are none."""
-        tensors = tuple(tensor for tensor in self.tensors if trains(frozenset(), devices=tensor))
-        stages = tuple(stage for stage in self.stages if trains(frozenset(), devices=stage))
-        if not tensors or not stages or not trains({self.mode or "free"} - {"free"}, loader=self.loader):
-            return None
-        return replace(self, tensors=tensors, stages=stages)
+        stages = tuple(stages for stages in self.stages if stages == 1 or self.mode in (None, "pipeline"))
+        return replace(self, tensors=(1,), stages=stages) if 1 in self.tensors and stages else None
+
+    def mesh(self, tensor: int, stages: int) -> RankMesh:
+        """Return a mesh with all that fits; where planners may choose, stages do not offload: none run so."""
+        offload = "off" if stages > 1 and self.offload == "auto" else self.offload
+        return RankMesh(tensor=tensor, stages=stages, heads=self.heads, offload=offload)
 
 
 def powers_that_divide(devices: int, most: int) -> tuple[int, ...]:
@@ -206,7 +208,7 @@ def found_on(
         [planner], batches, setting, progress=lambda *_: None, options=options, plan_each=plan_each
     )
     features = frozenset[str]().union(*(step.features for step in result.steps))
-    runs = trains(features, devices=mesh.devices, loader=question.loader)
+    runs = trains(features, tensor=mesh.tensor)
     return Found(planner=planner, mesh=mesh, setting=setting, result=result, trains=runs)
 
 
