@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import lengthwise
-from lengthwise.data.arrow import NAME
+from lengthwise.data.prepared import NAME
 from run.small_runs import call, losses, make_rows, read_lines, steps_of, write_rows, write_run
 
 ROWS = [*make_rows([30, 12, 5, 60, 1, 17, 44]), {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}]

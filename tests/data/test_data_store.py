@@ -13,7 +13,8 @@ from data.stores import DOCUMENTS, FILES, content, load, prepare, write_sources
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError, Problems
 from lengthwise.data import ByteTokenizer, load_tokenizer
-from lengthwise.data.arrow import NAME, signed, wrong_rows
+from lengthwise.data.arrow import wrong_rows
+from lengthwise.data.prepared import NAME, signed
 from properties import costly
 
 ROWS = [[{"text": "a"}, {"text": "bcd"}, {"text": ""}, {"text": "e" * 500}], [{"input_ids": [1, 255]}]]

@@ -20,7 +20,7 @@ from lengthwise.core.errors import DataError, OutputError, RankError
 from lengthwise.core.files import try_lock
 from lengthwise.data import ByteTokenizer
 from lengthwise.data import prepare as preparing
-from lengthwise.data.arrow import NAME
+from lengthwise.data.prepared import NAME
 from lengthwise.run import caching
 from lengthwise.run.caching import VARIABLE, DataCache, data_cache
 from properties import costliest

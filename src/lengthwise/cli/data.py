@@ -71,7 +71,7 @@ class Data:
     def run(self) -> int:
         """Run the command; return the exit status."""
         from lengthwise.data import load_dataset, load_tokenizer
-        from lengthwise.data.arrow import prepared_with
+        from lengthwise.data.prepared import prepared_with
         from lengthwise.data.survey import survey
 
         problems = Collector()

@@ -18,7 +18,7 @@ from lengthwise.report.figures import count, percent
 from lengthwise.report.progress import LiveLine, progress_line
 
 if TYPE_CHECKING:
-    from lengthwise.data.arrow import Prepared
+    from lengthwise.data.prepared import Prepared
 
 _MOST_WORKERS = 1024
 
@@ -147,7 +147,8 @@ class Prepare:
         return 0
 
     def _verify(self) -> int:
-        from lengthwise.data.arrow import read_prepared, wrong_rows
+        from lengthwise.data.arrow import wrong_rows
+        from lengthwise.data.prepared import read_prepared
 
         if not self.inputs:
             remedy = "Name what `lengthwise prepare` wrote."

@@ -156,7 +156,7 @@ def lengths_of_data(paths: Sequence[Path], tokenizer: str, empty: str) -> KnownL
     """Read one's own data and count their tokens; errors of `load_dataset`, all bad rows together."""
     from lengthwise.config import DataSource
     from lengthwise.data import Tokenizer, load_dataset, load_tokenizer
-    from lengthwise.data.arrow import prepared_with
+    from lengthwise.data.prepared import prepared_with
 
     used: list[str] = []
 

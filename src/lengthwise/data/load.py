@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lengthwise.core.errors import DataError
-from lengthwise.data.arrow import is_prepared, open_prepared
+from lengthwise.data.arrow import open_prepared
 from lengthwise.data.dataset import TOO_LONG, Dataset, DatasetBuilder, too_long
 from lengthwise.data.join import join_datasets
+from lengthwise.data.prepared import is_prepared
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.rows import Row
 from lengthwise.data.sources import Listing, list_source, read_rows

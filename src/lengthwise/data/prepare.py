@@ -24,21 +24,20 @@ import numpy as np
 from lengthwise.core import __version__
 from lengthwise.core.errors import ConfigError, DataError, OutputError, RankError, raise_problems
 from lengthwise.core.files import sync, try_lock
-from lengthwise.data.arrow import (
+from lengthwise.data.columns import KINDS, UNREADABLE, Columns, schema, table_of
+from lengthwise.data.dataset import TOO_LONG
+from lengthwise.data.digests import digest_of_rows
+from lengthwise.data.load import BAD, EMPTY, REFUSED, token_rows
+from lengthwise.data.prepared import (
     ENCODING,
-    KINDS,
     NAME,
     UNFINISHED,
-    Columns,
     Prepared,
     UsedTokenizer,
     is_prepared,
     read_prepared,
-    schema,
+    write_description,
 )
-from lengthwise.data.dataset import NO_LOSS, TOO_LONG, sum_of_weights
-from lengthwise.data.digests import ROW_DIGEST_BYTES, digest_of_rows, row_digest
-from lengthwise.data.load import BAD, EMPTY, REFUSED, TokenRow, token_rows
 from lengthwise.data.progress import Progress
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.sources import Listing, cut_listing, list_source, printable_name
@@ -54,9 +53,7 @@ PART_BYTES = 16 << 20  # of source files: what a process has in memory at a time
 _FILES = 200  # Arrow files of a folder, about: training keeps all of them open
 _WORK, _PLAN = "work", "plan.json"
 _LOOK_SECONDS = 0.2
-UNREADABLE = "unreadable"
 _LEFT_OUT = (EMPTY, BAD, TOO_LONG)
-_NO_IDS = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +242,7 @@ def _prepare(
         for path in folder.iterdir():
             if path.is_file() and path not in paths:  # of a process that was killed
                 path.unlink()
-        _describe(folder, _checked(plan, Columns(paths)))
+        write_description(folder, _checked(plan, Columns(paths)), schema(), work=folder / _WORK)
     shutil.rmtree(folder / _WORK, ignore_errors=True)
     sync(folder)
     if out.exists():
@@ -357,52 +354,12 @@ _loaded = functools.cache(load_tokenizer)
 
 def _part_table(batch: Any, task: FileTask) -> Any:
     """Return the rows of one part as a table of Arrow."""
-    import pyarrow as pa
-
     (number,), plan = batch["part"], task.plan
     origin, listing = task.parts[number]
     source = plan.listings[origin][0]
     tokenizer = functools.partial(_loaded, plan.tokenizer_name)
     rows = token_rows(listing, plan.sources[source], plan.keys[source], tokenizer=tokenizer, vocab_size=plan.vocab_size)
-    found = list(zip(*map(_values, rows), strict=True)) or [()] * len(_COLUMNS)
-    columns: dict[str, Sequence[Any]] = dict(zip(_COLUMNS, found, strict=True))
-    number = len(columns["kind"])
-    columns["origin"] = [origin] * number
-    columns["name"] = [*map(printable_name, listing.names or ()), *[None] * number][:number]
-    return pa.table([_column(columns[field.name], field.type) for field in schema()], schema=schema())
-
-
-def _column(values: Sequence[Any], kind: Any) -> Any:
-    """Return values as a column: of numbers, texts, digests, or lists, an array a row and None where it is null."""
-    import pyarrow as pa
-
-    if pa.types.is_fixed_size_list(kind):
-        return pa.FixedSizeListArray.from_arrays(pa.array(np.frombuffer(b"".join(values), np.uint8)), type=kind)
-    if not pa.types.is_list(kind):
-        return pa.array(values, kind)
-    there = [row for row in values if row is not None]
-    flat = np.concatenate([np.empty(0, dtype=kind.value_type.to_pandas_dtype()), *there])
-    ends = np.cumsum([0, *(0 if row is None else len(row) for row in values)])
-    mask = pa.array([row is None for row in values]) if len(there) < len(values) else None
-    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(flat, kind.value_type), kind, mask=mask)
-
-
-_COLUMNS = (
-    "input_ids", "labels", "weights", "digest", "loss_tokens", "loss_weight", "largest_id", "kind", "error"
-)  # fmt: skip
-
-
-def _values(row: TokenRow) -> tuple[Any, ...]:
-    """Return what is in `_COLUMNS` of a row."""
-    kind = KINDS.index(row.kind if row.is_row else UNREADABLE)
-    if row.tokens is None:
-        error = row.error and json.dumps([row.error.where, row.error.expected, row.error.got, row.error.remedy])
-        return _NO_IDS, None, None, bytes(ROW_DIGEST_BYTES), 0, 0.0, 0, kind, error
-    labels = None if row.labels is None or np.array_equal(row.labels, row.tokens) else row.labels
-    losses = len(row.tokens) - 1 if labels is None else int(np.count_nonzero(labels[1:] != NO_LOSS))
-    weight = float(losses) if row.weights is None else sum_of_weights(row.weights)
-    digest = row_digest(row.tokens, labels, row.weights)
-    return row.tokens, labels, row.weights, digest, losses, weight, int(row.tokens.max()), kind, None
+    return table_of(rows, origin, listing.names)
 
 
 def _checked(plan: ToPrepare, columns: Columns) -> Prepared:
@@ -446,25 +403,6 @@ def _checked(plan: ToPrepare, columns: Columns) -> Prepared:
         origins=tuple((int(first), listing.label) for first, (_, listing) in zip(firsts, plan.listings, strict=True)),
         files={path.name: path.stat().st_size for path in columns.files},
     )
-
-
-def _describe(folder: Path, made: Prepared) -> None:
-    """Write what `datasets.load_from_disk` reads, and, last, what we do."""
-    from datasets import DatasetInfo, Features
-
-    DatasetInfo(features=Features.from_arrow_schema(schema())).write_to_directory(str(folder))
-    state = {
-        "_data_files": [{"filename": name} for name in made.files], "_fingerprint": made.fingerprint[:32],
-        "_format_columns": None, "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False,
-        "_split": None,
-    }  # fmt: skip
-    (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-    unfinished = folder / _WORK / f"{NAME}.tmp"
-    unfinished.write_text(made.to_json(), encoding="utf-8")
-    for path in (unfinished, folder / "state.json", folder / "dataset_info.json"):
-        sync(path)
-    unfinished.replace(folder / NAME)
-    sync(folder)
 
 
 def _together(plan: ToPrepare) -> str:

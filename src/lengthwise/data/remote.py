@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from lengthwise.core.errors import DataError, LengthwiseError, Problems
-from lengthwise.data.arrow import is_prepared
 from lengthwise.data.dataset import DatasetBuilder, MemoryDataset, NumberedRows, plain_weights
 from lengthwise.data.digests import row_digest
 from lengthwise.data.numbered import Counted
+from lengthwise.data.prepared import is_prepared
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.sampler import Batch, epoch_order
 from lengthwise.data.shard import ShardSpec, Slices, Span

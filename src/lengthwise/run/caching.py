@@ -17,8 +17,8 @@ from pathlib import Path
 from lengthwise.config import DataSource
 from lengthwise.core.errors import Collector, DataError, OutputError
 from lengthwise.data import Tokenizer
-from lengthwise.data.arrow import is_prepared
 from lengthwise.data.prepare import prepare_folder, to_prepare
+from lengthwise.data.prepared import is_prepared
 from lengthwise.report.progress import LiveLine, progress_line
 from lengthwise.run.workers import usable_cores, worker_processes
 

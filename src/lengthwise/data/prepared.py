@@ -1,0 +1,157 @@
+"""What a folder of prepared data says of itself: `lengthwise.json`, and the files that `datasets` reads beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from lengthwise.config.problems import shown
+from lengthwise.core.errors import DataError
+from lengthwise.core.files import found_at, read_json, sync
+
+NAME, PREPARED = "lengthwise.json", "lengthwise.prepared/1"
+UNFINISHED = ".unfinished"
+ENCODING = 1  # to be raised when the same text gets other ids or labels than before
+AGAIN = "Delete the folder and prepare it again: lengthwise prepare (in the cache: start the run again)."
+_BEFORE = "lengthwise-store.json"  # of versions that had files of their own
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_FromZero = Annotated[int, Field(ge=0)]
+_Hex = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsedTokenizer:
+    """What made tokens of texts; `template` is the digest of the chat template."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    name: str
+    digest: _Hex
+    template: _Hex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A prepared folder. `fingerprint`: of sources, settings and tokenizer. `data`: the digest of all rows (`digests`).
+
+    `tables`: the digest of lengths, tokens with a loss, what they weigh, and the rows' digests. `encoding`: the version
+    of how texts become ids and labels here, beside the tokenizer. `kinds`: rows of each kind. `tokenizer`: None where
+    no row is text. `largest_id` is in row `largest_id_row`. `origins`: the first row of each listing, and its label.
+    `files`: the bytes of each Arrow file.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    schema: Literal["lengthwise.prepared/1"] = PREPARED
+    version: str
+    encoding: int
+    fingerprint: _Hex
+    data: _Hex
+    tables: _Hex
+    rows: _FromZero
+    tokens: _FromZero
+    loss_tokens: _FromZero
+    largest_id: _FromZero
+    largest_id_row: _FromZero
+    kinds: Mapping[str, _FromZero]
+    skipped: Mapping[str, _FromZero]
+    tokenizer: UsedTokenizer | None
+    sources: tuple[Mapping[str, object], ...]
+    origins: tuple[tuple[_FromZero, str], ...]
+    files: Mapping[Annotated[str, Field(pattern=r"^rows-[0-9a-z_]+\.arrow$")], _FromZero]
+
+    def to_json(self) -> str:
+        """Return the text of its file, with the digest of its own values."""
+        return signed(asdict(self))
+
+
+_READER = TypeAdapter(Prepared)
+
+
+def signed(values: Mapping[str, object]) -> str:
+    """Return the text of these values with their digest, which a change would not fit."""
+    rest = {key: value for key, value in values.items() if key != "sha256"}
+    return json.dumps({**rest, "sha256": _digest_of(rest)}, indent=1) + "\n"
+
+
+def _digest_of(values: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def is_prepared(path: Path) -> bool:
+    """Return whether a path is a folder of prepared data, whole or not, of this version or an earlier one."""
+    return any((path / name).is_file() for name in (NAME, _BEFORE)) or (
+        path.name.endswith(UNFINISHED) and path.is_dir()
+    )
+
+
+def prepared_with(path: Path) -> str | None:
+    """Return the name of the tokenizer that a folder was prepared with; None for ids, and for what is not prepared."""
+    if not (path / NAME).is_file():
+        return None
+    made = read_prepared(path).tokenizer
+    return None if made is None else made.name
+
+
+def read_prepared(folder: Path) -> Prepared:
+    """Return what a folder of prepared data is, whose files are there and have their sizes.
+
+    Raises DataError where it is not finished, of an earlier version or damaged.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        if (folder / _BEFORE).is_file():
+            remedy = f"Prepare it anew: lengthwise prepare SOURCES --out {folder} (delete this folder first)."
+            expected = "data prepared by this version, Arrow files"
+            raise DataError(str(folder), expected=expected, got=f"those of an earlier one ({_BEFORE})", remedy=remedy)
+        remedy = "Finish it: give the command that was interrupted once more."
+        raise DataError(str(folder), expected="prepared data", got="data that is being prepared", remedy=remedy)
+    try:
+        values = read_json(path)
+        if not isinstance(values, dict) or values.get("schema") != PREPARED:
+            raise ValueError(f"schema {shown(values.get('schema') if isinstance(values, dict) else None)}")
+        if values.pop("sha256", None) != _digest_of(values):
+            raise ValueError("values that its sha256 is not of: it was changed")
+        found = _READER.validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "it"
+        got = f"{place} = {shown(first['input'])}: {first['msg']}"
+        raise refuse(path, f"a description of prepared data, {PREPARED}", got) from None
+    except (ValueError, RecursionError) as error:
+        raise refuse(path, f"a description of prepared data, {PREPARED}", f"{error}") from None
+    for name, size in found.files.items():
+        part = folder / name
+        if (got := found_at(part)) != f"{size} bytes":
+            raise refuse(part, f"the {size} bytes that were prepared", got)
+    return found
+
+
+def write_description(folder: Path, made: Prepared, schema: Any, *, work: Path) -> None:
+    """Write what `datasets.load_from_disk` reads, and, last, what we do."""
+    from datasets import DatasetInfo, Features
+
+    DatasetInfo(features=Features.from_arrow_schema(schema)).write_to_directory(str(folder))
+    state = {
+        "_data_files": [{"filename": name} for name in made.files], "_fingerprint": made.fingerprint[:32],
+        "_format_columns": None, "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False,
+        "_split": None,
+    }  # fmt: skip
+    (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+    unfinished = work / f"{NAME}.tmp"
+    unfinished.write_text(made.to_json(), encoding="utf-8")
+    for path in (unfinished, folder / "state.json", folder / "dataset_info.json"):
+        sync(path)
+    unfinished.replace(folder / NAME)
+    sync(folder)
+
+
+def refuse(path: Path, expected: str, got: str, remedy: str = AGAIN) -> DataError:
+    """Return the error for prepared data that cannot be used."""
+    return DataError(str(path), expected=expected, got=got, remedy=remedy)
