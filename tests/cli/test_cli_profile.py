@@ -103,7 +103,7 @@ def test_a_term_that_its_samples_do_not_tell_is_named(capsys, error, said):
     print_measurements(replace(found, fit=replace(found.fit, terms=terms)))
     line = next(line for line in capsys.readouterr().out.splitlines() if "linear_seconds" in line)
     assert said in line
-    assert ("not told" in line) == (error == 0.9)
+    assert ("hardly known" in line) == (error == 0.9)
 
 
 def test_profile_describes_the_device_for_other_models(tmp_path, capfd):
