@@ -268,6 +268,7 @@ def pack(lengths: Sequence[int], cluster: Cluster) -> list[list[list[int]]]:
         if max(held) <= cluster.capacity_tokens:
             break
         waves += 1
+    assert all(packs), f"{len(packs)} packs of {len(lengths)} sequences: raise --batch-tokens"
     by_size = [packs[place] for place in sorted(range(len(packs)), key=lambda place: -held[place])]
     return [by_size[rank :: cluster.ranks] for rank in range(cluster.ranks)]
 
