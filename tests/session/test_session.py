@@ -664,3 +664,24 @@ def test_a_session_that_nobody_closed_leaves_no_process(tmp_path):
         return planner is None or planner._status(0) is not None
 
     assert in_ranks(work, 1, tmp_path) + in_ranks(work, 2, tmp_path) == [True] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_a_loop_writes_into_weights_between_steps_stays(dtype, tmp_path):
+    def work(_rank):
+        model = small_model(dtype)
+        optimizer = SGD(model.parameters(), lr=0.0)
+        with Session(model, optimizer, capacity_tokens=64) as session:
+            for _ in range(2):
+                session.backward(rows_of([40, 9, 25], 3))
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    model.model.layers[1].mlp.up_proj.weight.mul_(2.0)
+            session.backward(rows_of([40, 9, 25], 3))
+            optimizer.step()
+            return model.model.layers[1].mlp.up_proj.weight.detach().clone()
+
+    wanted = 4 * small_model(dtype).model.layers[1].mlp.up_proj.weight
+    for found in in_ranks(work, 2, tmp_path):
+        assert torch.equal(found, wanted)

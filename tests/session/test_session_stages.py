@@ -184,3 +184,17 @@ def test_stages_of_models_that_differ_are_refused(tmp_path):
             Session(model, SGD(model.parameters()), capacity_tokens=64, stages=2)
 
     in_ranks(work, 2, tmp_path)
+
+
+def test_a_stage_saves_no_part_of_a_model_as_if_it_were_whole(tmp_path):
+    def work(_rank):
+        model = small_model(**LAYERS)
+        with Session(model, SGD(model.parameters()), capacity_tokens=64, stages=2) as session:
+            for call in (partial(model.save_pretrained, tmp_path / "half"), model.state_dict):
+                with pytest.raises(ModelRefused, match="lie over the ranks"):
+                    call()
+            session.save_pretrained(tmp_path / "whole")
+
+    in_ranks(work, 2, tmp_path)
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", output_loading_info=True)
+    assert not info["missing_keys"]

@@ -6,14 +6,15 @@ layer's values when its forward runs, and moves gradients on from them, by views
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lengthwise.core.errors import ModelRefused
 from lengthwise.engine.flat_layout import FlatLayout
 
 MASTER_WEIGHTS = "master_weights"
@@ -159,6 +160,19 @@ def shards_of(
         Shard(start=start, weights=weights[start:stop], gradient=gradient[start:stop], decayed=decayed)
         for start, stop, decayed in segments
     ]
+
+
+def refuse_parts(model: nn.Module, is_whole: Callable[[], bool]) -> None:
+    """Let a model whose parameters lie over the ranks refuse what goes by whole ones, unless `is_whole` says it is."""
+
+    def refuse(what: str) -> None:
+        if not is_whole():
+            where, expected = f"model.{what}", "a model with whole parameters: here they lie over the ranks"
+            remedy = f"Call the session's {what}, or its save_pretrained, on all ranks; load weights before it."
+            raise ModelRefused(where, expected=expected, got=type(model).__name__, remedy=remedy)
+
+    model.register_state_dict_pre_hook(lambda *_: refuse("state_dict"))
+    model.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict"))
 
 
 def brought(values: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -249,6 +249,13 @@ class FlatParameters:
             own = self.values[self.layout.in_whole(bucket, self._transport.rank)]
             self.master_weights[self.layout.in_shard(bucket)].copy_(own)
 
+    def take_changes(self) -> None:
+        """Take what somebody changed in the model's values since they were published; other master weights stay."""
+        for bucket in range(self.layout.num_buckets):
+            own = self.values[self.layout.in_whole(bucket, self._transport.rank)]
+            kept = self.master_weights[self.layout.in_shard(bucket)]
+            kept.copy_(torch.where(own == kept.to(own), kept, own.to(kept)))
+
     def tensors(self) -> list[Tensor]:
         """Return the flat buffers."""
         return [self.values, self.grads, self.grad_shard, self.master_weights]

@@ -32,10 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.comm import Pending, Transport
-from lengthwise.core.errors import ModelRefused
 from lengthwise.engine.flat_layout import FlatLayout, lay_out
 from lengthwise.engine.gathering import gathered
-from lengthwise.engine.parameters import MASTER_WEIGHTS, Shard, brought, shards_of
+from lengthwise.engine.parameters import MASTER_WEIGHTS, Shard, brought, refuse_parts, shards_of
 from lengthwise.engine.replicated import replace_parameters, replaced, share_values, trainable
 from lengthwise.engine.units import ModelUnit, UnitPart, units_of
 from lengthwise.engine.waves import Waves
@@ -101,19 +100,7 @@ class ShardedParameters:
         self._share_updates()
         replace_parameters(model, made)
         self._waves = Waves(model, units, parts, node_of_rank)
-        model.register_state_dict_pre_hook(lambda *_: self._refuse_part("state_dict"))
-        model.register_load_state_dict_pre_hook(lambda *_: self._refuse_part("load_state_dict"))
-
-    def _refuse_part(self, what: str) -> None:
-        """Refuse what goes by whole parameters, where each rank has a part of them.
-
-        Raises:
-            ModelRefused: it does.
-        """
-        if not self._is_whole:
-            where, expected = f"model.{what}", "a model with whole parameters: here they lie over the ranks"
-            remedy = f"Call the session's {what}, or its save_pretrained, on all ranks; load weights before it."
-            raise ModelRefused(where, expected=expected, got=type(self._model).__name__, remedy=remedy)
+        refuse_parts(model, lambda: self._is_whole)
 
     def _sent(self, given: Mapping[str, Tensor], name: str, first: int, stop: int) -> Tensor:
         """Return entries of what rank 0 has of a parameter. Collective."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lengthwise.comm import Mesh, broadcast_bytes
 from lengthwise.engine.flat_layout import BUCKET_ENTRIES, FlatLayout, join_stages
-from lengthwise.engine.parameters import SavedParameters
+from lengthwise.engine.parameters import SavedParameters, refuse_parts
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import ModelStage, wrapped_layers
 
@@ -67,6 +67,8 @@ class StageParameters(FlatParameters):
             self._give_values()
 
         self.saved = self._join_saved()
+        self._is_saving = mesh.stages == 1
+        refuse_parts(stage.model, lambda: self._is_saving)
 
     def _join_saved(self) -> SavedParameters:
         """Return where the parameters of all stages lie. Collective."""
@@ -160,6 +162,7 @@ class StageParameters(FlatParameters):
         """Let the model of rank 0 be whole inside the block; the other stages send it theirs. Collective."""
         del trained_only  # adapters are not cut yet
         self.published()
+        self._is_saving = True
         state = self.stage.model.state_dict()
         of_stages = [
             {name: (shape, dtype or self.values.dtype) for name, (shape, dtype) in entries.items()}
@@ -168,8 +171,11 @@ class StageParameters(FlatParameters):
         own = {name: state[name] for name in of_stages[self.mesh.stage]}
         found = collect_stages(self.mesh, of_stages, own)
         others = {name: each.cpu() for name, each in found.items() if name not in own}
-        with self.stage.whole(others) if self.mesh.world.rank == 0 else nullcontext():
-            yield
+        try:
+            with self.stage.whole(others) if self.mesh.world.rank == 0 else nullcontext():
+                yield
+        finally:
+            self._is_saving = False
 
 
 def _layout_of(values: Mapping[str, Any]) -> FlatLayout:

@@ -169,6 +169,6 @@ class _ActorClient:
             cause = getattr(error, "cause", None)
             if isinstance(cause, LengthwiseError):
                 raise cause from None
-            expected, got = "rows", " ".join(f"{type(error).__name__}: {error}".split())[-300:]
+            expected, got = "rows", " ".join(f"{type(error).__name__}: {error}".split())[:300]
             remedy = "See the logs of Ray; then start again."
         raise RankError(where, expected=expected, got=got, remedy=remedy) from None

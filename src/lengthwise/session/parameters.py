@@ -60,6 +60,7 @@ def point_at_slices(
     """Let the optimizer update slices; the models' own gradients are out of reach."""
     updates.point_at(parameters, rank)
     closing.callback(updates.give_gradients_back)
+    closing.callback(updates.optimizer.register_step_pre_hook(lambda *_: updates.take_changes()).remove)
     for each in {id(model): model for model in models}.values():
         vars(each)["zero_grad"] = updates.zero_grad
         closing.callback(vars(each).pop, "zero_grad", None)

@@ -286,6 +286,7 @@ class Session:
         parameters by name, on the host, fp32 or wider.
         """
         trained = self._trained("state_dict")
+        trained.take_changes()
         parameters, pipeline = trained.parameters, self._engine.pipeline
         over = self._transport if pipeline is None else pipeline.mesh.replicas
         optimizer = whole_state(trained, over)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.engine.flat_layout import Run
 from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.replicated import FlatParameters
 
 BY_ENTRY: Mapping[str, tuple[str, ...]] = {  # classes by the package that has them
     "torch": (
@@ -118,6 +119,11 @@ class ShardedInPlace:
         self.optimizer.register_load_state_dict_pre_hook(lambda *_: _refuse_slices("load_state_dict"))
         self.optimizer.register_step_post_hook(lambda *_: parameters.publish())
         self.attach()
+
+    def take_changes(self) -> None:
+        """Take what the loop wrote into whole parameters since the last step."""
+        if isinstance(self.parameters, FlatParameters):
+            self.parameters.take_changes()
 
     def attach(self) -> None:
         """Give each slice its gradient, and each parameter of the model that is there as a whole."""
