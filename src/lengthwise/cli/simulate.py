@@ -118,6 +118,8 @@ class Simulate:
         meshes = replace(asked.meshes, question=replace(asked.meshes.question, context_tokens=context))
         found, console = self._answer(meshes, batches), plain_console()
         sentence, notes = answer_sentence(found, known.unit), answer_notes(found)
+        if planners and (self.all or self.machine.tp or self.machine.pp):
+            notes = [*notes, "These rows have one device a rank; --all, --tp and --pp count in the details below."]
         about = self._about(meshes, batches, known)
         width = console.width if console.is_terminal else None
         lines = (wrapped(each, width) for each in (about, *notes))
