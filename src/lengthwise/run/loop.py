@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from lengthwise.comm import Transport, World
+from lengthwise.comm import World
 from lengthwise.core.faults import fault
 from lengthwise.cost.rank_speeds import RanStep
-from lengthwise.data.remote import RemoteDataset
 from lengthwise.engine.memory import reporting_update
 from lengthwise.engine.schedule import learning_rates
 from lengthwise.planner.service.process import PlannerProcess
@@ -29,7 +28,7 @@ from lengthwise.run.job import Job
 from lengthwise.run.launch import StopRequest
 from lengthwise.run.pricing import Pricing
 from lengthwise.run.resume import shared_resume, torchrun_agent
-from lengthwise.run.setup import RankRun, set_up
+from lengthwise.run.setup import RankRun, serving_rows, set_up
 from lengthwise.run.trackers import Trackers
 from lengthwise.session.source import PlannedStep
 
@@ -60,7 +59,7 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
         trackers = stack.enter_context(Trackers(job, say))
         hearing = () if world.rank else (*hearing, trackers)
         job = replace(job, resume=shared_resume(job.resume, job.config, transport))
-        with _rows_of(job, transport, say, is_forked=world.rendezvous is not None):
+        with serving_rows(job, transport, say, is_forked=world.rendezvous is not None):
             loop = _Loop(set_up(job, world, transport, planner, hearing, stop, pricing, folder))
             try:
                 result = loop.run()
@@ -68,18 +67,6 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
                 loop.close()
         transport.close()
         return result
-
-
-def _rows_of(
-    job: Job, transport: Transport, say: Callable[[str], None], *, is_forked: bool
-) -> AbstractContextManager[None]:
-    """Let actors read remote data inside the block; nothing where it lies here. Collective."""
-    if not isinstance(job.dataset, RemoteDataset):
-        return nullcontext()
-    from lengthwise.run.actors import serving
-
-    seconds = job.timeout_seconds
-    return serving(job.dataset, transport, timeout_seconds=seconds, say=say, is_forked=is_forked)
 
 
 def _is_alone(world: World) -> bool:

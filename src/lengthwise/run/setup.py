@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from lengthwise.comm import Transport, World
 from lengthwise.core.faults import fault
 from lengthwise.core.names import counted
 from lengthwise.cost import ZERO3_ALONE
+from lengthwise.data.remote import RemoteDataset
 from lengthwise.engine.memory import SMALLER_STATE, reporting_shortage
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.parameters import Parameters
@@ -191,3 +192,15 @@ def _measure_costs(rank: RankRun, world: World) -> None:
     engine.transport.phase = "measuring before the first step"
     rank.say(f"measuring the machine, about {MEASURING_SECONDS:.0f} s")
     rank.say(rank.pricing.measure(world, engine.transport, (engine.model, rank.parameters, rank.optimizer)))
+
+
+def serving_rows(
+    job: Job, transport: Transport, say: Callable[[str], None], *, is_forked: bool
+) -> AbstractContextManager[None]:
+    """Let actors read remote data inside the block; nothing where it lies here. Collective."""
+    if not isinstance(job.dataset, RemoteDataset):
+        return nullcontext()
+    from lengthwise.run.actors import serving
+
+    seconds = job.timeout_seconds
+    return serving(job.dataset, transport, timeout_seconds=seconds, say=say, is_forked=is_forked)
