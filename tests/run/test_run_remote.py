@@ -66,7 +66,7 @@ def test_a_run_on_remote_rows_goes_on_where_it_was(tmp_path, in_process, before,
     assert_equal_runs(found, wanted.parent / "out", exactly=before == after)
 
 
-def testserving_rows_a_run_that_goes_on_are_those_of_before(tmp_path, in_process):
+def test_rows_of_a_run_that_goes_on_are_those_of_before(tmp_path, in_process):
     path = run_of(tmp_path, remote=True)
     broken_off(path, 2, after=5)
     rows = path.parent / "train.jsonl"
