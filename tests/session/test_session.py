@@ -685,3 +685,18 @@ def test_what_a_loop_writes_into_weights_between_steps_stays(dtype, tmp_path):
     wanted = 4 * small_model(dtype).model.layers[1].mlp.up_proj.weight
     for found in in_ranks(work, 2, tmp_path):
         assert torch.equal(found, wanted)
+
+
+def test_what_nobody_writes_into_weights_leaves_their_masters_as_they_are(tmp_path):
+    def work(rank):
+        model = small_model(torch.bfloat16)
+        optimizer = SGD(model.parameters(), lr=1e-3)
+        with Session(model, optimizer, capacity_tokens=64) as session:
+            for _ in range(2):
+                session.backward(rows_of([40, 9, 25], 3))
+                optimizer.step()
+                optimizer.zero_grad()
+            masters = session.state_dict().get("master_weights", {})
+            return rank or any(not torch.equal(each, each.bfloat16().float()) for each in masters.values())
+
+    assert in_ranks(work, 2, tmp_path)[0]

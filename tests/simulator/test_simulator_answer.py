@@ -2,10 +2,21 @@
 
 import pytest
 
+from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import LOGITS_AT_ONCE, logits_at_once, named_hardware, named_shape
 from lengthwise.report.answer import answer_notes
 from lengthwise.simulator import Question, WayRow, answer
-from lengthwise.simulator.answer import LAYOUTS, ONE_RING, OURS, PACKED, PADDED, WaySettings, run_ours, run_rival
+from lengthwise.simulator.answer import (
+    LAYOUTS,
+    ONE_RING,
+    OURS,
+    PACKED,
+    PADDED,
+    WaySettings,
+    compare_layouts,
+    run_ours,
+    run_rival,
+)
 
 SHAPE, H100 = named_shape("qwen3-8b"), named_hardware("h100")
 BATCHES = [[30_000, *[2000] * 60, 700], [20_000, *[4000] * 30]]
@@ -40,6 +51,20 @@ def test_answer_takes_the_best_settings_of_each_way(rows) -> None:
         assert rows[name].step_seconds[0] <= run_rival(heaviest, settings, question).step_seconds
     plain = WaySettings(recompute="layer", capacity_tokens=held, layout="zero3")
     assert rows[OURS].step_seconds[0] <= run_ours(heaviest, plain, question).seconds
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_settings_of_ours_that_are_not_tried_are_no_better(layout) -> None:
+    """Short sequences, of which a wave without recomputation holds few: many gathers."""
+    batch, question = [500] * 400, Question(shape=SHAPE, hardware=H100, devices=8)
+    row = compare_layouts([batch], question)[LAYOUTS.index(layout)]
+    capacities = question.capacities(layout, RECOMPUTE_KINDS)
+    seconds = {
+        kind: run_ours(batch, WaySettings(recompute=kind, capacity_tokens=held, layout=layout), question).seconds
+        for kind, held in capacities.items()
+    }
+    assert len(seconds) > 1
+    assert row.step_seconds[0] <= 1.005 * min(seconds.values())
 
 
 def test_sharded_ranks_of_ours_wait_for_gathers_too() -> None:
