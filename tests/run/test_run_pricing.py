@@ -106,11 +106,6 @@ def _job(folder, **keys):
     return prepare_job(config, ranks=2, timeout_seconds=10)
 
 
-def test_who_knows_none_of_the_words_gets_all_that_is_measured(tmp_path):
-    config = _job(tmp_path).config
-    assert (config.capacity_tokens, config.recompute, config.heads, config.loss) == ("auto", "auto", "auto", "chunked")
-
-
 def test_only_long_runs_are_measured_unasked(tmp_path):
     assert not _job(tmp_path / "short", steps=3).measures
     long = {"model": "tiny", "steps": 1_000_000}

@@ -88,15 +88,6 @@ def test_learning_rates_are_transformers_right_after_a_resume_too(tmp_path):
     assert [row["lr"] for row in read_lines(tmp_path / "out/metrics.jsonl")] == pytest.approx(wanted, rel=1e-12)
 
 
-def test_a_schedule_longer_than_the_run_is_refused_with_the_other_problems(tmp_path, capsys):
-    keys = {"schedule": "warmup_stable_decay", "warmup_steps": 3, "schedule_args": {"num_decay_steps": 5}}
-    path = run_of(tmp_path, optimizer=keys, recompute="layer", attention="flash2")
-    assert call("train", path) == 2
-    told = " ".join(capsys.readouterr().err.split())
-    assert "at most the run's 7 steps for warm-up and decay; got 3 and 5" in told
-    assert "flash2" in told
-
-
 @pytest.mark.parametrize("keys", some([{"sequences": 3}, {"tokens": 64}], 1), ids=str)
 @pytest.mark.parametrize("after", some(range(3, 9), 1, 3))
 def test_no_sequence_is_taken_twice_or_left_out(tmp_path, keys, after):
