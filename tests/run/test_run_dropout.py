@@ -102,9 +102,3 @@ def test_dropout_of_adapters_verifies_trains_and_is_saved_with_them(tmp_path, ca
     assert call("verify", more, "--ranks", 2) == 0
     first = [losses(train(more).parent / "more")[0]]
     assert first[0] != pytest.approx(found[0][-1], rel=1e-12)
-
-
-def test_compiled_layers_beside_dropout_are_refused_before_anything_starts(tmp_path, capsys, model):
-    path = write_run(tmp_path, make_rows(LENGTHS), model=model, compile=True)
-    assert call("train", path) == 2
-    assert "compile: expected false beside dropout" in capsys.readouterr().err
