@@ -214,11 +214,11 @@ def test_the_page_names_what_may_change():
     assert set(re.findall(r"`(\w+)`", passage)) & set(RunConfig.model_fields) == FREE_SETTINGS
 
 
-def test_a_broken_newest_is_passed_over_and_told(broken, capsys):
+def test_a_broken_newest_is_passed_over_and_told(broken, capfd):
     file = broken.parent / "out/checkpoints/step-000004/rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     assert call("train", broken, "--ranks", 2, "--resume", "--accept-changes") == 0
-    told = " ".join(capsys.readouterr().out.split())
+    told = " ".join(capfd.readouterr().out.split())
     assert "skipped and removed: error[output]" in told
     assert "step-000002, after step 2" in told
     assert "changed since" not in told
