@@ -57,6 +57,7 @@ def test_more_choice_gives_valid_plans_that_never_end_later(mode, recompute, ste
         check_plan(plan)
         assert _seconds(plan) == score(plan, cost).makespan_seconds
         assert plan.notes["bound_seconds"] <= _seconds(plan) * SOONER
+        assert {microbatch.recompute for microbatch in plan.microbatches} == {recompute}
         assert offload == "auto" or all(m.offload == 0 for m in plan.microbatches)
         assert heads == "auto" or all(p.heads == 1 for m in plan.microbatches for p in m.pieces)
         took[offload, heads] = _seconds(plan)
