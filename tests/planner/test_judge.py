@@ -57,9 +57,7 @@ def test_judge_times_a_plan_by_hand() -> None:
 
 
 @given(seed=st.integers(0, 10**6), ranks=st.sampled_from([1, 2, 3, 5, 7]), four=FOUR, waves=st.booleans())
-def test_judge_agrees_with_score_on_plans_that_no_planner_makes(
-    seed: int, ranks: int, four: tuple[float, float, float, float], waves: bool
-) -> None:
+def test_judge_agrees_with_score_on_plans_that_no_planner_makes(seed, ranks, four, waves):
     choose = random.Random(seed)
     plan = random_plan(choose, ranks, draw_lengths(choose, ranks, choose.randint(1, 9)), shares=False)
     plan = Plan.from_json(plan.to_json().replace('"kind": "free"', '"kind": "waves"')) if waves else plan
@@ -116,9 +114,7 @@ def judge_bound(lengths: Sequence[int], ranks: int, capacity: int, cost: Coeffic
     capacity=st.integers(5, 97),
     four=FOUR,
 )
-def test_judge_bound_agrees_with_the_bound(
-    tokens: list[int], ranks: int, capacity: int, four: tuple[float, float, float, float]
-) -> None:
+def test_judge_bound_agrees_with_the_bound(tokens, ranks, capacity, four):
     cluster, (cost, coefficients) = Cluster(ranks=ranks, capacity_tokens=capacity), _costs(four)
     tokens = [min(length, cluster.longest_tokens) for length in tokens]
     assert judge_bound(tokens, ranks, capacity, coefficients) == pytest.approx(

@@ -60,9 +60,7 @@ def _makespan(microbatches: Sequence[Sequence[Held]], ranks: int, cost: Cost) ->
     return max(free)
 
 
-def _least_makespan(
-    lengths: Sequence[int], ranks: int, capacity: int, cost: Cost, *, lone: bool, shared: bool = False
-) -> float:
+def _least_makespan(lengths, ranks, capacity, cost, *, lone, shared=False):
     """Try every plan: pieces, their ranks, their microbatches, and every order.
 
     `lone`: rings of one sequence, alone in a microbatch; `shared`: beside others, no rank above the capacity then.
@@ -111,9 +109,7 @@ def test_bound_is_below_every_plan_of_lone_rings_on_three_ranks(lengths, capacit
 @pytest.mark.parametrize(
     ("beside", "shared"), [((0, (4,)), True), ((0, (5,)), False), ((1, (4,)), True), ((1, (6,)), False)]
 )
-def test_plans_that_share_launches_only_stay_within_the_capacity(
-    beside: tuple[int, tuple[int, ...]], shared: bool
-) -> None:
+def test_plans_that_share_launches_only_stay_within_the_capacity(beside, shared):
     """A ring of 12 over two ranks leaves 4 of 10 on each; a fifth token fits only by the rule for rounding."""
     rank, (length,) = beside
     pieces = (Piece(ranks=(0, 1), sequences=(0,)), Piece(ranks=(rank,), sequences=(1,)))
@@ -134,9 +130,7 @@ def test_weaker_bound_knows_that_allowances_of_short_sequences_save_launches_of_
 @given(
     lengths=st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 15)), capacity=st.integers(5, 14), cost=COSTS
 )
-def test_weaker_bound_is_below_every_plan_of_short_sequences_on_three_ranks(
-    lengths: tuple[int, int, int], capacity: int, cost: Cost
-) -> None:
+def test_weaker_bound_is_below_every_plan_of_short_sequences_on_three_ranks(lengths, capacity, cost):
     best = _least_makespan(lengths, 3, capacity, cost, lone=False)
     bound = bound_seconds(lengths, Cluster(ranks=3, capacity_tokens=capacity), cost, lone_rings=False)
     assert bound <= best * (1 + 1e-9)

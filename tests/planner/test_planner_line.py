@@ -12,52 +12,37 @@ from lengthwise.planner.placement.skyline import Moldable, pack_skyline
 from lengthwise.planner.problem.topology import Extras, Topology
 
 
-@given(data=st.data(), ranks=st.integers(1, 17))
-def test_place_rings_starts_each_as_early_as_any_interval_allows(data: st.DataObject, ranks: int) -> None:
-    degrees = st.integers(1, ranks) | st.integers(1, min(3, ranks))  # the latter: many of one degree, swept together
+@given(data=st.data(), ranks=st.integers(1, 17), node=st.none() | st.integers(1, 6))
+def test_place_rings_ends_each_as_early_as_any_interval_allows(data, ranks, node):
+    """Rings of up to three ranks beside wide ones: many of one degree are swept together."""
+    degrees = st.integers(1, ranks) | st.integers(1, min(3, ranks))
     rows = data.draw(st.lists(st.tuples(degrees, st.integers(1, 9)), max_size=40))
-    rows = sorted(rows, reverse=True) if data.draw(st.booleans()) else rows
-    line = place_rings([(i, degree, float(time)) for i, (degree, time) in enumerate(rows)], ranks)
-    assert sorted(ring.sequence for ring in line.rings) == list(range(len(rows)))
-    assert [ring.start_seconds for ring in line.rings] == sorted(ring.start_seconds for ring in line.rings)
-    clock = np.zeros(ranks)
-    for ring, (degree, seconds) in zip(sorted(line.rings, key=lambda ring: ring.sequence), rows, strict=True):
-        start = clock[ring.first : ring.first + degree].max()
-        assert start == min(clock[a : a + degree].max() for a in range(ranks - degree + 1))
-        clock[ring.first : ring.first + degree] = start + seconds
-    assert clock.tolist() == line.free.tolist()
-    work = sum(degree * seconds for degree, seconds in rows)
-    waits = sum(seconds for _, _, _, seconds in line.gaps.longest_first(0.0))
-    assert work + waits == clock.sum()
-    assert work == line.busy_seconds
-
-
-@given(data=st.data(), ranks=st.integers(1, 17), node=st.integers(1, 6))
-def test_place_rings_on_nodes_ends_each_as_early_as_any_interval_allows(
-    data: st.DataObject, ranks: int, node: int
-) -> None:
-    rows = data.draw(st.lists(st.tuples(st.integers(1, min(ranks, 5)), st.integers(1, 9)), max_size=40))
-    rows = sorted(rows, reverse=True)
+    rows = sorted(rows, reverse=True) if node or data.draw(st.booleans()) else rows
     penalty = data.draw(st.integers(1, 5))
 
-    def extra(_sequence: int, degree: int) -> Extras | None:
-        if degree > node:
-            return None
+    def more(degree):
         firsts = np.arange(ranks - degree + 1)
-        more = penalty * (firsts % node + degree > node).astype(np.float64)
-        return Extras(lambda some: (more[some], more[some]))
+        crosses = (firsts % (node or 1) + degree > (node or 1)) if degree <= (node or 0) else firsts < 0
+        return penalty * crosses.astype(np.float64)
+
+    def extra(_sequence, degree):
+        return Extras(lambda some: (more(degree)[some],) * 2) if degree <= (node or 0) else None
 
     timed = [(i, degree, float(time)) for i, (degree, time) in enumerate(rows)]
     line = place_rings(timed, ranks, extra_seconds=extra)
+    starts = [ring.start_seconds for ring in line.rings]
+    assert node or starts == sorted(starts)
+    assert sorted(ring.sequence for ring in line.rings) == list(range(len(rows)))
     clock = np.zeros(ranks)
     for ring, (degree, seconds) in zip(sorted(line.rings, key=lambda ring: ring.sequence), rows, strict=True):
-        more = extra(0, degree)
-        more = np.zeros(ranks - degree + 1) if more is None else more.seconds
-        ends = [clock[a : a + degree].max() + seconds + more[a] for a in range(ranks - degree + 1)]
+        ends = [clock[a : a + degree].max() + seconds + late for a, late in enumerate(more(degree))]
         assert ring.start_seconds + ring.seconds == min(ends)
-        assert ring.seconds == seconds + more[ring.first]
-        clock[ring.first : ring.first + degree] = ring.start_seconds + ring.seconds
+        assert ring.seconds == seconds + more(degree)[ring.first]
+        clock[ring.first : ring.first + degree] = min(ends)
     assert clock.tolist() == line.free.tolist()
+    work = sum(ring.degree * ring.seconds for ring in line.rings)
+    assert work + sum(seconds for *_, seconds in line.gaps.longest_first(0.0)) == clock.sum()
+    assert work == line.busy_seconds
 
 
 def test_place_rings_backfills_at_the_end_of_a_hole_where_it_is_quicker() -> None:
@@ -138,9 +123,7 @@ def test_pack_skyline_keeps_a_degree_where_wider_would_not_be_quicker() -> None:
     hop=st.sampled_from([0.0, 3.0]),
     fixed=st.sampled_from([0.0, 7.0]),
 )
-def test_pack_skyline_places_each_ring_once_where_its_ranks_are_free(
-    rings: list[tuple[int, int, int]], ranks: int, hop: float, fixed: float
-) -> None:
+def test_pack_skyline_places_each_ring_once_where_its_ranks_are_free(rings, ranks, hop, fixed):
     cost = Cost(linear_seconds=1.0, quadratic_seconds=0.01, fixed_seconds=fixed, hop_seconds=hop)
     widest_first = sorted(rings, key=lambda ring: -ring[1])
     moldable = _moldable(cost, *((length, degree, degree + more) for length, degree, more in widest_first))

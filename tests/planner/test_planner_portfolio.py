@@ -60,9 +60,7 @@ def test_no_planner_ends_sooner(ranks: int, capacity: int, shares: list[float], 
     mode=st.sampled_from(["free", "pipeline"]),
 )
 @example(ranks=2, capacity=1, shares=[0.0] * 3, stages=4, virtual=3, cost=Cost(linear_seconds=1.0), mode="pipeline")
-def test_no_planner_ends_sooner_through_stages(
-    ranks: int, capacity: int, shares: list[float], stages: int, virtual: int, cost: Cost | None, mode: str
-) -> None:
+def test_no_planner_ends_sooner_through_stages(ranks, capacity, shares, stages, virtual, cost, mode):
     """Mode free has stages where its costs have them; the plan of mode free run through the stages is no sooner."""
     tokens = [max(1, int(share**3 * ranks * capacity)) for share in shares]
     cluster = Cluster(ranks=ranks, capacity_tokens=capacity)

@@ -47,9 +47,7 @@ def uneven_steps(draw: st.DrawFn, most_ranks: int = 13) -> tuple[list[int], Clus
 @costliest
 @given(step=uneven_steps(), cost=st.sampled_from([COST, HOPS, ALL_TERMS]), recompute=st.sampled_from(RECOMPUTE_KINDS))
 @example(([60, 45], Cluster(ranks=3, capacity_tokens=CAPACITY), [1.0, 0.4, 1.0]), ALL_TERMS, "layer")  # makes shares
-def test_planners_hold_every_rule_on_ranks_of_unequal_speed(
-    planner: str, step: tuple[list[int], Cluster, list[float]], cost: Cost, recompute: str
-) -> None:
+def test_planners_hold_every_rule_on_ranks_of_unequal_speed(planner, step, cost, recompute):
     tokens, cluster, speeds = step
     tokens = clip_for(planner, tokens, CAPACITY)
     options = PlanOptions(planner=planner, speeds=speeds, recompute=recompute)
@@ -178,9 +176,7 @@ def test_rings_keep_to_ranks_of_one_speed_where_costs_know_no_shares(recipe: str
 
 
 @pytest.mark.parametrize(("tokens", "most_ratio"), [([758, 2416], 1.153), ([1885, 11358, 4009, 754, 557], 1.02)])
-def test_few_sequences_on_unequal_ranks_are_cut_further_where_packs_end_late(
-    tokens: list[int], most_ratio: float
-) -> None:
+def test_few_sequences_on_unequal_ranks_are_cut_further_where_packs_end_late(tokens, most_ratio):
     shape = replace(named_shape("llama-7b"), kv_heads=32)
     cost = all_terms_cost(shape, named_hardware("h100"))
     cluster = Cluster(ranks=5, capacity_tokens=8192)

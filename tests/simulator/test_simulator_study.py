@@ -160,36 +160,6 @@ def test_waits_are_what_the_step_before_does_not_hide() -> None:
     assert waits_seconds([4.0], [1.0]) == [3.0]
 
 
-@pytest.mark.exhaustive
-def test_study_waits_for_slow_loaders_only() -> None:
-    batches = [[20_000, *[2000] * 60], [9000] * 10]
-    slow = replace(HARDWARE, loader_tokens_per_second=1e5)
-    setting = Setting(
-        shape=SHAPE,
-        hardware=slow,
-        cost=all_terms_cost(SHAPE, slow),
-        cluster=Cluster(ranks=16, capacity_tokens=8192),
-        context_tokens=20_000,
-    )
-
-    def run(loader: str, hardware=slow):
-        changed = replace(setting, loader=loader, hardware=hardware)
-        return compare_planners(["static", "lengthwise"], batches, changed, progress=lambda *_: None)
-
-    none, local, remote = (run(loader) for loader in ("none", "local", "remote"))
-    for without, with_local, with_remote in zip(none, local, remote, strict=True):
-        assert all(step.loader_seconds == 0 for step in without.steps)
-        for plain, late in zip(without.steps, with_local.steps, strict=True):
-            assert late.step_seconds == pytest.approx(plain.step_seconds + late.loader_seconds)
-        assert with_local.mean_seconds > with_remote.mean_seconds >= without.mean_seconds
-        assert with_local.mean("idle_ratio") > without.mean("idle_ratio")
-    node_batch = 8 * 140_000 / 1e5  # every one of 8 processes reads all, behind the second step
-    assert local[1].steps[0].loader_seconds == pytest.approx(node_batch - none[1].steps[1].step_seconds)
-    assert local[0].steps[0].loader_seconds < local[1].steps[0].loader_seconds  # groups read their own
-    fast = run("local", replace(slow, loader_tokens_per_second=1e12))
-    assert [step.step_seconds for step in fast[1].steps] == [step.step_seconds for step in none[1].steps]
-
-
 SECONDS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=8)
 
 
