@@ -58,12 +58,6 @@ def test_check_plan_names_the_broken_rule(rows: list[dict[str, Any]], told: str)
         check_plan(_plan(microbatches=rows))
 
 
-def test_check_plan_refuses_a_microbatch_without_pieces() -> None:
-    plan = Plan(ranks=1, layers=1, capacity=9, tokens=(), microbatches=(Microbatch(pieces=()),))
-    with pytest.raises(PlanError, match="microbatch 0: expected at least one piece"):
-        check_plan(plan)
-
-
 @pytest.mark.parametrize(
     ("feature", "changes"),
     [
@@ -79,30 +73,22 @@ def test_check_plan_wants_used_features_listed(feature: str, changes: dict[str, 
         check_plan(_plan(**changes))
 
 
-def test_check_plan_wants_stages_of_a_pipeline() -> None:
-    with pytest.raises(PlanError, match="schedule: virtual"):
-        check_plan(_plan(schedule={"kind": "pipeline", "stages": 2}, requires=["pipeline"]))
-
-
-def test_check_plan_counts_tokens_after_offload() -> None:
-    rows = [{"ranks": [0], "sequences": [0], "offload": 1.0}]
-    check_plan(_plan(tokens=[400], microbatches=rows))  # 2 of 8 layers stay: 400 x 2 / 8
-    with pytest.raises(PlanError, match=r"401 tokens at offload 1\.0"):
-        check_plan(_plan(tokens=[401], microbatches=rows))
-
-
-def test_check_plan_allows_rounding_for_cut_sequences_only() -> None:
-    check_plan(_plan(tokens=[200], microbatches=[{"ranks": [0, 1], "sequences": [0]}]))
-    check_plan(_plan(tokens=[199, 3], microbatches=[{"ranks": [0, 1], "sequences": [0, 1]}]))
-    with pytest.raises(PlanError, match=r"at most 100 tokens held \(\+ 0 for rounding\); got 101 tokens"):
-        check_plan(_plan(tokens=[101], microbatches=[{"ranks": [0], "sequences": [0]}]))
-
-
-def test_check_plan_weighs_shares() -> None:
-    rows = [{"ranks": [0, 1], "sequences": [0], "shares": [3, 1]}]
-    check_plan(_plan(tokens=[134], requires=["shares"], microbatches=rows))
-    with pytest.raises(PlanError, match="microbatch 0, rank 0"):
-        check_plan(_plan(tokens=[140], requires=["shares"], microbatches=rows))
+@pytest.mark.parametrize(
+    ("changes", "more", "said"),
+    [
+        # 2 of 8 layers stay: 400 x 2 / 8
+        ({"offload": 1.0, "ranks": [0], "tokens": 400}, 401, r"401 tokens at offload 1\.0"),
+        # a token of rounding where a sequence is cut, and only there
+        ({"ranks": [0, 1], "tokens": 200}, 204, r"at most 100 tokens held \(\+ 1 for rounding\); got 102"),
+        ({"ranks": [0], "tokens": 100}, 101, r"at most 100 tokens held \(\+ 0 for rounding\); got 101 tokens"),
+        ({"ranks": [0, 1], "shares": [3, 1], "tokens": 134}, 140, "microbatch 0, rank 0"),
+    ],
+)
+def test_check_plan_counts_tokens_after_offload_rounding_and_shares(changes, more, said):
+    row, requires = {"sequences": [0], **changes}, ["shares"] * ("shares" in changes)
+    check_plan(_plan(tokens=[row.pop("tokens")], requires=requires, microbatches=[row]))
+    with pytest.raises((PlanError, Problems), match=said):
+        check_plan(_plan(tokens=[more], requires=requires, microbatches=[row]))
 
 
 def test_check_plan_tells_all_problems_and_counts_the_rest() -> None:
@@ -112,11 +98,17 @@ def test_check_plan_tells_all_problems_and_counts_the_rest() -> None:
     assert len(caught.value.problems) == 21
 
 
-def test_check_plan_refuses_lengths_below_one() -> None:
+def test_check_plan_refuses_what_no_file_can_say() -> None:
     piece = Piece(ranks=(0,), sequences=(0,))
-    plan = Plan(ranks=1, layers=1, capacity=9, tokens=(0,), microbatches=(Microbatch(pieces=(piece,)),))
-    with pytest.raises(PlanError, match=r"tokens\[0\]"):
-        check_plan(plan)
+    for tokens, pieces, said in (
+        ((0,), (piece,), r"tokens\[0\]"),
+        ((), (), "microbatch 0: expected at least one piece"),
+    ):
+        plan = Plan(ranks=1, layers=1, capacity=9, tokens=tokens, microbatches=(Microbatch(pieces=pieces),))
+        with pytest.raises(PlanError, match=said):
+            check_plan(plan)
+    with pytest.raises(PlanError, match="schedule: virtual"):
+        check_plan(_plan(schedule={"kind": "pipeline", "stages": 2}, requires=["pipeline"]))
 
 
 RING = Piece(ranks=(0, 2, 1), sequences=(0,))
