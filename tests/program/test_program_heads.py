@@ -201,13 +201,3 @@ def test_order_f_heads_are_split_before_the_ring_and_joined_after_it_in_both_pas
         *("backward, heads split", "backward, ring step 0", "backward, ring step 2", "backward, heads joined"),
         "",
     ]
-
-
-def test_a_group_holds_what_a_position_of_the_smaller_cut_holds():
-    plan = make_plan(6, [53], [Piece(ranks=tuple(range(6)), sequences=(0,), heads=2)])
-    small = make_plan(3, [53], [Piece(ranks=(0, 1, 2), sequences=(0,))])
-    split, plain = lower_microbatch(plan, 0), lower_microbatch(small, 0)
-    assert [split.ring_tokens(0, group) for group in range(3)] == [plain.shard_tokens(0, j) for j in range(3)]
-    assert [len(each.transfers) for each in split.forward_rounds] == [6, 6]
-    first = {(t.source, t.target) for t in split.forward_rounds[0].transfers}
-    assert first == {(0, 2), (1, 3), (2, 4), (3, 5), (4, 0), (5, 1)}

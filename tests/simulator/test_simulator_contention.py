@@ -37,18 +37,13 @@ def test_two_rings_that_leave_a_node_at_once_share_its_uplink() -> None:
     cost = replace(all_terms_cost(SHAPE, SLOW), block_efficiency=())
     one, both = (simulate_plan(_crossing(*firsts), cost) for firsts in ((2,), (2, 6)))
     assert both.end.max() == pytest.approx(2 * one.end.max(), rel=0.03)
+    (ring, other), tokens = (microbatch.pieces[0] for microbatch in _crossing(2, 6).microbatches), (400_000,) * 2
+    together = microbatch_clocks(Microbatch(pieces=(ring, other)), tokens, cost)
+    assert together.total.max() == pytest.approx(2 * one.end.max(), rel=0.03), "also in one microbatch"
     apart = simulate_plan(_crossing(2, 10), cost)  # node 2 is crossed by the second only, node 1 by the first only
     assert apart.end.max() == one.end.max()
     wide = replace(cost, uplink_bytes_per_second=2e8)
     assert simulate_plan(_crossing(2, 6), wide).end.max() == pytest.approx(one.end.max(), rel=1e-9)
-
-
-def test_rings_of_one_microbatch_share_an_uplink_stage_by_stage() -> None:
-    cost = replace(all_terms_cost(SHAPE, SLOW), block_efficiency=())
-    alone = _crossing(2)
-    pieces = tuple(Piece(ranks=ring_order(first, 4), sequences=(i,)) for i, first in enumerate((2, 6)))
-    both = microbatch_clocks(Microbatch(pieces=pieces), (400_000,) * 2, cost)
-    assert both.total.max() == pytest.approx(2 * simulate_plan(alone, cost).end.max(), rel=0.03)
 
 
 def test_hidden_transfers_stay_hidden_beside_others() -> None:

@@ -84,13 +84,9 @@ def _no_gradients(layer: Layer) -> Layer:
 
 BROKEN = {
     "links take nothing": (_broken(_link_seconds=lambda _: 0.0), RING),
-    "links are slow": (_broken(_link_seconds=lambda seconds: 4 * seconds), RING),
     "no gradients are sent": (_broken(_layer=_no_gradients), RING),
-    "blocks take nothing": (_broken(_blocks=lambda _: 0.0), HEADS),
     "blocks are slow": (_broken(_blocks=lambda seconds: 3 * seconds), HEADS),
     "own work takes nothing": (_broken(_layer=lambda layer: replace(layer, own_seconds=0.0)), RING),
-    "own work is slow": (_broken(_layer=lambda layer: replace(layer, own_seconds=4 * layer.own_seconds)), RING),
-    "no heads are exchanged": (_broken(_layer=lambda layer: replace(layer, before=[], after=[])), HEADS),
     "heads are exchanged twice": (
         _broken(_layer=lambda layer: replace(layer, before=layer.before * 2, after=layer.after * 2)),
         HEADS,
