@@ -9,7 +9,6 @@ from testing.varlen import ReferenceVarlenOps
 from lengthwise.attention import Block, FlashCpuKernel, PlannedAttention
 from lengthwise.attention.packs import pack_of
 from lengthwise.attention.varlen import VarlenKernel
-from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_microbatch, lower_plan
 
@@ -100,9 +99,3 @@ def test_gradients_of_a_pack_without_a_ring_are_those_of_the_kernel(ranks, copie
 
     world = StrictWorld(2)
     assert world.run(work) == [[not copied] * 3] * 2
-
-
-def test_one_rank_alone_needs_no_transport():
-    plan = make_plan(1, LENGTHS, [Piece(ranks=(0,), sequences=tuple(range(6)))])
-    found = passes(SoloTransport(), plan, KERNELS["packs"], None, 7)
-    assert len(found[0][0]) == sum(LENGTHS)
