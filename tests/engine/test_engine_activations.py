@@ -104,9 +104,8 @@ def test_the_asked_share_of_a_models_activations_goes(family, kind):
         assert away / (saved * (LAYERS - 2) / LAYERS) == pytest.approx(ratio, rel=0.01)
 
 
-@pytest.mark.parametrize("precision", some(["fp64", "fp32", "bf16"], 2))
-@pytest.mark.parametrize("family", some(FAMILIES, 0, 2))
-def test_offloading_changes_no_bit(family, precision):
+@pytest.mark.parametrize("family", some(FAMILIES, 2))
+def test_offloading_changes_no_bit(family):
     model, lengths = planned_model(family), (40, 9, 25, 3, 17, 31)
     batch = make_batch(lengths, vocab=48, seed=1, masked=0.2)
     pieces = [
@@ -116,9 +115,9 @@ def test_offloading_changes_no_bit(family, precision):
     ]
     plan = make_plan(3, lengths, pieces, layers=LAYERS)
     for kinds in (["none"], RECOMPUTE_KINDS):  # each kind over a ring with a pack, a ring and a pack
-        kept = run(model, offloaded(plan, 0.0, kinds=kinds), batch, precision)
+        kept = run(model, offloaded(plan, 0.0, kinds=kinds), batch, "bf16")
         assert kept[2] == 0
-        got = run(model, offloaded(plan, 1.0, 0.3, 0.7, kinds=kinds), batch, precision)
+        got = run(model, offloaded(plan, 1.0, 0.3, 0.7, kinds=kinds), batch, "bf16")
         assert got[2] > 0
         assert same_bits(got, kept), kinds
 
