@@ -14,7 +14,6 @@ from testing import (
     tiny_family_config,
 )
 from testing.order import check_order
-from testing.strict import StrictWorld
 
 from lengthwise.attention import ActivationPolicy, PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport
@@ -31,7 +30,6 @@ from models.test_models_parity import (
     built,
     planned,
     run_planned,
-    run_rank,
 )
 from tiers import more
 
@@ -91,14 +89,12 @@ def test_messages_are_those_that_the_order_check_counts(family, split, kind):
     """Rings run again under `layer` and in no other case, in the order that `check_order` proves free of deadlock."""
     windows = [6, None] if family == "gemma3" else [None, None]
     plan = recomputing(SPLIT if split else planned(3), kind)
-    built(family)
     recorded = {}
 
-    def work(transport):
-        recorded[transport.rank] = RecordingTransport(transport)
-        return run_rank(recorded[transport.rank], family, plan, BATCH, "fp64")
+    def around(transport):
+        return recorded.setdefault(transport.rank, RecordingTransport(transport))
 
-    StrictWorld(plan.ranks).run(work)
+    run_planned(family, plan, BATCH, "fp64", around=around)
     sent = sum(len(call.sends) for each in recorded.values() for call in each.calls)
     met = sum(len(head_peers(lower_plan(plan, rank), rank)) for rank in range(plan.ranks))
     assert met == 2 * split  # ranks 0 and 3

@@ -1,11 +1,9 @@
 """Whole models under plans that split heads: loss and every gradient are those of plain Hugging Face."""
 
-import copy
 import random
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from testing import (
@@ -14,17 +12,11 @@ from testing import (
     make_batch,
     random_plan,
 )
-from testing.strict import StrictWorld
 from transformers import Qwen3Config
 
-from lengthwise.attention import FlashCpuKernel
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, shape_from_config
-from lengthwise.engine.activations import Offloading
-from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.step import run_plan
-from lengthwise.models import keep_double
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.program import check_plan, refuse_unsupported
 from models.test_models_checkpointing import recomputing, same_bits
@@ -32,7 +24,6 @@ from models.test_models_parity import (
     BATCH,
     CONFIGS,
     LENGTHS,
-    built,
     check_parity,
     run_plain,
     run_planned,
@@ -62,26 +53,6 @@ def test_any_plan_with_split_heads_equals_plain_hugging_face_and_keeps_its_bits_
     assert same_bits(run_planned("qwen3 of 120 heads", plan, BATCH, "fp64"), kept)
 
 
-def run_offloading(plan):
-    """Return (loss, gradients), and the bytes that left, on counting stores."""
-    built(DEEP)
-    kernel = FlashCpuKernel()
-    batch, stores = make_batch(LENGTHS, vocab=48, seed=1), [CountingStore() for _ in range(plan.ranks)]
-
-    def work(transport):
-        model = copy.deepcopy(built(DEEP))
-        flat = FlatParameters(model, transport, dtype=torch.float64)
-        with keep_double(torch.float64):
-            offloading = Offloading(model, kernel, stores[transport.rank])
-            done = run_plan(model, plan, batch, transport, kernel, name="test", offloading=offloading)
-        loss = torch.tensor([done.loss_sum], dtype=torch.float64)
-        transport.all_reduce(loss)
-        flat.reduce_gradients()
-        return loss.item() / batch.loss_tokens, flat.gather_gradients()
-
-    return StrictWorld(plan.ranks).run(work)[0], sum(store.put_bytes for store in stores)
-
-
 @pytest.mark.parametrize("ranks", some([2, 4], 0))
 def test_plans_that_the_planner_makes_with_every_choice_auto_are_run(ranks):
     """Heads, offload and the kind of recomputation together, over sequences that fit by offload alone."""
@@ -95,5 +66,5 @@ def test_plans_that_the_planner_makes_with_every_choice_auto_are_run(ranks):
         check_plan(plan)
         refuse_unsupported(plan, num_heads=MANY_HEADS)
         found |= {(p.heads > 1, m.offload > 0) for m in plan.microbatches for p in m.pieces}
-        check_parity(run_offloading(plan)[0], want, "fp64")
+        check_parity(run_planned(DEEP, plan, batch, "fp64", make_store=CountingStore), want, "fp64")
     assert (True, True) in found

@@ -9,15 +9,13 @@ from functools import cache
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from testing import make_batch
+from testing import make_batch, run_step
 from testing.strict import StrictWorld
 
-from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport
 from lengthwise.config import LoraConfig
 from lengthwise.core.errors import ConfigError, Problems
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.step import run_plan
 from lengthwise.models import (
     DTYPES,
     build_adapted,
@@ -118,17 +116,6 @@ def planned_model(folder, lora, start):
     return model
 
 
-def planned_loss_and_gradients(transport, model, plan, batch, precision):
-    model = copy.deepcopy(model)  # built before the threads: Hugging Face builds with global state
-    flat = FlatParameters(model, transport, dtype=DTYPES[precision])
-    with keep_double(DTYPES[precision]):
-        work = run_plan(model, plan, batch, transport, choose_kernel(CPU), name="lora")
-    loss = torch.tensor([work.loss_sum], dtype=torch.float64)
-    transport.all_reduce(loss)
-    flat.reduce_gradients()
-    return loss.item() / batch.loss_tokens, flat.gather_gradients()
-
-
 @pytest.mark.parametrize(
     ("family", "precision"), [*some([(family, "fp64") for family in CASES], 1, 2), more("llama", "fp32")]
 )
@@ -146,9 +133,8 @@ def test_lora_equals_plain_peft_on_plain_hugging_face(folders, family, precision
     assert all(gradient.any() for gradient in want[1].values()), "a gradient of zero proves nothing"
     for ranks, kinds in ((1, ("none",)), (2, ("layer", "none")), (3, ("none",)), (5, ("all_but_attention", "layer"))):
         plan = recomputing(planned(ranks), *kinds)
-        arguments = (model, plan, batch, precision)
-        results = StrictWorld(ranks).run(lambda t, arguments=arguments: planned_loss_and_gradients(t, *arguments))
-        check_parity(results[0], want, precision)
+        found = run_step(model, plan, batch, precision=precision)
+        check_parity((found.loss, found.gradients), want, precision)
 
 
 def test_lora_starts_from_the_seed_and_as_the_base_model(folders):

@@ -1,20 +1,15 @@
 """Token counts rounded up, as GPUs want them, and attention by varlen calls: to the gradient, nothing changes."""
 
-import copy
-
 import pytest
-import torch
-from testing import build_pair, families, family_difference, make_batch, make_plan, tiny_family_config
-from testing.strict import StrictWorld
+from testing import build_pair, family_difference, make_batch, make_plan, run_step, tiny_family_config
+from testing.tiny import VOCAB
 from testing.varlen import ReferenceVarlenOps
 
 from lengthwise.attention import FlashCpuKernel, PlannedAttention
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import Piece
-from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.step import run_plan
-from lengthwise.models import FAMILIES, keep_double, largest_head_dim
+from lengthwise.models import FAMILIES, largest_head_dim
 from lengthwise.program import lower_plan
 from tiers import more
 
@@ -31,30 +26,15 @@ PLAN = make_plan(
 )
 
 
-def gradients(kernel):
-    """Return (losses, gradients) of a model with routers on three ranks, in fp64."""
-    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-    planned = build_pair("qwen3_moe", tiny_family_config("qwen3_moe", changes))["planned"]
-    batch = make_batch(LENGTHS, vocab=families.VOCAB, seed=1, masked=0.2)
-
-    def work(transport):
-        model = copy.deepcopy(planned)
-        flat = FlatParameters(model, transport, dtype=torch.float64)
-        with keep_double(torch.float64):
-            done = run_plan(model, PLAN, batch, transport, kernel, name="padding")
-        flat.reduce_gradients()
-        return torch.tensor([done.loss_sum, done.router_loss], dtype=torch.float64), flat.gather_gradients()
-
-    results = StrictWorld(3).run(work)
-    return sum(losses for losses, _ in results), results[0][1]
-
-
 def test_padding_to_128_changes_no_loss_and_no_gradient():
     """Also not of routers, whose counts are of real tokens; what differs are sums in matrices of another height."""
-    expected, padded = (gradients(FlashCpuKernel(token_multiple=multiple)) for multiple in (1, 128))
-    assert torch.allclose(padded[0], expected[0], rtol=1e-13, atol=0)
-    for name, gradient in expected[1].items():
-        assert (padded[1][name] - gradient).norm() <= 1e-13 * max(gradient.norm(), 1e-3), name
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = build_pair("qwen3_moe", tiny_family_config("qwen3_moe", changes))["planned"]
+    batch = make_batch(LENGTHS, vocab=VOCAB, seed=1, masked=0.2)
+    plain, padded = (run_step(model, PLAN, batch, kernel=FlashCpuKernel(token_multiple=each)) for each in (1, 128))
+    assert (padded.loss, padded.router_loss) == pytest.approx((plain.loss, plain.router_loss), rel=1e-13)
+    for name, gradient in plain.gradients.items():
+        assert (padded.gradients[name] - gradient).norm() <= 1e-13 * max(gradient.norm(), 1e-3), name
 
 
 def test_rows_are_tokens_rounded_up_and_never_none():
@@ -67,11 +47,11 @@ def test_rows_are_tokens_rounded_up_and_never_none():
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", more("gemma3_text")])
-def test_the_path_of_gpus_equals_plain_hugging_face(monkeypatch, model_type):
+def test_the_path_of_gpus_equals_plain_hugging_face(model_type):
     """Varlen calls for packs and ring diagonals, windows as the kernels count them, sinks, and padding to 128."""
-    monkeypatch.setattr(families, "choose_kernel", lambda device: VarlenKernel(ReferenceVarlenOps()))
     pair = build_pair(model_type, tiny_family_config(model_type))
-    difference = family_difference(pair, PLAN, LENGTHS, precision="fp64")
+    kernel = VarlenKernel(ReferenceVarlenOps())
+    difference = family_difference(pair, PLAN, LENGTHS, precision="fp64", kernel=kernel)
     assert difference.loss < 1e-12
     assert difference.gradient < 1e-12
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from testing import SIZES, enliven, make_batch, make_plan
-from testing.strict import StrictWorld
+from testing import SIZES, enliven, make_batch, make_plan, run_step
 from testing.tiny import ROPES
 from transformers import (
     Gemma3TextConfig,
@@ -21,13 +20,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, ModelSource, build_model, keep_double, plain_attention
 from lengthwise.planner import PlanOptions, plan_step
 
@@ -73,9 +70,7 @@ def planned(ranks, lengths=LENGTHS, *, capacity=None):
 @cache
 def run_plain(family, batch, precision, weights="fp32"):
     """Return (loss, gradients) of plain Hugging Face with sdpa, one document at a time, with an own loss."""
-    model = copy.deepcopy(built(family, "plain"))
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(DTYPES[weights]).float()
+    model = rounded(built(family, "plain"), weights)
     flat = FlatParameters(model, SoloTransport(), dtype=DTYPES[precision])
     total = 0.0
     with keep_double(DTYPES[precision]):
@@ -91,22 +86,17 @@ def run_plain(family, batch, precision, weights="fp32"):
     return total / batch.loss_tokens, flat.gather_gradients()
 
 
-def run_rank(transport, family, plan, batch, precision, weights="fp32"):
-    model = copy.deepcopy(built(family))
+def run_planned(family, plan, batch, precision, weights="fp32", **how):
+    """Return (loss, gradients) under a plan."""
+    found = run_step(rounded(built(family), weights), plan, batch, precision=precision, **how)
+    return found.loss, found.gradients
+
+
+def rounded(model, weights):
+    model = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[weights]).float()
-    flat = FlatParameters(model, transport, dtype=DTYPES[precision])
-    with keep_double(DTYPES[precision]):
-        work = run_plan(model, plan, batch, transport, choose_kernel(torch.device("cpu")), name="test")
-    loss = torch.tensor([work.loss_sum], dtype=torch.float64)
-    transport.all_reduce(loss)
-    flat.reduce_gradients()
-    return loss.item() / batch.loss_tokens, flat.gather_gradients()
-
-
-def run_planned(family, plan, batch, precision, **options):
-    built(family)  # before the threads: drawing parameters uses the global generator
-    return StrictWorld(plan.ranks).run(lambda t: run_rank(t, family, plan, batch, precision, **options))[0]
+    return model
 
 
 def gradient_errors(got, want):
@@ -215,17 +205,7 @@ def test_fully_masked_batch_rows_have_loss_zero_and_no_gradient():
 
 
 def test_evaluation_moves_keys_and_leaves_no_gradient():
-    batch, plan = make_batch(LENGTHS, vocab=48), planned(3)
-    want = run_plain("llama", batch, "fp64")[0]
-    built("llama")
-
-    def work(t):
-        model = copy.deepcopy(built("llama"))
-        flat = FlatParameters(model, t, dtype=torch.float64)
-        with keep_double(torch.float64):
-            kernel = choose_kernel(torch.device("cpu"))
-            loss = run_plan(model, plan, batch, t, kernel, name="evaluation", train=False).loss_sum
-        assert not flat.grads.any()
-        return loss
-
-    assert sum(StrictWorld(3).run(work)) / batch.loss_tokens == pytest.approx(want, rel=1e-13)
+    batch = make_batch(LENGTHS, vocab=48)
+    loss, gradients = run_planned("llama", planned(3), batch, "fp64", train=False)
+    assert not any(gradient.any() for gradient in gradients.values())
+    assert loss == pytest.approx(run_plain("llama", batch, "fp64")[0], rel=1e-13)
