@@ -98,7 +98,7 @@ def test_rows_tokenizer_is_loaded_once_and_only_for_text(tmp_path):
         (b'{"input_ids": [1, 1e999]}', "input_ids[1] = Infinity"),
         (b'{"input_ids": [true]}', "input_ids[0] = true"),
         (b'{"input_ids": [[1]]}', "input_ids[0] = a list of 1"),
-        (b'{"input_ids": [1, -1]}', "input_ids[1] = -1"),
+        (b'{"input_ids": [1, -100]}', "input_ids[1] = -100"),
         (b'{"input_ids": [1, 300]}', "input_ids[1] = 300"),
         (b'{"input_ids": [1, 99999999999999999999]}', "input_ids[1] = 99999999999999999999"),
         (b'{"input_ids": [1], "labels": [300]}', "labels[0] = 300"),
