@@ -98,6 +98,12 @@ def test_pack_skyline_widens_each_ring_to_what_its_place_asks_for() -> None:
     assert sorted(line.free) == [320 / 6] * 4 + [320 / 6 + 20] * 2 + [320 / 6 + 80] * 6
 
 
+def test_pack_skyline_keeps_a_degree_where_wider_would_not_be_quicker() -> None:
+    cost = Cost(linear_seconds=1.0, hop_seconds=50.0)
+    line = pack_skyline(_moldable(cost, (100, 3, 8)), Topology(cost, 5), cost)
+    assert [ring.degree for ring in line.rings] == [3]
+
+
 @given(
     rings=st.lists(st.tuples(st.integers(1, 500), st.integers(2, 13), st.integers(0, 30)), max_size=40),
     ranks=st.integers(13, 40),

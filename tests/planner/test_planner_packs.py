@@ -26,6 +26,12 @@ def _gaps(*rows: tuple[int, int, int, float]) -> Gaps:
     return Gaps(ranks=whole[0], after=whole[1], before=whole[2], seconds=np.array(seconds, dtype=np.float64))
 
 
+def test_fill_gaps_needs_no_launch_beside_the_ring_before_the_gap() -> None:
+    rooms = Rooms([4], [7])
+    packs = fill_gaps(_gaps((0, 0, 1, 8.0)), _short([9, 5, 2]), capacity_tokens=9, launch_seconds=1.0, rooms=rooms)
+    assert [(pack.sequences, pack.before, pack.beside) for pack in packs] == [([1, 0], None, 0)]
+
+
 def test_level_ends_puts_sequences_beside_the_last_ring_of_a_rank() -> None:
     """Rank 1 ends its ring later, but takes 4 without the launch that rank 0 would need."""
     rooms = Rooms([-1, 3], [0, 0, 0, 4])
