@@ -208,7 +208,7 @@ def test_simulate_answers_first_in_one_sentence_and_four_rows(tmp_path, capsys) 
         found[name] = json.loads((tmp_path / name / "simulation.json").read_text())["answer"]
     assert found["whole"]["sentence"] == sentence
     ours = found["whole"]["rows"][-1]["step_seconds"]
-    assert f"{sum(ours) / len(ours):.1f} s with Lengthwise" in sentence
+    assert f"{sum(ours) / len(ours):.3g} s with Lengthwise" in sentence
     assert sentence in (tmp_path / "whole/report.html").read_text()
     for name in ("lora", "quick"):
         pairs = zip(found["whole"]["rows"], found[name]["rows"], strict=True)
