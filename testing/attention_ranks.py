@@ -49,7 +49,7 @@ def attend_on_ranks(
         for into, part in zip(whole[sequence], results, strict=True):
             assert into[start:stop].isnan().all(), "a token is computed once"
             into[start:stop] = part
-    return whole, None if sinks is None else sum(grad for _, grad in every)
+    return whole, None if sinks is None else torch.stack([grad for _, grad in every]).sum(0)
 
 
 @torch.no_grad()  # as in autograd's functions
