@@ -88,6 +88,12 @@ def test_full_packs_hold_each_once_and_close_only_when_nothing_fits(lengths: lis
         assert all(lengths[i] > room for later in packs[number + 1 :] for i in later)
 
 
+def test_level_ends_prefers_room_to_a_launch() -> None:
+    packs, end = level_ends([0.0, 20.0], _short([6, 3]), capacity_tokens=9, launch_seconds=100.0)
+    assert [(pack.rank, pack.sequences) for pack in packs] == [(0, [1, 0])]
+    assert end == 109.0
+
+
 def test_a_pair_levels_exactly_by_an_exchange() -> None:
     lengths, seconds = np.array([1, 2, 3, 4]), np.array([1.0, 2.0, 3.0, 4.0])
     bins = [[Bin([3, 2], 0)], [Bin([1, 0], 0)]]
