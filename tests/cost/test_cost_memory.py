@@ -1,4 +1,4 @@
-"""Formulas of a step's memory: by hand for one model, and what holds for all. Held to steps in tests/engine."""
+"""Formulas of a step's memory, and capacities that follow from them. Held to steps in tests/engine."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Costs with all terms: term by term, by hand, and against the simple formula."""
+"""The cost formula and all its terms: by hand, against itself, windows pair by pair, one more forward."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Offload and heads chosen with the degree: valid plans of every planner, never later than without, no one ahead."""
+"""Offload and heads chosen with the degree, heads split afterwards, and uplinks that the ranks of a node share."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Packs: into gaps and onto the least loaded ranks."""
+"""Local packs: into gaps, onto the least loaded ranks, and exchanges between these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputation chosen for a step: the kind that ends first, with the capacity that memory leaves it."""
+"""Recomputation chosen for a step, and what a run need not ask the planner: the plan is the same as if it had."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Planners of others: registered in a program or by an installed package, checked and scored as ours are."""
+"""Planners of others: registered, by an installed package, or built in and with a package that may be missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rule of the plan file, broken one at a time."""
+"""Every rule of the plan file, broken one at a time, and the features that plans use and readers know."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Planners compared: the figures of a study, by hand."""
+"""Planners compared: the figures of a study, its loaders, and gains with their error, by hand."""
 
 import itertools
 import json
