@@ -17,23 +17,11 @@ from lengthwise.simulator import simulate_plan
 from properties import costliest, costly
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
-
-
 COST = all_terms_cost(SHAPE, HARDWARE)
-
-
 FULL_HEADS = all_terms_cost(replace(SHAPE, kv_heads=32), HARDWARE)
-
-
 SMALL_HOST = all_terms_cost(SHAPE, replace(HARDWARE, host_bytes=3e11))
-
-
 COSTS = (COST, FULL_HEADS, SMALL_HOST)
-
-
 CHOICES = [(offload, heads) for offload in ("off", "auto") for heads in ("off", "auto")]
-
-
 SOONER = 1 + 1e-9
 
 

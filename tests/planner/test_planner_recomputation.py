@@ -14,14 +14,8 @@ from lengthwise.program import check_plan
 from tiers import more
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
-
-
 COST = all_terms_cost(SHAPE, HARDWARE)
-
-
 SLOW_LINKS = all_terms_cost(SHAPE, replace(HARDWARE, link_bytes_per_second=1e9, node_link_bytes_per_second=1e9))
-
-
 CAPACITIES = {"none": 4096, "layer": 40_960, "all_but_attention": 16_384}
 
 
@@ -55,8 +49,6 @@ def test_kinds_that_cannot_hold_a_sequence_are_left_to_others_that_can() -> None
 
 
 TINY = all_terms_cost(named_shape("tiny"), named_hardware("cpu"))
-
-
 LENGTHS = (90, 60, 30, 12)
 
 

@@ -43,8 +43,6 @@ def _can_make_namespaces() -> bool:
 needs_root = pytest.mark.skipif(
     not _can_make_namespaces(), reason="namespaces need root, ip and tc, and a kernel's leave"
 )
-
-
 RANKS, TOO_QUICK, TOO_SLOW = 4, 0.95, 1.3
 SMALL = ModelShape(name="small", layers=4, hidden=512, heads=8, kv_heads=8, head_dim=64, intermediate=1024, vocab=256)
 

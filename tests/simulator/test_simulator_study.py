@@ -29,8 +29,6 @@ from lengthwise.simulator import (
 from lengthwise.simulator.study import ideal_seconds
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
-
-
 SETTING = Setting(
     shape=SHAPE,
     hardware=HARDWARE,
