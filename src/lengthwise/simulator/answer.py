@@ -264,7 +264,7 @@ def _rival_settings(
             continue
         fewest = -(-most_tokens // int(ranks * held * _FILLED))
         rooms = {int(most_tokens / _FILLED / ((fewest + more) * ranks)) for more in _MORE_MICROBATCHES}
-        for room in sorted({held, *(each for each in rooms if least <= each <= held)}, reverse=True):
+        for room in sorted({held, *(max(least, each) for each in rooms if each <= held)}, reverse=True):
             yield WaySettings(recompute=kind, capacity_tokens=room, degree=degree, sorted=in_order)
 
 
