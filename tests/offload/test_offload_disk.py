@@ -35,7 +35,7 @@ def test_bytes_come_back_as_they_went_in_any_order(tmp_path_factory, rounds, fet
                 stored[number].fetch()
             for number in reversed(order):
                 assert torch.equal(stored[number].take(), values[number])
-            store.reset()
+            store.free(stored)
 
 
 def test_a_wait_for_the_disk_is_counted(tmp_path, monkeypatch):

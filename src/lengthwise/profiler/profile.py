@@ -297,8 +297,9 @@ class RankProfiler:
         assert store is not None, "copies are only run where there is a store"
 
         def work() -> None:
-            store.put(values).take()
-            store.reset()
+            stored = store.put(values)
+            stored.take()
+            store.free([stored])
 
         return lambda: (self._watch.seconds(work), 0.0, float("nan"))
 
