@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.offload import DiskStore
 from lengthwise.offload import disk as disk_module
+from lengthwise.offload.store import Places
 
 
 def random_bytes(size, seed=0):
@@ -113,3 +114,19 @@ def test_a_write_that_fails_later_ends_the_take(tmp_path, monkeypatch):
     with pytest.raises(MemoryShortage, match="Input/output error"):
         store.put(random_bytes(5000)).take()
     store.close()
+
+
+@given(steps=st.lists(st.tuples(st.integers(1, 10_000), st.integers(0, 5)), min_size=1, max_size=30))
+def test_places_never_overlap_and_are_used_again(steps):
+    """As microbatches of a pipeline stage, which end in another order than they began."""
+    places, taken = Places(512), []
+    for size, number in steps:
+        taken.append((places.take(size), size))
+        if number < len(taken):
+            places.give(*taken.pop(number))
+        spans = sorted((start, start + size) for start, size in taken)
+        assert all(stop <= start for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))
+        assert places.end >= max((stop for _, stop in spans), default=0)
+    for each in taken:
+        places.give(*each)
+    assert places.end == 0

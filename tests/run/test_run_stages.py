@@ -125,3 +125,15 @@ def test_the_model_of_a_checkpoint_in_stages_is_exported(tmp_path):
     assert call("checkpoint", "export", tmp_path / "staged", "--to", tmp_path / "exported") == 0
     (saved,) = (tmp_path / "exported").glob("*.safetensors")
     assert largest_difference(load_file(saved), model) == 0.0
+
+
+@pytest.mark.parametrize("ratio", ["auto", more(1.0)])
+def test_stages_that_offload_hold_longer_sequences_and_have_the_model_of_one_rank(tmp_path, ratio):
+    path = run_file(tmp_path, layers=6)
+    one, whole = trained(path, "one", ranks=1)
+    offload = {"ratio": ratio, "store": "disk", "path": str(tmp_path)}
+    cut = ("stages=2", "capacity_tokens=20", f"offload={json.dumps(offload)}")
+    found, model = trained(path, "staged", "--set", *cut, ranks=4)
+    assert found == pytest.approx(one, rel=1e-12)
+    assert largest_difference(model, whole) < 1e-12
+    assert sum(row["offloaded_bytes"] for row in read_lines(tmp_path / "staged" / "metrics.jsonl")) > 0

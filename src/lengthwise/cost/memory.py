@@ -255,6 +255,12 @@ class StepMemory:
         norm, head = layer.bare_norm * self.shape.hidden, layer.tied_head_gradient
         saved = layers * layer.saved(recompute) + norm
         away, window = (1 - kept_ratio(offload, layers)) * saved, WINDOW_LAYERS * saved / layers
+        away_last = away
+        if self.stages > 1:  # all of a chunk goes, but of the last chunk, of which two layers stay
+            chunk = layers / (self.stages * self.virtual)
+            window *= self.stages * min(1.0, chunk / WINDOW_LAYERS)
+            away = np.asarray(offload) * saved
+            away_last = away - (away - (1 - kept_ratio(offload, chunk)) * saved) / self.virtual
         loss = loss_bytes(
             self.shape,
             tokens,
@@ -262,7 +268,7 @@ class StepMemory:
             logits_at_once=self.logits_at_once,
             trains_head=self.trained is None,
         )
-        moments = [last * (saved - away) / self.stages * tokens + layer.result * tokens + loss]
+        moments = [last * (saved - away_last) / self.stages * tokens + layer.result * tokens + loss]
         for unpacked, beside in layer.turns(recompute):
             left = saved - norm - unpacked  # what is away comes back into a window beyond what the layer has unpacked
             on_device = unpacked + np.maximum(left - away, np.minimum(left, window)) + (first - 1) * (saved - away)

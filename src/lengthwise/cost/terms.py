@@ -278,9 +278,10 @@ class Cost:
         return sum(link.hop_seconds for each in self.passes(self.choices.recompute) if each.ring) * (degree - 1)
 
     def copy_seconds(self, held: Numbers, offload: Numbers, recompute: str) -> Numbers:
-        """Return the seconds of copying `held` tokens at ratio `offload` one way; two layers stay on the device."""
+        """Return the seconds of copying `held` tokens at ratio `offload` one way; two layers stay, in stages none."""
         layers = max(self.layers, 2)
-        return offload * (layers - 2) / layers * self.copy_bytes[recompute] * held / self.copy_bytes_per_second
+        goes = (layers - 2) / layers if self.stages == 1 else 1.0
+        return offload * goes * self.copy_bytes[recompute] * held / self.copy_bytes_per_second
 
     def step_end_seconds(self, ranks: int) -> float:
         """Return how long gradients and parameters take to be reduced and gathered over all ranks, once a step."""

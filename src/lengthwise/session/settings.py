@@ -122,7 +122,7 @@ def check_settings(
     if shard in ("zero3", "hybrid") and planner != LOCK_STEP_PLANNER:
         expected = f"{LOCK_STEP_PLANNER} under shard {shard}, the only one that plans in lock-step"
         refuse("planner", expected, planner, "Take planner out.")
-    beside = {"shard": shard, "capacity_tokens": capacity_tokens, "offload": offload, "measurements": measurements}
+    beside = {"shard": shard, "capacity_tokens": capacity_tokens, "measurements": measurements}
     for each in not_with_stages(stages, virtual, {**beside, "ranks_per_node": ranks_per_node}, trains=trains):
         problems.add(each)
     where = next(model.parameters()).device if device is None else torch.device(device)

@@ -39,7 +39,6 @@ def not_with_stages(
     wanted = {
         "shard": (beside["shard"] in ("auto", "zero1"), "auto or zero1"),
         "capacity_tokens": (beside["capacity_tokens"] != "auto", "a number"),
-        "offload": (beside["offload"] is None, "None: a stage keeps several microbatches, and a store returns one"),
         "measurements": (beside["measurements"] is None or isinstance(beside["measurements"], Cost), "None or costs"),
         "ranks_per_node": (beside["ranks_per_node"] is None, "None"),
         "optimizer": (trains, "an optimizer: a session that only evaluates has no stages"),
