@@ -4,12 +4,14 @@ import json
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from cost.measured_samples import SHAPE, measurements_of, samples_of
 from cost.test_cost_fit import machine
 from lengthwise.core.errors import ConfigError, LengthwiseError, Problems
 from lengthwise.cost import named_shape
+from lengthwise.cost.analytic import layer_seconds
 from lengthwise.cost.measured import cost_from_measurements, measured_cost, measured_shape, read_measurements
 
 FOUND = measurements_of(samples_of(machine()))
@@ -119,3 +121,18 @@ def test_a_run_plans_only_with_what_was_measured_of_its_like(tmp_path):
         cost_from_measurements(path, SHAPE, precision="fp32")
     for word in ("model: layers: expected 32", "precision: expected bf16", "threads: expected 4", "Profile this model"):
         assert word in said
+
+
+def test_costs_of_a_stage_are_its_part_of_the_whole_by_which_layers_are_weighed_alike():
+    whole, half = measured_cost(FOUND), measured_cost(FOUND, stages=2)
+    assert half.stages == 2
+    assert 2 * half.linear_seconds == whole.linear_seconds
+    of_whole, of_half = (layer_seconds(cost, SHAPE, [3000, 1096], capacity=2048) for cost in (whole, half))
+    assert of_half == pytest.approx(of_whole)
+    layer, embedding, head = of_whole
+    assert (embedding, head) == (4096 * whole.embedding_seconds, 4096 * whole.head_seconds)
+    seconds = float(whole.compute_seconds(np.array([3000, 1096])).sum()) + 2 * whole.fixed_seconds
+    assert SHAPE.layers * layer + embedding + head == pytest.approx(seconds)
+    untold = layer_seconds(replace(whole, head_seconds=0.0, embedding_seconds=0.0), SHAPE, [4096], capacity=4096)
+    share = SHAPE.hidden * SHAPE.vocab / SHAPE.linear_params
+    assert untold[1:] == (0.0, pytest.approx(share * whole.linear_seconds * 4096))

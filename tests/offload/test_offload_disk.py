@@ -1,6 +1,7 @@
 """The store on a disk: bytes come back as they went, a full disk is told in bytes, and no end leaves a file behind."""
 
 import contextlib
+import itertools
 import os
 import resource
 import signal
@@ -125,7 +126,7 @@ def test_places_never_overlap_and_are_used_again(steps):
         if number < len(taken):
             places.give(*taken.pop(number))
         spans = sorted((start, start + size) for start, size in taken)
-        assert all(stop <= start for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
         assert places.end >= max((stop for _, stop in spans), default=0)
     for each in taken:
         places.give(*each)

@@ -363,8 +363,9 @@ def _not_with_stages(values: Mapping[str, object]) -> list[ConfigError]:
         refuse("ranks_per_node", "none", values["ranks_per_node"], "Take ranks_per_node out.")
     if values.get("memory_check"):
         refuse("memory_check", "false", "true", "Take memory_check out.")
-    if values.get("measurements") not in (None, MEASURE_NOTHING):
-        refuse("measurements", MEASURE_NOTHING, values.get("measurements"), "Take measurements out.")
+    if values.get("measurements") == MEASURE_AT_START:
+        remedy = "Measure the whole model with `lengthwise profile`, and name its file."
+        refuse("measurements", f"{MEASURE_NOTHING} or a file", MEASURE_AT_START, remedy)
     return found
 
 

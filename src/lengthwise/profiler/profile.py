@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from lengthwise.config import OptimizerConfig
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.measurements import Clock, Kind, Measurements, Precision, Sample
 from lengthwise.core.shape import ModelShape
-from lengthwise.cost import shape_from_config
+from lengthwise.cost import LOGITS_AT_ONCE, shape_from_config
 from lengthwise.cost.fit import fit_samples
 from lengthwise.cost.measured import base_cost, measured_model
 from lengthwise.engine.batch import random_batch
@@ -41,6 +42,7 @@ from lengthwise.models import (
     choose_model_kernel,
     compute_so,
     position_limit,
+    token_loss,
     wrapped_layers,
 )
 from lengthwise.offload import ActivationStore, DiskStore, PinnedStore
@@ -224,6 +226,7 @@ class RankProfiler:
             longest, tokens = tokens, 2 * tokens
         packs = packs_up_to(longest or SHORTEST_TOKENS)
         runs += [local_run(pack, ranks, layers) for pack in packs]
+        runs += [ProfiledRun(kind=kind, lengths=(longest or SHORTEST_TOKENS,)) for kind in ("embedding", "head")]
         runs += copy_runs() if self._store is not None else []
         return runs + (message_runs(ranks, self._world.local_size) if ranks > 1 else [])
 
@@ -241,6 +244,8 @@ class RankProfiler:
     def _timed(self, run: ProfiledRun) -> _Timed:
         if run.kind == "block":
             return self._block(run.lengths[0])
+        if run.kind in ("embedding", "head"):
+            return self._end_of_model(run.lengths[0], is_head=run.kind == "head")
         if run.kind == "transfer":
             return self._message(run)
         if run.kind == "copy":
@@ -273,6 +278,25 @@ class RankProfiler:
             return self._watch.now() - start, 0.0, middle - start
 
         return time_it
+
+    def _end_of_model(self, tokens: int, *, is_head: bool) -> _Timed:
+        """Time the embedding, or the head with its loss in chunks as training makes it, forward and backward."""
+        model: Any = self._model
+        embedding, head, device = model.get_input_embeddings(), model.get_output_embeddings(), self._world.device
+        ids = torch.arange(tokens, device=device) % self._shape.vocab
+        at_once = max(1, LOGITS_AT_ONCE // self._shape.vocab)
+
+        def run_head() -> None:
+            for some in ids.split(at_once):
+                hidden = torch.randn(len(some), head.weight.shape[-1], dtype=head.weight.dtype, device=device)
+                token_loss(head(hidden.requires_grad_()), some).backward()
+
+        def run_embedding() -> None:
+            found = embedding(ids[None])
+            if found.requires_grad:
+                found.backward(torch.ones_like(found))
+
+        return lambda: (self._watch.seconds(run_head if is_head else run_embedding), 0.0, float("nan"))
 
     def _message(self, run: ProfiledRun) -> _Timed:
         """Time a message to the next rank or node, and one from the other side."""
@@ -345,7 +369,7 @@ def _sample(run: ProfiledRun, took: np.ndarray, clock: Clock) -> Sample:
         assert run.plan is not None, run
         took = took[list(run.plan.microbatches[0].ranks)]
     whole, waited, forward = np.moveaxis(took, 2, 0)
-    if run.kind in ("local", "block", "copy"):
+    if run.kind in ("local", "block", "copy", "embedding", "head"):
         return _of(run, _usual(whole, clock), whole, None if np.isnan(forward).any() else _usual(forward, clock))
     if clock == "wall":
         return _of(run, _usual(whole.max(axis=0), clock), whole)

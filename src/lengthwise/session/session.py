@@ -111,7 +111,6 @@ class Session:
             trains=optimizer is not None,
             stages=stages,
             virtual=virtual,
-            measurements=measurements,
         )
         where = settings.device
         computing = Computing(attention=attention, fused_layers="off")
@@ -147,7 +146,8 @@ class Session:
             options: dict[str, Any] = {"dtype": settings.dtype, "device": where, "closing": self._closing}
             if inner is not None and settings.stages > 1:
                 mesh, tokens = join_stages(self._inner, transport, stages), settings.capacity_tokens or 1
-                taken = take_stage(model, inner, mesh, virtual=virtual, tokens=tokens, **options)
+                known = None if measurements is None else cost
+                taken = take_stage(model, inner, mesh, virtual=virtual, tokens=tokens, cost=known, **options)
                 self.shard, (self._engine.pipeline, self._engine.parameters, self._sharded) = "zero1", taken
             else:
                 self.shard, in_step = shard_of(self._inner, inner, transport, settings, local_ranks=world.local_size)
