@@ -7,6 +7,7 @@ from testing.plans import draw_lengths, make_plan, random_plan, visible_pairs
 from testing.ranks import run_ranks
 from testing.recording import Call, RecordingTransport
 from testing.sequences import make_batch
+from testing.steps import run_step
 from testing.stores import CountingStore, DelayedStore
 from testing.tiny import MODEL_TYPES, SIZES, VARIANTS, tiny_family_config
 
@@ -31,6 +32,7 @@ __all__ = [
     "relative_error",
     "rounding_floor",
     "run_ranks",
+    "run_step",
     "tiny_family_config",
     "visible_pairs",
 ]

@@ -1,7 +1,7 @@
-"""Planned attention of ranks that are threads of one process: whole sequences in, out and gradients together again.
+"""Planned attention of several ranks: whole sequences in, out and gradients together again.
 
-Both passes are called directly: autograd has one thread a device, in which ranks of one process would wait for each
-other for ever.
+Both passes are called directly: autograd has one thread a device, in which ranks that are threads of one process would
+wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -32,24 +32,27 @@ def attend_on_ranks(
     sinks: Tensor | None = None,
     device: torch.device | None = None,
     around: Callable[[Transport], Transport] = lambda transport: transport,
-) -> list[list[Tensor]]:
-    """Return (out, dq, dk, dv) of every sequence, on the CPU; what no rank gave is NaN.
+    run: Callable[[Any, int], list[Any]] = lambda work, ranks: StrictWorld(ranks).run(work),
+) -> tuple[list[list[Tensor]], Tensor | None]:
+    """Return (out, dq, dk, dv) of every sequence, on the CPU, and the gradient of the sinks; what no rank gave is NaN.
 
-    `rows` are those of each sequence, computed on `device` (None: where they are); `around` changes the transport.
+    `rows` are those of each sequence, computed on `device` (None: where they are); `around` changes the transport;
+    `run` calls a function on each rank.
     """
 
-    def work(transport: Transport) -> list[tuple[int, int, int, list[Tensor]]]:
+    def work(transport: Transport) -> Any:
         return _run_rank(around(transport), plan, rows, kernel, scale, window, sinks, device)
 
     whole = [[torch.full_like(row[n], float("nan"), device="cpu") for n in (0, 0, 1, 2)] for row in rows]
-    every: Any = StrictWorld(plan.ranks).run(work)
-    for found in every:
-        for sequence, start, stop, results in found:
-            for into, part in zip(whole[sequence], results, strict=True):
-                into[start:stop] = part
-    return whole
+    every = run(work, plan.ranks)
+    for sequence, start, stop, results in (piece for pieces, _ in every for piece in pieces):
+        for into, part in zip(whole[sequence], results, strict=True):
+            assert into[start:stop].isnan().all(), "a token is computed once"
+            into[start:stop] = part
+    return whole, None if sinks is None else sum(grad for _, grad in every)
 
 
+@torch.no_grad()  # as in autograd's functions
 def _run_rank(
     transport: Transport,
     plan: Plan,
@@ -59,23 +62,29 @@ def _run_rank(
     window: int | None,
     sinks: Tensor | None,
     device: torch.device | None,
-) -> list[tuple[int, int, int, list[Tensor]]]:
-    """Return (sequence, start, stop, [out, dq, dk, dv]) of this rank's segments."""
-    pieces = []
+) -> tuple[list[tuple[int, int, int, list[Tensor]]], Tensor | None]:
+    """Return (sequence, start, stop, [out, dq, dk, dv]) of this rank's segments, and its gradient of the sinks."""
+    pieces, of_sinks = [], None if sinks is None else torch.zeros_like(sinks)
     heads = tuple(rows[0][n].shape[1] for n in range(3))
     for program in lower_plan(plan, transport.rank):
         segments = program.segments(transport.rank)
         q, k, v, grad = (
-            torch.cat([rows[each.sequence][n][each.start : each.stop] for each in segments]).to(device)
+            torch.cat([rows[each.sequence][n][each.start : each.stop] for each in segments])
+            .to(device)
+            .transpose(0, 1)
+            .contiguous()
+            .transpose(0, 1)  # heads first in memory, as models have them
             for n in range(4)
         )
         planned = PlannedAttention(program, transport, kernel)
         out, attended = planned.forward(Block(q=q, k=k, v=v, scale=scale), window, sinks)
+        assert out.dtype == q.dtype
         *grads, sink_grad = planned.backward(grad, attended, heads, window, sinks)
         assert (sink_grad is None) == (sinks is None)
+        of_sinks = of_sinks if of_sinks is None or sink_grad is None else of_sinks + sink_grad
         start = 0
         for each in segments:
             results = [x[start : start + each.num_tokens].cpu() for x in (out, *grads) if x is not None]
             pieces.append((each.sequence, each.start, each.stop, results))
             start += each.num_tokens
-    return pieces
+    return pieces, of_sinks

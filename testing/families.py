@@ -10,19 +10,14 @@ from typing import Any
 
 import torch
 
-from lengthwise.attention import choose_kernel
-from lengthwise.comm import Transport
 from lengthwise.core.plan import Plan
 from lengthwise.cost import LOGITS_AT_ONCE
 from lengthwise.engine.batch import StepBatch
-from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.sharded import ShardedParameters
-from lengthwise.engine.step import run_plan
-from lengthwise.models import DTYPES, ModelSource, build_model, keep_double, plain_attention, wrapped_layers
+from lengthwise.models import DTYPES, ModelSource, build_model, plain_attention
 from lengthwise.run.reference import Reference, plain_gradients
 from lengthwise.run.verify import gradient_differences, relative_difference
 from testing.sequences import make_batch
-from testing.strict import StrictWorld
+from testing.steps import run_step
 from testing.tiny import VOCAB
 
 
@@ -67,35 +62,15 @@ def family_difference(
     *,
     precision: str,
     logits_at_once: int | None = LOGITS_AT_ONCE,
-    ranks_per_node: int | None = None,
+    **how: Any,
 ) -> Difference:
-    """Run a plan on strict in-process ranks and the plain model in one; return how far apart they are.
-
-    ranks_per_node: parameters lie over the ranks of each node; None: whole on every rank.
-    """
+    """Run a plan by `run_step` and the plain model in one process; return how far apart they are."""
     batch, expected = reference(pair["plain"], tuple(lengths), precision)
-    dtype = DTYPES[precision]
-
-    def work(transport: Transport) -> tuple[float, float, dict[str, torch.Tensor]]:
-        model, cpu = copy.deepcopy(pair["planned"]), torch.device("cpu")
-        if ranks_per_node:
-            options = {"dtype": dtype, "device": cpu, "layers": wrapped_layers(model)}
-            parameters = ShardedParameters(model, transport, ranks_per_node=ranks_per_node, **options)
-        else:
-            parameters = FlatParameters(model, transport, dtype=dtype)
-        options = {"name": "family", "logits_at_once": logits_at_once, "parameters": parameters}
-        with keep_double(dtype):
-            done = run_plan(model, plan, batch, transport, choose_kernel(cpu), **options)
-        parameters.reduce_gradients()
-        return done.loss_sum, done.router_loss, parameters.gather_gradients()
-
-    results: list[Any] = StrictWorld(plan.ranks).run(work)
-    loss = sum(each[0] for each in results) / batch.loss_tokens
-    router_loss = sum(each[1] for each in results)
-    differences = gradient_differences(results[0][2], expected.gradients)
+    found = run_step(pair["planned"], plan, batch, precision=precision, logits_at_once=logits_at_once, **how)
+    differences = gradient_differences(found.gradients, expected.gradients)
     return Difference(
-        loss=relative_difference(loss, expected.loss),
-        router_loss=relative_difference(router_loss, expected.router_loss),
+        loss=relative_difference(found.loss, expected.loss),
+        router_loss=relative_difference(found.router_loss, expected.router_loss),
         gradient=max(float("inf") if each != each else each for each in differences.values()),
     )
 

@@ -16,65 +16,44 @@ from lengthwise.attention.varlen import Documents, VarlenKernel
 from lengthwise.core.errors import ConfigError
 
 CPU = torch.device("cpu")
-EVERYTHING = {"torch_flash": True, "flash3": True, "cudnn": 91900}
+EVERYTHING = ALL = {"torch_flash": True, "flash3": True, "cudnn": 91900}
+NOTHING = {"torch_flash": False, "flash3": False, "cudnn": 0}
+FLASH2, NO_FLASH3 = {"torch_flash": True}, {"torch_flash": True, "cudnn": 91900}
 BF16 = AttentionNeeds(dtype=torch.bfloat16, head_dim=128)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "capability", "torch_flash", "name", "reason"),
+    ("dtype", "head_dim", "capability", "has", "name", "reason"),
     [
-        (torch.bfloat16, 128, (9, 0), True, "torch flash attention", "torch has flash attention"),
-        (torch.bfloat16, 128, (8, 0), False, "torch efficient", "built without flash attention"),
-        (torch.bfloat16, 320, (9, 0), True, "torch efficient", "at most 256, and this model has 320"),
-        (torch.bfloat16, 64, (7, 5), True, "reference", "this GPU has 7.5, and efficient attention lacks bf"),
-        (torch.float32, 64, (9, 0), True, "torch efficient", "takes bf16, not float32"),
-        (torch.float64, 64, (9, 0), True, "reference", "not float64, and efficient attention lacks float64"),
-    ],
-)
-def test_gpu_kernel_is_chosen_and_said_why(dtype, head_dim, capability, torch_flash, name, reason):
-    abilities = GpuAbilities(capability=capability, torch_flash=torch_flash)
-    kernel, said = gpu_kernel(abilities, AttentionNeeds(dtype=dtype, head_dim=head_dim))
-    assert name in kernel.name
-    assert reason in said
-    assert kernel.token_multiple == 128
-    assert isinstance(kernel, PackKernel) == ("flash" in name)
-
-
-@pytest.mark.parametrize(
-    ("capability", "lacks", "windowed", "name", "reason"),
-    [
-        ((9, 0), (), False, "torch flash attention 3, varlen", "this GPU and its libraries have flash3"),
-        ((8, 0), (), False, "torch flash attention, varlen", "and torch has flash attention"),
-        ((12, 0), (), False, "torch flash attention, varlen", "and torch has flash attention"),
+        ("bfloat16", 128, (9, 0), ALL, "torch flash attention 3, varlen", "this GPU and its libraries have flash3"),
+        ("bfloat16", 128, (12, 0), ALL, "torch flash attention, varlen", "and torch has flash attention"),
         (
+            "bfloat16",
+            128,
             (9, 0),
-            ("flash3",),
-            False,
-            "cuDNN from 4,096 tokens of one",
+            NO_FLASH3,
+            "cuDNN from 4,096 tokens",
             "have cudnn; not flash3: there is no package fl",
         ),
-        ((9, 0), ("flash3", "cudnn"), False, "torch flash attention, varlen", "and this torch has none"),
+        ("bfloat16", 128, (9, 0), FLASH2, "torch flash attention, varlen", "and this torch has none"),
+        ("bfloat16", 128, (8, 0), {}, "torch efficient", "built without flash attention"),
+        ("bfloat16", 320, (9, 0), FLASH2, "torch efficient", "at most 256, and this model has 320"),
+        ("bfloat16", 64, (7, 5), FLASH2, "reference", "this GPU has 7.5, and efficient attention lacks bf"),
+        ("float32", 64, (9, 0), ALL, "torch efficient", "takes bf16, not float32"),
+        ("float64", 64, (9, 0), ALL, "reference", "not float64, and efficient attention lacks float64"),
     ],
 )
-def test_auto_takes_the_fastest_and_names_what_is_missing(capability, lacks, windowed, name, reason):
-    has = {**EVERYTHING, **{each: 0 if each == "cudnn" else False for each in lacks}}
-    kernel, said = gpu_kernel(
-        GpuAbilities(capability=capability, **has),
-        AttentionNeeds(dtype=torch.bfloat16, head_dim=128, windowed=windowed),
-    )
+def test_gpu_kernel_is_chosen_and_said_why(dtype, head_dim, capability, has, name, reason):
+    needs = AttentionNeeds(dtype=getattr(torch, dtype), head_dim=head_dim)
+    kernel, said = gpu_kernel(GpuAbilities(capability=capability, **{**NOTHING, **has}), needs)
     assert kernel.name.startswith(name)
     assert reason in said
-    assert isinstance(kernel, PackKernel)
+    assert kernel.token_multiple == 128
+    assert isinstance(kernel, PackKernel) == ("flash" in name or "cuDNN" in name)
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("flash2", VarlenKernel),
-        ("flash3", VarlenKernel),
-        ("cudnn", ByLengthKernel),
-        ("reference", ReferenceKernel),
-    ],
+    ("name", "kind"), [("flash2", VarlenKernel), ("cudnn", ByLengthKernel), ("reference", ReferenceKernel)]
 )
 def test_a_name_is_taken_and_nothing_else(name, kind):
     kernel, said = gpu_kernel(GpuAbilities(capability=(9, 0), **EVERYTHING), BF16, implementation=name)
@@ -126,18 +105,16 @@ def test_auto_always_finds_one_that_could_be_named(capability, has, cudnn, needs
     assert all(obstacle(name, unknown, needs) is None for name in usable)
 
 
-def test_choose_kernel_says_once_what_and_why():
-    said = []
-    kernel = choose_kernel(CPU, dtype=torch.bfloat16, head_dim=64, say=said.append)
-    assert said == [f"attention kernel: {kernel.name}; because the run computes on the CPU"]
-
-
 def test_on_the_cpu_the_reference_can_be_named_and_kernels_of_gpus_cannot():
     said = []
+    chosen = choose_kernel(CPU, dtype=torch.bfloat16, head_dim=64, say=said.append)
     kernel = choose_kernel(CPU, implementation="reference", say=said.append)
     assert isinstance(kernel, ReferenceKernel)
     assert kernel.token_multiple == 1
-    assert said == ["attention kernel: reference (matrix products); because the run file asks for it"]
+    assert said == [
+        f"attention kernel: {chosen.name}; because the run computes on the CPU",
+        "attention kernel: reference (matrix products); because the run file asks for it",
+    ]
     with pytest.raises(ConfigError, match="expected auto or reference on the CPU; got flash3"):
         choose_kernel(CPU, implementation="flash3")
 

@@ -19,7 +19,6 @@ BLOCKS = ((1, 1, True), (7, 7, True), (64, 64, True), (5, 13, False), (13, 5, Fa
 LAYOUTS = {  # order in memory, seen from (tokens, heads, head_dim)
     "tokens first": (0, 1, 2),
     "heads first": (1, 0, 2),
-    "head_dim first": (2, 1, 0),
     "head_dim before tokens": (1, 2, 0),
 }
 
@@ -40,48 +39,43 @@ def expected(q, k, v, g, *, causal, scale):
     return (out, lse, *torch.autograd.grad(out, (q, k, v), g.double()))
 
 
+def both(kernel, q, k, v, g, **how):
+    """Return (out, lse, dq, dk, dv)."""
+    block = Block(q=q, k=k, v=v, **how)
+    out, lse = kernel.forward(block)
+    return (out, lse, *kernel.backward(g, block, Saved(out=out, lse=lse)))
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_kernel_equals_dense_autograd(kernel, dtype, groups):
-    for q_len, kv_len, causal in BLOCKS:
+def test_kernel_equals_dense_autograd(kernel, dtype):
+    for (q_len, kv_len, causal), groups in itertools.product(BLOCKS, (1, 2, 4)):
         q, k, v, g = draw(q_len, kv_len, 4, 4 // groups, dtype)
-        out, lse = kernel.forward(Block(q=q, k=k, v=v, causal=causal, scale=0.3))
-        grads = kernel.backward(g, Block(q=q, k=k, v=v, causal=causal, scale=0.3), Saved(out=out, lse=lse))
-        assert (out.dtype, lse.dtype) == (dtype, torch.promote_types(dtype, torch.float32))
-        assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+        found = both(kernel, q, k, v, g, causal=causal, scale=0.3)
+        assert (found[0].dtype, found[1].dtype) == (dtype, torch.promote_types(dtype, torch.float32))
+        assert [x.shape for x in found[2:]] == [q.shape, k.shape, v.shape]
         wanted = expected(q, k, v, g, causal=causal, scale=0.3)
         # With one key the softmax is 1 whatever q and k are: their gradients are rounding, so the floor.
         least = 0.0 if dtype == torch.float64 else rounding_floor(*wanted[2:])
-        for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), wanted, strict=True):
+        for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
             error = relative_error(got, want, floor=max(least, 0.1 * got.numel() ** 0.5))
             assert error < TOLERANCES[dtype], f"{name} of {q_len} x {kv_len}, causal {causal}: {error}"
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "expanded gradient"])
 def test_kernel_reads_any_layout_of_memory(kernel, layout):
+    """The expanded gradient is what `out.sum().backward()` hands down: one number, seen through strides of zero."""
     for q_len, kv_len, causal in BLOCKS:
         plain = draw(q_len, kv_len, 4, 2, torch.float64)
-        q, k, v, g = draw(q_len, kv_len, 4, 2, torch.float64, layout=layout)
-        assert all(torch.equal(a, b) for a, b in zip(plain, (q, k, v, g), strict=True))
-        out, lse = kernel.forward(Block(q=q, k=k, v=v, causal=causal, scale=0.3))
-        grads = kernel.backward(g, Block(q=q, k=k, v=v, causal=causal, scale=0.3), Saved(out=out, lse=lse))
-        for got, want in zip((out, lse, *grads), expected(*plain, causal=causal, scale=0.3), strict=True):
-            assert relative_error(got, want, floor=0.1 * got.numel() ** 0.5) < 1e-13, (
-                f"{q_len} x {kv_len}, causal {causal}"
-            )
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
-def test_kernel_takes_an_expanded_gradient(kernel):
-    """What `out.sum().backward()` hands down: one number, seen through strides of zero."""
-    q, k, v, _ = draw(9, 9, 4, 2, torch.float64)
-    ones = torch.ones((), dtype=torch.float64).expand(9, 4, 8)
-    out, lse = kernel.forward(Block(q=q, k=k, v=v, causal=True, scale=0.3))
-    grads = kernel.backward(ones, Block(q=q, k=k, v=v, causal=True, scale=0.3), Saved(out=out, lse=lse))
-    for got, want in zip(grads, expected(q, k, v, ones, causal=True, scale=0.3)[2:], strict=True):
-        assert relative_error(got, want, floor=0.1 * got.numel() ** 0.5) < 1e-13
+        if layout == "expanded gradient":
+            plain = given = (*plain[:3], torch.ones((), dtype=torch.float64).expand(q_len, 4, 8))
+        else:
+            given = draw(q_len, kv_len, 4, 2, torch.float64, layout=layout)
+        found = both(kernel, *given, causal=causal, scale=0.3)
+        for got, want in zip(found, expected(*plain, causal=causal, scale=0.3), strict=True):
+            error = relative_error(got, want, floor=0.1 * got.numel() ** 0.5)
+            assert error < 1e-13, f"{q_len} x {kv_len}, causal {causal}"
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
@@ -128,15 +122,6 @@ def test_merge_does_not_overflow(dtype):
 def test_kernels_survive_scores_of_ten_thousand():
     q, k, v, g = draw(9, 9, 2, 2, torch.float32)
     for kernel in KERNELS:
-        out, lse = kernel.forward(Block(q=q * 1e4, k=k, v=v, causal=True, scale=1.0))
-        grads = kernel.backward(g, Block(q=q * 1e4, k=k, v=v, causal=True, scale=1.0), Saved(out=out, lse=lse))
-        assert all(x.isfinite().all() for x in (out, lse, *grads)), kernel.name
-        assert lse.abs().max() > 1e3
-
-
-def test_merge_takes_narrow_blocks_into_wide_results():
-    """A bf16 block is added to an fp32 result, and the result stays fp32."""
-    out, lse = torch.zeros(3, 2, 4), torch.zeros(2, 3)
-    merge_block(out, lse, torch.ones(3, 2, 4, dtype=torch.bfloat16), torch.zeros(2, 3))
-    assert out.dtype == torch.float32
-    assert torch.equal(out, torch.full((3, 2, 4), 0.5))
+        found = both(kernel, q * 1e4, k, v, g, causal=True, scale=1.0)
+        assert all(x.isfinite().all() for x in found), kernel.name
+        assert found[1].abs().max() > 1e3

@@ -7,11 +7,9 @@ from testing.strict import StrictWorld
 from testing.varlen import ReferenceVarlenOps
 
 from lengthwise.attention import Block, FlashCpuKernel, PlannedAttention
-from lengthwise.attention.packs import pack_of
 from lengthwise.attention.varlen import VarlenKernel
-from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import Piece
-from lengthwise.program import lower_microbatch, lower_plan
+from lengthwise.program import lower_plan
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 8, 0.3
 LENGTHS = (13, 1, 2, 9, 30, 5)
@@ -62,47 +60,3 @@ def test_padding_is_in_nothing(rows, kernel, window):
         for tensors, same in zip(mine, others, strict=True):
             for one, other in zip(tensors, same, strict=True):
                 torch.testing.assert_close(other, one, rtol=1e-13, atol=1e-14)
-
-
-@pytest.mark.parametrize("lengths", [(3, 1, 2), ()])
-def test_padding_is_the_last_document_of_a_pack(lengths):
-    plan = make_plan(1, lengths or (1,), [Piece(ranks=(0,), sequences=tuple(range(max(1, len(lengths)))))])
-    tasks = lower_microbatch(plan, 0).tasks(0, 0) if lengths else ()
-    pack = pack_of(tasks, window=None, device=torch.device("cpu"), padding=122)
-    borders = [0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()]
-    assert pack.cu_seqlens.tolist() == [*borders, borders[-1] + 122]
-    assert pack.max_seqlen == 122
-    assert pack_of((), window=None, device=torch.device("cpu")) is None
-
-
-class Remembering(VarlenKernel):
-    """Keeps what its backward returned."""
-
-    def backward_pack(self, *arguments):
-        self.returned = super().backward_pack(*arguments)
-        return self.returned
-
-
-@pytest.mark.parametrize(("ranks", "copied"), [((0,), False), ((0, 1), True)])
-def test_gradients_of_a_pack_without_a_ring_are_those_of_the_kernel(ranks, copied):
-    """In a ring they are sums in a wider dtype, with those of other ranks."""
-    plan = make_plan(2, (16, 4), [[Piece(ranks=ranks, sequences=(0,)), Piece(ranks=(0,), sequences=(1,))]])
-
-    def work(transport):
-        kernel = Remembering(ReferenceVarlenOps(), token_multiple=1)
-        for program in lower_plan(plan, transport.rank):
-            planned = PlannedAttention(program, transport, kernel)
-            q, k, v, grad = (torch.randn(planned.num_tokens, h, DIM).bfloat16() for h in (HEADS, KV_HEADS, KV_HEADS, 4))
-            _, attended = planned.forward(Block(q=q, k=k, v=v, scale=SCALE))
-            grads = planned.backward(grad, attended, (HEADS, KV_HEADS, KV_HEADS))[:3]
-            return [a.data_ptr() == b.data_ptr() for a, b in zip(grads, kernel.returned, strict=True)]
-        return [not copied] * 3
-
-    world = StrictWorld(2)
-    assert world.run(work) == [[not copied] * 3] * 2
-
-
-def test_one_rank_alone_needs_no_transport():
-    plan = make_plan(1, LENGTHS, [Piece(ranks=(0,), sequences=tuple(range(6)))])
-    found = passes(SoloTransport(), plan, KERNELS["packs"], None, 7)
-    assert len(found[0][0]) == sum(LENGTHS)

@@ -31,7 +31,7 @@ def by_length():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("kernel", [FlashCpuKernel, ReferenceKernel, by_length])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (8, 6, 3), more((128, 8, 2))], ids=str)
+@pytest.mark.parametrize("shape", [(8, 6, 3), more((1, 1, 1)), more((128, 8, 2))], ids=str)
 def test_kernels_that_are_right_pass(kernel, dtype, shape):
     head_dim, heads, kv_heads = shape
     assert fault_of(kernel(), needs(dtype, head_dim, heads, kv_heads), CPU) is None
@@ -71,7 +71,7 @@ class Broken(VarlenKernel):
         return documents
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, more(torch.float32)], ids=str)
 @pytest.mark.parametrize(
     ("what", "named"),
     [

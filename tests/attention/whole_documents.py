@@ -2,11 +2,10 @@
 
 import torch
 from testing import dense_attention, relative_error, rounding_floor
+from testing.attention_ranks import attend_on_ranks
 from testing.order import check_order
-from testing.strict import StrictWorld
 
-from lengthwise.attention import FlashCpuKernel, PlannedAttention, planned_attention
-from lengthwise.program import lower_plan
+from lengthwise.attention import FlashCpuKernel
 
 DIM, SCALE = 4, 0.4
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -31,62 +30,24 @@ def dense(row, *, window=None, sinks=None):
     return [out.detach(), *torch.autograd.grad(out, [q, k, v, *extra], row[3].double())]
 
 
-def run_rank(transport, plan, rows, kernel, *, window=None, sinks=None):
-    """Return (parts, sink gradient): of each of this rank's segments (sequence, start, stop, [out, dq, dk, dv])."""
-    parts, sink_grad = [], None if sinks is None else torch.zeros_like(sinks)
-    for program in lower_plan(plan, transport.rank):
-        segments = program.segments(transport.rank)
-        *leaves, grad_out = (
-            torch.cat([rows[s.sequence][n][s.start : s.stop] for s in segments])
-            .transpose(0, 1)
-            .contiguous()
-            .transpose(0, 1)  # heads first in memory, as models have them
-            for n in range(4)
-        )
-        leaves = [leaf.requires_grad_() for leaf in leaves]
-        mine = [] if sinks is None else [sinks.clone().requires_grad_()]
-        planned = PlannedAttention(program, transport, kernel)
-        out = planned_attention(*leaves, planned, scale=SCALE, window=window, sinks=mine[0] if mine else None)
-        assert out.dtype == leaves[0].dtype
-        grads = torch.autograd.grad(out, [*leaves, *mine], grad_out)
-        if sink_grad is not None:
-            sink_grad += grads[3]
-        start = 0
-        for s in segments:
-            here = slice(start, start + s.num_tokens)
-            parts.append((s.sequence, s.start, s.stop, [x[here].detach().clone() for x in (out, *grads[:3])]))
-            start = here.stop
-    return parts, sink_grad
-
-
-def joined(rows, by_rank):
-    """Put the parts of all ranks back into whole sequences; every token must have been computed once."""
-    whole = [[torch.full_like(row[n], float("nan")) for n in (0, 0, 1, 2)] for row in rows]
-    for sequence, start, stop, results in (part for parts, _ in by_rank for part in parts):
-        for into, result in zip(whole[sequence], results, strict=True):
-            assert into[start:stop].isnan().all()
-            into[start:stop] = result
-    return whole
-
-
-def check(by_rank, rows, *, window=None, sinks=None):
+def check(found, rows, *, window=None, sinks=None):
     """Compare with each document alone, in fp64."""
+    whole, sink_grad = found
     dtype = rows[0][0].dtype
-    sink_grad = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float64)
-    for i, (row, mine) in enumerate(zip(rows, joined(rows, by_rank), strict=True)):
+    expected_sinks = 0.0
+    for i, (row, mine) in enumerate(zip(rows, whole, strict=True)):
         wanted = dense(row, window=window, sinks=sinks)
         # dq and dk are zero in exact arithmetic where a query sees one key: floored by the size of the others.
         floor = max(0.0 if dtype == torch.float64 else rounding_floor(*wanted[1:4]), 1e-2 * len(row[0]) ** 0.5)
         for name, a, b in zip(NAMES, mine, wanted[:4], strict=True):
             error = relative_error(a, b, floor=floor)
             assert error < TOLERANCES[dtype], f"{name} of sequence {i}, {len(row[0])} tokens: {error}"
-        if sink_grad is not None:
-            sink_grad += wanted[4]
-    if sink_grad is not None:
-        assert relative_error(sum(grad for _, grad in by_rank), sink_grad, floor=1e-2) < TOLERANCES[dtype]
+        expected_sinks += wanted[4] if sinks is not None else 0.0
+    if sinks is not None:
+        assert relative_error(sink_grad, expected_sinks, floor=1e-2) < TOLERANCES[dtype]
 
 
 def run_strict(plan, rows, kernel=None, **options):
-    kernel = kernel or FlashCpuKernel()
+    """Return what `attend_on_ranks` does, on ranks whose order of calls is proved first."""
     check_order(plan, windows=[options.get("window")])
-    return StrictWorld(plan.ranks).run(lambda transport: run_rank(transport, plan, rows, kernel, **options))
+    return attend_on_ranks(plan, rows, kernel or FlashCpuKernel(), scale=SCALE, **options)

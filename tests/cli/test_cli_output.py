@@ -19,9 +19,10 @@ from lengthwise.cli.output import refuse_unwritable_file, write_atomically
 from lengthwise.cli.train import StepLines
 from lengthwise.core.errors import OutputError
 from run.small_runs import Command, make_rows, read_lines, write_run
+from tiers import more
 
 
-@pytest.mark.parametrize("path", ["/dev/null", "/dev/stdout", "/dev/fd/1", "/dev/new", "/proc/self/fd/1"])
+@pytest.mark.parametrize("path", ["/dev/null", "/dev/stdout", "/dev/new", "/proc/self/fd/1"])
 def test_devices_are_refused_and_stay(path: str) -> None:
     """To root, a file renamed to /dev/null would be the new /dev/null of the whole machine."""
     with pytest.raises(OutputError, match="a device or a pipe"):
@@ -59,22 +60,8 @@ def test_a_write_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch) -> No
 
 
 def finished(step, num_steps, **changes):
-    metrics = SimpleNamespace(
-        **{
-            "step": step,
-            "loss": 1.23456,
-            "lr": 3e-4,
-            "grad_norm": 8.2613,
-            "tokens_per_second": 12_345,
-            "peak_memory_bytes": 12_340_000_000,
-            "imbalance_ratio": 1.5,
-            "idle_ratio": 0.25,
-            "ring_token_ratio": 0.5,
-            "step_seconds": 0.125,
-            **changes,
-        }
-    )
-    return SimpleNamespace(metrics=metrics, num_steps=num_steps)
+    numbers = {"loss": 1.23456, "lr": 3e-4, "grad_norm": 8.2613, "tokens_per_second": 12_345, "step_seconds": 0.125}
+    return SimpleNamespace(metrics=SimpleNamespace(step=step, **{**numbers, **changes}), num_steps=num_steps)
 
 
 @pytest.mark.parametrize("width", [None, 80])
@@ -103,7 +90,7 @@ def test_step_lines_tell_the_time_left_by_all_that_passed_since_the_step_before(
     assert said == ["0:18", "2:08", "1:38"]  # 9 x 2 s, 8 x (2 + 30) / 2 s, 7 x (2 + 30 + 10) / 3 s
 
 
-@pytest.mark.parametrize("columns", [80, 60])
+@pytest.mark.parametrize("columns", [more(80), 60])
 def test_train_shows_every_step_whole_on_a_terminal(tmp_path, columns):
     screen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))

@@ -27,27 +27,6 @@ def test_plan_of_a_run_file_with_given_costs(tmp_path, capsys):
         assert read_plan(out).layers == layers
 
 
-def test_plan_with_given_costs_refuses_what_would_do_nothing(tmp_path, capfd, lengths):
-    cost = tmp_path / "cost.json"
-    cost.write_text('{"linear_seconds": 1}')
-    rest = ("--cost", cost, "--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
-    assert "--model-shape" in refused(capfd, *rest, "--model-shape", "llama-7b")
-    assert "--hardware" in refused(capfd, *rest, "--hardware", "h100")
-    assert "--ranks-per-node" in refused(capfd, *rest, "--ranks-per-node", 8)
-    cost.write_text('{"linear_seconds": -1, "speed": 1}')
-    err = refused(capfd, *rest)
-    assert "linear_seconds" in err
-    assert "speed" in err
-
-
-def test_plan_of_lengths_that_the_given_costs_do_not_price_prints_its_table(tmp_path, lengths, capsys):
-    cost = tmp_path / "cost.json"
-    cost.write_text('{"ring_seconds": 1}')
-    rest = ("--cost", cost, "--lengths", lengths, "--ranks", 2, "--out", tmp_path / "plan.json")
-    assert call("plan", *rest, "--capacity", 100) == 0
-    assert "0.0 %" in capsys.readouterr().out
-
-
 def test_plan_of_lengths_counts_two_kinds_of_links(tmp_path, capsys):
     """A ring of 64K tokens over 8 ranks: quicker where they share a node."""
     lengths, out = tmp_path / "lengths.json", tmp_path / "plan.json"
@@ -61,20 +40,9 @@ def test_plan_of_lengths_counts_two_kinds_of_links(tmp_path, capsys):
     assert took[8] < took[1]
 
 
-def test_plan_refuses_nodes_that_are_none(tmp_path, capfd, lengths):
-    rest = ("--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
-    err = refused(capfd, "--lengths", lengths, *rest, "--ranks-per-node", 0)
-    assert "--ranks-per-node: expected a whole number" in err
-    run = write_run(tmp_path, make_rows([3]), model="tiny")
-    assert "--hardware" in refused(capfd, "--config", run, *rest, "--ranks-per-node", 8)
-
-
-def test_plan_of_a_run_file_says_what_prices_it_and_refuses_another_model_without_hardware(tmp_path, capfd):
+def test_plan_of_a_run_file_says_what_prices_it(tmp_path, capfd):
     run = write_run(tmp_path, make_rows([3]), model="tiny", precision="auto")
     rest = ("--config", run, "--ranks", 2, "--out", tmp_path / "plan.json")
-    err = refused(capfd, *rest, "--model-shape", "llama-7b")
-    assert "--model-shape: expected --hardware beside it" in err
-    assert "Add --hardware h100" in err
     assert call("plan", *rest) == 0
     assert "as training on CPUs plans" in capfd.readouterr().out
     assert call("plan", *rest, "--model-shape", "llama-7b", "--hardware", "h100") == 0
@@ -84,36 +52,16 @@ def test_plan_of_a_run_file_says_what_prices_it_and_refuses_another_model_withou
     assert "CPUs" not in said
 
 
-def test_plan_writes_waves(tmp_path, lengths):
+def test_plan_writes_waves_and_pipelines_and_reads_capacities_in_thousands(tmp_path, lengths):
     out = tmp_path / "plan.json"
-    rest = ("--ranks", 2, "--capacity", 64, "--out", out)
-    assert call("plan", "--lengths", lengths, *rest, "--mode", "waves") == 0
-    assert read_plan(out).schedule == {"kind": "waves"}
-
-
-def test_plan_writes_pipelines_and_refuses_stages_without_them(tmp_path, capfd, lengths):
-    out = tmp_path / "plan.json"
-    rest = ("--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", out)
+    rest = ("--lengths", lengths, "--ranks", 2, "--capacity", "1.5K", "--out", out)
+    assert call("plan", *rest, "--mode", "waves") == 0
+    assert (read_plan(out).schedule, read_plan(out).capacity) == ({"kind": "waves"}, 1536)
     assert call("plan", *rest, "--mode", "pipeline", "--stages", 4, "--virtual", 2) == 0
     plan = read_plan(out)
     assert plan.schedule == {"kind": "pipeline", "stages": 4, "virtual": 2}
     assert plan.requires == ("pipeline",)
     assert plan.notes["cost"] == "all-terms/1 llama-7b h100 tp1 pp4"
-    capfd.readouterr()
-    assert "Use mode pipeline, or leave --stages out." in refused(capfd, *rest, "--stages", 4)
-    assert "Use mode pipeline, or leave --virtual out." in refused(capfd, *rest, "--virtual", 4)
-    assert "1 to the 32 layers" in refused(capfd, *rest, "--mode", "pipeline", "--stages", 33)
-    assert "1 to the 32 layers" in refused(capfd, *rest, "--mode", "pipeline", "--stages", 0)
-    assert "virtual" in refused(capfd, *rest, "--mode", "pipeline", "--stages", 4, "--virtual", 0)
-    assert "stages: expected a number in mode pipeline; got none. Give --stages." in refused(
-        capfd, *rest, "--mode", "pipeline"
-    )
-
-
-def test_plan_refuses_modes_that_there_are_not(tmp_path, capfd, lengths):
-    rest = ("--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
-    assert "waves" in refused(capfd, *rest, "--mode", "wave")
-    assert "static" in refused(capfd, *rest, "--mode", "waves", "--planner", "static")
 
 
 def test_plan_on_ranks_of_unequal_speed(tmp_path, capfd):
@@ -126,12 +74,6 @@ def test_plan_on_ranks_of_unequal_speed(tmp_path, capfd):
     unequal = plan.notes["predicted_seconds"]
     assert call("plan", *rest, "--ranks", 4) == 0
     assert read_plan(tmp_path / "plan.json").notes["predicted_seconds"] < unequal
-    (tmp_path / "speeds.json").write_text("[1, 1, NaN, 0]")
-    err = refused(capfd, *rest, "--ranks", 4, "--speeds", tmp_path / "speeds.json")
-    assert "rank 2" in err
-    assert "rank 3" in err
-    assert "expected 4, one a rank; got 3" in refused(capfd, *rest, "--ranks", 4, "--speeds", "1,0.5,1")
-    assert "entry 2" in refused(capfd, *rest, "--ranks", 4, "--speeds", "1,quick,1,1")
 
 
 def test_plan_offloads_and_splits_heads_where_asked(tmp_path, capfd):
@@ -143,47 +85,13 @@ def test_plan_offloads_and_splits_heads_where_asked(tmp_path, capfd):
     assert read_plan(out).microbatches[0].offload > 0
 
 
-def test_plan_refuses_offload_and_heads_beside_given_costs(tmp_path, capfd, lengths):
-    cost = tmp_path / "cost.json"
-    cost.write_text('{"linear_seconds": 1}')
-    rest = ("--cost", cost, "--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
-    err = refused(capfd, *rest, "--offload", "auto", "--heads", "auto")
-    assert "offload: expected off" in err
-    assert "heads: expected off" in err
-    assert "offload" in refused(capfd, *rest, "--offload", "always")
-
-
-def test_plan_chooses_recomputation_by_what_memory_leaves(tmp_path, capfd, lengths):
+def test_plan_chooses_recomputation_by_what_memory_leaves(tmp_path, lengths):
     out = tmp_path / "plan.json"
     rest = ("--lengths", lengths, "--ranks", 64, "--out", out)
     assert call("plan", *rest, "--recompute", "auto") == 0
     assert read_plan(out).capacity > 1000
-    assert "nothing beside --recompute auto" in refused(capfd, *rest, "--recompute", "auto", "--capacity", 64)
     assert call("plan", *rest, "--recompute", "layer", "--capacity", 64) == 0
     assert read_plan(out).microbatches[0].recompute == "layer"
-    assert "recompute" in refused(capfd, *rest, "--recompute", "layers", "--capacity", 64)
-    assert "--recompute auto" in refused(capfd, *rest)
-    run = write_run(tmp_path, make_rows([3]), model="tiny")
-    assert "--config" in refused(capfd, "--config", run, "--ranks", 2, "--out", out, "--recompute", "layer")
-
-
-def test_plan_reads_capacities_as_simulate_does(tmp_path, lengths, capfd):
-    rest = ("--lengths", lengths, "--ranks", 2, "--out", tmp_path / "plan.json")
-    assert call("plan", *rest, "--capacity", "1.5K") == 0
-    assert read_plan(tmp_path / "plan.json").capacity == 1536
-    capfd.readouterr()
-    assert "--capacity: expected a whole number of tokens, as 8192, 256K" in refused(
-        capfd, *rest, "--capacity", "8 kilo"
-    )
-
-
-def test_plan_recomputation_of_a_model_that_does_not_fit_names_what_plan_has(tmp_path, lengths, capfd):
-    rest = ("--lengths", lengths, "--ranks", 2, "--out", tmp_path / "plan.json")
-    err = refused(capfd, *rest, "--recompute", "auto", "--model-shape", "llama-70b")
-    assert "--model-shape llama-70b: expected weights, gradients and optimizer that leave room for 128 tokens" in err
-    assert "Give --capacity in place of --recompute auto." in err
-    assert "--tp" not in err
-    assert "--ranks: expected a whole number from 1 to 262144" in refused(capfd, *rest[:2], "--ranks", 10**9, *rest[4:])
 
 
 def test_plan_prints_times_of_given_costs_in_their_own_unit(tmp_path, lengths, capsys):

@@ -14,7 +14,7 @@ def test_parse_speeds_reads_lists_runs_and_files(tmp_path) -> None:
     assert parse_speeds(str(path)) == [1, 0.5]
 
 
-@pytest.mark.parametrize("text", ["fast", "1,,1", "x1", "0x1", "2x", "-1x1", "1.5x1", ""])
+@pytest.mark.parametrize("text", ["1,,1", "x1", "0x1", "-1x1", "1.5x1", ""])
 def test_parse_speeds_names_the_entry_that_is_none(text: str) -> None:
     with pytest.raises(ConfigError, match="--speeds: entry"):
         parse_speeds(text)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lengthwise.comm import CheckedTransport, StagedTransport, TorchTransport, World, checks_transfers, join
+from lengthwise.comm import CheckedTransport, World, checks_transfers, join
 from lengthwise.comm.checked import VARIABLE
-from lengthwise.core.errors import ConfigError, TransferError, TransferMismatch
+from lengthwise.core.errors import ConfigError, TransferMismatch
 from lengthwise.run.launch import launch
 
 
@@ -62,52 +62,24 @@ def test_messages_that_match_arrive_and_calls_may_be_waited_for_in_any_order():
     assert ran(work, 3) == [1.0, 1.0, 1.0]
 
 
-def test_messages_through_host_memory_are_checked_too(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "0")
-
-    def around(t):
-        assert isinstance(t, TorchTransport)
-        return CheckedTransport(StagedTransport(t, stages=lambda _: True), t.beside())
-
-    def right(t):
-        room = torch.empty(1000)
-        around(t).exchange([(floats(1000, value=t.rank), 1 - t.rank)], [(room, 1 - t.rank)]).wait()
-        return room.unique().tolist()
-
-    assert ran(right) == [1.0]
-    with pytest.raises(
-        TransferMismatch, match=r"float32 of shape \[4\], of start; got message 1, float32 of shape \[3\]"
-    ):
-        ran(lambda t: around(t).exchange(*([(floats(3), 1)], []) if t.rank == 0 else ([], [(floats(4), 0)])).wait())
-
-
 @pytest.mark.parametrize(
     ("sent", "got"),
-    [
-        (floats(3), "float32 of shape [3]"),
-        (floats(5), "float32 of shape [5]"),
-        (floats(4, dtype=torch.int32), "int32 of shape [4]"),
-    ],
-    ids=["short", "long", "another dtype of as many bytes"],
+    [(floats(5), "float32 of shape [5]"), (floats(4, dtype=torch.int32), "int32 of shape [4]")],
+    ids=["length", "another dtype of as many bytes"],
 )
 def test_a_wrong_length_or_dtype_is_refused(sent, got):
-    said = refused(lambda t: t.exchange([(sent, 1)], []).wait(), lambda t: t.exchange([], [(floats(4), 0)]).wait())
-    assert "rank 1, step 1: expected from rank 0 to rank 1: message 1, float32 of shape [4]" in said
-    assert f"got message 1, {got}, of step 1" in said
-
-
-def test_another_order_within_a_call_is_refused_and_nothing_is_taken():
-    rooms = [floats(3, value=-1), floats(2, value=-1)]
+    """Of the second message; and none is taken."""
+    rooms = [floats(3, value=-1), floats(4, value=-1)]
 
     def receive(t):
         try:
-            t.exchange([], [(rooms[0], 0), (rooms[1], 0)]).wait()
+            t.exchange([], [(room, 0) for room in rooms]).wait()
         finally:
             assert all((room == -1).all() for room in rooms)
 
-    said = refused(lambda t: t.exchange([(floats(2), 1), (floats(3), 1)], []).wait(), receive)
-    assert "expected from rank 0 to rank 1: message 1, float32 of shape [3]" in said
-    assert "got message 1, float32 of shape [2]" in said
+    said = refused(lambda t: t.exchange([(floats(3), 1), (sent, 1)], []).wait(), receive)
+    assert "rank 1, step 1: expected from rank 0 to rank 1: message 2, float32 of shape [4]" in said
+    assert f"got message 2, {got}, of step 1" in said
 
 
 def post_in(t, *phases):
@@ -130,18 +102,6 @@ def test_another_order_of_calls_of_the_same_size_is_refused():
 def test_a_lost_message_is_found_at_the_next_one():
     said = refused(lambda t: post_in(t, "step 1", "step 3"), lambda t: post_in(t, "step 1", "step 2", "step 3"))
     assert "message 2, float32 of shape [4], of step 2; got message 2, float32 of shape [4], of step 3" in said
-
-
-def test_a_lost_message_that_none_follows_is_an_error_within_the_time_out():
-    def work(t):
-        t.phase = "step 1"
-        if t.rank == 1:
-            t.exchange([], [(floats(4), 0)]).wait()
-        else:
-            t.all_reduce(torch.zeros(1))
-
-    with pytest.raises(TransferError, match=r"step 1: expected .* to answer within 1 s"):
-        ran(work, timeout_seconds=1.0)
 
 
 def test_it_is_off_unless_asked_for(monkeypatch):

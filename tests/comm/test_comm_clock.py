@@ -67,45 +67,25 @@ def test_waiting_in_collectives_is_told_apart(device):
     assert spent.busy_seconds == 0.0
 
 
-def test_wait_inside_another_is_part_of_it(device):
-    """Messages through the host's memory: the host waits for them while the device computes."""
-    clock = Clock()
-    interval = clock.start(CUDA)
-    device.give(3.0)
-    with clock.waiting(on_stream=True), clock.waiting():
-        device.host += 4.0
-    assert interval.stop().waited_seconds == 1.0
-    with clock.waiting(), clock.waiting():
-        device.host += 4.0
-    assert clock.waited_seconds == 5.0
-
-
-def test_intervals_may_lie_in_one_another_and_be_read_between(device):
-    clock = Clock()
-    outer = clock.start(CUDA)
-    with clock.waiting(on_stream=True):
-        device.wait_for(2.0)
-    inner = clock.start(CUDA)
-    assert clock.waited_seconds == 2.0
-    with clock.waiting(on_stream=True):
-        device.wait_for(5.0)
-    assert inner.stop() == Spent(seconds=3.0, transfer_seconds=3.0, collective_seconds=0.0)
-    assert outer.stop() == Spent(seconds=5.0, transfer_seconds=5.0, collective_seconds=0.0)
-
-
 def test_host_waits_are_seconds_of_the_host(device):
+    """One inside another is part of it, and what the device computed beside it is none."""
     clock = Clock()
     interval = clock.start(CPU)
     device.host += 2.0
 
     def fail():
-        with clock.waiting():
+        with clock.waiting(), clock.waiting():
             device.host += 3.0
             raise ValueError("gone")
 
     with pytest.raises(ValueError, match="gone"):
         fail()
     assert interval.stop() == Spent(seconds=5.0, transfer_seconds=3.0, collective_seconds=0.0)
+    interval = clock.start(CUDA)
+    device.give(3.0)
+    with clock.waiting(on_stream=True), clock.waiting():
+        device.host += 4.0
+    assert interval.stop().waited_seconds == 1.0
 
 
 @given(

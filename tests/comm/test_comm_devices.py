@@ -28,11 +28,6 @@ def _raise(error):
     raise error
 
 
-def test_gpus_that_torch_starts_are_counted(cuda):
-    assert find_gpus() == Gpus(number=3)
-    assert count_gpus() == 3
-
-
 def test_torch_is_started_in_a_child_only(cuda, tmp_path):
     cuda.init = lambda: (tmp_path / "pid").write_text(str(os.getpid()))
     assert count_gpus() == 3
@@ -45,21 +40,21 @@ def test_process_that_has_started_cuda_asks_no_child(cuda):
     assert find_gpus() == Gpus(number=2)
 
 
-def test_driver_that_is_too_old_is_no_gpu_and_says_so(cuda):
-    """It is counted all the same, where NVML does the counting."""
-    cuda.init = lambda: _raise(RuntimeError(TOO_OLD))
-    assert find_gpus() == Gpus(number=0, why_none="The NVIDIA driver on your system is too old (found version 11040)")
-
-
-def test_driver_that_kills_whoever_asks_is_no_gpu_and_says_so(cuda):
-    cuda.init = lambda: os._exit(7)
-    assert find_gpus() == Gpus(number=0, why_none="the driver ended the process that asked it (exit code 7)")
-
-
-def test_build_without_cuda_has_no_gpus(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(torch.version, "hip", None, raising=False)
-    assert find_gpus() == Gpus(number=0, why_none=f"torch {torch.__version__} was built without CUDA")
+@pytest.mark.parametrize(
+    ("init", "said"),
+    [
+        # It is counted all the same, where NVML does the counting.
+        (lambda: _raise(RuntimeError(TOO_OLD)), "The NVIDIA driver on your system is too old (found version 11040)"),
+        (lambda: os._exit(7), "the driver ended the process that asked it (exit code 7)"),
+        (None, f"torch {torch.__version__} was built without CUDA"),
+    ],
+)
+def test_without_a_gpu_that_works_there_is_none_and_why_is_said(cuda, monkeypatch, init, said):
+    cuda.init = init
+    if init is None:
+        monkeypatch.setattr(torch.version, "cuda", None)
+        monkeypatch.setattr(torch.version, "hip", None, raising=False)
+    assert find_gpus() == Gpus(number=0, why_none=said)
 
 
 @pytest.mark.parametrize(

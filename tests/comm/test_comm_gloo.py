@@ -5,20 +5,22 @@ import multiprocessing
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_options import NcclOptions
 from testing import run_ranks
 
 from lengthwise.comm import TorchTransport, World, agree, broadcast_bytes, join, torch_transport, world_from_environment
 from lengthwise.comm import world as comm_world
+from lengthwise.comm.groups import DEFAULTS, nccl_options, set_defaults
 from lengthwise.core.errors import DataError, PlanError, RankError, TransferError
 from lengthwise.run import launch as launching
 from lengthwise.run.launch import launch
+from tiers import more
 
 
 @pytest.fixture(autouse=True)
@@ -35,20 +37,29 @@ def test_gloo_moves_messages_and_bytes_and_sums():
     def work(t):
         got = [broadcast_bytes(t, data if t.rank == 0 else None) == data for data in (b"", big)]
         got.append(broadcast_bytes(t, b"from 2" if t.rank == 2 else None, source=2) == b"from 2")
-        out, room = torch.full((2, 3), float(t.rank)), torch.empty(2, 3)
-        t.exchange([(out, (t.rank + 1) % 3)], [(room, (t.rank - 1) % 3)]).wait()
-        got.append(bool((room == (t.rank - 1) % 3).all()))
         t.exchange([], []).wait()
-        total = torch.tensor([float(t.rank + 1)])
-        t.all_reduce(total)
-        piece, everyone = torch.empty(2), torch.empty(6)
-        t.reduce_scatter(piece, torch.arange(6.0))
-        t.all_gather(everyone, torch.full((2,), float(t.rank)))
         agree(t, b"plan", "plan")
-        return all(got), total.item(), piece.tolist(), everyone.tolist()
+        return all(got), moved(t), overlapping(t)
 
     for rank, result in enumerate(run_ranks(work, 3)):
-        assert result == (True, 6, [3 * 2 * rank, 3 * (2 * rank + 1)], [0, 0, 1, 1, 2, 2])
+        assert result == (True, wanted(rank), True)
+
+
+def moved(t):
+    """Use every call once; return what came."""
+    out, room = torch.full((2, 3), float(t.rank)), torch.empty(2, 3)
+    t.exchange([(out, (t.rank + 1) % 3)], [(room, (t.rank - 1) % 3)]).wait()
+    total, piece, everyone = torch.tensor([float(t.rank + 1)]), torch.empty(2), torch.empty(6)
+    t.all_reduce(total)
+    t.reduce_scatter(piece, torch.arange(6.0))
+    t.all_gather(everyone, torch.full((2,), float(t.rank)))
+    t.broadcast(out, 1)
+    return [room.unique().tolist(), total.tolist(), piece.tolist(), everyone.tolist(), out.unique().tolist()]
+
+
+def wanted(rank):
+    """Return what each of three ranks finds in `moved`."""
+    return [[(rank - 1) % 3], [6], [6 * rank, 6 * rank + 3], [0, 0, 1, 1, 2, 2], [1]]
 
 
 def overlapping(t):
@@ -66,10 +77,6 @@ def overlapping(t):
     summed = all(torch.equal(piece, 3 * (n + 1) * own + 3) for n, piece in enumerate(pieces))
     gathered = [torch.tensor([0.0, 1, 2]).repeat_interleave(3) + 10 * n for n in many]
     return summed and all(torch.equal(a, b) for a, b in zip(everyone, gathered, strict=True))
-
-
-def test_gloo_has_many_collectives_under_way():
-    assert run_ranks(overlapping, 3) == [True] * 3
 
 
 def test_gloo_order_c_connects_all_edges_at_distance_1_and_2_at_start(monkeypatch):
@@ -110,6 +117,14 @@ class _Event:
         return (later.seconds - self.seconds) * 1e3
 
 
+class NcclOptions:
+    """What `dist.ProcessGroupNCCL.Options` takes and has (torch 2.11 to 2.13); CPU builds have none."""
+
+    def __init__(self, is_high_priority_stream=False):
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(blocking=-1, cga_cluster_size=-1, min_ctas=-1, max_ctas=-1)
+
+
 @pytest.fixture
 def gpus_replaced(monkeypatch):
     """Take the path of NCCL with gloo in its place: groups, watch, waits of the stream, all but the device itself."""
@@ -137,67 +152,43 @@ def test_nccl_path_has_two_eager_groups_and_keeps_host_tensors_on_gloo(gpus_repl
     def work(world, on_phase):
         t = TorchTransport(dataclasses.replace(world, gpus=3), timeout_seconds=7, on_phase=on_phase)
         agree(t, b"plan", "plan")
-        out, room = torch.full((2, 3), float(t.rank)), torch.empty(2, 3)
-        t.exchange([(out, (t.rank + 1) % 3)], [(room, (t.rank - 1) % 3)]).wait()
-        total, piece, everyone = torch.tensor([float(t.rank + 1)]), torch.empty(2), torch.empty(6)
-        t.all_reduce(total)
-        t.reduce_scatter(piece, torch.arange(6.0))
-        t.all_gather(everyone, torch.full((2,), float(t.rank)))
-        t.broadcast(out, 1)
+        assert not t.shares_gpus
+        assert moved(t) == wanted(t.rank)
         assert overlapping(t)
         before = t.clock.waited_seconds
         if t.rank == 0:
             time.sleep(0.3)
         t.all_reduce(torch.zeros(1))
-        waited = t.clock.waited_seconds - before
-        before, slow = t.clock.waited_seconds, dist.batch_isend_irecv
+        late = t.clock.waited_seconds - before > 0.2
+        assert late == (t.rank != 0), "waiting is what the stream waited"
+        before, slow, piece = t.clock.waited_seconds, dist.batch_isend_irecv, torch.empty(2)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "batch_isend_irecv", lambda operations: time.sleep(0.3) or slow(operations))
             pending = t.exchange([(piece, (t.rank + 1) % 3)], [(torch.empty(2), (t.rank - 1) % 3)])
             assert t.clock.waited_seconds == before, "posting is no waiting: the GPU works on"
         pending.wait()
         with pytest.raises(PlanError, match="got 66"):
-            t.exchange([(out, 0)] * 33, [(room, 0)] * 33)
+            t.exchange([(piece, 0)] * 33, [(piece, 0)] * 33)
         assert chosen == [torch.device("cuda", t.rank)], "by the thread of the watch"
         t.close()
-        numbers = (total.item(), piece.tolist(), everyone.tolist(), room[0, 0].item(), out[0, 0].item())
-        return t.rank, t.shares_gpus, numbers, gpus_replaced, waited > 0.2
-
-    def told(world, on_phase):
-        rank, shares, numbers, groups, late = work(world, on_phase)
-        assert not shares
-        assert numbers == (6, [6 * rank, 6 * rank + 3], [0, 0, 1, 1, 2, 2], (rank - 1) % 3, 1)
         longer = 7.0 + 24 * 3600  # NCCL counts from posting: a day more than our own time-out
-        assert [group[:3] for group in groups] == [("nccl", f"cuda:{rank}", longer)] * 2
-        (*_, ring), (*_, collectives) = groups
-        found = [
-            (each.is_high_priority_stream, each.config.max_ctas, each._timeout.total_seconds())
-            for each in (ring, collectives)
-        ]
-        assert found == [(True, 8, longer), (False, 16, longer)]
+        assert [group[:3] for group in gpus_replaced] == [("nccl", f"cuda:{t.rank}", longer)] * 2
+        options = [each for *_, each in gpus_replaced]  # of rings, and of collectives
+        assert [(each.is_high_priority_stream, each.config.max_ctas) for each in options] == [(True, 8), (False, 16)]
+        assert {each._timeout.total_seconds() for each in options} == {longer}
         assert os.environ["NCCL_NCHANNELS_PER_NET_PEER"] == "4"
-        assert late == (rank != 0), "waiting is what the stream waited"
         return True
 
-    assert launch(told, 3)
+    assert launch(work, 3)
 
 
-@pytest.mark.exhaustive
-def test_nccl_path_names_rank_and_phase_when_a_rank_stops_answering(gpus_replaced, capfd):
-    def work(world, on_phase):
-        t = TorchTransport(dataclasses.replace(world, gpus=2), timeout_seconds=1, on_phase=on_phase)
-        t.phase = f"step 3 on {t.rank}"
-        if t.rank == 1:
-            time.sleep(60)
-        pending = t.exchange([], [(torch.empty(4), 1)])
-        t.phase = "much later"  # the host runs ahead of the GPU: it is the phase of the transfer that counts
-        pending.wait()
-
-    start = time.monotonic()
-    with pytest.raises(RankError, match="rank 0, step 3 on 0, waiting for ranks 1: expected the rank to finish"):
-        launch(work, 2)
-    assert time.monotonic() - start < 30, "not the 60 s that the other rank sleeps"
-    assert "error[transfer] rank 0, step 3 on 0: expected ranks 1 to answer within 1 s" in capfd.readouterr().err
+@pytest.mark.parametrize("for_transfers", [True, False])
+def test_what_the_environment_asks_nccl_for_is_left(for_transfers):
+    options = nccl_options(timedelta(seconds=3), NcclOptions, {"NCCL_MIN_CTAS": "16"}, for_transfers=for_transfers)
+    assert (options.is_high_priority_stream, options.config.max_ctas) == (for_transfers, -1)
+    environment = {"NCCL_NCHANNELS_PER_NET_PEER": "2", "PATH": "/bin"}
+    set_defaults(environment)
+    assert environment == {**DEFAULTS, "NCCL_NCHANNELS_PER_NET_PEER": "2", "PATH": "/bin"}
 
 
 def test_ranks_that_share_a_gpu_move_host_memory_only(gpus_replaced):
@@ -207,6 +198,9 @@ def test_ranks_that_share_a_gpu_move_host_memory_only(gpus_replaced):
         return t.shares_gpus, gpus_replaced
 
     assert launch(work, 3) == (True, [("gloo", "None", 10.0, None)])
+    alone = World(rank=3, world_size=8, local_rank=3, local_size=8, gpus=1)
+    assert str(alone.device) == "cuda:0", "the only one that it is shown"
+    assert str(dataclasses.replace(alone, gpus=8).device) == "cuda:3"
 
 
 @pytest.mark.parametrize(
@@ -232,16 +226,6 @@ def test_ranks_share_a_gpu_where_it_is_the_same_one(gpus_replaced, monkeypatch, 
     assert (set(found[::2]), found[1::2]) == ({float(expected[0])}, expected[1])
 
 
-def test_ranks_of_torchrun_that_are_shown_one_gpu_each_take_it(monkeypatch):
-    torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
-    for name, value in torchrun.items():
-        monkeypatch.setenv(name, value)
-    world = world_from_environment()
-    assert world is not None
-    assert str(dataclasses.replace(world, gpus=1).device) == "cuda:0", "the only one it sees"
-    assert str(dataclasses.replace(world, gpus=8).device) == "cuda:3"
-
-
 def test_join_refuses_ranks_of_which_some_have_no_gpu(gpus_replaced):
     def work(world, on_phase):
         join(dataclasses.replace(world, gpus=0 if world.rank else 2), timeout_seconds=10, on_phase=on_phase)
@@ -255,78 +239,54 @@ def test_gloo_names_rank_and_phase_when_a_peer_dies():
         t.phase = "step 7, microbatch 1 forward"
         if t.rank == 1:
             os._exit(0)  # says nothing: the parent must find out, the peer must not wait for ever
-        t.exchange([], [(torch.empty(4), 1)]).wait()
-
-    def told(t):
         try:
-            work(t)
+            t.exchange([], [(torch.empty(4), 1)]).wait()
         except TransferError as error:
             raise DataError("told", expected="", got=str(error), remedy="") from None  # comes first: not a transfer's
 
     start = time.monotonic()
-    with pytest.raises((RankError, DataError)) as raised:
-        run_ranks(told, 2, timeout_seconds=10)
+    with pytest.raises((RankError, DataError), match=r"rank 0, step 7, microbatch 1 forward.*ranks 1"):
+        run_ranks(work, 2, timeout_seconds=10)
     assert time.monotonic() - start < 8, "a dead peer is found before the time-out"
-    assert "rank 0, step 7, microbatch 1 forward" in str(raised.value)
-    assert "ranks 1" in str(raised.value)
 
 
-def test_gloo_names_rank_and_phase_when_a_rank_stops_answering(monkeypatch):
-    monkeypatch.setattr(launching, "_GRACE_SECONDS", 1.0)
+@pytest.mark.parametrize("collective", [False, more(True)])
+def test_gloo_names_rank_and_the_phase_of_posting_when_a_rank_stops_answering(collective, monkeypatch):
+    monkeypatch.setattr(launching, "_GRACE_SECONDS", 0.5)
 
-    def work(t):
-        t.phase = f"step 3 on {t.rank}"
-        if t.rank == 1:
-            time.sleep(60)
-        t.exchange([], [(torch.empty(4), 1)]).wait()
-
-    start = time.monotonic()
-    with pytest.raises(TransferError, match="rank 0, step 3 on 0: expected ranks 1 to answer within 1 s"):
-        run_ranks(work, 2, timeout_seconds=1.0)
-    assert time.monotonic() - start < 1 + 5
-
-
-@pytest.mark.exhaustive
-def test_gloo_collective_under_way_names_the_phase_it_was_posted_in():
     def work(t):
         t.phase = "step 3, end"
         if t.rank == 1:
             time.sleep(60)
-        pending = t.all_gather_async(torch.zeros(2), torch.zeros(1))
+        room = torch.empty(2)
+        pending = t.all_gather_async(room, torch.zeros(1)) if collective else t.exchange([], [(room, 1)])
         t.phase = "step 4"
         pending.wait()
 
-    with pytest.raises(TransferError, match="rank 0, step 3, end: expected all ranks to answer within 1 s"):
+    start, who = time.monotonic(), "all ranks" if collective else "ranks 1"
+    with pytest.raises(TransferError, match=f"rank 0, step 3, end: expected {who} to answer within 1 s"):
         run_ranks(work, 2, timeout_seconds=1.0)
+    assert time.monotonic() - start < 1 + 5
 
 
-def test_launch_returns_the_result_of_rank_0():
-    assert launch(lambda world, _: (world.rank, world.world_size), 1) == (0, 1)
-    assert launch(lambda world, _: (world.rank, world.world_size, world.local_rank), 3) == (0, 3, 0)
-
-
-def test_launch_raises_the_reason_and_not_its_consequences():
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (DataError("train.jsonl:3", expected="x", got="y", remedy="z"), DataError, "train.jsonl:3"),
+        (ZeroDivisionError("oops"), RankError, r"rank 2, reading.*ZeroDivisionError: oops"),
+    ],
+)
+def test_launch_raises_the_reason_and_not_its_consequences(error, kind, said, capfd):
     def work(t):
         t.phase = "reading"
         if t.rank == 2:
-            time.sleep(0.3)
-            raise DataError("train.jsonl:3", expected="ids", got="text", remedy="Mend it.")
+            time.sleep(0.1)
+            raise error
         t.exchange([], [(torch.empty(4), 2)]).wait()
 
-    with pytest.raises(DataError, match=r"train.jsonl:3"):
+    with pytest.raises(kind, match=said):
         run_ranks(work, 3, timeout_seconds=10)
-
-
-def test_launch_says_what_a_rank_raised_that_is_no_error_of_ours(capfd):
-    def work(world, on_phase):
-        on_phase("loading")
-        if world.rank == 1:
-            raise ZeroDivisionError("oops")
-        time.sleep(0.05)
-
-    with pytest.raises(RankError, match=r"rank 1, loading.*ZeroDivisionError: oops"):
-        launch(work, 2)
-    assert "Traceback" in capfd.readouterr().err
+    assert (kind is RankError) == ("Traceback" in capfd.readouterr().err)
 
 
 def test_launch_names_a_killed_rank_and_its_last_phase():
@@ -357,11 +317,6 @@ def test_launch_ends_ranks_that_do_not_listen(monkeypatch):
     with pytest.raises(DataError, match="row 1"):
         launch(work, 2)
     assert time.monotonic() - start < 6
-
-
-def test_launch_tells_of_a_result_that_cannot_be_sent(capfd):
-    with pytest.raises(RankError, match="rank 0"):
-        launch(lambda world, _: (lambda: None) if world.rank == 0 else None, 2)
 
 
 def test_transport_leaves_its_world_on_close():

@@ -6,10 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import run_ranks
 from testing.strict import StrictWorld
 
-from lengthwise.comm import StagedTransport
+from lengthwise.comm import StagedTransport, agree, join
 from lengthwise.comm.staged import Slabs, cut_into_rounds
+from lengthwise.comm.transport import Around
+from lengthwise.run.launch import launch
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 SLAB_BYTES = 64
@@ -26,12 +29,26 @@ class Pinned:
         return self.slabs[-1]
 
 
+class Device(torch.Tensor):
+    """Stands for a tensor on a GPU: the same numbers, and not to be sent."""
+
+
+class HostOnly(Around):
+    """Refuses what gloo could not read."""
+
+    def exchange(self, sends, receives):
+        assert not any(isinstance(tensor, Device) for tensor, _ in (*sends, *receives))
+        return super().exchange(sends, receives)
+
+
 def staged(inner, pinned, most=4):
-    return StagedTransport(inner, stages=lambda tensor: True, slabs=Slabs(slab_bytes=SLAB_BYTES, most=most, pin=pinned))
+    slabs = Slabs(slab_bytes=SLAB_BYTES, most=most, pin=pinned)
+    return StagedTransport(HostOnly(inner), stages=lambda tensor: True, slabs=slabs)
 
 
 def _drawn(rank, number, size, dtype):
-    return torch.randn(size, generator=torch.Generator().manual_seed(1000 * rank + number), dtype=dtype)
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    return torch.randn(size, generator=generator, dtype=dtype).as_subclass(Device)
 
 
 @given(
@@ -55,7 +72,7 @@ def test_messages_of_any_size_arrive_whole_in_a_few_slabs(choose, ranks, calls, 
             sends, receives = [], []
             for peer in (each for each in range(ranks) if each != t.rank):
                 sends += [(_drawn(t.rank, call, n, dtype), peer) for n in sizes[call, t.rank, peer]]
-                found = [torch.zeros(n, dtype=dtype) for n in sizes[call, peer, t.rank]]
+                found = [torch.zeros(n, dtype=dtype).as_subclass(Device) for n in sizes[call, peer, t.rank]]
                 receives += [(room, peer) for room in found]
                 rooms[call, peer] = found
             waits.append(t.exchange(sends, receives))
@@ -111,19 +128,45 @@ def test_gather_over_its_own_source_in_chunks():
     assert all(torch.equal(found, expected) for found in StrictWorld(2).run(work))
 
 
-def test_message_of_100_slabs_needs_two_at_a_time_each_way():
-    pinned = [Pinned(), Pinned()]
+def test_a_message_is_what_it_was_when_posted():
+    """A tensor that changes after the call, as the next layer's keys do, changes nothing that was sent."""
 
     def work(inner):
-        t, room = staged(inner, pinned[inner.rank], most=99), torch.zeros(1600)
-        t.exchange([(_drawn(t.rank, 0, 1600, torch.float32), 1 - t.rank)], [(room, 1 - t.rank)]).wait()
-        t.all_gather(torch.zeros(1600), torch.zeros(800))
-        t.reduce_scatter(torch.zeros(800), torch.zeros(1600))
-        t.all_reduce(torch.zeros(800))
-        return torch.equal(room, _drawn(1 - t.rank, 0, 1600, torch.float32))
+        t = StagedTransport(inner, stages=lambda tensor: True)
+        out, room = torch.tensor([1.0 + t.rank]), torch.zeros(1)
+        pending = t.exchange([(out, 1 - t.rank)], [(room, 1 - t.rank)])
+        out.fill_(99)
+        assert room.item() == 0, "nothing arrives before the wait"
+        pending.wait()
+        return room.item()
 
-    assert StrictWorld(2).run(work) == [True, True]
-    assert [len(each.slabs) for each in pinned] == [4, 4]
+    assert StrictWorld(2).run(work) == [2, 1]
+
+
+def test_messages_and_collectives_through_host_memory_on_gloo():
+    def work(inner):
+        t, room = StagedTransport(inner, stages=lambda tensor: tensor.dtype == torch.float64), torch.zeros(2).double()
+        host = torch.zeros(1)
+        sends = [(torch.full((2,), 5.0 + t.rank).double(), 1 - t.rank), (torch.tensor([7.0 + t.rank]), 1 - t.rank)]
+        t.exchange(sends, [(room, 1 - t.rank), (host, 1 - t.rank)]).wait()
+        total, shared = torch.ones(1).double() + t.rank, torch.full((1,), 10.0 + t.rank).double()
+        t.all_reduce(total)
+        t.broadcast(shared, 1)
+        agree(t, b"plan", "plan")
+        return [x.tolist() for x in (room, host, total, shared)]
+
+    for rank, got in enumerate(run_ranks(work, 2)):
+        assert got == [[6.0 - rank] * 2, [8.0 - rank], [3.0], [11.0]]
+
+
+def test_join_says_which_transport_and_why():
+    def work(world, on_phase):
+        said = []
+        join(world, timeout_seconds=30, on_phase=on_phase, say=said.append).close()
+        return said
+
+    assert launch(work, 2) == ["transfers: gloo; because the run computes on the CPU"]
+    assert launch(work, 1) == []
 
 
 def test_rounds_pair_the_chunks_of_two_ranks_whatever_else_each_has_to_do():

@@ -36,11 +36,8 @@ def test_remedies_name_options_as_the_command_does_and_prose_keeps_its_words() -
     assert str(made).endswith("Use 2 ranks, raise capacity_tokens to 5, or set data.0.empty: skip.")
     assert pickle.loads(pickle.dumps(made)).render(NAMES) == made.render(NAMES)
     assert made.key == "x"
-
-
-def test_what_is_no_name_in_braces_stays() -> None:
     remedy = 'Write {sequences: 64} or {"tokens": 1}.'
-    assert error("x", remedy).render(NAMES).endswith(remedy)
+    assert error("x", remedy).render(NAMES).endswith(remedy), "no names"
 
 
 def test_all_of_several_problems_are_named() -> None:
@@ -48,23 +45,16 @@ def test_all_of_several_problems_are_named() -> None:
     assert [line.split()[1] for line in both.render(NAMES).splitlines()] == ["--ranks:", "--speeds:"]
 
 
-def problem(where: str) -> ConfigError:
-    return ConfigError(where, expected="a", got="b", remedy="C.")
-
-
-def test_collector_keeps_every_problem_once() -> None:
+def test_collector_keeps_every_problem_once_and_lets_other_errors_through() -> None:
     collector = Collector()
     assert collector.attempt(lambda: 5) == 5
     for wheres in (["x"], ["x", "y"], ["z"], ["y"]):
-        assert collector.attempt(lambda wheres=wheres: raise_problems([problem(where) for where in wheres])) is None
+        assert collector.attempt(lambda wheres=wheres: raise_problems([error(where) for where in wheres])) is None
     with pytest.raises(Problems) as caught:
         collector.raise_all()
     assert [each.where for each in caught.value.problems] == ["x", "y", "z"]
-
-
-def test_collector_lets_errors_that_are_not_ours_through() -> None:
     with pytest.raises(ZeroDivisionError):
-        Collector().attempt(lambda: 1 / 0)
+        collector.attempt(lambda: 1 / 0)
 
 
 def test_control_characters_of_names_do_not_reach_the_terminal():

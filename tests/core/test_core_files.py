@@ -66,21 +66,13 @@ def test_parse_json_says_what_is_wrong(text: str, told: str) -> None:
         parse_json(text)
 
 
-def test_parse_json_reads_what_json_reads() -> None:
-    assert parse_json('{"a": [1, 2.5, null, {"a": "b"}], "c": true}\r\n') == {
-        "a": [1, 2.5, None, {"a": "b"}],
-        "c": True,
-    }
-
-
-def test_read_json_says_why_a_file_cannot_be_read(tmp_path) -> None:
-    with pytest.raises(ValueError, match="No such file"):
-        read_json(tmp_path / "none.json")
-    with pytest.raises(ValueError, match="directory"):
-        read_json(tmp_path)
+def test_read_json_reads_what_json_reads_and_says_why_a_file_cannot_be_read(tmp_path) -> None:
+    read = parse_json('{"a": [1, 2.5, null, {"a": "b"}], "c": true}\r\n')
+    assert read == {"a": [1, 2.5, None, {"a": "b"}], "c": True}
     (tmp_path / "odd.json").write_bytes(b"[1, \xff]")
-    with pytest.raises(ValueError, match="byte 0xff at offset 4"):
-        read_json(tmp_path / "odd.json")
+    for name, said in (("none.json", "No such file"), (".", "directory"), ("odd.json", "byte 0xff at offset 4")):
+        with pytest.raises(ValueError, match=said):
+            read_json(tmp_path / name)
 
 
 def test_plan_files_with_a_key_twice_are_refused() -> None:

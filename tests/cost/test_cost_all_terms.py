@@ -1,6 +1,5 @@
 """Costs with all terms from shapes and hardware: published figures, meshes, memory, and files of a user's own."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -8,23 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.core.errors import ConfigError, LengthwiseError
-from lengthwise.core.files import read_package_json
-from lengthwise.cost import (
-    HARDWARE_NAMES,
-    SHAPE_NAMES,
-    all_terms_cost,
-    analytic_cost,
-    named_hardware,
-    named_shape,
-)
-from tiers import some
+from lengthwise.core.errors import ConfigError
+from lengthwise.cost import all_terms_cost, analytic_cost, named_hardware, named_shape
 
 LLAMA_7B, H100 = named_shape("llama-7b"), named_hardware("h100")
-PUBLISHED_MS = {4: (0.8, 0.9), 8: (1.8, 1.8), 16: (4.8, 3.6), 32: (14.1, 7.5), 64: (48.2, 15.1), 128: (175.5, 28.2)}
+PUBLISHED_MS = {4: (0.8, 0.9), 32: (14.1, 7.5), 128: (175.5, 28.2)}
 
 
-@pytest.mark.parametrize("k_tokens", PUBLISHED_MS)
+@pytest.mark.parametrize("k_tokens", [4, 32, 128])
 def test_paper_gpu_gives_the_published_layer_times(k_tokens: int) -> None:
     cost = all_terms_cost(LLAMA_7B, named_hardware("bytescale-gpu"))
     head = 2 * 4096 * 32000 / (1.2575e15 * 0.8123) * 1024 * k_tokens  # the output head is in our linear work
@@ -35,8 +25,7 @@ def test_paper_gpu_gives_the_published_layer_times(k_tokens: int) -> None:
     assert 1e3 * layer == pytest.approx(sum(PUBLISHED_MS[k_tokens]), rel=0.03)
 
 
-@pytest.mark.parametrize("shape", some(SHAPE_NAMES))
-@pytest.mark.parametrize("hardware", some(HARDWARE_NAMES, 0, -1))
+@pytest.mark.parametrize(("shape", "hardware"), [("llama-7b", "h100"), ("mixtral-8x7b", "cpu")])
 def test_all_terms_agree_with_the_simple_costs_where_they_overlap(shape: str, hardware: str) -> None:
     described = replace(named_hardware(hardware), block_efficiency=((1, 1.0),))
     cost, simple = (make(named_shape(shape), described) for make in (all_terms_cost, analytic_cost))
@@ -45,8 +34,7 @@ def test_all_terms_agree_with_the_simple_costs_where_they_overlap(shape: str, ha
     assert cost.ring_bytes / cost.far.bytes_per_second == pytest.approx(simple.ring_seconds)
     degree = 2 * described.ranks_per_node
     assert cost.hops_seconds(degree) == pytest.approx(simple.hops_seconds(degree))
-    ring = cost.piece_seconds([200_000], degree)
-    assert ring >= simple.piece_seconds([200_000], degree) * (1 - 1e-12)
+    assert cost.piece_seconds([200_000], degree) >= simple.piece_seconds([200_000], degree) * (1 - 1e-12)
 
 
 def test_tensor_parallel_ranks_divide_work_and_pay_all_reduces() -> None:
@@ -84,59 +72,3 @@ def test_stages_hold_their_share_of_the_layers() -> None:
 def test_impossible_meshes_are_refused(mesh) -> None:
     with pytest.raises(ConfigError, match=next(iter(mesh))[:6]):
         all_terms_cost(LLAMA_7B, H100, **mesh)
-
-
-def _description() -> dict:
-    return read_package_json("lengthwise.cost", "hardware.json")["h100"]
-
-
-def test_hardware_of_a_users_own_is_read_by_path(tmp_path) -> None:
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps({**_description(), "link_bytes_per_second": 25e9}))
-    mine = named_hardware(str(path))
-    assert (mine.name, mine.link_bytes_per_second, mine.block_efficiency) == (str(path), 25e9, H100.block_efficiency)
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"link_byte_per_second": 1.0}, "link_bytes_per_second"),
-        ({"device_bytes": "80GB"}, "device_bytes"),
-        ({"ranks_per_node": 7.5}, "ranks_per_node"),
-        ({"source": ""}, "source"),
-        ({"fused_norms": "yes"}, "fused_norms"),
-        ({"block_efficiency": [[1024, 0.9], [512, 1.0]]}, "block_efficiency"),
-        ({"block_efficiency": [[1024, 0.1], [2048, 1.0]]}, "block_efficiency"),
-        ({"block_efficiency": [[1024, 0.9]]}, "block_efficiency"),
-        ({"block_efficiency": [1024, 1.0]}, "block_efficiency"),
-        ({"block_efficiency": []}, "block_efficiency"),
-    ],
-)
-def test_hardware_files_are_checked(tmp_path, change, told) -> None:
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps({**_description(), **change}))
-    with pytest.raises(ConfigError, match=told):
-        named_hardware(str(path))
-
-
-def test_hardware_files_tell_all_problems_at_once(tmp_path) -> None:
-    path = tmp_path / "mine.json"
-    described = {**_description(), "device_bytes": -1, "host_bytes": 0}
-    path.write_text(json.dumps(described))
-    with pytest.raises(LengthwiseError, match=r"(?s)device_bytes.*host_bytes"):
-        named_hardware(str(path))
-    del described["device_bytes"], described["source"]
-    path.write_text(json.dumps(described))
-    with pytest.raises(ConfigError, match="device_bytes, source"):
-        named_hardware(str(path))
-
-
-@pytest.mark.parametrize("text", ["", "[1]", '{"a": }'])
-def test_files_that_are_no_json_object_are_refused(tmp_path, text) -> None:
-    path = tmp_path / "mine.json"
-    path.write_text(text)
-    for read in (named_hardware, named_shape):
-        with pytest.raises(ConfigError, match=r"mine\.json"):
-            read(str(path))
-    with pytest.raises(ConfigError, match="nowhere"):
-        named_hardware("nowhere/h100.json")

@@ -1,37 +1,74 @@
-"""Hardware descriptions: complete, sourced, checked."""
+"""Descriptions of hardware and costs from files: complete, sourced, checked."""
 
-from dataclasses import replace
+import json
 
 import pytest
 
-from lengthwise.core.errors import ConfigError
-from lengthwise.cost import HARDWARE_NAMES, hardware_of_gpu, named_hardware
+from lengthwise.core.errors import ConfigError, LengthwiseError, Problems
+from lengthwise.core.files import read_package_json
+from lengthwise.cost import HARDWARE_NAMES, Cost, named_hardware, named_shape
+from lengthwise.cost.costs import cost_from_file
+
+H100 = named_hardware("h100")
+
+
+DESCRIBED = read_package_json("lengthwise.cost", "hardware.json")["h100"]
 
 
 @pytest.mark.parametrize("name", HARDWARE_NAMES)
 def test_named_hardware_states_its_source(name: str) -> None:
-    hardware = named_hardware(name)
-    assert hardware.name == name
-    assert len(hardware.source) > 40
+    assert named_hardware(name).name == name
+    assert len(named_hardware(name).source) > 40
+
+
+def test_hardware_of_a_users_own_is_read_by_path(tmp_path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**DESCRIBED, "link_bytes_per_second": 25e9}))
+    mine = named_hardware(str(path))
+    assert (mine.name, mine.link_bytes_per_second, mine.block_efficiency) == (str(path), 25e9, H100.block_efficiency)
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("change", "said"),
     [
-        ("peak_flops_per_second", 0.0),
-        ("linear_efficiency", 1.5),
-        ("attention_efficiency", 0.0),
-        ("link_bytes_per_second", float("inf")),
-        ("link_bytes_per_second", 10**400),
-        ("node_hop_latency_seconds", 1e308),
-        ("device_bytes", 1e-320),
-        ("hop_latency_seconds", -1.0),
-        ("compute_dtype_bytes", True),
+        ({"peak_flops_per_second": 0.0}, "peak_flops_per_second"),
+        ({"linear_efficiency": 1.5}, "linear_efficiency"),
+        ({"link_bytes_per_second": float("inf")}, "link_bytes_per_second"),
+        ({"link_bytes_per_second": 10**400}, "link_bytes_per_second"),
+        ({"node_hop_latency_seconds": 1e308}, "node_hop_latency_seconds"),
+        ({"device_bytes": 1e-320}, "device_bytes"),
+        ({"device_bytes": "80GB"}, "device_bytes"),
+        ({"hop_latency_seconds": -1.0}, "hop_latency_seconds"),
+        ({"compute_dtype_bytes": True}, "compute_dtype_bytes"),
+        ({"ranks_per_node": 7.5}, "ranks_per_node"),
+        ({"source": ""}, "source"),
+        ({"fused_norms": "yes"}, "fused_norms"),
+        ({"link_byte_per_second": 1.0}, "link_bytes_per_second"),
+        *(
+            ({"block_efficiency": curve}, "block_efficiency")
+            for curve in ([[1024, 0.9], [512, 1.0]], [[1024, 0.1], [2048, 1.0]], [[1024, 0.9]], [1024, 1.0], [])
+        ),
+        ({"device_bytes": -1, "host_bytes": 0}, r"(?s)device_bytes.*host_bytes"),
+        ({"device_bytes": ..., "source": ...}, "device_bytes, source"),
     ],
+    ids=str,
 )
-def test_hardware_refuses_impossible_values(field: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=field):
-        replace(named_hardware("h100"), **{field: value})
+def test_hardware_files_are_checked(tmp_path, change, said):
+    path = tmp_path / "mine.json"
+    described = {name: value for name, value in {**DESCRIBED, **change}.items() if value is not ...}
+    path.write_text(json.dumps(described))
+    with pytest.raises(LengthwiseError, match=said):
+        named_hardware(str(path))
+
+
+@pytest.mark.parametrize("text", [None, "", "[1]", '{"a": }'])
+def test_what_is_no_file_of_a_json_object_is_refused(tmp_path, text) -> None:
+    path = tmp_path / "mine.json"
+    if text is not None:
+        path.write_text(text)
+    for read in (named_hardware, named_shape):
+        with pytest.raises(ConfigError, match=r"mine\.json"):
+            read(str(path))
 
 
 @pytest.mark.parametrize(("kernel", "reached"), [("flash2", 325.6), ("cudnn", 522.4), ("flash3", 575.7)])
@@ -49,7 +86,6 @@ def test_an_a100_reaches_what_flash_attention_2_reports() -> None:
     both_passes = 3.5 / (1 / 230 + 2.5 / (0.63 * 312))
     assert hardware.kernel == "flash2"
     assert hardware.attention_efficiency * 312 == pytest.approx(both_passes, rel=0.002)
-    assert hardware_of_gpu("NVIDIA A100-SXM4-80GB") == ("a100", None)
 
 
 def test_the_default_kernel_runs_packs_as_flash2_and_long_blocks_faster() -> None:
@@ -68,3 +104,35 @@ def test_kernels_that_are_not_known_are_refused() -> None:
         named_hardware("h100").with_kernel("flash33")
     with pytest.raises(ConfigError, match="kernel"):
         named_hardware("cpu").with_kernel("flash2")
+
+
+def test_cost_from_file_takes_what_is_left_out_as_zero(tmp_path):
+    path = tmp_path / "cost.json"
+    path.write_text('{"linear_seconds": 2, "ring_seconds": 0.5}')
+    cost = cost_from_file(path)
+    assert cost == Cost(linear_seconds=2.0, ring_seconds=0.5, version=cost.version)
+    assert cost.version == "given/1 linear_seconds=2.0 ring_seconds=0.5"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "JSON"),
+        ("[1]", "an object with quadratic_seconds"),
+        ('{"linear_seconds": 0, "fixed_seconds": 0.0}', "at least one"),
+        ('{"linear_second": 1}', "Did you mean `linear_seconds`"),
+        ('{"hop_seconds": 1}', "hop_seconds"),
+        ('{"linear_seconds": Infinity}', "linear_seconds.*got Infinity"),
+        ('{"linear_seconds": 1e400}', "linear_seconds"),
+        ('{"linear_seconds": 1%s}' % ("0" * 400), "linear_seconds"),
+        ('{"linear_seconds": true}', "linear_seconds.*got true"),
+        ('{"linear_seconds": [[1]]}', "linear_seconds"),
+        ('{"linear_seconds": 1, "linear_seconds": 2}', 'the key "linear_seconds" twice'),
+        ('{"linear_seconds": -1, "ring_seconds": NaN, "speed": 3}', "speed.*linear_seconds.*-1.*ring_seconds.*NaN"),
+    ],
+)
+def test_cost_from_file_refuses_what_is_no_cost(tmp_path, text, said):
+    path = tmp_path / "cost.json"
+    path.write_text(text)
+    with pytest.raises((ConfigError, Problems), match=rf"(?s)cost\.json.*{said}"):
+        cost_from_file(path)

@@ -10,8 +10,10 @@ import pytest
 from cost.measured_samples import SHAPE, measurements_of, samples_of
 from cost.test_cost_fit import machine
 from lengthwise.core.errors import ConfigError, LengthwiseError, Problems
-from lengthwise.cost import named_shape
+from lengthwise.core.measurements import Term
+from lengthwise.cost import all_terms_cost, hardware_of_gpu, named_hardware, named_shape
 from lengthwise.cost.analytic import layer_seconds
+from lengthwise.cost.described import hardware_from_measurements, hardware_to_json
 from lengthwise.cost.measured import cost_from_measurements, measured_cost, measured_shape, read_measurements
 
 FOUND = measurements_of(samples_of(machine()))
@@ -41,7 +43,7 @@ def test_the_file_comes_back_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "an empty file"),
+        (None, "No such file"),
         ("[1]", 'an object with "schema"'),
         ('{"schema": "lengthwise.measurements/2"}', "lengthwise.measurements/1"),
         ('{"schema": "lengthwise.measurements/1", "schema": 1}', 'the key "schema" twice'),
@@ -49,13 +51,9 @@ def test_the_file_comes_back_as_it_was_written(tmp_path):
     ],
 )
 def test_what_is_no_file_of_measurements_is_refused(tmp_path, content, said):
+    path = tmp_path / "none.json" if content is None else write(tmp_path, content)
     with pytest.raises(ConfigError, match=re.escape(said)):
-        read_measurements(write(tmp_path, content))
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="No such file"):
-        read_measurements(tmp_path / "none.json")
+        read_measurements(path)
 
 
 def test_all_that_is_wrong_in_a_file_is_said_at_once(tmp_path):
@@ -73,12 +71,12 @@ def test_all_that_is_wrong_in_a_file_is_said_at_once(tmp_path):
     with pytest.raises(Problems) as caught:
         read_measurements(write(tmp_path, changed(spoil)))
     said = str(caught.value)
-    for key in ("place: expected a value", "plase", "Did you mean `place`?", "samples.0.seconds", "samples.1.kind"):
+    for key in (
+        "place: expected a value", "plase", "Did you mean `place`?", "samples.0.seconds", "samples.1.kind",
+        "samples.2.lengths.0", "samples.3.repeats", "samples.4.spread", "fit.terms.linear_seconds.value",
+        "fit.terms.speed", "model.layers",
+    ):  # fmt: skip
         assert key in said
-    for key in ("samples.2.lengths.0", "samples.3.repeats", "samples.4.spread", "fit.terms.linear_seconds.value"):
-        assert key in said
-    assert "fit.terms.speed" in said
-    assert "model.layers" in said
 
 
 def free(raw):
@@ -110,17 +108,92 @@ def test_a_run_plans_only_with_what_was_measured_of_its_like(tmp_path):
     assert cost_from_measurements(path, SHAPE, precision="fp32", threads=1) == measured_cost(FOUND)
     with pytest.raises(Problems) as caught:
         cost_from_measurements(path, named_shape("llama-7b"), precision="bf16", threads=4)
-    said = str(caught.value)
-    with pytest.raises(ConfigError, match="expected adapters of 80 parameters trained, as in the run; got all"):
-        cost_from_measurements(path, SHAPE, precision="fp32", adapters=80)
-    with pytest.raises(ConfigError, match="place: device: expected a GPU, as in the run; got cpu"):
-        cost_from_measurements(path, SHAPE, precision="fp32", on_gpus=True)
+    for word in ("model: layers: expected 32", "precision: expected bf16", "threads: expected 4", "Profile this model"):
+        assert word in str(caught.value)
+    for options, said in (
+        ({"adapters": 80}, "expected adapters of 80 parameters trained, as in the run; got all"),
+        ({"on_gpus": True}, "place: device: expected a GPU, as in the run; got cpu"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            cost_from_measurements(path, SHAPE, precision="fp32", **options)
     path = write(tmp_path, replace(FOUND, adapters=80).to_json())
     assert cost_from_measurements(path, SHAPE, precision="fp32", adapters=80).reduced_bytes == 80 * 8
     with pytest.raises(ConfigError, match="expected all of the model trained"):
         cost_from_measurements(path, SHAPE, precision="fp32")
-    for word in ("model: layers: expected 32", "precision: expected bf16", "threads: expected 4", "Profile this model"):
-        assert word in said
+
+
+def test_costs_of_the_description_are_those_of_the_fit(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(hardware_to_json(hardware_from_measurements(FOUND)))
+    described, fitted = all_terms_cost(SHAPE, named_hardware(str(path))), measured_cost(FOUND)
+    for name in ("quadratic_seconds", "linear_seconds", "fixed_seconds"):
+        assert getattr(described, name) == pytest.approx(getattr(fitted, name))
+    for name in ("near", "far"):
+        of_both = [getattr(cost, name) for cost in (described, fitted)]
+        assert of_both[0].bytes_per_second == pytest.approx(of_both[1].bytes_per_second)
+        assert of_both[0].hop_seconds == pytest.approx(of_both[1].hop_seconds)
+    assert described.block_efficiency == fitted.block_efficiency
+    assert described.copy_bytes_per_second == pytest.approx(fitted.copy_bytes_per_second)
+
+
+def test_what_was_not_measured_is_of_the_named_hardware_and_said():
+    base, terms = named_hardware("cpu"), dict(FOUND.fit.terms)
+    for name in ("near_bytes_per_second", "far_bytes_per_second", "copy_bytes_per_second"):
+        del terms[name]
+    found = replace(FOUND, fit=replace(FOUND.fit, terms=terms, block_efficiency=()))
+    made = hardware_from_measurements(found, device_bytes=141e9, host_bytes=2e12, ranks_per_node=4)
+    for name in ("node_link_bytes_per_second", "link_bytes_per_second", "copy_bytes_per_second", "block_efficiency"):
+        assert getattr(made, name) == getattr(base, name)
+        assert f"{name}," not in made.source
+    assert (made.device_bytes, made.host_bytes, made.ranks_per_node) == (141e9, 2e12, 4)
+    assert made.node_uplink_bytes_per_second == 4 * base.node_uplink_bytes_per_second
+    assert "as of cpu" in made.source
+    for part in ("2026-11-22", "torch 2.13.0", "linear_efficiency"):
+        assert part in made.source
+
+
+def test_rates_above_the_named_peak_raise_it():
+    terms = dict(FOUND.fit.terms)
+    terms["linear_seconds"] = replace(terms["linear_seconds"], value=1e-9)
+    terms["quadratic_seconds"] = Term(value=0.0, relative_error=None)
+    made = hardware_from_measurements(replace(FOUND, fit=replace(FOUND.fit, terms=terms)))
+    base = named_hardware("cpu")
+    assert made.linear_efficiency == 1.0
+    assert made.peak_flops_per_second == pytest.approx(6.0 * SHAPE.linear_params / 1e-9)
+    assert made.attention_efficiency * made.peak_flops_per_second == pytest.approx(
+        base.attention_efficiency * base.peak_flops_per_second
+    )
+
+
+def test_a_description_can_be_read_again_and_is_none_of_adapters():
+    raw = json.loads(hardware_to_json(hardware_from_measurements(FOUND)))
+    assert set(raw) == {*named_hardware("h100").__dataclass_fields__} - {"name", "kernel", "kernels"}
+    with pytest.raises(ConfigError, match="of adapters"):
+        hardware_from_measurements(replace(FOUND, adapters=1000))
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA B200", None),
+    ],
+)
+def test_a_gpu_is_priced_by_its_name(device, name):
+    found, said = hardware_of_gpu(device)
+    assert found == (name or "h100")
+    assert (said is None) == (name is not None)
+    if said is not None:
+        assert said.startswith(f"{device} is planned with the figures of h100")
+
+
+def test_h200_is_h100_with_more_memory():
+    h100, h200 = named_hardware("h100"), named_hardware("h200")
+    assert h200.device_bytes == 141e9
+    assert replace(h200, name="h100", device_bytes=h100.device_bytes, source=h100.source) == h100
 
 
 def test_costs_of_a_stage_are_its_part_of_the_whole_by_which_layers_are_weighed_alike():

@@ -1,17 +1,22 @@
 """Costs with all terms: term by term, by hand, and against the simple formula."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import make_plan
 
 from lengthwise.core.errors import ConfigError, PlanError
-from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.cost import Choice, Cost, Link, Pass, all_terms_cost, named_hardware, named_shape
+from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
+from lengthwise.cost import Choice, Cost, Link, Pass, all_terms_cost, analytic_cost, named_hardware, named_shape
+from lengthwise.planner import score
 
 H100 = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
+
+
 NOTHING = Pass(attention=0.0, linear=0.0, ring=0.0, exchange=0.0)
 
 
@@ -53,6 +58,8 @@ def test_all_terms_with_extras_off_are_the_simple_formula(lengths, degree, value
     assert cost.compute_seconds(many) == pytest.approx(simple.compute_seconds(many), rel=1e-9)
     assert cost.ring_piece_seconds(many, degrees) == pytest.approx(simple.ring_piece_seconds(many, degrees), rel=1e-9)
     assert cost.hops_seconds(degree) == pytest.approx(simple.hops_seconds(degree))
+    for each, places in ((simple.compute_seconds(many), 1), (simple.ring_piece_seconds(many, degrees), degree)):
+        assert each == pytest.approx([simple.piece_seconds([length], places) for length in lengths], rel=1e-9)
     assert cost.fixed_seconds == simple.fixed_seconds
 
 
@@ -203,9 +210,104 @@ def test_step_end_uses_all_links_of_a_node() -> None:
     assert cost.step_end_seconds(8) == 64 * 7 / 8 / 4  # four links of 1 a node
 
 
+COEFFICIENTS = ("quadratic_seconds", "linear_seconds", "fixed_seconds", "ring_seconds", "hop_seconds")
+
+
+def test_piece_seconds_by_hand() -> None:
+    """Attention and linear work; in a ring hops, and what attention does not hide."""
+    cost = Cost(quadratic_seconds=2.0, linear_seconds=3.0, fixed_seconds=100.0, ring_seconds=70.0, hop_seconds=5.0)
+    assert cost.piece_seconds([10, 1], 1) == 2 * (100 + 1) + 3 * 11
+    attention, linear, transfers = 2 * 100 / 4, 3 * 10 / 4, 70 * 10 * 3 / 4
+    assert cost.piece_seconds([10], 4) == attention + linear + (transfers - attention) + 5 * 3
+    assert Cost(quadratic_seconds=2.0, ring_seconds=0.1).piece_seconds([100], 4) == 2 * 100 * 100 / 4
+
+
 @pytest.mark.parametrize(
-    "change", [{"ranks_per_node": 0}, {"far": Link(bytes_per_second=0.0)}, {"copy_bytes_per_second": float("nan")}]
+    ("changes", "said"),
+    [
+        *(({name: -1.0}, name) for name in COEFFICIENTS),
+        *(({"linear_seconds": value}, "linear_seconds") for value in (math.nan, math.inf, True, "1", None)),
+        ({"linear_seconds": 0.0}, "at least one coefficient above 0"),
+        ({"windows": ((0, 0.5),)}, "windows"),
+        ({"windows": ((4, -0.1),)}, "windows"),
+        ({"windows": ((4, 0.7), (8, 0.7))}, "windows"),
+    ],
+)
+def test_cost_refuses_what_cannot_be(changes, said):
+    with pytest.raises(ConfigError, match=said):
+        Cost(**{"linear_seconds": 1.0, **changes})
+
+
+@pytest.mark.parametrize(
+    "change", [{"ranks_per_node": 0}, {"far": Link(bytes_per_second=0.0)}, {"copy_bytes_per_second": math.nan}]
 )
 def test_all_terms_refuse_what_cannot_be(change) -> None:
     with pytest.raises(ConfigError, match="cost"):
         replace(H100, **change)
+
+
+@pytest.mark.parametrize("window", [1, 3, 7, 8, 100])
+def test_windowed_layers_count_the_pairs_they_see(window):
+    cost = Cost(quadratic_seconds=1.0, windows=((window, 0.25),))
+    for length in (1, 2, 7, 8, 50):
+        seen = sum(min(query + 1, window) for query in range(length))
+        everything = length * (length + 1) / 2
+        # s^2 stands for twice the pairs, the diagonal counted half; so does s^2 - (s - w)^2 = 2 s w - w^2.
+        windowed = 2 * seen - min(length, window)
+        expected = 0.75 * (2 * everything - length) + 0.25 * windowed
+        assert cost.piece_seconds([length], 1) == pytest.approx(expected)
+        assert cost.compute_seconds(np.array([length]))[0] == pytest.approx(expected)
+        assert cost.ring_piece_seconds(np.array([length]), np.array([1]))[0] == pytest.approx(expected)
+
+
+def test_windows_longer_than_the_sequence_change_nothing():
+    plain, windowed = (Cost(quadratic_seconds=2.0, linear_seconds=3.0, windows=w) for w in ((), ((64, 1.0),)))
+    assert plain.piece_seconds([64, 5], 3) == windowed.piece_seconds([64, 5], 3)
+    assert windowed.piece_seconds([65], 1) < plain.piece_seconds([65], 1)
+
+
+ANALYTIC = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
+
+
+def test_recompute_prices_one_more_forward_and_attention_only_where_it_is_run_again():
+    layer, kept = ANALYTIC.recomputing("layer"), ANALYTIC.recomputing("all_but_attention")
+    assert layer.linear_seconds == kept.linear_seconds == pytest.approx(ANALYTIC.linear_seconds * 8 / 6)  # FLOPs
+    assert layer.quadratic_seconds == pytest.approx(ANALYTIC.quadratic_seconds * 9 / 7)
+    assert layer.ring_seconds == pytest.approx(ANALYTIC.ring_seconds * (3 * 2 + 4) / (2 * 2 + 4))  # bytes a value
+    assert layer.hop_seconds == pytest.approx(ANALYTIC.hop_seconds * 3 / 2)
+    assert (kept.quadratic_seconds, kept.ring_seconds, kept.hop_seconds) == (
+        ANALYTIC.quadratic_seconds,
+        ANALYTIC.ring_seconds,
+        ANALYTIC.hop_seconds,
+    )
+    assert (kept.windows, kept.version) == (ANALYTIC.windows, ANALYTIC.version)
+
+
+def test_score_prices_each_microbatch_by_its_own_kind():
+    cost = Cost(quadratic_seconds=7.0, linear_seconds=3.0, fixed_seconds=3.0)
+    plan = make_plan(1, [2, 2, 2], [Piece(ranks=(0,), sequences=(i,)) for i in range(3)])
+    kinds = ("none", "layer", "all_but_attention")
+    mixed = replace(
+        plan, microbatches=tuple(replace(m, recompute=k) for m, k in zip(plan.microbatches, kinds, strict=True))
+    )
+    assert score(plan, cost).makespan_seconds == pytest.approx(3 * (28 + 6 + 3))
+    assert score(mixed, cost).makespan_seconds == pytest.approx((28 + 6 + 3) + (36 + 8 + 4) + (28 + 8 + 4))
+
+
+LLAMA_7B = named_shape("llama-7b")
+
+
+def test_analytic_cost_of_attention_passes_linear_work_at_about_30k_tokens() -> None:
+    """With FlashAttention-2; with a quicker kernel later, in the ratio of their speeds."""
+    flash2, cudnn = (analytic_cost(LLAMA_7B, named_hardware("h100").with_kernel(name)) for name in ("flash2", "cudnn"))
+    assert flash2.linear_seconds / flash2.quadratic_seconds == pytest.approx(29_900, rel=0.02)
+    assert cudnn.quadratic_seconds / flash2.quadratic_seconds == pytest.approx(0.329 / 0.528)
+
+
+def test_analytic_cost_counts_flops_and_bytes() -> None:
+    cost = analytic_cost(LLAMA_7B, named_hardware("h100"))
+    matrices = 32 * (4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 11008) + 4096 * 32000
+    assert cost.linear_seconds == pytest.approx(6 * matrices / (989e12 * 0.42))
+    assert cost.quadratic_seconds == pytest.approx(7 * 32 * 32 * 128 / (989e12 * 0.528))
+    forward = 2 * 2 * 8 * 128 * 32  # K and V in bf16
+    assert cost.ring_seconds == pytest.approx(4 * forward / 50e9)  # backward is 3 x: K, V again and fp32 dK, dV

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from itertools import product
 
-import numpy as np
 import pytest
 
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape, sharded_cost, sharded_traffic, step_memory
@@ -11,22 +10,6 @@ from lengthwise.cost.ending import Traffic
 from lengthwise.engine.wave_order import END, GATHER, UnitCall, UnitKind, backward_calls, forward_calls
 
 SHAPE, H100 = named_shape("llama-3.1-8b"), named_hardware("h100")
-
-
-def test_a_wave_hides_transfers_behind_the_layer_before() -> None:
-    """Of four layers, the first gather of each pass and the last sum are all that shows."""
-    traffic = Traffic(layers=4, gather_seconds=1.0, reduce_seconds=2.0)
-    forward, backward = np.array([8.0]), np.array([16.0])  # 2 and 4 a layer, more than 1 and 1 + 2
-    assert traffic.wave_seconds(forward, backward) == pytest.approx([(1 + 8) + (1 + 16 + 2)])
-
-
-def test_a_wave_waits_for_transfers_that_take_longer() -> None:
-    """Without work it takes what all its gathers and sums do, two gathers and a sum a layer."""
-    traffic = Traffic(
-        layers=4, gather_seconds=3.0, reduce_seconds=2.0, rest_gather_seconds=10.0, rest_reduce_seconds=20.0,
-        head_gather_seconds=5.0, head_reduce_seconds=7.0,
-    )  # fmt: skip
-    assert traffic.wave_seconds(0.0, 0.0) == pytest.approx(4 * (3 + 3 + 2) + 10 + 20 + 5 + 7)
 
 
 @pytest.mark.parametrize("ties", [False, True])

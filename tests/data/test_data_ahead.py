@@ -35,9 +35,7 @@ def test_the_system_takes_what_is_asked_for_and_nothing_is_asked_of_no_tokens(tm
     assert not advised.called
 
 
-def test_a_batch_asks_for_the_rows_of_its_segments_and_reads_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_asks_for_the_rows_of_its_segments_and_reads_none(tmp_path, monkeypatch):
     rows = [{"input_ids": [*range(10)]}, {"input_ids": [20, 21, 22], "labels": [-100, 21, 22]}]
     prepare(write_sources(tmp_path, [rows]), tmp_path / "store")
     batch, asked = StepBatch(load(tmp_path / "store"), [1, 0]), list[list[int]]()

@@ -64,19 +64,12 @@ def test_what_the_library_does_not_find_is_told_in_its_words(hub, keys, told):
         ({"dataset": "a/b", "split": "train", "python_stdlib": True}, "got dataset and python_stdlib"),
         ({"python_stdlib": True, "split": "train"}, "data.0.split: expected a `dataset` beside it"),
         ({}, "got none of them"),
+        ({"path": "s3://bucket/train.jsonl"}, "data.0.path: expected a path of this machine; got "),
+        ({"path": "https://host/train.jsonl"}, ":// is not read yet"),
     ],
 )
-def test_a_source_is_of_one_kind_and_whole(tmp_path, keys, told):
+def test_a_source_is_of_one_kind_and_whole_and_of_this_machine(tmp_path, keys, told):
     run = {"model": "tiny", "data": [keys], "global_batch": {"sequences": 1}, "steps": 1, "output": "out"}
     with pytest.raises(LengthwiseError) as caught:
         build_config(run, folder=tmp_path)
     assert told in str(caught.value)
-
-
-@pytest.mark.parametrize("path", ["s3://bucket/train.jsonl", "gs://bucket/data", "https://host/train.jsonl"])
-def test_a_path_of_another_machine_is_not_read_yet(tmp_path, path):
-    run = {"model": "tiny", "data": [{"path": path}], "global_batch": {"sequences": 1}, "steps": 1, "output": "out"}
-    with pytest.raises(
-        LengthwiseError, match=r"data\.0\.path: expected a path of this machine; got .*:// is not read yet"
-    ):
-        build_config(run, folder=tmp_path)

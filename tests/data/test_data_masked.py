@@ -79,14 +79,11 @@ def test_prompt_and_completion_of_messages_are_a_chat_with_a_loss_on_the_complet
     assert learned == "a b <end>"
 
 
-def test_chat_without_an_assistant_is_legal_and_has_no_loss(load):
-    dataset = load({"messages": messages(("user", "a"))}, template=PLAIN)
+def test_chat_without_an_assistant_has_no_loss_and_tools_reach_the_template(load):
+    row = {"messages": messages(("user", "a")), "tools": [{"name": "d"}]}
+    dataset = load(row, template=PLAIN)
     assert (dataset.lengths.tolist(), dataset.loss_tokens.tolist()) == ([3], [0])
-
-
-def test_chat_tools_reach_the_template(load):
-    template = "{{ tools[0].name }} " + PLAIN
-    assert told(load({"messages": messages(("user", "a")), "tools": [{"name": "d"}]}, template=template))[0][0] == "d"
+    assert told(load(row, template="{{ tools[0].name }} " + PLAIN))[0][0] == "d"
 
 
 REWRITTEN = PLAIN.replace("{{ m.content }}", "{% if m.role == 'assistant' and loop.last %}d {% endif %}{{ m.content }}")
@@ -125,14 +122,11 @@ def test_a_token_across_the_start_of_a_mark_has_a_loss_as_in_transformers(tmp_pa
     assert theirs["assistant_masks"] == [1, 1]
 
 
-def test_chat_without_a_template_is_refused(load, tmp_path):
+def test_chat_without_a_template_or_refused_by_it_is_one_line(load, tmp_path):
     with pytest.raises(DataError, match="without a chat template"):
         load({"messages": messages(*CHAT)})
     with pytest.raises(DataError, match="bytes, which has no chat template"):
         load_rows_by(tmp_path, [{"messages": messages(*CHAT)}], ByteTokenizer)
-
-
-def test_chat_that_its_template_refuses_is_one_line(load):
     with pytest.raises(DataError, match="the template refuses: TemplateError: no tools"):
         load({"messages": messages(*CHAT)}, template="{{ raise_exception('no tools') }}")
 
@@ -163,30 +157,21 @@ def test_pair_with_a_token_across_its_border_is_refused_by_row(tmp_path):
     ("row", "place"),
     [
         ({"messages": "a"}, '"messages"'),
-        ({"messages": []}, '"messages"'),
         ({"messages": [{"content": "a"}]}, r"messages\[0\].*role"),
         ({"messages": [{"role": "user", "content": 3}]}, r"\"content\" of messages\[0\]"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"messages\[0\]"),
         ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, r"\"weight\" of messages\[0\]"),
         ({"messages": [{"role": "assistant", "content": "a", "train": False}]}, r"\"train\" of messages\[0\]"),
-        ({"messages": [{"role": "user", "content": "a", "train": True}]}, r"\"train\" of messages\[0\]"),
         ({"messages": messages(("user", "a"), ("gpt", "b"))}, r"assistant, .*got \"gpt\" of messages\[1\]"),
-        ({"messages": messages(("user", "a"), ("Assistant", "b"))}, r"got \"Assistant\" of messages\[1\]"),
         ({"messages": messages(("user", "a")), "labels": [1]}, '"labels"'),
         ({"messages": messages(("user", "a")), "tools": {}}, '"tools"'),
         ({"messages": messages(("user", "a")), "completion": "b"}, '"messages" and "completion"'),
         ({"messages": messages(("user", "a")), "images": ["x"]}, '"images"'),
-        ({"messages": messages(("user", "a")), "video": "x"}, '"video"'),
-        (
-            {"image": "x.png", "prompt": "a", "completion": "b"},
-            '"image"',
-        ),
+        ({"image": "x.png", "prompt": "a", "completion": "b"}, '"image"'),
         ({"input_ids": [1], "pixel_values": [[0.5]]}, '"pixel_values"'),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, '"chosen"'),
         ({"chosen": messages(("user", "a")), "rejected": []}, '"chosen"'),
-        ({"rejected": "a"}, '"rejected"'),
         ({"prompt": "a"}, '"completion"'),
-        ({"prompt": "a", "completion": None}, '"completion"'),
         ({"prompt": messages(("user", "a")), "completion": "b"}, '"prompt"'),
         ({"prompt": "", "completion": ""}, '"prompt" and "completion"'),
         ({"conversations": [{"from": "alien", "value": "a"}]}, '"alien" of messages'),

@@ -8,10 +8,8 @@ import signal
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from data.stores import DOCUMENTS, FILES, PART_BYTES, content, files_of, fresh, load, prepare, write_sources
+from data.stores import PART_BYTES, content, files_of, fresh, load, prepare, write_sources
 from lengthwise.config import DataSource
 from lengthwise.core.errors import ConfigError, DataError, OutputError, Problems, RankError
 from lengthwise.core.files import try_lock
@@ -20,7 +18,6 @@ from lengthwise.data import prepare as preparing
 from lengthwise.data.load import token_rows
 from lengthwise.data.prepared import NAME
 from lengthwise.run.workers import worker_processes
-from properties import costliest
 
 FORK = multiprocessing.get_context("fork")
 ROWS = [[{"text": "x" * n} for n in (1, 2, 97, 300, 5, 60, 61)], [{"prompt": "ab", "completion": "cd"}] * 9]
@@ -63,18 +60,6 @@ def test_prepare_killed_anywhere_goes_on_to_the_same_bytes(tmp_path):
     assert max(each for each in kept if each is not None) == len(list((tmp_path / "whole").glob("rows-*")))
     assert None in kept  # killed when all was written, only not renamed
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(["out", "rows-0.jsonl", "rows-1.jsonl", "whole"])
-
-
-@pytest.mark.exhaustive
-@given(files=FILES, documents=DOCUMENTS, number=st.integers(1, 40))
-@costliest
-def test_prepare_killed_of_any_data_goes_on_to_the_same_bytes(tmp_path_factory, files, documents, number):
-    folder = tmp_path_factory.mktemp("data")
-    sources = write_sources(folder, [[{"text": "one"}], *files], documents)
-    prepare(sources, folder / "whole")
-    killed_at(number, sources, folder / "out")
-    prepare(sources, folder / "out")
-    assert files_of(folder / "out") == files_of(folder / "whole")
 
 
 def test_prepare_in_processes_gives_the_same_bytes(tmp_path):
@@ -185,22 +170,17 @@ def test_prepare_into_a_folder_that_another_process_writes_is_refused(tmp_path):
     prepare(sources, tmp_path / "out")
 
 
-def test_prepare_tells_all_bad_rows_of_all_shards_as_loading_does(tmp_path):
+def test_prepare_tells_all_bad_rows_of_all_shards_by_their_lines_as_loading_does(tmp_path):
     rows = [{"text": 1}, {"text": "a" * 300}, {"input_ids": [0.5]}, {"text": "b" * 300}, {"text": 2}, {"text": ""}]
     sources = write_sources(tmp_path, [rows, [{"txt": "a"}]], empty="error")
+    with sources[0].path.open("a") as file:
+        file.write('{"text": "')
     with pytest.raises(Problems) as loading:
         load(*sources)
     with pytest.raises(Problems) as preparing:
         prepare(sources, tmp_path / "out")
     assert str(preparing.value) == str(loading.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_prepare_names_lines_by_their_number_in_the_file_whatever_the_shard(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join('{"text": "%s"}\n' % ("x" * 90) for _ in range(9)) + '{"text": 3}\n{"text": "')
-    with pytest.raises(Problems, match=r"rows\.jsonl:10: .*\n.*rows\.jsonl:11: .*cut off"):
-        prepare([DataSource(path=path)], tmp_path / "out")
 
 
 def test_prepare_of_a_file_that_changes_meanwhile_is_refused(tmp_path):

@@ -3,7 +3,6 @@
 import json
 import statistics
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +13,8 @@ from lengthwise.data.recipes import RECIPES, draw_lengths, lengths_from_file
 MILLIONS = 2**20
 
 
-def test_recipes_are_the_published_sets() -> None:
-    assert set(RECIPES) == {"byted", "github", "wikipedia", "prolong", "wlb_like"}
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("tokens", [1, 17, 5000, 2 * MILLIONS])
+@pytest.mark.parametrize("tokens", [1, 17, 5000])
 def test_draw_lengths_sum_to_the_tokens_and_repeat(recipe: str, tokens: int) -> None:
     lengths = draw_lengths(recipe, tokens, 3)
     assert sum(lengths) == tokens
@@ -28,17 +23,11 @@ def test_draw_lengths_sum_to_the_tokens_and_repeat(recipe: str, tokens: int) -> 
     assert all(type(length) is int for length in lengths)
 
 
-def test_draw_lengths_differ_by_seed() -> None:
-    assert draw_lengths("github", MILLIONS, 0) != draw_lengths("github", MILLIONS, 1)
-
-
 def test_draw_lengths_are_the_same_on_every_machine() -> None:
-    assert draw_lengths("byted", 100_000, 7)[:6] == BYTED_7
-    assert draw_lengths("wikipedia", 100_000, 7)[:6] == WIKIPEDIA_7
-
-
-BYTED_7 = [98347, 1520, 133]
-WIKIPEDIA_7 = [372, 352, 1851, 174, 271, 441]
+    assert set(RECIPES) == {"byted", "github", "wikipedia", "prolong", "wlb_like"}
+    assert draw_lengths("byted", 100_000, 7)[:6] == [98347, 1520, 133]
+    assert draw_lengths("wikipedia", 100_000, 7)[:6] == [372, 352, 1851, 174, 271, 441]
+    assert draw_lengths("github", MILLIONS, 0) != draw_lengths("github", MILLIONS, 1)
 
 
 @pytest.mark.parametrize(("recipe", "above_128k"), [("byted", 0.443), ("github", 0.162)])
@@ -72,14 +61,18 @@ def test_draw_lengths_clip_to_what_a_cluster_holds() -> None:
     assert sum(lengths) == 32 * MILLIONS
 
 
-def test_draw_lengths_name_the_nearest_recipe() -> None:
-    with pytest.raises(ConfigError, match="Did you mean `github`"):
-        draw_lengths("gihub", 10, 0)
-
-
-@pytest.mark.parametrize("values", [("byted", 0, 0), ("byted", 1.5, 0), ("byted", 5, -1), ("byted", 5, True)])
-def test_draw_lengths_refuse_numbers_out_of_range(values: tuple[Any, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"tokens|seed"):
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (("gihub", 10, 0), "Did you mean `github`"),
+        (("byted", 0, 0), "tokens"),
+        (("byted", 1.5, 0), "tokens"),
+        (("byted", 5, -1), "seed"),
+        (("byted", 5, True), "seed"),
+    ],
+)
+def test_draw_lengths_refuse(values, said):
+    with pytest.raises(ConfigError, match=said):
         draw_lengths(*values)
 
 
@@ -99,17 +92,11 @@ def test_lengths_from_file_reads_a_list_and_a_recipe(tmp_path: Path) -> None:
         ('{"recipe": "byted", "tokens": 5, "seed": 0, "seed": 1}', 'the key "seed" twice'),
         ('{"recipes": "byted", "tokens": 0}', "(?s)Did you mean `recipe`.*no recipe, seed"),
         ("[0, 5, 1.5, -1, 0, 0, 0, 0]", r"(?s)\[0\].*\[2\].*2 more"),
-        ("5", "got int"),
         ("[1, 0]", r"lengths\.json\[1\]: .*got 0"),
         ("[1, 2, true]", r"lengths\.json\[2\]: .*got true"),
-        ("[1.0]", r"lengths\.json\[0\]: .*got 1\.0"),
         ("[NaN]", r"lengths\.json\[0\]: .*got NaN"),
-        ('["7"]', r"lengths\.json\[0\]"),
         ("[[1]]", r"lengths\.json\[0\]"),
         ('{"recipe": "byte", "tokens": 5, "seed": 0}', r"lengths\.json: recipe.*Did you mean `byted`"),
-        ('{"recipe": "byted", "tokens": 5}', "no seed"),
-        ('{"recipe": "byted", "token": 5, "seed": 0}', "Did you mean `tokens`"),
-        ('{"recipe": 5, "tokens": 5, "seed": 0}', "recipe"),
         ('{"recipe": "byted", "tokens": -5, "seed": 0}', r"lengths\.json: tokens"),
         ("[" * 100_000, r"lengths\.json"),
     ],

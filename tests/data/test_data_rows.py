@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,12 +44,6 @@ def test_rows_of_text_are_bytes(load):
     assert dataset.name(1) == "train.jsonl:2"
 
 
-def test_rows_of_ids_need_no_tokenizer(load):
-    dataset = load('{"input_ids": [5, 6, 7]}', tokenizer=no_tokenizer)
-    assert tokens_of(dataset, 0).tolist() == [5, 6, 7]
-    assert dataset.loss_tokens[0] == 2
-
-
 def test_rows_labels_are_kept_beside_rows_without(load):
     dataset = load(
         '{"input_ids": [1, 2]}',
@@ -83,64 +76,41 @@ def test_rows_tokenizer_is_loaded_once_and_only_for_text(tmp_path):
             (line, "")
             for line in [
                 b'{"text": "a"',
-                b'{"text": "a"} {"text": "b"}',
-                b"\xef\xbb\xbf{}",
                 b"[" * 200_000,
                 b'{"text": "a", "n": ' + b"9" * 5000 + b"}",
-                b'"text"',
                 b"[1]",
-                b"null",
                 b"{}",
                 b'{"labels": [1]}',
                 b'{"text": 5}',
-                b'{"text": null}',
-                b'{"text": ["a"]}',
                 b'{"text": "\\ud800"}',
                 b'{"text": "a", "input_ids": [1]}',
                 b'{"input_ids": "1 2"}',
                 b'{"input_ids": [1], "labels": null}',
-                b"",
                 b" \t\r",
             ]
         ),
         (b'{"text": "a\xff"}', "byte 0xff at byte offset 25"),
         (b'{"text": "a", "text": "b"}', 'the key "text" twice'),
         (b'{"text": "a", "score": NaN}', "NaN, which JSON does not have"),
-        (b'{"text": "a", "score": -Infinity}', "-Infinity, which JSON does not have"),
         (b'{"txt": "a"}', 'got "txt"'),
         (b'{"text": "a", "labels": [1]}', '"text" and "labels" in one row'),
         (b'{"input_ids": [1, 2.0]}', "input_ids[1] = 2.0"),
-        (b'{"input_ids": [1, NaN]}', "input_ids[1] = NaN"),
         (b'{"input_ids": [1, 1e999]}', "input_ids[1] = Infinity"),
         (b'{"input_ids": [true]}', "input_ids[0] = true"),
-        (b'{"input_ids": ["1"]}', 'input_ids[0] = "1"'),
-        (b'{"input_ids": [null]}', "input_ids[0] = null"),
         (b'{"input_ids": [[1]]}', "input_ids[0] = a list of 1"),
         (b'{"input_ids": [1, -1]}', "input_ids[1] = -1"),
-        (b'{"input_ids": [1, -100]}', "input_ids[1] = -100"),
         (b'{"input_ids": [1, 300]}', "input_ids[1] = 300"),
         (b'{"input_ids": [1, 99999999999999999999]}', "input_ids[1] = 99999999999999999999"),
-        (b'{"input_ids": [1, -99999999999999999999]}', "input_ids[1] = -9999999999"),
         (b'{"input_ids": [1], "labels": [300]}', "labels[0] = 300"),
-        (b'{"input_ids": [1], "labels": [-1]}', "labels[0] = -1"),
         (b'{"input_ids": [1], "labels": [1.5]}', "labels[0] = 1.5"),
         (b'{"input_ids": [1, 2], "labels": [1]}', "labels"),
         (b'{"input_ids": [], "labels": [1]}', "0; got 1 labels"),
         (b'{"input_ids": [1, 2], "weights": [1]}', "weights"),
-        (b'{"input_ids": [1, 2], "weights": 1}', "weights"),
-        (
-            b'{"input_ids": [1, 2], "weights": [1, -0.5]}',
-            "weights[1] = -0.5",
-        ),
+        (b'{"input_ids": [1, 2], "weights": [1, -0.5]}', "weights[1] = -0.5"),
         (b'{"input_ids": [1, 2], "weights": [2e7, 0]}', "weights[0] = 20000000.0"),
-        (b'{"input_ids": [1, 2], "weights": [1e-9, 0]}', "weights[0] = 1e-09"),
         (b'{"input_ids": [1, 2], "weights": [true, 0]}', "got weights[0] = true"),
-        (b'{"input_ids": [1, 2], "weights": [NaN, 0]}', "got weights[0] = NaN"),
         (b'{"input_ids": [1, 2], "weights": [1e999, 0]}', "got weights[0] = Infinity"),
-        (
-            b'{"input_ids": [1], "labels": [1], "weights": [1]}',
-            "weights",
-        ),
+        (b'{"input_ids": [1], "labels": [1], "weights": [1]}', "weights"),
         (b'{"text": "a", "weights": [1]}', "weights"),
         (b'{"input_ids": []}', 'empty "input_ids"'),
         (b'{"text": ""}', 'empty "text"'),
@@ -198,23 +168,14 @@ IDS_ROW = {"input_ids": [1, 2, 3]}
     "columns",
     [
         {"label": [1, 2, 3]},
-        {"label": 1},
-        {"label_ids": [1, 2, 3]},
         {"targets": [1, 2, 3]},
         {"attention_mask": [1, 1, 0]},
         {"attention_mask": "111"},
-        {"loss_mask": [1, 1, 1]},
         {"lossMask": [1, 1, 1]},
-        {"loss-mask": [1, 1, 1]},
-        {"mask": [0, 1, 1]},
         {"assistant_masks": [0, 1, 1]},
-        {"completion_mask": [0, 1, 1]},
-        {"Loss_Mask": [0, 1, 1]},
         {"loss_weights": [0.0, 1.0, 1.0]},
         {"position_ids": [0, 1, 0]},
         {"token_type_ids": [0, 1, 1]},
-        {"segment_ids": [0, 0, 1]},
-        {"text": "a", "label": [1]},
         {"text": "a", "target": "b"},
     ],
     ids=str,
@@ -268,13 +229,10 @@ def test_row_at_a_cut_end_is_told_as_cut(load):
         load('{"text": "a"}', '{"text": "b', end=b"")
 
 
-def test_row_id_without_vocabulary_fits_int32(load):
+def test_row_ids_are_those_of_the_model_and_fit_int32(load):
     assert tokens_of(load('{"input_ids": [2147483647]}'), 0).tolist() == [2**31 - 1]
     with pytest.raises(DataError, match="2147483648"):
         load('{"input_ids": [2147483648]}')
-
-
-def test_row_text_beyond_the_models_vocabulary_is_refused(load):
     with pytest.raises(DataError, match="id 122 from tokenizer bytes"):
         load('{"text": "az"}', vocab_size=122)
 
@@ -289,21 +247,13 @@ def test_rows_empty_skip_keeps_the_row_numbers(load):
     assert dataset.loss_tokens[0] == 0
 
 
-def test_rows_too_long_stop_with_the_keys_to_change(load):
-    with pytest.raises(DataError) as caught:
+def test_rows_too_long_stop_with_the_keys_to_change_or_are_left_out(load):
+    with pytest.raises(DataError, match=r"data\.0\.max_tokens.*data\.0\.too_long: skip") as caught:
         load('{"text": "abc"}', '{"text": "abcd"}', max_tokens=3)
     assert caught.value.where.endswith(":2")
-    assert "data.0.max_tokens" in str(caught.value)
-    assert "data.0.too_long: skip" in str(caught.value)
-
-
-def test_rows_too_long_skip_is_counted(load):
     dataset = load('{"text": "abcd"}', '{"text": "abc"}', '{"input_ids": [1, 2, 3, 4]}', max_tokens=3, too_long="skip")
     assert dataset.ids.tolist() == [1]
     assert dataset.skipped == {"too long": 2}
-
-
-def test_rows_without_any_left_are_an_error(load):
     with pytest.raises(DataError, match="1 too long, 1 empty"):
         load('{"text": "abcd"}', "", max_tokens=3, too_long="skip", empty="skip")
 
@@ -325,12 +275,8 @@ def test_rows_bad_ones_of_all_sources_come_together(tmp_path):
     sources = [DataSource(path=tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl")]
     with pytest.raises(Problems) as caught:
         load_dataset(sources, tokenizer=ByteTokenizer, vocab_size=None)
-    assert [os.path.basename(problem.where) for problem in caught.value.problems] == [
-        "a.jsonl:1",
-        "b.jsonl:1",
-        "c.jsonl",
-        "d.jsonl",
-    ]
+    found = [os.path.basename(problem.where) for problem in caught.value.problems]
+    assert found == ["a.jsonl:1", "b.jsonl:1", "c.jsonl", "d.jsonl"]
 
 
 IDS = st.lists(st.integers(0, 299), min_size=1, max_size=20)
@@ -354,18 +300,6 @@ def test_rows_come_back_as_written(tmp_path_factory, rows):
 def test_rows_any_line_is_a_row_or_an_error_of_ours(line):
     with contextlib.suppress(LengthwiseError):
         RowParser(None).parse(line, where="f:1", offset=0, last=False)
-
-
-def test_dataset_arrays_are_compact_and_read_only(load):
-    dataset = load('{"text": "ab"}')
-    assert (dataset.flat_tokens.dtype, dataset.offsets.dtype, dataset.lengths.dtype) == (np.int32, np.int64, np.int64)
-    assert dataset.flat_labels is None
-    with pytest.raises(ValueError, match="read-only"):
-        dataset.read(0, 0, 1)[0][0] = 1
-    with pytest.raises(IndexError):
-        dataset.read(1, 0, 1)
-    with pytest.raises(IndexError):
-        dataset.name(-1)
 
 
 @pytest.mark.parametrize(

@@ -62,31 +62,23 @@ def test_source_of_every_kind_is_the_same_rows_as_json_lines(tmp_path_factory, k
     assert np.array_equal(found.loss_tokens, expected.loss_tokens)
 
 
-def test_table_row_is_told_by_its_number(tmp_path):
-    path = write([{"input_ids": [1]}] * 300 + [{"input_ids": [301]}], tmp_path / "t.parquet", "parquet")
-    with pytest.raises(DataError, match=r"input_ids\[0\] = 301") as caught:
-        load(path)
-    assert caught.value.where == f"{path}:301"
-
-
 @pytest.mark.parametrize(
     ("row", "said"),
     [
         ({"input_ids": [1.0]}, r"whole numbers; got input_ids\[0\] = 1\.0"),
         ({"input_ids": [float("nan")]}, r"input_ids\[0\] = NaN"),
         ({"input_ids": [1, None]}, r"input_ids\[1\] = null"),
-        ({"input_ids": [1], "labels": [1, 2]}, "got 2 labels"),
-        ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "would be ignored"),
         ({"text": b"abc"}, '"text" to be a string'),
         ({"text": None, "n": 1}, "got null"),
-        ({"body": "a"}, 'got "body"'),
         ({"input_ids": []}, "empty"),
     ],
     ids=str,
 )
 def test_table_bad_row_is_refused(tmp_path, row, said):
-    with pytest.raises(DataError, match=said):
-        load(write([row], tmp_path / "t", "parquet"))
+    path = write([row], tmp_path / "t", "parquet")
+    with pytest.raises(DataError, match=said) as caught:
+        load(path)
+    assert caught.value.where == f"{path}:1"
 
 
 def test_table_text_that_is_no_utf8_is_told_with_its_byte(tmp_path):

@@ -46,18 +46,14 @@ def test_tokenizer_shows_ids_that_it_does_not_have(tmp_path, kind):
     assert tokenizer.decode(known[:0]) == ""
 
 
-def test_tokenizer_without_eos_adds_none(tmp_path):
-    tokenizer = load_tokenizer(save_tokenizer(tmp_path))
-    assert tokenizer.eos_id is None
-    assert tokenizer.encode("hello world").tolist() == [2, 3]
-
-
 @pytest.mark.parametrize("adds_eos", [False, True])
 def test_tokenizer_with_eos_ends_a_text_once(tmp_path, adds_eos):
     tokenizer = load_tokenizer(save_tokenizer(tmp_path, eos="<eos>", adds_eos=adds_eos))
     assert tokenizer.eos_id == 1
     assert tokenizer.encode("hello world").tolist() == [2, 3, 1]
     assert tokenizer.encode("hello <eos>").tolist() == [2, 1] if not adds_eos else [2, 1, 1]
+    without = load_tokenizer(save_tokenizer(tmp_path / "without"))
+    assert (without.eos_id, without.encode("hello world").tolist()) == (None, [2, 3])
 
 
 def test_tokenizer_refuses_a_text_that_would_begin_with_two_bos(tmp_path):
@@ -79,21 +75,21 @@ def test_tokenizer_decodes_python_by_its_declared_encoding(tmp_path):
             tokenizer.encode_python(lying)
 
 
-def test_tokenizer_empty_encoding_is_an_empty_row(tmp_path):
-    name = save_tokenizer(tmp_path / "tokenizer")
-    (tmp_path / "train.jsonl").write_text('{"text": "  "}\n{"text": "hello"}\n')
-    source = {"path": tmp_path / "train.jsonl"}
+def test_tokenizer_empty_encodings_and_lone_surrogates_are_bad_rows(tmp_path):
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path / "tokenizer"))
+
+    def loaded(lines, **keys):
+        (tmp_path / "train.jsonl").write_text(lines)
+        return load_dataset(
+            [DataSource(path=tmp_path / "train.jsonl", **keys)], tokenizer=lambda: tokenizer, vocab_size=5
+        )
+
+    rows = '{"text": "  "}\n{"text": "hello"}\n'
     with pytest.raises(DataError, match="without a single token"):
-        load_dataset([DataSource(**source)], tokenizer=lambda: load_tokenizer(name), vocab_size=5)
-    dataset = load_dataset([DataSource(**source, empty="skip")], tokenizer=lambda: load_tokenizer(name), vocab_size=5)
-    assert dataset.ids.tolist() == [1]
-
-
-def test_tokenizer_lone_surrogate_is_a_bad_row(tmp_path):
-    name = save_tokenizer(tmp_path / "tokenizer")
-    (tmp_path / "train.jsonl").write_text('{"text": "hello \\ud800"}\n')
+        loaded(rows)
+    assert loaded(rows, empty="skip").ids.tolist() == [1]
     with pytest.raises(DataError, match="surrogates not allowed"):
-        load_dataset([DataSource(path=tmp_path / "train.jsonl")], tokenizer=lambda: load_tokenizer(name), vocab_size=5)
+        loaded('{"text": "hello \\ud800"}\n')
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"tokenizer_class": "PreTrainedTokenizerFast"}'])

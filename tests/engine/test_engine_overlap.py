@@ -93,9 +93,9 @@ def train(inner, family, dtype, recompute, *, overlaps, compiles=False):
     return names, norms, values
 
 
-@pytest.mark.parametrize("recompute", some(["none", "layer", "all_but_attention"], 1))
-@pytest.mark.parametrize("dtype", some([torch.float64, torch.float32, torch.bfloat16], 2), ids=str)
-@pytest.mark.parametrize("family", some(["llama", "qwen2", "mixtral", "mixtral balanced"], 0, 3))
+@pytest.mark.parametrize("recompute", some(["layer", "all_but_attention"], 0))
+@pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], 1), ids=str)
+@pytest.mark.parametrize("family", some(["llama", "qwen2", "mixtral balanced"], 0, 2))
 def test_overlapped_steps_are_those_of_any_other_to_the_bit(family, dtype, recompute):
     """A strict world: it refuses a transfer posted beside a collective, and ranks whose collectives differ in order."""
     built(family)
@@ -108,19 +108,11 @@ def test_overlapped_steps_are_those_of_any_other_to_the_bit(family, dtype, recom
     begun = [[sum(name == "reduce_scatter" for name, _ in step) for step in names] for names, *_ in overlapped]
     assert all(len(set(step)) == 1 and step[0] > 2 for step in zip(*begun, strict=True)), "before the step's end"
     assert not any(name == "reduce_scatter" for names, *_ in apart for step in names for name, _ in step)
-
-
-def test_sums_begin_in_the_last_backward_of_a_rank_without_a_ring_and_only_there():
-    built("llama")
-    found = StrictWorld(3).run(lambda t: train(t, "llama", torch.float32, "none", overlaps=True))
-    for rank, (steps, *_) in enumerate(found):
-        for number, step in enumerate(steps):
-            names = [name for name, _ in step]
-            transfers = [place for place, name in enumerate(names) if name == "exchange"]
-            sums = [place for place, name in enumerate(names) if name == "reduce_scatter"]
-            assert not transfers or transfers[-1] < sums[0], (rank, number)
-    # A rank whose last microbatch is its own has begun sums in that backward, the first of them the last layer's.
-    assert {rank for rank, (steps, *_) in enumerate(found) if steps[0][-1][0] == "reduce_scatter"} == {0, 1, 2}
+    for step in (step for names, *_ in overlapped for step in names):
+        assert (
+            "exchange"
+            not in [name for name, _ in step][step.index(next(c for c in step if c[0] == "reduce_scatter")) :]
+        )
 
 
 def test_sums_begin_early_only_where_no_rank_ends_in_a_ring(monkeypatch):

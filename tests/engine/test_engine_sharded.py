@@ -76,10 +76,10 @@ def test_gradients_are_those_of_one_process(family, changes, ranks, ranks_per_no
     assert found.gradient <= 1e-12
 
 
-@pytest.mark.parametrize(("per_node", "microbatches"), [(1, [3, 2, 2, 1]), (2, [4, 4, 3, 3]), (4, [5, 5, 5, 5])])
-def test_nodes_skip_waves_of_which_none_of_their_ranks_has_anything(per_node, microbatches):
+def test_nodes_skip_waves_of_which_none_of_their_ranks_has_anything():
     plan = in_waves(make_plan(4, LENGTHS, WAVES_OF_NODES))
-    assert [len(lower_plan(plan, rank, ranks_in_step=per_node)) for rank in range(4)] == microbatches
+    for per_node, microbatches in ((1, [3, 2, 2, 1]), (2, [4, 4, 3, 3]), (4, [5, 5, 5, 5])):
+        assert [len(lower_plan(plan, rank, ranks_in_step=per_node)) for rank in range(4)] == microbatches
 
 
 @given(data=st.data())
@@ -101,9 +101,7 @@ def test_gradients_of_any_waves_are_those_of_one_process(data):
 
 @pytest.mark.parametrize(
     ("changes", "frozen"),
-    some(
-        [({}, False), ({"tie_word_embeddings": True}, False), ({}, True), ({"tie_word_embeddings": True}, True)], 1, 2
-    ),
+    [({"tie_word_embeddings": True}, False), more({}, True)],
 )
 def test_three_clipped_updates_are_those_of_zero1(changes, frozen):
     """frozen: as under LoRA, only some parameters of each layer train, and what is in no layer does not.
@@ -176,7 +174,7 @@ def test_gradients_are_those_of_fsdp2():
     assert max(run_ranks(work, 2)) <= 1e-12
 
 
-@pytest.mark.parametrize(("tied", "per_node"), some([(False, 4), (False, 2), (True, 4)]))
+@pytest.mark.parametrize(("tied", "per_node"), [(False, 2), more(True, 4)])
 def test_a_rank_keeps_its_part_and_gathers_two_units(tied, per_node, monkeypatch):
     """Masters and gradients between steps; in a wave two units beside those that stay, and one sum in fp32."""
     model = build(num_hidden_layers=4, tie_word_embeddings=tied)
@@ -218,13 +216,10 @@ def test_a_rank_keeps_its_part_and_gathers_two_units(tied, per_node, monkeypatch
 
 READS = {
     "norm": torch.norm,
-    "sum": torch.sum,
     "detach": lambda each: each.detach().clone(),
     "data": lambda each: each.data + 1,
     "tolist": torch.Tensor.tolist,
-    "clone": copy.deepcopy,
     "add": lambda each: torch.ones(each.shape) + each,
-    "__getitem__": lambda each: each[0],
     "data_ptr": torch.Tensor.data_ptr,
 }
 
@@ -255,18 +250,6 @@ def test_reading_a_value_between_steps_is_an_error_in_words():
 
     ((first, again),) = run_ranks(work, 1)
     assert first == again
-
-
-def test_live_bytes_count_units_while_they_are_gathered():
-    model = build(num_hidden_layers=4, vocab_size=4096)
-    plan = in_waves(make_plan(1, (2,), [[Piece(ranks=(0,), sequences=(0,))]], layers=4))
-    parameters = shard(model, SoloTransport())
-    with LiveBytes(*model.parameters()) as live, torch.no_grad():
-        run(model, parameters, SoloTransport(), plan, (2,), train=False)
-        head = model.lm_head.weight.nbytes
-        assert head <= live.now_bytes <= live.peak_bytes <= 1.5 * head
-    parameters.publish()
-    assert live.now_bytes < 0.1 * head
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, more(torch.float32)])
@@ -326,10 +309,10 @@ class Later:
         self._move = None
 
 
-@pytest.mark.parametrize("words", [more(2048), 8192])
-@pytest.mark.parametrize(("tied", "per_node"), [(False, 4), (True, 4), (False, 2), more(True, 2)])
-def test_what_is_gathered_is_what_the_memory_model_counts(words, tied, per_node):
+@pytest.mark.parametrize(("tied", "per_node"), [(False, 4), (True, 4), (False, 2)])
+def test_what_is_gathered_is_what_the_memory_model_counts(tied, per_node):
     """Of a wave with next to no tokens, in bf16."""
+    words = 8192
     sizes = {"hidden_size": 256, "intermediate_size": 800, "head_dim": 64, "num_hidden_layers": 4}
     model = build(vocab_size=words, tie_word_embeddings=tied, **sizes)
     layer = sum(each.numel() for each in model.model.layers[0].parameters())

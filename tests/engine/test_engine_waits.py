@@ -14,7 +14,6 @@ from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
-from tiers import some
 
 LENGTHS = (9, 12, 5, 7, 8, 3)
 READS = ("_local_scalar_dense", "nonzero", "equal", "unique", "masked_select")
@@ -54,7 +53,7 @@ def reads(model_type, microbatches, *, experts="eager"):
 
 @pytest.mark.parametrize(
     ("model_type", "experts"),
-    some([("llama", "eager"), ("gemma3_text", "eager"), ("qwen3", "eager"), ("qwen3_moe", "grouped_mm")], 0, 3),
+    [("gemma3_text", "eager"), ("qwen3_moe", "grouped_mm")],
 )
 def test_nothing_is_read_between_microbatches(model_type, experts):
     """The sums of losses are read once, when all of a step was posted, and once the norm of the gradient."""
@@ -62,12 +61,7 @@ def test_nothing_is_read_between_microbatches(model_type, experts):
         during, after = reads(model_type, microbatches, experts=experts)
         assert during == []
         assert len(after) == 1
-
-
-def test_eager_experts_read_for_each_expert():
-    """So this count sees what there is to see."""
-    during, _ = reads("qwen3_moe", [tuple(range(6))])
-    assert len(during) > 4
+    assert experts == "eager" or reads(model_type, [tuple(range(6))])[0], "eager experts are read: this sees them"
 
 
 def test_copies_to_a_gpu_go_through_pinned_memory_and_are_not_waited_for():

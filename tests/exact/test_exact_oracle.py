@@ -42,9 +42,7 @@ def _fits(lengths: Sequence[int], degree: int, capacity: int, beside: int = 0) -
     )
 
 
-def _besides(
-    groups: list[list[int]], places: tuple[tuple[int, ...], ...], tokens: Sequence[int], capacity: int
-) -> Iterator[dict[int, int]]:
+def _besides(groups, places, tokens, capacity):
     """Yield every way to put packs of one rank beside rings: {pack: ring}."""
     choices = []
     for pack, where in enumerate(places):
@@ -102,50 +100,33 @@ def test_oracle_finds_the_best_of_all_plans(tokens: list[int], ranks: int, capac
     assert best.bound_seconds == pytest.approx(best.makespan_seconds, rel=1e-6)
 
 
-def test_oracle_makes_gangs_wait_for_each_other() -> None:
-    """Three rings of two on three ranks: each rank has 20 s of work, but no two rings fit at once."""
-    cost = Cost(linear_seconds=1.0, ring_seconds=1000.0)
-    best = plan_oracle([20, 20, 20], Cluster(ranks=3, capacity_tokens=10), cost, **EXACT)
-    assert best.makespan_seconds == pytest.approx(3 * (10 + 1000 * 10))
-
-
-def test_oracle_packs_cut_sequences_where_launches_are_dear() -> None:
-    best = plan_oracle(
-        [30, 30], Cluster(ranks=3, capacity_tokens=20), Cost(linear_seconds=1.0, fixed_seconds=99.0), **EXACT
-    )
-    assert best.makespan_seconds == pytest.approx(99 + 20)
-    assert [microbatch.pieces[0].degree for microbatch in best.plan.microbatches] == [3]
-
-
-def test_oracle_puts_packs_beside_a_ring_to_save_launches() -> None:
-    cost = Cost(linear_seconds=1.0, fixed_seconds=100.0, ring_seconds=9.0)
-    best = plan_oracle([6, 4, 21], Cluster(ranks=2, capacity_tokens=20), cost, **EXACT)
-    assert best.makespan_seconds == pytest.approx(100 + (1 + 9) * 21 / 2 + 6)
-    (microbatch,) = best.plan.microbatches
-    assert [(piece.degree, piece.sequences) for piece in microbatch.pieces] == [(2, (2,)), (1, (0,)), (1, (1,))]
+BESIDE, ALONE = (Cost(linear_seconds=1.0, fixed_seconds=100.0, ring_seconds=each) for each in (9.0, 60.0))
 
 
 @pytest.mark.parametrize(
-    ("tokens", "capacity", "cost"),
+    ("tokens", "ranks", "capacity", "cost", "least"),
     [
+        # three rings of two on three ranks: each rank has 20 s of work, but no two rings fit at once
+        ([20] * 3, 3, 10, Cost(linear_seconds=1.0, ring_seconds=1000.0), 3 * (10 + 1000 * 10)),
+        ([30, 30], 3, 20, Cost(linear_seconds=1.0, fixed_seconds=99.0), 99 + 20),  # cut, in one pack
+        ([6, 4, 21], 2, 20, BESIDE, 100 + (1 + 9) * 21 / 2 + 6),  # packs beside a ring save launches
+        ([21, 17, 6], 2, 20, BESIDE, None),  # 17 is too much beside
+        ([21, 8, 8], 2, 15, ALONE, None),
+        ([21, 6, 5, 4], 2, 17, ALONE, None),  # three for two ranks
+        ([26, 8], 2, 20, Cost(quadratic_seconds=1.0, linear_seconds=1.0, fixed_seconds=900.0, ring_seconds=40.0), None),
         (
-            [21, 17, 6],
+            [30, 6, 5],
+            2,
             20,
-            Cost(linear_seconds=1.0, fixed_seconds=100.0, ring_seconds=9.0),
-        ),  # 17 is too much beside
-        ([21, 8, 8], 15, Cost(linear_seconds=1.0, fixed_seconds=100.0, ring_seconds=60.0)),
-        (
-            [21, 6, 5, 4],
-            17,
-            Cost(linear_seconds=1.0, fixed_seconds=100.0, ring_seconds=60.0),
-        ),  # three for two ranks
-        ([26, 8], 20, Cost(quadratic_seconds=1.0, linear_seconds=1.0, fixed_seconds=900.0, ring_seconds=40.0)),
-        ([30, 6, 5], 20, Cost(quadratic_seconds=1.0, linear_seconds=40.0, ring_seconds=60.0, hop_seconds=70.0)),
+            Cost(quadratic_seconds=1.0, linear_seconds=40.0, ring_seconds=60.0, hop_seconds=70.0),
+            None,
+        ),
     ],
 )
-def test_oracle_finds_the_best_of_all_plans_where_rings_must_be(tokens: list[int], capacity: int, cost: Cost) -> None:
-    best = plan_oracle(tokens, Cluster(ranks=2, capacity_tokens=capacity), cost, **EXACT)
-    assert best.makespan_seconds == pytest.approx(_least(tokens, 2, capacity, cost), rel=1e-6)
+def test_oracle_finds_the_best_of_all_plans_where_rings_must_be(tokens, ranks, capacity, cost, least):
+    best = plan_oracle(tokens, Cluster(ranks=ranks, capacity_tokens=capacity), cost, **EXACT)
+    check_plan(best.plan)
+    assert best.makespan_seconds == pytest.approx(least or _least(tokens, ranks, capacity, cost), rel=1e-6)
 
 
 @costly
@@ -171,18 +152,14 @@ def test_oracle_is_valid_above_the_bound_and_behind_no_planner(tokens: list[int]
 
 def test_oracle_is_the_same_twice() -> None:
     cost = Cost(quadratic_seconds=1.0, linear_seconds=40.0, fixed_seconds=900.0, ring_seconds=9.0)
-    told = [
-        plan_oracle([150, 61, 59, 33, 20], Cluster(ranks=4, capacity_tokens=60), cost).plan.digest() for _ in range(2)
-    ]
-    assert told[0] == told[1]
+    cluster = Cluster(ranks=3, capacity_tokens=60)
+    first, again = (plan_oracle([150, 61, 33, 20], cluster, cost).plan.digest() for _ in range(2))
+    assert first == again
 
 
-def test_oracle_refuses_what_is_not_tiny() -> None:
+def test_oracle_refuses_what_is_not_tiny_and_tells_that_its_solver_is_missing(monkeypatch) -> None:
     with pytest.raises(PlanError, match="at most 8 ranks and 10 sequences; got 9 ranks and 1 sequences"):
         plan_oracle([5], Cluster(ranks=9, capacity_tokens=10), Cost(linear_seconds=1.0))
-
-
-def test_oracle_tells_that_its_solver_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "highspy", None)
     with pytest.raises(ConfigError, match="bench"):
         plan_oracle([5], Cluster(ranks=2, capacity_tokens=10), Cost(linear_seconds=1.0))

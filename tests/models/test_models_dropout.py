@@ -1,6 +1,5 @@
 """Dropout: what falls out is a function of seed, step, sequence, position and place, whatever the plan."""
 
-import copy
 import math
 
 import pytest
@@ -8,16 +7,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from testing import MODEL_TYPES, build_pair, family_difference, make_batch, make_plan, tiny_family_config
-from testing.strict import StrictWorld
+from testing import MODEL_TYPES, build_pair, family_difference, make_batch, make_plan, run_step, tiny_family_config
 from testing.tiny import VOCAB
 
-from lengthwise.attention import choose_kernel
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
-from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.step import run_plan
-from lengthwise.models import DropoutKey, KeyedDropout, check_model_config, keep_double, token_keys
+from lengthwise.models import DropoutKey, KeyedDropout, check_model_config, token_keys
 from lengthwise.models.dropout import DROPOUT_FAMILIES, DROPOUT_KEYS, drop
 from models.test_models_checkpointing import recomputing
 from models.test_models_families import LENGTHS, NOT_RECOMPUTED, SPLIT, planned
@@ -119,21 +114,6 @@ def test_family_with_dropout_equals_plain_hugging_face_that_draws_the_same(model
         assert found.gradient <= 1e-12
 
 
-def run(model, plan, batch, *, train=True, **options):
-    def work(transport):
-        own = copy.deepcopy(model)
-        flat = FlatParameters(own, transport, dtype=torch.float64)
-        with keep_double(torch.float64):
-            done = run_plan(
-                own, plan, batch, transport, choose_kernel(torch.device("cpu")), name="t", train=train, **options
-            )
-        flat.reduce_gradients()
-        return done.loss_sum, flat.gather_gradients()
-
-    results = StrictWorld(plan.ranks).run(work)
-    return sum(each[0] for each in results), results[0][1]
-
-
 def gpt2(p):
     return build_pair("gpt2", tiny_family_config("gpt2", {"resid_pdrop": p, "embd_pdrop": p}))["planned"]
 
@@ -142,8 +122,8 @@ def test_dropout_depends_on_seed_and_step_and_evaluations_have_none():
     batch = make_batch(LENGTHS, vocab=VOCAB)
     keys = [DropoutKey(seed=seed, step=step) for seed, step in ((0, 1), (0, 2), (1, 1), (0, 1))]
     plan = make_plan(1, LENGTHS, [Piece(ranks=(0,), sequences=tuple(range(len(LENGTHS))))])
-    losses = [run(gpt2(0.3), plan, batch, dropout=key)[0] for key in keys]
+    losses = [run_step(gpt2(0.3), plan, batch, dropout=key).loss for key in keys]
     assert losses[0] == losses[3]
     assert len(set(losses)) == 3
-    evaluated = run(gpt2(0.3), plan, batch, train=False)[0]
-    assert evaluated == pytest.approx(run(gpt2(0.0), plan, batch, train=False)[0], rel=1e-14)
+    evaluated, plain = (run_step(gpt2(p), plan, batch, train=False).loss for p in (0.3, 0.0))
+    assert evaluated == pytest.approx(plain, rel=1e-14)

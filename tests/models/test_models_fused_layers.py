@@ -88,11 +88,10 @@ def test_fused_layers_of_a_family_give_what_plain_hugging_face_gives(family):
     assert plain.calls == Counter({"rope": 2 * passes, "norm": norms * passes, gate: gates * passes})
 
 
-@pytest.mark.parametrize("recompute", some(["layer", "all_but_attention"], 0))
-def test_fused_layers_run_again_in_backward(recompute):
+def test_fused_layers_run_again_in_backward():
     pair, plain = build_pair("qwen3", tiny_family_config("qwen3")), PlainKernels()
     fuse_layers(pair["planned"], plain.kernels)
-    microbatches = tuple(replace(each, recompute=recompute) for each in PLAN.microbatches)
+    microbatches = tuple(replace(each, recompute="layer") for each in PLAN.microbatches)
     found = family_difference(pair, replace(PLAN, microbatches=microbatches), LENGTHS, precision="fp64")
     assert found.gradient < 1e-12
     assert plain.calls["norm"] == 3 * 9 + 3 * 8, "three forwards of 9 norms, and those of the layers once more"
@@ -100,11 +99,8 @@ def test_fused_layers_run_again_in_backward(recompute):
 
 def test_only_this_model_is_changed_and_a_copy_runs_its_own_modules():
     """`verify` has a plain model beside it, and Liger's own patches would change both."""
-    pair, plain, rope = (
-        build_pair("llama", tiny_family_config("llama")),
-        PlainKernels(),
-        modeling_llama.apply_rotary_pos_emb,
-    )
+    pair, plain = build_pair("llama", tiny_family_config("llama")), PlainKernels()
+    rope = modeling_llama.apply_rotary_pos_emb
     fuse_layers(pair["planned"], plain.kernels)
     assert modeling_llama.apply_rotary_pos_emb is rope
     assert not any("forward" in vars(module) for module in pair["plain"].modules())
@@ -128,7 +124,6 @@ def needs(**changes):
         ({"dtype": torch.float64}, "Liger's kernels compute in fp32, and this run in float64"),
         ({"family": "gpt_oss"}, "gpt_oss is none of the families known to be right (gemma, gemma3_text, granite,"),
         ({"liger": None}, "liger-kernel is not installed"),
-        ({"liger": "0.8.4"}, "liger-kernel 0.8.4 is older than 0.8.5"),
         ({"liger": "0.7.0.dev20260101+cu13"}, "liger-kernel 0.7.0.dev20260101+cu13 is older than 0.8.5"),
     ],
 )
@@ -177,11 +172,3 @@ def test_a_run_on_a_gpu_says_what_is_exchanged_and_by_what(monkeypatch):
     assert family_difference(pair, PLAN, LENGTHS, precision="fp64").gradient < 1e-12
     assert plain.calls["norm"]
     assert liger_kernels().rope == plain.liger_rope
-    compute_so(
-        pair["plain"],
-        Computing(compile=False, fused_layers="off"),
-        torch.device("cuda"),
-        dtype=torch.bfloat16,
-        say=said.append,
-    )
-    assert said[1:] == ["fused layers: off; because the run file asks for it"]

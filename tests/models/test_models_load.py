@@ -9,9 +9,6 @@ from testing import SIZES
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Qwen3Config,
     Qwen3MoeConfig,
     modeling_utils,
 )
@@ -32,58 +29,39 @@ from lengthwise.models import (
     save_model,
 )
 from lengthwise.models.refusals import refused_model
-from tiers import some
+from tiers import more
 
 
 def source(kind=LlamaConfig, **changes):
     return ModelSource(name="t", config=kind(**{**SIZES, **changes}), weights=False)
 
 
-@pytest.mark.parametrize("precision", some(DTYPES, 0, 2))
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
-def test_saved_model_opens_with_equal_weights(tmp_path, kind, tied, precision):
-    model = build_model(source(kind, tie_word_embeddings=tied), seed=1)
-    flat = FlatParameters(model, SoloTransport(), dtype=DTYPES[precision])
+@pytest.mark.parametrize(("precision", "tied"), [("bf16", False), ("fp64", True), more("fp32", True)])
+def test_saved_model_opens_with_equal_weights(tmp_path, tied, precision):
+    model, dtype = build_model(source(tie_word_embeddings=tied), seed=1), DTYPES[precision]
+    flat = FlatParameters(model, SoloTransport(), dtype=dtype)
     with torch.no_grad():
-        flat.values.add_(torch.randn(flat.values.shape).to(flat.values.dtype))
-    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    assert len(storages) == 1, "all parameters are views of one buffer"
+        flat.values.add_(torch.randn(flat.values.shape, dtype=dtype))
+    assert len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) == 1, "views of one buffer"
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32, "as in every Hugging Face model"
     save_model(model, tmp_path / "model")
     names = {path.name for path in (tmp_path / "model").iterdir()}
     assert {"config.json", "model.safetensors"} <= names
     assert not any(name.endswith((".bin", ".pt", ".pkl")) for name in names)
     with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
         assert ("lm_head.weight" in file.keys()) != tied, "tied weights are written once"  # noqa: SIM118 - no mapping
-        assert all(file.get_tensor(name).dtype == DTYPES[precision] for name in file.keys())  # noqa: SIM118
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
-    assert opened.config.tie_word_embeddings == tied
-    tie = opened.lm_head.weight is opened.model.embed_tokens.weight
-    assert tie == tied
-    assert opened.state_dict().keys() == model.state_dict().keys()
-    for name, tensor in opened.state_dict().items():
-        assert tensor.dtype == DTYPES[precision]
-        assert torch.equal(tensor, model.state_dict()[name]), name
-
-
-def test_saved_model_is_found_and_built_again(tmp_path):
-    model = build_model(source(), seed=1)
-    save_model(model, tmp_path / "model")
+    assert (opened.lm_head.weight is opened.model.embed_tokens.weight) == tied
     found = find_model(str(tmp_path / "model"))
     assert found.weights
     again = build_model(found, seed=99)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert opened.state_dict().keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert opened.state_dict()[name].dtype == dtype
+        assert torch.equal(opened.state_dict()[name], tensor), name
+        assert torch.equal(again.state_dict()[name].to(dtype), tensor), name
     found.config.save_pretrained(tmp_path / "bare")
     assert not find_model(str(tmp_path / "bare")).weights
-
-
-def test_fp64_weights_are_not_rounded(tmp_path):
-    model = build_model(source(), seed=1).double()
-    with torch.no_grad():
-        model.model.norm.weight += 1e-12
-    save_model(model, tmp_path / "model")
-    again = build_model(find_model(str(tmp_path / "model")), seed=0)
-    assert torch.equal(model.model.norm.weight, again.model.norm.weight)
 
 
 def test_saving_where_nothing_can_be_written_is_an_output_error(tmp_path):
@@ -102,28 +80,6 @@ def test_drawn_parameters_depend_on_the_seed_only():
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
     assert all(parameter.dtype == torch.float32 for parameter in first.parameters())
-
-
-def test_flat_buffers_leave_rope_frequencies_in_fp32():
-    model = build_model(source(), seed=1)
-    FlatParameters(model, SoloTransport(), dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
-
-
-def test_tiny_has_about_a_million_parameters_and_grouped_heads():
-    found = find_model("tiny")
-    model = build_model(found, seed=0)
-    assert 0.8e6 < sum(parameter.numel() for parameter in model.parameters()) < 1.5e6
-    assert found.config.num_key_value_heads < found.config.num_attention_heads
-
-
-@pytest.mark.parametrize("order", [("lengthwise", "sdpa"), ("sdpa", "lengthwise")])
-def test_one_source_builds_models_that_keep_their_own_attention(order):
-    """Hugging Face writes the attention's name into the config: the second model must not switch the first one's."""
-    one = source()
-    built = [build_model(one, seed=1, attention=attention) for attention in order]
-    assert tuple(model.config._attn_implementation for model in built) == order
 
 
 def test_keep_double_computes_norms_in_fp64():
@@ -181,24 +137,16 @@ def test_config_does_not_choose_how_to_compute(tmp_path, monkeypatch, keys, weig
         assert not model.config.output_hidden_states
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 def test_config_of_endless_layers_and_experts_is_refused_before_anything_is_built(tmp_path, model_type):
     """Qwen's configs list a type for each layer as they are read, and every model makes its layers one by one."""
-    endless = {"num_hidden_layers": 10**12, "num_experts": 10**6}
-    values = {
-        **SIZES,
-        **endless,
-        "nested": [{"n_layer": 10_001}],
-        "num_labels": 10**9,
-        "model_type": model_type,
-        "hidden_size": 65_536,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(values))
+    endless = {"num_hidden_layers": 10**12, "num_experts": 10**6, "num_labels": 10**9, "nested": [{"n_layer": 10_001}]}
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, **endless, "model_type": model_type}))
     with pytest.raises(Problems) as caught:
         find_model(str(tmp_path))
     lines = str(caught.value).splitlines()
     keys = ("num_hidden_layers", "num_experts", "num_labels", "n_layer")
-    assert [line.split(": expected")[0].rpartition(" ")[2] for line in lines] == list(keys)
+    assert sorted(line.split(": expected")[0].rpartition(" ")[2] for line in lines) == sorted(keys)
     assert all("expected at most 10,000; got" in line for line in lines)
 
 
@@ -206,16 +154,17 @@ def test_config_of_endless_layers_and_experts_is_refused_before_anything_is_buil
     ("changes", "said"),
     [
         ({"use_cache": "true"}, "'use_cache' expected bool, got str"),
-        ({"hidden_size": 1.5}, "'hidden_size' expected int, got float"),
         ({"num_attention_heads": 0}, "ZeroDivisionError"),
         ({"num_hidden_layers": -1}, "num_hidden_layers: expected at least 1; got -1"),
-        ({"vocab_size": 0}, "vocab_size: expected at least 1; got 0"),
         ({"intermediate_size": 2**70}, "config.json: expected"),
         ({"dtype": "float99"}, "float99"),
         ({"model_type": []}, "unhashable"),
         ({"hidden_act": "rule"}, "rule"),
         ({"head_dim": 3}, "head_dim 3 is odd"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        ({"model_type": "mistral", "initializer_range": float("nan")}, r"config\.json: expected .*std nan"),
+        # The routers are looked at before the model's sizes are.
+        ({"model_type": "mixtral", "output_router_logits": True, "pad_token_id": 99}, "Padding_idx"),
     ],
     ids=str,
 )
@@ -223,21 +172,23 @@ def test_config_that_no_model_can_be_built_of_is_one_line_with_file_and_entry(tm
     source().config.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    def use():
+        found = find_model(str(tmp_path))
+        check_buildable(found.config)
+        check_model_config(found.config)
+        build_model(found, seed=0)
+
     with pytest.raises(ConfigError, match=said) as caught:
-        check_buildable(find_model(str(tmp_path)).config)
+        use()
     assert caught.value.where.startswith(str(tmp_path))
     assert "config.json" in caught.value.where
     assert "\n" not in str(caught.value)
 
 
-def test_spread_of_fresh_parameters_that_is_no_number_is_one_line(tmp_path):
-    found = source(MistralConfig, initializer_range=float("nan"))
-    with pytest.raises(ConfigError, match=r"config\.json: expected .*std nan"):
-        build_model(found, seed=0)
-
-
-def test_router_of_a_config_that_cannot_be_built_is_one_line():
-    """The routers are looked at before the model's sizes are."""
-    found = source(MixtralConfig, output_router_logits=True, pad_token_id=99)
-    with pytest.raises(ConfigError, match="Padding_idx"):
-        check_model_config(found.config)
+def test_model_that_cannot_be_found_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    for name in (str(tmp_path / "nowhere"), str(tmp_path), "no-such-owner/no-such-model"):
+        with pytest.raises(ConfigError) as raised:
+            find_model(name)
+        assert "\n" not in str(raised.value)

@@ -1,7 +1,5 @@
 """The chunked loss: equal to the loss over whole logits, without ever making them."""
 
-import importlib
-
 import pytest
 import torch
 from testing import LiveBytes, make_batch, make_plan, relative_error, tiny_family_config
@@ -12,7 +10,7 @@ from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.cost import loss_bytes, shape_from_config
-from lengthwise.models import ModelSource, build_adapted, build_model, keep_double, loss, model_loss
+from lengthwise.models import ModelSource, build_adapted, build_model, keep_double, model_loss
 from lengthwise.models.lora import LoraConfig
 from lengthwise.program import lower_plan
 from tiers import some
@@ -47,7 +45,7 @@ def tiny(family, **changes):
     return build_model(ModelSource(name=family, config=config, weights=False), seed=3)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("dtype", some(TOLERANCES), ids=str)
 @pytest.mark.parametrize("family", some(FAMILIES, 0, 1, 2, 3))
 def test_chunked_loss_equals_whole(family, dtype):
     model = tiny(family)
@@ -73,9 +71,8 @@ def test_chunked_loss_counts_weights_as_the_whole():
         assert all(relative_error(chunked[name], each) < 1e-12 for name, each in gradients.items())
 
 
-@pytest.mark.parametrize("family", some(["llama", "gemma3_text", "opt"], 1))
-def test_chunked_loss_in_bf16_is_as_near_to_fp64_as_whole(family):
-    model = tiny(family).to(torch.bfloat16)
+def test_chunked_loss_in_bf16_is_as_near_to_fp64_as_whole():
+    model = tiny("gemma3_text").to(torch.bfloat16)
     runs = {tokens: loss_and_gradients(model, tokens_at_once=tokens, dtype=torch.bfloat16) for tokens in (None, 7)}
     wanted, gradients = loss_and_gradients(model, tokens_at_once=None)
     floor = 1e-3 * max(each.norm().item() for each in gradients.values())  # of keys' biases, whose true gradient is 0
@@ -87,33 +84,9 @@ def test_chunked_loss_in_bf16_is_as_near_to_fp64_as_whole(family):
     assert relative_error(runs[7][0], wanted) < 1.2 * relative_error(runs[None][0], wanted) + 1e-4
 
 
-def test_chunked_loss_never_makes_more_logits_than_asked(monkeypatch):
-    rows = []
-    token_loss = loss.token_loss
-
-    def counting(logits, *others):
-        rows.append(len(logits))
-        return token_loss(logits, *others)
-
-    monkeypatch.setattr(loss, "token_loss", counting)
-    loss_and_gradients(tiny("llama"), tokens_at_once=7)
-    assert rows == [*[7] * 10, 1]
-
-
-def test_chunked_loss_counts_the_routers_loss_once(monkeypatch):
-    """Router logits are of all tokens, so once a microbatch, not once a chunk."""
-    model = tiny("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
-    module, calls = importlib.import_module(type(model).__module__), []
-    counted = module.load_balancing_loss_func
-    monkeypatch.setattr(module, "load_balancing_loss_func", lambda found, *a: calls.append(found) or counted(found, *a))
-    loss_and_gradients(model, tokens_at_once=7)
-    assert len([found for found in calls if found is not None]) == 1
-
-
-@pytest.mark.parametrize("targets", [("all-linear",), ("lm_head", "q_proj")], ids=str)
-def test_chunked_loss_trains_adapters_alone(targets):
+def test_chunked_loss_trains_adapters_alone():
     source = ModelSource(name="llama", config=tiny_family_config("llama"), weights=False)
-    model = build_adapted(source, LoraConfig(r=2, target_modules=targets), seed=3, draws_both=True)
+    model = build_adapted(source, LoraConfig(r=2, target_modules=("lm_head", "q_proj")), seed=3, draws_both=True)
     wanted, gradients = loss_and_gradients(model, tokens_at_once=None)
     found, chunked = loss_and_gradients(model, tokens_at_once=7)
     assert relative_error(found, wanted) < 1e-13
@@ -123,8 +96,8 @@ def test_chunked_loss_trains_adapters_alone(targets):
         assert relative_error(chunked[name], gradient) < 1e-12, name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_chunked_loss_holds_what_the_memory_model_says(dtype):
+def test_chunked_loss_holds_what_the_memory_model_says():
+    dtype = torch.bfloat16
     model = tiny("llama", vocab_size=32768).to(dtype)
     shape, peaks = shape_from_config(model.config.to_dict()), {}
     for tokens_at_once in (None, 8):

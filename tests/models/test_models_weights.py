@@ -12,7 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.models import build_model, check_weights, find_model
-from tiers import some
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -64,25 +63,19 @@ FAULTS = {
     "one shard missing": ("shards", lambda f: shards(f)[0].unlink(), r"1 of \d+ files of model.*missing"),
     "one shard cut short": ("shards", lambda f: cut(shards(f)[0]), r"model-00001-of"),
     "one tensor missing": ("shards", lose_tensor, r"1 tensors of model.*not in their files"),
-    "shards without index": ("shards", lambda f: (f / INDEX).unlink(), "model-00001-of"),
-    "index of another kind": ("shards", lambda f: (f / INDEX).write_text("[]"), "without a weight_map"),
     "index cut short": ("shards", lambda f: cut(f / INDEX), "index.json: "),
     "index without map": ("shards", lambda f: change_index(f, weight_map=None), "without a weight_map"),
     "index that leaves the folder": ("shards", move_outside, "no plain name"),
     "file cut short": ("single", lambda f: cut(f / SINGLE), "model.safetensors: "),
-    "file not begun": ("single", lambda f: (f / SINGLE).write_bytes(b""), "model.safetensors: "),
-    "pointer of git": ("single", lambda f: (f / SINGLE).write_text("version https://git-lfs"), "model.safetensors: "),
     "download under way": ("single", lambda f: (f / SINGLE).rename(f / f"{SINGLE}.incomplete"), "incomplete"),
     "half-saved": ("single", lose_everything, "generation_config.json"),
     "subfolder": ("single", lambda f: [(f / "fp32").mkdir(), (f / SINGLE).rename(f / "fp32" / SINGLE)], "fp32"),
-    "checkpoint": ("single", lambda f: (f / SINGLE).rename(f / "model.ckpt"), "model.ckpt"),
     "pickle": ("single", lambda f: (f / SINGLE).rename(f / "pytorch_model.bin"), "pytorch_model.bin"),
-    "gguf": ("single", lambda f: (f / SINGLE).rename(f / "model.gguf"), "model.gguf"),
     "shards of torch": ("single", lambda f: (f / "shard-00000-model-00001-of-00001.safetensors").touch(), "shard-0"),
 }
 
 
-@pytest.mark.parametrize("fault", some(FAULTS, 0, 3, 6, 9))
+@pytest.mark.parametrize("fault", FAULTS)
 def test_weights_that_are_not_whole_are_refused_and_start_fresh_only_when_asked(whole, tmp_path, fault):
     kind, change, said = FAULTS[fault]
     folder = tmp_path / "model"
@@ -145,8 +138,6 @@ def recast(dtype, *names):
 NORM = "model.norm.weight"
 NO_WEIGHTS = {
     "int64": (recast(torch.int64, NORM), rf"16 to 32 bits.*1 others: {NORM} I64"),
-    "bool": (recast(torch.bool, NORM), "BOOL"),
-    "complex": (recast(torch.complex64, NORM), "C64"),
     "fp8 without a scale": (recast(torch.float8_e4m3fn), r"\d+ others: .* F8_E4M3"),
     "wider than the config": (recast(torch.float64), "F64"),
     "missing": (lambda w: w.pop(NORM), rf"1 missing \({NORM}\)"),
@@ -155,7 +146,6 @@ NO_WEIGHTS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Casting complex values")
 @pytest.mark.parametrize("kind", NO_WEIGHTS)
 def test_weights_that_would_be_changed_are_refused_before_any_is_read(whole, tmp_path, kind):
     change, said = NO_WEIGHTS[kind]
@@ -175,11 +165,6 @@ def test_weights_of_fewer_bits_are_taken_exactly(whole, tmp_path, dtype):
         assert torch.equal(parameter, saved[name].float())
 
 
-def test_buffers_of_whole_numbers_that_older_files_have_are_no_weights(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"attn\.bias"])
-    check_weights(changed(whole, tmp_path / "model", lambda w: w.update({"attn.bias": torch.ones(2).bool()})))
-
-
 def test_model_folder_with_an_adapter_is_refused(whole, tmp_path):
     """Hugging Face would read the base that the adapter names, or put the adapter into the model."""
     shutil.copytree(whole / "single", tmp_path / "model")
@@ -189,7 +174,7 @@ def test_model_folder_with_an_adapter_is_refused(whole, tmp_path):
         find_model(str(tmp_path / "model"))
 
 
-@pytest.mark.parametrize("name", [SINGLE, INDEX, "config.json", "generation_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("name", [SINGLE, INDEX, "config.json", "tokenizer.json"])
 def test_model_folder_with_a_file_that_has_no_end_is_refused(whole, tmp_path, name):
     folder = tmp_path / "model"
     shutil.copytree(whole / ("shards" if name == INDEX else "single"), folder)

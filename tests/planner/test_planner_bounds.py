@@ -2,14 +2,16 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from testing.plans import make_plan
 
 from lengthwise.core.cut import local_tokens
 from lengthwise.core.errors import PlanError
-from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner import bound_seconds, score
@@ -58,9 +60,7 @@ def _makespan(microbatches: Sequence[Sequence[Held]], ranks: int, cost: Cost) ->
     return max(free)
 
 
-def _least_makespan(
-    lengths: Sequence[int], ranks: int, capacity: int, cost: Cost, *, lone: bool, shared: bool = False
-) -> float:
+def _least_makespan(lengths, ranks, capacity, cost, *, lone, shared=False):
     """Try every plan: pieces, their ranks, their microbatches, and every order.
 
     `lone`: rings of one sequence, alone in a microbatch; `shared`: beside others, no rank above the capacity then.
@@ -86,138 +86,76 @@ def _least_makespan(
 
 @given(lengths=LENGTHS, capacity=st.integers(10, 30), cost=COSTS)
 @example(lengths=[1, 2, 30], capacity=29, cost=Cost(quadratic_seconds=1.0, linear_seconds=1.0, ring_seconds=200.0))
-def test_bound_is_below_every_plan_on_two_ranks(lengths: list[int], capacity: int, cost: Cost) -> None:
+@example(lengths=[12, 12, 8], capacity=10, cost=Cost(linear_seconds=1.0, fixed_seconds=3000.0))
+def test_bounds_are_below_every_plan_on_two_ranks(lengths, capacity, cost):
     lengths = [min(length, 2 * capacity) for length in lengths]
     cluster = Cluster(ranks=2, capacity_tokens=capacity)
-    for lone in (True, False):
-        best = _least_makespan(lengths, 2, capacity, cost, lone=lone)
-        assert bound_seconds(lengths, cluster, cost, lone_rings=lone) <= best * (1 + 1e-9)
+    lone, weaker = (bound_seconds(lengths, cluster, cost, lone_rings=lone) for lone in (True, False))
+    shared = bound_seconds(lengths, cluster, cost, shared_launches=True)
+    assert lone <= _least_makespan(lengths, 2, capacity, cost, lone=True) * (1 + 1e-9)
+    assert weaker <= _least_makespan(lengths, 2, capacity, cost, lone=False) * (1 + 1e-9)
+    assert shared <= _least_makespan(lengths, 2, capacity, cost, lone=False, shared=True) * (1 + 1e-9)
+    assert shared <= lone * (1 + 1e-9)
 
 
 @given(lengths=LENGTHS, capacity=st.integers(10, 30), cost=COSTS)
 @example(lengths=[10, 22], capacity=10, cost=Cost(linear_seconds=1.0, fixed_seconds=3000.0))
-def test_bound_is_below_every_plan_of_lone_rings_on_three_ranks(lengths: list[int], capacity: int, cost: Cost) -> None:
+def test_bound_is_below_every_plan_of_lone_rings_on_three_ranks(lengths, capacity, cost):
     cluster = Cluster(ranks=3, capacity_tokens=capacity)
     best = _least_makespan(lengths, 3, capacity, cost, lone=True)
     assert bound_seconds(lengths, cluster, cost) <= best * (1 + 1e-9)
 
 
-@given(lengths=LENGTHS, capacity=st.integers(10, 30), cost=COSTS)
-@example(lengths=[12, 12, 8], capacity=10, cost=Cost(linear_seconds=1.0, fixed_seconds=3000.0))
-def test_bound_of_shared_launches_is_below_every_such_plan(lengths: list[int], capacity: int, cost: Cost) -> None:
-    lengths = [min(length, 2 * capacity) for length in lengths]
-    cluster = Cluster(ranks=2, capacity_tokens=capacity)
-    best = _least_makespan(lengths, 2, capacity, cost, lone=False, shared=True)
-    bound = bound_seconds(lengths, cluster, cost, shared_launches=True)
-    assert bound <= best * (1 + 1e-9)
-    assert bound <= bound_seconds(lengths, cluster, cost) * (1 + 1e-9)
-
-
-def test_bound_of_shared_launches_counts_a_launch_for_a_capacity_of_tokens() -> None:
-    cost = Cost(linear_seconds=1.0, fixed_seconds=30.0)
-    cluster = Cluster(ranks=2, capacity_tokens=60)
-    bound = bound_seconds([100, 40, 40], cluster, cost, shared_launches=True, whole_launches=False)
-    assert bound == pytest.approx((180 + 180 / 60 * 30) / 2)
-
-
-def test_bound_counts_whole_launches() -> None:
-    cost = Cost(linear_seconds=1.0, fixed_seconds=30.0)
-    cluster = Cluster(ranks=2, capacity_tokens=60)
-    # 1.5 launches a rank: one that runs one is done after 61 tokens at most, so both had better run two
-    assert bound_seconds([100, 40, 40], cluster, cost, shared_launches=True) == pytest.approx((180 + 4 * 30) / 2)
-
-
 @pytest.mark.parametrize(
     ("beside", "shared"), [((0, (4,)), True), ((0, (5,)), False), ((1, (4,)), True), ((1, (6,)), False)]
 )
-def test_plans_that_share_launches_only_stay_within_the_capacity(
-    beside: tuple[int, tuple[int, ...]], shared: bool
-) -> None:
+def test_plans_that_share_launches_only_stay_within_the_capacity(beside, shared):
     """A ring of 12 over two ranks leaves 4 of 10 on each; a fifth token fits only by the rule for rounding."""
     rank, (length,) = beside
-    plan = Plan(
-        ranks=2,
-        layers=1,
-        capacity=10,
-        tokens=(12, length),
-        microbatches=(Microbatch(pieces=(Piece(ranks=(0, 1), sequences=(0,)), Piece(ranks=(rank,), sequences=(1,)))),),
-    )
+    pieces = (Piece(ranks=(0, 1), sequences=(0,)), Piece(ranks=(rank,), sequences=(1,)))
+    plan = replace(make_plan(2, (12, length), [pieces]), capacity=10)
     assert not has_lone_rings(plan)
     assert shares_launches_only(plan) == shared
 
 
-def test_weaker_bound_knows_that_cut_sequences_let_a_local_one_exceed_the_capacity() -> None:
-    """Once 3015: two ranks for 30 tokens, whose transfers nothing hides, where a plan keeps them on one."""
-    cost = Cost(quadratic_seconds=1.0, linear_seconds=1.0, ring_seconds=200.0)
-    plan = Plan(
-        ranks=2,
-        layers=1,
-        capacity=29,
-        tokens=(1, 2, 30),
-        microbatches=(Microbatch(pieces=(Piece(ranks=(0, 1), sequences=(0, 1)), Piece(ranks=(1,), sequences=(2,)))),),
-    )
-    check_plan(plan)
-    bound = bound_seconds(plan.tokens, Cluster(ranks=2, capacity_tokens=29), cost, lone_rings=False)
-    assert bound <= score(plan, cost).makespan_seconds
-
-
 def test_weaker_bound_knows_that_allowances_of_short_sequences_save_launches_of_long_ones() -> None:
-    cost = Cost(fixed_seconds=1.0)
-    cluster = Cluster(ranks=2, capacity_tokens=10)
-    plan = Plan(
-        ranks=2,
-        layers=1,
-        capacity=10,
-        tokens=(*[1] * 10, 10, 10) * 2,
-        microbatches=(
-            Microbatch(
-                pieces=(
-                    Piece(ranks=(0, 1), sequences=tuple(range(12))),
-                    Piece(ranks=(1, 0), sequences=tuple(range(12, 24))),
-                )
-            ),
-        ),
-    )
+    cost, cluster = Cost(fixed_seconds=1.0), Cluster(ranks=2, capacity_tokens=10)
+    pieces = (Piece(ranks=(0, 1), sequences=tuple(range(12))), Piece(ranks=(1, 0), sequences=tuple(range(12, 24))))
+    plan = replace(make_plan(2, (*[1] * 10, 10, 10) * 2, [pieces]), capacity=10)
     check_plan(plan)
     assert bound_seconds(plan.tokens, cluster, cost, lone_rings=False) <= score(plan, cost).makespan_seconds
 
 
 @costly
 @given(
-    lengths=st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 15)),
-    capacity=st.integers(5, 14),
-    cost=COSTS,
+    lengths=st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 15)), capacity=st.integers(5, 14), cost=COSTS
 )
-def test_weaker_bound_is_below_every_plan_of_short_sequences_on_three_ranks(
-    lengths: tuple[int, int, int], capacity: int, cost: Cost
-) -> None:
+def test_weaker_bound_is_below_every_plan_of_short_sequences_on_three_ranks(lengths, capacity, cost):
     best = _least_makespan(lengths, 3, capacity, cost, lone=False)
     bound = bound_seconds(lengths, Cluster(ranks=3, capacity_tokens=capacity), cost, lone_rings=False)
     assert bound <= best * (1 + 1e-9)
 
 
-def test_bound_is_the_work_over_the_ranks_where_nothing_is_long() -> None:
-    cost = Cost(linear_seconds=2.0, fixed_seconds=5.0)
-    assert bound_seconds([10] * 40, Cluster(ranks=4, capacity_tokens=50), cost) == pytest.approx((2 + 5 / 50) * 400 / 4)
+LAUNCH = Cost(linear_seconds=1.0, fixed_seconds=30.0)
 
 
-def test_bound_is_the_quickest_time_of_the_longest_where_that_is_more() -> None:
-    cost = Cost(linear_seconds=1.0, hop_seconds=1.0, fixed_seconds=3.0)
-    quickest = 400 / 20 + 19 + 3
-    assert bound_seconds([400], Cluster(ranks=1000, capacity_tokens=400), cost) == pytest.approx(quickest)
-
-
-def test_bound_charges_a_ring_a_launch_on_each_rank() -> None:
-    cost = Cost(linear_seconds=1.0, fixed_seconds=30.0)
-    cluster = Cluster(ranks=2, capacity_tokens=60)
-    bound = bound_seconds([100, 60], cluster, cost, whole_launches=False)
-    assert bound == pytest.approx((100 + 2 * 30 + 60 + 30) / 2)
-    assert bound_seconds([100, 60], cluster, cost, lone_rings=False) < (100 + 60 + 60 + 30) / 2
-
-
-def test_bound_of_a_ring_that_cannot_hide_its_transfers_holds_them() -> None:
-    cost = Cost(linear_seconds=1.0, ring_seconds=7.0)
-    assert bound_seconds([100], Cluster(ranks=2, capacity_tokens=50), cost) == pytest.approx((100 + 700) / 2)
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "capacity", "cost", "options", "expected"),
+    [
+        # the work over the ranks where nothing is long, and else the quickest time of the longest
+        ([10] * 40, 4, 50, Cost(linear_seconds=2.0, fixed_seconds=5.0), {}, (2 + 5 / 50) * 400 / 4),
+        ([400], 1000, 400, Cost(linear_seconds=1.0, hop_seconds=1.0, fixed_seconds=3.0), {}, 400 / 20 + 19 + 3),
+        # a launch on each rank of a ring; transfers that nothing hides
+        ([100, 60], 2, 60, LAUNCH, {"whole_launches": False}, (100 + 2 * 30 + 60 + 30) / 2),
+        ([100], 2, 50, Cost(linear_seconds=1.0, ring_seconds=7.0), {}, (100 + 700) / 2),
+        # a shared launch for a capacity of tokens: 1.5 a rank. One that runs one is done after 61 tokens, so whole: two
+        ([100, 40, 40], 2, 60, LAUNCH, {"shared_launches": True, "whole_launches": False}, (180 + 180 / 60 * 30) / 2),
+        ([100, 40, 40], 2, 60, LAUNCH, {"shared_launches": True}, (180 + 4 * 30) / 2),
+    ],
+)
+def test_bound_by_hand(tokens, ranks, capacity, cost, options, expected):
+    cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
+    assert bound_seconds(tokens, cluster, cost, **options) == pytest.approx(expected)
 
 
 def test_bound_refuses_what_does_not_fit() -> None:

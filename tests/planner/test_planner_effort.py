@@ -34,7 +34,8 @@ def test_plans_of_any_share_can_be_run_and_end_after_their_bound(tokens, ranks, 
 
 
 def test_a_share_that_is_enough_changes_nothing() -> None:
-    assert plan_step(TOKENS, FEW, COST, _options(1e6)) == plan_step(TOKENS, FEW, COST, _options(None))
+    few = TOKENS[5:]
+    assert plan_step(few, FEW, COST, _options(1e6)) == plan_step(few, FEW, COST, _options(None))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 1.0])

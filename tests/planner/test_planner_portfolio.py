@@ -9,11 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from testing.plans import planners_of
 
-from lengthwise.core.plan import Microbatch, Plan
+from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Choices, Cost, all_terms_cost, named_hardware, named_shape
-from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import PlanOptions, plan_step, register_planner, registry
+from lengthwise.planner import PlanOptions, plan_step, registry
 from lengthwise.planner.portfolio import Selection, is_worth_others, others_seconds
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import score
@@ -21,6 +20,7 @@ from lengthwise.program import check_plan
 from lengthwise.program.ring_order import interval_microbatch
 from properties import costliest, costly
 
+LLAMA_7B, H100 = named_shape("llama-7b"), named_hardware("h100")
 COSTS = st.builds(
     Cost,
     quadratic_seconds=st.sampled_from([0.0, 1.0]),
@@ -37,12 +37,7 @@ COSTS = st.builds(
     shares=st.lists(st.floats(0, 1), min_size=1, max_size=40),
     cost=COSTS,
 )
-@example(
-    ranks=24,
-    capacity=7,
-    shares=[0.3, 0.01] * 20,
-    cost=Cost(linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=3e4),
-)
+@example(24, 7, [0.3, 0.01] * 20, Cost(linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=3e4))
 def test_no_planner_ends_sooner(ranks: int, capacity: int, shares: list[float], cost: Cost) -> None:
     tokens = [max(1, int(share**3 * ranks * capacity)) for share in shares]
     cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
@@ -64,16 +59,14 @@ def test_no_planner_ends_sooner(ranks: int, capacity: int, shares: list[float], 
     mode=st.sampled_from(["free", "pipeline"]),
 )
 @example(ranks=2, capacity=1, shares=[0.0] * 3, stages=4, virtual=3, cost=Cost(linear_seconds=1.0), mode="pipeline")
-def test_no_planner_ends_sooner_through_stages(
-    ranks: int, capacity: int, shares: list[float], stages: int, virtual: int, cost: Cost | None, mode: str
-) -> None:
+def test_no_planner_ends_sooner_through_stages(ranks, capacity, shares, stages, virtual, cost, mode):
     """Mode free has stages where its costs have them; the plan of mode free run through the stages is no sooner."""
     tokens = [max(1, int(share**3 * ranks * capacity)) for share in shares]
     cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
     options: dict[str, object] = {"mode": mode, "layers": 32}
     if mode == "pipeline":
         options |= {"stages": stages, "virtual": virtual}
-    priced = cost or all_terms_cost(named_shape("llama-7b"), named_hardware("h100"), stages=stages)
+    priced = cost or all_terms_cost(LLAMA_7B, H100, stages=stages)
     plans = {
         name: plan_step(tokens, cluster, priced, PlanOptions(planner=name, **options))
         for name in planners_of(tokens, cluster)
@@ -87,22 +80,22 @@ def test_no_planner_ends_sooner_through_stages(
 
 
 @costliest
+@example(5, [0.9, 0.5, 0.4, 0.1], 1, "free", "auto", "auto", "none")
 @given(
     ranks=st.sampled_from([1, 2, 3, 5, 7]),
     shares=st.lists(st.floats(0, 1), min_size=1, max_size=12),
+    stages=st.sampled_from([1, 2]),
     mode=st.sampled_from(["free", "pipeline"]),
     offload=st.sampled_from(["off", "auto"]),
     heads=st.sampled_from(["off", "auto"]),
     recompute=st.sampled_from(["none", "layer"]),
 )
-def test_no_planner_ends_sooner_through_stages_with_choices(
-    ranks: int, shares: list[float], mode: str, offload: str, heads: str, recompute: str
-) -> None:
-    cost = all_terms_cost(named_shape("llama-7b"), replace(named_hardware("h100"), ranks_per_node=4), stages=2)
+def test_no_planner_ends_sooner_with_choices(ranks, shares, stages, mode, offload, heads, recompute):
+    cost = all_terms_cost(LLAMA_7B, replace(H100, ranks_per_node=4), stages=stages)
     tokens = [max(1, int(share**3 * ranks * 8192 * (3 if offload == "auto" else 1))) for share in shares]
     cluster = Cluster(ranks=ranks, capacity_tokens=8192)
-    options: dict[str, object] = {"layers": 32, "offload": offload, "heads": heads, "recompute": recompute}
-    options |= {"mode": mode, "stages": 2} if mode == "pipeline" else {}
+    options = {"layers": 32, "offload": offload, "heads": heads, "recompute": recompute}
+    options |= {"mode": mode, "stages": stages} if mode == "pipeline" else {}
     plans = {
         name: plan_step(tokens, cluster, cost, PlanOptions(planner=name, **options))
         for name in planners_of(tokens, cluster)
@@ -146,7 +139,7 @@ def test_other_planners_are_left_out_near_the_bound_and_for_large_steps() -> Non
 
 
 def test_other_planners_are_asked_with_choices_a_percent_above_the_bound_and_as_far_as_the_step_pays_for_them() -> None:
-    cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100")).choosing(Choices(splits_heads=True))
+    cost = all_terms_cost(LLAMA_7B, H100).choosing(Choices(splits_heads=True))
     request = PlanRequest(tokens=(9000,) * 400, cluster=Cluster(ranks=100, capacity_tokens=16_384), cost=cost)
     assert not _others_are_asked(request, request.bound_seconds * 1.009)
     assert _others_are_asked(request, request.bound_seconds * 1.011)
@@ -160,50 +153,30 @@ def test_other_planners_are_asked_with_choices_a_percent_above_the_bound_and_as_
     assert others_seconds(replace(whole, tokens=(9000,) * 4000)) > 9 * others_seconds(whole)
 
 
-def test_rivals_choose_degrees_for_split_heads_and_on_small_steps_in_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
-    cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
-    asked: list[bool] = []
+@pytest.mark.parametrize(
+    ("planner", "stages", "count", "expected"),
+    [
+        ("watching", 1, 100, [False, True]),
+        ("watching", 1, 501, [True]),
+        ("static", 1, 20, [True]),
+        ("static", 2, 20, [False, True]),
+    ],
+)
+def test_rivals_choose_degrees_for_split_heads_and_on_small_steps_in_both_ways(
+    monkeypatch, planner, stages, count, expected
+):
+    """Those whose degrees memory decides, in pipelines only."""
+    asked = []
 
-    def watching(request: PlanRequest) -> list[Microbatch]:
+    def watching(request):
         asked.append(request.cost.choices.splits_heads)
         return [interval_microbatch(0, 1, [i]) for i in range(len(request.tokens))]
 
-    register_planner("watching", watching)
-    cluster, options = Cluster(ranks=100, capacity_tokens=100), PlanOptions(planner="watching", heads="auto")
-    for count, expected in ((100, [False, True]), (501, [True])):
-        plan_step([10] * count, cluster, cost, options)
-        assert asked == expected
-        asked.clear()
-
-
-@pytest.mark.parametrize(("stages", "expected"), [(1, [True]), (2, [False, True])])
-def test_planners_whose_degrees_memory_decides_plan_both_ways_in_pipelines_only(
-    monkeypatch: pytest.MonkeyPatch, stages: int, expected: list[bool]
-) -> None:
-    cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"), stages=stages)
-    asked: list[bool] = []
-
-    def watching(request: PlanRequest) -> list[Microbatch]:
-        asked.append(request.cost.choices.splits_heads)
-        return [interval_microbatch(0, 1, [i]) for i in range(len(request.tokens))]
-
-    monkeypatch.setitem(registry._BUILT_IN, "static", watching)
+    monkeypatch.setitem(registry._BUILT_IN if planner == "static" else registry._registered, planner, watching)
+    cost, cluster = all_terms_cost(LLAMA_7B, H100, stages=stages), Cluster(ranks=100, capacity_tokens=100)
     schedule = {"mode": "pipeline", "stages": stages} if stages > 1 else {}
-    plan_step(
-        [10] * 20, Cluster(ranks=8, capacity_tokens=100), cost, PlanOptions(planner="static", heads="auto", **schedule)
-    )
+    plan_step([10] * count, cluster, cost, PlanOptions(planner=planner, heads="auto", **schedule))
     assert asked == expected
-
-
-def test_free_ends_no_later_than_waves_where_one_ring_takes_nearly_all_the_time() -> None:
-    """The others must fit what one ring over all ranks leaves, a tenth of the time: it ended 1.036 above the bound."""
-    cluster = Cluster(ranks=97, capacity_tokens=16384)
-    tokens = draw_lengths("byted", 4_195_614, 1, longest_tokens=1_557_463)
-    cost = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
-    free, waves = (plan_step(tokens, cluster, cost, PlanOptions(mode=mode)) for mode in ("free", "waves"))
-    assert free.notes["predicted_seconds"] <= waves.notes["predicted_seconds"]
-    assert free.notes["predicted_seconds"] <= 1.003 * free.notes["bound_seconds"]
 
 
 def test_packs_cut_whole_are_tried_where_launches_cost_and_rings_of_one_sequence_are_at_their_bound() -> None:

@@ -1,85 +1,128 @@
-"""The independent score: the clock of every rank, by hand."""
+"""The independent score: the clock of every rank, by hand, and what plans ask for under costs with all terms."""
 
 from dataclasses import replace
 
 import pytest
+from testing.plans import make_plan
 
 from lengthwise.core.errors import PlanError
-from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.cost import Cost
+from lengthwise.core.plan import Piece
+from lengthwise.cost import Choice, Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import score
+from lengthwise.program import ring_order
 
 COST = Cost(linear_seconds=1.0, fixed_seconds=10.0)
+ALL_TERMS = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
 
 
-def _plan(*rows: list[tuple[tuple[int, ...], tuple[int, ...]]], tokens: tuple[int, ...], ranks: int = 3) -> Plan:
-    microbatches = tuple(
-        Microbatch(pieces=tuple(Piece(ranks=where, sequences=which) for where, which in row)) for row in rows
-    )
-    return Plan(ranks=ranks, layers=1, capacity=100, tokens=tokens, microbatches=microbatches)
+def ring(ranks, *sequences, **changes):
+    return Piece(ranks=tuple(ranks), sequences=sequences, **changes)
 
 
-def test_score_starts_a_ring_when_its_last_rank_is_free() -> None:
-    plan = _plan([((0,), (0,))], [((0, 1), (1,))], [((2,), (2,))], tokens=(5, 40, 7))
-    scored = score(plan, COST)
+def changed(plan, **changes):
+    """Return a plan of one microbatch with another offload or recomputation."""
+    return replace(plan, microbatches=(replace(plan.microbatches[0], **changes),))
+
+
+def piped(plan, stages, virtual=1):
+    schedule = {"kind": "pipeline", "stages": stages, "virtual": virtual}
+    return replace(plan, schedule=schedule, requires=("pipeline",))
+
+
+def test_score_starts_a_ring_when_its_last_rank_is_free_and_counts_idle_ranks():
+    scored = score(make_plan(3, (5, 40, 7), [ring([0], 0), ring([0, 1], 1), ring([2], 2)]), COST)
     assert scored.busy_seconds == (15 + 30, 30, 17)
     assert scored.makespan_seconds == 15 + 30
     assert scored.idle_ratio == pytest.approx(1 - (45 + 30 + 17) / 3 / 45)
-    assert scored.ring_tokens == 40
-    assert scored.ring_token_ratio == 40 / 52
+    assert (scored.ring_tokens, scored.ring_token_ratio) == (40, 40 / 52)
+    apart = make_plan(3, (5, 50, 6), [ring([0], 0), ring([1], 1), ring([0], 2)])
+    assert score(apart, COST).makespan_seconds == 60
+    assert score(make_plan(4, (5,), [ring([0], 0)]), COST).idle_ratio == 0.75
 
 
-def test_score_keeps_a_rank_busy_for_the_sum_of_its_pieces_and_one_launch() -> None:
-    plan = _plan([((0, 1), (0,)), ((1,), (1,))], tokens=(40, 7), ranks=2)
+def test_score_keeps_a_rank_busy_for_the_sum_of_its_pieces_and_one_launch():
+    plan = make_plan(2, (40, 7), [[ring([0, 1], 0), ring([1], 1)]])
     assert score(plan, COST).busy_seconds == (30, 37)
 
 
-def test_score_lets_ranks_run_apart() -> None:
-    plan = _plan([((0,), (0,))], [((1,), (1,))], [((0,), (2,))], tokens=(5, 50, 6))
-    assert score(plan, COST).makespan_seconds == 60
-
-
-def test_score_of_waves_waits_for_every_rank() -> None:
-    plan = _plan([((0,), (0,))], [((1,), (1,))], tokens=(5, 50))
-    waves = replace(plan, schedule={"kind": "waves"}, requires=("waves",))
+def test_score_of_waves_waits_for_every_rank():
+    waves = replace(make_plan(3, (5, 50), [ring([0], 0), ring([1], 1)]), schedule={"kind": "waves"})
     assert score(waves, COST).makespan_seconds == 15 + 60
 
 
-def test_score_of_idle_ranks_counts_them() -> None:
-    assert score(_plan([((0,), (0,))], tokens=(5,), ranks=4), COST).idle_ratio == 0.75
-
-
 @pytest.mark.parametrize(
-    ("feature", "microbatch"),
-    [
-        ("offload", Microbatch(pieces=(Piece(ranks=(0, 1), sequences=(0,)),), offload=0.5)),
-        ("heads", Microbatch(pieces=(Piece(ranks=(0, 1), sequences=(0,), heads=2),))),
-        ("shares", Microbatch(pieces=(Piece(ranks=(0, 1), sequences=(0,), shares=(1.0, 2.0)),))),
-    ],
+    ("feature", "piece", "offload"),
+    [("offload", {}, 0.5), ("heads", {"heads": 2}, 0.0), ("shares", {"shares": (1.0, 2.0)}, 0.0)],
 )
-def test_score_refuses_what_its_costs_do_not_tell(feature: str, microbatch: Microbatch) -> None:
-    plan = Plan(ranks=2, layers=4, capacity=100, tokens=(20,), microbatches=(microbatch,))
+def test_score_refuses_what_its_costs_do_not_tell(feature, piece, offload):
+    plan = changed(make_plan(2, (20,), [ring([0, 1], 0, **piece)], layers=4), offload=offload)
     with pytest.raises(PlanError, match=feature):
         score(plan, COST)
 
 
-def test_score_of_a_pipeline_runs_its_stages() -> None:
-    plan = _plan(*[[((rank,), (2 * i + rank,))] for i in range(4) for rank in (0, 1)], tokens=(20,) * 8, ranks=2)
-    piped = replace(plan, schedule={"kind": "pipeline", "stages": 4, "virtual": 2}, requires=("pipeline",))
-    scored = score(piped, COST)
+def test_score_of_a_pipeline_runs_its_stages():
+    plan = make_plan(2, (20,) * 8, [ring([rank], 2 * i + rank) for i in range(4) for rank in (0, 1)])
+    scored = score(piped(plan, 4, 2), COST)
     assert scored.makespan_seconds == pytest.approx(30 / 2 * (4 * 2 + 3))
     assert scored.busy_seconds == (120, 120)
-    assert score(replace(piped, schedule={**piped.schedule, "stages": 1}), COST).makespan_seconds == 120
+    assert score(piped(plan, 1, 2), COST).makespan_seconds == 120
+    staged = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"), stages=4)
+    alone = staged.piece_seconds([5000], 1) + staged.fixed_seconds
+    equal = make_plan(2, (5000,) * 4, [ring([0], i) for i in range(4)], layers=32)
+    for virtual, fill in ((1, 3.0), (2, 1.5)):
+        assert score(piped(equal, 4, virtual), staged).makespan_seconds == pytest.approx(alone * (4 + fill))
+    assert score(equal, staged).makespan_seconds == pytest.approx(alone * (4 + 3)), "stages of the costs fill, too"
 
 
-def test_score_of_a_pipeline_depends_on_the_order_of_unequal_microbatches() -> None:
+def test_score_of_a_pipeline_depends_on_the_order_of_unequal_microbatches():
     """Of 60, 40 and 20 seconds in two stages, falling or rising, F and B are 1 and 2 of 3 parts."""
-    ends = {}
-    for tokens in ((50, 30, 10), (10, 30, 50), (30, 10, 50)):
-        plan = _plan(*[[((0,), (i,))] for i in range(3)], tokens=tokens, ranks=1)
-        piped = replace(plan, schedule={"kind": "pipeline", "stages": 2, "virtual": 1}, requires=("pipeline",))
-        ends[tokens] = score(piped, COST).makespan_seconds
+    ends = {
+        tokens: score(piped(make_plan(1, tokens, [ring([0], i) for i in range(3)]), 2), COST).makespan_seconds
+        for tokens in ((50, 30, 10), (10, 30, 50), (30, 10, 50))
+    }
     # stage 1: F and B of 60 from 20 to 80; stage 0: B of 60 until 120, F of 20, B of 40 until 153.3, B of 20
     assert ends[50, 30, 10] == pytest.approx(20 + 60 + 40 + 20 / 3 + 80 / 3 + 40 / 3)
     assert ends[10, 30, 50] == pytest.approx(20 / 3 + 20 + 40 + 60 + 40)
     assert ends[30, 10, 50] > 166
+
+
+def test_score_prices_where_a_ring_is():
+    cost = all_terms_cost(replace(named_shape("llama-7b"), kv_heads=32), named_hardware("h100"))
+    inside, across = (make_plan(16, (20_000,), [ring(ring_order(first, 4), 0)], layers=32) for first in (4, 6))
+    assert score(inside, cost).makespan_seconds < score(across, cost).makespan_seconds
+
+
+def test_score_prices_what_a_plan_asks_for():
+    ranks = tuple(range(16))
+    plain = make_plan(16, (30_000,), [ring(ranks, 0)], layers=32)
+    launch = ALL_TERMS.fixed_seconds
+
+    def alone(**choice):
+        return ALL_TERMS.piece_seconds([30_000], 16, Choice(**choice), ranks=ranks)
+
+    heads, shares = (
+        make_plan(16, (30_000,), [ring(ranks, 0, **asked)], layers=32)
+        for asked in ({"heads": 4}, {"shares": (2.0,) * 8 + (1.0,) * 8})
+    )
+    took = {
+        "plain": (score(plain, ALL_TERMS).makespan_seconds, alone() + launch),
+        "heads": (score(heads, ALL_TERMS).makespan_seconds, alone(heads=4) + launch),
+        "offload": (score(changed(plain, offload=1.0), ALL_TERMS).makespan_seconds, alone(offload=1.0) + launch),
+        "layer": (
+            score(changed(plain, recompute="layer"), ALL_TERMS).makespan_seconds,
+            alone(recompute="layer") + 4 / 3 * launch,
+        ),
+    }
+    for name, (scored, expected) in took.items():
+        assert scored == pytest.approx(expected), name
+    seconds = [scored for scored, _ in took.values()] + [score(shares, ALL_TERMS).makespan_seconds]
+    assert len({round(each, 9) for each in seconds}) == 5
+
+
+def test_score_prices_offload_and_recomputation_of_local_packs():
+    pack = make_plan(16, (700, 90), [ring([3], 0, 1)], layers=32)
+    plain, offloaded, again = (
+        score(changed(pack, **asked), ALL_TERMS).makespan_seconds
+        for asked in ({}, {"offload": 1.0}, {"recompute": "layer"})
+    )
+    assert plain < min(offloaded, again)

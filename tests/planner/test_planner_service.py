@@ -22,14 +22,17 @@ from lengthwise.run.launch import launch
 PLANNING = StepPlanning(ranks=2, cost=Cost(linear_seconds=1.0), capacities={"none": 9}, options=PlanOptions())
 
 
-def test_modules_of_the_working_folder_are_not_imported(tmp_path, monkeypatch):
-    """`python -m` looks there first: a user's `queue.py` ended every run."""
+def test_the_working_folder_and_what_is_printed_at_the_start_do_not_reach_the_planner(tmp_path, monkeypatch, capfd):
+    """`python -m` imports from there first, a user's `queue.py`; Python imports `sitecustomize`, which prints."""
     (tmp_path / "queue.py").write_text("raise SystemExit('not this one')\n")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text("print('hello', flush=True)\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *(path for path in sys.path if path)])
     with PlannerProcess() as planner:
         text, _ = planner.plan(PLANNING, [3, 12])
     assert '"tokens": [3, 12]' in text
+    assert capfd.readouterr().err == "hello\n"
 
 
 def test_a_mistake_in_the_planner_is_told_as_python_tells_it(capfd):
@@ -40,16 +43,6 @@ def test_a_mistake_in_the_planner_is_told_as_python_tells_it(capfd):
         err = capfd.readouterr().err
     assert "AttributeError: 'NoneType' object has no attribute" in err
     assert "Fatal Python error" not in err
-
-
-def test_what_is_printed_before_the_planner_starts_does_not_reach_its_answers(tmp_path, monkeypatch, capfd):
-    """Python itself imports `sitecustomize`; one that greets ended every run."""
-    (tmp_path / "sitecustomize.py").write_text("print('hello', flush=True)\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with PlannerProcess() as planner:
-        text, _ = planner.plan(PLANNING, [3, 12])
-    assert '"tokens": [3, 12]' in text
-    assert capfd.readouterr().err == "hello\n"
 
 
 def _children() -> list[int]:

@@ -3,103 +3,90 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
+from testing.plans import make_plan
 
-from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError, Problems
-from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.errors import LengthwiseError, Problems
+from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, analytic_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import CUTTING_PLANNERS, PlanOptions, plan_step, score
+from lengthwise.planner import CUTTING_PLANNERS, PlanOptions, plan_step
 from lengthwise.planner.problem.bounds import has_lone_rings
 from lengthwise.program import check_plan
-from tiers import some
+from tiers import more
 
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
 ALL_TERMS = Cost(
     quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3, version="7b, 8 kv heads"
 )
-COSTS = (
-    COMPUTE,
-    ALL_TERMS,
-    Cost(linear_seconds=1.0, hop_seconds=500.0),
-    Cost(fixed_seconds=1.0),
-    Cost(ring_seconds=1.0),
-    analytic_cost(named_shape("llama-7b"), named_hardware("h100")),
-)
 CLUSTER = Cluster(ranks=3, capacity_tokens=20)
-CAPACITY = 97  # prime, so that nothing divides
-RANKS = (1, 2, 3, 5, 6, 7, 12, 13, 97)
-UGLY = st.sampled_from([1, 2, 3, 89, CAPACITY - 1, CAPACITY, CAPACITY + 1, 2 * CAPACITY, 2 * CAPACITY + 1, 1009])
 
 
-@pytest.mark.parametrize("recipe", some(["prolong", "wikipedia", "github", "byted"], 2, 3))
-@pytest.mark.parametrize("cost", [COMPUTE, ALL_TERMS], ids=["compute", "all-terms"])
-def test_plan_step_ends_near_the_bound_on_published_lengths(recipe: str, cost: Cost) -> None:
-    cluster = Cluster(ranks=64, capacity_tokens=8192)
-    tokens = draw_lengths(recipe, 8 * 2**20, 0, longest_tokens=400_000)
-    plan = plan_step(tokens, cluster, cost)
+LLAMA_7B = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
+PUBLISHED = {"ranks": 64, "capacity": 8192, "tokens": 2**23, "longest": 400_000}
+WIDE = {"recipe": "byted", "ranks": 64, "capacity": 16384, "tokens": 16_000_000, "longest": 400_000}
+NEAR = {
+    "github": ({"recipe": "github", **PUBLISHED}, COMPUTE, 1.002),
+    "byted": ({"recipe": "byted", **PUBLISHED}, COMPUTE, 1.002),
+    "github, all terms": ({"recipe": "github", **PUBLISHED}, ALL_TERMS, 1.01),
+    "byted, all terms": ({"recipe": "byted", **PUBLISHED}, ALL_TERMS, 1.01),
+    # Clipped to 400K tokens a dozen sequences need 25 of 64 ranks each; once 1.08 to 1.18, and bytescale ahead.
+    "many wide rings": (WIDE, LLAMA_7B, 1.002),
+    # At 4,096 tokens a rank its 2M tokens end 1.0093 above the bound, whatever else is tried; once the end of it.
+    "the longest is cut further": (
+        {"recipe": "github", "ranks": 1024, "capacity": 16384, "tokens": 2**25, "seed": 7}, COMPUTE, 1.002
+    ),
+    # The others must fit what one ring over all ranks leaves, a tenth of the time: it ended 1.036 above the bound.
+    "one ring takes nearly all": (
+        {"recipe": "byted", "ranks": 97, "capacity": 16384, "tokens": 4_195_614, "seed": 1, "longest": 1_557_463},
+        ALL_TERMS,
+        1.003,
+    ),
+    # At the bound itself 20 rings take 12,260 ranks and leave too few for the others: once 1.13 above it.
+    "thousands of ranks": (
+        {"tokens": [2**21, 100_000, 7, 1] * 20, "ranks": 12288, "capacity": 16384}, ALL_TERMS, 1.002
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("step", "cost", "limit"),
+    [
+        *NEAR.values(),
+        *(more({**PUBLISHED, "recipe": recipe}, ALL_TERMS, 1.01) for recipe in ("prolong", "wikipedia")),
+        *(more({**WIDE, "seed": seed}, LLAMA_7B, 1.002) for seed in (1, 2)),
+    ],
+)
+def test_plan_step_ends_near_the_bound(step, cost, limit):
+    tokens = step["tokens"]
+    if "recipe" in step:
+        tokens = draw_lengths(step["recipe"], tokens, step.get("seed", 0), longest_tokens=step.get("longest"))
+    plan = plan_step(tokens, Cluster(ranks=step["ranks"], capacity_tokens=step["capacity"]), cost)
     check_plan(plan)
-    limit = 1.002 if cost is COMPUTE else 1.01
     assert plan.notes["predicted_seconds"] <= limit * plan.notes["bound_seconds"]
 
 
 def test_plan_step_beats_the_static_mesh_by_far_on_a_long_tail() -> None:
     cluster = Cluster(ranks=64, capacity_tokens=16384)
     tokens = draw_lengths("github", 8 * 2**20, 1, longest_tokens=1_000_000)
-    cost = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
     took = {
-        name: plan_step(tokens, cluster, cost, PlanOptions(planner=name)).notes["predicted_seconds"]
+        name: plan_step(tokens, cluster, LLAMA_7B, PlanOptions(planner=name)).notes["predicted_seconds"]
         for name in CUTTING_PLANNERS
     }
     assert took["static"] > 1.5 * took["lengthwise"]
     assert min(took, key=lambda name: took[name]) == "lengthwise"
 
 
-@pytest.mark.parametrize("seed", some([0, 1, 2], 0))
-def test_plan_step_ends_near_the_bound_where_many_wide_rings_meet(seed: int) -> None:
-    """Clipped to 400K tokens a dozen sequences need 25 of 64 ranks each; once 1.08 to 1.18, and bytescale ahead."""
-    cluster = Cluster(ranks=64, capacity_tokens=16384)
-    tokens = draw_lengths("byted", 16_000_000, seed, longest_tokens=400_000)
-    cost = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
-    plan = plan_step(tokens, cluster, cost)
-    check_plan(plan)
-    assert plan.notes["predicted_seconds"] <= 1.002 * plan.notes["bound_seconds"]
-
-
-def test_plan_step_cuts_the_longest_further_where_the_floor_alone_holds_it_up() -> None:
-    """At 4,096 tokens a rank its 2M tokens end 1.0093 above the bound, whatever else is tried; once the end of it."""
-    cluster = Cluster(ranks=1024, capacity_tokens=16384)
-    tokens = draw_lengths("github", 32 * 2**20, 7)
-    plan = plan_step(tokens, cluster, COMPUTE)
-    assert plan.notes["predicted_seconds"] <= 1.002 * plan.notes["bound_seconds"]
-
-
-def test_plan_step_plans_thousands_of_ranks() -> None:
-    """At the bound itself 20 rings take 12,260 ranks and leave too few for the others: once 1.13 above it."""
-    cluster = Cluster(ranks=12288, capacity_tokens=16384)
-    plan = plan_step([2**21, 100_000, 7, 1] * 20, cluster, ALL_TERMS)
-    check_plan(plan)
-    assert plan.notes["predicted_seconds"] <= 1.002 * plan.notes["bound_seconds"]
-
-
 def test_plan_step_does_not_call_a_ring_lone_that_only_rounding_holds() -> None:
     """A ring of 2 over 22 tokens at a capacity of 10 is valid, and below the bound for degrees of s / capacity."""
-    plan = Plan(
-        ranks=3,
-        layers=1,
-        capacity=10,
-        tokens=(22, 10),
-        microbatches=(
-            Microbatch(pieces=(Piece(ranks=(0, 1), sequences=(0,)),)),
-            Microbatch(pieces=(Piece(ranks=(2,), sequences=(1,)),)),
-        ),
-    )
+    pieces = [Piece(ranks=(0, 1), sequences=(0,)), Piece(ranks=(2,), sequences=(1,))]
+    plan = replace(make_plan(3, (22, 10), pieces), capacity=10)
     check_plan(plan)
     assert not has_lone_rings(plan)
 
@@ -116,7 +103,7 @@ def test_plan_step_is_the_same_in_another_process() -> None:
         "from lengthwise.cost import all_terms_cost, named_hardware, named_shape;"
         "links = all_terms_cost(named_shape('llama-7b'), named_hardware('h100'));"
         "chosen = PlanOptions(layers=32, offload='auto', heads='auto');"
-        "plans += [plan_step([90000, 40000, 9000, 700, 3] * 2, cluster, links, chosen)];"
+        "plans += [plan_step([90000, 9000, 700], cluster, links, chosen)];"
         "print(*[plan.digest() for plan in plans])"
     )
     told = [
@@ -141,38 +128,26 @@ def test_plan_step_imports_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-def test_plan_step_names_the_sequence_that_does_not_fit() -> None:
-    with pytest.raises(PlanError) as caught:
-        plan_step([5, 70, 6], Cluster(ranks=3, capacity_tokens=20), COMPUTE)
-    told = str(caught.value)
-    assert "sequence 1 of 70 tokens" in told
-    assert "4 ranks at this capacity" in told
-    assert "a capacity of 24 at these ranks" in told
+@pytest.mark.parametrize(
+    ("tokens", "options", "said"),
+    [
+        ([5, 70, 6], {}, "(?s)sequence 1 of 70 tokens.*4 ranks at this capacity.*a capacity of 24 at these ranks"),
+        ([99] * 7, {"planner": "static"}, r"7 sequences: .*sequence 4 of 99 tokens \(needs[^)]*\) and 2 more"),
+        ([5], {"planner": "lengthwize"}, "Did you mean `lengthwise`"),
+        ([], {}, "at least one sequence"),
+        *(([5, value], {}, "sequence 1") for value in (0, True, 2.0, float("nan"), "7", None)),
+    ],
+)
+def test_plan_step_refuses(tokens, options, said):
+    with pytest.raises(LengthwiseError, match=said):
+        plan_step(tokens, Cluster(ranks=3, capacity_tokens=20), COMPUTE, PlanOptions(**options))
 
 
-def test_plan_step_names_the_first_five_that_do_not_fit_and_counts_the_rest() -> None:
-    with pytest.raises(PlanError, match=r"7 sequences: .*sequence 4 of 99 tokens.* and 2 more") as caught:
-        plan_step([99] * 7, Cluster(ranks=3, capacity_tokens=20), COMPUTE, PlanOptions(planner="static"))
-    assert "sequence 5" not in str(caught.value)
-
-
-@pytest.mark.parametrize("tokens", [[], [5, 0], [5, -1], [5, True], [5, 2.0], [5, float("nan")], [5, "7"], [5, None]])
-def test_plan_step_refuses_what_is_no_length(tokens: list[int]) -> None:
-    with pytest.raises(PlanError, match=r"sequence 1|at least one sequence"):
-        plan_step(tokens, Cluster(ranks=3, capacity_tokens=20), COMPUTE)
-
-
-def test_plan_step_names_the_nearest_planner() -> None:
-    with pytest.raises(ConfigError, match="Did you mean `lengthwise`"):
-        plan_step([5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, PlanOptions(planner="lengthwize"))
-
-
-@pytest.mark.parametrize("planner", CUTTING_PLANNERS)
-def test_plan_step_takes_whole_numbers_of_numpy(planner: str) -> None:
-    mine = plan_step([5, 70, 9], Cluster(ranks=3, capacity_tokens=64), COMPUTE, PlanOptions(planner=planner, layers=2))
-    cluster = Cluster(ranks=np.int64(3), capacity_tokens=np.int64(64))  # type: ignore[arg-type]
-    options = PlanOptions(planner=planner, layers=np.int64(2), context_tokens=np.int64(70))  # type: ignore[arg-type]
-    theirs = plan_step(np.array([5, 70, 9]), cluster, COMPUTE, options)  # type: ignore[arg-type]
+def test_plan_step_takes_whole_numbers_of_numpy() -> None:
+    mine = plan_step([5, 70, 9], Cluster(ranks=3, capacity_tokens=64), COMPUTE, PlanOptions(layers=2))
+    cluster = Cluster(ranks=np.int64(3), capacity_tokens=np.int64(64))
+    options = PlanOptions(layers=np.int64(2), context_tokens=np.int64(70))
+    theirs = plan_step(np.array([5, 70, 9]), cluster, COMPUTE, options)
     assert theirs.to_json() == mine.to_json()
 
 
@@ -192,17 +167,11 @@ def test_plan_step_tells_all_wrong_options_at_once() -> None:
     ("given", "told"),
     [
         ({"tokens": None}, ["tokens: expected lengths of sequences; got None"]),
-        ({"tokens": (length for length in [5])}, ["tokens: expected lengths of sequences; got <generator"]),
         ({"tokens": {5: 1, 9: 1}}, ["tokens: expected lengths of sequences; got {5: 1, 9: 1}"]),
-        ({"tokens": {5}}, ["tokens: expected lengths of sequences; got {5}"]),
         ({"options": {"layers": 2}}, ["options: expected PlanOptions; got {'layers': 2}"]),
         (
             {"cluster": COMPUTE, "cost": CLUSTER},
             ["cluster: expected a Cluster; got Cost", "cost: expected a Cost; got Cl"],
-        ),
-        (
-            {"tokens": CLUSTER, "cluster": [5, 9]},
-            ["tokens: expected lengths", "cluster: expected a Cluster; got [5, 9]"],
         ),
     ],
 )
@@ -214,16 +183,17 @@ def test_plan_step_names_arguments_of_another_kind_all_at_once(given: dict[str, 
     assert all(expected in line for expected, line in zip(told, lines, strict=True))
 
 
+MIXED = [300, 120, 90, 55, 10, 7, 1, 1, 99, 230, 101]
 GOLDEN = {
     "one-rank": ([3, 1, 9, 4], 1, 10, COMPUTE, "lengthwise"),
-    "six-ranks": ([300, 120, 90, 55, 10, 7, 1, 1, 99, 230, 101], 6, 100, ALL_TERMS, "lengthwise"),
+    "six-ranks": (MIXED, 6, 100, ALL_TERMS, "lengthwise"),
     "more-ranks-than-sequences": ([30_000, 5], 7, 8192, COMPUTE, "lengthwise"),
     "packs": (list(range(1, 60)), 5, 128, ALL_TERMS, "lengthwise"),
-    "static": ([300, 120, 90, 55, 10, 7, 1, 1, 99, 230, 101], 6, 100, ALL_TERMS, "static"),
-    "single-degree": ([300, 120, 90, 55, 10, 7, 1, 1, 99, 230, 101], 7, 100, ALL_TERMS, "single-degree"),
-    "bytescale-naive": ([300, 120, 90, 55, 10, 7, 1, 1, 99, 230, 101], 6, 100, ALL_TERMS, "bytescale-naive"),
-    "bytescale": ([300, 120, 90, 55, 10, 7, 1, 1, 99, 230, 101], 6, 100, ALL_TERMS, "bytescale"),
-    "power-of-two": ([300, 120, 90, 55, 10, 7, 1, 1, 99, 230, 101], 6, 100, ALL_TERMS, "power-of-two"),
+    "static": (MIXED, 6, 100, ALL_TERMS, "static"),
+    "single-degree": (MIXED, 7, 100, ALL_TERMS, "single-degree"),
+    "bytescale-naive": (MIXED, 6, 100, ALL_TERMS, "bytescale-naive"),
+    "bytescale": (MIXED, 6, 100, ALL_TERMS, "bytescale"),
+    "power-of-two": (MIXED, 6, 100, ALL_TERMS, "power-of-two"),
 }
 
 
@@ -235,15 +205,3 @@ def test_plan_step_writes_the_golden_plan(name: str) -> None:
         tokens, Cluster(ranks=ranks, capacity_tokens=capacity), cost, PlanOptions(planner=planner, layers=2)
     )
     assert plan.to_json() == (Path(__file__).parent / "golden" / f"{name}.json").read_text()
-
-
-@pytest.mark.parametrize("planner", CUTTING_PLANNERS)
-def test_plan_step_puts_one_kind_of_recomputation_into_every_microbatch_and_prices_it(planner: str) -> None:
-    tokens, cluster = (300, 120, 90, 55, 10, 7, 1, 1, 99, 230, 101), Cluster(ranks=6, capacity_tokens=100)
-    kept = plan_step(tokens, cluster, ALL_TERMS, PlanOptions(planner=planner))
-    for kind in ("layer", "all_but_attention"):
-        plan = plan_step(tokens, cluster, ALL_TERMS, PlanOptions(planner=planner, recompute=kind))
-        assert {microbatch.recompute for microbatch in plan.microbatches} == {kind}
-        assert plan.notes["predicted_seconds"] == score(plan, ALL_TERMS).makespan_seconds
-        assert plan.notes["predicted_seconds"] > kept.notes["predicted_seconds"]
-        assert plan.notes["bound_seconds"] > kept.notes["bound_seconds"]

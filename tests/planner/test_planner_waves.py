@@ -74,32 +74,26 @@ def test_waves_begin_with_the_sequence_that_sets_one() -> None:
     tokens = draw_lengths("github", 32_768 * 256, 0, longest_tokens=1_700_000)
     plan = plan_step(tokens, cluster, ALL_FOUR, PlanOptions(mode="waves"))
     check_plan(plan)
-    longest = tokens.index(max(tokens))
-    assert longest in {i for piece in plan.microbatches[0].pieces for i in piece.sequences}
+    assert tokens.index(max(tokens)) in {i for piece in plan.microbatches[0].pieces for i in piece.sequences}
     assert plan.notes["predicted_seconds"] <= 1.1 * plan.notes["bound_seconds"]
 
 
 def test_waves_of_even_shares_end_near_the_bound_where_they_are_few() -> None:
     """32K tokens a rank of 16K: two waves can hold no more, three even ones are best."""
-    cluster = Cluster(ranks=64, capacity_tokens=16384)
     tokens = draw_lengths("prolong", 32_768 * 64, 0, longest_tokens=40_000)
-    plan = plan_step(tokens, cluster, ALL_FOUR, PlanOptions(mode="waves"))
+    plan = plan_step(tokens, Cluster(ranks=64, capacity_tokens=16384), ALL_FOUR, PlanOptions(mode="waves"))
     check_plan(plan)
     assert len(plan.microbatches) == 3
     assert plan.notes["predicted_seconds"] <= 1.04 * plan.notes["bound_seconds"]
 
 
-def test_waves_cut_a_short_sequence_that_all_others_would_wait_for() -> None:
+def test_waves_cut_a_short_sequence_that_all_others_would_wait_for_and_are_few_where_launches_cost() -> None:
     """One of 100 tokens would keep three ranks of 40 waiting; cut over all it does not."""
-    cost = Cost(linear_seconds=1.0)
-    plan = plan_step([100, 1, 1, 1, 1], Cluster(ranks=4, capacity_tokens=100), cost, PlanOptions(mode="waves"))
+    cluster = Cluster(ranks=4, capacity_tokens=100)
+    plan = plan_step([100, 1, 1, 1, 1], cluster, Cost(linear_seconds=1.0), PlanOptions(mode="waves"))
     assert plan.notes["predicted_seconds"] == pytest.approx(26)
-
-
-def test_waves_are_few_where_launches_cost() -> None:
-    cost = Cost(linear_seconds=1.0, fixed_seconds=1000.0)
-    plan = plan_step([10] * 64, Cluster(ranks=4, capacity_tokens=80), cost, PlanOptions(mode="waves"))
-    assert len(plan.microbatches) == 2
+    launches = Cost(linear_seconds=1.0, fixed_seconds=1000.0)
+    assert len(plan_step([10] * 80, cluster, launches, PlanOptions(mode="waves")).microbatches) == 2
 
 
 def test_waves_are_few_where_each_gathers() -> None:
@@ -124,19 +118,15 @@ def test_modes_are_refused_by_name() -> None:
         plan_step([5], cluster, COMPUTE, PlanOptions(planner="static", mode="waves"))
 
 
-def test_one_sequence_that_no_even_share_holds_is_one_wave() -> None:
-    """Even shares of one wave more than the fewest are less than a token takes: they began with an empty wave."""
-    cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
-    plan = plan_step([1], Cluster(ranks=3, capacity_tokens=29), cost, PlanOptions(mode="waves"))
-    assert [len(microbatch.pieces) for microbatch in plan.microbatches] == [1]
-
-
-def test_launches_of_years_leave_time_for_work() -> None:
-    """The time a wave takes less its launch is off in the last digits: nothing fitted, an assertion failed."""
-    cost = replace(ALL_FOUR, fixed_seconds=64299696292.644646)
-    plan = plan_step([158], Cluster(ranks=3, capacity_tokens=64), cost, PlanOptions(mode="waves"))
-    assert [len(microbatch.pieces) for microbatch in plan.microbatches] == [1]
-    cost = Cost(linear_seconds=0.003, fixed_seconds=1e12)
-    plan = plan_step([14, 3, 64, 1], Cluster(ranks=2, capacity_tokens=64), cost, PlanOptions(mode="waves"))
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "capacity", "cost"),
+    [
+        ([1], 3, 29, COSTS[5]),  # even shares of one wave more than the fewest are less than a token takes
+        ([158], 3, 64, replace(ALL_FOUR, fixed_seconds=64299696292.644646)),  # a wave less its launch is off in digits
+        ([14, 3, 64, 1], 2, 64, Cost(linear_seconds=0.003, fixed_seconds=1e12)),
+    ],
+)
+def test_tiny_steps_are_one_wave(tokens, ranks, capacity, cost):
+    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=capacity), cost, PlanOptions(mode="waves"))
     check_plan(plan)
     assert len(plan.microbatches) == 1

@@ -1,13 +1,16 @@
 """Every rule of the plan file, broken one at a time."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from testing.plans import make_plan
 
 from lengthwise.core.errors import PlanError, Problems
-from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.program import check_plan
+from lengthwise.core.plan import KNOWN_FEATURES, Microbatch, Piece, Plan
+from lengthwise.program import Feature, check_plan, refuse_unsupported
+from lengthwise.program.features import ENGINE, FIVE_COEFFICIENTS, SIMULATOR, feature_uses, features_of, uses_beyond
 
 
 def _plan(**changes: Any) -> Plan:
@@ -55,12 +58,6 @@ def test_check_plan_names_the_broken_rule(rows: list[dict[str, Any]], told: str)
         check_plan(_plan(microbatches=rows))
 
 
-def test_check_plan_refuses_a_microbatch_without_pieces() -> None:
-    plan = Plan(ranks=1, layers=1, capacity=9, tokens=(), microbatches=(Microbatch(pieces=()),))
-    with pytest.raises(PlanError, match="microbatch 0: expected at least one piece"):
-        check_plan(plan)
-
-
 @pytest.mark.parametrize(
     ("feature", "changes"),
     [
@@ -76,30 +73,22 @@ def test_check_plan_wants_used_features_listed(feature: str, changes: dict[str, 
         check_plan(_plan(**changes))
 
 
-def test_check_plan_wants_stages_of_a_pipeline() -> None:
-    with pytest.raises(PlanError, match="schedule: virtual"):
-        check_plan(_plan(schedule={"kind": "pipeline", "stages": 2}, requires=["pipeline"]))
-
-
-def test_check_plan_counts_tokens_after_offload() -> None:
-    rows = [{"ranks": [0], "sequences": [0], "offload": 1.0}]
-    check_plan(_plan(tokens=[400], microbatches=rows))  # 2 of 8 layers stay: 400 x 2 / 8
-    with pytest.raises(PlanError, match=r"401 tokens at offload 1\.0"):
-        check_plan(_plan(tokens=[401], microbatches=rows))
-
-
-def test_check_plan_allows_rounding_for_cut_sequences_only() -> None:
-    check_plan(_plan(tokens=[200], microbatches=[{"ranks": [0, 1], "sequences": [0]}]))
-    check_plan(_plan(tokens=[199, 3], microbatches=[{"ranks": [0, 1], "sequences": [0, 1]}]))
-    with pytest.raises(PlanError, match=r"at most 100 tokens held \(\+ 0 for rounding\); got 101 tokens"):
-        check_plan(_plan(tokens=[101], microbatches=[{"ranks": [0], "sequences": [0]}]))
-
-
-def test_check_plan_weighs_shares() -> None:
-    rows = [{"ranks": [0, 1], "sequences": [0], "shares": [3, 1]}]
-    check_plan(_plan(tokens=[134], requires=["shares"], microbatches=rows))
-    with pytest.raises(PlanError, match="microbatch 0, rank 0"):
-        check_plan(_plan(tokens=[140], requires=["shares"], microbatches=rows))
+@pytest.mark.parametrize(
+    ("changes", "more", "said"),
+    [
+        # 2 of 8 layers stay: 400 x 2 / 8
+        ({"offload": 1.0, "ranks": [0], "tokens": 400}, 401, r"401 tokens at offload 1\.0"),
+        # a token of rounding where a sequence is cut, and only there
+        ({"ranks": [0, 1], "tokens": 200}, 204, r"at most 100 tokens held \(\+ 1 for rounding\); got 102"),
+        ({"ranks": [0], "tokens": 100}, 101, r"at most 100 tokens held \(\+ 0 for rounding\); got 101 tokens"),
+        ({"ranks": [0, 1], "shares": [3, 1], "tokens": 134}, 140, "microbatch 0, rank 0"),
+    ],
+)
+def test_check_plan_counts_tokens_after_offload_rounding_and_shares(changes, more, said):
+    row, requires = {"sequences": [0], **changes}, ["shares"] * ("shares" in changes)
+    check_plan(_plan(tokens=[row.pop("tokens")], requires=requires, microbatches=[row]))
+    with pytest.raises((PlanError, Problems), match=said):
+        check_plan(_plan(tokens=[more], requires=requires, microbatches=[row]))
 
 
 def test_check_plan_tells_all_problems_and_counts_the_rest() -> None:
@@ -109,8 +98,56 @@ def test_check_plan_tells_all_problems_and_counts_the_rest() -> None:
     assert len(caught.value.problems) == 21
 
 
-def test_check_plan_refuses_lengths_below_one() -> None:
+def test_check_plan_refuses_what_no_file_can_say() -> None:
     piece = Piece(ranks=(0,), sequences=(0,))
-    plan = Plan(ranks=1, layers=1, capacity=9, tokens=(0,), microbatches=(Microbatch(pieces=(piece,)),))
-    with pytest.raises(PlanError, match=r"tokens\[0\]"):
-        check_plan(plan)
+    for tokens, pieces, said in (
+        ((0,), (piece,), r"tokens\[0\]"),
+        ((), (), "microbatch 0: expected at least one piece"),
+    ):
+        plan = Plan(ranks=1, layers=1, capacity=9, tokens=tokens, microbatches=(Microbatch(pieces=pieces),))
+        with pytest.raises(PlanError, match=said):
+            check_plan(plan)
+    with pytest.raises(PlanError, match="schedule: virtual"):
+        check_plan(_plan(schedule={"kind": "pipeline", "stages": 2}, requires=["pipeline"]))
+
+
+RING = Piece(ranks=(0, 2, 1), sequences=(0,))
+
+
+PAIR = Piece(ranks=(1, 2), sequences=(1,))
+
+
+def test_features_are_those_that_a_plan_uses_in_plan_order():
+    plan = make_plan(3, [8, 4], [replace(RING, shares=(1.0, 2.0, 1.0)), PAIR])
+    first, second = plan.microbatches
+    plan = replace(plan, microbatches=(replace(first, recompute="layer"), replace(second, offload=0.5)))
+    plan = replace(plan, schedule={"kind": "waves"}, notes={"speeds": [[3, 0.5]]})
+    assert [(use.feature, use.microbatch) for use in feature_uses(plan)] == [
+        ("waves", None),
+        ("speeds", None),
+        ("recompute", 0),
+        ("shares", 0),
+        ("offload", 1),
+    ]
+    assert not uses_beyond(plan, ENGINE)
+    assert {use.feature for use in uses_beyond(plan, SIMULATOR)} == {Feature.SPEEDS}
+    assert {use.feature for use in uses_beyond(plan, FIVE_COEFFICIENTS)} == {Feature.SHARES, Feature.OFFLOAD}
+
+
+def test_features_of_plain_rings_and_speeds_of_one_are_none():
+    assert not features_of(replace(make_plan(3, [8, 4], [RING, PAIR]), notes={"speeds": [[2, 1], [1, 1.0]]}))
+    assert {str(feature) for feature in Feature} >= KNOWN_FEATURES
+
+
+def test_features_heads_and_schedules_are_refused_by_name():
+    heads = make_plan(4, [8], [replace(RING, ranks=(0, 1, 2, 3), heads=2)])
+    refuse_unsupported(heads)
+    refuse_unsupported(heads, num_heads=6)
+    with pytest.raises(PlanError, match=r"microbatch 0: heads.*divisor of the model's 7 attention heads.* 2"):
+        refuse_unsupported(heads, num_heads=7)
+    refuse_unsupported(replace(make_plan(3, [8], [RING]), schedule={"kind": "waves"}))
+    with pytest.raises(PlanError, match=r"schedule.*pipeline"):
+        refuse_unsupported(replace(make_plan(3, [8], [RING]), schedule={"kind": "pipeline"}))
+    with pytest.raises(Problems) as several:
+        refuse_unsupported(replace(heads, schedule={"kind": "pipeline"}), num_heads=7)
+    assert len(several.value.problems) == 2

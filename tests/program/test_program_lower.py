@@ -1,77 +1,109 @@
-"""Lowering: every visible pair once, both sides of every round the same, whatever the plan."""
+"""Sliding windows in rings: the same pairs as one process sees, and nothing travels that no one needs."""
 
 import random
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from testing import make_plan
+from testing import draw_lengths, make_plan, random_plan
 from testing.order import check_order
 
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_microbatch, lower_plan
 from program.following import covered_pairs, expected_pairs, follow_rounds
+from tiers import more
 
-
-@pytest.mark.parametrize("degree", range(1, 8))
-def test_lowering_covers_each_visible_pair_once_at_any_degree(degree):
-    for length in sorted({1, 2, 3, 5, 7, 11, max(1, degree - 1), 2 * degree - 1, 2 * degree, 2 * degree + 1, 23}):
-        ring = Piece(ranks=tuple(random.Random(length).sample(range(degree), degree)), sequences=(0,))
-        plan = make_plan(degree, [length], [ring])
-        assert covered_pairs(plan) == expected_pairs(plan), f"length {length}"
-        follow_rounds(plan)
+RANDOM = st.randoms(use_true_random=False)
 
 
 @given(
-    length=st.integers(1, 30),
-    shares=st.lists(st.one_of(st.integers(0, 5), st.floats(0, 1e6)), min_size=1, max_size=6).filter(any),
+    choose=RANDOM,
+    ranks=st.integers(1, 7),
+    count=st.integers(1, 5),
+    window=st.none() | st.integers(1, 4) | st.integers(1, 45),
 )
+def test_lowering_covers_each_visible_pair_once_under_any_plan_and_window(choose, ranks, count, window):
+    """Any degree, order and shares, ranks in several rings of a microbatch, fewer tokens than ranks."""
+    plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count))
+    assert covered_pairs(plan, window) == expected_pairs(plan, window)
+    follow_rounds(plan, window)
+    check_order(plan, windows=[window, None])
+
+
+@given(length=st.integers(1, 30), shares=st.lists(st.integers(0, 5) | st.floats(0, 1e6), min_size=1, max_size=6))
 @example(length=7, shares=[0, 0, 1])
-@example(length=1, shares=[1, 1, 1, 1, 1])
 def test_lowering_covers_each_visible_pair_once_under_any_shares(length, shares):
-    ring = Piece(ranks=tuple(range(len(shares))), sequences=(0,), shares=tuple(shares))
+    ring = Piece(ranks=tuple(range(len(shares))), sequences=(0,), shares=tuple(shares) if any(shares) else None)
     plan = make_plan(len(shares), [length], [ring])
     assert covered_pairs(plan) == expected_pairs(plan)
     follow_rounds(plan)
 
 
-def test_lowering_handles_a_rank_in_two_rings_of_one_microbatch():
-    plan = make_plan(
-        5,
-        [13, 11, 4, 3],
-        [
-            [
-                Piece(ranks=(0, 2, 1), sequences=(0,)),
-                Piece(ranks=(2, 3, 4, 0, 1), sequences=(1,)),
-                Piece(ranks=(2,), sequences=(2,)),
-                Piece(ranks=(4, 2), sequences=(3,)),
-            ]
-        ],
-    )
-    assert covered_pairs(plan) == expected_pairs(plan)
-    follow_rounds(plan)
+@pytest.mark.parametrize("window", [1, 128, 129, more(200), 311, 512])
+def test_windowed_lowering_tiles_long_documents(window):
+    plan = make_plan(2, [312, 200], [Piece(ranks=(0,), sequences=(0,)), Piece(ranks=(1, 0), sequences=(1,))])
+    assert covered_pairs(plan, window) == expected_pairs(plan, window)
+
+
+@pytest.mark.parametrize("degree", [2, 3, 8])
+def test_windowed_ring_talks_to_its_neighbours_only_when_the_window_is_short(degree):
+    ring = Piece(ranks=tuple(random.Random(1).sample(range(degree), degree)), sequences=(0,))
+    plan = make_plan(degree, [64 * degree], [ring])
+    whole, narrow = lower_microbatch(plan, 0), lower_microbatch(plan, 0).with_window(8)
+    assert len(whole.forward_rounds) == degree - 1
+    assert len(narrow.forward_rounds) == 1, "chunks are 32 tokens, a window of 8 reaches one chunk back"
+    sent = sum(t.tokens for each in narrow.forward_rounds for t in each.transfers)
+    assert sent <= 2 * 64 * degree
+    assert len(narrow.backward_rounds) == 3 if degree == 2 else len(narrow.backward_rounds) <= 3
+    follow_rounds(plan, 8)
+
+
+def test_windowed_work_follows_the_window():
+    plan = make_plan(3, [6000], [Piece(ranks=(0, 2, 1), sequences=(0,))])
+
+    def work(window):
+        program = lower_microbatch(plan, 0).with_window(window)
+        return sum(
+            (task.q_stop - task.q_start) * (task.kv_stop - task.kv_start)
+            for rank in range(3)
+            for ring_step in range(program.ring_steps)
+            for task in program.tasks(rank, ring_step)
+        )
+
+    assert work(250) <= 2.2 * 250 * 6000
+    assert work(None) >= 6000 * 6000 / 2
+
+
+def test_window_as_long_as_the_longest_sequence_changes_nothing():
+    plan = make_plan(3, [40, 9], [Piece(ranks=(0, 2, 1), sequences=(0,)), Piece(ranks=(1,), sequences=(1,))])
     program = lower_microbatch(plan, 0)
-    assert [piece for piece, *_ in program.pieces_of(2)] == [0, 1, 2, 3]
-    assert max(sum(t.source == 2 for t in each.transfers) for each in program.forward_rounds) >= 2
-    check_order(plan)
+    assert program.with_window(40) == program
+    assert program.with_window(39) != program
+
+
+@given(choose=RANDOM, ranks=st.integers(1, 7), count=st.integers(1, 5), window=st.integers(1, 45))
+def test_windowed_blocks_can_be_said_with_windows_that_count_from_the_last_key(choose, ranks, count, window):
+    """Flash kernels align queries and keys at their ends, and see no further right than there are keys."""
+    plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count))
+    for rank in range(ranks):
+        for whole in lower_plan(plan, rank):
+            program = whole.with_window(window)
+            for task in (task for ring_step in range(program.ring_steps) for task in program.tasks(rank, ring_step)):
+                queries, keys = task.q_stop - task.q_start, task.kv_stop - task.kv_start
+                if task.causal:
+                    assert keys - queries == task.distance
+                elif task.window is not None:
+                    assert queries < keys
+                    assert keys - queries - task.distance + task.window - 1 >= 0, "the last query sees the last key"
 
 
 def test_ring_moves_the_same_tokens_as_the_rounds_of_the_formula():
     plan = make_plan(3, [30], [Piece(ranks=(0, 1, 2), sequences=(0,))])
     program = lower_microbatch(plan, 0)
     assert [sum(t.tokens for t in each.transfers) for each in program.forward_rounds] == [30, 30]
-    assert [sum(t.tokens for t in each.transfers if t.content == "kv") for each in program.backward_rounds] == [
-        30,
-        30,
-        0,
-        0,
-    ]
-    assert [sum(t.tokens for t in each.transfers if t.content == "dkv") for each in program.backward_rounds] == [
-        0,
-        0,
-        30,
-        30,
-    ], "what a position's own queries add to its keys' gradients never travels"
+    for content, tokens in (("kv", [30, 30, 0, 0]), ("dkv", [0, 0, 30, 30])):
+        moved = [sum(t.tokens for t in each.transfers if t.content == content) for each in program.backward_rounds]
+        assert moved == tokens, "what a position's own queries add to its keys' gradients never travels"
 
 
 def test_rank_without_work_lowers_to_nothing():

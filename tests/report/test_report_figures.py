@@ -9,27 +9,30 @@ from lengthwise.report.lengths import length_histogram, summarize_lengths
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("write", "written"),
     [
-        (0, "0"), (1, "1"), (7, "7"), (731, "731"), (999, "999"), (1000, "1.00K"), (1005, "1.00K"), (12_100, "12.1K"),
-        (99_949, "99.9K"), (99_950, "100K"), (1_050_000, "1.05M"), (384_000_000, "384M"), (7e9, "7.00G"), (0.5, "0.50"),
-        (12.34, "12.3"), (999_999, "1.00M"), (999_499, "999K"), (999_600_000, "1.00G"), (4_200_000_000_000, "4200G"),
+        (
+            count,
+            {
+                0: "0", 7: "7", 999: "999", 1000: "1.00K", 1005: "1.00K", 12_100: "12.1K", 99_949: "99.9K",
+                99_950: "100K", 999_499: "999K", 999_999: "1.00M", 384_000_000: "384M", 999_600_000: "1.00G",
+                0.5: "0.50", 12.34: "12.3", 4_200_000_000_000: "4200G",
+            },
+        ),
+        (
+            seconds,
+            {
+                0: "0.00 us", 1.25e-5: "12.5 us", 0.0009999: "1.00 ms", 0.0032: "3.20 ms", 0.9999: "1.00 s",
+                1.25: "1.25 s", 99.9: "99.9 s", 100: "1 min 40 s", 119.9: "2 min 00 s", 138.85: "2 min 19 s",
+                125: "2 min 05 s", 3600: "60 min 00 s", 7170: "2 h 00 min", 34_669: "9 h 38 min",
+            },
+        ),
+        (unitless, {0.0: "0", 1.5: "1.5", 123456.7: "123457", 21581873.4: "21581873", 1e-7: "1e-07", 1e200: "1e+200"}),
+        (percent, {0.1234: "12.3 %", 0: "0.0 %", 0.9999: "100.0 %", -1e-9: "0.0 %", -0.5: "-50.0 %"}),
     ],
 )  # fmt: skip
-def test_count_writes_three_digits(value, text):
-    assert count(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0032, "3.20 ms"), (1.25, "1.25 s"), (125, "2 min 05 s"), (0.0000125, "12.5 us"), (99.9, "99.9 s"),
-        (100, "1 min 40 s"), (119.9, "2 min 00 s"), (138.85, "2 min 19 s"), (3600, "60 min 00 s"),
-        (0.9999, "1.00 s"), (0, "0.00 us"), (0.0009999, "1.00 ms"), (34_669, "9 h 38 min"), (7170, "2 h 00 min"),
-    ],
-)  # fmt: skip
-def test_seconds_writes_the_unit_that_fits(value, text):
-    assert seconds(value) == text
+def test_numbers_are_written_with_three_digits_and_the_unit_that_fits(write, written):
+    assert {value: write(value) for value in written} == written
 
 
 @given(st.floats(1, 9e11))
@@ -42,18 +45,12 @@ def test_count_is_never_far_from_the_value_and_never_1000_of_a_unit(value):
 
 
 def test_summary_by_hand():
-    lengths = [10, 1, 4, 100, 5]
-    found = summarize_lengths(lengths)
+    found = summarize_lengths([10, 1, 4, 100, 5])
     assert (found.num_sequences, found.num_tokens, found.median_tokens) == (5, 120, 5)
     assert (found.longest_tokens, found.longest_index) == (100, 3)
     assert found.top_token_share == pytest.approx(100 / 120)
     assert found.top_attention_share == pytest.approx(10_000 / (100 + 1 + 16 + 10_000 + 25))
-
-
-def test_summary_takes_one_percent_of_many():
-    found = summarize_lengths([1] * 198 + [50, 51])
-    assert found.top_token_share == pytest.approx(101 / (198 + 101))
-    assert summarize_lengths([3]).top_token_share == 1
+    assert summarize_lengths([1] * 198 + [50, 51]).top_token_share == pytest.approx(101 / (198 + 101))  # a percent
 
 
 @given(st.lists(st.integers(1, 1 << 22), min_size=1, max_size=60))
@@ -73,16 +70,3 @@ def test_histogram_by_hand():
         ["4", "to", "8", "0", "0"],
         ["8", "to", "16", "2", "..........", "20", "##########"],
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("value", "written"),
-    [(0.0, "0"), (1.5, "1.5"), (123456.7, "123457"), (21581873.4, "21581873"), (1e-7, "1e-07"), (1e200, "1e+200")],
-)
-def test_times_without_a_unit_are_plain_digits(value: float, written: str) -> None:
-    assert unitless(value) == written
-
-
-def test_percent_has_one_decimal_and_no_sign_where_it_rounds_to_nothing() -> None:
-    said = [percent(ratio) for ratio in (0.1234, 0, 1, 0.9999, -1e-9, -0.0, -0.5)]
-    assert said == ["12.3 %", "0.0 %", "100.0 %", "100.0 %", "0.0 %", "0.0 %", "-50.0 %"]

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from rich.console import Console
+from testing.plans import make_plan
 
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
@@ -23,19 +24,10 @@ def cells(row):
     return [cell.strip() for cell in row if cell.strip()]
 
 
-def plan_of(pieces, tokens, ranks):
-    return Plan(
-        ranks=ranks,
-        layers=1,
-        capacity=10_000,
-        tokens=tuple(tokens),
-        microbatches=tuple(Microbatch(pieces=(Piece(ranks=tuple(r), sequences=tuple(s)),)) for r, s in pieces),
-    )
-
-
 def test_degree_table_by_hand():
     pieces = [(range(12), [0]), (range(2), [1]), ([3], [2, 3]), (range(16), [4]), (range(9), [5])]
-    plan = plan_of(pieces, [1000, 300, 50, 50, 2000, 600], 16)
+    pieces = [Piece(ranks=tuple(ranks), sequences=tuple(sequences)) for ranks, sequences in pieces]
+    plan = make_plan(16, [1000, 300, 50, 50, 2000, 600], pieces)
     assert degrees(plan) == (1, 2, 9, 12, 16)
     assert [cells(row) for row in shown(degree_table(plan))[1:]] == [
         ["1", "2", "100", "2.5 %"],
@@ -60,12 +52,8 @@ def test_plan_table_tells_what_was_chosen():
 
 def test_plan_table_shows_the_scores_of_the_cost_model():
     cost = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
-    plans = {
-        name: plan_step(
-            [50_000, 3000, 700, 9000], Cluster(ranks=8, capacity_tokens=16_384), cost, PlanOptions(planner=name)
-        )
-        for name in ("static", "lengthwise")
-    }
+    cluster, tokens = Cluster(ranks=8, capacity_tokens=16_384), [50_000, 3000, 700, 9000]
+    plans = {name: plan_step(tokens, cluster, cost, PlanOptions(planner=name)) for name in ("static", "lengthwise")}
     lines = [cells(row) for row in shown(plan_table(plans, cost, title="a title (model)"))]
     assert lines[0] == ["a title (model)"]
     table = {row[0]: row[1:] for row in lines[-6:]}

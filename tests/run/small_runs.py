@@ -199,8 +199,9 @@ def whole(path, ranks=1):
     contents = sorted((file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files)
     key = json.dumps([ranks, {**settings, "model": None}, contents])
     if key not in WHOLE:
-        lengthwise.train(path, ranks=ranks, overrides=["output=whole"])
-        WHOLE[key] = path.parent / "whole"
+        output = path.parent.parent / f"whole-{len(WHOLE)}"  # beside the folder of the test, which may go
+        lengthwise.train(path, ranks=ranks, overrides=[f"output={output}"])
+        WHOLE[key] = output
     return WHOLE[key]
 
 

@@ -153,8 +153,3 @@ def test_the_third_failure_in_a_row_ends_the_run(tmp_path):
     assert len(notes) == 2
     with pytest.raises(lengthwise.LengthwiseError, match="disk full"):
         best.offer(3, 1.0, fail)
-
-
-def test_it_needs_an_evaluation(tmp_path, capsys):
-    assert call("train", run_file(tmp_path, eval=None)) == 2
-    assert "save: expected `eval` beside it" in capsys.readouterr().err

@@ -49,52 +49,28 @@ def test_each_change_is_named_and_the_rest_of_the_run_obeys(tmp_path, capfd):
 
 def test_a_run_that_ended_can_be_made_longer_and_not_shorter(tmp_path):
     path = run_of(tmp_path)
-    lengthwise.train(path, ranks=2)
-    with pytest.raises(OutputError, match="one after 7"):
-        lengthwise.train(path, ranks=2, resume=True, accept_changes=True, overrides=["steps=5"])
-    result = lengthwise.train(path, ranks=2, resume=True, accept_changes=True, overrides=["steps=9"])
-    assert result.steps == 9
-    lengthwise.train(path, ranks=2, overrides=["steps=9", "output=whole"])
-    assert_equal_runs(tmp_path / "out", tmp_path / "whole")
-
-
-def test_nothing_changed_is_nothing_told(tmp_path, capfd):
-    path = run_of(tmp_path)
     wanted = whole(path)
-    broken_off(path, 1, after=5)
-    capfd.readouterr()
-    assert call("train", path, "--resume", "--accept-changes") == 0
-    assert "changed since" not in capfd.readouterr().out
+    lengthwise.train(path, overrides=["steps=5"])
+    with pytest.raises(OutputError, match="one after 5"):
+        lengthwise.train(path, resume=True, accept_changes=True, overrides=["steps=3"])
+    assert lengthwise.train(path, resume=True, accept_changes=True).steps == 7
     assert_equal_runs(tmp_path / "out", wanted)
 
 
-def test_other_data_are_accepted_and_named(tmp_path, capfd):
-    path = run_of(tmp_path)
-    broken_off(path, 2, after=3)
-    write_rows(tmp_path / "train.jsonl", make_rows(LENGTHS, seed=5))
-    capfd.readouterr()
-    assert call("train", path, "--ranks", 2, "--resume", "--accept-changes") == 0
+def test_other_data_are_accepted_and_named(broken, capfd):
+    write_rows(broken.parent / "train.jsonl", make_rows(LENGTHS, seed=5))
+    assert call("train", broken, "--ranks", 2, "--resume", "--accept-changes") == 0
     assert "changed since the checkpoint: the tokens of the data" in " ".join(capfd.readouterr().out.split())
-    assert len(losses(tmp_path / "out")) == 7
+    assert len(losses(broken.parent / "out")) == 7
 
 
-@pytest.mark.parametrize(
-    ("before", "changes", "told"),
-    [
-        ({"name": "sgd"}, "optimizer.momentum=0.5", "states of sgd (none)"),
-    ],
-)
-def test_what_the_checkpoint_has_no_state_for_is_refused_all_the_same(tmp_path, capfd, before, changes, told):
-    path = run_of(tmp_path, optimizer=before)
+@pytest.mark.parametrize(("before", "change", "told"), [
+    ({"optimizer": {"name": "sgd"}}, "optimizer.momentum=0.5", "states of sgd (none)"),
+    ({"lora": {"r": 2}}, "seed=5", "expected seed 0, which may have drawn the frozen weights; got 5"),
+])  # fmt: skip
+def test_what_the_checkpoint_has_no_state_for_is_refused_all_the_same(tmp_path, capfd, before, change, told):
+    path = run_of(tmp_path, **before)
     broken_off(path, 1, after=3)
     capfd.readouterr()
-    assert call("train", path, "--resume", "--accept-changes", "--set", changes) == 2
+    assert call("train", path, "--resume", "--accept-changes", "--set", change) == 2
     assert told in " ".join(capfd.readouterr().err.split())
-
-
-def test_the_seed_of_frozen_weights_stays(tmp_path, capfd):
-    path = run_of(tmp_path, lora={"r": 2})
-    broken_off(path, 1, after=3)
-    capfd.readouterr()
-    assert call("train", path, "--resume", "--accept-changes", "--set", "seed=5") == 2
-    assert "expected seed 0, which may have drawn the frozen weights; got 5" in " ".join(capfd.readouterr().err.split())

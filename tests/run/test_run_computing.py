@@ -26,25 +26,14 @@ def job_of(folder, *, gpus=0, **keys):
     )
 
 
-@pytest.mark.parametrize("name", ["flash2", "cudnn"])
-def test_kernels_of_gpus_are_refused_on_the_cpu_before_any_process_starts(tmp_path, capfd, name):
-    path = write_run(tmp_path, make_rows(LENGTHS), device="cpu")
-    assert call("train", path, "--ranks", 2, "--set", f"attention={name}") == 2
-    expected = f"error[config] attention: expected auto or reference on the CPU; got {name}. Set attention: auto"
-    assert expected in " ".join(capfd.readouterr().err.split())
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_kernel_without_its_package_or_precision_is_refused_before_a_gpu_is_touched(tmp_path):
+def test_the_job_hands_all_of_it_on_or_refuses_it_before_a_gpu_is_touched(tmp_path):
+    assert job_of(tmp_path, device="cpu").computing == Computing()
+    found = job_of(tmp_path, attention="reference", fused_layers="off").computing
+    assert found == Computing(attention="reference", fused_layers="off")
     with pytest.raises(ConfigError, match="flash3: there is no package flash_attn_interface"):
         job_of(tmp_path, gpus=1, precision="bf16", attention="flash3")
     with pytest.raises(ConfigError, match="flash2: flash attention takes bf16, not float64"):
         job_of(tmp_path, gpus=1, attention="flash2")
-
-
-def test_the_job_hands_all_of_it_on(tmp_path):
-    assert job_of(tmp_path, device="cpu").computing == Computing()
-    assert job_of(tmp_path, attention="reference").computing == Computing(attention="reference")
 
 
 def test_experts_in_one_product_are_refused_in_fp64_before_any_process_starts(tmp_path):
@@ -56,16 +45,6 @@ def test_experts_in_one_product_are_refused_in_fp64_before_any_process_starts(tm
     with pytest.raises(ConfigError, match="grouped products take bf16 and fp32, not float64"):
         job_of(tmp_path, experts="grouped_mm", model=str(tmp_path / "mixture"))
     assert job_of(tmp_path, experts="grouped_mm", precision="bf16", model=str(tmp_path / "mixture")).computing.experts
-
-
-def test_layers_by_liger_are_refused_on_the_cpu_before_any_process_starts(tmp_path, capfd):
-    path = write_run(tmp_path, make_rows(LENGTHS), device="cpu", precision="fp32")
-    assert call("train", path, "--ranks", 2, "--set", "fused_layers=liger") == 2
-    expected = (
-        "error[config] fused_layers: expected auto, off, or what Liger can run; got Liger's kernels are for GPUs."
-    )
-    assert expected in " ".join(capfd.readouterr().err.split())
-    assert job_of(tmp_path, fused_layers="off").computing == Computing(fused_layers="off")
 
 
 @pytest.mark.parametrize("lora", [more(None), more({"r": 4})])

@@ -66,11 +66,8 @@ def test_a_run_that_goes_on_draws_as_if_nothing_had_been(tmp_path, model):
     path = run_of(tmp_path, **keys)
     wanted = whole(path, ranks=2)
     broken_off(path, 2, after=5)
-    shutil.copytree(tmp_path / "out", tmp_path / "other")
-    lengthwise.train(path, ranks=2, resume=True)
-    assert_equal_runs(tmp_path / "out", wanted)
-    lengthwise.train(path, ranks=3, resume=True, overrides=["output=other"])
-    assert_equal_runs(tmp_path / "other", wanted, exactly=False)
+    lengthwise.train(path, ranks=3, resume=True)
+    assert_equal_runs(tmp_path / "out", wanted, exactly=False)
 
 
 @pytest.mark.parametrize("precision", ["fp64", more("fp32"), more("bf16")])
@@ -102,9 +99,3 @@ def test_dropout_of_adapters_verifies_trains_and_is_saved_with_them(tmp_path, ca
     assert call("verify", more, "--ranks", 2) == 0
     first = [losses(train(more).parent / "more")[0]]
     assert first[0] != pytest.approx(found[0][-1], rel=1e-12)
-
-
-def test_compiled_layers_beside_dropout_are_refused_before_anything_starts(tmp_path, capsys, model):
-    path = write_run(tmp_path, make_rows(LENGTHS), model=model, compile=True)
-    assert call("train", path) == 2
-    assert "compile: expected false beside dropout" in capsys.readouterr().err

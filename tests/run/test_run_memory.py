@@ -75,15 +75,15 @@ def test_memory_check_runs_the_most_sequences_too(tmp_path, monkeypatch):
     assert said == "memory check: the largest microbatch, 12 tokens, ran, so did one of 4 sequences"
 
 
-@pytest.mark.parametrize("ranks", [more(1), 3])
+@pytest.mark.parametrize("ranks", [more(1), 2])
 def test_memory_check_changes_nothing_of_the_training(tmp_path, ranks, capfd):
     rows = make_rows([30, 12, 5, 60])
     found = []
-    for name, keys in (("with", {"memory_check": True}), ("without", {"memory_check": False}), ("default", {})):
+    for name, keys in (("with", {"memory_check": True}), ("default", {})):
         output = train(write_run(tmp_path / name, rows, capacity_tokens=60, **keys), "--ranks", ranks)
         found.append((losses(output), (output / "model/model.safetensors").read_bytes()))
         assert ("memory check: the largest microbatch, 60 tokens" in capfd.readouterr().out) == (name == "with")
-    assert found[0] == found[1] == found[2], "on CPU it is off unless asked for"
+    assert found[0] == found[1], "on CPU it is off unless asked for"
 
 
 def out_of_memory(*_, **__):

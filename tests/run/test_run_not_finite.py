@@ -169,9 +169,3 @@ def all_steps(output):
     """The sequences of each step, whether it made an update or not."""
     rows = [*read_lines(output / "ledger.jsonl"), *read_lines(output / "not_finite.jsonl")]
     return [row["sequences"] for row in sorted(rows, key=lambda row: row["step"])]
-
-
-def test_going_back_needs_checkpoints(tmp_path, capsys):
-    path = write_run(tmp_path, ROWS, not_finite="roll_back")
-    assert call("train", path) == 2
-    assert "not_finite: expected `checkpoint` beside roll_back; got none" in capsys.readouterr().err

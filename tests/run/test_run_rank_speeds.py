@@ -11,6 +11,7 @@ from lengthwise.cost.rank_speeds import RanStep
 from lengthwise.planner import PlanOptions, score
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.run.pricing import Pricing
+from tiers import more
 
 RANKS = 4
 TRUE = replace(machine(curve=((1.0, 1.0),), hop=1e-4), heads=4)
@@ -75,7 +76,7 @@ def test_steps_are_planned_beside_a_slow_rank_and_what_is_left_out_is_said_once(
     assert ("speeds" in plans[-1].notes) == ("no less work" not in note)
 
 
-@pytest.mark.parametrize("planner", ["bytescale", "lengthwise"])
+@pytest.mark.parametrize("planner", ["bytescale", more("lengthwise")])
 @pytest.mark.parametrize("factors", [(5.0, 5.0, 5.0), (0.7, 1.3, 1.0)])
 def test_ranks_that_are_alike_are_not_taken_for_slow_ones_where_costs_are_off(factors, planner):
     pricing, _, notes = run_of(factors=factors, planner=planner)
@@ -84,7 +85,7 @@ def test_ranks_that_are_alike_are_not_taken_for_slow_ones_where_costs_are_off(fa
 
 
 def test_a_run_that_does_not_measure_plans_the_same_beside_a_slow_rank():
-    pricing, plans, notes = run_of(speeds=(0.2, 1.0, 1.0, 1.0), follows=False)
+    pricing, plans, notes = run_of(speeds=(0.2, 1.0, 1.0, 1.0), follows=False, steps=6)
     assert (pricing.speeds, notes) == (None, [])
     predicted = plans[-1].notes["predicted_seconds"] + TRUE.step_end_seconds(RANKS)
     assert pricing.predicted_step_seconds(plans[-1]) == pytest.approx(predicted)

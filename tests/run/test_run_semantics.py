@@ -1,8 +1,6 @@
 """What `train` promises in numbers, against the same training written plainly with Hugging Face and torch."""
 
 import itertools
-import json
-import math
 
 import pytest
 import torch
@@ -43,9 +41,11 @@ def mixed_rows():
     return rows
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-13), ("fp32", 2e-6)])
-@pytest.mark.parametrize("ranks", [1, more(2), 3])
-def test_train_first_loss_and_gradient_norm_equal_plain_hugging_face(tmp_path, precision, tolerance, ranks):
+@pytest.mark.parametrize(
+    ("ranks", "precision", "tolerance"),
+    [(3, "fp64", 1e-13), (3, "fp32", 2e-6), more(1, "fp64", 1e-13), more(2, "fp64", 1e-13)],
+)
+def test_train_first_loss_and_gradient_norm_equal_plain_hugging_face(tmp_path, ranks, precision, tolerance):
     rows = mixed_rows()
     path = write_run(tmp_path, rows, steps=1, global_batch={"sequences": 14}, precision=precision, capacity_tokens=96)
     output = train(path, "--ranks", ranks, "--set", f"capacity_tokens={ {1: 96, 2: 48, 3: 32}[ranks] }")
@@ -64,9 +64,8 @@ def test_train_first_loss_and_gradient_norm_equal_plain_hugging_face(tmp_path, p
     ("ranks", "optimizer", "lrs"),
     [
         (1, {"lr": 3e-3, "weight_decay": 0.5}, [3e-3] * 3),
-        (2, {"lr": 3e-3, "weight_decay": 0.5, "warmup_steps": 4}, [0.0, 0.75e-3, 1.5e-3]),
-        (3, {"lr": 3e-3, "weight_decay": 0.0, "max_grad_norm": None, "betas": [0.5, 0.8]}, [3e-3] * 3),
-        (3, {"lr": 3e-3, "weight_decay": 0.5, "max_grad_norm": 0.1}, [3e-3] * 3),
+        (2, {"lr": 3e-3, "weight_decay": 0.0, "max_grad_norm": None, "betas": [0.5, 0.8]}, [3e-3] * 3),
+        (3, {"lr": 3e-3, "weight_decay": 0.5, "max_grad_norm": 0.1, "warmup_steps": 4}, [0.0, 0.75e-3, 1.5e-3]),
     ],
 )
 def test_train_parameters_equal_a_plain_adamw_loop(tmp_path, ranks, optimizer, lrs):
@@ -87,98 +86,47 @@ def test_train_parameters_equal_a_plain_adamw_loop(tmp_path, ranks, optimizer, l
         assert (trained[name] - parameter).abs().max() < 1e-9, name
 
 
-def test_eval_batch_without_a_loss_token_counts_for_nothing(tmp_path):
-    """Only eval data without any loss token is an error: an eval loss is one mean over all of it."""
-    path = write_run(
-        tmp_path,
-        make_rows([5, 6]),
-        steps=1,
-        global_batch={"sequences": 1},
-        eval={"data": [{"path": "eval.jsonl"}], "every_steps": 1},
-    )
-    (tmp_path / "eval.jsonl").write_text('{"input_ids": [1]}\n{"input_ids": [1, 2, 3]}\n')
-    (row,) = read_lines(train(path, "--ranks", 2) / "eval.jsonl")
-    assert row["num_loss_tokens"] == 2
-    assert row["num_sequences"] == 2
-    assert math.isfinite(row["loss"])
-
-
-def test_train_writes_one_line_a_step_with_the_named_keys(tmp_path):
-    path = write_run(tmp_path, make_rows(LENGTHS), steps=5, eval={"data": [{"path": "train.jsonl"}], "every_steps": 2})
-    output = train(path, "--ranks", 3)
-    rows = read_lines(output / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    for row, ids in zip(rows, steps_of(output), strict=True):
-        assert set(row) == METRIC_KEYS
-        lengths = [LENGTHS[i] for i in ids]
-        assert row["num_sequences"] == len(ids)
-        assert row["num_tokens"] == sum(lengths)
-        assert row["num_loss_tokens"] == sum(lengths) - len(ids)
-        assert row["imbalance_ratio"] >= 1
-        assert 0 <= row["idle_ratio"] < 1
-        assert row["tokens_per_second"] == pytest.approx(row["num_tokens"] / row["step_seconds"])
-        assert row["plan_seconds"] > 0
-        plan = Plan.from_json(read_plan_text(output / f"plans/step-{row['step']:06d}.json.gz"))
-        assert row["num_microbatches"] == len(plan.microbatches)
-        in_rings = {i for m in plan.microbatches for p in m.pieces if len(p.ranks) > 1 for i in p.sequences}
-        assert row["ring_token_ratio"] == pytest.approx(sum(plan.tokens[i] for i in in_rings) / sum(lengths))
-    assert sorted(path.name for path in output.iterdir()) == [
-        "config.yaml", "eval.jsonl", "ledger.jsonl", "metrics.jsonl", "model", "plans",
-    ]  # fmt: skip
-
-
-def test_train_ledger_is_the_same_whatever_ranks_and_planner_and_covers_every_epoch_once(tmp_path):
-    ledgers = []
+def test_train_ledger_covers_every_epoch_once_whatever_the_ranks_and_planner_and_metrics_have_a_line_a_step(tmp_path):
     write_run(tmp_path, make_rows(LENGTHS))
-    for number, (ranks, planner) in enumerate([(1, "lengthwise"), (2, "static"), (3, "lengthwise")]):
+    ledgers = []
+    for ranks, planner in ((2, "static"), (3, "lengthwise")):
         path = write_run(
-            tmp_path, steps=None, epochs=3, global_batch={"sequences": 4}, capacity_tokens=96, planner=planner,
-            output=f"out{number}", precision="fp32",
+            tmp_path, steps=None, epochs=2, global_batch={"sequences": 4}, capacity_tokens=96, planner=planner,
+            output=planner, precision="fp32", eval={"data": [{"path": "train.jsonl"}], "every_steps": 9},
         )  # fmt: skip
         assert call("train", path, "--ranks", ranks) == 0
-        output = tmp_path / f"out{number}"
-        steps = steps_of(output)
-        ledgers.append(steps)
-        plans = sorted((output / "plans").iterdir())
-        assert [plan.name for plan in plans] == [f"step-{step:06d}.json.gz" for step in range(1, len(steps) + 1)]
-        for file, ids in zip(plans, steps, strict=True):
-            plan = Plan.from_json(read_plan_text(file))
+        output = tmp_path / planner
+        assert sorted(path.name for path in output.iterdir()) == [
+            "config.yaml", "eval.jsonl", "ledger.jsonl", "metrics.jsonl", "model", "plans",
+        ]  # fmt: skip
+        ledgers.append(steps_of(output))
+        rows = read_lines(output / "metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(1, 9))
+        assert len(list((output / "plans").iterdir())) == 8
+        for row, ids in zip(rows, ledgers[-1], strict=True):
+            plan = Plan.from_json(read_plan_text(output / f"plans/step-{row['step']:06d}.json.gz"))
             check_plan(plan)
-            assert list(plan.tokens) == [LENGTHS[i] for i in ids]
+            check_metrics(row, plan, [LENGTHS[i] for i in ids])
             assert (plan.ranks, plan.capacity, plan.layers) == (ranks, 96, 2)
-    assert all(ledger == ledgers[0] for ledger in ledgers)
-    steps = ledgers[0]
-    assert [len(step) for step in steps] == [4, 4, 4, 2] * 3
-    epochs = [list(itertools.chain(*steps[i : i + 4])) for i in (0, 4, 8)]
+    assert ledgers[0] == ledgers[1]
+    assert [len(step) for step in ledgers[0]] == [4, 4, 4, 2] * 2
+    epochs = [list(itertools.chain(*ledgers[0][i : i + 4])) for i in (0, 4)]
     assert all(sorted(epoch) == list(range(14)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2], "each epoch has an order of its own"
+    assert epochs[0] != epochs[1], "each epoch has an order of its own"
 
 
-def test_train_global_batch_of_tokens_takes_as_many_whole_sequences_as_fit_and_at_least_one(tmp_path):
-    lengths = [max(2, length) for length in LENGTHS]
-    path = write_run(
-        tmp_path, make_rows(lengths), steps=None, epochs=2, global_batch={"tokens": 70}, capacity_tokens=96
-    )
-    steps = steps_of(train(path))
-    order = [i for step in steps for i in step]
-    assert sorted(order[:14]) == sorted(order[14:]) == list(range(14))
-    expected, here = [], []
-    for place, i in enumerate(order):
-        if here and (sum(lengths[j] for j in here) + lengths[i] > 70 or place == 14):
-            expected.append(here)
-            here = []
-        here.append(i)
-    assert steps == [*expected, here]
-    assert any(len(step) == 1 and lengths[step[0]] > 70 for step in steps)
-
-
-def test_train_skipped_rows_keep_their_number_over_data_files(tmp_path):
-    first, second = make_rows([5, 40, 7]), make_rows([40, 6], seed=2)
-    write_run(tmp_path, first)
-    (tmp_path / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in second))
-    sources = [{"path": name, "max_tokens": 10, "too_long": "skip"} for name in ("train.jsonl", "more.jsonl")]
-    path = write_run(tmp_path, data=sources, steps=None, epochs=1, global_batch={"sequences": 9})
-    assert sorted(steps_of(train(path))[0]) == [0, 2, 4]
+def check_metrics(row, plan, lengths):
+    assert set(row) == METRIC_KEYS
+    assert list(plan.tokens) == lengths
+    assert (row["num_sequences"], row["num_tokens"]) == (len(lengths), sum(lengths))
+    assert row["num_loss_tokens"] == sum(lengths) - len(lengths)
+    assert row["imbalance_ratio"] >= 1
+    assert 0 <= row["idle_ratio"] < 1
+    assert row["tokens_per_second"] == pytest.approx(row["num_tokens"] / row["step_seconds"])
+    assert row["plan_seconds"] > 0
+    assert row["num_microbatches"] == len(plan.microbatches)
+    in_rings = {i for m in plan.microbatches for p in m.pieces if len(p.ranks) > 1 for i in p.sequences}
+    assert row["ring_token_ratio"] == pytest.approx(sum(plan.tokens[i] for i in in_rings) / sum(lengths))
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1, 2], more([2]), more([1, 5]), more([3, 1, 1, 1, 1, 1, 1, 1, 1])])
@@ -202,14 +150,3 @@ def test_train_refuses_a_batch_without_any_loss_token_by_its_step(tmp_path, capf
     assert "error[data] step " in errors
     assert "at least one token with a label" in errors
     assert not (tmp_path / "out").exists()
-
-
-def test_train_writes_a_resolved_config_that_trains_the_same_again(tmp_path):
-    write_run(tmp_path, make_rows(LENGTHS))
-    path = write_run(tmp_path, optimizer={"lr": 1e-3}, capacity_tokens=96)
-    output = train(path, "--set", "steps=2")
-    resolved = tmp_path / "again.yaml"
-    resolved.write_text((output / "config.yaml").read_text())
-    assert call("train", resolved, "--set", "output=out2") == 0
-    assert losses(tmp_path / "out2") == losses(output)
-    assert len(losses(output)) == 2

@@ -209,21 +209,12 @@ def test_a_killed_rank_is_named(tmp_path, ranks, layout):
 
 
 def test_what_goes_by_whole_parameters_is_refused_together(tmp_path, capsys):
-    path = run_file(
-        tmp_path,
-        shard="zero3",
-        planner="static",
-        compile=True,
-        measurements="auto",
-    )
-    assert call("train", path, "--ranks", 2) == 2
+    path = run_file(tmp_path, planner="static", compile=True, measurements="auto")
+    assert call("train", path, "--ranks", 2, *ZERO3) == 2
     err = capsys.readouterr().err
     for key in ("planner", "measurements", "compile"):
         assert f"error[config] {key}: " in err
     assert err.count("zero3") == 3
-
-
-def test_nodes_that_do_not_divide_the_ranks_and_none_are_refused(tmp_path, capsys):
     path = run_file(tmp_path)
     for ranks, arguments, said in (
         (3, HYBRID, "ranks_per_node: expected a number that divides 3 ranks; got 2"),
@@ -232,12 +223,6 @@ def test_nodes_that_do_not_divide_the_ranks_and_none_are_refused(tmp_path, capsy
     ):
         assert call("train", path, "--ranks", ranks, *arguments) == 2
         assert said in words(capsys.readouterr().err)
-
-
-def test_hybrid_on_one_node_is_zero3(tmp_path, capfd):
-    path = run_file(tmp_path, shard="hybrid", steps=1)
-    assert call("train", path, "--ranks", 2) == 0
-    assert "where it is zero3" in words(capfd.readouterr().out)
 
 
 def test_a_layout_is_taken_by_what_fits_and_said(tmp_path, capfd, monkeypatch):
@@ -253,21 +238,20 @@ def test_a_layout_is_taken_by_what_fits_and_said(tmp_path, capfd, monkeypatch):
     assert "zero3: " in words(capfd.readouterr().err)
 
 
-def test_a_free_plan_is_refused(tmp_path, capsys):
-    path = run_file(tmp_path, shard="zero3")
-    plan = tmp_path / "plan.json"
-    assert call("plan", "--config", path, "--ranks", 3, "--mode", "free", "--out", plan) == 0
-    assert call("verify", path, "--ranks", 3, "--plan", plan) == 2
-    assert "expected a plan of kind waves, for `shard: zero3`; got free" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("ranks", "layout"), [(3, {"shard": "zero3"}), (4, {"shard": "hybrid", "ranks_per_node": 2})])
-def test_verify_runs_it(tmp_path, capsys, ranks, layout):
+@pytest.mark.parametrize(("ranks", "layout"), [more(3, ZERO3), (4, HYBRID)])
+def test_verify_runs_it_but_for_plans_that_are_free(tmp_path, capsys, ranks, layout):
     """In bf16 once more in fp32, from weights that were rounded where they lie."""
-    assert call("verify", run_file(tmp_path, precision="bf16", **layout), "--ranks", ranks) == 0
+    path, plan = run_file(tmp_path, precision="bf16"), tmp_path / "plan.json"
+    assert call("verify", path, "--ranks", ranks, *layout) == 0
     assert "PASS" in capsys.readouterr().out
+    assert call("plan", "--config", path, "--ranks", ranks, "--mode", "free", "--out", plan) == 0
+    assert call("verify", path, "--ranks", ranks, "--plan", plan, *layout) == 2
+    assert "expected a plan of kind waves, for `shard: " in capsys.readouterr().err
 
 
-def test_one_rank_has_all_of_it(tmp_path):
-    path = run_file(tmp_path, capacity_tokens="auto")
-    assert trained(path, "a", *ZERO3, ranks=1)[0] == trained(path, "b", ranks=1)[0]
+def test_one_rank_and_one_node_have_all_of_it(tmp_path, capfd):
+    path = run_file(tmp_path, capacity_tokens="auto", steps=2)
+    one = trained(path, "a", ranks=1)[0]
+    assert trained(path, "b", *ZERO3, ranks=1)[0] == one
+    assert trained(path, "c", "--set", "shard=hybrid", ranks=2)[0] == pytest.approx(one, rel=1e-12)
+    assert "where it is zero3" in words(capfd.readouterr().out)

@@ -25,11 +25,21 @@ def test_a_transfer_error_is_told_though_its_stacks_cannot_be_written(path):
         pass
 
 
-def test_a_rank_runs_without_a_temporary_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    assert with_own_stacks(lambda: 5, tmp_path / "hang", 0) == 5
-    with pytest.raises(TransferError, match="rank 1, step 3"):
-        with_own_stacks(fails, tmp_path / "hang", 0)
+@pytest.mark.parametrize("there_is_a_temporary_folder", [True, False])
+@pytest.mark.parametrize("is_free", [True, False])
+def test_a_rank_runs_without_a_temporary_folder(tmp_path, monkeypatch, there_is_a_temporary_folder, is_free):
+    """Its stacks are kept where they can be; what is raised is its own error in any case."""
+    if not there_is_a_temporary_folder:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    folder = tmp_path / "out"
+    if not is_free:
+        folder.write_text("")
+    assert with_own_stacks(lambda: 5, folder / "hang", 0) == 5
+    with pytest.raises(TransferError, match="rank 1, step 3") as caught:
+        with_own_stacks(fails, folder / "hang", 3)
+    stacks = folder / "hang/rank-00003.txt"
+    assert str(caught.value).endswith(f"Where each rank stood: {folder}/hang.") == stacks.is_file()
+    assert not (is_free and there_is_a_temporary_folder) or "in fails" in stacks.read_text()
 
 
 def test_going_on_with_a_full_disk_leaves_the_config_as_it_was(tmp_path):

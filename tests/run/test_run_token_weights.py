@@ -34,52 +34,39 @@ def weighed_rows(lengths=LENGTHS):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
+    """Return a run file, its rows, and what it wrote on 2 ranks."""
     rows, folder = weighed_rows(), tmp_path_factory.mktemp("weights")
     write_rows(folder / "held.jsonl", rows[:3])
     keys = {"optimizer": {"lr": 1e-2}, "eval": {"data": [{"path": "held.jsonl"}], "every_steps": 2}}
-    return write_run(folder, rows, steps=4, capacity_tokens=64, **keys), rows
+    path = write_run(folder, rows, steps=4, capacity_tokens=64, **keys)
+    return path, rows, train(path, "--ranks", 2)
 
 
 @pytest.mark.parametrize("chunks", ["chunked", more("whole")])
 def test_losses_are_the_weighed_mean_on_any_ranks(run, tmp_path, chunks):
-    path, rows = run
-    found = {}
-    for ranks in (2, 3):
-        given = ["--set", f"output={tmp_path / str(ranks)}", "--set", f"loss={chunks}"]
-        train(path, "--ranks", ranks, *given)
-        found[ranks] = losses(tmp_path / str(ranks))
-    steps = steps_of(tmp_path / "2")
-    lrs = [row["lr"] for row in read_lines(tmp_path / "2" / "metrics.jsonl")]
-    expected, norms, model = plain_training(path.parent / "model", rows, steps, dtype=torch.float64, lrs=lrs)
-    for each in found.values():
+    path, rows, output = run
+    train(path, "--ranks", 3, "--set", f"output={tmp_path / 'out'}", f"loss={chunks}")
+    metrics = read_lines(output / "metrics.jsonl")
+    expected, norms, model = plain_training(
+        path.parent / "model", rows, steps_of(output), dtype=torch.float64, lrs=[row["lr"] for row in metrics]
+    )
+    for each in (losses(output), losses(tmp_path / "out")):
         assert max(map(relative, each, expected)) < 1e-6  # Hugging Face's own norms are in fp32
-    got = [row["grad_norm"] for row in read_lines(tmp_path / "2" / "metrics.jsonl")]
-    assert max(map(relative, got, norms)) < 1e-5
-    held = read_lines(tmp_path / "2" / "eval.jsonl")[-1]["loss"]
+    assert max(map(relative, [row["grad_norm"] for row in metrics], norms)) < 1e-5
+    held = read_lines(output / "eval.jsonl")[-1]["loss"]
     assert relative(held, plain_loss(model, rows[:3], torch.float64)) < 1e-5
 
 
 def test_verify_holds_weights_to_one_process(run, capsys):
-    path, _ = run
-    assert call("verify", path, "--ranks", 2) == 0
+    assert call("verify", run[0], "--ranks", 2) == 0
     assert "PASS" in capsys.readouterr().out
 
 
 def test_prepared_weights_train_to_the_same_bits(run, tmp_path):
-    path, _ = run
+    path, _, output = run
     out = tmp_path / "prepared"
     assert call("prepare", path.parent / "train.jsonl", "--out", out, "--tokenizer", "bytes") == 0
-    found = []
-    for name, data in (("rows", None), ("store", json.dumps([{"path": str(out)}]))):
-        given = ["--set", f"data={data}"] if data else []
-        train(path, "--ranks", 2, "--set", f"output={tmp_path / name}", *given)
-        found.append((losses(tmp_path / name), (tmp_path / name / "model" / "model.safetensors").read_bytes()))
+    data = json.dumps([{"path": str(out)}])
+    train(path, "--ranks", 2, "--set", f"output={tmp_path / 'out'}", f"data={data}")
+    found = [(losses(each), (each / "model/model.safetensors").read_bytes()) for each in (output, tmp_path / "out")]
     assert found[0] == found[1]
-
-
-def test_equal_weights_change_nothing_but_rounding(tmp_path):
-    rows = make_rows([40, 5, 17, 2])
-    plain = write_run(tmp_path / "plain", rows, steps=2, capacity_tokens=64)
-    weighed = [{**row, "weights": [2.5] * len(row["input_ids"])} for row in rows]
-    other = write_run(tmp_path / "weighed", weighed, steps=2, capacity_tokens=64, model=tmp_path / "plain" / "model")
-    assert max(map(relative, losses(train(plain, "--ranks", 2)), losses(train(other, "--ranks", 2)))) < 1e-12

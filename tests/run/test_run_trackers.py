@@ -9,7 +9,7 @@ from lengthwise.core import packages
 from lengthwise.core.errors import ConfigError, Problems
 from lengthwise.run import trackers
 from lengthwise.run.callbacks import Callback
-from run.small_runs import FailsAfter, losses, make_rows, read_lines, write_run
+from run.small_runs import broken_off, losses, make_rows, read_lines, write_run
 from tiers import more
 
 LENGTHS = [30, 12, 5, 40]
@@ -46,10 +46,11 @@ def tensorboard():
     return pytest.importorskip("tensorboard")
 
 
-@pytest.mark.parametrize("ranks", [more(1), 2])
-def test_trackers_tensorboard_reads_back_the_metrics_of_every_step(tmp_path, tensorboard, ranks):
-    lengthwise.train(run_of(tmp_path, "tensorboard", eval=EVALUATED), ranks=ranks)
-    assert len(list((tmp_path / "out/tensorboard").iterdir())) == 1, "of rank 0 alone"
+def test_trackers_tensorboard_reads_back_the_metrics_of_every_step_once_where_a_run_goes_on(tmp_path, tensorboard):
+    keys = {"steps": 5, "checkpoint": {"every_steps": 2, "background": False}, "eval": EVALUATED}
+    path = run_of(tmp_path, "tensorboard", **keys)
+    broken_off(path, 2, after=3)
+    lengthwise.train(path, ranks=2, resume=True)
     found, rows = scalars_of(tmp_path / "out/tensorboard"), read_lines(tmp_path / "out/metrics.jsonl")
     names = {"learning_rate": "lr"}
     for name in (
@@ -57,27 +58,18 @@ def test_trackers_tensorboard_reads_back_the_metrics_of_every_step(tmp_path, ten
         "peak_memory_bytes",
     ):
         values = [row[names.get(name, name)] for row in rows]
-        assert [step for step, _ in found[f"train/{name}"]] == [1, 2, 3]
+        assert [step for step, _ in found[f"train/{name}"]] == [1, 2, 3, 4, 5]
         assert [value for _, value in found[f"train/{name}"]] == pytest.approx(values, rel=1e-6), name
     (every,) = [found[tag] for tag in found if tag.startswith("eval/")]
-    assert [step for step, _ in every] == [2, 3]
+    assert [step for step, _ in every] == [2, 4, 5]
     assert [value for _, value in every] == pytest.approx(losses_of_evaluations(tmp_path), rel=1e-6)
+    lengthwise.train(path, overwrite=True, overrides=["steps=1"])
+    assert [step for step, _ in scalars_of(tmp_path / "out/tensorboard")["train/loss"]] == [1], "the earlier run went"
+    assert len(list((tmp_path / "out/tensorboard").iterdir())) == 1, "of rank 0 alone"
 
 
 def losses_of_evaluations(folder):
     return [row["loss"] for row in read_lines(folder / "out/eval.jsonl")]
-
-
-def test_trackers_tensorboard_has_each_step_once_where_a_run_goes_on(tmp_path, tensorboard):
-    path = run_of(tmp_path, "tensorboard", steps=5, checkpoint={"every_steps": 2, "background": False})
-    with pytest.raises(lengthwise.LengthwiseError, match="Fault"):
-        lengthwise.train(path, callbacks=[FailsAfter(3)])
-    lengthwise.train(path, resume=True)
-    steps = scalars_of(tmp_path / "out/tensorboard")["train/loss"]
-    assert [step for step, _ in steps] == [1, 2, 3, 4, 5]
-    assert [value for _, value in steps] == pytest.approx(losses(tmp_path / "out"), rel=1e-6)
-    lengthwise.train(path, overwrite=True, overrides=["steps=1"])
-    assert [step for step, _ in scalars_of(tmp_path / "out/tensorboard")["train/loss"]] == [1], "the earlier run went"
 
 
 class Recording:
@@ -153,8 +145,7 @@ def test_trackers_without_their_package_are_refused_before_anything_is_written(t
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("wanb", r"report_to\.0: expected 'tensorboard', .* got 'wanb' \(text\)\. Did you mean `wandb`\?"),
-        (["wandb", "mlflw"], r"report_to\.1: .* Did you mean `mlflow`\?"),
+        (["wandb", "mlflw"], r"report_to\.1: expected 'tensorboard', .* got 'mlflw' .* Did you mean `mlflow`\?"),
         (["wandb", "wandb"], "report_to: expected each tracker once; got wandb, wandb"),
         (3, "report_to: expected a list; got 3"),
     ],
@@ -164,6 +155,6 @@ def test_trackers_that_nobody_knows_are_refused_by_name(tmp_path, names, message
         lengthwise.train(run_of(tmp_path, names))
 
 
-@pytest.mark.parametrize("nothing", [None, "none", []])
+@pytest.mark.parametrize("nothing", ["none", []])
 def test_trackers_may_be_none(tmp_path, nothing):
     assert lengthwise.train(run_of(tmp_path, nothing, steps=1)).steps == 1

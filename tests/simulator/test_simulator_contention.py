@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from testing.plans import clip_for
+from testing.plans import clip_for, make_plan
 
 from lengthwise.core.errors import ConfigError
-from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step
@@ -23,37 +23,27 @@ SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 NODES_OF_4 = replace(HARDWARE, ranks_per_node=4, node_uplink_bytes_per_second=4 * HARDWARE.link_bytes_per_second)
 
 
-def _crossing(*firsts: int, tokens: int = 400_000) -> Plan:
+def _crossing(*firsts, tokens=400_000):
     """Rings of four ranks from each of `firsts`, at one time."""
     pieces = [Piece(ranks=ring_order(first, 4), sequences=(i,)) for i, first in enumerate(firsts)]
-    return Plan(
-        ranks=16,
-        layers=32,
-        capacity=10**6,
-        tokens=(tokens,) * len(firsts),
-        microbatches=tuple(Microbatch(pieces=(piece,)) for piece in pieces),
-    )
+    return make_plan(16, [tokens] * len(firsts), pieces, layers=32)
+
+
+SLOW = replace(NODES_OF_4, link_bytes_per_second=1e8, node_uplink_bytes_per_second=1e8)
 
 
 def test_two_rings_that_leave_a_node_at_once_share_its_uplink() -> None:
     # One NIC a node: rings 2..5 and 6..9 both cross a border of node 1, which lets one through at a time.
-    slow = replace(NODES_OF_4, link_bytes_per_second=1e8, node_uplink_bytes_per_second=1e8)
-    cost = replace(all_terms_cost(SHAPE, slow), block_efficiency=())
+    cost = replace(all_terms_cost(SHAPE, SLOW), block_efficiency=())
     one, both = (simulate_plan(_crossing(*firsts), cost) for firsts in ((2,), (2, 6)))
     assert both.end.max() == pytest.approx(2 * one.end.max(), rel=0.03)
+    (ring, other), tokens = (microbatch.pieces[0] for microbatch in _crossing(2, 6).microbatches), (400_000,) * 2
+    together = microbatch_clocks(Microbatch(pieces=(ring, other)), tokens, cost)
+    assert together.total.max() == pytest.approx(2 * one.end.max(), rel=0.03), "also in one microbatch"
     apart = simulate_plan(_crossing(2, 10), cost)  # node 2 is crossed by the second only, node 1 by the first only
     assert apart.end.max() == one.end.max()
     wide = replace(cost, uplink_bytes_per_second=2e8)
     assert simulate_plan(_crossing(2, 6), wide).end.max() == pytest.approx(one.end.max(), rel=1e-9)
-
-
-def test_rings_of_one_microbatch_share_an_uplink_stage_by_stage() -> None:
-    slow = replace(NODES_OF_4, link_bytes_per_second=1e8, node_uplink_bytes_per_second=1e8)
-    cost = replace(all_terms_cost(SHAPE, slow), block_efficiency=())
-    alone = _crossing(2)
-    pieces = tuple(Piece(ranks=ring_order(first, 4), sequences=(i,)) for i, first in enumerate((2, 6)))
-    both = microbatch_clocks(Microbatch(pieces=pieces), (400_000,) * 2, cost)
-    assert both.total.max() == pytest.approx(2 * simulate_plan(alone, cost).end.max(), rel=0.03)
 
 
 def test_hidden_transfers_stay_hidden_beside_others() -> None:

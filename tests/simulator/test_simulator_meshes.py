@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import product
-from math import inf
 
 import pytest
 
@@ -10,19 +9,18 @@ from lengthwise.core.errors import ConfigError, LengthwiseError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import plan_step
+from lengthwise.report.simulation import closing_sentences
 from lengthwise.simulator import (
     MeshQuestion,
     RankMesh,
     best_mesh,
     best_meshes,
-    mesh_search,
     on_one_mesh,
     stages_to_try,
     tensors_to_try,
 )
-from lengthwise.simulator.study import SimulatedStep, TooLarge, compare_planners
-from tiers import some
+from lengthwise.simulator.study import TooLarge, compare_planners
+from tiers import more, some
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 BATCHES = [draw_lengths("github", 2**18, seed, 2**16) for seed in range(2)]
@@ -36,17 +34,13 @@ QUESTION = MeshQuestion(
     "planner", some(["packed-dp", "static", "single-degree", "bytescale", "power-of-two", "lengthwise"], 1, 5)
 )
 def test_search_ends_no_later_than_every_mesh(planner: str, devices: int) -> None:
-    """Every devices of a rank, capacities to an eighth, with and without offload.
-
-    The batch of most work decides, so a percent is left.
-    """
+    """Every number of devices a rank, all and a quarter of the capacity, with and without offload."""
     question = replace(QUESTION, devices=devices, tensors=tensors_to_try(SHAPE, HARDWARE, devices))
-    found = best_mesh(planner, BATCHES, question)
-    assert found.any_mesh is not None
-    assert found.today is not None
-    for tensor, share, offload in product(question.tensors, (1, 1 / 2, 1 / 4, 1 / 8), ("off", "auto")):
+    batches = BATCHES[:1]
+    found = best_mesh(planner, batches, question)
+    for tensor, share, offload in product(question.tensors, (1, 1 / 4), ("off", "auto")):
         mesh = RankMesh(tensor=tensor, capacity_share=share, heads="auto", offload=offload)
-        other = on_one_mesh(mesh, planner, BATCHES, question).any_mesh
+        other = on_one_mesh(mesh, planner, batches, question).any_mesh
         if other is None:
             continue  # sequences that it does not hold
         assert found.any_mesh.result.mean_seconds <= 1.01 * other.result.mean_seconds, mesh
@@ -55,50 +49,17 @@ def test_search_ends_no_later_than_every_mesh(planner: str, devices: int) -> Non
     assert found.tried <= 28
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("devices", [16, 64])
-@pytest.mark.parametrize("planner", ["static", "single-degree", "power-of-two", "lengthwise"])
-def test_kinds_that_end_far_later_on_the_batch_of_most_work_are_none_that_others_take(
-    monkeypatch, planner: str, devices: int
-) -> None:
-    batches = [draw_lengths("github", 2**18, seed, 2**16) for seed in range(4)]
-    tensors = tensors_to_try(SHAPE, HARDWARE, devices)
-    question = replace(QUESTION, devices=devices, tensors=tensors, kinds=RECOMPUTE_KINDS)
-    planned: list[int] = []
-    found = []
-    for far in (mesh_search._FAR, inf):
-        monkeypatch.setattr(mesh_search, "_FAR", far)
-        counted = 0
-
-        def plan(*arguments):
-            nonlocal counted
-            counted += 1
-            return plan_step(*arguments)
-
-        monkeypatch.setattr(mesh_search, "plan_step", plan)
-        found.append(best_mesh(planner, batches, question))
-        planned.append(counted)
-    assert found[0].any_mesh is not None
-    assert found[1].any_mesh is not None
-    assert found[0].any_mesh.result.steps == found[1].any_mesh.result.steps
-    assert planned[0] <= planned[1]
-
-
-@pytest.mark.parametrize("planner", some(["static", "bytescale", "lengthwise"], 2))
-def test_offload_is_tried_where_only_it_holds_the_sequences(planner: str) -> None:
-    batches = [[60_000, 2000, 3000, 1000, 9000]]
+def test_offload_is_tried_where_only_it_holds_the_sequences() -> None:
+    batches = [[60_000, 2000, 3000]]
     question = replace(QUESTION, devices=8, tensors=(1,), kinds=("none",), context_tokens=60_000)
-    assert best_mesh(planner, batches, replace(question, offload="off")).any_mesh is None
-    found = best_mesh(planner, batches, question).today
-    assert found is not None
+    assert best_mesh("lengthwise", batches, replace(question, offload="off")).any_mesh is None
+    found = best_mesh("lengthwise", batches, question).today
     assert found.result.steps[0].most_offload > 0
 
 
 def test_a_mesh_that_is_sized_for_more_than_a_batch_holds_may_offload_for_it() -> None:
     question = replace(QUESTION, devices=8, tensors=(1,), kinds=("none",), context_tokens=2**16)
     shorter, longer = (best_mesh("static", [[top, 2000, 3000, 1000, 9000]], question) for top in (30_000, 60_000))
-    assert shorter.today is not None
-    assert longer.today is not None
     assert shorter.today.result.steps[0].most_offload == 0, "its batch needs none"
     assert longer.today.result.steps[0].most_offload > 0
     without = best_mesh("static", [[30_000, 2000, 3000, 1000, 9000]], replace(question, offload="off"))
@@ -111,8 +72,6 @@ def test_a_mesh_that_holds_the_batch_of_most_work_but_not_another_is_not_taken()
     question = replace(QUESTION, devices=8, kinds=("none",), offload="off", context_tokens=9000)
     first = best_mesh("packed-dp", batches[:1], question).any_mesh
     both = best_mesh("packed-dp", batches, question).any_mesh
-    assert first is not None
-    assert both is not None
     assert first.mesh.tensor < both.mesh.tensor
     one_device = best_mesh("packed-dp", batches, replace(question, tensors=(1,)))
     assert one_device.any_mesh is None
@@ -122,13 +81,10 @@ def test_a_mesh_that_holds_the_batch_of_most_work_but_not_another_is_not_taken()
 def test_what_trains_is_the_best_of_ranks_of_one_device() -> None:
     found = best_mesh("single-degree", BATCHES, QUESTION)
     narrow = best_mesh("single-degree", BATCHES, replace(QUESTION, tensors=(1,)))
-    assert found.today is not None
-    assert narrow.any_mesh is not None
     assert found.today.trains
     assert found.today.mesh == narrow.any_mesh.mesh
     assert found.today.result.mean_seconds == narrow.any_mesh.result.mean_seconds
     assert narrow.only_planned is None
-    assert found.any_mesh is not None
     assert found.any_mesh.result.mean_seconds <= found.today.result.mean_seconds
     assert (found.only_planned is None) == (found.any_mesh.mesh == found.today.mesh)
     assert found.any_mesh.trains == (found.any_mesh.mesh.devices == 1)
@@ -140,8 +96,6 @@ def test_a_smaller_capacity_is_found_where_it_ends_sooner() -> None:
     batches = [[60_000] + [500] * 300]
     found = best_mesh("bytescale", batches, question).any_mesh
     whole = on_one_mesh(RankMesh(heads="auto"), "bytescale", batches, question).any_mesh
-    assert found is not None
-    assert whole is not None
     assert found.mesh.capacity_share < 1
     assert found.result.mean_seconds < 0.8 * whole.result.mean_seconds
 
@@ -158,8 +112,6 @@ def test_pipelines_are_planned_as_such_and_train_without_tensor_parallelism() ->
 
 def test_capacities_are_shares_of_what_fits_or_as_given() -> None:
     whole, half = (QUESTION.setting(RankMesh(capacity_share=share)).capacities for share in (1.0, 0.5))
-    assert whole is not None
-    assert half is not None
     assert half == {kind: held // 2 // 128 * 128 for kind, held in whole.items()}
     most = whole["none"]
     assert whole["layer"] > most
@@ -181,10 +133,8 @@ def test_a_plan_that_needs_more_memory_than_a_device_has_is_no_rival() -> None:
     whole = RankMesh(heads="auto", offload="auto")
     assert on_one_mesh(whole, "packed-dp", batches, question).any_mesh is None
     taken = on_one_mesh(whole, "packed-dp", batches, replace(question, capacity_tokens=40_000, takes_capacity=True))
-    assert taken.any_mesh is not None
     assert taken.any_mesh.result.steps[0].memory_bytes > HARDWARE.device_bytes
     found = best_mesh("packed-dp", batches, question).any_mesh
-    assert found is not None
     assert found.mesh.capacity_share < 1
     assert found.result.steps[0].memory_bytes <= HARDWARE.device_bytes
     longer = best_mesh("packed-dp", [[2**18, 3000]], question)
@@ -195,14 +145,11 @@ def test_a_plan_that_needs_more_memory_than_a_device_has_is_no_rival() -> None:
 def test_where_offload_needs_too_much_memory_the_plan_does_without() -> None:
     question = replace(QUESTION, tensors=(1,), kinds=RECOMPUTE_KINDS)
     mesh = RankMesh(heads="auto", offload="auto")
-    setting = question.setting(mesh)
-    batches = [[2**17, 2**17, *[3000] * 30]]
+    setting, options = question.setting(mesh), {"progress": lambda *_: None, "options": question.options(mesh)}
 
-    def step_on(device_bytes: float) -> SimulatedStep:
+    def step_on(device_bytes):
         small = replace(setting, hardware=replace(HARDWARE, device_bytes=device_bytes))
-        (result,) = compare_planners(
-            ["lengthwise"], batches, small, progress=lambda *_: None, options=question.options(mesh)
-        )
+        (result,) = compare_planners(["lengthwise"], [[2**17, 2**17, *[3000] * 30]], small, **options)
         return result.steps[0]
 
     most = step_on(HARDWARE.device_bytes)
@@ -237,12 +184,10 @@ def test_meshes_to_try_divide_devices_heads_and_layers() -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "devices"),
-    [([1000] * 512, 64), ([4000] * 256, 64), ([700, 1500, 300, 2000, 900, 100, 40, 1300] * 30, 8)],
+    [more([1000] * 512, 64), more([4000] * 256, 64), ([700, 1500, 300, 2000, 900, 100, 40, 1300] * 10, 8)],
 )
 def test_where_nothing_can_be_gained_nothing_is_claimed(lengths: list[int], devices: int) -> None:
     """All short, one length, eight devices: packs of whole sequences are as good, and that is said."""
-    from lengthwise.report.simulation import closing_sentences
-
     question = replace(QUESTION, devices=devices, context_tokens=max(lengths), tensors=(1, 2), kinds=("none",))
     found = best_meshes(["static", "single-degree", "lengthwise"], [lengths, lengths[::-1]], question)
     said = closing_sentences(found, f"{devices} devices of h100")

@@ -14,10 +14,17 @@ from lengthwise.cost import Choice, Cost, all_terms_cost, named_hardware, named_
 from lengthwise.program import lower_microbatch, ring_order
 from lengthwise.simulator import microbatch_clocks
 from lengthwise.simulator.piece_layers import piece_layer
+from lengthwise.simulator.rounds import ring_clocks
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
+
+
 COST = all_terms_cost(SHAPE, HARDWARE)
+
+
 EVEN = replace(COST, block_efficiency=())
+
+
 LENGTHS = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 5000)), min_size=1, max_size=4)
 
 
@@ -66,13 +73,10 @@ def _slow_pass(program, microbatch: Microbatch, clock: dict[int, float], cost: C
     keys_bytes = cost.ring_bytes * cost.forward.ring / cost.layers
     gradient_bytes = cost.ring_bytes * (cost.backward.ring - cost.forward.ring) / cost.layers
     for ring_step in range(max(program.ring_steps, len(rounds))):
+        speed = each.attention * cost.quadratic_seconds / cost.layers
         end = {
-            rank: clock[rank]
-            + each.attention
-            * cost.quadratic_seconds
-            / cost.layers
-            * sum(_squared_tokens(task) for task in program.tasks(rank, ring_step))
-            for rank in clock
+            rank: at + speed * sum(_squared_tokens(task) for task in program.tasks(rank, ring_step))
+            for rank, at in clock.items()
         }
         payload: dict[tuple[int, int, int], float] = defaultdict(float)
         for transfer in rounds[ring_step].transfers if ring_step < len(rounds) else ():
@@ -127,7 +131,7 @@ def _slow_clocks(microbatch: Microbatch, tokens: list[int], cost: Cost, ranks: i
 )
 def test_clocks_are_those_of_running_every_layer_of_the_program(
     lengths, degree, first, packs, slow_link, uplink, recompute, layers
-) -> None:
+):
     cost = all_terms_cost(
         replace(SHAPE, layers=layers),
         replace(
@@ -152,32 +156,27 @@ def test_clocks_are_those_of_running_every_layer_of_the_program(
     assert clocks.total == pytest.approx([total[rank] for rank in clocks.ranks], rel=tolerance)
 
 
-def test_two_rings_over_one_rank_share_its_link() -> None:
-    tokens = [40_000, 40_000]
-    apart = Microbatch(pieces=(Piece(ranks=(7, 8, 9), sequences=(0,)), Piece(ranks=(15, 16, 17), sequences=(1,))))
-    shared = Microbatch(pieces=(Piece(ranks=(7, 8, 9), sequences=(0,)), Piece(ranks=(7, 10, 11), sequences=(1,))))
-    slow = all_terms_cost(replace(SHAPE, layers=2), replace(HARDWARE, link_bytes_per_second=1e8, ranks_per_node=1))
-    slow = replace(slow, block_efficiency=())
-    one, both = (float(microbatch_clocks(m, tokens, slow).total.max()) for m in (apart, shared))
-    assert both == pytest.approx(2 * one, rel=0.05)
-    forward, total = _slow_clocks(shared, tokens, slow, 32)
-    mine = microbatch_clocks(shared, tokens, slow)
-    assert mine.total == pytest.approx([total[rank] for rank in mine.ranks], rel=1e-9)
-    assert mine.forward == pytest.approx([forward[rank] for rank in mine.ranks], rel=1e-9)
+RING_PAIRS = {
+    "over one rank": (((7, 8, 9), None), ((7, 10, 11), None)),
+    "into one node": (((7, 8), (9.0, 1.0)), ((15, 16), (1.0, 9.0))),  # both send much into node 1 and little out of it
+}
 
 
-def test_uplinks_carry_what_comes_in_as_well() -> None:
+@pytest.mark.parametrize("pair", RING_PAIRS)
+def test_two_rings_share_a_link_and_an_uplink(pair):
     slow = replace(HARDWARE, link_bytes_per_second=1e9, node_uplink_bytes_per_second=2e8)
+    if pair == "over one rank":
+        slow = replace(HARDWARE, link_bytes_per_second=1e8, ranks_per_node=1)
     cost = replace(all_terms_cost(replace(SHAPE, layers=2), slow), block_efficiency=())
-    pieces = (  # both send much into node 1 and little out of it
-        Piece(ranks=(7, 8), sequences=(0,), shares=(9.0, 1.0)),
-        Piece(ranks=(15, 16), sequences=(1,), shares=(1.0, 9.0)),
-    )
-    microbatch = Microbatch(pieces=pieces)
-    forward, total = _slow_clocks(microbatch, [40_000, 40_000], cost, 24)
-    clocks = microbatch_clocks(microbatch, [40_000, 40_000], cost)
+    pieces = [Piece(ranks=ranks, sequences=(i,), shares=shares) for i, (ranks, shares) in enumerate(RING_PAIRS[pair])]
+    microbatch, tokens = Microbatch(pieces=tuple(pieces)), [40_000, 40_000]
+    forward, total = _slow_clocks(microbatch, tokens, cost, 24)
+    clocks = microbatch_clocks(microbatch, tokens, cost)
     assert clocks.forward == pytest.approx([forward[rank] for rank in clocks.ranks], rel=1e-9)
     assert clocks.total == pytest.approx([total[rank] for rank in clocks.ranks], rel=1e-9)
+    if pair == "over one rank":
+        apart = Microbatch(pieces=(pieces[0], replace(pieces[1], ranks=(15, 16, 17))))
+        assert clocks.total.max() == pytest.approx(2 * microbatch_clocks(apart, tokens, cost).total.max(), rel=0.05)
 
 
 @given(
@@ -228,9 +227,7 @@ def test_shares_with_split_heads_are_refused() -> None:
     recompute=st.sampled_from(["none", "layer", "all_but_attention"]),
     near=st.booleans(),
 )
-def test_score_prices_rings_of_pipelines_hop_by_hop_as_they_run(
-    degree: int, tokens_a_rank: int, link: float, recompute: str, near: bool
-) -> None:
+def test_score_prices_rings_of_pipelines_hop_by_hop_as_they_run(degree, tokens_a_rank, link, recompute, near):
     """Even chunks, in one node or one rank a node: exactly; the sums over all ring steps are off by up to 11 %."""
     hardware = replace(
         HARDWARE, link_bytes_per_second=link, node_uplink_bytes_per_second=100 * link, ranks_per_node=64 if near else 1
@@ -244,3 +241,29 @@ def test_score_prices_rings_of_pipelines_hop_by_hop_as_they_run(
     assert scored == pytest.approx(float(ran.total.max()), rel=1e-9)
     (row,) = cost.recomputing(recompute).ring_piece_seconds(np.array([length]), np.array([degree]))
     assert row + launch == pytest.approx(scored, rel=1e-12)
+
+
+LENGTH = st.one_of(st.integers(1, 40), st.integers(1, 300_000))
+
+
+@given(
+    lengths=st.lists(st.lists(LENGTH, min_size=1, max_size=3), min_size=1, max_size=5),
+    groups=st.integers(1, 7),
+    heads=st.sampled_from([1, 2, 4]),
+    recompute=st.sampled_from(["none", "layer", "all_but_attention"]),
+    offload=st.sampled_from([0.0, 0.7]),
+)
+def test_rings_side_by_side_come_out_as_alone(lengths, groups, heads, recompute, offload) -> None:
+    tokens = [length for each in lengths for length in each]
+    starts = np.cumsum([0, *map(len, lengths)]).tolist()
+    microbatches = []
+    for number, (start, each) in enumerate(zip(starts, lengths, strict=False)):
+        ranks, sequences = ring_order(3 * number, groups * heads, heads), tuple(range(start, start + len(each)))
+        piece = Piece(ranks=ranks, sequences=sequences, heads=heads)
+        microbatches.append(Microbatch(pieces=(piece,), recompute=recompute, offload=offload))
+    together = ring_clocks(microbatches, tokens, COST)
+    assert [clocks.ranks for clocks in together] == [microbatch.ranks for microbatch in microbatches]
+    for microbatch, clocks in zip(microbatches, together, strict=True):
+        alone = microbatch_clocks(microbatch, tokens, COST)
+        for name in ("forward", "total", "compute", "copied", "held_tokens"):
+            assert getattr(clocks, name).tolist() == pytest.approx(getattr(alone, name).tolist(), rel=1e-13, abs=0)

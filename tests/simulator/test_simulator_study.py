@@ -6,14 +6,31 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from lengthwise.core.errors import ConfigError
+from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape, step_flops, step_memory
 from lengthwise.planner import PlanOptions, plan_step
-from lengthwise.simulator import Setting, chosen_ranks, chrome_trace, compare_planners, simulate_plan
+from lengthwise.simulator import (
+    MODEL_ERROR,
+    Setting,
+    chosen_ranks,
+    chrome_trace,
+    compare_planners,
+    gain_over,
+    gain_text,
+    loading_seconds,
+    simulate_plan,
+    waits_seconds,
+)
 from lengthwise.simulator.study import ideal_seconds
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
+
+
 SETTING = Setting(
     shape=SHAPE,
     hardware=HARDWARE,
@@ -73,6 +90,8 @@ def test_trace_shows_chosen_ranks_from_start_to_end() -> None:
     named = {event["tid"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
     assert named == set(chosen_ranks(timeline, 5))
     assert len(named) == 5
+    assert int(np.argmax(timeline.work_end_seconds)) in chosen_ranks(timeline, 3)
+    assert [chosen_ranks(timeline, 16), len(chosen_ranks(timeline, 1))] == [list(range(16)), 1]
     assert {event["pid"] for event in slices} <= {0, 1}
     for rank in named:
         mine = sorted((e["ts"], e["dur"]) for e in slices if e["tid"] == rank)
@@ -81,14 +100,6 @@ def test_trace_shows_chosen_ranks_from_start_to_end() -> None:
     rings = [event for event in slices if "ring of" in event["name"]]
     assert all(event["args"]["degree"] > 1 for event in rings)
     assert rings
-
-
-def test_all_ranks_are_shown_where_they_are_few() -> None:
-    plan = plan_step([5000] * 20, SETTING.cluster, SETTING.cost, PlanOptions(layers=32))
-    timeline = simulate_plan(plan, SETTING.cost)
-    assert chosen_ranks(timeline, 16) == list(range(16))
-    assert int(np.argmax(timeline.work_end_seconds)) in chosen_ranks(timeline, 3)
-    assert len(chosen_ranks(timeline, 1)) == 1
 
 
 def test_ideal_seconds_are_arithmetic_alone_spread_evenly() -> None:
@@ -103,3 +114,64 @@ def test_ideal_seconds_are_arithmetic_alone_spread_evenly() -> None:
     assert step.ideal_seconds == pytest.approx(4 * ideal)
     slow = tuple(replace(step, ideal_seconds=ideal, step_seconds=times * ideal) for times in (2, 8))
     assert replace(result, steps=slow).ideal_ratio == pytest.approx(2 / 10)
+
+
+PLAN = Plan(
+    ranks=5,
+    layers=32,
+    capacity=10**6,
+    tokens=(1000, 300, 20),
+    microbatches=(
+        Microbatch(pieces=(Piece(ranks=(0, 1, 2), sequences=(0,)),)),
+        Microbatch(pieces=(Piece(ranks=(4,), sequences=(1, 2)),)),
+    ),
+)
+
+
+def test_local_loaders_read_for_every_process_and_remote_ones_once() -> None:
+    options = {"tokens_per_second": 10.0, "ranks_per_node": 2}
+    assert loading_seconds(PLAN, "none", **options) == 0.0
+    assert loading_seconds(PLAN, "local", **options) == pytest.approx(2 * 1320 / 10)  # two whole batches a node
+    assert loading_seconds(PLAN, "local", **options, devices=4) == pytest.approx(4 * 2 * 1320 / 10)
+    # On a fixed mesh: ranks 0 and 1 read the first sequence each, rank 2 too, rank 3 nothing, rank 4 the others.
+    assert loading_seconds(PLAN, "local", **options, fixed_mesh=True) == pytest.approx(2 * 1000 / 10)
+    assert loading_seconds(PLAN, "remote", **options, devices=4) == pytest.approx(1320 / 3 / 10)  # three nodes
+    # The same devices as stages are on so many times as many nodes, and each node reads for one stage.
+    assert loading_seconds(PLAN, "remote", **options, devices=4, stages=4) == pytest.approx(1320 / 12 / 10)
+    assert loading_seconds(PLAN, "local", **options, devices=4, stages=4) == pytest.approx(2 * 1320 / 10)
+
+
+def test_loaders_are_refused_by_name_and_without_speed() -> None:
+    with pytest.raises(ConfigError, match="Did you mean `remote`"):
+        loading_seconds(PLAN, "remot", tokens_per_second=1.0, ranks_per_node=1)
+    for speed in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match="tokens_per_second"):
+            loading_seconds(PLAN, "local", tokens_per_second=speed, ranks_per_node=1)
+
+
+def test_waits_are_what_the_step_before_does_not_hide() -> None:
+    assert waits_seconds([3.0, 3.0, 3.0], [1.0, 5.0, 2.5]) == [0.5, 2.0, 0.0]
+    assert waits_seconds([4.0], [1.0]) == [3.0]
+
+
+SECONDS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=8)
+
+
+@given(ours=SECONDS, factor=st.floats(0.2, 5.0))
+def test_a_constant_ratio_has_the_error_of_the_model_alone(ours, factor) -> None:
+    gain = gain_over([factor * each for each in ours], ours)
+    assert gain.ratio == pytest.approx(factor)
+    assert (gain.low, gain.high) == pytest.approx((factor * (1 - MODEL_ERROR), factor * (1 + MODEL_ERROR)), rel=1e-6)
+    assert gain.is_equal == (gain.low <= 1 <= gain.high)
+
+
+def test_spread_over_batches_is_two_standard_errors() -> None:
+    """Ratio 1.25; residuals -0.5 and 0.5 seconds about it, of mean 4: 2 x 0.7071 / 4 / sqrt(2)."""
+    gain = gain_over([4.5, 5.5], [4.0, 4.0], model_error=0.0)
+    assert (gain.ratio, gain.high - gain.ratio) == pytest.approx((1.25, 0.25))
+
+
+def test_equal_is_written_as_equal() -> None:
+    assert gain_text(gain_over([1.04], [1.0])) == "equal (1.04x)"
+    assert gain_text(gain_over([1.10], [1.0])) == "1.10x"
+    assert gain_text(gain_over([0.5], [1.0])) == "0.50x"

@@ -17,6 +17,23 @@ from lengthwise.program import Segment
 CollectRouter: TypeAlias = Callable[[list[Tensor]], None]
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """A rank's part of a microbatch, and the model to run it through.
+
+    input_ids, position_ids, shift_labels: (tokens,) each, of `segments` one after another. collect_router: what takes
+    the router logits (see `model_loss`).
+    """
+
+    model: nn.Module
+    planned: PlannedAttention
+    segments: Sequence[Segment]
+    input_ids: Tensor
+    position_ids: Tensor
+    shift_labels: Tensor
+    collect_router: CollectRouter | None = None
+
+
 class Objective(Protocol):
     """The loss of a rank's tokens in a microbatch; those of all ranks and microbatches sum to that of the step.
 
@@ -34,18 +51,8 @@ class Objective(Protocol):
         """Return the least number of rows of padding."""
         ...
 
-    def __call__(
-        self,
-        model: nn.Module,
-        planned: PlannedAttention,
-        segments: Sequence[Segment],
-        tensors: Sequence[Tensor],
-        collect_router: CollectRouter | None,
-    ) -> Tensor:
-        """Run the model on (input_ids, position_ids, shift_labels), (tokens,) each; return the sum, in fp32 or wider.
-
-        `collect_router` wants the router logits (see `model_loss`).
-        """
+    def __call__(self, forward: ForwardPass) -> Tensor:
+        """Run the model; return the sum over the rank's tokens, in fp32 or wider."""
         ...
 
 
@@ -58,19 +65,16 @@ class NextToken:
     logits_at_once: int | None = LOGITS_AT_ONCE
     rows_beyond: int = 0
 
-    def __call__(
-        self,
-        model: nn.Module,
-        planned: PlannedAttention,
-        segments: Sequence[Segment],
-        tensors: Sequence[Tensor],
-        collect_router: CollectRouter | None,
-    ) -> Tensor:
+    def __call__(self, forward: ForwardPass) -> Tensor:
         """Return the summed loss of the tokens (see `model_loss`)."""
-        weights, at_once = self.batch.weights(segments), self.logits_at_once
-        if weights is not None:
-            weights = to_device(weights, tensors[0].device)
-        ids, positions, labels = tensors
+        weights = self.batch.weights(forward.segments)
         return model_loss(
-            model, planned, ids, positions, labels, weights, collect_router=collect_router, logits_at_once=at_once
+            forward.model,
+            forward.planned,
+            forward.input_ids,
+            forward.position_ids,
+            forward.shift_labels,
+            None if weights is None else to_device(weights, forward.input_ids.device),
+            collect_router=forward.collect_router,
+            logits_at_once=self.logits_at_once,
         )

@@ -27,7 +27,7 @@ from lengthwise.cost import LOGITS_AT_ONCE
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_MICROBATCHES, reporting_shortage
-from lengthwise.engine.objective import NextToken, Objective
+from lengthwise.engine.objective import ForwardPass, NextToken, Objective
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.stage_graph import KeptForward, given_on, received
 from lengthwise.engine.step import RankResult, row_keys
@@ -292,7 +292,7 @@ class _StageStep:
         tensors = [to_device(each, self.device) for each in self.batch.tensors(segments)]
         collect = routers.extend if self.train and has_balance_loss(stage.model.config) else None
         if stage.is_last(action.chunk) and self._counts is None:
-            return self.objective(stage.model, planned, segments, tensors, collect)
+            return self.objective(ForwardPass(stage.model, planned, segments, *tensors, collect_router=collect))
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             if not stage.is_last(action.chunk):
                 return run_chunk(stage.model, stage.decoder, planned, *tensors[:2], collect_router=collect)

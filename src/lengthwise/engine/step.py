@@ -24,7 +24,7 @@ from lengthwise.cost import LOGITS_AT_ONCE
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_MICROBATCHES, reporting_shortage
-from lengthwise.engine.objective import NextToken, Objective
+from lengthwise.engine.objective import ForwardPass, NextToken, Objective
 from lengthwise.engine.parameters import Parameters
 from lengthwise.models import (
     ANY_KEY,
@@ -238,7 +238,15 @@ class _RankStep:
         policy = self._policy(program, planned.num_rows) if train else ActivationPolicy()
         dropout = prepared.dropout(train=train)
         with torch.set_grad_enabled(train), apply_policy(self.model, planned, policy, dropout):
-            loss = self.objective(self.model, planned, program.segments(self.transport.rank), prepared.tensors, collect)
+            loss = self.objective(
+                ForwardPass(
+                    self.model,
+                    planned,
+                    program.segments(self.transport.rank),
+                    *prepared.tensors,
+                    collect_router=collect,
+                )
+            )
         self.windows |= planned.windows
         return _Forward(loss=loss, router_logits=router_logits, saver=policy.saver)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -16,12 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lengthwise.attention import PlannedAttention, to_device
+from lengthwise.attention import to_device
 from lengthwise.core.errors import ConfigError
 from lengthwise.data import NO_LOSS
-from lengthwise.engine.objective import CollectRouter, NextToken, Objective
+from lengthwise.engine.objective import ForwardPass, NextToken, Objective
 from lengthwise.models.adapter import planned_output, run_planned
-from lengthwise.program import Segment
 from lengthwise.session.model import refuse_balance
 from lengthwise.session.rows import RowBatch
 
@@ -128,20 +127,12 @@ class OfOutputs:
     check: SumCheck | None = None
     rows_beyond: int = 0
 
-    def __call__(
-        self,
-        model: nn.Module,
-        planned: PlannedAttention,
-        segments: Sequence[Segment],
-        tensors: Sequence[Tensor],
-        collect_router: CollectRouter | None,
-    ) -> Tensor:
+    def __call__(self, forward: ForwardPass) -> Tensor:
         """Return the sum over the rank's tokens."""
-        input_ids, position_ids, shift_labels = tensors
-        output = planned_output(model, planned, input_ids, position_ids)
-        if collect_router is not None:
-            collect_router([logits.flatten(0, -2) for logits in output.router_logits])
-        tokens = tokens_of(self.batch, segments, input_ids, position_ids, shift_labels)
+        output = planned_output(forward.model, forward.planned, forward.input_ids, forward.position_ids)
+        if forward.collect_router is not None:
+            forward.collect_router([logits.flatten(0, -2) for logits in output.router_logits])
+        tokens = tokens_of(self.batch, forward)
         found = self.loss(output, tokens)
         if self.check is not None:
             self.check.compare(self.loss, output, tokens, found)
@@ -164,17 +155,10 @@ class OfModel:
     divisor: float = 1.0
     rows_beyond: int = 1
 
-    def __call__(
-        self,
-        model: nn.Module,
-        planned: PlannedAttention,
-        segments: Sequence[Segment],
-        tensors: Sequence[Tensor],
-        collect_router: CollectRouter | None,
-    ) -> Tensor:
+    def __call__(self, forward: ForwardPass) -> Tensor:
         """Return this rank's part of the loss."""
-        assert collect_router is None, "the session refuses models with a balance loss here"
-        input_ids, position_ids, shift_labels = tensors
+        assert forward.collect_router is None, "the session refuses models with a balance loss here"
+        planned, device = forward.planned, forward.input_ids.device
         padding = planned.num_rows - planned.num_tokens
 
         def row(values: Tensor, left: int = 0, value: int = 0) -> Tensor:
@@ -182,16 +166,14 @@ class OfModel:
             return padded.movedim(-1, 0)[None]
 
         inputs = {
-            "input_ids": row(input_ids),
-            "position_ids": row(position_ids),
-            "labels": row(shift_labels, left=1, value=NO_LOSS),
+            "input_ids": row(forward.input_ids),
+            "position_ids": row(forward.position_ids),
+            "labels": row(forward.shift_labels, left=1, value=NO_LOSS),
             "use_cache": False,
             "lengthwise": planned,
-            **{
-                name: row(to_device(self.batch.column(name, segments), input_ids.device)) for name in self.batch.columns
-            },
+            **{name: row(to_device(self.batch.column(name, forward.segments), device)) for name in self.batch.columns},
         }
-        return run_planned(model, planned, lambda: self.compute_loss(self.model, inputs), once=False)
+        return run_planned(forward.model, planned, lambda: self.compute_loss(self.model, inputs), once=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,17 +194,10 @@ class Autocasting:
         """Those of the objective."""
         return self.inner.rows_beyond
 
-    def __call__(
-        self,
-        model: nn.Module,
-        planned: PlannedAttention,
-        segments: Sequence[Segment],
-        tensors: Sequence[Tensor],
-        collect_router: CollectRouter | None,
-    ) -> Tensor:
+    def __call__(self, forward: ForwardPass) -> Tensor:
         """Return the objective's sum."""
         with torch.autocast(self.device.type, dtype=self.dtype):
-            return self.inner(model, planned, segments, tensors, collect_router)
+            return self.inner(forward)
 
 
 def objective_of(
@@ -256,15 +231,13 @@ def objective_of(
     return NextToken(batch=batch, divisor=divisor)
 
 
-def tokens_of(
-    batch: RowBatch, segments: Sequence[Segment], input_ids: Tensor, position_ids: Tensor, shift_labels: Tensor
-) -> Tokens:
-    """Return what a loss gets of a rank's segments."""
-    device = input_ids.device
+def tokens_of(batch: RowBatch, forward: ForwardPass) -> Tokens:
+    """Return what a loss gets of a rank's part."""
+    device, segments = forward.input_ids.device, forward.segments
     return Tokens(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        shift_labels=shift_labels,
+        input_ids=forward.input_ids,
+        position_ids=forward.position_ids,
+        shift_labels=forward.shift_labels,
         sequences=to_device(batch.sequences(segments), device),
         columns={name: to_device(batch.column(name, segments), device) for name in batch.columns},
     )

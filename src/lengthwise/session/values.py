@@ -9,20 +9,18 @@ Costs one forward pass more, and four bytes a token and value on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lengthwise.attention import PlannedAttention
 from lengthwise.core.errors import ConfigError
-from lengthwise.engine.objective import CollectRouter
+from lengthwise.engine.objective import ForwardPass
 from lengthwise.engine.step import RankResult
 from lengthwise.models.adapter import planned_output
-from lengthwise.program import Segment
 from lengthwise.session.engine import Engine
 from lengthwise.session.losses import Tokens, TokenValues, tokens_of
 from lengthwise.session.model import refuse_balance
@@ -83,19 +81,12 @@ class ValuesOfTokens:
     divisor: float = 1.0
     rows_beyond: int = 0
 
-    def __call__(
-        self,
-        model: nn.Module,
-        planned: PlannedAttention,
-        segments: Sequence[Segment],
-        tensors: Sequence[Tensor],
-        collect_router: CollectRouter | None,
-    ) -> Tensor:
+    def __call__(self, forward: ForwardPass) -> Tensor:
         """Return the weighted sum of the rank's tokens; 0 where they are gathered."""
-        assert collect_router is None, "the session refuses models with a balance loss here"
-        input_ids, position_ids, shift_labels = tensors
-        output = planned_output(model, planned, input_ids, position_ids)
-        tokens = tokens_of(self.gathered.batch, segments, input_ids, position_ids, shift_labels)
+        assert forward.collect_router is None, "the session refuses models with a balance loss here"
+        input_ids = forward.input_ids
+        output = planned_output(forward.model, forward.planned, input_ids, forward.position_ids)
+        tokens = tokens_of(self.gathered.batch, forward)
         values = self.values(output, tokens)
         if not values.dim() or len(values) != len(input_ids):
             expected = f"one value per token, ({len(input_ids)},) or ({len(input_ids)}, k)"
