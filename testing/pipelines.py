@@ -103,4 +103,5 @@ def run_pipeline(
         peak = 0 if live is None else live.peak_bytes
         return PipelineRank(done=done, gradients=parameters.gather_gradients(), peak_bytes=peak)
 
-    return StrictWorld(plan.ranks * stages).run(work)
+    ranks: list[Any] = StrictWorld(plan.ranks * stages).run(work)
+    return ranks

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from lengthwise.config.problems import expected_value, shown
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.core.files import read_json
-from lengthwise.core.measurements import SCHEMA, MeasuredModel, Measurements
+from lengthwise.core.measurements import SCHEMA, MeasuredModel, Measurements, Term, TermName
 from lengthwise.core.names import did_you_mean
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.all_terms import all_terms_cost
@@ -107,7 +107,7 @@ def measured_cost(measurements: Measurements, *, stages: int = 1) -> Cost:
         block_efficiency=measurements.fit.block_efficiency or base.block_efficiency,
         version=f"measured/1 {shape.name} {place.device} {measurements.digest()[:12]}",
     )
-    terms = {
+    terms: dict[TermName, Term] = {
         name: replace(term, value=term.value / stages) if name in _OF_ALL_LAYERS else term
         for name, term in measurements.fit.terms.items()
     }

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from lengthwise.config import OptimizerConfig
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.measurements import Clock, Kind, Measurements, Precision, Sample
 from lengthwise.core.shape import ModelShape
-from lengthwise.cost import LOGITS_AT_ONCE, shape_from_config
+from lengthwise.cost import shape_from_config
 from lengthwise.cost.fit import fit_samples
 from lengthwise.cost.measured import base_cost, measured_model
 from lengthwise.engine.batch import random_batch
@@ -42,10 +41,10 @@ from lengthwise.models import (
     choose_model_kernel,
     compute_so,
     position_limit,
-    token_loss,
     wrapped_layers,
 )
 from lengthwise.offload import ActivationStore, DiskStore, PinnedStore
+from lengthwise.profiler.model_ends import run_embedding, run_head
 from lengthwise.profiler.place import this_place
 from lengthwise.profiler.runs import (
     SHORTEST_TOKENS,
@@ -245,7 +244,7 @@ class RankProfiler:
         if run.kind == "block":
             return self._block(run.lengths[0])
         if run.kind in ("embedding", "head"):
-            return self._end_of_model(run.lengths[0], is_head=run.kind == "head")
+            return self._end_of_model(run)
         if run.kind == "transfer":
             return self._message(run)
         if run.kind == "copy":
@@ -279,24 +278,11 @@ class RankProfiler:
 
         return time_it
 
-    def _end_of_model(self, tokens: int, *, is_head: bool) -> _Timed:
-        """Time the embedding, or the head with its loss in chunks as training makes it, forward and backward."""
-        model: Any = self._model
-        embedding, head, device = model.get_input_embeddings(), model.get_output_embeddings(), self._world.device
-        ids = torch.arange(tokens, device=device) % self._shape.vocab
-        at_once = max(1, LOGITS_AT_ONCE // self._shape.vocab)
-
-        def run_head() -> None:
-            for some in ids.split(at_once):
-                hidden = torch.randn(len(some), head.weight.shape[-1], dtype=head.weight.dtype, device=device)
-                token_loss(head(hidden.requires_grad_()), some).backward()
-
-        def run_embedding() -> None:
-            found = embedding(ids[None])
-            if found.requires_grad:
-                found.backward(torch.ones_like(found))
-
-        return lambda: (self._watch.seconds(run_head if is_head else run_embedding), 0.0, float("nan"))
+    def _end_of_model(self, run: ProfiledRun) -> _Timed:
+        """Time the embedding, or the head with its loss, forward and backward."""
+        ids = torch.arange(run.lengths[0], device=self._world.device) % self._shape.vocab
+        work = partial(run_head if run.kind == "head" else run_embedding, self._model, ids)
+        return lambda: (self._watch.seconds(work), 0.0, float("nan"))
 
     def _message(self, run: ProfiledRun) -> _Timed:
         """Time a message to the next rank or node, and one from the other side."""
