@@ -8,6 +8,7 @@ from testing.tiny import tiny_family_config
 
 from engine.test_engine_activations import FAMILIES, LAYERS, offloaded, planned_model
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
+from lengthwise.cost import StepMemory, shape_from_config
 from lengthwise.offload.store import CopyStore
 from tiers import more
 
@@ -84,5 +85,10 @@ def test_a_stage_that_offloads_holds_less_of_every_microbatch(cut):
             watches=True,
         )
         peaks[ratio], away[ratio] = first.peak_bytes, first.done.offloaded_bytes / len(lengths)
+    shape, messages = shape_from_config(config.to_dict()), 9 * lengths[0] * config.hidden_size * 4
+    memory = StepMemory(shape=shape, dtype_bytes=4, ranks=1, stages=stages, virtual=cut[1], logits_at_once=None)
+    for ratio, peak in peaks.items():
+        estimate = float(memory.microbatch_bytes(lengths[0], "none", ratio))
+        assert estimate * 0.95 < peak < estimate * 1.1 + messages  # sent and to arrive: estimates leave them out
     for ratio in (0.5, 1.0):
         assert peaks[0.0] - peaks[ratio] > (stages - 1) * away[ratio] > 0
