@@ -49,7 +49,8 @@ def attend_on_ranks(
         for into, part in zip(whole[sequence], results, strict=True):
             assert into[start:stop].isnan().all(), "a token is computed once"
             into[start:stop] = part
-    return whole, None if sinks is None else sum(grad for _, grad in every)
+    of_sinks = [grad for _, grad in every if grad is not None]
+    return whole, torch.stack(of_sinks).sum(0) if of_sinks else None
 
 
 @torch.no_grad()  # as in autograd's functions

@@ -1,6 +1,5 @@
 """A short run of the random faults, and that one which does harm is told; what counts as a step with a save."""
 
-import json
 import random
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 import durability
 import trials as random_faults
 from lengthwise.run import checkpoints
-from tiers import some
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +26,13 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(trials, seed):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_damage_is_found_or_does_no_harm(trials, saved, seed):
     random_faults.corrupt(trials, random.Random(seed), saved)
 
 
-@pytest.mark.parametrize("seed", some(range(6)))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(3))
 def test_hostile_input_is_refused_in_words_or_trained(trials, seed):
     assert random_faults.hostile(trials, random.Random(seed)) in ("trained", "refused in words")
 
@@ -55,17 +54,6 @@ def test_damage_that_nobody_looks_for_is_told(trials, saved, monkeypatch):
         random_faults.corrupt(trials, random.Random(0), saved)
 
 
-def test_bits_that_differ_are_told(trials):
-    trials.clear()
-    trials.must_end(1)
-    ledger = trials.output / "ledger.jsonl"
-    rows = [json.loads(line) for line in ledger.read_text().splitlines()]
-    rows[3]["sequences"].reverse()
-    ledger.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(random_faults.Failure, match="other bits"):
-        trials.check_end(1)
-
-
 def _clock(*steps: tuple[int, float, bool]) -> list[dict[str, object]]:
     return [{"step": step, "end": end, "saves": saves} for step, end, saves in steps]
 
@@ -79,11 +67,6 @@ def test_a_step_has_a_save_where_one_began_before_it_or_was_under_way():
     assert run.without == [1.0, 1.0]
     assert run.costs == [3.0, 1.0]  # steps of 3 s and 2 s in place of 1 s each; then one of 2 s
     assert run.copies == [0.1, 0.2]  # nothing trains beside the last save
-
-
-def test_steps_that_all_have_a_save_are_refused():
-    with pytest.raises(SystemExit, match="always under way"):
-        durability.read_run(_clock((4, 1.0, True), (5, 2.0, True)), [], 1)
 
 
 @pytest.mark.exhaustive

@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testing.core_shares import quota
 
-from end_to_end import ratios, refuse_unequal, training_flops, waiting_share, worst_difference
+from end_to_end import ratios, refuse_unequal, waiting_share
 from lengthwise.core.plan import Plan
-from lengthwise.core.shape import Cluster, ModelShape
+from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.program import check_plan
 from lengthwise.simulator import simulate_plan
-from rivals import ONE_BY_ONE, PACKED, WAYS, TimedStep, choose_ways, pack_step
+from rivals import ONE_BY_ONE, PACKED, WAYS, TimedStep, choose_ways
 
 BATCHES = st.lists(st.lists(st.integers(1, 900), min_size=1, max_size=6), min_size=1, max_size=2)
 RIVALS = WAYS[:-1]  # all that plan a small step in milliseconds
@@ -22,15 +22,8 @@ def tiny_cost() -> Cost:
 
 
 def step(way: str, repeat: int, seconds: float, loss: float = 1.0, batch: int = 0) -> TimedStep:
-    return TimedStep(
-        way=way,
-        repeat=repeat,
-        batch=batch,
-        seconds=seconds,
-        work_seconds=seconds / 2,
-        loss=loss,
-        waited=(1.0, 0.0),
-    )
+    values = {"way": way, "repeat": repeat, "batch": batch, "seconds": seconds, "loss": loss}
+    return TimedStep(work_seconds=seconds / 2, waited=(1.0, 0.0), **values)
 
 
 @given(batches=BATCHES, ranks=st.integers(1, 5))
@@ -61,24 +54,6 @@ def test_each_way_has_the_best_of_its_options() -> None:
     assert tuple(way.name for way in choose_ways(WAYS[:-1], batches, small, tiny_cost(), 4)) == WAYS[2:-1]
 
 
-@given(
-    lengths=st.lists(st.integers(1, 500), min_size=1, max_size=30),
-    ranks=st.integers(1, 4),
-    room=st.sampled_from([500, 250]),
-)
-def test_packs_fit_and_hold_every_sequence_once(lengths: list[int], ranks: int, room: int) -> None:
-    plan = pack_step(lengths, Cluster(ranks=ranks, capacity_tokens=500), 2, room)
-    check_plan(plan)
-    for piece in (piece for microbatch in plan.microbatches for piece in microbatch.pieces):
-        assert len(piece.sequences) == 1 or sum(lengths[i] for i in piece.sequences) <= room
-    assert all(len(microbatch.ranks) == 1 for microbatch in plan.microbatches)
-
-
-def test_flops_of_training_are_six_a_weight_and_attention() -> None:
-    shape = ModelShape(name="one", layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=8, vocab=8)
-    assert training_flops(shape, 10) == 6 * shape.linear_params * 10 + 7 * 8 * 100
-
-
 def test_ratios_are_of_all_batches_of_a_repeat_and_leave_out_the_first_round() -> None:
     steps = [step("lengthwise", 0, 9.0), step(PACKED, 0, 1.0)]
     for repeat, slow in ((1, 3.0), (2, 2.0), (3, 2.5)):
@@ -93,13 +68,12 @@ def test_ratios_are_of_all_batches_of_a_repeat_and_leave_out_the_first_round() -
 def test_unequal_losses_end_the_benchmark() -> None:
     same = [step("lengthwise", 1, 1.0, loss=2.0), step(PACKED, 1, 1.0, loss=2.000001)]
     refuse_unequal(same)
-    assert worst_difference(same) == pytest.approx(5e-7, rel=1e-3)
     with pytest.raises(SystemExit, match="same losses"):
         refuse_unequal([*same, step("static", 1, 1.0, loss=2.0001)])
 
 
-@pytest.mark.parametrize("share", [1.0, 0.45, 0.1])
-def test_quota_of_a_core_is_its_share_and_no_less_than_the_kernel_takes(share: float) -> None:
-    computing, period = quota(share)
-    assert computing / period == pytest.approx(share, rel=1e-3)
-    assert computing >= 1000
+def test_quota_of_a_core_is_its_share_and_no_less_than_the_kernel_takes() -> None:
+    for share in (1.0, 0.1):
+        computing, period = quota(share)
+        assert computing / period == pytest.approx(share, rel=1e-3)
+        assert computing >= 1000

@@ -10,9 +10,9 @@ from testing import make_plan
 
 from gpu import replay
 from gpu.loops import OurLoop
-from gpu.replay import ReplayTransport, makespan_of, replayed_seconds, rings_of
+from gpu.replay import ReplayTransport, makespan_of, replayed_seconds
 from gpu.setting import plan_for
-from lengthwise.core.plan import Microbatch, Piece
+from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.engine.batch import random_batch
@@ -43,11 +43,6 @@ def test_microbatches_as_simulated_make_the_simulated_makespan(lengths, ranks, p
     assert makespan_of(plan, slower, COST) > 1.3 * makespan_of(plan, seconds, COST)
 
 
-def test_ranks_of_pieces_that_touch_wait_for_each_other():
-    pieces = (Piece(ranks=(0, 1), sequences=(0,)), Piece(ranks=(2,), sequences=(1,)), Piece(ranks=(1,), sequences=(2,)))
-    assert rings_of(Microbatch(pieces=pieces)) == [{2}, {0, 1}]
-
-
 def test_what_arrives_is_a_copy_of_the_right_size():
     transport = ReplayTransport(1, 3, CPU)
     keys = torch.arange(6.0).view(2, 3)
@@ -56,10 +51,6 @@ def test_what_arrives_is_a_copy_of_the_right_size():
     assert shorter.tolist() == [0, 1, 2, 3]
     assert longer.flatten().tolist() == [0, 1, 2, 3, 4, 5] * 2 + [0, 1]
     assert other.isfinite().all()
-    again = torch.empty(2)
-    transport.exchange([], [(again, 0)]).wait()
-    assert again.tolist() == [0, 1]
-    assert not torch.equal(keys, torch.zeros_like(keys))
 
 
 def test_every_microbatch_of_every_rank_is_timed_and_leaves_no_gradient():
@@ -75,9 +66,6 @@ def test_every_microbatch_of_every_rank_is_timed_and_leaves_no_gradient():
     assert set(found) == {(0, 0), (1, 0), (2, 0), (3, 0), (2, 1), (3, 1), (1, 2)}
     assert all(0 < seconds < 60 for seconds in found.values())
     assert not loop.parameters.grads.any()
-    assert (
-        makespan_of(plan, found, all_terms_cost(named_shape("tiny"), named_hardware("cpu"))) < sum(found.values()) + 1
-    )
 
 
 class ManualEvent:

@@ -96,12 +96,10 @@ def saved(tmp_path):
     return save(tmp_path, layout, [torch.arange(100.0), torch.arange(7.0)])
 
 
-def first_byte(path: Path, byte: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(byte)
-        old = file.read(1)[0]
-        file.seek(byte)
-        file.write(bytes([old ^ 1]))
+def flip(path: Path, byte: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1
+    path.write_bytes(content)
 
 
 @given(st.integers(0, 1), st.floats(0, 1, exclude_max=True))
@@ -109,7 +107,7 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path_factory, rank, place):
     layout = lay_out([100, 7], [0, 1], world_size=2)
     folder, manifest = save(tmp_path_factory.mktemp("flip"), layout, [torch.arange(100.0), torch.arange(7.0)])
     path = folder.at(5) / f"rank-0000{rank}.safetensors"
-    first_byte(path, int(place * path.stat().st_size))
+    flip(path, int(place * path.stat().st_size))
     assert str(path) in str(broken(folder.at(5), manifest))
     assert broken(folder.at(5), manifest, first=1 - rank, every=2) is None, "another rank's file"
     shutil.rmtree(folder.path)
@@ -136,30 +134,6 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(saved, tmp_path, change, 
     shutil.rmtree(folder.at(3))
     with pytest.raises((OutputError, Problems), match=told):
         folder.newest()
-
-
-CHANGES = {
-    "schema": "lengthwise.checkpoint/2",
-    "step": 0,
-    "ranks": 3,
-    "dtype": "bfloat16",
-    "first_loss": "NaN",
-    "borders": [0, 64],
-    "data": "../x",
-    "unknown": 1,
-    "skipped": 99,
-    "loss": 10**400,
-}
-
-
-@pytest.mark.parametrize("key", CHANGES)
-def test_a_manifest_that_contradicts_itself_is_refused(saved, key):
-    folder, _ = saved
-    path = folder.at(5) / "manifest.json"
-    values = json.loads(path.read_text())
-    path.write_text(signed({**values, key: CHANGES[key]}))
-    with pytest.raises(OutputError, match=r"manifest\.json"):
-        read_manifest(folder.at(5))
 
 
 def test_a_manifest_that_was_changed_is_refused(saved):
@@ -222,6 +196,7 @@ UNFIT = {
     "2-D": lambda state: {**state, "exp_avg_sq": state["exp_avg_sq"][None]},
     "int64": lambda state: {**state, "exp_avg_sq": state["exp_avg_sq"].long()},
     "NaN": lambda state: {**state, "exp_avg_sq": state["exp_avg_sq"] * float("nan")},
+    "infinite weights": lambda state: {**state, "master_weights": state["master_weights"] * float("inf")},
     "negative": lambda state: {**state, "exp_avg_sq": -1 - state["exp_avg_sq"]},
 }
 
@@ -242,11 +217,5 @@ def test_a_file_whose_states_do_not_fit_is_named_with_the_state(tmp_path, change
     found = unfit(folder.at(5), manifest, state)
     assert unfit(folder.at(5), manifest, state, every=2) is None, "of rank 0's"
     assert (found is None) == (change == "none")
-    assert found is None or ("rank-00001.safetensors" in found and "exp_avg_sq" in found)
-
-
-def test_weights_that_are_not_finite_do_not_fit(tmp_path):
-    layout = lay_out([100], [0], world_size=1)
-    folder, manifest = save(tmp_path, layout, [torch.full((100,), float("inf"))])
-    state = {"master_weights": torch.zeros(1)}
-    assert "master_weights" in str(unfit(folder.at(5), manifest, state))
+    named = "master_weights" if "weights" in change else "exp_avg_sq"
+    assert found is None or ("rank-00001.safetensors" in found and named in found)

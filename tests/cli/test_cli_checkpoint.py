@@ -1,6 +1,7 @@
 """`lengthwise checkpoint`: what is there, whether it is whole, and a model folder from it."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -29,11 +30,14 @@ def flip(path, place=-3):
 
 
 @pytest.fixture
-def own(tmp_path):
-    """A run whose checkpoints a test may harm."""
-    path = write_run(tmp_path, make_rows([30, 12, 5, 60]), **KEYS)
-    lengthwise.train(path, ranks=2)
-    return path.parent / "out"
+def own(trained):
+    """A run whose checkpoints a test may harm: at its own place, as it was."""
+    kept = trained.with_name("kept")
+    if not kept.exists():
+        shutil.copytree(trained, kept)
+    yield trained
+    shutil.rmtree(trained)
+    shutil.copytree(kept, trained)
 
 
 def test_checkpoints_are_listed_and_verified(trained, capsys):
@@ -91,7 +95,13 @@ def test_an_exported_checkpoint_is_the_model_of_a_run_that_ended_there(tmp_path,
         AutoModelForCausalLM.from_pretrained(earlier)
 
 
-def test_an_export_of_a_broken_checkpoint_writes_nothing(own, tmp_path, capsys):
+def test_an_export_of_a_broken_checkpoint_or_of_other_settings_writes_nothing(own, tmp_path, capsys):
+    config = own / "config.yaml"
+    text = config.read_text()
+    config.write_text(text.replace("precision: fp64", "precision: fp32"))
+    assert call("checkpoint", "export", own, "--to", tmp_path / "new") == 2
+    assert "precision: 'fp64' (text) then, 'fp32'" in capsys.readouterr().err
+    config.write_text(text)
     flip(own / "checkpoints/step-000006/rank-00000.safetensors")
     assert call("checkpoint", "export", own, "--to", tmp_path / "new") == 2
     err = capsys.readouterr().err
@@ -100,20 +110,11 @@ def test_an_export_of_a_broken_checkpoint_writes_nothing(own, tmp_path, capsys):
     assert not list(tmp_path.glob("new*"))
 
 
-def test_an_export_of_weights_that_are_not_finite_writes_nothing(tmp_path, capsys):
-    path = write_run(tmp_path, make_rows([30, 12]), **{**KEYS, "steps": 2})
-    lengthwise.train(path)
-    change_state(tmp_path / "out/checkpoints/step-000002", "master_weights", lambda values: values * float("nan"))
-    assert call("checkpoint", "export", tmp_path / "out", "--to", tmp_path / "new") == 2
+def test_an_export_of_weights_that_are_not_finite_writes_nothing(own, tmp_path, capsys):
+    change_state(own / "checkpoints/step-000006", "master_weights", lambda values: values * float("nan"))
+    assert call("checkpoint", "export", own, "--to", tmp_path / "new") == 2
     assert "master_weights with a value that is not finite" in " ".join(capsys.readouterr().err.split())
     assert not list(tmp_path.glob("new*"))
-
-
-def test_an_export_does_not_believe_another_runs_settings(own, tmp_path, capsys):
-    config = own / "config.yaml"
-    config.write_text(config.read_text().replace("precision: fp64", "precision: fp32"))
-    assert call("checkpoint", "export", own, "--to", tmp_path / "new") == 2
-    assert "precision: 'fp64' (text) then, 'fp32'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

@@ -11,10 +11,8 @@ from run.small_runs import call, make_rows, write_run
 
 
 def test_device_cuda_without_a_gpu_is_told_before_anything_starts(tmp_path, capfd):
-    path = write_run(tmp_path, make_rows([5]), device="cuda")
-    assert call("train", path) == 2
-    err = capfd.readouterr().err
-    assert "error[config] device: expected a GPU, for device: cuda; got none (torch " in err
+    assert call("train", write_run(tmp_path, make_rows([5]), device="cuda")) == 2
+    assert "device: expected a GPU, for device: cuda; got none (torch " in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -46,17 +44,14 @@ def test_driver_that_torch_cannot_use_is_told_of_in_its_words(tmp_path, monkeypa
     assert remedy in err
 
 
-def test_device_cpu_asks_no_driver(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("device", "hidden"), [("cpu", False), ("auto", True)])
+def test_gpu_that_the_user_has_hidden_or_does_not_ask_for_is_not_missed(tmp_path, monkeypatch, device, hidden):
     _driver_too_old(monkeypatch, tmp_path)
-    begun = start.prepare(write_run(tmp_path, make_rows([5]), device="cpu"), (), ranks=None, timeout_seconds=10)
+    if hidden:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    path = write_run(tmp_path, make_rows([5]), device=device)
+    begun = start.prepare(path, (), ranks=None, timeout_seconds=10)
     assert (begun.job.ranks, begun.job.gpus) == (1, 0)
-
-
-def test_gpu_that_the_user_has_hidden_is_not_missed(tmp_path, monkeypatch):
-    _driver_too_old(monkeypatch, tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    begun = start.prepare(write_run(tmp_path, make_rows([5])), (), ranks=None, timeout_seconds=10)
-    assert begun.job.gpus == 0
 
 
 def test_train_says_that_a_build_without_cuda_leaves_the_gpu_unused(tmp_path, monkeypatch):
@@ -92,14 +87,6 @@ def test_torchrun_ranks_know_their_gpus(tmp_path, monkeypatch):
     begun = start.prepare(write_run(tmp_path, make_rows([5, 7])), (), ranks=None, timeout_seconds=10)
     assert begun.world is not None
     assert str(begun.world.device) == "cuda:1", "the fourth of four ranks, of two GPUs"
-
-
-def test_train_says_device_kernel_and_transfers_with_reasons(tmp_path, capfd):
-    assert call("train", write_run(tmp_path, make_rows([30, 5])), "--ranks", 2) == 0
-    out = capfd.readouterr().out
-    assert "2 processes on CPU" in out
-    assert out.count("transfers: gloo; because the run computes on the CPU\n") == 1
-    assert out.count("attention kernel: torch flash attention for CPU; because the run computes on the CPU\n") == 1
 
 
 def test_environment_gets_expandable_segments_unless_the_user_has_set_it():

@@ -81,22 +81,6 @@ def test_a_model_that_fits_no_gpu_is_sharded(tmp_path, capsys):
     assert "shard" not in (tmp_path / "run.yaml").read_text()
 
 
-def test_rows_that_cannot_be_counted_here_are_said(tmp_path):
-    data = tmp_path / "chat.jsonl"
-    data.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
-    assert call("init", "--model", "qwen3-8b", "--gpus", 8, "--data", data) == 0
-    assert "Not counted: " in (tmp_path / "run.yaml").read_text()
-
-
-def test_the_first_row_that_cannot_be_read_is_named(tmp_path, capsys):
-    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n{"txt": "c"}\n')
-    assert call("init", "--model", "qwen3-8b", "--gpus", 8, "--data", tmp_path / "rows.jsonl") == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error[data] {tmp_path / 'rows.jsonl'}:2: expected a column of")
-    assert 'got "txt"' in said
-    assert not (tmp_path / "run.yaml").exists()
-
-
 def test_all_that_is_wrong_is_told_and_nothing_is_replaced(tmp_path, capsys):
     kept = rows(tmp_path / "run.yaml")
     before = kept.read_text()
@@ -104,3 +88,14 @@ def test_all_that_is_wrong_is_told_and_nothing_is_replaced(tmp_path, capsys):
     said = capsys.readouterr().err
     assert all(each in said for each in ("--model", "--data", "--gpus", "--hardware", "--force"))
     assert kept.read_text() == before
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"text": "a"}\n{"txt": "b"}\n{"txt": "c"}\n')
+    asked = ("init", "--model", "qwen3-8b", "--gpus", 8, "--out", "new.yaml", "--data", data)
+    assert call(*asked) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error[data] {data}:2: expected a column of")
+    assert 'got "txt"' in said
+    assert not (tmp_path / "new.yaml").exists()
+    data.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
+    assert call(*asked) == 0
+    assert "Not counted: " in (tmp_path / "new.yaml").read_text()

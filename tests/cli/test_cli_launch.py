@@ -137,9 +137,6 @@ def test_kubernetes_manifest_is_one_job_of_all_nodes(printed, run_file):
     assert container["ports"] == [{"name": "pytorchjob-port", "containerPort": 29500}]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
     assert container["volumeMounts"][0]["mountPath"] == str(run_file.parent)
-
-
-def test_kubernetes_manifest_of_one_node_has_no_worker(printed):
     assert list(yaml.safe_load(printed("kubernetes", "--nodes", "1"))["spec"]["pytorchReplicaSpecs"]) == ["Master"]
 
 
@@ -182,11 +179,6 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path, capsys):
     assert gpus.startswith("error[config] --gpus-per-node: expected a whole number from 1")
     assert "expected a run file that can be read; got no such file" in file
     assert "without line breaks" in name
-
-
-@pytest.mark.parametrize("kind", ["torchrun", "slurm"])
-def test_scripts_are_bash(printed, kind):
-    subprocess.run(["bash", "-n"], input=printed(kind), text=True, check=True)
 
 
 def test_launch_needs_no_torch(run_file):

@@ -123,15 +123,3 @@ def test_plan_help_names_first_what_every_plan_needs(capsys):
     options = re.findall(r"^\W? (--[a-z]+)", capsys.readouterr().out, re.MULTILINE)
     assert options[:5] == ["--config", "--lengths", "--ranks", "--capacity", "--out"]
     assert options[-4:] == ["--mode", "--virtual", "--offload", "--heads"]
-
-
-@pytest.mark.exhaustive
-def test_plan_cuts_nothing_on_narrow_terminals(tmp_path, lengths):
-    arguments = ["--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json"]
-    run = [sys.executable, "-W", "error", "-m", "lengthwise", "plan", *map(str, arguments)]
-    said = {}
-    for columns in ("20", "40", "200"):
-        done = subprocess.run(run, capture_output=True, text=True, env={**os.environ, "COLUMNS": columns}, check=True)
-        assert "…" not in done.stdout
-        said[columns] = sorted(set(done.stdout.split()))
-    assert said["20"] == said["40"] == said["200"]

@@ -59,31 +59,6 @@ def test_simulate_own_data_on_gpus(tmp_path, capsys) -> None:
     assert "the same on the best" not in words
 
 
-@pytest.mark.exhaustive  # the search itself: tests/simulator/test_simulator_meshes.py
-def test_simulate_gives_every_planner_its_best_mesh(tmp_path, capsys) -> None:
-    """The search is never worse than one mesh, whatever that is; what trains stands first, of the meshes that train."""
-    common = ("--model", "llama-7b", "--gpus", 16, "--lengths", "github", "--context", "32K", "--batch-tokens", "128K",
-              "--batches", 1, "--planners", "static,lengthwise")  # fmt: skip
-    status, said, _ = simulate(capsys, *common, "--all", "--out", tmp_path / "best")
-    assert status == 0
-    best = json.loads((tmp_path / "best/simulation.json").read_text())
-    for tensor, heads in ((1, "auto"), (4, "off")):
-        out, one = tmp_path / f"{tensor}-{heads}", ("--mesh", "same", "--tp", tensor, "--heads", heads)
-        assert simulate(capsys, *common, *one, "--out", out)[0] == 0
-        same = json.loads((out / "simulation.json").read_text())
-        for planner, found in same["planners"].items():
-            assert best["planners"][planner]["mean_seconds"] <= found["mean_seconds"] * (1 + 1e-9), (planner, tensor)
-            if tensor == 1:
-                assert best["trained_today"][planner]["mean_seconds"] <= found["mean_seconds"] * (1 + 1e-9)
-    for planner, found in best["trained_today"].items():
-        assert found["trains_today"]
-        assert found["tensor"] == 1
-        assert found["mean_seconds"] >= best["planners"][planner]["mean_seconds"]
-    assert all(tried > 1 for tried in best["plans_tried"].values())
-    assert said.index("as this version trains it") < said.index("On 16 devices of h100 a step takes")
-    assert "Not compared: packed-dp, single-degree, power-of-two, bytescale; they may be better" in said
-
-
 def test_simulate_takes_what_is_given_as_given(tmp_path, capsys) -> None:
     out = tmp_path / "out"
     rest = ("--lengths", "github", "--context", "32K", "--gpus", 16, "--planners", "static,lengthwise", "--out", out)
@@ -113,18 +88,18 @@ def test_simulate_pipelines_stage_by_stage(tmp_path, capsys) -> None:
 def test_simulate_waits_for_its_loader(tmp_path, capsys) -> None:
     described = json.loads(Path(cost.__file__).with_name("hardware.json").read_text())["h100"]
     hardware = tmp_path / "slow.json"
-    hardware.write_text(json.dumps({**described, "loader_tokens_per_second": 1e3}))
+    hardware.write_text(json.dumps({**described, "loader_tokens_per_second": 1e5}))
     written = {}
     for loader in ("none", "local", "remote"):
         out = tmp_path / loader
         simulate(
-            capsys, *OWN, "--lengths", "github", "--context", "8K", "--planners", "static", "--mesh", "same",
+            capsys, *SMALL, "--lengths", "github", "--context", "64K", "--planners", "static", "--mesh", "same",
             "--hardware", hardware, "--loader", loader, "--out", out,
         )  # fmt: skip
         figures = json.loads((out / "simulation.json").read_text())
         written[loader] = figures["planners"]["static"]
         assert ("waiting for data" in (out / "trace-static.json").read_text()) == (loader == "local")
-    assert written["none"]["loader_seconds"] == [0]
+    assert written["none"]["loader_seconds"] == [0, 0]
     late = [b - a for a, b in zip(written["none"]["step_seconds"], written["local"]["step_seconds"], strict=True)]
     assert late == pytest.approx(written["local"]["loader_seconds"])
     assert written["remote"]["step_seconds"] == written["none"]["step_seconds"]

@@ -5,9 +5,7 @@ import threading
 
 import pytest
 
-from lengthwise.core.errors import PlanError
 from lengthwise.core.files import parse_json, read_json, read_plain
-from lengthwise.core.plan import Plan
 
 
 @pytest.mark.parametrize(
@@ -73,10 +71,3 @@ def test_read_json_reads_what_json_reads_and_says_why_a_file_cannot_be_read(tmp_
     for name, said in (("none.json", "No such file"), (".", "directory"), ("odd.json", "byte 0xff at offset 4")):
         with pytest.raises(ValueError, match=said):
             read_json(tmp_path / name)
-
-
-def test_plan_files_with_a_key_twice_are_refused() -> None:
-    text = Plan(ranks=1, layers=1, capacity=5, tokens=(1,), microbatches=()).to_json()
-    Plan.from_json(text)
-    with pytest.raises(PlanError, match=r"capacity.*twice"):
-        Plan.from_json(text.replace('"ranks": 1', '"capacity": 9, "ranks": 1'))

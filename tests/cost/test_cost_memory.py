@@ -176,6 +176,12 @@ def test_capacities_of_a_7b_model() -> None:
     memory = step_memory(LLAMA_7B, H100, 64)
     found = recompute_capacities(memory, H100)
     assert found["layer"] > found["all_but_attention"] > 5 * found["none"] > 0
+    tight, full = (replace(H100, device_bytes=memory.peak_bytes(tokens) / 0.9) for tokens in (100, 1))
+    found = recompute_capacities(memory, tight)
+    assert list(found) == ["layer", "all_but_attention"]
+    assert found["layer"] > found["all_but_attention"] > 128
+    with pytest.raises(ConfigError, match="128 tokens"):
+        recompute_capacities(memory, full)
     # four stages of four devices keep four microbatches
     staged = capacity_tokens(step_memory(LLAMA_7B, H100, 64, stages=4), H100)
     alone = capacity_tokens(replace(step_memory(LLAMA_7B, H100, 64), tensor=4), H100)

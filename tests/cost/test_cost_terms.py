@@ -260,12 +260,6 @@ def test_windowed_layers_count_the_pairs_they_see(window):
         assert cost.ring_piece_seconds(np.array([length]), np.array([1]))[0] == pytest.approx(expected)
 
 
-def test_windows_longer_than_the_sequence_change_nothing():
-    plain, windowed = (Cost(quadratic_seconds=2.0, linear_seconds=3.0, windows=w) for w in ((), ((64, 1.0),)))
-    assert plain.piece_seconds([64, 5], 3) == windowed.piece_seconds([64, 5], 3)
-    assert windowed.piece_seconds([65], 1) < plain.piece_seconds([65], 1)
-
-
 ANALYTIC = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
 
 

@@ -91,3 +91,18 @@ def fresh(folder: Path) -> Path:
     """Return the path of a folder that is not there."""
     shutil.rmtree(folder, ignore_errors=True)
     return folder
+
+
+def save_words(folder: Path, words, *, template=None, processor=None, **special) -> str:
+    """Save a tokenizer of these words, the first for unknown ones; return its folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if processor is not None:
+        inner.post_processor = processor
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token=words[0], **special)
+    made.chat_template = template
+    made.save_pretrained(folder)
+    return str(folder)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from data.stores import save_words
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError
 from lengthwise.data import NO_LOSS, ByteTokenizer, load_dataset, load_tokenizer
@@ -28,15 +29,8 @@ def messages(*turns):
 @pytest.fixture
 def load(tmp_path):
     def load_rows(*rows, template=None, eos=None):
-        from tokenizers import Tokenizer, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
-
-        inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
-        inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token=eos)
-        made.chat_template = template
-        made.save_pretrained(tmp_path / "tokenizer")
-        return load_rows_by(tmp_path, rows, lambda: load_tokenizer(str(tmp_path / "tokenizer")))
+        name = save_words(tmp_path / "tokenizer", WORDS, template=template, eos_token=eos)
+        return load_rows_by(tmp_path, rows, lambda: load_tokenizer(name))
 
     return load_rows
 

@@ -42,6 +42,13 @@ def test_rows_of_text_are_bytes(load):
     assert tokens_of(dataset, 1).tolist() == [0xC3, 0xA9]
     assert labels_of(dataset, 0).tolist() == [97, 98]
     assert dataset.name(1) == "train.jsonl:2"
+    assert load('{"text": "a"}\r', '{"text": "b"}', end=b"").lengths.tolist() == [1, 1]
+
+
+def test_rows_tokenizer_is_loaded_once_and_only_for_text(load):
+    calls = []
+    load('{"input_ids": [1]}', '{"text": "a"}', '{"text": "b"}', tokenizer=lambda: calls.append(1) or ByteTokenizer())
+    assert calls == [1]
 
 
 def test_rows_labels_are_kept_beside_rows_without(load):
@@ -55,18 +62,6 @@ def test_rows_labels_are_kept_beside_rows_without(load):
     assert [labels_of(dataset, row).tolist() for row in range(5)] == [[1, 2], [-100, -100, 5], [6], [7, -100], [97]]
     assert dataset.loss_tokens.tolist() == [1, 1, 0, 0, 0]
     assert dataset.ids.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_rows_crlf_and_missing_last_newline_are_fine(load):
-    assert load('{"text": "a"}\r', '{"text": "b"}', end=b"").lengths.tolist() == [1, 1]
-
-
-def test_rows_tokenizer_is_loaded_once_and_only_for_text(tmp_path):
-    calls = []
-    path = tmp_path / "train.jsonl"
-    path.write_text('{"input_ids": [1]}\n{"text": "a"}\n{"text": "b"}\n')
-    load_dataset([DataSource(path=path)], tokenizer=lambda: calls.append(1) or ByteTokenizer(), vocab_size=None)
-    assert calls == [1]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +93,7 @@ def test_rows_tokenizer_is_loaded_once_and_only_for_text(tmp_path):
         (b'{"input_ids": [1, 1e999]}', "input_ids[1] = Infinity"),
         (b'{"input_ids": [true]}', "input_ids[0] = true"),
         (b'{"input_ids": [[1]]}', "input_ids[0] = a list of 1"),
-        (b'{"input_ids": [1, -1]}', "input_ids[1] = -1"),
+        (b'{"input_ids": [1, -100]}', "input_ids[1] = -100"),
         (b'{"input_ids": [1, 300]}', "input_ids[1] = 300"),
         (b'{"input_ids": [1, 99999999999999999999]}', "input_ids[1] = 99999999999999999999"),
         (b'{"input_ids": [1], "labels": [300]}', "labels[0] = 300"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.stores import DOCUMENTS, FILES, content, load, prepare, write_sources
+from data.stores import DOCUMENTS, FILES, content, load, prepare, save_words, write_sources
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError, Problems
 from lengthwise.data import ByteTokenizer, load_tokenizer
@@ -210,20 +210,9 @@ def test_store_that_is_not_finished_or_of_an_earlier_version_is_refused(store):
 @pytest.fixture
 def tokenizers(tmp_path):
     """A tokenizer, one of another vocabulary, and one of another template: folders."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    def make(name, words, template):
-        inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
-        inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
-        made.chat_template = template
-        made.save_pretrained(tmp_path / name)
-        return str(tmp_path / name)
-
-    plain = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    words = ["<unk>", "a", "b"]
-    return make("one", words, plain), make("words", [*words, "c"], plain), make("template", words, plain + "b")
+    plain, words = "{% for m in messages %}{{ m.content }} {% endfor %}", ["<unk>", "a", "b"]
+    others = {"one": (words, plain), "words": ([*words, "c"], plain), "template": (words, plain + "b")}
+    return [save_words(tmp_path / name, some, template=written) for name, (some, written) in others.items()]
 
 
 @pytest.mark.parametrize("kind", ["text", "chat", "ids"])
@@ -250,7 +239,7 @@ def test_store_of_another_tokenizer_or_template_is_refused_by_name(tmp_path, tok
                 load(tmp_path / "store", tokenizer=lambda name=name: load_tokenizer(name))
 
 
-def test_store_of_bytes_is_refused_under_a_tokenizer_and_its_template_together(tmp_path, tokenizers):
+def test_store_of_bytes_is_refused_under_a_tokenizer(tmp_path, tokenizers):
     prepare(write_sources(tmp_path, [[{"text": "a"}]]), tmp_path / "store")
     with pytest.raises((DataError, Problems), match="that of bytes"):
         load(tmp_path / "store", tokenizer=lambda: load_tokenizer(tokenizers[0]))

@@ -7,26 +7,22 @@ import sys
 import numpy as np
 import pytest
 
+from data.stores import save_words
 from lengthwise.config import DataSource
 from lengthwise.core.errors import ConfigError, DataError
 from lengthwise.data import load_dataset, load_tokenizer
 
 
 def save_tokenizer(folder, *, eos=None, adds_eos=False, bos=None, adds_bos=False):
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers.processors import TemplateProcessing
 
-    words = ["<unk>", "<eos>", "hello", "world", "é"]
-    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    processor = None
     if adds_eos:
-        inner.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
+        processor = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
     if adds_bos:
-        inner.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, 4)])
-    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token=eos, bos_token=bos).save_pretrained(
-        folder
-    )
-    return str(folder)
+        processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, 4)])
+    words = ["<unk>", "<eos>", "hello", "world", "é"]
+    return save_words(folder, words, processor=processor, eos_token=eos, bos_token=bos)
 
 
 def test_tokenizer_bytes_is_utf8():

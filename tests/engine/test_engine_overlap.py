@@ -6,8 +6,6 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from testing import RecordingTransport, make_batch, make_plan, run_ranks, tiny_family_config
 from testing.strict import StrictWorld
 from transformers import AutoModelForCausalLM
@@ -15,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from lengthwise.attention import choose_kernel
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
-from lengthwise.engine.flat_layout import BucketOrder
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
@@ -180,31 +177,3 @@ def test_overlapped_steps_on_real_processes(overlaps, compiles):
         assert norms == pytest.approx(wanted[1], rel=1e-12)
         for name, value in values.items():
             torch.testing.assert_close(value, wanted[2][name], rtol=1e-10, atol=1e-12)
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.data())
-def test_buckets_are_summed_once_from_the_last_to_the_first_when_complete(drawn, data):
-    bucket_of = sorted(drawn)
-    bucket_of = [sorted(set(bucket_of)).index(each) for each in bucket_of]
-    order, given_ = BucketOrder(bucket_of), []
-    parameters = data.draw(st.permutations(range(len(bucket_of))))
-    have = data.draw(st.integers(0, len(parameters)))
-    arrived = set()
-    for parameter in parameters[:have]:
-        arrived.add(parameter)
-        for bucket in order.arrived(parameter):
-            assert all(index in arrived for index, each in enumerate(bucket_of) if each >= bucket)
-            given_.append(bucket)
-    given_ += order.rest()
-    assert given_ == list(range(max(bucket_of), -1, -1))
-    assert order.rest() == []
-
-
-def test_a_gradient_after_its_sum_is_refused():
-    order = BucketOrder([0, 1])
-    assert order.arrived(1) == [1]
-    with pytest.raises(AssertionError, match="twice"):
-        order.arrived(1)
-    order.rest()
-    with pytest.raises(AssertionError, match="after the sum"):
-        order.arrived(0)

@@ -10,7 +10,6 @@ from testing.strict import StrictWorld
 from torch import nn
 
 from lengthwise.comm import SoloTransport
-from lengthwise.engine.flat_layout import ALIGNMENT, lay_out
 from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.replicated import FlatParameters
 
@@ -68,29 +67,6 @@ def test_flat_shards_cover_every_parameter_once_with_its_own_decay(layers, world
     for parameter, weight, decay in zip(model.parameters(), weights, decays, strict=True):
         assert torch.equal(weight, parameter)
         assert (decay == (parameter.ndim >= 2)).all()
-
-
-@given(st.lists(st.integers(1, 3000), min_size=1, max_size=30), st.integers(1, 2000), st.data())
-def test_layout_buckets_are_of_whole_layers_and_divide_over_the_ranks(sizes, world_size, data):
-    layers = sorted(data.draw(st.lists(st.integers(-1, 5), min_size=len(sizes), max_size=len(sizes))))
-    least = data.draw(st.integers(1, 4000))
-    layout = lay_out(sizes, layers, world_size=world_size, bucket_entries=least)
-    stop = 0
-    for start, size in zip(layout.starts, sizes, strict=True):
-        assert start % ALIGNMENT == 0
-        assert start >= stop
-        stop = start + size
-    assert all(border % world_size == 0 for border in layout.borders)
-    buckets = {
-        layer: {b for b, each in zip(layout.bucket_of, layers, strict=True) if each == layer} for layer in layers
-    }
-    assert all(len(numbers) == 1 for numbers in buckets.values())
-    for number in range(layout.num_buckets - 1):
-        assert (
-            sum(size for size, each in zip(sizes, layout.bucket_of, strict=True) if each == number)
-            <= layout.borders[number + 1] - layout.borders[number]
-        )
-        assert layout.borders[number + 1] - layout.borders[number] >= least
 
 
 @pytest.mark.parametrize("world_size", [1, 8])

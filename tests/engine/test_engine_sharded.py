@@ -19,20 +19,19 @@ from testing import (
     make_plan,
     random_plan,
     run_ranks,
+    run_step,
     tiny_family_config,
 )
 from testing.strict import StrictWorld
 from torch.distributed.fsdp import fully_shard
 
 from engine.sharded_runs import CPU, KINDS, LENGTHS, WAVES, WAVES_OF_NODES, build, in_waves, run, shard
-from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.cost import shape_from_config
 from lengthwise.cost.memory import StepMemory, gathered_bytes
-from lengthwise.engine.activations import Offloading
 from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.units import UnitPart
@@ -326,32 +325,15 @@ def test_what_is_gathered_is_what_the_memory_model_counts(tied, per_node):
     assert live.peak_bytes == pytest.approx(expected, rel=0.03)
 
 
-class Spy(CountingStore):
-    """Refuses storages that come and go."""
-
-    def __init__(self, model):
-        super().__init__()
-        self._model = model
-
-    def put(self, values):
-        at = values.untyped_storage().data_ptr()
-        assert at not in {each.untyped_storage().data_ptr() for each in self._model.parameters()}
-        return super().put(values)
-
-
-def test_no_parameter_is_offloaded():
+def test_activations_are_offloaded_beside_sharded_parameters_and_no_bit_changes():
     model = build(num_hidden_layers=3, hidden_size=64)  # what is under 1 KB stays anyhow
-    plan = in_waves(make_plan(2, (60, 50), [[Piece(ranks=(0,), sequences=(0, 1))]], layers=3), offload=1.0)
-
-    def work(transport, plan):
-        own = copy.deepcopy(model)
-        parameters = shard(own, transport)
-        store = Spy(own)
-        offloading = Offloading(own, choose_kernel(CPU), store)
-        run(own, parameters, transport, plan, (60, 50), offloading=offloading)
-        return store.put_bytes, parameters.gather_gradients()
-
-    found = StrictWorld(2).run(lambda t: work(t, plan))
-    assert found[0][0] > 0
-    for name, expected in StrictWorld(2).run(lambda t: work(t, in_waves(plan)))[0][1].items():
-        assert torch.equal(found[0][1][name], expected), name
+    plan = make_plan(
+        2, (60, 50), [[Piece(ranks=(0, 1), sequences=(0,))], [Piece(ranks=(1,), sequences=(1,))]], layers=3
+    )
+    batch = make_batch((60, 50), vocab=model.config.vocab_size)
+    kept, away = (
+        run_step(model, in_waves(plan, offload=ratio), batch, ranks_per_node=2, make_store=CountingStore)
+        for ratio in (0.0, 1.0)
+    )
+    assert away.offloaded_bytes > kept.offloaded_bytes == 0
+    assert away.has_bits_of(kept)

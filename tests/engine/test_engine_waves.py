@@ -16,7 +16,7 @@ from engine.sharded_runs import CPU, KINDS, LENGTHS, WAVES, build, in_waves, run
 from lengthwise.core.errors import ModelRefused, TransferError
 from lengthwise.core.plan import Piece
 from lengthwise.engine.sharded import ShardedParameters
-from lengthwise.engine.units import UnitPart, units_of
+from lengthwise.engine.units import UnitPart
 from lengthwise.models import wrapped_layers
 from properties import costliest
 from tiers import some
@@ -107,15 +107,6 @@ def test_a_rank_that_fails_ends_all(where, monkeypatch):
     assert isinstance(ended[0], TransferError)
     assert isinstance(ended[2], TransferError)
     assert "gone: [1" in str(ended[0]) + str(ended[2])
-
-
-def test_units_are_the_embedding_each_layer_and_norm_with_head():
-    def names(model):
-        return [(unit.kind.name, unit.kind.stays) for unit in units_of(model, wrapped_layers(model))]
-
-    layers = [("layer 0", False), ("layer 1", False)]
-    assert names(build()) == [("embedding", False), *layers, ("norm and head", True)]
-    assert names(build(tie_word_embeddings=True)) == [("what is in no layer", True), *layers]
 
 
 def test_a_model_that_runs_its_layers_in_another_order_is_refused():

@@ -11,13 +11,14 @@ import pytest
 from ranks_on_one_gpu import NCCL_OF_ONE_MACHINE
 
 from run.small_runs import make_rows, write_model, write_run
-from tiers import more
 
 SCRIPT = Path(__file__).with_name("ranks_on_one_gpu.py")
+pytestmark = pytest.mark.exhaustive
+
 SECONDS = {"cpu": 120, "cuda": 33}  # each of four tests: one that hangs leaves the others their time
 
 
-@pytest.mark.parametrize("ranks", [more(1), 2, more(3)])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_gpu_nccl_moves_and_sums(device, ranks):
     command = [sys.executable, str(SCRIPT), str(ranks), device.type]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS[device.type])
@@ -26,7 +27,6 @@ def test_gpu_nccl_moves_and_sums(device, ranks):
     assert done.stdout.startswith("NCCL" if device.type == "cuda" else "gloo")
 
 
-@pytest.mark.exhaustive
 def test_gpu_nccl_verify_passes(tmp_path, device):
     """Two ranks, started as by torchrun, each on a machine of its own as far as NCCL knows; rings are forced."""
     model = write_model(tmp_path / "model", hidden_size=64, num_attention_heads=4, num_key_value_heads=2)

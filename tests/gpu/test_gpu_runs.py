@@ -10,7 +10,6 @@ import torch
 
 from lengthwise.engine import objective
 from run.small_runs import call, losses, make_rows, write_model, write_run
-from tiers import more
 
 LENGTHS = {"cuda": [300, 12, 5, 61, 128, 129, 1, 40], "cpu": [150, 6, 3, 31, 64, 65, 1, 20]}
 CAPACITY = {"cuda": 256, "cpu": 128}  # of each of two ranks; one rank alone needs the longest row
@@ -44,7 +43,8 @@ def capacity_of(device, ranks):
     return CAPACITY[device.type] * (1 if ranks > 1 else 2)
 
 
-@pytest.mark.parametrize(("precision", "ranks"), [("bf16", 2), more("fp64", 2), more("fp32", 1), more("bf16", 1)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("precision", "ranks"), [("bf16", 2), ("fp64", 2), ("fp32", 1), ("bf16", 1)])
 def test_gpu_verify_passes(tmp_path, run, device, precision, ranks):
     path = run_file(tmp_path, device, precision=precision, capacity_tokens=capacity_of(device, ranks))
     said = run("verify", path, "--ranks", ranks)
@@ -54,7 +54,8 @@ def test_gpu_verify_passes(tmp_path, run, device, precision, ranks):
         assert "through host memory" in said
 
 
-@pytest.mark.parametrize("ranks", [more(1), 2])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_gpu_training_follows_the_cpu(tmp_path, run, device, ranks):
     """Both train in fp32; the memory check runs first, on the CPU where asked for."""
     found, largest = [], capacity_of(device, ranks)

@@ -62,6 +62,11 @@ def test_all_that_cannot_be_kept_is_refused_in_one_message(tmp_path):
         planned(args, compute_metrics=lambda _: {})
     said = {each.where for each in raised.value.problems}
     assert said == {*REFUSED, "activation_checkpointing_kwargs.every_n_layers", "compute_metrics"}
+    names = [each.value for each in OptimizerNames if "bit" in each.value or "bnb" in each.value]
+    assert {"adamw_8bit", "adamw_torch_4bit", "paged_lion_8bit"} <= set(names)
+    for name in names:
+        (problem,) = problems_of(arguments(tmp_path, optim=name), callables=())
+        assert (problem.where, name in problem.got) == ("optim", True)
 
 
 def test_an_argument_of_a_later_version_is_refused_unless_it_has_its_default(tmp_path):
@@ -82,43 +87,27 @@ def test_an_argument_of_a_later_version_is_refused_unless_it_has_its_default(tmp
     assert problem.where == "halves"
 
 
-def test_arguments_stay_as_they_were_given(tmp_path):
-    args = arguments(tmp_path, gradient_accumulation_steps=2, activation_checkpointing=True)
-    before = copy.deepcopy(args.to_dict())
-    planned(args).train()
-    assert args.to_dict() == before
+def test_what_shows_only_in_use_is_refused_then(tmp_path):
+    """A loss that is a mean of its microbatch, a loader of the user's own, predictions, data without labels."""
 
-
-def test_a_loss_that_is_a_mean_of_its_microbatch_is_refused(tmp_path):
     class Mean(PlannedTrainerMixin, Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return model(**inputs).loss
 
-    with pytest.raises(ConfigError, match="half the loss where num_items_in_batch is twice as much"):
-        trained(Mean, arguments(tmp_path), capacity_tokens=2 * CAPACITY)
-
-    def mean(outputs, labels, num_items_in_batch=None):
-        return outputs.logits.mean()
-
-    with pytest.raises(ConfigError, match="half the loss"):
-        planned(arguments(tmp_path), compute_loss_func=mean).train()
-
-
-def test_a_loader_of_the_users_own_is_refused(tmp_path):
     class Own(PlannedTrainerMixin, Trainer):
         def get_train_dataloader(self):
             return torch.utils.data.DataLoader(self.train_dataset, batch_size=4, collate_fn=padded)
 
-    with pytest.raises(ConfigError, match="get_train_dataloader"):
-        trained(Own, arguments(tmp_path), capacity_tokens=2 * CAPACITY)
-
-
-def test_predictions_are_refused(tmp_path):
+    for kind, said in (
+        (Mean, "half the loss where num_items_in_batch is twice as much"),
+        (Own, "get_train_dataloader"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            trained(kind, arguments(tmp_path), capacity_tokens=2 * CAPACITY)
+    with pytest.raises(ConfigError, match="half the loss"):
+        planned(arguments(tmp_path), compute_loss_func=lambda outputs, *_, **__: outputs.logits.mean()).train()
     with pytest.raises(ConfigError, match="predict"):
         planned(arguments(tmp_path)).predict(data())
-
-
-def test_an_evaluation_without_labels_is_refused(tmp_path):
     rows = [{**row, "labels": [-100] * len(row["labels"])} for row in data()]
     with pytest.raises(ConfigError, match="a token with a label"):
         planned(arguments(tmp_path), eval_dataset=rows).evaluate()
@@ -165,10 +154,13 @@ def test_ranks_that_read_other_data_are_named(tmp_path):
         assert "plans and sequences" in said
 
 
-def test_a_trainer_trains_twice_and_evaluates_between(tmp_path):
-    trainer = planned(arguments(tmp_path, max_steps=3), eval_dataset=data())
+def test_a_trainer_trains_twice_evaluates_between_and_leaves_its_arguments(tmp_path):
+    args = arguments(tmp_path, max_steps=3, gradient_accumulation_steps=2, activation_checkpointing=True)
+    before = copy.deepcopy(args.to_dict())
+    trainer = planned(args, eval_dataset=data())
     first = trainer.evaluate()["eval_loss"]
     trainer.train()
+    assert args.to_dict() == before
     second = trainer.evaluate()["eval_loss"]
     session = trainer.session
     trainer.train()
@@ -176,24 +168,3 @@ def test_a_trainer_trains_twice_and_evaluates_between(tmp_path):
     assert trainer.evaluate()["eval_loss"] < second < first
     again = planned(arguments(tmp_path, max_steps=3), model=trainer.model, eval_dataset=data())
     assert relative(again.evaluate()["eval_loss"], trainer.evaluate()["eval_loss"]) < 2e-6
-
-
-@pytest.mark.exhaustive
-def test_a_model_made_by_model_init_is_planned(tmp_path):
-    trainer = PlannedTrainer(
-        model_init=lambda: small_model(torch.float32),
-        args=arguments(tmp_path, max_steps=3),
-        train_dataset=data(),
-        data_collator=padded,
-        capacity_tokens=2 * CAPACITY,
-    )
-    first = trainer.train().training_loss
-    assert trainer.train().training_loss == first
-
-
-def test_every_optimizer_of_few_bits_is_refused(tmp_path):
-    names = [each.value for each in OptimizerNames if "bit" in each.value or "bnb" in each.value]
-    assert {"adamw_8bit", "adamw_torch_4bit", "paged_lion_8bit"} <= set(names)
-    for name in names:
-        (problem,) = problems_of(arguments(tmp_path, optim=name), callables=())
-        assert (problem.where, name in problem.got) == ("optim", True)

@@ -11,7 +11,7 @@ from loops import plain_losses, small_model
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import IterableDataset
 from trainers import CAPACITY, LENGTHS, arguments, data, difference, in_trainers, padded, relative, trained
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
 
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.integrations.transformers import PlannedTrainerMixin
@@ -153,19 +153,12 @@ def test_packed_rows_are_taken_apart(tmp_path):
         return {name: torch.tensor([values]) for name, values in example.items()}
 
     def work(_rank):
-        rows, ordered = data(), {"train_sampling_strategy": "sequential"}
-        documents = trained(PLANNED, arguments(tmp_path, 2, per_device_train_batch_size=6, max_steps=2, **ordered))
-        packs = trained(
-            PLANNED,
-            arguments(tmp_path, 2, max_steps=2, **ordered),
-            train_dataset=packed(rows),
-            data_collator=tensors,
-        )
-        flat = trained(
-            PLANNED,
-            arguments(tmp_path, 2, per_device_train_batch_size=6, max_steps=2, **ordered),
-            data_collator=DataCollatorWithFlattening(),
-        )
+        ordered = {"train_sampling_strategy": "sequential", "max_steps": 2}
+        sixes = arguments(tmp_path, 2, per_device_train_batch_size=6, **ordered)
+        documents = trained(PLANNED, sixes)
+        of_packs = {"train_dataset": packed(data()), "data_collator": tensors}
+        packs = trained(PLANNED, arguments(tmp_path, 2, **ordered), **of_packs)
+        flat = trained(PLANNED, sixes, data_collator=DataCollatorWithFlattening())
         return [[log["loss"] for log in each["logs"] if "loss" in log] for each in (documents, packs, flat)]
 
     for documents, packs, flat in in_trainers(work, 2, tmp_path):
@@ -266,16 +259,14 @@ def test_parameters_lie_over_the_ranks(tmp_path, ranks, shard):
     assert all(torch.equal(each, weights[name]) for name, each in opened.named_parameters())
 
 
-def test_what_needs_whole_parameters_is_refused_at_construction(tmp_path, monkeypatch):
-    monkeypatch.setattr(TrainingArguments, "world_size", 2)
-    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
-    with pytest.raises(LengthwiseError, match="under shard zero3 or hybrid it would load weights"):
-        PLANNED(model=small_model(), args=arguments(tmp_path, **best), shard="zero3")
-
-
 def test_parts_that_an_evaluation_left_are_not_trained(tmp_path):
+    """Neither is a best model loaded where parameters lie over the ranks: refused when the Trainer is made."""
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
+
     def work(_rank):
         rows = {"train_dataset": data(), "eval_dataset": data(LENGTHS[:3]), "data_collator": padded}
+        with pytest.raises(LengthwiseError, match="under shard zero3 or hybrid it would load weights"):
+            PLANNED(model=small_model(), args=arguments(tmp_path, 2, **best), shard="zero3", **rows)
         trainer = PLANNED(model=small_model(torch.float32), args=arguments(tmp_path, 2), shard="zero3", **rows)
         found = trainer.evaluate()["eval_loss"]
         with pytest.raises(LengthwiseError, match="one training under shard zero3"):

@@ -1,36 +1,49 @@
 """Layers that backward computes again: the same bits, the same rings in the plan's order, and less memory."""
 
 import copy
+import random
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from testing import (
+    SIZES,
+    CountingStore,
     LiveBytes,
     RecordingTransport,
     make_batch,
     make_plan,
+    random_plan,
     tiny_family_config,
 )
 from testing.order import check_order
+from transformers import Qwen3Config
 
 from lengthwise.attention import ActivationPolicy, PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import all_terms_cost, named_hardware, shape_from_config
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import apply_policy, check_recompute, model_loss
-from lengthwise.program import head_peers, lower_plan
+from lengthwise.planner import PlanOptions, plan_step
+from lengthwise.program import check_plan, head_peers, lower_plan, refuse_unsupported
 from models.test_models_parity import (
     BATCH,
     CONFIGS,
     LENGTHS,
     built,
+    check_parity,
     planned,
+    run_plain,
     run_planned,
 )
+from properties import costliest
 from tiers import more
 
 AGAIN = ("layer", "all_but_attention")
@@ -181,3 +194,36 @@ def test_a_model_that_writes_over_its_attention_is_found():
     batch, plan = make_batch((6,), vocab=48), make_plan(1, (6,), [Piece(ranks=(0,), sequences=(0,))])
     with pytest.raises(AssertionError, match="wrote over"):
         run_plan(model, recomputing(plan, "all_but_attention"), batch, SoloTransport(), choose_kernel(CPU), name="test")
+
+
+DEEP, MANY_HEADS = "qwen3 of 120 heads", 120  # divided by 1 to 6 and by 8
+HEADS = {"num_attention_heads": MANY_HEADS, "num_key_value_heads": 4, "head_dim": 2, "num_hidden_layers": 3}
+CONFIGS[DEEP] = Qwen3Config(**{**SIZES, **HEADS})  # for `built` and `run_plain`
+
+
+@costliest
+@given(choose=st.randoms(use_true_random=False), ranks=st.sampled_from([2, 3, 4, 5, 6, 8]))
+def test_any_plan_with_split_heads_equals_plain_hugging_face_and_keeps_its_bits_when_recomputed(choose, ranks):
+    """Plans of outside tools: several pieces a microbatch, any ranks in any order, shares, ranks without tokens."""
+    plan = random_plan(choose, ranks, LENGTHS, layers=3, num_heads=MANY_HEADS)
+    kept = run_planned(DEEP, plan, BATCH, "fp64")
+    check_parity(kept, run_plain(DEEP, BATCH, "fp64"), "fp64")
+    plan = recomputing(plan, *(choose.choice(RECOMPUTE_KINDS) for _ in plan.microbatches))
+    assert same_bits(run_planned(DEEP, plan, BATCH, "fp64"), kept)
+
+
+@pytest.mark.parametrize("ranks", [2, more(4)])
+def test_plans_that_the_planner_makes_with_every_choice_auto_are_run(ranks):
+    """Heads, offload and the kind of recomputation together, over sequences that fit by offload alone."""
+    choose = random.Random(ranks)
+    shape = replace(shape_from_config(CONFIGS[DEEP].to_dict()), kv_heads=MANY_HEADS)
+    cost, want, found = all_terms_cost(shape, named_hardware("h100")), run_plain(DEEP, BATCH, "fp64"), set()
+    for _ in range(2):
+        capacity = int(0.85 * max(LENGTHS) / ranks) + choose.choice((0, 1, 2))
+        options = PlanOptions(layers=3, heads="auto", offload="auto", recompute=choose.choice(RECOMPUTE_KINDS))
+        plan = plan_step(LENGTHS, Cluster(ranks=ranks, capacity_tokens=capacity), cost, options)
+        check_plan(plan)
+        refuse_unsupported(plan, num_heads=MANY_HEADS)
+        found |= {(p.heads > 1, m.offload > 0) for m in plan.microbatches for p in m.pieces}
+        check_parity(run_planned(DEEP, plan, BATCH, "fp64", make_store=CountingStore), want, "fp64")
+    assert (True, True) in found

@@ -56,14 +56,6 @@ def test_a_wait_for_the_disk_is_counted(tmp_path, monkeypatch):
     store.close()
 
 
-def test_the_file_has_no_name(tmp_path):
-    store = DiskStore(tmp_path, where="test")
-    stored = store.put(random_bytes(5000))
-    assert list(tmp_path.iterdir()) == []
-    assert torch.equal(stored.take(), random_bytes(5000))
-    store.close()
-
-
 def test_a_killed_process_gives_the_room_back(tmp_path):
     ready, go = os.pipe()
     child = os.fork()
@@ -99,14 +91,12 @@ def test_a_full_disk_is_told_with_the_bytes(tmp_path):
     store.close()
 
 
-@pytest.mark.parametrize("folder", ["missing", "a file"])
-def test_a_folder_that_is_none_is_told(tmp_path, folder):
+def test_a_folder_that_is_none_and_a_write_that_fails_later_are_told(tmp_path, monkeypatch):
     (tmp_path / "a file").write_text("")
-    with pytest.raises(MemoryShortage, match="rank 0, offload: expected room"):
-        DiskStore(tmp_path / folder, where="rank 0")
+    for folder in ("missing", "a file"):
+        with pytest.raises(MemoryShortage, match="rank 0, offload: expected room"):
+            DiskStore(tmp_path / folder, where="rank 0")
 
-
-def test_a_write_that_fails_later_ends_the_take(tmp_path, monkeypatch):
     def broken(*_):
         raise OSError(5, "Input/output error")
 

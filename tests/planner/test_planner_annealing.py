@@ -93,10 +93,3 @@ def test_annealing_holds_no_pack_whose_chunks_pile_up_on_one_rank() -> None:
     assert search.fits(4, (0, 1, 2))
     assert not search.fits(4, (0, 1, 2, 3))
     assert not search.fits(1, (0, 1))
-
-
-def test_anneal_leaves_a_plan_that_nothing_betters() -> None:
-    cost = Cost(linear_seconds=1.0)
-    request = PlanRequest(tokens=(5, 5), cluster=Cluster(ranks=2, capacity_tokens=5), cost=cost)
-    plan = plan_step((5, 5), request.cluster, cost)
-    assert anneal(request, plan.microbatches, 5.0) == list(plan.microbatches)

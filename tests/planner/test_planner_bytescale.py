@@ -54,13 +54,6 @@ def test_bytescale_takes_what_fits_on_lagging_ranks_within_a_bucket(monkeypatch:
     assert plan.notes["predicted_seconds"] == 20.0
 
 
-@pytest.mark.parametrize("counts", [(1, 4), (4, 1)])
-def test_bytescale_keeps_the_bucket_count_that_ends_first(monkeypatch, counts):
-    monkeypatch.setattr(bytescale, "BUCKETS", counts)
-    plan = plan_step([40, 30, 20, 10], Cluster(ranks=5, capacity_tokens=10), COST, PlanOptions(planner="bytescale"))
-    assert plan.notes["predicted_seconds"] == 20.0
-
-
 def test_bytescale_keeps_the_strategy_that_ends_first(monkeypatch) -> None:
     """Of these two batches each strategy is ahead once: one empties a bucket, the other takes turns."""
     work = [bytescale.RingOrPack(degree=1, sequences=[i], seconds=1.0) for i in range(5)]

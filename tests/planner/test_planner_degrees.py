@@ -78,21 +78,6 @@ def test_least_degrees_agree_with_trying_all(cost, lengths, least, more, share):
         assert not within or degree <= within[0] * (1.02 if cost is FAST and within[0] > 64 else 1)
 
 
-def test_degree_search_answers_limits_in_any_order() -> None:
-    lengths = np.array([3000, 50_000, 400_000, 2_000_000])
-    least, most = np.array([1, 2, 4, 20]), np.array([1, 12, 200, 700])
-    search = DegreeTable(FAST, lengths, least, most).within
-    for seconds in (3.0, 100.0, 0.1, 20.0, 0.1, 1.0):
-        fresh = DegreeTable(FAST, lengths, least, most).within(seconds)
-        assert search(seconds).tolist() == fresh.tolist()
-
-
-def test_quickest_degree_stops_growing_where_hops_outweigh_the_gain() -> None:
-    cost = Cost(linear_seconds=1.0, hop_seconds=1.0)
-    (degree,) = DegreeTable(cost, np.array([400]), np.array([1]), np.array([400])).quickest().tolist()
-    assert 17 <= degree <= 23  # 400 / d + d is least at 20
-
-
 def test_growth_goes_below_the_floor_where_ranks_would_only_wait() -> None:
     plan = plan_step([2000], Cluster(ranks=4, capacity_tokens=2048), Cost(quadratic_seconds=1.0))
     assert plan.microbatches[0].pieces[0].degree == 4  # 512 tokens on a rank, where 1,024 end far from the bound
@@ -102,13 +87,6 @@ def test_growth_stops_at_the_floor_where_that_is_good_enough() -> None:
     lengths = [200_000] + [1000] * 800
     plan = plan_step(lengths, Cluster(ranks=4, capacity_tokens=200_000), Cost(linear_seconds=1.0))
     assert max(piece.degree for microbatch in plan.microbatches for piece in microbatch.pieces) == 1
-
-
-def test_grown_degrees_leave_about_the_floor_on_a_rank() -> None:
-    cost = Cost(quadratic_seconds=1.0)
-    lengths, least = np.array([100_000]), np.array([2])
-    most = most_degrees(lengths, least, 64, 4096)
-    assert DegreeTable(cost, lengths, least, most).grown(1.0).tolist() == [24]
 
 
 @costly

@@ -80,19 +80,6 @@ def test_place_rings_backfilled_never_lets_two_rings_meet(data: st.DataObject, r
     assert last.tolist() == line.last.tolist()
 
 
-def test_place_rings_remembers_the_gap_before_a_ring() -> None:
-    line = place_rings([(0, 3, 5.0), (1, 2, 4.0)], 4)
-    assert line.rings[1].first == 0  # all start at 5: the interval without idle ranks
-    assert line.gaps.longest_first(0.0) == []
-    line = place_rings([(0, 2, 5.0), (1, 3, 4.0), (2, 2, 1.0), (3, 3, 1.0)], 3)
-    assert line.gaps.longest_first(0.0) == [(2, -1, 1, 5.0), (2, 1, 3, 1.0)]
-    assert line.gaps.longest_first(2.0) == [(2, -1, 1, 5.0)]
-    assert line.busy_seconds == 10 + 12 + 2 + 3
-    assert line.free.tolist() == [11, 11, 11]
-    line = place_rings([(0, 1, 3.0), (1, 2, 5.0), (2, 2, 1.0)], 3)
-    assert line.rings[2].first == 1  # rank 0 would wait from 3 to 5
-
-
 LINEAR = Cost(linear_seconds=1.0)
 
 

@@ -20,16 +20,6 @@ def _short(lengths: list[int]) -> ShortSequences:
     return ShortSequences(list(range(len(ordered))), ordered, [float(length) for length in ordered])
 
 
-def test_fill_takes_the_longest_that_fits_both_limits() -> None:
-    short = _short([1, 5, 5, 9])
-    assert short.fill(8, 100.0) == ([2, 0], 2, 94.0)
-    assert short.fill(100, 5.5) == ([1], 95, 0.5)
-    assert short.fill(100, 0.5) == ([], 100, 0.5)
-    assert short.left() == [3]
-    assert short.fill(100, 100.0) == ([3], 91, 91.0)
-    assert short.fill(100, 100.0) == ([], 100, 100.0)
-
-
 def _gaps(*rows: tuple[int, int, int, float]) -> Gaps:
     ranks, after, before, seconds = ([row[column] for row in rows] for column in range(4))
     whole = [np.array(column, dtype=np.int64) for column in (ranks, after, before)]
@@ -96,12 +86,6 @@ def test_full_packs_hold_each_once_and_close_only_when_nothing_fits(lengths: lis
         room = 50 - sum(lengths[i] for i in pack)
         assert room >= 0
         assert all(lengths[i] > room for later in packs[number + 1 :] for i in later)
-
-
-def test_level_ends_prefers_room_to_a_launch() -> None:
-    packs, end = level_ends([0.0, 20.0], _short([6, 3]), capacity_tokens=9, launch_seconds=100.0)
-    assert [(pack.rank, pack.sequences) for pack in packs] == [(0, [1, 0])]
-    assert end == 109.0
 
 
 def test_a_pair_levels_exactly_by_an_exchange() -> None:

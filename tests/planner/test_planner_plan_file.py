@@ -59,7 +59,7 @@ def test_plan_file_refuses_by_place(key: str, value: Any, told: str) -> None:
         Plan.from_json(text, "plan.json")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"ranks": 1, "ranks": 1}', "[" * 100_000])
 def test_plan_file_refuses_what_is_no_plan(text: str) -> None:
     with pytest.raises(PlanError, match=r"plan\.json"):
         Plan.from_json(text, "plan.json")

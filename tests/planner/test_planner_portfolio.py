@@ -106,18 +106,6 @@ def test_no_planner_ends_sooner_with_choices(ranks, shares, stages, mode, offloa
     assert plans["lengthwise"].notes["bound_seconds"] <= seconds["lengthwise"] * (1 + 1e-9)
 
 
-def test_the_candidate_that_ends_first_is_taken_and_the_first_of_equal_ones() -> None:
-    tokens, cost = (3,) * 2 + (1,) * 5, Cost(linear_seconds=1.0, fixed_seconds=1e-3)
-    empty = Plan(ranks=3, layers=1, capacity=7, tokens=tokens, microbatches=())
-    selection = Selection(plan=empty, cost=cost, options=PlanOptions())
-    for order in ([0, 1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1, 0]):
-        selection.offer([interval_microbatch(0, 1, [i]) for i in order])
-    assert selection.plan.microbatches[0].pieces[0].sequences == (0,)
-    assert selection.seconds == pytest.approx(11 + 7e-3)
-    selection.offer([interval_microbatch(i % 3, 1, [i]) for i in range(7)])
-    assert selection.seconds == score(selection.plan, cost).makespan_seconds == pytest.approx(5 + 3e-3)
-
-
 def _others_are_asked(request: PlanRequest, seconds: float, options: PlanOptions | None = None) -> bool:
     empty = Plan(ranks=1, layers=1, capacity=1, tokens=request.tokens, microbatches=())
     selection = Selection(plan=empty, cost=request.cost, options=options or PlanOptions(), seconds=seconds)

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from lengthwise.core.errors import ConfigError, PlanError
+from lengthwise.core.errors import PlanError
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import all_terms_cost, named_hardware, named_shape, recompute_capacities, step_memory
-from lengthwise.planner import PLANNING_SHARE, PlanOptions, plan_recomputed, plan_step, score
+from lengthwise.cost import all_terms_cost, named_hardware, named_shape
+from lengthwise.planner import PLANNING_SHARE, PlanOptions, plan_recomputed, plan_step
 from lengthwise.planner.service import step_planning
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.program import check_plan
@@ -52,30 +52,6 @@ def test_kinds_that_cannot_hold_a_sequence_are_left_to_others_that_can() -> None
     assert plan.microbatches[0].recompute == "layer"
     with pytest.raises(PlanError, match="2 ranks x 40960 tokens"):
         plan_recomputed([90_000], 2, COST, CAPACITIES, PlanOptions(layers=32))
-
-
-def test_capacities_are_those_of_kinds_with_room() -> None:
-    memory = step_memory(SHAPE, HARDWARE, 64)
-    assert list(recompute_capacities(memory, HARDWARE)) == ["none", "layer", "all_but_attention"]
-    tight, full = (replace(HARDWARE, device_bytes=memory.peak_bytes(tokens) / 0.9) for tokens in (100, 1))
-    found = recompute_capacities(memory, tight)
-    assert "none" not in found
-    assert found["layer"] > found["all_but_attention"] > 128
-    with pytest.raises(ConfigError, match="128 tokens"):
-        recompute_capacities(memory, full)
-
-
-@pytest.mark.parametrize("kind", ["layer", "all_but_attention"])
-def test_planners_price_recomputation_as_the_score_does(kind: str) -> None:
-    """One sequence on one rank, and one over two nodes: attention, ring, hops and launches of the second forward."""
-    priced = COST.recomputing(kind)
-    for length, ranks in ((3000, 1), (90_000, 12)):
-        cluster = Cluster(ranks=ranks, capacity_tokens=8192)
-        plan = plan_step([length], cluster, COST, PlanOptions(layers=32, recompute=kind))
-        assert [piece.degree for m in plan.microbatches for piece in m.pieces] == [ranks]
-        took = priced.piece_seconds([length], ranks) + priced.fixed_seconds
-        assert score(plan, COST).makespan_seconds == pytest.approx(took, rel=1e-12)
-        assert took > COST.piece_seconds([length], ranks) + COST.fixed_seconds * 1.3
 
 
 TINY = all_terms_cost(named_shape("tiny"), named_hardware("cpu"))

@@ -2,53 +2,89 @@
 
 from collections import Counter
 
-from testing import visible_pairs
+from testing import make_plan, visible_pairs
 
 from lengthwise.core.plan import Plan
-from lengthwise.program import lower_microbatch, lower_plan
+from lengthwise.program import HeadRange, lower_microbatch, lower_plan
+from lengthwise.program.heads import group_of, group_runs
 
 
-def covered_pairs(plan: Plan, window: int | None = None) -> Counter[tuple[int, int, int]]:
-    """Count each (sequence, query, key) that any task of any rank sees, from the tokens its offsets point to."""
-    pairs: Counter[tuple[int, int, int]] = Counter()
+def covered_pairs(plan: Plan, window: int | None = None) -> dict[tuple[int, HeadRange], Counter[tuple[int, int]]]:
+    """Count each (query, key) of a sequence that tasks see, by range of heads, from what their offsets point to."""
+    pairs: dict[tuple[int, HeadRange], Counter[tuple[int, int]]] = {}
     for rank in range(plan.ranks):
-        for whole in lower_plan(plan, rank):
-            program = whole.with_window(window)
-            own = [(s.sequence, t) for s in program.segments(rank) for t in range(s.start, s.stop)]
-            first_blocks: Counter[int] = Counter()
-            for ring_step in range(program.ring_steps):
-                for task in program.tasks(rank, ring_step):
-                    held = [
-                        (s.sequence, t) for s in program.shard(task.piece, task.owner) for t in range(s.start, s.stop)
-                    ]
-                    queries, keys = own[task.q_start : task.q_stop], held[task.kv_start : task.kv_stop]
-                    assert queries
-                    assert keys
-                    first_blocks.update(range(task.q_start, task.q_stop) if task.causal else ())
-                    for row, (sequence, query) in enumerate(queries):
-                        seen = 0
-                        for column, (other, key) in enumerate(keys):
-                            assert other == sequence == task.sequence
-                            hidden = task.causal and column > task.distance + row
-                            far = task.window is not None and task.distance + row - column >= task.window
-                            if task.causal or task.window is not None:
-                                gap = task.distance + row - column
-                                assert task.window is None or gap == query - key, "distance must be that of the tokens"
-                            if not hidden and not far:
-                                pairs[sequence, query, key] += 1
-                                seen += 1
-                        assert seen, "a row without a visible key would weigh as if it had seen something"
-            assert first_blocks == Counter(range(len(own))), "every query is in exactly one diagonal block"
+        for program in (whole.with_window(window) for whole in lower_plan(plan, rank)):
+            rows, first_blocks = rows_of(program, rank), Counter()
+            for task in (task for ring_step in range(program.ring_steps) for task in program.tasks(rank, ring_step)):
+                piece, mine = (
+                    program.microbatch.pieces[task.piece],
+                    pairs.setdefault((task.sequence, task.heads), Counter()),
+                )
+                keys = ring_tokens(plan, piece, task.owner)[task.kv_start : task.kv_stop]
+                queries = rows[task.heads][task.q_start : task.q_stop]
+                assert queries
+                assert keys
+                first_blocks.update((task.heads, row) for row in range(task.q_start, task.q_stop) if task.causal)
+                for row, (sequence, query) in enumerate(queries):
+                    seen = 0
+                    for column, (other, key) in enumerate(keys):
+                        assert other == sequence == task.sequence
+                        gap = task.distance + row - column
+                        assert task.window is None or gap == query - key, "distance must be that of the tokens"
+                        if not (task.causal and gap < 0) and (task.window is None or gap < task.window):
+                            mine[query, key] += 1
+                            seen += 1
+                    assert seen, "a row without a visible key would weigh as if it had seen something"
+            every = Counter((heads, row) for heads, held in rows.items() for row in range(len(held)))
+            assert first_blocks == every, "every query is in exactly one diagonal block"
     return pairs
 
 
-def expected_pairs(plan: Plan, window: int | None = None) -> Counter[tuple[int, int, int]]:
-    return Counter(
-        (i, query, key)
+def expected_pairs(plan: Plan, window: int | None = None) -> dict[tuple[int, HeadRange], Counter[tuple[int, int]]]:
+    seen = {
+        i: Counter((q, k) for q, k in visible_pairs(length) if window is None or q - k < window)
         for i, length in enumerate(plan.tokens)
-        for query, key in visible_pairs(length)
-        if window is None or query - key < window
-    )
+    }
+    pieces = [piece for microbatch in plan.microbatches for piece in microbatch.pieces]
+    return {
+        (i, HeadRange(index=index, parts=piece.heads)): seen[i]
+        for piece in pieces
+        for i in piece.sequences
+        for index in range(piece.heads)
+    }
+
+
+def ring_tokens(plan, piece, group):
+    """List (sequence, token) of a ring position: those of its positions, each sequence in order."""
+    program = lower_microbatch(make_plan(plan.ranks, plan.tokens, [piece]), 0)
+    members = group_of(piece, group * piece.heads)
+    return [
+        (i, token)
+        for i in piece.sequences
+        for token in sorted(
+            t for j in members for s in program.shard(0, j) if s.sequence == i for t in range(s.start, s.stop)
+        )
+    ]
+
+
+def rows_of(program, rank):
+    """List the (sequence, token) of each row, by range of heads, from what the members of groups hold."""
+    rows = {}
+    for index, piece, position in program.pieces_of(rank):
+        heads = next(h for h, starts in program.row_starts(rank).items() if index in starts)
+        assert heads == HeadRange(index=position % piece.heads, parts=piece.heads)
+        assert program.row_starts(rank)[heads][index] == len(rows.get(heads, ()))
+        lengths = [program.tokens[i] for i in piece.sequences]
+        held = {
+            j: [(s.sequence, t) for s in program.shard(index, j) for t in range(s.start, s.stop)]
+            for j in group_of(piece, position)
+        }
+        runs = [
+            each for run in group_runs(piece, lengths, position) for each in held[run.position][run.start : run.stop]
+        ]
+        assert Counter(runs) == Counter(each for those in held.values() for each in those)
+        rows.setdefault(heads, []).extend(runs)
+    return rows
 
 
 def follow_rounds(plan: Plan, window: int | None = None) -> None:

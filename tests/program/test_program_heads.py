@@ -1,11 +1,9 @@
 """Split heads as data: who sends what in a group, whose tokens a group attends, and one rank's part of all rounds."""
 
-from collections import Counter
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from testing import draw_lengths, make_plan, random_plan, visible_pairs
+from testing import draw_lengths, make_plan, random_plan
 from testing.order import rank_groups
 
 from lengthwise.core.plan import Piece
@@ -19,7 +17,7 @@ from lengthwise.program import (
     lower_plan,
     ring_order,
 )
-from lengthwise.program.heads import group_of, group_runs
+from lengthwise.program.heads import group_of
 
 RANDOM, WINDOW = st.randoms(use_true_random=False), st.none() | st.integers(1, 45)
 HEADS = 840  # divided by every degree up to 8
@@ -76,67 +74,6 @@ def test_keys_travel_where_there_are_blocks_for_them_and_no_further(choose, rank
                 for next_t in each.transfers
             )
             assert goes_on or program.window is None or (t.target, t.piece, t.owner) in used
-
-
-@given(choose=RANDOM, ranks=st.integers(1, 8), count=st.integers(1, 5), window=WINDOW)
-def test_every_part_of_the_heads_covers_each_visible_pair_once(choose, ranks, count, window):
-    plan = drawn(choose, ranks, count)
-    pairs: dict[tuple[int, HeadRange], Counter] = {}
-    for rank in range(ranks):
-        for program in (each.with_window(window) for each in lower_plan(plan, rank)):
-            rows = rows_of(program, rank)
-            for ring_step in range(program.ring_steps):
-                for task in program.tasks(rank, ring_step):
-                    mine = pairs.setdefault((task.sequence, task.heads), Counter())
-                    piece = program.microbatch.pieces[task.piece]
-                    keys = ring_tokens(plan, piece, task.owner)[task.kv_start : task.kv_stop]
-                    for row, (sequence, query) in enumerate(rows[task.heads][task.q_start : task.q_stop]):
-                        for column, (other, key) in enumerate(keys):
-                            assert sequence == other == task.sequence
-                            gap = task.distance + row - column
-                            hidden = task.causal and gap < 0
-                            if not hidden and (task.window is None or gap < task.window):
-                                mine[query, key] += 1
-    for microbatch in plan.microbatches:
-        for piece in microbatch.pieces:
-            for i in piece.sequences:
-                seen = {(q, k) for q, k in visible_pairs(plan.tokens[i]) if window is None or q - k < window}
-                for index in range(piece.heads):
-                    assert pairs.pop((i, HeadRange(index=index, parts=piece.heads))) == Counter(seen)
-    assert not pairs
-
-
-def ring_tokens(plan, piece, group):
-    """List (sequence, token) of a ring position: those of its positions, each sequence in order."""
-    program = lower_microbatch(make_plan(plan.ranks, plan.tokens, [piece]), 0)
-    members = group_of(piece, group * piece.heads)
-    return [
-        (i, token)
-        for i in piece.sequences
-        for token in sorted(
-            t for j in members for s in program.shard(0, j) if s.sequence == i for t in range(s.start, s.stop)
-        )
-    ]
-
-
-def rows_of(program, rank):
-    """List the (sequence, token) of each row, by range of heads, from what the members of groups hold."""
-    rows = {}
-    for index, piece, position in program.pieces_of(rank):
-        heads = next(h for h, starts in program.row_starts(rank).items() if index in starts)
-        assert heads == HeadRange(index=position % piece.heads, parts=piece.heads)
-        assert program.row_starts(rank)[heads][index] == len(rows.get(heads, ()))
-        lengths = [program.tokens[i] for i in piece.sequences]
-        held = {
-            j: [(s.sequence, t) for s in program.shard(index, j) for t in range(s.start, s.stop)]
-            for j in group_of(piece, position)
-        }
-        runs = [
-            each for run in group_runs(piece, lengths, position) for each in held[run.position][run.start : run.stop]
-        ]
-        assert Counter(runs) == Counter(each for those in held.values() for each in those)
-        rows.setdefault(heads, []).extend(runs)
-    return rows
 
 
 @given(choose=RANDOM, ranks=st.integers(2, 8), count=st.integers(1, 5))

@@ -18,15 +18,17 @@ RANDOM = st.randoms(use_true_random=False)
 
 @given(
     choose=RANDOM,
-    ranks=st.integers(1, 7),
+    ranks=st.integers(1, 8),
     count=st.integers(1, 5),
     window=st.none() | st.integers(1, 4) | st.integers(1, 45),
+    heads=st.sampled_from([1, 840]),
 )
-def test_lowering_covers_each_visible_pair_once_under_any_plan_and_window(choose, ranks, count, window):
-    """Any degree, order and shares, ranks in several rings of a microbatch, fewer tokens than ranks."""
-    plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count))
+def test_lowering_covers_each_visible_pair_once_under_any_plan_and_window(choose, ranks, count, window, heads):
+    """Any degree, order, shares and split heads, ranks in several rings of a microbatch, fewer tokens than ranks."""
+    plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count), num_heads=heads)
     assert covered_pairs(plan, window) == expected_pairs(plan, window)
-    follow_rounds(plan, window)
+    if heads == 1:
+        follow_rounds(plan, window)
     check_order(plan, windows=[window, None])
 
 

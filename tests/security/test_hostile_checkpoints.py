@@ -5,28 +5,22 @@ import os
 import shutil
 
 import pytest
+import torch
 
-import lengthwise
+from checkpoint.test_checkpoint_parts import save
 from lengthwise.checkpoint import CheckpointFolder
 from lengthwise.checkpoint.manifest import signed
 from lengthwise.core.errors import OutputError, Problems
-from run.small_runs import make_rows, write_run
-from tiers import some
+from lengthwise.engine.flat_layout import lay_out
+from tiers import more
 
 RANK = "rank-00000.safetensors"
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    path = write_run(folder, make_rows([9, 12, 5]), checkpoint={"every_steps": 3, "background": False})
-    lengthwise.train(path)
-    return folder / "out/checkpoints"
-
-
 @pytest.fixture
-def checkpoints(whole, tmp_path):
-    shutil.copytree(whole, tmp_path / "checkpoints")
+def checkpoints(tmp_path):
+    layout = lay_out([100, 7], [0, 1], world_size=1)
+    save(tmp_path / "checkpoints", layout, [torch.arange(100.0), torch.arange(7.0)])
     return tmp_path / "checkpoints"
 
 
@@ -84,10 +78,17 @@ HOSTILE = {
     "nested": setting("run", to={"model": deep(900)}),
     "not a number": setting("loss", to=float("nan")),
     "unknown key": setting("loader", to="pickle"),
+    "another schema": setting("schema", to="lengthwise.checkpoint/2"),
+    "no step": setting("step", to=0),
+    "more ranks than files": setting("ranks", to=3),
+    "another precision": setting("dtype", to="bfloat16"),
+    "other borders": setting("borders", to=[0, 64]),
+    "a path for data": setting("data", to="../x"),
+    "more skipped than steps": setting("skipped", to=99),
 }
 
 
-@pytest.mark.parametrize("hostile", some(HOSTILE, 0, 5, 10, 15))
+@pytest.mark.parametrize("hostile", [more(name) if name == "many parameters" else name for name in HOSTILE])
 def test_hostile_manifests_are_refused_by_name(checkpoints, hostile):
     (folder,) = checkpoints.iterdir()
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -99,21 +100,20 @@ def test_hostile_manifests_are_refused_by_name(checkpoints, hostile):
     assert len(str(caught.value)) < 2000
 
 
-def test_manifest_that_nests_without_end_is_refused(checkpoints):
+def test_manifest_that_nests_without_end_or_is_no_file_is_refused(checkpoints):
     (folder,) = checkpoints.iterdir()
-    for text in ("[" * 1_000_000, '{"a":' * 100_000, "", "\0" * 1000):
-        (folder / "manifest.json").write_text(text)
+    path = folder / "manifest.json"
+
+    def refused():
         with pytest.raises(OutputError, match=r"manifest\.json"):
             CheckpointFolder(checkpoints).newest()
 
-
-@pytest.mark.parametrize("kind", ["link", "pipe", "device"])
-def test_manifest_that_is_no_file_is_refused(checkpoints, tmp_path, kind):
-    (folder,) = checkpoints.iterdir()
-    path = folder / "manifest.json"
-    path.rename(tmp_path / "manifest.json")
-    os.mkfifo(path) if kind == "pipe" else path.symlink_to(
-        "/dev/zero" if kind == "device" else tmp_path / "manifest.json"
-    )
-    with pytest.raises(OutputError, match=r"manifest\.json"):
-        CheckpointFolder(checkpoints).newest()
+    for text in ("[" * 1_000_000, '{"a":' * 100_000, "", "\0" * 1000):
+        path.write_text(text)
+        refused()
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    refused()
+    path.unlink()
+    os.mkfifo(path)
+    refused()

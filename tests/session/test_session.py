@@ -22,7 +22,6 @@ from loops import (
     small_model,
     steps_of,
 )
-from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
 
 from lengthwise import Session
@@ -137,20 +136,6 @@ def test_settings_that_cannot_be_kept_are_named_together():
         Session(model, SGD(model.parameters()), **wrong, shard="fsdp")
     named = {each.where for each in caught.value.problems}
     assert named == {"capacity_tokens", "precision", "offload.shop", "recompute", "heads", "shard"}
-
-
-@pytest.mark.parametrize("family", ["gpt_oss", more("mixtral")])
-def test_windows_sinks_and_experts_in_a_loop_are_those_of_the_plain_loop(family, tmp_path):
-    def work(_rank):
-        torch.manual_seed(0)
-        config = tiny_family_config(family, {"vocab_size": VOCAB})
-        attention = "eager" if family == "gpt_oss" else "sdpa"
-        how = {"attn_implementation": attention, "experts_implementation": "eager", "dtype": torch.float64}
-        model = AutoModelForCausalLM.from_config(config, **how).train()
-        return both_loops(SGD, model=model, steps=steps_of([[97, 60, 5], [40, 81]]))
-
-    for found in in_ranks(in_double(work), 3, tmp_path):
-        assert max(found) < 1e-10
 
 
 OPTIMIZERS = {

@@ -1,7 +1,5 @@
 """Tables of every planner with its best mesh: figures follow from rows, by hand."""
 
-from dataclasses import replace
-
 from lengthwise.cost import named_hardware, named_shape
 from lengthwise.simulator import MeshQuestion
 from meshes import Aim, MeshRow, Taken, add_line, best_tables, read_lines, search
@@ -52,13 +50,6 @@ def test_only_plans_that_the_engine_runs_meet_an_aim_and_over_all_others() -> No
     nothing_today = _tables(rows[0], _row("lengthwise", None, 5.0))
     assert "| github | 0 of 1 | - |" in nothing_today
     assert "| 20.00 | - | - | - | - |" in nothing_today
-
-
-def test_the_best_of_all_is_a_mesh_of_today_where_that_ends_first_on_all_batches() -> None:
-    assert _row("static", 8.0, 20.0).best == _taken(8.0)
-    met_later = replace(_row("static", 12.0, 9.0), any_mesh=_taken(9.0))
-    assert met_later.best_today == met_later.best == _taken(9.0)
-    assert _row("static", 12.0, 9.0).best_today == _taken(12.0)
 
 
 def test_meshes_are_told_with_what_runs_what_is_equal_and_what_is_not_believed() -> None:

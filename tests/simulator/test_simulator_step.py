@@ -16,6 +16,7 @@ from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step, score
 from lengthwise.simulator import microbatch_clocks, simulate_plan
 from properties import costly
+from tiers import more
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 COST = all_terms_cost(SHAPE, HARDWARE)
@@ -95,8 +96,9 @@ def _pipelined(plan: Plan, stages: int, virtual: int) -> Plan:
     return replace(plan, schedule=schedule, requires=("pipeline",))
 
 
-@pytest.mark.parametrize(("stages", "virtual"), [(2, 1), (4, 1), (4, 2)])
-@pytest.mark.parametrize("recipe", ["github", "prolong"])
+@pytest.mark.parametrize(
+    ("recipe", "stages", "virtual"), [("github", 2, 1), ("prolong", 4, 2), more("prolong", 2, 1), more("github", 4, 1)]
+)
 def test_pipelines_are_near_their_score(recipe: str, stages: int, virtual: int) -> None:
     cost = all_terms_cost(SHAPE, HARDWARE, stages=stages)
     tokens = draw_lengths(recipe, 1_000_000, 1, longest_tokens=100_000)
@@ -166,7 +168,7 @@ def test_a_step_takes_what_was_planned_where_rings_wait_in_every_layer() -> None
     assert all(len(microbatch.pieces) == 1 for microbatch in rings)
 
 
-@pytest.mark.parametrize("planner", ["lengthwise", "single-degree", "bytescale"])
+@pytest.mark.parametrize("planner", ["lengthwise", "bytescale"])
 @pytest.mark.parametrize("recompute", ["none", "layer"])
 def test_plans_with_offload_and_heads_simulate_near_their_score(planner: str, recompute: str) -> None:
     cost = all_terms_cost(SHAPE, replace(HARDWARE.with_kernel("flash2"), link_bytes_per_second=2e10))
