@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from lengthwise.comm import SoloTransport, World
 from lengthwise.core.faults import VARIABLE
+from lengthwise.core.files import read_plan_text
 from lengthwise.core.measurements import Term
+from lengthwise.core.plan import Plan
 from lengthwise.models import find_model
 from lengthwise.profiler.profile import ProfileSettings, profile
 from lengthwise.run.launch import threads_of_each
@@ -171,3 +173,12 @@ def test_layers_are_cut_by_what_was_measured_and_a_run_goes_on_at_another_cut(tm
     assert [number for row in found for number in row] == pytest.approx(losses, rel=1e-11)
     (saved,) = (tmp_path / "staged/model").glob("*.safetensors")
     assert largest_difference(load_file(saved), whole) < 1e-12
+
+
+def test_plan_of_a_run_file_with_stages_is_the_plan_that_it_trains_by(tmp_path):
+    path = run_file(tmp_path, layers=4, stages=2, virtual=2, steps=1)
+    trained(path, "staged", ranks=4)
+    assert call("plan", "--config", path, "--ranks", 4, "--out", tmp_path / "plan.json") == 0
+    plan = Plan.from_json((tmp_path / "plan.json").read_text())
+    assert plan == Plan.from_json(read_plan_text(tmp_path / "staged/plans/step-000001.json.gz"))
+    assert call("plan", "--config", path, "--ranks", 3, "--out", tmp_path / "other.json") == 2
