@@ -65,7 +65,7 @@ class PlanCommand:
     """A JSON list of lengths in tokens, or {"recipe": ..., "tokens": ..., "seed": ...} of a published data
     set ("longest_tokens" clips it)."""
     ranks: Annotated[int, tyro.conf.arg(metavar="N")]
-    """Ranks of the cluster: model replicas, each with its own device."""
+    """Ranks of the cluster: model replicas, each with its own device; with `stages` in the run file as train counts."""
     capacity: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
     """Tokens that one rank can hold in one microbatch, 8192 or 8K (K = 1024); default: the run file's
     capacity_tokens."""
