@@ -25,8 +25,9 @@ def measured(tmp_path):
 def test_profile_writes_what_plan_and_simulate_read(tmp_path, capfd):
     out, plan = tmp_path / "measurements.json", tmp_path / "plan.json"
     asked = ("profile", "--ranks", 2, "--seconds", 0.5, "--longest", 256, "--device", "cpu", "--out", out)
+    described = tmp_path / "mine.json"
     asked = (*asked, "--disk", tmp_path)
-    assert call(*asked) == 0
+    assert call(*asked, "--hardware-out", described, "--node-size", 4) == 0
     said = capfd.readouterr().out
     assert "linear_seconds" in said
     measurements = read_measurements(out)
@@ -35,12 +36,23 @@ def test_profile_writes_what_plan_and_simulate_read(tmp_path, capfd):
     assert {"far_bytes_per_second", "far_hop_seconds"} <= set(measurements.fit.not_measured)
     assert f"not measured, as of cpu: {', '.join(measurements.fit.not_measured)}" in said
     assert "copy_bytes_per_second" in said
+    assert "hardware description written to" in said
+    made = named_hardware(str(described))
+    assert made.ranks_per_node == 4
+    assert made.layer_launch_seconds != named_hardware("cpu").layer_launch_seconds
+    assert "Measured by `lengthwise profile`" in made.source
     assert call(*asked) == 2
     assert "add --overwrite" in capfd.readouterr().err
+    assert call(*asked, "--overwrite", "--node-size", 0) == 2
+    err = capfd.readouterr().err
+    assert "--hardware-out beside it" in err
+    assert "--node-size" in err
     (tmp_path / "lengths.json").write_text("[3000, 70, 900]")
     rest = ("--lengths", tmp_path / "lengths.json", "--measurements", out)
     assert call("plan", *rest, "--ranks", 2, "--capacity", 2048, "--out", plan) == 0
     assert "tiny (measured/1 tiny cpu" in capfd.readouterr().out
+    asked = ("--lengths", tmp_path / "lengths.json", "--ranks", 2, "--capacity", 2048, "--out", plan)
+    assert call("plan", *asked, "--hardware", described) == 0
     rest = (*rest, "--ranks", 2, "--batch-tokens", "4K", "--batches", 1, "--out", tmp_path / "out")
     assert call("simulate", *rest, "--planners", "static,lengthwise") == 0
     written = json.loads((tmp_path / "out/simulation.json").read_text())
@@ -56,15 +68,6 @@ def test_profile_refuses_before_it_measures(tmp_path, capfd):
         assert option in err
     assert call("profile", "--ranks", 1, "--clock", "cpu", "--model", "none/there", "--out", tmp_path / "m.json") == 2
     assert "none/there" in capfd.readouterr().err
-
-
-def test_plan_with_measurements_needs_no_torch(tmp_path, measured, lengths):
-    out = tmp_path / "plan.json"
-    said = plan_without_torch(
-        "--lengths", lengths, "--ranks", 2, "--capacity", 64, "--measurements", measured, "--out", out
-    )
-    assert "model, from measurements" in said
-    assert read_plan(out).notes["cost"].startswith("measured/1 tiny cpu")
 
 
 def test_measurements_stand_alone(tmp_path, capfd, measured, lengths):
@@ -88,8 +91,10 @@ def test_measurements_stand_alone(tmp_path, capfd, measured, lengths):
 def test_a_run_file_is_planned_with_measurements_of_its_model(tmp_path, capfd, measured):
     run = write_run(tmp_path, make_rows([3, 40]), model="tiny", precision="fp32")
     rest = ("--ranks", 2, "--measurements", measured, "--out", tmp_path / "plan.json")
-    assert call("plan", "--config", run, *rest) == 0
-    assert "as training on CPUs plans" not in capfd.readouterr().out
+    said = plan_without_torch("--config", run, *rest)
+    assert "as training on CPUs plans" not in said
+    assert "model, from measurements" in said
+    assert read_plan(tmp_path / "plan.json").notes["cost"].startswith("measured/1 tiny cpu")
     other = write_run(tmp_path, make_rows([3, 40]), model="tiny", precision="bf16")
     err = refused(capfd, "--config", other, *rest)
     assert "precision: expected bf16" in err
@@ -104,24 +109,6 @@ def test_a_term_that_its_samples_do_not_tell_is_named(capsys, error, said):
     line = next(line for line in capsys.readouterr().out.splitlines() if "linear_seconds" in line)
     assert said in line
     assert ("hardly known" in line) == (error == 0.9)
-
-
-def test_profile_describes_the_device_for_other_models(tmp_path, capfd):
-    out, described, lengths = (tmp_path / name for name in ("measurements.json", "mine.json", "lengths.json"))
-    asked = ("profile", "--ranks", 1, "--seconds", 0.5, "--longest", 256, "--device", "cpu", "--out", out)
-    assert call(*asked, "--hardware-out", described, "--node-size", 4) == 0
-    assert "hardware description written to" in capfd.readouterr().out
-    made = named_hardware(str(described))
-    assert made.ranks_per_node == 4
-    assert made.layer_launch_seconds != named_hardware("cpu").layer_launch_seconds
-    assert "Measured by `lengthwise profile`" in made.source
-    lengths.write_text("[3000, 70, 900]")
-    plan = ("plan", "--lengths", lengths, "--ranks", 2, "--capacity", 2048, "--out", tmp_path / "plan.json")
-    assert call(*plan, "--hardware", described) == 0
-    assert call(*asked, "--overwrite", "--node-size", 0) == 2
-    err = capfd.readouterr().err
-    assert "--hardware-out beside it" in err
-    assert "--node-size" in err
 
 
 def test_what_stands_for_a_gpu_that_is_not_described_is_said(tmp_path, monkeypatch, capfd):

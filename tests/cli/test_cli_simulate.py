@@ -129,7 +129,7 @@ def test_simulate_lets_all_planners_choose_offload_heads_and_recomputation(tmp_p
         assert simulate(capsys, *small, *refused)[0] == 2
 
 
-def test_simulate_takes_a_models_folder_without_torch(tmp_path) -> None:
+def test_simulate_takes_a_models_folder_without_torch(tmp_path, monkeypatch, capsys) -> None:
     folder = tmp_path / "my-model"
     folder.mkdir()
     config = {
@@ -149,10 +149,11 @@ def test_simulate_takes_a_models_folder_without_torch(tmp_path) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
     del config["intermediate_size"], config["vocab_size"]
     (folder / "config.json").write_text(json.dumps(config))
-    done = subprocess.run([sys.executable, "-c", run, *arguments], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "--model my-model: config key intermediate_size: expected" in done.stderr
-    assert "--model my-model: config key vocab_size: expected" in done.stderr
+    monkeypatch.chdir(tmp_path)
+    status, _, error = simulate(capsys, *arguments[1:])
+    assert status == 2
+    assert "--model my-model: config key intermediate_size: expected" in error
+    assert "--model my-model: config key vocab_size: expected" in error
 
 
 def test_simulate_again_takes_the_place_of_the_earlier_run(tmp_path, capsys) -> None:
@@ -171,7 +172,6 @@ def test_simulate_again_takes_the_place_of_the_earlier_run(tmp_path, capsys) -> 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("simulation.json", "{}"),
         ("simulation.json", "not JSON"),
         ("simulation.json", '{"schema": "lengthwise.simulation/1", "planners": []}'),
         ("report.html", "mine"),
@@ -188,59 +188,39 @@ def test_simulate_touches_no_files_of_others(tmp_path, capsys, monkeypatch, name
 
 
 def test_simulate_answers_first_in_one_sentence_and_four_rows(tmp_path, capsys) -> None:
-    """Nothing is written unasked; the sentence, the table and the JSON say the same."""
-    asked = ("--model", "Qwen/Qwen3-8B", "--gpus", 8, "--lengths", "github", "--batches", 2)
+    """Nothing is written unasked; sentence, table and JSON say the same; adapters and kernels are priced."""
+    asked = ("--model", "Qwen/Qwen3-8B", "--gpus", 8, "--lengths", "github", "--batch-tokens", "256K", "--batches", 1)
     status, said, error = simulate(capsys, *asked)
     assert status == 0, error
     sentence, _, heads, *rows = said.splitlines()[:7]
-    assert sentence.startswith("8 x h100, 1M tokens a step: ")
+    assert sentence.startswith("8 x h100, 256K tokens a step: ")
     assert len(sentence) <= 200
     assert max(map(len, (heads, *rows))) <= 80
-    assert [row[:21].strip() for row in rows] == [
-        "FSDP2, padded",
-        "FSDP2, packed",
-        "FSDP2, one ring size",
-        "Lengthwise",
-    ]
-    assert "does not fit: longest sequence 131,072, a GPU holds " in rows[0]
+    ways = ["FSDP2, padded", "FSDP2, packed", "FSDP2, one ring size", "Lengthwise"]
+    assert [row[:21].strip() for row in rows] == ways
+    assert "does not fit: longest sequence 112,744, a GPU holds " in rows[0]
     assert "planner" not in said.partition("More: --details")[0]
-    assert simulate(capsys, *asked, "--out", tmp_path / "out")[0] == 0
-    assert {each.name for each in (tmp_path / "out").iterdir()} == {"simulation.json", "report.html"}
-    written = json.loads((tmp_path / "out/simulation.json").read_text())
-    assert written["answer"]["sentence"] == sentence
-    ours = written["answer"]["rows"][-1]["step_seconds"]
-    assert f"{sum(ours) / len(ours):.1f} s with Lengthwise" in sentence
-    assert sentence in (tmp_path / "out/report.html").read_text()
-
-
-def test_simulate_says_whose_speed_of_attention_it_took(capsys) -> None:
-    asked = ("--model", "qwen3-8b", "--gpus", 8, "--lengths", "github", "--batches", 1)
-    status, said, _ = simulate(capsys, *asked)
-    assert status == 0
     assert "attention at the speed of cuDNN (blocks from 32K) and FlashAttention-2 (packs" in said
-    quick = simulate(capsys, *asked, "--kernel", "flash3")[1]
-    assert "attention at the speed of FlashAttention-3" in quick
-    took = [float(each.split(": ")[1].split(" s with")[0]) for each in (said, quick)]
-    assert took[1] < took[0]
-    status, _, error = simulate(capsys, *asked, "--kernel", "flash4")
-    assert status == 2
-    assert "--kernel: expected one of flash2, flash3, cudnn" in error
-
-
-def test_simulate_prices_adapters_for_all_ways(tmp_path, capsys) -> None:
-    """Asked twice it says the same."""
-    asked = ("--model", "qwen3-8b", "--gpus", 8, "--lengths", "prolong", "--batches", 1)
-    asked = (*asked, "--context", "32K", "--batch-tokens", "256K")
-    for name, more in {"whole": (), "again": (), "lora": ("--lora", 16)}.items():
+    found = {}
+    for name, more in {"whole": (), "lora": ("--lora", 16), "quick": ("--kernel", "flash3")}.items():
         assert simulate(capsys, *asked, *more, "--out", tmp_path / name)[0] == 0
-    texts = [(tmp_path / name / "simulation.json").read_text() for name in ("whole", "again", "lora")]
-    assert texts[0] == texts[1]
-    whole, _, lora = (json.loads(text)["answer"] for text in texts)
-    for a, b in zip(whole["rows"], lora["rows"], strict=True):
-        assert b["step_seconds"][0] < a["step_seconds"][0]
-    status, _, error = simulate(capsys, *asked, "--lora", 16, "--details")
-    assert status == 2
-    assert "--lora: expected nothing beside planners in detail" in error
+        assert {each.name for each in (tmp_path / name).iterdir()} == {"simulation.json", "report.html"}
+        found[name] = json.loads((tmp_path / name / "simulation.json").read_text())["answer"]
+    assert found["whole"]["sentence"] == sentence
+    ours = found["whole"]["rows"][-1]["step_seconds"]
+    assert f"{sum(ours) / len(ours):.3g} s with Lengthwise" in sentence
+    assert sentence in (tmp_path / "whole/report.html").read_text()
+    for name in ("lora", "quick"):
+        pairs = zip(found["whole"]["rows"], found[name]["rows"], strict=True)
+        assert {b["step_seconds"] < a["step_seconds"] for a, b in pairs if a["step_seconds"]} == {True}, name
+    assert "attention at the speed of FlashAttention-3" in (tmp_path / "quick/report.html").read_text()
+    for more, told in {
+        ("--lora", 16, "--details"): "--lora: expected nothing beside planners in detail",
+        ("--kernel", "flash4"): "--kernel: expected one of flash2, flash3, cudnn",
+    }.items():
+        status, _, error = simulate(capsys, *asked, *more)
+        assert status == 2
+        assert told in error
 
 
 @pytest.mark.exhaustive

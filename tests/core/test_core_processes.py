@@ -13,8 +13,6 @@ from lengthwise.core.processes import end_with_parent, let_threads_end
 from lengthwise.run.launch import launch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-
 FORKS_AFTER_THREADS = """
 import os, signal, threading, torch
 from lengthwise.core.processes import let_threads_end

@@ -1,4 +1,4 @@
-"""Costs with all terms from shapes and hardware: published figures, meshes, memory, and files of a user's own."""
+"""Costs with all terms from shapes and hardware: published figures, meshes, adapters, stages."""
 
 from dataclasses import replace
 

@@ -10,8 +10,6 @@ from lengthwise.cost import HARDWARE_NAMES, Cost, named_hardware, named_shape
 from lengthwise.cost.costs import cost_from_file
 
 H100 = named_hardware("h100")
-
-
 DESCRIBED = read_package_json("lengthwise.cost", "hardware.json")["h100"]
 
 

@@ -1,4 +1,4 @@
-"""The file of measurements: it comes back as it was written, and what is wrong in it is named, all at once."""
+"""The file of measurements: as it was written, what is wrong in it named, and the hardware that it describes."""
 
 import json
 import re

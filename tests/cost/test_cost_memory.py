@@ -1,4 +1,4 @@
-"""Formulas of a step's memory: by hand for one model, and what holds for all. Held to steps in tests/engine."""
+"""Formulas of a step's memory, and capacities that follow from them. Held to steps in tests/engine."""
 
 from dataclasses import replace
 
@@ -26,8 +26,6 @@ from lengthwise.cost import (
 from lengthwise.cost.capacity import host_share_bytes
 
 LLAMA_7B = named_shape("llama-7b")
-
-
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "")
 
 
@@ -61,11 +59,7 @@ def memories(draw) -> StepMemory:
 
 
 KINDS = st.sampled_from(RECOMPUTE_KINDS)
-
-
 TOKENS = st.integers(1, 10**7)
-
-
 RATIOS = st.floats(0, 1)
 
 

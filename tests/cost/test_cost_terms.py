@@ -1,4 +1,4 @@
-"""Costs with all terms: term by term, by hand, and against the simple formula."""
+"""The cost formula and all its terms: by hand, against itself, windows pair by pair, one more forward."""
 
 import math
 from dataclasses import replace
@@ -15,8 +15,6 @@ from lengthwise.cost import Choice, Cost, Link, Pass, all_terms_cost, analytic_c
 from lengthwise.planner import score
 
 H100 = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
-
-
 NOTHING = Pass(attention=0.0, linear=0.0, ring=0.0, exchange=0.0)
 
 

@@ -97,6 +97,7 @@ def test_lengths_from_file_reads_a_list_and_a_recipe(tmp_path: Path) -> None:
         ("[NaN]", r"lengths\.json\[0\]: .*got NaN"),
         ("[[1]]", r"lengths\.json\[0\]"),
         ('{"recipe": "byte", "tokens": 5, "seed": 0}', r"lengths\.json: recipe.*Did you mean `byted`"),
+        ('{"recipe": 5, "tokens": 5, "seed": 0}', "recipe"),
         ('{"recipe": "byted", "tokens": -5, "seed": 0}', r"lengths\.json: tokens"),
         ("[" * 100_000, r"lengths\.json"),
     ],

@@ -71,6 +71,7 @@ def test_rows_labels_are_kept_beside_rows_without(load):
             (line, "")
             for line in [
                 b'{"text": "a"',
+                b"\xef\xbb\xbf{}",
                 b"[" * 200_000,
                 b'{"text": "a", "n": ' + b"9" * 5000 + b"}",
                 b"[1]",
@@ -100,6 +101,7 @@ def test_rows_labels_are_kept_beside_rows_without(load):
         (b'{"input_ids": [1], "labels": [1.5]}', "labels[0] = 1.5"),
         (b'{"input_ids": [1, 2], "labels": [1]}', "labels"),
         (b'{"input_ids": [], "labels": [1]}', "0; got 1 labels"),
+        (b'{"input_ids": [1, 2], "weights": 1}', "weights"),
         (b'{"input_ids": [1, 2], "weights": [1]}', "weights"),
         (b'{"input_ids": [1, 2], "weights": [1, -0.5]}', "weights[1] = -0.5"),
         (b'{"input_ids": [1, 2], "weights": [2e7, 0]}', "weights[0] = 20000000.0"),

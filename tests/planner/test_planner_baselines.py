@@ -98,11 +98,7 @@ def test_static_refuses_contexts_that_do_not_work(tokens, context, said):
 
 
 LINEAR = Cost(linear_seconds=1.0)
-
-
 RING = Cost(linear_seconds=1.0, ring_seconds=2.0)
-
-
 SOME_COSTS = (
     LINEAR,
     RING,
@@ -189,8 +185,6 @@ def test_each_sequence_goes_to_the_first_pack_with_room(needed: list[int]) -> No
 
 
 PACKED = PlanOptions(planner="packed-dp", layers=32)
-
-
 ALL_TERMS = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
 
 

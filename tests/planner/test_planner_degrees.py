@@ -145,6 +145,7 @@ def test_degrees_within_a_limit_are_the_cheapest(lengths: list[int], cost: Cost,
 @given(lengths=LENGTHS)
 def test_hidden_degrees_are_the_fewest_with_copies_that_hide(lengths: list[int]) -> None:
     cost, many = _joint(terms=replace(SLOW, copy_bytes_per_second=8e9)), np.array(lengths)
+    assert hidden_degrees(SLOW, many, CLUSTER).tolist() == (-(-many // CLUSTER.capacity_tokens)).tolist()
     fewest = fewest_degrees(cost, many, CLUSTER).tolist()
     for length, least, found in zip(lengths, fewest, hidden_degrees(cost, many, CLUSTER).tolist(), strict=True):
         free = [d for d in range(least, 61) if cost.hides_copies(np.array([length]), np.array([d]))[0]]

@@ -1,4 +1,4 @@
-"""Offload and heads chosen with the degree: valid plans of every planner, never later than without, no one ahead."""
+"""Offload and heads chosen with the degree, heads split afterwards, and uplinks that the ranks of a node share."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testing.plans import clip_for, make_plan
 
-from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError
+from lengthwise.core.errors import LengthwiseError, PlanError
 from lengthwise.core.plan import Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Choice, Cost, all_terms_cost, named_hardware, named_shape
@@ -17,23 +17,11 @@ from lengthwise.simulator import simulate_plan
 from properties import costliest, costly
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
-
-
 COST = all_terms_cost(SHAPE, HARDWARE)
-
-
 FULL_HEADS = all_terms_cost(replace(SHAPE, kv_heads=32), HARDWARE)
-
-
 SMALL_HOST = all_terms_cost(SHAPE, replace(HARDWARE, host_bytes=3e11))
-
-
 COSTS = (COST, FULL_HEADS, SMALL_HOST)
-
-
 CHOICES = [(offload, heads) for offload in ("off", "auto") for heads in ("off", "auto")]
-
-
 SOONER = 1 + 1e-9
 
 
@@ -133,18 +121,22 @@ def test_the_bound_holds_for_heads_split_in_groups_of_a_number(tokens: list[int]
     assert plan.notes["bound_seconds"] <= _seconds(plan) * SOONER
 
 
-@pytest.mark.parametrize("option", ["offload", "heads"])
-def test_choices_are_refused_where_costs_do_not_price_them(option: str) -> None:
-    cluster = Cluster(ranks=2, capacity_tokens=8192)
-    with pytest.raises(ConfigError, match=f"{option}: expected off, with these costs"):
-        plan_step([9000], cluster, Cost(linear_seconds=1.0), PlanOptions(layers=32, **{option: "auto"}))
-    with pytest.raises(LengthwiseError, match="on"):
-        plan_step([9000], cluster, COST, PlanOptions(layers=32, **{option: "on"}))
+PLAIN = Cost(linear_seconds=1.0)
 
 
-def test_offload_asks_for_the_layers_that_it_is_counted_by() -> None:
-    with pytest.raises(ConfigError, match=r"layers: expected those of the model, at least 32.* Set layers\."):
-        plan_step([9000], Cluster(ranks=2, capacity_tokens=8192), COST, PlanOptions(offload="auto"))
+@pytest.mark.parametrize(
+    ("options", "cost", "said"),
+    [
+        ({"layers": 32, "offload": "auto"}, PLAIN, "offload: expected off, with these costs"),
+        ({"layers": 32, "heads": "auto"}, PLAIN, "heads: expected off, with these costs"),
+        ({"layers": 32, "offload": "on"}, COST, "offload.*on"),
+        *(({"layers": 32, "heads": asked}, COST, "heads") for asked in (0, "0", -1, 1.5, "on", True)),
+        ({"offload": "auto"}, COST, r"layers: expected those of the model, at least 32.* Set layers\."),
+    ],
+)
+def test_choices_of_another_kind_or_that_costs_do_not_price_are_refused(options, cost, said):
+    with pytest.raises(LengthwiseError, match=said):
+        plan_step([9000], Cluster(ranks=2, capacity_tokens=8192), cost, PlanOptions(**options))
 
 
 @costly
@@ -193,12 +185,6 @@ def test_heads_of_a_number_split_every_ring_where_the_number_divides(asked) -> N
         assert piece.heads == (number if fits else 1)
         assert piece.ranks == ring_order(min(piece.ranks), piece.degree, piece.heads)
     assert any(piece.heads > 1 for piece in rings) == (number != 5)
-
-
-@pytest.mark.parametrize("asked", [0, "0", -1, 1.5, "on", True])
-def test_heads_of_another_kind_are_refused(asked) -> None:
-    with pytest.raises(ConfigError, match="heads"):
-        PlanOptions(heads=asked).checked(4, FULL_HEADS)
 
 
 def _cost(nics: float, ranks_per_node: int = 4, kv_heads: int = 32) -> Cost:

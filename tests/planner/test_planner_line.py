@@ -1,4 +1,4 @@
-"""Placing rings on the line of ranks."""
+"""Rings on the line of ranks: as early as any place allows, in holes, and packed by the skyline."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Packs: into gaps and onto the least loaded ranks."""
+"""Local packs: into gaps, onto the least loaded ranks, and exchanges between these."""
 
 from __future__ import annotations
 
@@ -86,6 +86,12 @@ def test_full_packs_hold_each_once_and_close_only_when_nothing_fits(lengths: lis
         room = 50 - sum(lengths[i] for i in pack)
         assert room >= 0
         assert all(lengths[i] > room for later in packs[number + 1 :] for i in later)
+
+
+def test_level_ends_prefers_room_to_a_launch() -> None:
+    packs, end = level_ends([0.0, 20.0], _short([6, 3]), capacity_tokens=9, launch_seconds=100.0)
+    assert [(pack.rank, pack.sequences) for pack in packs] == [(0, [1, 0])]
+    assert end == 109.0
 
 
 def test_a_pair_levels_exactly_by_an_exchange() -> None:

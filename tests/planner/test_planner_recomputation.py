@@ -1,4 +1,4 @@
-"""Recomputation chosen for a step: the kind that ends first, with the capacity that memory leaves it."""
+"""Recomputation chosen for a step, and what a run need not ask the planner: the plan is the same as if it had."""
 
 from dataclasses import replace
 
@@ -14,14 +14,8 @@ from lengthwise.program import check_plan
 from tiers import more
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
-
-
 COST = all_terms_cost(SHAPE, HARDWARE)
-
-
 SLOW_LINKS = all_terms_cost(SHAPE, replace(HARDWARE, link_bytes_per_second=1e9, node_link_bytes_per_second=1e9))
-
-
 CAPACITIES = {"none": 4096, "layer": 40_960, "all_but_attention": 16_384}
 
 
@@ -55,8 +49,6 @@ def test_kinds_that_cannot_hold_a_sequence_are_left_to_others_that_can() -> None
 
 
 TINY = all_terms_cost(named_shape("tiny"), named_hardware("cpu"))
-
-
 LENGTHS = (90, 60, 30, 12)
 
 

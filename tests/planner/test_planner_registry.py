@@ -1,4 +1,4 @@
-"""Planners of others: registered in a program or by an installed package, checked and scored as ours are."""
+"""Planners of others: registered, by an installed package, or built in and with a package that may be missing."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ from lengthwise.planner.registry import optional_planners
 from lengthwise.program import check_plan
 
 COST = Cost(linear_seconds=1.0)
-
-
 CLUSTER = Cluster(ranks=2, capacity_tokens=10)
-
-
 PACKAGE = """
 from lengthwise.core.plan import Microbatch, Piece
 
@@ -148,11 +144,7 @@ def test_broken_entry_points_are_named(name: str, told: str) -> None:
 
 
 ALL_FOUR = Cost(quadratic_seconds=1.0, linear_seconds=100.0, fixed_seconds=500.0, ring_seconds=9.0)
-
-
 FOUR_RANKS = Cluster(ranks=4, capacity_tokens=100)
-
-
 SCHEDULE = "megatron.core.pipeline_parallel.hybrid_cp_schedule"
 
 

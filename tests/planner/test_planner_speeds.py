@@ -47,6 +47,9 @@ def uneven_steps(draw: st.DrawFn, most_ranks: int = 13) -> tuple[list[int], Clus
 @costliest
 @given(step=uneven_steps(), cost=st.sampled_from([COST, HOPS, ALL_TERMS]), recompute=st.sampled_from(RECOMPUTE_KINDS))
 @example(([60, 45], Cluster(ranks=3, capacity_tokens=CAPACITY), [1.0, 0.4, 1.0]), ALL_TERMS, "layer")  # makes shares
+@example(
+    ([60, 45, 7] * 3, Cluster(ranks=13, capacity_tokens=CAPACITY), [1 + i / 9 for i in range(13)]), ALL_TERMS, "none"
+)
 def test_planners_hold_every_rule_on_ranks_of_unequal_speed(planner, step, cost, recompute):
     tokens, cluster, speeds = step
     tokens = clip_for(planner, tokens, CAPACITY)

@@ -26,8 +26,6 @@ ALL_TERMS = Cost(
     quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3, version="7b, 8 kv heads"
 )
 CLUSTER = Cluster(ranks=3, capacity_tokens=20)
-
-
 LLAMA_7B = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
 PUBLISHED = {"ranks": 64, "capacity": 8192, "tokens": 2**23, "longest": 400_000}
 WIDE = {"recipe": "byted", "ranks": 64, "capacity": 16384, "tokens": 16_000_000, "longest": 400_000}

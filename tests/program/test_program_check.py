@@ -1,4 +1,4 @@
-"""Every rule of the plan file, broken one at a time."""
+"""Every rule of the plan file, broken one at a time, and the features that plans use and readers know."""
 
 import json
 from dataclasses import replace
@@ -112,8 +112,6 @@ def test_check_plan_refuses_what_no_file_can_say() -> None:
 
 
 RING = Piece(ranks=(0, 2, 1), sequences=(0,))
-
-
 PAIR = Piece(ranks=(1, 2), sequences=(1,))
 
 

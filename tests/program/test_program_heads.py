@@ -1,4 +1,4 @@
-"""Split heads as data: who sends what in a group, whose tokens a group attends, and one rank's part of all rounds."""
+"""Split heads as data: who sends what in a group, and one rank's part of all rounds."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Sliding windows in rings: the same pairs as one process sees, and nothing travels that no one needs."""
+"""Lowering: every visible pair once under any plan and window, and nothing travels that no one needs."""
 
 import random
 

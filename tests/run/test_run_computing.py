@@ -63,16 +63,18 @@ def test_a_compiled_run_says_so_and_gives_the_same(tmp_path, capfd, monkeypatch,
 
 
 def test_a_run_by_the_reference_is_said_and_gives_the_same(tmp_path, capfd):
-    path = write_run(tmp_path, make_rows(LENGTHS), device="cpu")
+    path = write_run(tmp_path, make_rows(LENGTHS), device="cpu", steps=1)
     default = losses(train(path, "--ranks", 2))
-    capfd.readouterr()
+    said = capfd.readouterr().out
+    assert "2 processes on CPU" in said
+    assert said.count("transfers: gloo; because the run computes on the CPU\n") == 1
+    assert said.count("attention kernel: torch flash attention for CPU; because the run computes on the CPU\n") == 1
     other = losses(train(path, "--ranks", 2, "--overwrite", "--set", "attention=reference"))
     said = " ".join("".join(capfd.readouterr()).split())
     assert "attention kernel: reference (matrix products); because the run file asks for it" in said
     assert all(relative(a, b) < 1e-12 for a, b in zip(other, default, strict=True))
     assert call("verify", path, "--ranks", 2, "--set", "attention=reference") == 0
-    said = " ".join("".join(capfd.readouterr()).split())
-    assert "attention kernel: reference" in said
+    assert "attention kernel: reference" in " ".join("".join(capfd.readouterr()).split())
 
 
 def test_what_is_measured_before_the_first_step_computes_as_the_run_does(tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """Runs of models with dropout: the same losses on any ranks under any plan, and when they are gone on with."""
 
-import shutil
-
 import pytest
 import torch
 from testing import tiny_family_config
@@ -79,23 +77,16 @@ def test_dropout_verifies(tmp_path, capsys, model, precision):
 
 
 @pytest.mark.exhaustive
-def test_dropout_of_adapters_verifies_trains_and_is_saved_with_them(tmp_path, capsys):
+def test_dropout_of_adapters_verifies_and_trains_the_same_on_any_ranks(tmp_path, capsys):
     pytest.importorskip("peft", minversion="0.21")
     found = []
     lora = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-    for ranks, capacity, share in ((1, 64, 0.3), (3, 30, 0.3), (1, 64, 0.0)):
-        keys = {"lora": {**lora, "lora_dropout": share}, "capacity_tokens": capacity, "recompute": "layer"}
+    for ranks, share in ((1, 0.3), (3, 0.3), (1, 0.0)):
+        keys = {"lora": {**lora, "lora_dropout": share}, "capacity_tokens": 90 // ranks, "recompute": "layer"}
         path = write_run(tmp_path, make_rows(LENGTHS), **KEYS, **keys)
         if ranks > 1:
             assert call("verify", path, "--ranks", ranks) == 0
             assert "PASS" in capsys.readouterr().out
-        assert call("train", path, "--ranks", ranks, "--overwrite") == 0
-        found.append(losses(tmp_path / "out"))
-        if ranks > 1:
-            shutil.copytree(tmp_path / "out/model", tmp_path / "adapter")
+        found.append(losses(train(path, "--ranks", ranks, "--overwrite")))
     assert found[0] == pytest.approx(found[1], rel=1e-10)
     assert found[0][-1] != pytest.approx(found[2][-1], rel=1e-6)
-    more = write_run(tmp_path, lora={"adapter": "adapter"}, output="more", capacity_tokens=64, **KEYS)
-    assert call("verify", more, "--ranks", 2) == 0
-    first = [losses(train(more).parent / "more")[0]]
-    assert first[0] != pytest.approx(found[0][-1], rel=1e-12)

@@ -48,32 +48,35 @@ def test_run_folder_refuses_a_file_a_run_and_an_input_and_names_them(tmp_path):
     RunFolder(tmp_path).check_free(overwrite=True, inputs=[tmp_path / "model2", tmp_path])
 
 
-@pytest.mark.parametrize("ranks", some([1, 2], 0))
-@pytest.mark.parametrize("arguments", [(), more(("--overwrite",))])
-def test_a_second_run_into_the_folder_of_a_living_one_is_refused(tmp_path, capfd, ranks, arguments):
+@pytest.mark.parametrize("ranks", [2, more(1)])
+def test_a_living_run_keeps_its_folders_and_those_of_a_killed_one_are_free(tmp_path, monkeypatch, capfd, ranks):
+    """The output, whatever is asked; the temporary folders, which the next start removes."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp/lengthwise-others").mkdir(parents=True)
     path = write_run(tmp_path, make_rows([30, 12]), **ENDLESS)
-    command = Command("train", path, "--ranks", ranks)
-    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
-    lines = count_lines(tmp_path / "out/metrics.jsonl")
-    assert call("train", path, *arguments) == 2
-    err = capfd.readouterr().err
-    assert err.startswith(f"error[output] {tmp_path / 'out'}: expected a folder that no other run is writing; got one")
-    assert f"process {command.pid} on {os.uname().nodename}" in err
-    assert (err.count("\n"), "Traceback" in err) == (1, False)
-    assert count_lines(tmp_path / "out/metrics.jsonl") >= lines, "nothing of the living run is deleted"
-    command.send(signal.SIGTERM)
-    assert command.finish()[0] == 0
-    assert not (tmp_path / "out/run.lock").exists()
-
-
-@pytest.mark.parametrize("ranks", some([1, 2], 1))
-def test_the_folder_of_a_killed_run_is_free(tmp_path, ranks):
-    path = write_run(tmp_path, make_rows([30, 12]), **ENDLESS)
-    command = Command("train", path, "--ranks", ranks)
-    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
-    command.kill()
-    assert command.finish()[0] == -signal.SIGKILL
-    assert call("train", path, "--overwrite", "--set", "steps=1") == 0
+    killed, living = (Command("train", path, "--ranks", ranks, "--set", f"output={name}") for name in ("a", "b"))
+    for command, name in ((killed, "a"), (living, "b")):
+        command.wait_for(lambda name=name: count_lines(tmp_path / name / "metrics.jsonl") >= 2)
+    places = len(list((tmp_path / "tmp").glob("*/lock")))
+    assert places == (2 if ranks > 1 else 0)
+    lines = count_lines(tmp_path / "b/metrics.jsonl")
+    for arguments in ((), ("--overwrite",)):
+        assert call("train", path, *arguments, "--set", "output=b") == 2
+        err = capfd.readouterr().err
+        assert err.startswith(
+            f"error[output] {tmp_path / 'b'}: expected a folder that no other run is writing; got one"
+        )
+        assert f"process {living.pid} on {os.uname().nodename}" in err
+        assert (err.count("\n"), "Traceback" in err) == (1, False)
+    assert count_lines(tmp_path / "b/metrics.jsonl") >= lines, "nothing of the living run is deleted"
+    killed.kill()
+    assert killed.finish()[0] == -signal.SIGKILL
+    assert call("train", path, "--ranks", 2, "--overwrite", "--set", "output=a", "steps=1") == 0
+    assert len(list((tmp_path / "tmp").glob("*/lock"))) == places // 2, "that of the run that lives"
+    living.send(signal.SIGTERM)
+    assert living.finish()[0] == 0
+    assert not (tmp_path / "b/run.lock").exists()
+    assert os.listdir(tmp_path / "tmp") == ["lengthwise-others"]
 
 
 @pytest.mark.parametrize(("seconds", "status"), some([(1.0, 0), (6.0, 1)], 0))
@@ -203,23 +206,6 @@ def test_a_run_whose_terminal_is_gone_saves_its_model(tmp_path, ranks, under_noh
     assert (tmp_path / "out/model/model.safetensors").exists()
 
 
-def test_temporary_folders_of_killed_launchers_go_at_the_next_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    (tmp_path / "tmp/lengthwise-others").mkdir(parents=True)
-    path = write_run(tmp_path, make_rows([30, 12]), **ENDLESS)
-    killed, living = (Command("train", path, "--ranks", 2, "--set", f"output={name}") for name in ("a", "b"))
-    for command, name in ((killed, "a"), (living, "b")):
-        command.wait_for(lambda name=name: count_lines(tmp_path / name / "metrics.jsonl") >= 2)
-    assert len(list((tmp_path / "tmp").glob("*/lock"))) == 2
-    killed.kill()
-    killed.finish()
-    assert call("train", path, "--ranks", 2, "--set", "output=c", "steps=1") == 0
-    assert len(list((tmp_path / "tmp").glob("*/lock"))) == 1, "that of the run that lives"
-    living.send(signal.SIGTERM)
-    assert living.finish()[0] == 0
-    assert os.listdir(tmp_path / "tmp") == ["lengthwise-others"]
-
-
 def test_folders_that_no_launcher_made_stay(tmp_path, monkeypatch):
     """Neither what else is in them is deleted, nor a pipe waited for, nor a link followed."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
@@ -296,20 +282,25 @@ def test_a_model_that_cannot_be_saved_at_once_is_saved_when_the_disk_has_room(tm
 
 
 def test_the_earlier_model_stays_until_the_resumed_run_has_its_own(tmp_path, monkeypatch, capfd):
+    """All files have the mode of any new one, though safetensors writes its own for their owner alone."""
     path = write_run(tmp_path, make_rows([30, 12]), steps=2, checkpoint={"every_steps": 2})
-    assert call("train", path) == 0
+    mask = os.umask(0o027)
+    try:
+        assert call("train", path) == 0
+    finally:
+        os.umask(mask)
+    assert {each.stat().st_mode & 0o777 for each in (tmp_path / "out").rglob("*") if each.is_file()} == {0o640}
     weights = tmp_path / "out/model/model.safetensors"
     before = weights.read_bytes()
-    write = setup.write_model
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
     longer = ("train", path, "--resume", "--set", "steps=4", "--accept-changes")
-    monkeypatch.setattr(setup, "write_model", interrupted)
-    assert call(*longer) == 130
+    with monkeypatch.context() as patch:
+        patch.setattr(setup, "write_model", interrupted)
+        assert call(*longer) == 130
     assert weights.read_bytes() == before
-    monkeypatch.setattr(setup, "write_model", write)
     capfd.readouterr()
     assert call(*longer) == 0
     assert "already finished" not in capfd.readouterr().out, "its last checkpoint is there, its model is not"
@@ -319,18 +310,6 @@ def test_the_earlier_model_stays_until_the_resumed_run_has_its_own(tmp_path, mon
         f"already finished: 4 steps, model in {tmp_path / 'out/model'}; "
         "to train on, raise steps or epochs and add --accept-changes\n"
     )
-
-
-def test_all_files_of_a_run_have_the_mode_of_any_new_file(tmp_path):
-    """safetensors writes its own for their owner alone."""
-    path = write_run(tmp_path, make_rows([30, 12]), checkpoint={"every_steps": 2})
-    mask = os.umask(0o027)
-    try:
-        assert call("train", path) == 0
-    finally:
-        os.umask(mask)
-    modes = {each.stat().st_mode & 0o777 for each in (tmp_path / "out").rglob("*") if each.is_file()}
-    assert modes == {0o640}
 
 
 def finished(step, sequences):

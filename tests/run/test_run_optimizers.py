@@ -17,12 +17,12 @@ from run.small_runs import (
     whole,
 )
 from run.test_run_resume import LENGTHS, run_of
-from tiers import some
 
 TRAINED = ("adam", "sgd momentum", "lion")
 
 
-@pytest.mark.parametrize("case", some(TRAINED, 0))
+@pytest.mark.exhaustive  # by the engine alone: tests/engine/test_engine_optimizers.py
+@pytest.mark.parametrize("case", TRAINED)
 def test_run_is_that_of_one_process_and_goes_on_to_the_same_bits(tmp_path, case):
     assert {each.split()[0] for each in (*TRAINED, "adamw")} == {each.split()[0] for each in CASES}
     keys = {"lr": 2e-3, "schedule": "linear", "max_grad_norm": 0.5}

@@ -60,6 +60,7 @@ def test_a_run_goes_on_at_any_number_of_ranks(tmp_path, broken, before, after):
     {"precision": "bf16", "lora": {"r": 4}},
     more({"precision": "bf16", "memory_check": True}),
     more({"precision": "fp32", "overlap": True}),
+
     more({"eval": {"data": [{"path": "train.jsonl"}], "every_steps": 3}}),
 ], ids=str)  # fmt: skip
 def test_a_run_that_went_on_is_the_same_to_the_bit(tmp_path, keys):

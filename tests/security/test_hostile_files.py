@@ -81,6 +81,10 @@ def config_with_code(folder):
     change(folder / "model/config.json", **keys, _attn_implementation=f"{MODULE}/kernel", trust_remote_code=True)
 
 
+def config_of_another_type(folder):
+    change(folder / "model/config.json", model_type=MODULE, auto_map=AUTO_MAP)
+
+
 def weights_as_pickle(folder):
     (folder / "model/model.safetensors").unlink()
     (folder / "model/pytorch_model.bin").write_bytes(pickled(folder))
@@ -90,20 +94,35 @@ def pickle_named_safetensors(folder):
     (folder / "model/model.safetensors").write_bytes(pickled(folder))
 
 
+def index_to_pickle(folder):
+    weights_as_pickle(folder)
+    names = {"lm_head.weight": "pytorch_model.bin", "model.norm.weight": "../pickle"}
+    (folder / "pickle").write_bytes(pickled(folder))
+    (folder / "model/model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
 def header_with_code(folder):
     path = folder / "model/model.safetensors"
     save_file(load_file(path), path, metadata={"format": "pt", "__reduce__": source(folder), MODULE: "x"})
 
 
-def adapter_as_pickle(folder):
-    into = folder / "adapter"
-    into.mkdir()
+def adapter_beside_model(folder):
+    adapter(folder, folder / "model")
+
+
+def adapter(folder, into=None):
+    into = into or folder / "adapter"
+    into.mkdir(exist_ok=True)
     mapping = {"base_model_class": "Model", "parent_library": MODULE}
     keys = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "auto_mapping": mapping}
     (into / "adapter_config.json").write_text(json.dumps({**keys, "base_model_name_or_path": f"{MARK}/base"}))
-    for name in ("adapter_model.bin", "adapter_model.safetensors"):
-        (into / name).write_bytes(pickled(folder))
+    (into / "adapter_model.bin").write_bytes(pickled(folder))
     change(folder / "run.yaml", lora={"adapter": "adapter"})
+
+
+def adapter_as_pickle(folder):
+    adapter(folder)
+    (folder / "adapter/adapter_model.safetensors").write_bytes(pickled(folder))
 
 
 def tokenizer_with_code(folder):
@@ -123,6 +142,10 @@ def chat_template_with_code(folder):
 def run_file_with_tags(folder):
     payload = f'!!python/object/apply:exec ["{source(folder).strip()}"]'
     (folder / "run.yaml").write_text(f"model: {payload}\nsteps: !!python/name:os.system\ndata: *{MODULE}\n")
+
+
+def run_file_with_text(folder):
+    change(folder / "run.yaml", planner=f"__import__('{MODULE}')", seed=f"${{{MODULE}}}", tokenizer=f"{MODULE}:x")
 
 
 def measurements(folder):
@@ -152,6 +175,15 @@ def checkpoint_with_pickles(folder):
         (checkpoint / "rank-00000.safetensors").write_bytes(pickled(folder))
 
 
+def checkpoint_of_text(folder):
+    for checkpoint in (folder / "out/checkpoints").iterdir():
+        change(checkpoint / "manifest.json", version=source(folder), run={"model": f"__import__('{MODULE}')"})
+
+
+def plan(folder):
+    (folder / "plan.json").write_text(json.dumps({"schema": "lengthwise.plan/1", "py/object": MODULE}))
+
+
 def plan_as_pickle(folder):
     (folder / "plan.json").write_bytes(pickled(folder))
 
@@ -161,15 +193,19 @@ VERIFY = ("verify", "run.yaml", "--ranks", "1", "--plan", "plan.json")
 CASES = {
     **dict.fromkeys((config_with_code, header_with_code, data_with_code), (TRAIN, 0)),
     **dict.fromkeys(
-        (weights_as_pickle, pickle_named_safetensors, adapter_as_pickle, chat_template_with_code), (TRAIN, 2)
+        (
+            *(config_of_another_type, weights_as_pickle, pickle_named_safetensors, index_to_pickle),
+            *(adapter_beside_model, adapter_as_pickle, tokenizer_with_code, chat_template_with_code),
+            *(run_file_with_tags, run_file_with_text, measurements, data_as_pickle),
+        ),
+        (TRAIN, 2),
     ),
-    **dict.fromkeys((run_file_with_tags, measurements, data_as_pickle), (TRAIN, 2)),
-    checkpoint_with_pickles: (RESUME, 2),
-    plan_as_pickle: (VERIFY, 2),
+    **dict.fromkeys((checkpoint_with_pickles, checkpoint_of_text), (RESUME, 2)),
+    **dict.fromkeys((plan, plan_as_pickle), (VERIFY, 2)),
 }
 
 
-@pytest.mark.parametrize("hostile", some(CASES, 0, 4, 6, 10), ids=lambda each: each.__name__)
+@pytest.mark.parametrize("hostile", some(CASES, 0, 4, 9, 14), ids=lambda each: each.__name__)
 def test_no_file_from_outside_runs_code(folder, hostile):
     hostile(folder)
     arguments, expected = CASES[hostile]

@@ -17,14 +17,8 @@ from lengthwise.simulator.piece_layers import piece_layer
 from lengthwise.simulator.rounds import ring_clocks
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
-
-
 COST = all_terms_cost(SHAPE, HARDWARE)
-
-
 EVEN = replace(COST, block_efficiency=())
-
-
 LENGTHS = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 5000)), min_size=1, max_size=4)
 
 

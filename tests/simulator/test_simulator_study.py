@@ -1,4 +1,4 @@
-"""Planners compared: the figures of a study, by hand."""
+"""Planners compared: the figures of a study, its loaders, and gains with their error, by hand."""
 
 import itertools
 import json
@@ -29,8 +29,6 @@ from lengthwise.simulator import (
 from lengthwise.simulator.study import ideal_seconds
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
-
-
 SETTING = Setting(
     shape=SHAPE,
     hardware=HARDWARE,
@@ -165,13 +163,10 @@ def test_a_constant_ratio_has_the_error_of_the_model_alone(ours, factor) -> None
     assert gain.is_equal == (gain.low <= 1 <= gain.high)
 
 
-def test_spread_over_batches_is_two_standard_errors() -> None:
+def test_spread_over_batches_is_two_standard_errors_and_equal_is_written_as_equal() -> None:
     """Ratio 1.25; residuals -0.5 and 0.5 seconds about it, of mean 4: 2 x 0.7071 / 4 / sqrt(2)."""
     gain = gain_over([4.5, 5.5], [4.0, 4.0], model_error=0.0)
     assert (gain.ratio, gain.high - gain.ratio) == pytest.approx((1.25, 0.25))
-
-
-def test_equal_is_written_as_equal() -> None:
     assert gain_text(gain_over([1.04], [1.0])) == "equal (1.04x)"
     assert gain_text(gain_over([1.10], [1.0])) == "1.10x"
     assert gain_text(gain_over([0.5], [1.0])) == "0.50x"
