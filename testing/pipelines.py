@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +13,14 @@ import torch
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh, Transport
 from lengthwise.core.plan import Plan
+from lengthwise.engine.activations import Offloading
+from lengthwise.engine.batch import StepBatch
+from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.pipeline import run_stage
 from lengthwise.engine.stage_parameters import StageParameters
+from lengthwise.engine.step import RankResult
 from lengthwise.models import DTYPES, ModelStage, keep_double
+from lengthwise.offload import ActivationStore
 from lengthwise.program.stage_program import cut_layers
 from lengthwise.run.verify import gradient_differences, relative_difference
 from testing.families import Difference, reference
@@ -45,27 +51,57 @@ def pipeline_difference(
 ) -> Difference:
     """Run a plan of kind `pipeline` on threads as ranks, and the plain model in one; return how far apart they are."""
     batch, expected = reference(pair["plain"], tuple(lengths), precision)
+    results = run_pipeline(pair["planned"], plan, batch, precision=precision, **options)
+    loss = sum(each.done.loss_sum for each in results) / batch.loss_tokens
+    assert set(results[0].gradients) == set(expected.gradients)
+    differences = gradient_differences(results[0].gradients, expected.gradients)
+    return Difference(
+        loss=relative_difference(loss, expected.loss),
+        router_loss=relative_difference(sum(each.done.router_loss for each in results), expected.router_loss),
+        gradient=max(float("inf") if each != each else each for each in differences.values()),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineRank:
+    """What a rank of a pipeline did; `gradients` of the whole model on rank 0. peak_bytes: of its step, if watched."""
+
+    done: RankResult
+    gradients: dict[str, torch.Tensor]
+    peak_bytes: int
+
+
+def run_pipeline(
+    planned_model: torch.nn.Module,
+    plan: Plan,
+    batch: StepBatch,
+    *,
+    precision: str = "fp64",
+    make_store: Callable[[int], ActivationStore] | None = None,
+    watches: bool = False,
+    **options: Any,
+) -> list[PipelineRank]:
+    """Run a plan of kind `pipeline` on threads as ranks. make_store: of a rank, for what the plan offloads."""
     dtype, stages = DTYPES[precision], plan.schedule["stages"]
 
-    def work(transport: Transport) -> tuple[float, float, dict[str, torch.Tensor]]:
-        model: Any = copy.deepcopy(pair["planned"])
+    def work(transport: Transport) -> PipelineRank:
+        model: Any = copy.deepcopy(planned_model)
         mesh, layers = Mesh(transport, stages), [1.0] * model.config.num_hidden_layers
         chunks = cut_layers(layers, stages * plan.schedule["virtual"])
         stage = ModelStage(model, chunks, stages=stages, stage=mesh.stage)
         parameters = StageParameters(stage, mesh, dtype=dtype)
-        with keep_double(dtype):
+        kernel = choose_kernel(CPU)
+        offloading = None if make_store is None else Offloading(model, kernel, make_store(transport.rank))
+        before = (*model.parameters(), *(each.grad for each in model.parameters() if each.grad is not None))
+        with keep_double(dtype), LiveBytes(*before) if watches else nullcontext() as live:
             done = run_stage(
-                stage, plan, batch, mesh, choose_kernel(CPU), name="step", parameters=parameters, **options
+                stage, plan, batch, mesh, kernel, name="step", parameters=parameters, offloading=offloading, **options
             )
+        if offloading is not None:
+            offloading.store.close()
         parameters.reduce_gradients()
-        return done.loss_sum, done.router_loss, parameters.gather_gradients()
+        peak = 0 if live is None else live.peak_bytes
+        return PipelineRank(done=done, gradients=parameters.gather_gradients(), peak_bytes=peak)
 
-    results: list[Any] = StrictWorld(plan.ranks * stages).run(work)
-    loss = sum(each[0] for each in results) / batch.loss_tokens
-    assert set(results[0][2]) == set(expected.gradients)
-    differences = gradient_differences(results[0][2], expected.gradients)
-    return Difference(
-        loss=relative_difference(loss, expected.loss),
-        router_loss=relative_difference(sum(each[1] for each in results), expected.router_loss),
-        gradient=max(float("inf") if each != each else each for each in differences.values()),
-    )
+    ranks: list[Any] = StrictWorld(plan.ranks * stages).run(work)
+    return ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from torch import Tensor
@@ -16,7 +17,7 @@ class CountingStore:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.put_bytes = 0
-        self.resets = 0
+        self.held = 0
         self.waited_seconds = 0.0
         self.leaving_bytes = 0
 
@@ -25,11 +26,12 @@ class CountingStore:
         number = sum(what == "put" for what, _ in self.events)
         self.events.append(("put", number))
         self.put_bytes += values.numel()
+        self.held += 1
         return Kept(self, number, values.clone())
 
-    def reset(self) -> None:
-        """Count the microbatches."""
-        self.resets += 1
+    def free(self, stored: Iterable[Kept]) -> None:
+        """Forget these."""
+        self.held -= len(list(stored))
 
     def close(self) -> None:
         """Keep what was noted."""

@@ -49,6 +49,8 @@ def samples_of(cost, *, noise=0.0, seed=0):
         found.append(sample("block", noisy(pairs), (length,), forward=noisy(cost.forward.attention * pairs)))
     for size in (1 << 20, 1 << 24):
         found.append(sample("copy", noisy(1e-3 + 2 * size / cost.copy_bytes_per_second), num_bytes=size))
+    for kind in ("embedding", "head"):
+        found.append(sample(kind, noisy(4096 * (getattr(cost, f"{kind}_seconds") or 1e-6)), (4096,)))
     ending = cost.ending
     moved = cost.reduced_bytes / 2 / (ending.reduced_bytes_per_second or 1e9)
     found.append(sample("end_collectives", noisy(moved), degree=2))

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from cost.measured_samples import SHAPE, measurements_of, samples_of
@@ -11,6 +12,7 @@ from cost.test_cost_fit import machine
 from lengthwise.core.errors import ConfigError, LengthwiseError, Problems
 from lengthwise.core.measurements import Term
 from lengthwise.cost import all_terms_cost, hardware_of_gpu, named_hardware, named_shape
+from lengthwise.cost.analytic import layer_seconds
 from lengthwise.cost.described import hardware_from_measurements, hardware_to_json
 from lengthwise.cost.measured import cost_from_measurements, measured_cost, measured_shape, read_measurements
 
@@ -192,3 +194,18 @@ def test_h200_is_h100_with_more_memory():
     h100, h200 = named_hardware("h100"), named_hardware("h200")
     assert h200.device_bytes == 141e9
     assert replace(h200, name="h100", device_bytes=h100.device_bytes, source=h100.source) == h100
+
+
+def test_costs_of_a_stage_are_its_part_of_the_whole_by_which_layers_are_weighed_alike():
+    whole, half = measured_cost(FOUND), measured_cost(FOUND, stages=2)
+    assert half.stages == 2
+    assert 2 * half.linear_seconds == whole.linear_seconds
+    of_whole, of_half = (layer_seconds(cost, SHAPE, [3000, 1096], capacity=2048) for cost in (whole, half))
+    assert of_half == pytest.approx(of_whole)
+    layer, embedding, head = of_whole
+    assert (embedding, head) == (4096 * whole.embedding_seconds, 4096 * whole.head_seconds)
+    seconds = float(whole.compute_seconds(np.array([3000, 1096])).sum()) + 2 * whole.fixed_seconds
+    assert SHAPE.layers * layer + embedding + head == pytest.approx(seconds)
+    untold = layer_seconds(replace(whole, head_seconds=0.0, embedding_seconds=0.0), SHAPE, [4096], capacity=4096)
+    share = SHAPE.hidden * SHAPE.vocab / SHAPE.linear_params
+    assert untold[1:] == (0.0, pytest.approx(share * whole.linear_seconds * 4096))

@@ -17,6 +17,7 @@ from data.test_data_tables import write
 from lengthwise.config import DataSource, GlobalBatch
 from lengthwise.core.errors import DataError
 from lengthwise.data import Batches, ByteTokenizer, load_dataset, load_tokenizer
+from lengthwise.data.shard import Shard
 from lengthwise.engine.batch import StepBatch
 from lengthwise.program import Segment
 from properties import costly
@@ -191,3 +192,19 @@ def test_data_that_is_tokens_already_and_broken_files_are_refused(tmp_path):
         (tmp_path / "train.jsonl").write_text(content)
         with pytest.raises(DataError, match=said):
             remote([source])
+
+
+def test_a_restart_is_said_once_whatever_is_answered_late(tmp_path):
+    """Slices that were asked for before it are read after lengths that the new start answered."""
+    sources, lines_said = lines(tmp_path, [{"text": "abc"}] * 6, remote=True), []
+    with served(sources) as (dataset, (client,)):
+        dataset.on_restart = lines_said.append
+        steps = dataset.batches(GlobalBatch(sequences=1))
+        row = int(next(steps).ids[0])
+        dataset.read_ahead([(row, 0, 3)])
+        client.shard.close()
+        client.shard = Shard(client.spec)
+        next(steps)
+        dataset.read(row, 0, 3)
+        next(steps)
+    assert lines_said == ["data.0, actor 1 of 1 ended and was started again; it reads on from where it was"]

@@ -1,6 +1,7 @@
 """Stages of a pipeline on strict ranks: gradients of one process, whatever rings, packs and counts of microbatches."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from testing.tiny import tiny_family_config
 from lengthwise.core.errors import TransferError
 from lengthwise.core.plan import Piece
 from lengthwise.engine.pipeline import _StageStep
+from lengthwise.offload.store import CopyStore
 from properties import costliest
 
 TOLERANCE = 1e-12
@@ -68,7 +70,10 @@ def test_any_plan_on_any_stages_gives_the_gradients_of_one_process(seed, name, r
     plan = random_plan(choose, replicas, lengths, layers=4, num_heads=4)
     kinds = choose.choice([("none",), ("layer",), ("none", "all_but_attention", "layer")])
     plan = as_pipeline(plan, *cut, recompute=kinds)
-    options = {"logits_at_once": choose.choice([None, 48, 480])}
+    ratios = [choose.choice([0.0, choose.random(), 1.0]) for _ in plan.microbatches]
+    offloading = [replace(each, offload=ratio) for each, ratio in zip(plan.microbatches, ratios, strict=True)]
+    plan = replace(plan, microbatches=tuple(offloading))
+    options = {"logits_at_once": choose.choice([None, 48, 480]), "make_store": lambda _: CopyStore()}
     found = pipeline_difference(pair_of(name), plan, lengths, **options)
     assert max(found.gradient, found.loss, found.router_loss) < TOLERANCE
 

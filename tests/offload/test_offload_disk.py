@@ -1,6 +1,7 @@
 """The store on a disk: bytes come back as they went, a full disk is told in bytes, and no end leaves a file behind."""
 
 import contextlib
+import itertools
 import os
 import resource
 import signal
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.offload import DiskStore
 from lengthwise.offload import disk as disk_module
+from lengthwise.offload.store import Places
 
 
 def random_bytes(size, seed=0):
@@ -35,7 +37,7 @@ def test_bytes_come_back_as_they_went_in_any_order(tmp_path_factory, rounds, fet
                 stored[number].fetch()
             for number in reversed(order):
                 assert torch.equal(stored[number].take(), values[number])
-            store.reset()
+            store.free(stored)
 
 
 def test_a_wait_for_the_disk_is_counted(tmp_path, monkeypatch):
@@ -103,3 +105,19 @@ def test_a_folder_that_is_none_and_a_write_that_fails_later_are_told(tmp_path, m
     with pytest.raises(MemoryShortage, match="Input/output error"):
         store.put(random_bytes(5000)).take()
     store.close()
+
+
+@given(steps=st.lists(st.tuples(st.integers(1, 10_000), st.integers(0, 5)), min_size=1, max_size=30))
+def test_places_never_overlap_and_are_used_again(steps):
+    """As microbatches of a pipeline stage, which end in another order than they began."""
+    places, taken = Places(512), []
+    for size, number in steps:
+        taken.append((places.take(size), size))
+        if number < len(taken):
+            places.give(*taken.pop(number))
+        spans = sorted((start, start + size) for start, size in taken)
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
+        assert places.end >= max((stop for _, stop in spans), default=0)
+    for each in taken:
+        places.give(*each)
+    assert places.end == 0

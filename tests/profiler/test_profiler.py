@@ -26,7 +26,7 @@ SETTINGS = ProfileSettings(seconds=1.0, longest_tokens=256, precision="fp32", cl
 def test_a_profile_of_one_process_makes_costs_that_plan_a_step(tmp_path):
     torch.set_num_threads(1)
     found = profile(find_model("tiny"), World(rank=0, world_size=1), SoloTransport(), SETTINGS)
-    assert {each.kind for each in found.samples} == {"local", "block", "end_update", "end_clear"}
+    assert {each.kind for each in found.samples} == {"local", "block", "embedding", "head", "end_update", "end_clear"}
     assert "near_bytes_per_second" in found.fit.not_measured
     path = tmp_path / "measurements.json"
     path.write_text(found.to_json())

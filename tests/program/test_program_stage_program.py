@@ -42,16 +42,21 @@ def test_every_message_has_both_sides_at_one_tick_and_comes_before_its_action(
     assert len(sent) == sum(len(each.ranks) for each in plan.microbatches) * passes * (stages * virtual - 1)
 
 
-@given(seconds=st.lists(st.integers(1, 9), min_size=1, max_size=8), last=st.integers(0, 12), chunks=st.integers(1, 4))
-def test_no_other_cut_of_the_layers_has_a_quicker_slowest_chunk(seconds, last, chunks):
+ENDS = st.integers(0, 12)
+
+
+@given(seconds=st.lists(st.integers(1, 9), min_size=1, max_size=8), first=ENDS, last=ENDS, chunks=st.integers(1, 4))
+def test_no_other_cut_of_the_layers_has_a_quicker_slowest_chunk(seconds, first, last, chunks):
     chunks = min(chunks, len(seconds))
 
     def slowest(borders):
         edges = [0, *borders, len(seconds)]
         took = [sum(seconds[a:b]) for a, b in pairwise(edges)]
-        return max([*took[:-1], took[-1] + last])
+        took[0] += first
+        took[-1] += last
+        return max(took)
 
-    found = cut_layers(seconds, chunks, last_seconds=last)
+    found = cut_layers(seconds, chunks, first_seconds=first, last_seconds=last)
     assert [layer for each in found for layer in each] == list(range(len(seconds)))
     assert all(found)
     best = min(slowest(each) for each in combinations(range(1, len(seconds)), chunks - 1))

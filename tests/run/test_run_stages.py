@@ -2,13 +2,21 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from safetensors.torch import load_file
 from testing import tiny_family_config
 from transformers import AutoModelForCausalLM
 
+from lengthwise.comm import SoloTransport, World
 from lengthwise.core.faults import VARIABLE
+from lengthwise.core.files import read_plan_text
+from lengthwise.core.measurements import Term
+from lengthwise.core.plan import Plan
+from lengthwise.models import find_model
+from lengthwise.profiler.profile import ProfileSettings, profile
+from lengthwise.run.launch import threads_of_each
 from run.small_runs import call, make_rows, read_lines, write_model, write_run
 from run.test_run_sharded import LENGTHS, largest_difference, trained, words
 from tiers import more
@@ -125,3 +133,52 @@ def test_the_model_of_a_checkpoint_in_stages_is_exported(tmp_path):
     assert call("checkpoint", "export", tmp_path / "staged", "--to", tmp_path / "exported") == 0
     (saved,) = (tmp_path / "exported").glob("*.safetensors")
     assert largest_difference(load_file(saved), model) == 0.0
+
+
+@pytest.mark.parametrize("ratio", ["auto", more(1.0)])
+def test_stages_that_offload_hold_longer_sequences_and_have_the_model_of_one_rank(tmp_path, ratio):
+    path = run_file(tmp_path, layers=6)
+    one, whole = trained(path, "one", ranks=1)
+    offload = {"ratio": ratio, "store": "disk", "path": str(tmp_path)}
+    cut = ("stages=2", "capacity_tokens=20", f"offload={json.dumps(offload)}")
+    found, model = trained(path, "staged", "--set", *cut, ranks=4)
+    assert found == pytest.approx(one, rel=1e-12)
+    assert largest_difference(model, whole) < 1e-12
+    assert sum(row["offloaded_bytes"] for row in read_lines(tmp_path / "staged" / "metrics.jsonl")) > 0
+
+
+def write_measurements(folder, *, ranks, head_seconds):
+    """Measure the model of a run, and let its head take so many seconds a token."""
+    settings = ProfileSettings(seconds=0.3, longest_tokens=128, precision="fp64", clock="wall", hardware="cpu")
+    found = profile(find_model(str(folder / "model")), World(rank=0, world_size=1), SoloTransport(), settings)
+    assert {"embedding_seconds", "head_seconds"} <= set(found.fit.terms)
+    terms = {**found.fit.terms, "head_seconds": Term(value=head_seconds, relative_error=None)}
+    found = replace(
+        found, fit=replace(found.fit, terms=terms), place=replace(found.place, threads=threads_of_each(ranks))
+    )
+    (folder / "measurements.json").write_text(found.to_json())
+
+
+def test_layers_are_cut_by_what_was_measured_and_a_run_goes_on_at_another_cut(tmp_path, capfd):
+    path = run_file(tmp_path, layers=4, tied=True, checkpoint={"every_steps": 2, "background": False})
+    losses, whole = trained(path, "one", ranks=1)
+    write_measurements(tmp_path, ranks=4, head_seconds=1.0)
+    cut = ("--ranks", 4, "--set", "stages=2", "output=staged", f"measurements={tmp_path / 'measurements.json'}")
+    assert call("train", path, *cut) == 0
+    assert "with layers 0 to 2; 3 to 3" in words(capfd.readouterr().out)
+    shutil.rmtree(tmp_path / "staged/checkpoints/step-000003")
+    assert call("train", path, *cut[:-1], "--resume") == 0
+    assert "with layers 0 to 1; 2 to 3" in words(capfd.readouterr().out)
+    found = [[row["loss"], row["grad_norm"]] for row in read_lines(tmp_path / "staged/metrics.jsonl")]
+    assert [number for row in found for number in row] == pytest.approx(losses, rel=1e-11)
+    (saved,) = (tmp_path / "staged/model").glob("*.safetensors")
+    assert largest_difference(load_file(saved), whole) < 1e-12
+
+
+def test_plan_of_a_run_file_with_stages_is_the_plan_that_it_trains_by(tmp_path):
+    path = run_file(tmp_path, layers=4, stages=2, virtual=2, steps=1)
+    trained(path, "staged", ranks=4)
+    assert call("plan", "--config", path, "--ranks", 4, "--out", tmp_path / "plan.json") == 0
+    plan = Plan.from_json((tmp_path / "plan.json").read_text())
+    assert plan == Plan.from_json(read_plan_text(tmp_path / "staged/plans/step-000001.json.gz"))
+    assert call("plan", "--config", path, "--ranks", 3, "--out", tmp_path / "other.json") == 2

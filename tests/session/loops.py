@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lengthwise.models import keep_double
 from lengthwise.run.launch import launch
 from lengthwise.session import Session
-from lengthwise.session.model import hugging_face_model
 
 torch.set_num_threads(1)
 VOCAB = 64
@@ -106,10 +105,9 @@ def both_loops(
             }
             found.append(plain_loop(plain, optimizer, scheduler, steps, **casting))
     losses, norms = zip(*(zip(*each, strict=True) for each in found), strict=True)
-    inner, plain = hugging_face_model(model), hugging_face_model(plain)
     trained = {name: each for name, each in plain.named_parameters() if each.requires_grad}
     is_cut = options.get("shard") in ("zero3", "hybrid") or "stages" in options
-    own = exact if is_cut else {name: inner.get_parameter(name) for name in trained}
+    own = exact if is_cut else {name: model.get_parameter(name) for name in trained}
     weights = [(own[name] - trained[name]).norm() / trained[name].norm() for name in own]
     return (
         max(abs(a - b) / abs(b) for a, b in zip(losses[0], losses[1], strict=True)),

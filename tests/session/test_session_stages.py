@@ -161,9 +161,9 @@ def test_mixed_precision_in_stages_stays_within_rounding(tmp_path):
 def test_what_stages_do_not_run_with_is_refused_by_name():
     model = small_model(**LAYERS)
     with pytest.raises(LengthwiseError) as refused:
-        Session(model, stages=2, shard="zero3", offload={"store": "disk", "path": "/tmp"}, measurements="x.json")
+        Session(model, stages=2, shard="zero3", ranks_per_node=2)
     said = str(refused.value)
-    for key in ("optimizer", "shard", "capacity_tokens", "offload", "measurements"):
+    for key in ("optimizer", "shard", "capacity_tokens", "ranks_per_node"):
         assert f"{key}: expected" in said
     for options, word in (
         ({"virtual": 2}, "virtual: expected 1 without stages"),
@@ -198,3 +198,42 @@ def test_a_stage_saves_no_part_of_a_model_as_if_it_were_whole(tmp_path):
     in_ranks(work, 2, tmp_path)
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", output_loading_info=True)
     assert not info["missing_keys"]
+
+
+@pytest.mark.parametrize("options", [{"stages": 2}, {"shard": "zero1"}])
+def test_a_model_is_copied_while_its_session_is_open(options, tmp_path):
+    def work(_rank):
+        model = small_model(**LAYERS)
+        with Session(model, SGD(model.parameters()), capacity_tokens=128, **options) as session:
+            session.backward(steps_of()[0])
+            copied = copy.deepcopy(model)
+            copied.zero_grad()
+            session.optimizer.step()
+            ids = torch.zeros(1, 3, dtype=torch.long)
+            with pytest.raises(ModelRefused, match="model in stages") if "stages" in options else nullcontext():
+                copied(ids)
+        changed = [(a - b).norm().item() for a, b in zip(copied.parameters(), model.parameters(), strict=True)]
+        return min(each for each in changed if each == each)
+
+    assert min(in_ranks(work, 2, tmp_path)) > 0
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
+def test_the_state_of_adapters_has_the_names_of_the_users_model_and_loads_from_others(tmp_path):
+    def work(_rank):
+        torch.manual_seed(1)
+        config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        model = get_peft_model(small_model(**LAYERS), config)
+        names = {name for name, each in model.named_parameters() if each.requires_grad}
+        optimizer = SGD([each for each in model.parameters() if each.requires_grad])
+        with Session(model, optimizer, capacity_tokens=256, stages=2) as session:
+            state = session.state_dict()
+            assert session.rank or state["master_weights"].keys() == names
+            inside = {
+                name.removeprefix("base_model.model."): each for name, each in state.get("master_weights", {}).items()
+            }
+            session.load_state_dict({**state, "master_weights": {name: each + 1 for name, each in inside.items()}})
+            again = session.state_dict().get("master_weights", {})
+        assert all(torch.equal(again[name], each + 1) for name, each in state.get("master_weights", {}).items())
+
+    in_ranks(work, 2, tmp_path)

@@ -65,7 +65,7 @@ class PlanCommand:
     """A JSON list of lengths in tokens, or {"recipe": ..., "tokens": ..., "seed": ...} of a published data
     set ("longest_tokens" clips it)."""
     ranks: Annotated[int, tyro.conf.arg(metavar="N")]
-    """Ranks of the cluster: model replicas, each with its own device."""
+    """Ranks of the cluster: model replicas, each with its own device; with `stages` in the run file as train counts."""
     capacity: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
     """Tokens that one rank can hold in one microbatch, 8192 or 8K (K = 1024); default: the run file's
     capacity_tokens."""
@@ -114,7 +114,7 @@ class PlanCommand:
                 console.print(why)
         options = replace(asked.options, context_tokens=context)
         planning = StepPlanning(
-            ranks=self.ranks,
+            ranks=self._replicas(asked.config, self.ranks),
             cost=asked.cost,
             capacities=asked.capacities,
             options=options,
@@ -175,9 +175,12 @@ class PlanCommand:
         heads = self.planning.heads or (str(config.heads) if config and not self.cost else "off")
         offload, ratio = self._offload(config)
         mode = self.planning.mode or (config.plan_mode(ranks or 1) if config else "free")
-        own = {"heads": heads, "offload": offload, "mode": mode}
-        options = self.planning.options(planner=planner, layers=layers, speeds=speeds, stages=self.stages, **own)
-        problems.attempt(partial(options.checked, ranks or len(speeds or [1]), cost))
+        own = {"heads": heads, "offload": offload, "mode": mode, "stages": self.stages}
+        if config is not None and self._in_stages(config):
+            own |= {"mode": "pipeline", "stages": config.stages, "virtual": config.virtual}
+        options = self.planning.options(planner=planner, layers=layers, speeds=speeds, **own)
+        replicas = problems.attempt(partial(self._replicas, config, ranks or len(speeds or [1])))
+        problems.attempt(partial(options.checked, replicas or 1, cost))
         lengths = problems.attempt(partial(lengths_from_file, self.lengths)) if self.lengths else None
         capacities = problems.attempt(partial(self._capacities, config, shape, ranks, measured))
         problems.raise_all()
@@ -218,6 +221,20 @@ class PlanCommand:
         cost = sharded_cost(asked.cost, layout.memory, group=layout.ranks_in_step)
         mode = "free" if layout.ranks_in_step == 1 else "waves"
         return replace(asked, cost=cost, options=replace(asked.options, mode=mode)), layout.why
+
+    def _in_stages(self, config: RunConfig | None) -> bool:
+        """Whether the stages of pipelines are those of a run file, and ranks as training counts them."""
+        given = (self.stages, self.planning.mode, self.planning.virtual, self.cost)
+        return config is not None and config.stages > 1 and given == (None,) * len(given)
+
+    def _replicas(self, config: RunConfig | None, ranks: int) -> int:
+        """Return the ranks of a plan."""
+        if config is None or not self._in_stages(config):
+            return ranks
+        if ranks % config.stages:
+            expected, got = f"a multiple of the {config.stages} stages", str(ranks)
+            raise ConfigError("ranks", expected=expected, got=got, remedy="Give others, or change stages.")
+        return ranks // config.stages
 
     def _offload(self, config: RunConfig | None) -> tuple[str, float | None]:
         """Return (what the planner may offload, the run file's own ratio of every microbatch)."""
@@ -325,8 +342,9 @@ class PlanCommand:
 
         if self.cost is not None:
             return costs(file=self.cost)
+        stages = config.stages if config and self._in_stages(config) else self.stages or 1
         if measured is not None:
-            cost = measured_cost(measured)
+            cost = measured_cost(measured, stages=stages)
             if self.ranks_per_node is not None:
                 cost = replace(cost, ranks_per_node=read_whole("--ranks-per-node", self.ranks_per_node))
             return cost
@@ -334,8 +352,7 @@ class PlanCommand:
             return None
         if config is not None and self._plans_as_training:
             precision = config.precision_on(gpus=hardware.compute_dtype_bytes == 2)
-            return base_cost(shape, hardware.name, precision=precision, adapters=_adapters_of(config))
-        stages = 1 if self.stages is None else self.stages
+            return base_cost(shape, hardware.name, precision=precision, adapters=_adapters_of(config), stages=stages)
         return costs(shape, hardware, stages=stages)
 
     def _lengths(self, asked: PlanInput) -> tuple[list[int], int | None, int]:

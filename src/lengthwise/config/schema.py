@@ -357,15 +357,15 @@ def _not_with_stages(values: Mapping[str, object]) -> list[ConfigError]:
         refuse("shard", why, shard, "Take shard out, or stages.")
     if values.get("capacity_tokens", "auto") == "auto":
         refuse("capacity_tokens", "a number", "auto", "Give the tokens of a microbatch on a rank: capacity_tokens: 8K")
-    for key, why in (("offload", "a stage keeps several microbatches at once, a store returns one"), ("compile", "")):
-        if values.get(key, False) not in (False, None):
-            refuse(key, "nothing", "it", f"Take {key} out: {why or 'stages do not run with it yet'}.")
+    if values.get("compile"):
+        refuse("compile", "false", "true", "Take compile out.")
     if values.get("ranks_per_node") is not None:
         refuse("ranks_per_node", "none", values["ranks_per_node"], "Take ranks_per_node out.")
     if values.get("memory_check"):
         refuse("memory_check", "false", "true", "Take memory_check out.")
-    if values.get("measurements") not in (None, MEASURE_NOTHING):
-        refuse("measurements", MEASURE_NOTHING, values.get("measurements"), "Take measurements out.")
+    if values.get("measurements") == MEASURE_AT_START:
+        remedy = "Measure the whole model with `lengthwise profile`, and name its file."
+        refuse("measurements", f"{MEASURE_NOTHING} or a file", MEASURE_AT_START, remedy)
     return found
 
 

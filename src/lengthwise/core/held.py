@@ -69,7 +69,7 @@ def fullest_tokens(plan: Plan, microbatch: Microbatch) -> int:
     return max(held_by_rank(plan, microbatch)[0].values())
 
 
-def kept_ratio(offload: float, layers: int) -> float:
+def kept_ratio(offload: float, layers: float) -> float:
     """Return the share of a token's activations that stays on the device: first and last layer are not offloaded."""
     layers = max(layers, 2)
     return (2 + (1 - offload) * (layers - 2)) / layers

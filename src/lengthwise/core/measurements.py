@@ -16,7 +16,9 @@ from pydantic import ConfigDict, Field
 
 SCHEMA = "lengthwise.measurements/1"
 
-Kind = Literal["local", "ring", "block", "transfer", "copy", "end_collectives", "end_update", "end_clear"]
+Kind = Literal[
+    "local", "ring", "block", "transfer", "copy", "embedding", "head", "end_collectives", "end_update", "end_clear"
+]
 Tier = Literal["none", "near", "far"]
 TermName = Literal[
     "quadratic_seconds",
@@ -32,6 +34,8 @@ TermName = Literal[
     "reduced_bytes_per_second",
     "update_seconds",
     "clear_seconds",
+    "embedding_seconds",
+    "head_seconds",
 ]
 Clock = Literal["wall", "cpu"]
 Precision = Literal["fp32", "bf16", "fp64"]
@@ -48,11 +52,9 @@ class Sample:
     """One thing that was run again and again on a rank.
 
     kind: "local", a microbatch of packs on each rank; "ring", sequences over `degree` ranks; "block", one layer's
-    causal
-        attention by the kernel alone; "transfer", a message to the next rank and one from it; "copy", activations to
-        where they are offloaded and back, on all ranks at once; of the step's end "end_collectives", "end_update"
-            (AdamW
-        on this rank's slice) and "end_clear".
+        causal attention by the kernel alone; "transfer", a message to the next rank and one from it; "copy",
+        activations to where they are offloaded and back, on all ranks at once; "embedding" and "head", with its loss,
+        alone; of the step's end "end_collectives", "end_update" (AdamW on this rank's slice) and "end_clear".
     lengths: tokens of each sequence. degree: ranks that took part.
     tier: the slowest link that was passed: none, inside a node (near), or between nodes (far).
     num_bytes: that a rank sent, where the lengths do not say it.

@@ -75,7 +75,7 @@ def all_terms_cost(
         copy_bytes={kind: memory.saved_bytes(kind) for kind in RECOMPUTE_KINDS},
         copy_bytes_per_second=copies,
         reduced_bytes=(shape.total_params if adapters is None else adapters) / devices * (GRADIENT_BYTES + dtype_bytes),
-        host_bytes=host_share_bytes(hardware),
+        host_bytes=host_share_bytes(hardware) / stages,  # the first one has a part of as many microbatches there
         stages=stages,
         # Neighbouring ranks share nodes stage by stage, so what goes from stage to stage goes between nodes.
         stage_bytes=shape.hidden / tensor * dtype_bytes if stages > 1 else 0.0,

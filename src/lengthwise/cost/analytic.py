@@ -52,6 +52,22 @@ def layer_flops(shape: ModelShape, lengths: Sequence[int]) -> tuple[float, float
     return (step_flops(shape, lengths) - head) / shape.layers, head
 
 
+def layer_seconds(
+    cost: Cost, shape: ModelShape, lengths: Sequence[int], *, capacity: int
+) -> tuple[float, float, float]:
+    """Return the seconds of one layer, on average, of the embedding and of the head, in packs of `capacity` tokens.
+
+    Where the costs do not tell embedding and head apart, the head is its part of the FLOPs that are not attention.
+    """
+    tokens = float(np.sum(lengths))
+    whole = cost.stages * float(cost.compute_seconds(np.array(lengths, dtype=np.int64)).sum())
+    whole += cost.stages * cost.fixed_seconds * tokens / capacity
+    embedding, head = cost.embedding_seconds * tokens, cost.head_seconds * tokens
+    if not cost.head_seconds:
+        head = cost.stages * cost.linear_seconds * tokens * shape.hidden * shape.vocab / shape.linear_params
+    return max(0.0, whole - embedding - head) / shape.layers, embedding, head
+
+
 def flops_coefficients(shape: ModelShape) -> tuple[float, float]:
     """Return FLOPs a token of everything but attention, and FLOPs a squared token of attention."""
     return 6.0 * shape.linear_params, (1 + 2.5) * 2.0 * shape.layers * shape.heads * shape.head_dim

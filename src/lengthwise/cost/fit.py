@@ -16,7 +16,7 @@ from typing import get_args
 import numpy as np
 
 from lengthwise.core.errors import ConfigError
-from lengthwise.core.measurements import Fit, Sample, Term, TermName, Tier
+from lengthwise.core.measurements import Fit, Kind, Sample, Term, TermName, Tier
 from lengthwise.cost.choices import Choice
 from lengthwise.cost.links import Floats, Link
 from lengthwise.cost.terms import Cost
@@ -26,6 +26,7 @@ _LEAST_SHARE, _MOST_SHARE = 0.02, 0.98  # of forward: a pass without any work wo
 _LINKS: tuple[Tier, ...] = ("near", "far")
 _RATES: Mapping[Tier, TermName] = {"near": "near_bytes_per_second", "far": "far_bytes_per_second"}
 _HOPS: Mapping[Tier, TermName] = {"near": "near_hop_seconds", "far": "far_hop_seconds"}
+_ENDS: Mapping[Kind, TermName] = {"embedding": "embedding_seconds", "head": "head_seconds"}
 _COMPUTE: tuple[TermName, ...] = ("quadratic_seconds", "linear_seconds", "fixed_seconds")
 
 
@@ -72,6 +73,7 @@ def fit_samples(samples: Sequence[Sample], base: Cost) -> Fit:
         raise ConfigError("samples", expected=expected, got="seconds that do not grow", remedy=remedy)
     cost = with_terms(cost, terms)
     terms |= _fit_forward(local, blocks, cost)
+    terms |= {_ENDS[each.kind]: _a_token(each) for each in samples if each.kind in _ENDS}
     terms |= _fit_step_end(samples, cost)
     cost = with_terms(cost, terms)
     errors = [abs(predicted_seconds(each, cost) / each.seconds - 1) for each in ran]
@@ -95,7 +97,7 @@ def with_terms(cost: Cost, terms: Mapping[TermName, Term]) -> Cost:
     linear = values.get("forward_linear", cost.forward.linear)
     return replace(
         cost,
-        **some("quadratic_seconds linear_seconds fixed_seconds copy_bytes_per_second"),
+        **some("quadratic_seconds linear_seconds fixed_seconds copy_bytes_per_second embedding_seconds head_seconds"),
         near=_link(cost.near, values.get("near_bytes_per_second"), values.get("near_hop_seconds")),
         far=_link(cost.far, values.get("far_bytes_per_second"), values.get("far_hop_seconds")),
         forward=replace(cost.forward, attention=attention, linear=linear),
@@ -186,6 +188,10 @@ def _fit_step_end(samples: Sequence[Sample], cost: Cost) -> dict[TermName, Term]
     if (clear := of_kind.get("end_clear")) is not None:
         terms["clear_seconds"] = Term(value=clear.seconds, relative_error=_of_one(clear))
     return terms
+
+
+def _a_token(sample: Sample) -> Term:
+    return Term(value=sample.seconds / sum(sample.lengths), relative_error=_of_one(sample))
 
 
 def _of_one(sample: Sample) -> float | None:

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from lengthwise.config.problems import expected_value, shown
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.core.files import read_json
-from lengthwise.core.measurements import SCHEMA, MeasuredModel, Measurements
+from lengthwise.core.measurements import SCHEMA, MeasuredModel, Measurements, Term, TermName
 from lengthwise.core.names import did_you_mean
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.all_terms import all_terms_cost
@@ -26,6 +26,12 @@ from lengthwise.cost.memory import DTYPE_BYTES
 from lengthwise.cost.terms import Cost
 
 _MOST_SECONDS, _MOST_BYTES = 1e6, 1e18  # that any machine takes for a token or a step, or moves in a second
+_OF_ALL_LAYERS = frozenset(
+    (
+        *("quadratic_seconds", "linear_seconds", "fixed_seconds", "near_hop_seconds", "far_hop_seconds"),
+        *("update_seconds", "clear_seconds"),
+    )
+)
 _REMEDY = "Profile again; `lengthwise profile` writes such a file."
 
 
@@ -85,8 +91,8 @@ def base_cost(
     return all_terms_cost(shape, computing, adapters=adapters, stages=stages)
 
 
-def measured_cost(measurements: Measurements) -> Cost:
-    """Make the costs of the model and the machine that were measured."""
+def measured_cost(measurements: Measurements, *, stages: int = 1) -> Cost:
+    """Make the costs of the model and the machine that were measured; of one of its pipeline stages, cut evenly."""
     shape, place = measured_shape(measurements), measurements.place
     base = base_cost(
         shape,
@@ -94,13 +100,18 @@ def measured_cost(measurements: Measurements) -> Cost:
         precision=measurements.precision,
         ranks_per_node=place.ranks_per_node,
         adapters=measurements.adapters,
+        stages=stages,
     )
     base = replace(
         base,
         block_efficiency=measurements.fit.block_efficiency or base.block_efficiency,
         version=f"measured/1 {shape.name} {place.device} {measurements.digest()[:12]}",
     )
-    return with_terms(base, measurements.fit.terms)
+    terms: dict[TermName, Term] = {
+        name: replace(term, value=term.value / stages) if name in _OF_ALL_LAYERS else term
+        for name, term in measurements.fit.terms.items()
+    }
+    return with_terms(base, terms)
 
 
 def cost_from_measurements(
@@ -111,6 +122,7 @@ def cost_from_measurements(
     threads: int | None = None,
     adapters: int | None = None,
     on_gpus: bool | None = None,
+    stages: int = 1,
 ) -> Cost:
     """Make the costs of a run from a file of measurements.
 
@@ -121,6 +133,7 @@ def cost_from_measurements(
         threads: of each rank; None: whatever the file has.
         adapters: parameters that train in place of the model's own; None: all train.
         on_gpus: whether the run computes on GPUs; None: wherever the file was made.
+        stages: of the run's pipelines.
 
     Raises:
         ConfigError: the file cannot be read, or is of another model, precision, number of threads or kind of device.
@@ -130,7 +143,7 @@ def cost_from_measurements(
     raise_problems(
         misfits(found, str(path), shape, precision=precision, threads=threads, adapters=adapters, on_gpus=on_gpus)
     )
-    return measured_cost(found)
+    return measured_cost(found, stages=stages)
 
 
 def misfits(

@@ -246,15 +246,17 @@ class StepMemory:
     ) -> Numbers:
         """Return what of the peak is not kept from step to step; arrays have an entry a microbatch.
 
-        kept: of how many microbatches the first stage keeps activations; None: as many as it may. The last stage, which
-        has the loss, keeps fewer.
+        kept: of how many microbatches the first stage keeps activations, the last one fewer; None: as many as it may.
         """
-        layers, layer = self.shape.layers, self._layer()
+        layers, layer, chunks = self.shape.layers, self._layer(), self.stages * self.virtual
         first = microbatches_kept(self.stages, self.virtual) if kept is None else kept
         last = np.minimum(first, self.stages - (self.stages - 1) / self.virtual)
         norm, head = layer.bare_norm * self.shape.hidden, layer.tied_head_gradient
         saved = layers * layer.saved(recompute) + norm
-        away, window = (1 - kept_ratio(offload, layers)) * saved, WINDOW_LAYERS * saved / layers
+        own, window = saved / chunks, min(WINDOW_LAYERS, layers / chunks) * saved / layers
+        # In stages all of a chunk goes but of the last, of which two layers stay, as of a whole model.
+        away_of_last = 1 - kept_ratio(offload, layers / chunks)
+        away = away_of_last if chunks == 1 else np.asarray(offload)
         loss = loss_bytes(
             self.shape,
             tokens,
@@ -262,11 +264,19 @@ class StepMemory:
             logits_at_once=self.logits_at_once,
             trains_head=self.trained is None,
         )
-        moments = [last * (saved - away) / self.stages * tokens + layer.result * tokens + loss]
+        on_last = (last * saved / self.stages - own) * (1 - away) + own * (1 - away_of_last)
+        moments = [on_last * tokens + layer.result * tokens + loss]
+        if self.stages > 1:  # a layer that runs forward, while what the next backward needs first comes back
+            back = np.minimum(away * own, np.maximum(0.0, window - (1 - away) * own))
+            runs = np.where(away > 0, saved / layers, 0.0)
+            moments.append((first * saved / self.stages * (1 - away) + back + runs) * tokens)
         for unpacked, beside in layer.turns(recompute):
-            left = saved - norm - unpacked  # what is away comes back into a window beyond what the layer has unpacked
-            on_device = unpacked + np.maximum(left - away, np.minimum(left, window)) + (first - 1) * (saved - away)
-            moments.append(on_device / self.stages * tokens + beside * tokens + layer.experts_gradient + head)
+            left = (
+                own - norm / chunks - unpacked
+            )  # what is away comes back into a window beyond what the layer unpacked
+            on_device = unpacked + np.maximum(left - away * own, np.minimum(left, window))
+            on_device = on_device + (first * saved / self.stages - own) * (1 - away)
+            moments.append(on_device * tokens + beside * tokens + layer.experts_gradient + head)
         return np.maximum.reduce(np.broadcast_arrays(*moments)) / self.tensor
 
     def _layer(self) -> _Layer:

@@ -64,6 +64,8 @@ class Cost:
     traffic: what every wave gathers and sums where parameters are sharded; None: they are not.
     stages: pipeline stages of a rank; coefficients are those of one stage.
     stage_bytes: of a token's activations, sent on from a stage to the next, between nodes.
+    embedding_seconds, head_seconds: of the embedding and the head, a token, part of `linear_seconds` of all stages, by
+        which layers are cut; 0: not measured.
     choices: what pieces may choose whose `Choice` is not given.
 
     Raises:
@@ -99,6 +101,8 @@ class Cost:
     traffic: Traffic | None = None
     stages: int = 1
     stage_bytes: float = 0.0
+    embedding_seconds: float = 0.0
+    head_seconds: float = 0.0
     choices: Choices = _NOTHING
 
     def __post_init__(self) -> None:
@@ -106,7 +110,8 @@ class Cost:
         for name, value in coefficients.items():
             if not is_number(value) or not 0 <= value < inf:
                 raise _refused(name, "a finite number of seconds, 0 or more", value, f"Give {name} in seconds.")
-        if not any(coefficients.values()):
+        parts = ("embedding_seconds", "head_seconds")  # of linear_seconds
+        if not any(value for name, value in coefficients.items() if name not in parts):
             remedy = "Give linear_seconds and quadratic_seconds, at least."
             raise _refused("coefficients", "at least one coefficient above 0", list(coefficients.values()), remedy)
         shares = [share for _, share in self.windows]
@@ -278,9 +283,10 @@ class Cost:
         return sum(link.hop_seconds for each in self.passes(self.choices.recompute) if each.ring) * (degree - 1)
 
     def copy_seconds(self, held: Numbers, offload: Numbers, recompute: str) -> Numbers:
-        """Return the seconds of copying `held` tokens at ratio `offload` one way; two layers stay on the device."""
+        """Return the seconds of copying `held` tokens at ratio `offload` one way; two layers stay, in stages none."""
         layers = max(self.layers, 2)
-        return offload * (layers - 2) / layers * self.copy_bytes[recompute] * held / self.copy_bytes_per_second
+        goes = (layers - 2) / layers if self.stages == 1 else 1.0
+        return offload * goes * self.copy_bytes[recompute] * held / self.copy_bytes_per_second
 
     def step_end_seconds(self, ranks: int) -> float:
         """Return how long gradients and parameters take to be reduced and gathered over all ranks, once a step."""

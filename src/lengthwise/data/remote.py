@@ -123,7 +123,7 @@ class RemoteDataset(NumberedRows):
         self.specs, self._seed, self._tokenizer_digest = tuple(specs), seed, tokenizer_digest
         self._parts = [(spec.key, part) for spec in specs for part in spec.parts]
         self._clients: Sequence[ShardClient] = ()
-        self._born, self._counted = list[str](), list[list[Counted]]()
+        self._starts, self._counted = list[set[str]](), list[list[Counted]]()
         self._left_out = set[int]()
         self._errors, self._steps = dict[int, DataError](), deque[_Fetched](maxlen=_STEPS_KEPT)
         self.skipped: Counter[str] = Counter()
@@ -135,7 +135,7 @@ class RemoteDataset(NumberedRows):
         self._clients, refusals = clients, Refusals()
         for waiting in [client.ask("describe") for client in clients]:
             born, counted = waiting()
-            self._born.append(born)
+            self._starts.append({born})
             self._counted.append([] if isinstance(counted, LengthwiseError) else counted)
             for error in _problems(counted):
                 refusals.add(error)
@@ -223,9 +223,12 @@ class RemoteDataset(NumberedRows):
                 self.loss_weights[own] = found.loss_weights
 
     def _checked(self, shard: int, answer: tuple[str, Any]) -> Any:
-        """Return what a shard answers; say when it was started anew, and refuse one whose files changed meanwhile."""
+        """Return what a shard answers; say when it was started anew, and refuse one whose files changed meanwhile.
+
+        Answers from before its end may be read after those of its new start.
+        """
         born, found = answer
-        if born != self._born[shard]:
+        if born not in self._starts[shard]:
             name = self._clients[shard].spec.name
             self.on_restart(f"{name} ended and was started again; it reads on from where it was")
             now = self._clients[shard].ask("describe")()[1]
@@ -234,7 +237,7 @@ class RemoteDataset(NumberedRows):
             if now != self._counted[shard]:
                 remedy = "Let whatever writes it finish, then start again."
                 raise DataError(name, expected="files that stay as they are", got="a change", remedy=remedy)
-            self._born[shard] = born
+            self._starts[shard].add(born)
         return found
 
     def read_ahead(self, spans: Sequence[Span]) -> None:

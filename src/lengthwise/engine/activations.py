@@ -10,18 +10,20 @@ from __future__ import annotations
 import tempfile
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from lengthwise.attention import BlockKernel
+from lengthwise.attention import BlockKernel, PlannedAttention
 from lengthwise.config import OffloadConfig
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import Microbatch
 from lengthwise.cost import WINDOW_LAYERS, MicrobatchBytes, shape_from_config
-from lengthwise.engine.small_pass import ALONE, Casting, Layout, Seen, SmallPasses, fitted
-from lengthwise.models import position_limit
+from lengthwise.engine.small_pass import ALONE, Casting, Layout, RunLayers, Seen, SmallPasses, fitted
+from lengthwise.models import ModelStage, position_limit, run_chunk
 from lengthwise.offload import ActivationSaver, ActivationStore, DiskStore, PinnedStore, parameter_storages
 
 _ROWS = 64  # of the larger pass: enough for lines that are exact
@@ -37,25 +39,38 @@ class Offloading:
     ) -> None:
         self.store, self._leaving_bytes, self._casting = store, store.leaving_bytes, casting
         self._model, self._kernel, self._stays = model, kernel, parameter_storages(model)
-        self._bytes: dict[tuple[str, int], MicrobatchBytes] = {}
+        self._bytes: dict[tuple[str, int, int], MicrobatchBytes] = {}
 
-    def saver(self, microbatch: Microbatch, rows: int) -> ActivationSaver | None:
-        """Return the saver of a microbatch that has `rows` rows here; None where nothing is to be offloaded."""
+    def saver(
+        self, microbatch: Microbatch, rows: int, *, stage: ModelStage | None = None, chunk: int = 0
+    ) -> ActivationSaver | None:
+        """Return the saver of a microbatch that has `rows` rows here; None where nothing is to be offloaded.
+
+        stage: whose `chunk` of layers runs; None: all layers of the model. What other stages run on is not needed soon,
+        so all layers of it may go; of the last chunk two stay, as of a model: together at most what the plan counts.
+        """
         if not microbatch.offload:
             return None
         kind, heads = microbatch.recompute, max(piece.heads for piece in microbatch.pieces)
-        if (kind, heads) not in self._bytes:
-            layout = Layout(degree=heads, heads=heads)
-            self._bytes[kind, heads] = measure_saved(
-                self._model, self._kernel, kind, layout=layout, casting=self._casting
+        if (kind, heads, chunk) not in self._bytes:
+            self._bytes[kind, heads, chunk] = measure_saved(
+                self._model,
+                self._kernel,
+                kind,
+                layout=Layout(degree=heads, heads=heads),
+                casting=self._casting,
+                run=None if stage is None else partial(_run_alone, stage, chunk),
+                layers=None if stage is None else len(stage.chunks[chunk]),
             )
-        found = self._bytes[kind, heads]
+        found = self._bytes[kind, heads, chunk]
         saved = found.saved(rows)
+        waits = stage is not None and not stage.is_last(chunk)
+        goes = microbatch.offload if waits else 1 - kept_ratio(microbatch.offload, found.layers)
         self.store.leaving_bytes = found.leaving(rows, self._leaving_bytes)
         return ActivationSaver(
             self.store,
             stays=self._stays,
-            offload_bytes=round((1 - kept_ratio(microbatch.offload, found.layers)) * saved),
+            offload_bytes=round(goes * saved),
             layer_bytes=saved // found.layers,
             window_bytes=WINDOW_LAYERS * saved // found.layers,
         )
@@ -109,12 +124,29 @@ def measure_saved(
     *,
     layout: Layout = ALONE,
     casting: Casting = nullcontext,
+    run: RunLayers | None = None,
+    layers: int | None = None,
 ) -> MicrobatchBytes:
-    """Measure what autograd saves of the layers of a model under one kind of recomputation; forward only."""
+    """Measure what autograd saves of the layers of a model under one kind of recomputation; forward only.
+
+    run: runs some `layers` of them alone; None: all are run.
+    """
     passes = SmallPasses(model=model, kernel=kernel, recompute=recompute, layout=layout, casting=casting)
     rows = _rows(model, kernel, layout)
     config: Any = model.config
-    return fitted([passes.saved(each) for each in (rows // 2, rows)], (), layers=config.num_hidden_layers)
+    seen = [passes.saved(each, run) for each in (rows // 2, rows)]
+    return fitted(seen, (), layers=config.num_hidden_layers if layers is None else layers)
+
+
+def _run_alone(stage: ModelStage, chunk: int, planned: PlannedAttention, ids: Tensor, positions: Tensor) -> None:
+    """Run a chunk of a stage on what another stage might send."""
+    planned.layers_passed = stage.layers_passed(chunk)
+    hidden = None
+    if not stage.is_first(chunk):
+        like, random = next(stage.model.parameters()), torch.Generator().manual_seed(0)
+        hidden = torch.randn(1, planned.num_rows, stage.width, generator=random).to(like).requires_grad_()
+    with stage.running(chunk, hidden):
+        run_chunk(stage.model, stage.decoder, planned, ids, positions)
 
 
 def measure_microbatch(

@@ -7,11 +7,14 @@
    than a pipeline's worth of them.
 
 Of a microbatch a stage keeps what backward needs from its forward to its backward: at most p - s of them (v = 1).
+Where the plan offloads, the store has several at once, and what the next backward needs first is on its way back while
+the action before it runs. Hidden states that were received or sent stay only as far as autograd saved them.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,10 +24,12 @@ from lengthwise.attention import ActivationPolicy, BlockKernel, PlannedAttention
 from lengthwise.comm import Mesh, Pending, SoloTransport
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import LOGITS_AT_ONCE
+from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_MICROBATCHES, reporting_shortage
 from lengthwise.engine.objective import ForwardPass, NextToken, Objective
 from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.stage_graph import KeptForward, given_on, received
 from lengthwise.engine.step import RankResult, row_keys
 from lengthwise.models import (
     ANY_KEY,
@@ -79,6 +84,7 @@ def run_stage(
     train: bool = True,
     logits_at_once: int | None = LOGITS_AT_ONCE,
     objective: Objective | None = None,
+    offloading: Offloading | None = None,
     parameters: Parameters | None = None,
     dropout: DropoutKey = ANY_KEY,
     autocast: torch.dtype | None = None,
@@ -97,6 +103,7 @@ def run_stage(
     if parameters is not None:
         parameters.published()  # no transfer may be posted while values arrive
     interval = transport.clock.start(device)
+    copied = 0.0 if offloading is None else offloading.store.waited_seconds
     programs = {program.index: program for program in lower_plan(plan, mesh.replica)}
     transport.phase = f"{name}, connecting"
     transport.connect(head_peers(tuple(programs.values()), mesh.replica))
@@ -113,6 +120,7 @@ def run_stage(
         device=device,
         dropout=dropout if train and has_dropout(stage.model) else None,
         autocast=autocast,
+        offloading=offloading,
     )
     if run.dropout is not None:
         run.place_dropout()
@@ -131,19 +139,9 @@ def run_stage(
         router_loss=router_loss,
         busy_seconds=spent.busy_seconds,
         ring_wait_seconds=spent.transfer_seconds,
+        offloaded_bytes=run.offloaded_bytes,
+        offload_wait_seconds=0.0 if offloading is None else offloading.store.waited_seconds - copied,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept:
-    """What backward needs of a forward: what came in (None: ids), and what it gave on, or its loss.
-
-    router_share: its part of the routers' balance loss; None: it has none.
-    """
-
-    hidden: Tensor | None
-    output: Tensor
-    router_share: Tensor | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,11 +157,13 @@ class _StageStep:
     device: torch.device
     dropout: DropoutKey | None
     autocast: torch.dtype | None
+    offloading: Offloading | None = None
+    offloaded_bytes: int = 0
     _counts: Tensor | None = None  # of what routers choose, while they are counted
     _balance: RouterBalance | None = None
     _arriving: dict[_Key, tuple[Pending, Tensor]] = field(default_factory=dict)
     _attentions: dict[_Key, PlannedAttention] = field(default_factory=dict)
-    _kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
+    _kept: dict[tuple[int, int], KeptForward] = field(default_factory=dict)
     _leaving: dict[_Key, Tensor] = field(default_factory=dict)
     _sent: deque[Pending] = field(default_factory=deque)
     _windows: frozenset[int | None] = frozenset()
@@ -176,17 +176,27 @@ class _StageStep:
 
     def _take_turns(self, plan: Plan, *, forward_only: bool) -> Tensor:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for turn in stage_turns(plan, self.mesh.replica, self.mesh.stage, forward_only=forward_only):
+        turns = stage_turns(plan, self.mesh.replica, self.mesh.stage, forward_only=forward_only)
+        coming = deque(turn.action for turn in turns if turn.action is not None)
+        for turn in turns:
             if turn.action is not None:
+                coming.popleft()
                 self._enter(turn.action)
                 if turn.action.is_forward:
                     self._forward(turn.action, sums)
                 else:
                     self._backward(turn.action)
+                self._bring_back(list(coming)[:2])
             self._post(turn)
         while self._sent:
             self._sent.popleft().wait()
         return sums
+
+    def _bring_back(self, coming: Sequence[StageAction]) -> None:
+        """Begin to load what the first backward among these actions needs first."""
+        kept = next((self._kept.get((each.microbatch, each.chunk)) for each in coming if not each.is_forward), None)
+        if kept is not None and kept.saver is not None:
+            kept.saver.prefetch()
 
     def _count_routers(self, plan: Plan) -> None:
         """Sum over all ranks what all tokens choose: each counts the routers of its own chunks."""
@@ -209,7 +219,7 @@ class _StageStep:
             planned.layers_passed = stage.layers_passed(chunk)
             row = torch.zeros(1, dtype=torch.int64, device=self.device)
             counting = KeyedDropout(torch.zeros(planned.num_rows, dtype=torch.int64, device=self.device))
-            hidden = None if stage.is_first(chunk) else self._hidden(planned).zero_()
+            hidden = None if stage.is_first(chunk) else self._hidden(planned.num_rows).zero_()
             with torch.no_grad(), stage.running(chunk, hidden), counting:
                 run_chunk(stage.model, stage.decoder, planned, row, row)
             calls[chunk] = counting.calls
@@ -236,15 +246,16 @@ class _StageStep:
         del self._attentions[number, chunk, True]
         planned.lower(self._windows, self.device)
         keeps = self.train and self._counts is None
-        hidden = None if stage.is_first(chunk) else self._take(action)
+        policy = self._policy(action, planned.num_rows) if keeps else ActivationPolicy()
+        hidden, before = None if stage.is_first(chunk) else self._take(action), None
         if hidden is not None and keeps:
-            hidden.requires_grad_()
-        recompute = self.programs[number].microbatch.recompute if keeps else "none"
+            before = list[Tensor]()
+            hidden = received(hidden, before)
         routers = list[Tensor]()
         with (
             torch.set_grad_enabled(keeps),
             stage.running(chunk, hidden),
-            apply_policy(stage.model, planned, ActivationPolicy(recompute=recompute), self._dropout(planned, action)),
+            apply_policy(stage.model, planned, policy, self._dropout(planned, action)),
         ):
             output = self._run_chunk(action, planned, routers)
         self._windows |= planned.windows
@@ -252,13 +263,28 @@ class _StageStep:
             self._counts += count_choices(stage.model, routers)
         share = None if self._balance is None or not routers else self._balance.share(routers)
         if keeps:
-            self._kept[number, chunk] = _Kept(hidden=hidden, output=output, router_share=share)
+            after = list[Tensor]()
+            self._kept[number, chunk] = KeptForward(
+                rows=planned.num_rows,
+                end=output if stage.is_last(chunk) else given_on(output, after),
+                after=after,
+                before=before,
+                router_share=share,
+                saver=policy.saver,
+            )
         if share is not None:
             sums[1] += share.detach()
         if not stage.is_last(chunk):
             self._leaving[number, chunk + 1, True] = output.detach()
         else:
             sums[0] += output.detach()
+
+    def _policy(self, action: StageAction, rows: int) -> ActivationPolicy:
+        microbatch, saver = self.programs[action.microbatch].microbatch, None
+        if microbatch.offload:
+            assert self.offloading is not None, f"nowhere to offload {microbatch.offload} of {action}"
+            saver = self.offloading.saver(microbatch, rows, stage=self.stage, chunk=action.chunk)
+        return ActivationPolicy(recompute=microbatch.recompute, saver=saver)
 
     def _run_chunk(self, action: StageAction, planned: PlannedAttention, routers: list[Tensor]) -> Tensor:
         """Return the hidden states of a chunk, or its loss, (); 0 where routers are counted."""
@@ -284,18 +310,23 @@ class _StageStep:
     def _backward(self, action: StageAction) -> None:
         number, chunk = action.microbatch, action.chunk
         kept = self._kept.pop((number, chunk))
+        ends = [kept.end]
         if self.stage.is_last(chunk):
-            flows: list[tuple[Tensor, Tensor | None]] = [(kept.output / self.objective.divisor, None)]
+            ends = [kept.end / self.objective.divisor]
         else:
-            flows = [(kept.output, self._take(action))]
+            kept.after.append(self._take(action))
         if kept.router_share is not None and self._balance is not None:
-            flows.append((self._balance.coefficient * kept.router_share, None))
-        flows = [flow for flow in flows if flow[0].requires_grad]
-        if flows:
-            torch.autograd.backward([output for output, _ in flows], [gradient for _, gradient in flows])
-        if kept.hidden is not None:
-            made = kept.hidden.grad
-            self._leaving[number, chunk - 1, False] = torch.zeros_like(kept.hidden) if made is None else made
+            ends.append(self._balance.coefficient * kept.router_share)
+        ends = [end for end in ends if end.requires_grad]
+        if ends:
+            torch.autograd.backward(ends)
+        if kept.saver is not None:
+            self.offloaded_bytes += kept.saver.totals.offloaded_bytes
+            kept.saver.end()
+        if kept.before is not None:
+            self._leaving[number, chunk - 1, False] = (
+                kept.before.pop() if kept.before else self._hidden(kept.rows).zero_()
+            )
 
     def _attention(self, number: int, chunk: int) -> PlannedAttention:
         """Return the attention of a microbatch in a chunk, made when its message is asked for, or when it runs."""
@@ -333,12 +364,12 @@ class _StageStep:
     def _room(self, message: StageMessage) -> Tensor:
         """Make room for hidden states, or for the gradient of what this stage gave on."""
         if not message.is_forward:
-            return torch.empty_like(self._kept[message.microbatch, message.chunk].output)
-        return self._hidden(self._attention(message.microbatch, message.chunk))
+            return self._hidden(self._kept[message.microbatch, message.chunk].rows)
+        return self._hidden(self._attention(message.microbatch, message.chunk).num_rows)
 
-    def _hidden(self, planned: PlannedAttention) -> Tensor:
+    def _hidden(self, rows: int) -> Tensor:
         like = next(self.stage.model.parameters())
-        return torch.empty(1, planned.num_rows, self.stage.width, dtype=like.dtype, device=self.device)
+        return torch.empty(1, rows, self.stage.width, dtype=like.dtype, device=self.device)
 
 
 def _key(message: StageMessage) -> _Key:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,6 +35,8 @@ Segment = list[tuple[object, int]]
 """Operations and the bytes that there were after each, between two attentions."""
 Casting = Callable[[], AbstractContextManager[Any]]
 """Makes the autocast of one forward."""
+RunLayers = Callable[[PlannedAttention, Tensor, Tensor], object]
+"""Runs layers forward on ids and positions, (rows,)."""
 _CHUNKS = 2
 
 
@@ -203,13 +206,13 @@ class SmallPasses:
         without = [self.run(each.rows, chunked=chunked, away=each.saved_bytes) for each in seen if offloads]
         return fitted(seen, without, layers=self._config.num_hidden_layers, chunk_tokens=chunk_tokens)
 
-    def saved(self, rows: int) -> Seen:
-        """Run forward alone; return what autograd saves."""
+    def saved(self, rows: int, run: RunLayers | None = None) -> Seen:
+        """Run the layers forward, or what `run` runs of them; return what autograd saves."""
         planned, ids, positions = self._start(rows)
         saver = ActivationSaver(None, stays=parameter_storages(self.model))
         policy = ActivationPolicy(recompute=self.recompute, saver=saver)
         with self.casting(), torch.enable_grad(), apply_policy(self.model, planned, policy, self._dropout(planned)):
-            run_layers(self.model, planned, ids, positions)
+            (run or partial(run_layers, self.model))(planned, ids, positions)
         return Seen(rows=planned.num_rows, saved_bytes=saver.totals.saved_bytes)
 
     def run(self, rows: int, *, chunked: bool, away: int = 0) -> Seen:

@@ -265,9 +265,8 @@ class _RankStep:
     def _backward(self, objective: Tensor, saver: ActivationSaver | None) -> None:
         objective.backward()
         if saver is not None:
-            assert self.offloading is not None, "who made the saver"
             self.offloaded_bytes += saver.totals.offloaded_bytes
-            self.offloading.store.reset()
+            saver.end()
 
     def prepare(self, number: int) -> _Prepared:
         """Make a microbatch's tensors, and lower what its layers are known to ask for."""

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.errors import MemoryShortage
+from lengthwise.offload.store import Places
 
 LEAVING_BYTES = 1 << 26  # 64 MB: a layer of a small model; more would only delay the wait for a slow disk
 _RESERVED_BYTES = 1 << 26  # by which the file grows
@@ -31,7 +32,7 @@ class DiskStore:
 
     def __init__(self, folder: Path, *, where: str) -> None:
         self._folder, self._where = folder, where
-        self._end, self._reserved = 0, 0
+        self._places, self._reserved = Places(_ALIGNMENT), 0
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed by `close`
         except OSError as error:
@@ -50,9 +51,9 @@ class DiskStore:
 
     def put(self, values: Tensor) -> _OnDisk:
         """Begin to store `values` (see `ActivationStore.put`)."""
-        size, start = values.numel(), self._end
-        self._reserve(start + size, size)
-        self._end = start + -(-size // _ALIGNMENT) * _ALIGNMENT
+        size = values.numel()
+        start = self._places.take(size)
+        self._reserve(start, size)
         written = self._writer.submit(_write, self._file.fileno(), values.cpu(), start)
         self._unwritten.append((written, size))
         while self._unwritten and (self._unwritten[0][0].done() or self._has_much_to_write()):
@@ -77,10 +78,13 @@ class DiskStore:
         while self._unwritten:
             self.wait_for(*self._unwritten.popleft())
 
-    def reset(self) -> None:
-        """Forget all that was put; the file keeps its room."""
-        self.flush()
-        self._end = 0
+    def free(self, stored: Iterable[_OnDisk]) -> None:
+        """Give back the room of these (see `ActivationStore.free`); the file keeps it.
+
+        One thread writes, in order: what is put there later cannot be overwritten by what was there.
+        """
+        for each in stored:
+            self._places.give(each.start, each.size)
 
     def close(self) -> None:
         """End the threads and give the room back."""
@@ -91,8 +95,9 @@ class DiskStore:
     def _has_much_to_write(self) -> bool:
         return len(self._unwritten) > 1 and sum(size for _, size in self._unwritten) > self.leaving_bytes
 
-    def _reserve(self, end: int, size: int) -> None:
-        """Grow the file so that `size` bytes up to `end` fit, or raise."""
+    def _reserve(self, start: int, size: int) -> None:
+        """Grow the file so that `size` bytes from `start` on fit, or raise."""
+        end = start + size
         if end <= self._reserved or not hasattr(os, "posix_fallocate"):  # macOS: there the write finds a full disk
             return
         for wanted in (max(end, self._reserved + _RESERVED_BYTES), end):  # much at once, or what is needed now
@@ -100,6 +105,7 @@ class DiskStore:
                 os.posix_fallocate(self._file.fileno(), self._reserved, wanted - self._reserved)
             except OSError as error:
                 if wanted == end:
+                    self._places.give(start, size)
                     raise self._shortage(size, error) from error
             else:
                 self._reserved = wanted
@@ -110,7 +116,7 @@ class DiskStore:
             free = f"{shutil.disk_usage(self._folder).free} bytes free"
         except OSError:
             free = "a folder that cannot be read"
-        expected = f"room for {size} bytes of activations in {self._folder}, beside {self._end} of this rank"
+        expected = f"room for {size} bytes of activations in {self._folder}, beside {self._places.end} of this rank"
         remedy = "Free disk space, give another offload.path, or offload less: more ranks, or offload.ratio."
         got = f"{error.strerror or error}, {free}"
         return MemoryShortage(f"{self._where}, offload", expected=expected, got=got, remedy=remedy)
@@ -128,17 +134,18 @@ class _OnDisk:
     """Bytes in the file of a `DiskStore`."""
 
     def __init__(self, store: DiskStore, written: Future[None], start: int, size: int, device: torch.device) -> None:
-        self._store, self._written, self._start, self._size, self._device = store, written, start, size, device
+        self._store, self._written, self._device = store, written, device
+        self.start, self.size = start, size
         self._read: Future[Tensor] | None = None
 
     def fetch(self) -> None:
         if self._read is None:
-            self._read = self._store.read(self._written, self._start, self._size)
+            self._read = self._store.read(self._written, self.start, self.size)
 
     def take(self) -> Tensor:
         self.fetch()
         assert self._read is not None, "it was just begun"
-        values = self._store.wait_for(self._read, self._size)
+        values = self._store.wait_for(self._read, self.size)
         assert isinstance(values, Tensor), "what is read is a tensor"
         self._read = None
         return values.to(self._device)

@@ -7,11 +7,13 @@ alone waits for it. Written to torch's rules for streams; it has not run on a GP
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from lengthwise.core.errors import MemoryShortage
+from lengthwise.offload.store import Places
 
 SLAB_BYTES = 1 << 28
 LEAVING_BYTES = 1 << 29  # values whose copy out is under way, at most: half a layer of a large model at 64K tokens
@@ -26,7 +28,7 @@ class PinnedStore:
         self.device, self._where = device, where
         self.out_stream, self.in_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._slabs: list[Tensor] = []
-        self._end = 0  # over all slabs, one after the other
+        self._places = Places(_ALIGNMENT)  # over all slabs, one after the other
         self.leaving_bytes = LEAVING_BYTES
         self._leaving: deque[tuple[torch.cuda.Event, Tensor]] = deque()
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -45,7 +47,8 @@ class PinnedStore:
         """Begin to copy `values` out (see `ActivationStore.put`)."""
         while self._leaving and (self._leaving[0][0].query() or self._leaving_bytes > self.leaving_bytes):
             self._leaving.popleft()[0].synchronize()
-        parts = self._places(values.numel())
+        place = self._places.take(values.numel())
+        parts = self._parts(place, values.numel())
         self.out_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.out_stream):
             start = 0
@@ -56,16 +59,21 @@ class PinnedStore:
         done = torch.cuda.Event()
         done.record(self.out_stream)
         self._leaving.append((done, values))
-        return _Pinned(self, parts, done)
+        return _Pinned(self, parts, done, place)
 
     def note_wait(self, before: torch.cuda.Event, after: torch.cuda.Event) -> None:
         """Count the time between two events of the compute stream as waiting."""
         self._waits.append((before, after))
 
-    def reset(self) -> None:
-        """Forget all that was put; slabs stay."""
-        self._leaving.clear()  # backward has taken all of it, so its copies are done
-        self._end = 0
+    def free(self, stored: Iterable[_Pinned]) -> None:
+        """Give back the room of these (see `ActivationStore.free`); slabs stay.
+
+        What is put there later is copied after the compute stream has waited for what was taken from there.
+        """
+        while self._leaving and self._leaving[0][0].query():
+            self._leaving.popleft()
+        for each in stored:
+            self._places.give(each.place, each.size)
 
     def close(self) -> None:
         """Give the slabs back without a wait; torch's allocators keep memory until its copies have ended."""
@@ -76,17 +84,15 @@ class PinnedStore:
     def _leaving_bytes(self) -> int:
         return sum(values.numel() for _, values in self._leaving)
 
-    def _places(self, size: int) -> list[Tensor]:
-        parts, left = [], size
-        while left:
-            slab, start = divmod(self._end, SLAB_BYTES)
-            if slab == len(self._slabs):
+    def _parts(self, place: int, size: int) -> list[Tensor]:
+        parts, stop = [], place + size
+        while place < stop:
+            slab, start = divmod(place, SLAB_BYTES)
+            while slab >= len(self._slabs):
                 self._slabs.append(self._new_slab(size))
-            part = self._slabs[slab][start : start + left]
+            part = self._slabs[slab][start : start + stop - place]
             parts.append(part)
-            left -= part.numel()
-            aligned = -(-part.numel() // _ALIGNMENT) * _ALIGNMENT
-            self._end = min(self._end + aligned, (slab + 1) * SLAB_BYTES)
+            place += part.numel()
         return parts
 
     def _new_slab(self, size: int) -> Tensor:
@@ -103,8 +109,9 @@ class PinnedStore:
 class _Pinned:
     """Bytes in the slabs of a `PinnedStore`."""
 
-    def __init__(self, store: PinnedStore, parts: list[Tensor], copied: torch.cuda.Event) -> None:
-        self._store, self._parts, self._copied = store, parts, copied
+    def __init__(self, store: PinnedStore, parts: list[Tensor], copied: torch.cuda.Event, place: int) -> None:
+        self._store, self._parts, self._copied, self.place = store, parts, copied, place
+        self.size = sum(part.numel() for part in parts)
         self._values: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
 
@@ -112,9 +119,8 @@ class _Pinned:
         if self._values is not None:
             return
         store, compute = self._store, torch.cuda.current_stream(self._store.device)
-        size = sum(part.numel() for part in self._parts)
         # Made on the compute stream, which frees it; what had the room before may still be read there.
-        self._values = torch.empty(size, dtype=torch.uint8, device=store.device)
+        self._values = torch.empty(self.size, dtype=torch.uint8, device=store.device)
         store.in_stream.wait_stream(compute)
         store.in_stream.wait_event(self._copied)
         with torch.cuda.stream(store.in_stream):

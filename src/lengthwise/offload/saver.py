@@ -83,6 +83,7 @@ class ActivationSaver:
         # Autograd alone keeps entries alive: what backward is done with is free at once.
         self._entries: weakref.WeakValueDictionary[tuple[int, int], _Entry] = weakref.WeakValueDictionary()
         self._away: list[weakref.ref[_Entry]] = []
+        self._put: list[Stored] = []
         self._saved_bytes = self._away_bytes = self._waiting_bytes = self._numbered = 0
 
     @property
@@ -134,7 +135,13 @@ class ActivationSaver:
         empty = torch.empty(0, dtype=saved.dtype, device=entry.values.device)
         return empty.set_(entry.values.untyped_storage(), saved.offset, saved.size, saved.stride)
 
-    def _prefetch(self) -> None:
+    def end(self) -> None:
+        """Give the room in the store back: backward is over."""
+        if self._store is not None:
+            self._store.free(self._put)
+            self._put.clear()
+
+    def prefetch(self) -> None:
         """Begin to load what backward needs next, as far as there is room."""
         while self._away:
             entry = self._away[-1]()
@@ -159,6 +166,7 @@ class ActivationSaver:
         if self._store is not None and goes >= SMALL_BYTES:
             entry.stored = self._store.put(values[:goes])
             entry.rest = values[goes:].clone() if goes < size else None
+            self._put.append(entry.stored)
             self._away.append(weakref.ref(entry))
             self._away_bytes += goes
         self._waiting_bytes += size - (0 if entry.stored is None else goes)
@@ -172,7 +180,7 @@ class ActivationSaver:
             entry.stored = entry.rest = None
         else:
             self._waiting_bytes -= entry.size
-        self._prefetch()
+        self.prefetch()
 
 
 def parameter_storages(model: nn.Module) -> frozenset[int]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import bisect
+from collections.abc import Iterable
+from math import inf
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -38,13 +41,52 @@ class ActivationStore(Protocol):
         """Begin to store `values`, uint8 (bytes,), which nobody writes any more; MemoryShortage: no room."""
         ...
 
-    def reset(self) -> None:
-        """Forget all that was put: the microbatch is over."""
+    def free(self, stored: Iterable[Any]) -> None:
+        """Give back the room of these, which backward is done with: their microbatch is over."""
         ...
 
     def close(self) -> None:
         """Give the room back."""
         ...
+
+
+class Places:
+    """The room of a store, of any size: each place is the first gap that is large enough.
+
+    Several microbatches of a pipeline stage are stored at once and end in another order than they began. A microbatch
+    is freed whole, so gaps are few.
+    """
+
+    def __init__(self, alignment: int) -> None:
+        self._alignment = alignment
+        self._gaps: list[tuple[float, float]] = [(0, inf)]  # (start, stop), ascending; never adjacent
+
+    @property
+    def end(self) -> int:
+        """Where the last place that is taken ends."""
+        return int(self._gaps[-1][0])
+
+    def take(self, size: int) -> int:
+        """Return the start of a place for `size` bytes."""
+        needed = self._aligned(size)
+        number = next(i for i, (start, stop) in enumerate(self._gaps) if stop - start >= needed)
+        start, stop = self._gaps[number]
+        self._gaps[number : number + 1] = [(start + needed, stop)] if stop - start > needed else []
+        return int(start)
+
+    def give(self, start: int, size: int) -> None:
+        """Give a place back."""
+        first, last = start, start + self._aligned(size)
+        after = bisect.bisect(self._gaps, (first, inf))
+        before = after
+        if before and self._gaps[before - 1][1] == first:
+            before, first = before - 1, self._gaps[before - 1][0]
+        if self._gaps[after][0] == last:
+            after, last = after + 1, self._gaps[after][1]
+        self._gaps[before:after] = [(first, last)]
+
+    def _aligned(self, size: int) -> int:
+        return -(-size // self._alignment) * self._alignment
 
 
 class CopyStore:
@@ -59,7 +101,7 @@ class CopyStore:
         """Copy `values` (see `ActivationStore.put`)."""
         return _Copy(values)
 
-    def reset(self) -> None:
+    def free(self, stored: Iterable[Stored]) -> None:
         """Nothing is kept here."""
 
     def close(self) -> None:

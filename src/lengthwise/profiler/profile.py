@@ -44,6 +44,7 @@ from lengthwise.models import (
     wrapped_layers,
 )
 from lengthwise.offload import ActivationStore, DiskStore, PinnedStore
+from lengthwise.profiler.model_ends import run_embedding, run_head
 from lengthwise.profiler.place import this_place
 from lengthwise.profiler.runs import (
     SHORTEST_TOKENS,
@@ -224,6 +225,7 @@ class RankProfiler:
             longest, tokens = tokens, 2 * tokens
         packs = packs_up_to(longest or SHORTEST_TOKENS)
         runs += [local_run(pack, ranks, layers) for pack in packs]
+        runs += [ProfiledRun(kind=kind, lengths=(longest or SHORTEST_TOKENS,)) for kind in ("embedding", "head")]
         runs += copy_runs() if self._store is not None else []
         return runs + (message_runs(ranks, self._world.local_size) if ranks > 1 else [])
 
@@ -241,6 +243,8 @@ class RankProfiler:
     def _timed(self, run: ProfiledRun) -> _Timed:
         if run.kind == "block":
             return self._block(run.lengths[0])
+        if run.kind in ("embedding", "head"):
+            return self._end_of_model(run)
         if run.kind == "transfer":
             return self._message(run)
         if run.kind == "copy":
@@ -274,6 +278,12 @@ class RankProfiler:
 
         return time_it
 
+    def _end_of_model(self, run: ProfiledRun) -> _Timed:
+        """Time the embedding, or the head with its loss, forward and backward."""
+        ids = torch.arange(run.lengths[0], device=self._world.device) % self._shape.vocab
+        work = partial(run_head if run.kind == "head" else run_embedding, self._model, ids)
+        return lambda: (self._watch.seconds(work), 0.0, float("nan"))
+
     def _message(self, run: ProfiledRun) -> _Timed:
         """Time a message to the next rank or node, and one from the other side."""
         size, node, me = self._world.world_size, self._world.local_size, self._world.rank
@@ -297,8 +307,9 @@ class RankProfiler:
         assert store is not None, "copies are only run where there is a store"
 
         def work() -> None:
-            store.put(values).take()
-            store.reset()
+            stored = store.put(values)
+            stored.take()
+            store.free([stored])
 
         return lambda: (self._watch.seconds(work), 0.0, float("nan"))
 
@@ -344,7 +355,7 @@ def _sample(run: ProfiledRun, took: np.ndarray, clock: Clock) -> Sample:
         assert run.plan is not None, run
         took = took[list(run.plan.microbatches[0].ranks)]
     whole, waited, forward = np.moveaxis(took, 2, 0)
-    if run.kind in ("local", "block", "copy"):
+    if run.kind in ("local", "block", "copy", "embedding", "head"):
         return _of(run, _usual(whole, clock), whole, None if np.isnan(forward).any() else _usual(forward, clock))
     if clock == "wall":
         return _of(run, _usual(whole.max(axis=0), clock), whole)

@@ -17,7 +17,7 @@ _NO_CAPACITY = 1 << 40  # what is run here is no plan of anybody's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledRun:
-    """One thing to be timed: a plan, a block of so many tokens, or messages of so many bytes."""
+    """One thing to be timed: a plan; a block, embedding or head of so many tokens; messages of so many bytes."""
 
     kind: Kind
     lengths: tuple[int, ...] = ()

@@ -27,7 +27,7 @@ class Feature(StrEnum):
 
 REQUIRED = frozenset(map(Feature, KNOWN_FEATURES))  # must stand in `requires` of a plan that uses them
 ENGINE = frozenset(Feature) - {Feature.PIPELINE}  # which it runs where ranks are stages
-IN_STAGES = frozenset({Feature.HEADS, Feature.PIPELINE, Feature.RECOMPUTE, Feature.SHARES})  # that it runs together
+IN_STAGES = frozenset(Feature) - {Feature.SPEEDS, Feature.WAVES}  # that it runs together
 SIMULATOR = frozenset(Feature) - {Feature.SPEEDS}
 FIVE_COEFFICIENTS = frozenset(Feature) - {Feature.HEADS, Feature.OFFLOAD, Feature.SHARES}
 

@@ -90,10 +90,13 @@ def _chunk(step: int, chunks: int) -> int:
     return step if step < chunks else 2 * chunks - 1 - step
 
 
-def cut_layers(layer_seconds: Sequence[float], chunks: int, *, last_seconds: float = 0.0) -> list[range]:
+def cut_layers(
+    layer_seconds: Sequence[float], chunks: int, *, first_seconds: float = 0.0, last_seconds: float = 0.0
+) -> list[range]:
     """Cut layers into chunks, none empty, so that the slowest takes the least time; of equal cuts the last is smallest.
 
-    last_seconds: what the last chunk takes beside its layers (the head and the loss). Costs chunks x layers^2.
+    first_seconds, last_seconds: what the first chunk takes beside its layers (the embedding), and the last one (head
+    and loss). Costs chunks x layers^2.
     """
     count = len(layer_seconds)
     assert 1 <= chunks <= count, f"{chunks} chunks of {count} layers"
@@ -103,7 +106,8 @@ def cut_layers(layer_seconds: Sequence[float], chunks: int, *, last_seconds: flo
     for chunk in reversed(range(chunks)):
         for start in range(chunk, count - (chunks - chunk) + 1):
             stops = np.arange(start + 1, count - (chunks - chunk - 1) + 1)
-            took = sums[stops] - sums[start] + (last_seconds if chunk == chunks - 1 else 0.0)
+            took = sums[stops] - sums[start] + (first_seconds if chunk == 0 else 0.0)
+            took = took + (last_seconds if chunk == chunks - 1 else 0.0)
             slowest = np.maximum(took, best[chunk + 1, stops])
             place = len(stops) - 1 - int(np.argmin(slowest[::-1]))
             best[chunk, start], first[chunk, start] = slowest[place], stops[place]

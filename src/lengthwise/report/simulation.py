@@ -172,9 +172,7 @@ def remarks(
             "lower --capacity, or use more devices a rank (--tp, --pp)"
         )
     if not may_train:
-        said.append(
-            "planned only: this version trains without tensor parallelism (--tp), and stages (--pp) without offload"
-        )
+        said.append("planned only: this version trains without tensor parallelism (--tp)")
     for each in found:
         if each.any_mesh is None or (each.today is None and may_train):
             none = "no mesh" if each.any_mesh is None else "no mesh that this version trains"

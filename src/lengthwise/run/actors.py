@@ -20,6 +20,7 @@ from typing import Any
 
 from lengthwise.comm import Transport, agree, broadcast_bytes, share_numbers
 from lengthwise.core.errors import LengthwiseError, RankError
+from lengthwise.core.names import counted
 from lengthwise.data.remote import RemoteDataset
 from lengthwise.data.shard import Shard, ShardSpec
 
@@ -63,7 +64,8 @@ def serving(
         dataset.attach(clients)
         if transport.world_size > 1:
             agree(transport, dataset.digest(), "files of remote data")
-        say(f"remote: {len(clients)} actors read {dataset.num_rows} rows, Ray at {found['address']}")
+        actors, rows = counted(len(clients), "actor"), counted(dataset.num_rows, "row")
+        say(f"remote: {actors} for {rows}, Ray at {found['address']}")
         yield
         transport.phase = "end, actors of remote data"
         if transport.rank and mine:

@@ -11,8 +11,6 @@ import torch
 
 from lengthwise.comm import Mesh, Transport, World, agree, join
 from lengthwise.config import dump_config
-from lengthwise.cost import shape_from_config
-from lengthwise.cost.analytic import layer_flops
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.pipeline import Pipeline
 from lengthwise.engine.replicated import FlatParameters
@@ -20,10 +18,10 @@ from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.engine.stage_parameters import StageParameters
 from lengthwise.models import DTYPES, ModelStage, build_adapted, compute_so, wrapped_layers
 from lengthwise.models.own_rows import OwnRows, own_rows
-from lengthwise.program.stage_program import cut_layers
 from lengthwise.run.job import Job
 from lengthwise.session.engine import Engine
 from lengthwise.session.source import StepPlanner
+from lengthwise.session.stages import cut_stages
 
 
 def connect(
@@ -109,9 +107,10 @@ def _build_stage(
     if rows is None and mesh.replica == 0:
         model = build(stored=True)
     compute_so(model, job.computing, world.device, dtype=dtype, say=say)
-    shape = shape_from_config(job.model.config.to_dict())
-    layer, head = layer_flops(shape, job.known.lengths[job.known.ids].tolist())
-    chunks = cut_layers([layer] * job.model.config.num_hidden_layers, config.stages * config.virtual, last_seconds=head)
+    lengths, capacity = job.known.lengths[job.known.ids].tolist(), config.capacity_tokens
+    assert isinstance(capacity, int), "stages have a number: `_not_with_stages`"
+    count, cost = config.stages * config.virtual, job.measured_cost
+    chunks = cut_stages(mesh.world, job.model.config, count, lengths, capacity=capacity, cost=cost)
     stage = ModelStage(model, chunks, stages=config.stages, stage=mesh.stage)
     if rows is not None and mesh.replica == 0:
         stage.read_weights(rows)

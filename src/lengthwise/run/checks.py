@@ -221,7 +221,13 @@ def _measured_cost(
     known = ranks > 1 and not gpus and world_from_environment() is None
     threads = threads_of_each(ranks) if known else None
     return cost_from_measurements(
-        config.measurements, shape, precision=config.precision, threads=threads, adapters=adapters, on_gpus=gpus > 0
+        config.measurements,
+        shape,
+        precision=config.precision,
+        threads=threads,
+        adapters=adapters,
+        on_gpus=gpus > 0,
+        stages=config.stages,
     )
 
 

@@ -106,6 +106,7 @@ class Engine:
                     name=name,
                     train=train,
                     objective=objective,
+                    offloading=self._offloading,
                     parameters=self.parameters,
                     dropout=DropoutKey(seed=self.seed, step=step),
                     autocast=dtype,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lengthwise.core.errors import LengthwiseError, ModelRefused, raise_problems
 from lengthwise.engine.units import FreedParameter
@@ -18,6 +19,23 @@ def hugging_face_model(model: nn.Module) -> Any:
     """Return the Hugging Face model under peft's wrap; the adapters are in it."""
     unwrap: Any = getattr(model, "get_base_model", None) if hasattr(model, "peft_config") else None
     return model if unwrap is None else unwrap()
+
+
+def names_in_wrap(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return values by name in the Hugging Face model as `model` names them, which peft may have wrapped around it."""
+    prefix = _prefix(model)
+    return {prefix + name: each for name, each in values.items()}
+
+
+def names_inside(model: nn.Module, values: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+    """Undo `names_in_wrap`; names that are those of the Hugging Face model stay. None: there are no values."""
+    prefix = _prefix(model)
+    return None if values is None else {name.removeprefix(prefix): each for name, each in values.items()}
+
+
+def _prefix(model: nn.Module) -> str:
+    inner = hugging_face_model(model)
+    return next(f"{name}." if name else "" for name, module in model.named_modules() if module is inner)
 
 
 def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> torch.dtype:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,5 +63,18 @@ def point_at_slices(
     closing.callback(updates.give_gradients_back)
     closing.callback(updates.optimizer.register_step_pre_hook(lambda *_: updates.take_changes()).remove)
     for each in {id(model): model for model in models}.values():
-        vars(each)["zero_grad"] = updates.zero_grad
+        vars(each)["zero_grad"] = _ZeroGrad(each, updates)
         closing.callback(vars(each).pop, "zero_grad", None)
+
+
+class _ZeroGrad:
+    """`zero_grad` of a model in a session; a copy of the model has no part in the session, and clears its own."""
+
+    def __init__(self, model: nn.Module, updates: ShardedInPlace) -> None:
+        self._model, self._updates = model, updates
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        self._updates.zero_grad(set_to_none)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return partial(type(self._model).zero_grad, memo.get(id(self._model), self._model))

@@ -28,7 +28,7 @@ from lengthwise.models import Computing, compute_so, has_dropout
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.engine import Engine
 from lengthwise.session.losses import ComputeLoss, SumCheck, TokenLoss, TokenValues, log_probabilities, objective_of
-from lengthwise.session.model import hugging_face_model
+from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside
 from lengthwise.session.parameters import take_over
 from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.runner import StepResult, StepRunner, refuse_not_finite
@@ -111,7 +111,6 @@ class Session:
             trains=optimizer is not None,
             stages=stages,
             virtual=virtual,
-            measurements=measurements,
         )
         where = settings.device
         computing = Computing(attention=attention, fused_layers="off")
@@ -147,6 +146,7 @@ class Session:
             options: dict[str, Any] = {"dtype": settings.dtype, "device": where, "closing": self._closing}
             if inner is not None and settings.stages > 1:
                 mesh, tokens = join_stages(self._inner, transport, stages), settings.capacity_tokens or 1
+                options["cost"] = cost if measurements else None
                 taken = take_stage(model, inner, mesh, virtual=virtual, tokens=tokens, **options)
                 self.shard, (self._engine.pipeline, self._engine.parameters, self._sharded) = "zero1", taken
             else:
@@ -283,10 +283,9 @@ class Session:
         """Return, on rank 0, what a session on any number of ranks goes on from; {} on others. Collective.
 
         steps: made so far. optimizer: what a plain one's `state_dict` holds, of whole parameters. master_weights: exact
-        parameters by name, on the host, fp32 or wider.
+        parameters by their names in the model, on the host, fp32 or wider.
         """
         trained = self._trained("state_dict")
-        trained.take_changes()
         parameters, pipeline = trained.parameters, self._engine.pipeline
         over = self._transport if pipeline is None else pipeline.mesh.replicas
         optimizer = whole_state(trained, over)
@@ -294,6 +293,7 @@ class Session:
         if pipeline is not None:
             optimizer = state_of_stages(pipeline.mesh, optimizer, self._engine.device)
             weights = from_stages(pipeline.mesh, weights, self._engine.device)
+        weights = names_in_wrap(self.model, weights)
         return {} if self.rank else {"steps": self.steps, "optimizer": optimizer, "master_weights": weights}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -305,7 +305,7 @@ class Session:
             ConfigError, Problems: it is of another model or optimizer; nothing was changed.
         """
         given = state or {}
-        trained, weights = self._trained("load_state_dict"), given.get("master_weights")
+        trained, weights = self._trained("load_state_dict"), names_inside(self.model, given.get("master_weights"))
         take_state(trained, self._transport, given.get("optimizer"), weights)
         numbers = torch.tensor([given.get("steps", 0) if not self.rank else 0])
         self._transport.broadcast(numbers, 0)

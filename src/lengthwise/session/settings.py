@@ -91,7 +91,6 @@ def check_settings(
     trains: bool,
     stages: int = 1,
     virtual: int = 1,
-    measurements: object = None,
 ) -> SessionSettings:
     """Return the settings of a session around `model`.
 
@@ -122,7 +121,7 @@ def check_settings(
     if shard in ("zero3", "hybrid") and planner != LOCK_STEP_PLANNER:
         expected = f"{LOCK_STEP_PLANNER} under shard {shard}, the only one that plans in lock-step"
         refuse("planner", expected, planner, "Take planner out.")
-    beside = {"shard": shard, "capacity_tokens": capacity_tokens, "offload": offload, "measurements": measurements}
+    beside = {"shard": shard, "capacity_tokens": capacity_tokens}
     for each in not_with_stages(stages, virtual, {**beside, "ranks_per_node": ranks_per_node}, trains=trains):
         problems.add(each)
     where = next(model.parameters()).device if device is None else torch.device(device)
@@ -259,7 +258,7 @@ def cost_of(config: Any, settings: SessionSettings, measurements: str | Path | C
     device, precision = settings.device, PRECISIONS[settings.dtype]
     shape, on_gpus = shape_from_config(config.to_dict()), device.type == "cuda"
     if measurements is not None:
-        return cost_from_measurements(measurements, shape, precision=precision, on_gpus=on_gpus)
+        return cost_from_measurements(measurements, shape, precision=precision, on_gpus=on_gpus, stages=settings.stages)
     name = hardware_of_gpu(torch.cuda.get_device_name(device))[0] if on_gpus else "cpu"
     return base_cost(shape, name, precision=precision, stages=settings.stages)
 

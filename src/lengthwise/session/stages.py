@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lengthwise.comm import Mesh, Transport, broadcast_bytes, share_numbers
 from lengthwise.core.errors import ConfigError
 from lengthwise.cost import Cost, shape_from_config
-from lengthwise.cost.analytic import layer_flops
+from lengthwise.cost.analytic import layer_flops, layer_seconds
 from lengthwise.engine.pipeline import Pipeline
 from lengthwise.engine.stage_parameters import StageParameters
 from lengthwise.models import ModelStage
@@ -39,8 +39,6 @@ def not_with_stages(
     wanted = {
         "shard": (beside["shard"] in ("auto", "zero1"), "auto or zero1"),
         "capacity_tokens": (beside["capacity_tokens"] != "auto", "a number"),
-        "offload": (beside["offload"] is None, "None: a stage keeps several microbatches, and a store returns one"),
-        "measurements": (beside["measurements"] is None or isinstance(beside["measurements"], Cost), "None or costs"),
         "ranks_per_node": (beside["ranks_per_node"] is None, "None"),
         "optimizer": (trains, "an optimizer: a session that only evaluates has no stages"),
     }
@@ -75,6 +73,27 @@ def join_stages(model: nn.Module, transport: Transport, stages: int) -> Mesh:
     return mesh
 
 
+def cut_stages(
+    world: Transport, config: Any, chunks: int, lengths: Sequence[int], *, capacity: int, cost: Cost | None
+) -> list[range]:
+    """Cut the layers of a model by the seconds that costs say, None: by FLOPs; as rank 0 does. Collective.
+
+    lengths: of sequences as they are trained on. capacity: tokens of a microbatch.
+    """
+    sent = b""
+    if not world.rank:
+        shape = shape_from_config(config.to_dict())
+        if cost is None:
+            layer, head = layer_flops(shape, lengths)
+            ends = {"last_seconds": head}
+        else:
+            layer, embedding, head = layer_seconds(cost, shape, lengths, capacity=capacity)
+            ends = {"first_seconds": embedding, "last_seconds": head}
+        cuts = cut_layers([layer] * config.num_hidden_layers, chunks, **ends)
+        sent = json.dumps([(each.start, each.stop) for each in cuts]).encode()
+    return [range(*each) for each in json.loads(broadcast_bytes(world, sent if not world.rank else None))]
+
+
 def take_stage(
     model: nn.Module,
     optimizer: Optimizer,
@@ -82,19 +101,19 @@ def take_stage(
     *,
     virtual: int,
     tokens: int,
+    cost: Cost | None,
     dtype: torch.dtype,
     device: torch.device,
     closing: ExitStack,
 ) -> tuple[Pipeline, StageParameters, ShardedInPlace]:
     """Leave of a model this rank's stage alone, with the values of the first replica. Collective.
 
-    tokens: of a microbatch, by which layers and head are weighed. The others as for `take_over`.
+    tokens, cost: of a microbatch, and what it takes, by which layers and head are weighed (`cut_stages`). The others as
+    for `take_over`.
     """
     inner = hugging_face_model(model)
     updates = ShardedInPlace(optimizer, inner)  # reads the parameters of the whole model
-    layer, head = layer_flops(shape_from_config(inner.config.to_dict()), [tokens])
-    layers = [layer] * inner.config.num_hidden_layers
-    chunks = cut_layers(layers, mesh.stages * virtual, last_seconds=head)
+    chunks = cut_stages(mesh.world, inner.config, mesh.stages * virtual, [tokens], capacity=tokens, cost=cost)
     stage = ModelStage(inner, chunks, stages=mesh.stages, stage=mesh.stage)
     parameters = StageParameters(stage, mesh, dtype=dtype, device=device, keeps_frozen=True)
     point_at_slices(updates, parameters, mesh.replica, (model, inner), closing)

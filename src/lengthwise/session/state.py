@@ -26,6 +26,7 @@ STATE, GROUPS, _MEMBERS = "state", "param_groups", "params"
 
 def whole_state(optimizer: ShardedInPlace, transport: Transport) -> dict[str, Any]:
     """Return what torch's `Optimizer.state_dict` would of the whole parameters, on rank 0; {} on others. Collective."""
+    optimizer.take_changes()
     parameters = optimizer.parameters
     sizes = parameters.layout.sizes
     vectors, numbers = _kinds(optimizer, transport)

@@ -136,9 +136,8 @@ class MeshQuestion:
         return replace(self, tensors=(1,), stages=stages) if 1 in self.tensors and stages else None
 
     def mesh(self, tensor: int, stages: int) -> RankMesh:
-        """Return a mesh with all that fits; where planners may choose, stages do not offload: none run so."""
-        offload = "off" if stages > 1 and self.offload == "auto" else self.offload
-        return RankMesh(tensor=tensor, stages=stages, heads=self.heads, offload=offload)
+        """Return a mesh with all that fits, and all that planners may choose."""
+        return RankMesh(tensor=tensor, stages=stages, heads=self.heads, offload=self.offload)
 
 
 def powers_that_divide(devices: int, most: int) -> tuple[int, ...]:

@@ -1,0 +1,27 @@
+"""Embedding and head of a model alone, as training runs them: what stages of a pipeline have beside their layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lengthwise.cost import LOGITS_AT_ONCE
+from lengthwise.models import token_loss
+
+
+def run_embedding(model: Any, ids: Tensor) -> None:
+    """Run the embedding of ids (tokens,) forward, and backward where it trains; gradients are added."""
+    found = model.get_input_embeddings()(ids[None])
+    if found.requires_grad:
+        found.backward(torch.ones_like(found))
+
+
+def run_head(model: Any, ids: Tensor) -> None:
+    """Run the head and the loss of labels (tokens,) forward and backward, with as many logits at once as training."""
+    head: Any = model.get_output_embeddings()
+    like, width = head.weight, head.weight.shape[-1]
+    for some in ids.split(max(1, LOGITS_AT_ONCE // model.config.vocab_size)):
+        hidden = torch.randn(len(some), width, dtype=like.dtype, device=ids.device, requires_grad=True)
+        token_loss(head(hidden), some).backward()
