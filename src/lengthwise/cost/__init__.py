@@ -24,6 +24,7 @@ from lengthwise.cost.passes import Pass
 from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
 from lengthwise.cost.sharding import (
     ZERO3_ALONE,
+    check_host,
     choose_shard,
     choose_shard_of_run,
     ranks_of_node,
@@ -54,6 +55,7 @@ __all__ = [
     "all_terms_cost",
     "analytic_cost",
     "capacity_tokens",
+    "check_host",
     "choose_shard",
     "choose_shard_of_run",
     "costs",

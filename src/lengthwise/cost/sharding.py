@@ -102,6 +102,24 @@ def choose_shard(
     return ShardChoice(shard="zero3", why=f"{why}; zero3 takes {kept[1]}")
 
 
+def check_host(memory: StepMemory, ranks_here: int, free_bytes: float, *, key: str) -> None:
+    """Refuse an offloaded optimizer of all ranks of a machine that has less free; 0: how much is not known.
+
+    key: that asks for it.
+
+    Raises:
+        MemoryShortage: it is more.
+    """
+    needed = ranks_here * memory.host_bytes()
+    if 0 < free_bytes < needed:
+        raise MemoryShortage(
+            key,
+            expected=f"{needed / 1e9:.3g} GB of host memory, for the optimizer of {counted(ranks_here, 'rank')}",
+            got=f"{free_bytes / 1e9:.3g} GB that are free here",
+            remedy="Take it out, or use more machines.",
+        )
+
+
 def choose_shard_of_run(
     config: RunConfig,
     memory: StepMemory,
@@ -181,7 +199,7 @@ def _nothing_fits(
     if fits(best, kinds=RECOMPUTE_KINDS):
         remedies.append("recompute: auto")
     if can_offload and not best.offloads and fits(replace(best, offloads=True)):
-        remedies.append("optimizer.offload: true")
+        remedies.append("optimizer.offload: true (of a Session offload_optimizer=True)")
     if fits(best, 1.0):
         remedies.append("offload: {store: host}")
     if whole.trained is None and fits(with_adapters(best)):

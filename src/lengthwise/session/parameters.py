@@ -29,14 +29,17 @@ def take_over(
     dtype: torch.dtype,
     device: torch.device,
     closing: ExitStack,
+    offloads: bool = False,
 ) -> tuple[Parameters | None, ShardedInPlace | None]:
     """Give all ranks the values of rank 0; return the parameters, if they are cut, and their optimizer. Collective.
 
-    shard, ranks_in_step: as `shard_of` returns them. closing: what ends with the session.
+    shard, ranks_in_step: as `shard_of` returns them. closing: what ends with the session. offloads: master weights and
+    the optimizer's states are on the host.
     """
     inner = hugging_face_model(model)
-    updates = None if optimizer is None else ShardedInPlace(optimizer, inner)  # reads the parameters that there were
+    updates = None if optimizer is None else ShardedInPlace(optimizer, inner, offloads=offloads)  # reads what there was
     options: dict[str, Any] = {"dtype": dtype, "device": device, "layers": wrapped_layers(inner), "keeps_frozen": True}
+    options["exact_on"] = torch.device("cpu") if offloads else None
     parameters: Parameters
     if shard != "zero1":
         parameters = ShardedParameters(
@@ -60,7 +63,7 @@ def point_at_slices(
     """Let the optimizer update slices; the models' own gradients are out of reach."""
     updates.point_at(parameters, rank)
     closing.callback(updates.give_gradients_back)
-    closing.callback(updates.optimizer.register_step_pre_hook(lambda *_: updates.take_changes()).remove)
+    closing.callback(updates.optimizer.register_step_pre_hook(lambda *_: updates.before_step()).remove)
     for each in {id(model): model for model in models}.values():
         vars(each)["zero_grad"] = updates.zero_grad
         closing.callback(vars(each).pop, "zero_grad", None)
