@@ -9,8 +9,9 @@ from loops import in_ranks, planned_loop, small_model, steps_of
 
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError
-from lengthwise.cost import StepMemory, check_host, named_shape
+from lengthwise.cost import StepMemory, check_host, costs, named_shape
 from lengthwise.session import settings as session_settings
+from lengthwise.session.settings import step_planning
 from tiers import more
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -115,3 +116,14 @@ def test_a_layout_is_taken_by_what_stays_on_the_gpu(offloads, shard, monkeypatch
     settings = session_settings.check_settings(model, optimizer, session_settings.SessionRequest(**asked))
     there = SimpleNamespace(world_size=8, rank=1, device_ranks=1)
     assert session_settings.shard_of(model, there, settings, local_ranks=8)[0] == shard
+
+
+def test_a_plan_is_priced_with_its_optimizer_on_the_host():
+    config, cost = small_model().config, costs("llama-7b")
+    how = {"ranks": 8, "in_step": 8, "dtype_bytes": 2, "offload": None, "measured": None}
+    on_gpus, on_host = (
+        step_planning(cost, config, {"none": 64}, offloaded_states=states, **how).cost.step_end_seconds(8)
+        for states in (None, 2)
+    )
+    assert on_gpus == 0  # all is summed in the waves
+    assert on_host > 0

@@ -2,7 +2,7 @@
 
 Whole parameters move less, and ranks then wait only for the partners of a sequence; so they come first. By the formulas
 of `cost.memory`: nothing runs, and the same numbers give the same choice on every rank. Costs of ranks that have a part
-of the parameters: what a wave gathers and sums, and what the step's end does.
+of the parameters: what a wave gathers and sums, and what the step's end does, on the host where the optimizer is there.
 """
 
 from __future__ import annotations
@@ -263,3 +263,16 @@ def sharded_cost(cost: Cost, memory: StepMemory, *, group: int | None = None) ->
     traffic = sharded_traffic(replace(memory, ranks=over), cost, head_apart=True)
     left = cost.reduced_bytes if over < ranks else 0.0
     return replace(cost, traffic=traffic, reduced_bytes=left, version=f"{cost.version} over {over}")
+
+
+def offloaded_cost(cost: Cost, memory: StepMemory) -> Cost:
+    """Return the costs of ranks whose optimizer is on the host, where `memory` says it is.
+
+    At least: as if processors updated as fast as they read and write, and as a host exchanges with its devices.
+    """
+    if not memory.offloads or not cost.prices_choices:
+        return cost
+    seconds = memory.host_update_bytes() / cost.copy_bytes_per_second * memory.ranks
+    return replace(
+        cost, ending=replace(cost.ending, update_seconds=seconds), version=f"{cost.version} optimizer on hosts"
+    )

@@ -27,6 +27,7 @@ from lengthwise.cost import (
     check_host,
     choose_shard,
     hardware_of_gpu,
+    offloaded_cost,
     ranks_of_node,
     shape_from_config,
     sharded_cost,
@@ -302,6 +303,9 @@ def planning_of(engine: Engine, sharded: ShardedInPlace | None, cost: Cost, sett
         planner=asked.planner,
         heads=asked.heads,
         stages=asked.stages,
+        offloaded_states=states_an_entry(settings.optimizer)
+        if settings.offloads_optimizer and settings.optimizer is not None and settings.device.type == "cuda"
+        else None,
         **({"mode": "pipeline", "virtual": asked.virtual} if asked.stages > 1 else {}),
     )
 
@@ -318,18 +322,28 @@ def step_planning(
     measured: Capacities | None,
     trained: int | None = None,
     stages: int = 1,
+    offloaded_states: int | None = None,
     **options: Any,
 ) -> StepPlanning:
     """Return what plans the steps of a model, by its config, on so many ranks.
 
-    in_step: neighbouring ranks that share parameters, and so run in lock-step. options: of `PlanOptions`.
+    in_step: neighbouring ranks that share parameters, and so run in lock-step. offloaded_states: that an
+    optimizer on the host keeps of an entry; None: it is not there. options: of `PlanOptions`.
     """
     ratio = offload.ratio if offload else "off"
+    memory = StepMemory(
+        shape=shape_from_config(model.to_dict()),
+        dtype_bytes=dtype_bytes,
+        ranks=ranks // stages,
+        stages=stages,
+        trained=trained,
+        states=offloaded_states or 0,
+        offloads=offloaded_states is not None,
+        ties=bool(getattr(model, "tie_word_embeddings", False)),
+    )
     if in_step > 1:
-        shape = shape_from_config(model.to_dict())
-        ties = bool(getattr(model, "tie_word_embeddings", False))
-        memory = StepMemory(shape=shape, dtype_bytes=dtype_bytes, ranks=ranks, trained=trained, ties=ties)
         cost = sharded_cost(cost, memory, group=in_step)
+    cost = offloaded_cost(cost, memory)
     kinds = {"mode": "waves" if in_step > 1 else "free", "offload": ratio if isinstance(ratio, str) else "off"}
     return StepPlanning(
         ranks=ranks // stages,
