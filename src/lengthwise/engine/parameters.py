@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -173,6 +173,18 @@ def refuse_parts(model: nn.Module, is_whole: Callable[[], bool]) -> None:
 
     model.register_state_dict_pre_hook(lambda *_: refuse("state_dict"))
     model.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict"))
+    refuse_copies(model)
+
+
+def refuse_copies(model: nn.Module) -> None:
+    """Let a model refuse to be pickled, as torch.save and copies do: its hooks belong to these ranks alone."""
+
+    def refuse(_protocol: object) -> NoReturn:
+        remedy = "Call session.save_pretrained or session.state_dict on all ranks, or make a copy before the session."
+        name = type(model).__name__
+        raise ModelRefused(f"model {name}", expected="no torch.save or copy of it", got="one", remedy=remedy)
+
+    vars(model)["__reduce_ex__"] = refuse
 
 
 def brought(values: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

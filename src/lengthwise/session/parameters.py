@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lengthwise.comm import Transport
-from lengthwise.engine.parameters import Parameters
+from lengthwise.core.errors import ModelRefused
+from lengthwise.engine.parameters import Parameters, refuse_copies
 from lengthwise.engine.replicated import FlatParameters, share_values
 from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.models import wrapped_layers
@@ -60,10 +62,35 @@ def take_over(
 def point_at_slices(
     updates: ShardedInPlace, parameters: Parameters, rank: int, models: Sequence[nn.Module], closing: ExitStack
 ) -> None:
-    """Let the optimizer update slices; the models' own gradients are out of reach."""
+    """Let the optimizer update slices; the models' own gradients are out of reach, and the models stay as they are."""
     updates.point_at(parameters, rank)
     closing.callback(updates.give_gradients_back)
     closing.callback(updates.optimizer.register_step_pre_hook(lambda *_: updates.before_step()).remove)
     for each in {id(model): model for model in models}.values():
         vars(each)["zero_grad"] = updates.zero_grad
         closing.callback(vars(each).pop, "zero_grad", None)
+        if "__reduce_ex__" not in vars(each):  # else it is so for good
+            refuse_copies(each)
+            closing.callback(vars(each).pop, "__reduce_ex__", None)
+        for module in each.modules():
+            vars(module)["_apply"] = partial(_convert_nothing, module)
+            closing.callback(vars(module).pop, "_apply", None)
+
+
+def _convert_nothing(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Refuse what `to`, `half` and their like would change, before they do; return the module.
+
+    Raises:
+        ModelRefused: a parameter or buffer would have another dtype or device.
+    """
+    for each in (*module.parameters(recurse), *module.buffers(recurse)):
+        sample = torch.empty(0, dtype=each.dtype, device=each.device)
+        found = convert(sample)
+        if (found.dtype, found.device) != (sample.dtype, sample.device):
+            raise ModelRefused(
+                f"model {type(module).__name__}",
+                expected=f"{each.dtype} on {each.device}, as the session took it",
+                got=f"a conversion to {found.dtype} on {found.device}",
+                remedy="Convert and move a model before its session, or after you close that.",
+            )
+    return module

@@ -1,0 +1,65 @@
+"""What a loop does with a model while a session has it: gradients, conversions and copies."""
+
+import copy
+import io
+from functools import partial
+
+import pytest
+import torch
+from loops import in_ranks, rows_of, small_model
+
+from lengthwise import Session
+from lengthwise.core.errors import LengthwiseError
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+ROWS = rows_of([20, 30], 1)
+
+
+def said(work):
+    """Return the message of what is refused; "" where nothing is."""
+    try:
+        work()
+    except LengthwiseError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_are_none_once_they_are_cleared_as_in_a_plain_loop():
+    model = small_model(torch.float32)
+    optimizer, weight = SGD(model.parameters()), model.lm_head.weight
+    with Session(model, optimizer, capacity_tokens=128) as session:
+        for clear in (optimizer.zero_grad, model.zero_grad, partial(optimizer.zero_grad, set_to_none=False)):
+            norm = session.backward(ROWS).grad_norm
+            assert "clip_grad_norm_" in said(lambda: weight.grad.norm())
+            clear()
+            assert all(each.grad is None for each in model.parameters())
+            assert session.backward(ROWS).grad_norm == norm, "nothing of the one before"
+            clear()
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("shard", ["zero1", "zero3"])
+def test_conversions_and_copies_are_refused_before_anything_changes(shard, tmp_path):
+    def work(_rank):
+        model = small_model(torch.float32)
+        optimizer = SGD(model.parameters())
+        with Session(model, optimizer, capacity_tokens=128, shard=shard) as session:
+            session.backward(ROWS)
+            found = [said(lambda: model.half()), said(lambda: model.lm_head.to(torch.float64))]
+            found += [said(lambda: torch.save(model, io.BytesIO())), said(lambda: copy.deepcopy(model))]
+            assert model.to("cpu").to(torch.float32) is model, "nothing to change"
+            assert {each.dtype for each in model.parameters()} == {torch.float32}
+            optimizer.step()
+            optimizer.zero_grad()
+            session.backward(ROWS)
+        found += [said(lambda: torch.save(model, io.BytesIO()))]
+        if shard == "zero1":
+            assert model.half().lm_head.weight.dtype == torch.float16
+        return found
+
+    for half, head, saved, copied, after in in_ranks(work, 2, tmp_path):
+        assert "conversion to torch.float16 on cpu. Convert and move a model before its session" in half
+        assert "Linear: expected torch.float32 on cpu" in head
+        assert "session.save_pretrained" in saved
+        assert saved == copied
+        assert after == (saved if shard == "zero3" else "")
