@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -291,6 +292,7 @@ def planning_of(engine: Engine, sharded: ShardedInPlace | None, cost: Cost, sett
         measured = measured_of(engine, kept_bytes=kept, end_bytes=end, trains=True, **how)
         sharded.parameters.clear_gradients()
         capacities = dict(measured.plain)
+    trained = 0 if sharded is None else sum(math.prod(shape) for shape in sharded.shapes.values())
     return step_planning(
         cost,
         engine.config,
@@ -302,6 +304,8 @@ def planning_of(engine: Engine, sharded: ShardedInPlace | None, cost: Cost, sett
         measured=measured,
         planner=asked.planner,
         heads=asked.heads,
+        parameters=engine.num_parameters,
+        trained=trained if trained < engine.num_parameters else None,
         stages=asked.stages,
         offloaded_states=states_an_entry(settings.optimizer)
         if settings.offloads_optimizer and settings.optimizer is not None and settings.device.type == "cuda"
@@ -320,6 +324,7 @@ def step_planning(
     dtype_bytes: int,
     offload: OffloadConfig | None,
     measured: Capacities | None,
+    parameters: int | None = None,
     trained: int | None = None,
     stages: int = 1,
     offloaded_states: int | None = None,
@@ -327,13 +332,15 @@ def step_planning(
 ) -> StepPlanning:
     """Return what plans the steps of a model, by its config, on so many ranks.
 
-    in_step: neighbouring ranks that share parameters, and so run in lock-step. offloaded_states: that an
+    in_step: neighbouring ranks that share parameters, and so run in lock-step. parameters: in all; None: by the shape,
+    without norms and routers. trained: of these; None: all. offloaded_states: that an
     optimizer on the host keeps of an entry; None: it is not there. options: of `PlanOptions`.
     """
     ratio = offload.ratio if offload else "off"
     memory = StepMemory(
         shape=shape_from_config(model.to_dict()),
         dtype_bytes=dtype_bytes,
+        parameters=parameters,
         ranks=ranks // stages,
         stages=stages,
         trained=trained,
