@@ -63,3 +63,19 @@ def test_conversions_and_copies_are_refused_before_anything_changes(shard, tmp_p
         assert "session.save_pretrained" in saved
         assert saved == copied
         assert after == (saved if shard == "zero3" else "")
+
+
+def test_a_second_session_over_nodes_meets_in_the_same_world(tmp_path):
+    """Its groups of ranks are not those of the first, whose addresses the loop's store still has."""
+
+    def work(_rank):
+        found = []
+        for _ in range(3):
+            model = small_model(torch.float32)
+            options = {"shard": "hybrid", "ranks_per_node": 2, "timeout_seconds": 20.0}
+            with Session(model, SGD(model.parameters()), capacity_tokens=128, **options) as session:
+                found.append(session.backward(ROWS).grad_norm)
+        return found
+
+    for first, *others in in_ranks(work, 4, tmp_path):
+        assert others == [first] * 2
