@@ -47,7 +47,8 @@ def test_conversions_and_copies_are_refused_before_anything_changes(shard, tmp_p
             session.backward(ROWS)
             found = [said(lambda: model.half()), said(lambda: model.lm_head.to(torch.float64))]
             found += [said(lambda: torch.save(model, io.BytesIO())), said(lambda: copy.deepcopy(model))]
-            assert model.to("cpu").to(torch.float32) is model, "nothing to change"
+            if shard == "zero1":
+                assert model.to("cpu").to(torch.float32) is model, "nothing to change"
             assert {each.dtype for each in model.parameters()} == {torch.float32}
             optimizer.step()
             optimizer.zero_grad()
@@ -58,8 +59,12 @@ def test_conversions_and_copies_are_refused_before_anything_changes(shard, tmp_p
         return found
 
     for half, head, saved, copied, after in in_ranks(work, 2, tmp_path):
-        assert "conversion to torch.float16 on cpu. Convert and move a model before its session" in half
-        assert "Linear: expected torch.float32 on cpu" in head
+        if shard == "zero1":
+            assert "conversion to torch.float16 on cpu. Convert and move a model before its session" in half
+            assert "Linear: expected torch.float32 on cpu" in head
+        else:
+            assert "half of a parameter: expected values, which a sharded model has while a layer runs" in half
+            assert "to of a parameter" in head
         assert "session.save_pretrained" in saved
         assert saved == copied
         assert after == (saved if shard == "zero3" else "")

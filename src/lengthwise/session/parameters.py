@@ -72,7 +72,7 @@ def point_at_slices(
         if "__reduce_ex__" not in vars(each):  # else it is so for good
             refuse_copies(each)
             closing.callback(vars(each).pop, "__reduce_ex__", None)
-        for module in each.modules():
+        for module in each.modules() if isinstance(parameters, FlatParameters) else ():  # others have no values
             vars(module)["_apply"] = partial(_convert_nothing, module)
             closing.callback(vars(module).pop, "_apply", None)
 
