@@ -333,8 +333,8 @@ def step_planning(
     """Return what plans the steps of a model, by its config, on so many ranks.
 
     in_step: neighbouring ranks that share parameters, and so run in lock-step. parameters: in all; None: by the shape,
-    without norms and routers. trained: of these; None: all. offloaded_states: that an
-    optimizer on the host keeps of an entry; None: it is not there. options: of `PlanOptions`.
+    without norms and routers. trained: of these; None: all. offloaded_states: that an optimizer on the host keeps of an
+    entry; None: it is not there. options: of `PlanOptions`.
     """
     ratio = offload.ratio if offload else "off"
     memory = StepMemory(
