@@ -199,7 +199,7 @@ def _nothing_fits(
     if fits(best, kinds=RECOMPUTE_KINDS):
         remedies.append("recompute: auto")
     if can_offload and not best.offloads and fits(replace(best, offloads=True)):
-        remedies.append("optimizer.offload: true (of a Session offload_optimizer=True)")
+        remedies.append("optimizer.offload: true, or of a Session offload_optimizer=True")
     if fits(best, 1.0):
         remedies.append("offload: {store: host}")
     if whole.trained is None and fits(with_adapters(best)):
