@@ -43,13 +43,13 @@ class ShapedNodes:
 
 
 @contextmanager
-def shaped_nodes(nodes: int, bytes_per_second: float) -> Iterator[ShapedNodes]:
-    """Make so many nodes, each with a link of `bytes_per_second` of payload in either direction.
+def shaped_nodes(nodes: int, bytes_per_second: float, option: str = "--namespaces") -> Iterator[ShapedNodes]:
+    """Make so many nodes, each with a link of `bytes_per_second` of payload in either direction; `option` asked for it.
 
     Raises:
         ConfigError: not root, or `ip` or `tc` are missing.
     """
-    _refuse_what_is_missing()
+    _refuse_what_is_missing(option)
     _remove(_left_behind())
     own = f"{_PREFIX}{os.getpid()}"
     names = [f"{own}n{node}" for node in range(nodes)]
@@ -97,12 +97,12 @@ def _remove(owners: list[str]) -> None:
             _run(f"ip link del {owner}")
 
 
-def _refuse_what_is_missing() -> None:
+def _refuse_what_is_missing(option: str) -> None:
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if os.geteuid() != 0 or missing:
         got = f"no {' and '.join(missing)}" if missing else f"user {os.geteuid()}"
-        remedy = "Run as root on Linux with iproute2, or without --namespaces."
-        raise ConfigError("--namespaces", expected="root, and the commands ip and tc", got=got, remedy=remedy)
+        remedy = f"Run as root on Linux with iproute2, or without {option}."
+        raise ConfigError(option, expected="root, and the commands ip and tc", got=got, remedy=remedy)
 
 
 def _run(*commands: str) -> None:

@@ -1,13 +1,17 @@
 """Sharded parameters: bytes, step times beside FSDP2, and which layout models want.
 
     python benchmarks/sharding.py [--ranks 2] [--repeats 5] [--batches 2] [--batch-tokens 8192] [--capacity 2048]
+        [--links MBYTES]
     python benchmarks/sharding.py --layouts [--gpus 8,64,512]
 
-One small Llama in fp32 over gloo on loopback, one thread a rank; lengths of files of the standard library, cut at the
-capacity so that FSDP2 can hold each alone. All ways have the same model, batches and AdamW, and take turns; the ratio
-is the median of the repeats. FSDP2 is `fully_shard` of each layer and the root, with its own prefetch, parameters freed
-after forward or kept; padded microbatches are of sequences of like length with torch's sdpa, packed ones run the same
-kernel and the same packed attention as ours. Losses must agree to 1e-4, or the benchmark fails.
+One small Llama in fp32 over gloo on loopback, one thread a rank; lengths of files of the standard library, cut at half
+the capacity so that packed FSDP2 has packs for all ranks. All ways have the same model, batches and AdamW, and take
+turns; the ratio is the median of the repeats. FSDP2 is `fully_shard` of each layer and the root, with its own prefetch,
+parameters freed after forward or kept; padded microbatches are of sequences of like length with torch's sdpa, packed
+ones run the same kernel and the same packed attention as ours. Losses must agree to 1e-4, or the benchmark fails.
+
+`--links` (root, `ip` and `tc`: `namespaces`) gives every rank a network of its own behind a link of so many MB/s each
+way, for all ways alike: gloo's collectives and our transfers share its socket.
 
 `--layouts` simulates: one batch of github up to 32K, 16K tokens a GPU, h100, each layout at its best settings.
 """
@@ -18,7 +22,10 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -53,6 +60,7 @@ from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.report.figures import seconds
 from lengthwise.simulator.answer import LAYOUTS, Question, compare_layouts
+from namespaces import shaped_nodes
 from pages import Findings, markdown, parse_options
 
 ZERO1, ZERO3 = "zero1, free", "zero3, waves"
@@ -66,12 +74,14 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 SOURCE = ModelSource(name="small llama", config=CONFIG, weights=False)
 TOLERANCE, BETAS = 1e-4, (0.9, 0.95)
+_DRAWN_BYTES = 60  # for a token: most files are longer than what is left of them
 
 
 def main() -> None:
     """Write the tables of both, or that of layouts."""
     asked = parse_options(
         __doc__, ranks=2, repeats=5, batches=2, batch_tokens=8192, capacity=2048, layouts=False,
+        links=(0.0, "MB/s of each rank's own link, shaped by tc; needs root; 0: loopback"),
         gpus=("8,64,512", "beside --layouts"),
     )  # fmt: skip
     if asked.layouts:
@@ -79,19 +89,31 @@ def main() -> None:
         findings.add(layouts_table([int(each) for each in asked.gpus.split(",")]))
         findings.sign("Simulated", "lengths of github up to 32K, 16K tokens a GPU, seed 0", asked.out)
         return
-    findings = Findings("sharding")
+    findings = Findings("sharding-links" if asked.links else "sharding")
     cluster = Cluster(ranks=asked.ranks, capacity_tokens=asked.capacity)
-    batches = [documents(asked.batch_tokens, seed, asked.capacity) for seed in range(asked.batches)]
-    found = run_ranks(lambda transport: _Rank(transport, cluster, batches).run(asked.repeats), asked.ranks)
+    batches = [documents(asked.batch_tokens, seed, asked.capacity // 2) for seed in range(asked.batches)]
+    with shaped_nodes(asked.ranks, 1e6 * asked.links, "--links") if asked.links else nullcontext() as nodes:
+        enter = None if nodes is None else nodes.enter
+        work = partial(_run_rank, cluster=cluster, batches=batches, repeats=asked.repeats)
+        found = run_ranks(work, asked.ranks, before_joining=enter)
     findings.add(bytes_table(found[0][1], asked.ranks))
     findings.add(["", *times_table(found[0][0])])
-    findings.sign("Measured", f"{counted(asked.repeats, 'repeat')}, {counted(asked.batches, 'batch')}", asked.out)
+    links = f"; links of {asked.links:g} MB/s" if asked.links else ""
+    about = f"{counted(asked.repeats, 'repeat')}, {counted(asked.batches, 'batch')}{links}"
+    findings.sign("Measured", about, asked.out)
 
 
 def documents(tokens: int, seed: int, longest: int) -> list[int]:
-    """Draw lengths of the standard library's files, at 2.7 bytes a token."""
-    drawn = tokens_batch(STDLIB, int(2.7 * tokens), seed, Cluster(ranks=1 << 10, capacity_tokens=1 << 20))
-    return [max(2, min(longest, int(length / 2.7))) for length in drawn]
+    """Draw lengths of the standard library's files, cut at `longest`, as many as have `tokens`: 2.7 bytes a token."""
+    drawn = tokens_batch(STDLIB, _DRAWN_BYTES * tokens, seed, Cluster(ranks=1 << 10, capacity_tokens=1 << 20))
+    cut = [max(2, min(longest, int(length / 2.7))) for length in drawn]
+    return cut[: 1 + sum(total < tokens for total in accumulate(cut))]
+
+
+def _run_rank(
+    transport: Transport, *, cluster: Cluster, batches: Sequence[list[int]], repeats: int
+) -> tuple[list[Step], list[Bytes]]:
+    return _Rank(transport, cluster, batches).run(repeats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

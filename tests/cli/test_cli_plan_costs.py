@@ -104,3 +104,13 @@ def test_plan_prints_times_of_given_costs_in_their_own_unit(tmp_path, lengths, c
     assert f"bound {plan.notes['bound_seconds']:.0f} (in the same unit)" in said
     assert " min" not in said
     assert " s\n" not in said
+
+
+def test_plan_says_what_an_optimizer_on_the_host_costs(tmp_path, capfd):
+    run = write_run(
+        tmp_path, make_rows([3]), model="tiny", precision="auto", optimizer={"name": "adamw", "offload": True}
+    )
+    rest = ("--config", run, "--ranks", 8, "--out", tmp_path / "plan.json")
+    assert call("plan", *rest, "--model-shape", "qwen3-8b", "--hardware", "h100") == 0
+    said = " ".join(capfd.readouterr().out.split())
+    assert "optimizer.offload: the step's end, which is not in these times, takes at least 1." in said

@@ -5,7 +5,16 @@ from dataclasses import replace
 import pytest
 
 from lengthwise.core.errors import MemoryShortage
-from lengthwise.cost import RESERVED, StepMemory, choose_shard, named_shape, wanted_tokens
+from lengthwise.cost import (
+    RESERVED,
+    StepMemory,
+    all_terms_cost,
+    choose_shard,
+    named_hardware,
+    named_shape,
+    offloaded_cost,
+    wanted_tokens,
+)
 
 LLAMA_8B = named_shape("llama-3.1-8b")
 GB = 1e9
@@ -77,3 +86,15 @@ def test_a_rank_wants_its_share_of_the_longest_sequence_and_no_more_than_a_batch
     assert wanted_tokens(8) == 2048
     assert wanted_tokens(8, longest=80_000) == 10_000
     assert wanted_tokens(8, longest=80, batch=200) == 200
+
+
+def test_an_optimizer_on_the_host_costs_the_end_of_a_step_what_its_copies_and_its_memory_take():
+    """Of a parameter in bf16 with AdamW: 4 bytes there and 2 back; 4 + 3 x 8 of the update, 4 + 2 of the cast."""
+    shape, hardware = named_shape("qwen3-8b"), named_hardware("h100")
+    plain, rate = all_terms_cost(shape, hardware), 300e9 / 8  # of the host's memory, a device's share
+    held = StepMemory(shape=shape, dtype_bytes=2, ranks=16, offloads=True, ties=False)
+    more = offloaded_cost(plain, held).step_end_seconds(16) - plain.step_end_seconds(16)
+    assert more == pytest.approx(40 * shape.total_params / 16 / rate)
+    adapters = offloaded_cost(plain, replace(held, trained=10**8)).step_end_seconds(16) - plain.step_end_seconds(16)
+    assert adapters == pytest.approx(40 * 10**8 / 16 / rate)
+    assert offloaded_cost(plain, replace(held, offloads=False)) is plain

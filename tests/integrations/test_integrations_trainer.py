@@ -275,3 +275,18 @@ def test_parts_that_an_evaluation_left_are_not_trained(tmp_path):
 
     for found, expected in in_trainers(work, 2, tmp_path):
         assert relative(found, expected) < 2e-6
+
+
+def test_a_run_with_its_optimizer_on_the_host_goes_on_without(tmp_path):
+    """To the same bits, its checkpoints are those of any run."""
+
+    def work(folder, offloads, resume, _rank):
+        args = arguments(tmp_path / folder, **SAVING)
+        kind = partial(PlannedTrainer, capacity_tokens=256, offload_optimizer=offloads)
+        found = trained(kind, args, model=small_model(torch.bfloat16), resume=resume)
+        assert found["trainer"].session._sharded.offloads == offloads
+        return found["weights"]
+
+    whole, *_ = in_trainers(partial(work, "host", True, None), 1, tmp_path)
+    again, *_ = in_trainers(partial(work, "again", False, str(tmp_path / "host/checkpoint-3")), 1, tmp_path)
+    assert all(torch.equal(again[name], whole[name]) for name in whole)

@@ -200,24 +200,6 @@ def test_a_stage_saves_no_part_of_a_model_as_if_it_were_whole(tmp_path):
     assert not info["missing_keys"]
 
 
-@pytest.mark.parametrize("options", [{"stages": 2}, {"shard": "zero1"}])
-def test_a_model_is_copied_while_its_session_is_open(options, tmp_path):
-    def work(_rank):
-        model = small_model(**LAYERS)
-        with Session(model, SGD(model.parameters()), capacity_tokens=128, **options) as session:
-            session.backward(steps_of()[0])
-            copied = copy.deepcopy(model)
-            copied.zero_grad()
-            session.optimizer.step()
-            ids = torch.zeros(1, 3, dtype=torch.long)
-            with pytest.raises(ModelRefused, match="model in stages") if "stages" in options else nullcontext():
-                copied(ids)
-        changed = [(a - b).norm().item() for a, b in zip(copied.parameters(), model.parameters(), strict=True)]
-        return min(each for each in changed if each == each)
-
-    assert min(in_ranks(work, 2, tmp_path)) > 0
-
-
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
 def test_the_state_of_adapters_has_the_names_of_the_users_model_and_loads_from_others(tmp_path):
     def work(_rank):

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError, ModelRefused
+from lengthwise.cost import costs
 from lengthwise.session import settings as session_settings
 from tiers import more
 
@@ -202,3 +204,26 @@ def test_other_ranks_need_no_storage_of_their_own(tmp_path):
     expected = in_double(plain)(0)
     for found in in_ranks(in_double(work), 2, tmp_path):
         assert found == [pytest.approx(each, rel=1e-12) for each in expected]
+
+
+def test_what_is_gathered_is_priced_by_the_parameters_that_there_are(tmp_path):
+    """Of tiny experts norms, routers and dense layers count; of adapters gradients alone are summed."""
+
+    def work(_rank):
+        found = []
+        for trains in ("", "lm_head"):
+            model = family_model("qwen3_moe", torch.float32)
+            for name, each in model.named_parameters():
+                each.requires_grad_(trains in name)
+            optimizer = MOMENTUM([each for each in model.parameters() if each.requires_grad])
+            cost = replace(costs("llama-7b"), version="one rate")
+            with Session(model, optimizer, capacity_tokens=64, shard="zero3", measurements=cost) as session:
+                traffic = session._planning.cost.traffic
+                count = sum(each.numel() for each in model.parameters())
+            gathered = traffic.layers * traffic.gather_seconds + traffic.rest_gather_seconds
+            found.append((gathered + traffic.head_gather_seconds, traffic.reduce_seconds, count, cost))
+        return found
+
+    (whole, summed, count, cost), (_, alone, *_) = in_ranks(work, 2, tmp_path)[0]
+    assert whole == pytest.approx(4 * count / 2 / cost.near.bytes_per_second)
+    assert alone < 0.5 * summed

@@ -109,3 +109,18 @@ def test_answer_of_a_model_that_fits_nowhere() -> None:
     found = answer([[100]], Question(shape=named_shape("llama-70b"), hardware=H100, devices=2))
     assert found.best_other is None
     assert all("no room beside" in row.refusal for row in found.rows)
+
+
+def test_an_optimizer_on_the_host_makes_room_in_all_ways_and_takes_time() -> None:
+    large = Question(shape=named_shape("qwen3-32b"), hardware=H100, devices=8)
+    assert not large.capacities("zero3", RECOMPUTE_KINDS)
+    assert replace(large, offloads=True).capacities("zero3", RECOMPUTE_KINDS)
+    on_gpus = Question(shape=SHAPE, hardware=H100, devices=8)
+    on_host, way = replace(on_gpus, offloads=True), WaySettings(recompute="layer", capacity_tokens=8192, degree=4)
+    seconds = 40 * SHAPE.total_params / 8 / (300e9 / 8)  # 40 bytes a parameter, at a device's share of host memory
+    rivals = [run_rival(BATCHES[0], way, each).step_seconds for each in (on_gpus, on_host)]
+    assert rivals[1] - rivals[0] == pytest.approx(seconds)
+    for layout in ("zero1", "zero3"):
+        ours = [run_ours(BATCHES[0], replace(way, layout=layout), each) for each in (on_gpus, on_host)]
+        assert ours[1].seconds - ours[0].seconds == pytest.approx(seconds)
+        assert ours[1].memory_bytes < ours[0].memory_bytes

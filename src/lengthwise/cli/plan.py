@@ -202,7 +202,7 @@ class PlanCommand:
     ) -> tuple[PlanInput, str]:
         """Return (mode and costs of how training lays parameters over the ranks; why, where that was left open)."""
         from lengthwise.cli.layout import layout_of_run, ties_of
-        from lengthwise.cost import sharded_cost
+        from lengthwise.cost import offloaded_cost, sharded_cost
 
         if asked.shape is None or config.stages > 1:
             return asked, ""
@@ -220,7 +220,12 @@ class PlanCommand:
         )
         cost = sharded_cost(asked.cost, layout.memory, group=layout.ranks_in_step)
         mode = "free" if layout.ranks_in_step == 1 else "waves"
-        return replace(asked, cost=cost, options=replace(asked.options, mode=mode)), layout.why
+        why = [layout.why] if layout.why else []
+        if layout.memory.offloads:
+            cost = offloaded_cost(cost, layout.memory)
+            end = seconds(cost.step_end_seconds(self.ranks))
+            why.append(f"optimizer.offload: the step's end, which is not in these times, takes at least {end}")
+        return replace(asked, cost=cost, options=replace(asked.options, mode=mode)), "\n".join(why)
 
     def _in_stages(self, config: RunConfig | None) -> bool:
         """Whether the stages of pipelines are those of a run file, and ranks as training counts them."""

@@ -82,6 +82,8 @@ class Simulate:
     """Tokens of one step."""
     lora: Annotated[int | None, tyro.conf.arg(metavar="R", help_behavior_hint="")] = None
     """Train LoRA adapters of this LoRA rank on all linear layers instead of the whole model."""
+    offload_optimizer: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Keep master weights and the optimizer's states in the host's memory, which updates them, in all rows."""
     details: tyro.conf.FlagCreatePairsOff[bool] = False
     """Also compare planners on one device a rank, each on its best mesh, in long tables."""
     all: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -159,7 +161,7 @@ class Simulate:
         return self.details or self.all or given or machine.mesh != "best" or self.loader != "none"
 
     def _answer(self, meshes: Meshes, batches: list[list[int]]) -> Answer:
-        from lengthwise.cost.sharding import lora_params
+        from lengthwise.cost.sharding import check_host, lora_params
         from lengthwise.report.progress import showing
         from lengthwise.simulator import Question, answer
 
@@ -169,8 +171,10 @@ class Simulate:
         question = Question(
             shape=asked.shape, hardware=asked.hardware, devices=asked.devices, adapters=adapters,
             capacity_tokens=asked.capacity_tokens, kinds=None if recompute in (None, "auto") else [recompute],
-            cost=asked.cost,
+            cost=asked.cost, offloads=self.offload_optimizer,
         )  # fmt: skip
+        memory, node = question.memory("zero1"), min(asked.devices, asked.hardware.ranks_per_node)
+        check_host(memory, node, asked.hardware.host_bytes, key="--offload-optimizer")
         with showing("comparing FSDP2 and Lengthwise, each at its best settings", sys.stderr):
             return answer(batches, question)
 
@@ -215,10 +219,11 @@ class Simulate:
             attempt(partial(_refuse_others_files, self.out))
         if self.lora is not None:
             attempt(partial(read_whole, "--lora", self.lora))
-            if self.is_detailed:
+        for option, given in (("--lora", self.lora), ("--offload-optimizer", self.offload_optimizer or None)):
+            if given is not None and self.is_detailed:
                 remedy = "Leave out one of them."
-                expected, got = "nothing beside planners in detail, who train whole models", str(self.lora)
-                problems.add(ConfigError("--lora", expected=expected, got=got, remedy=remedy))
+                expected = "nothing beside planners in detail, who train whole models on the devices"
+                problems.add(ConfigError(option, expected=expected, got=str(given), remedy=remedy))
         planners = attempt(self._planner_names)
         for name in ("batches", "trace_ranks"):
             attempt(partial(read_whole, f"--{name.replace('_', '-')}", getattr(self, name), most=_MOST_COUNT))
@@ -282,6 +287,7 @@ class Simulate:
         question = meshes.question
         mesh = "" if meshes.same is None else f", all on one mesh: {meshes.same}"
         mesh = f"{mesh}, LoRA of rank {self.lora}" if self.lora else mesh
+        mesh = f"{mesh}, optimizer on the host" if self.offload_optimizer else mesh
         sums = sorted({sum(batch) for batch in batches})
         size = f"{sums[0]:,}" if len(sums) == 1 else f"{sums[0]:,} to {sums[-1]:,}"
         return (

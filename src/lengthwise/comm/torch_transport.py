@@ -187,7 +187,10 @@ class TorchTransport:
             torch.cuda.synchronize(self._device)
             self._watch.close()
         if dist.is_initialized() and self._groups:
-            for group in [None] if self._owned else self._groups.values():
+            # torch names a group of some ranks by these and by the number of groups. The store of the loop's world
+            # keeps the addresses of a name that is taken again, so groups on the host stay, and the number grows.
+            ours = [each for name, each in self._groups.items() if not name.startswith(f"{_HOST} among")]
+            for group in [None] if self._owned else ours:
                 dist.destroy_process_group(group)
         # Gloo's threads end with the last reference to their group. One that lets go of a tensor while Python ends
         # aborts the process.

@@ -24,8 +24,10 @@ from lengthwise.cost.passes import Pass
 from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
 from lengthwise.cost.sharding import (
     ZERO3_ALONE,
+    check_host,
     choose_shard,
     choose_shard_of_run,
+    offloaded_cost,
     ranks_of_node,
     sharded_cost,
     sharded_traffic,
@@ -54,6 +56,7 @@ __all__ = [
     "all_terms_cost",
     "analytic_cost",
     "capacity_tokens",
+    "check_host",
     "choose_shard",
     "choose_shard_of_run",
     "costs",
@@ -64,6 +67,7 @@ __all__ = [
     "microbatches_kept",
     "named_hardware",
     "named_shape",
+    "offloaded_cost",
     "ranks_of_node",
     "recompute_capacities",
     "shape_from_config",

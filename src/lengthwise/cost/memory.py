@@ -171,6 +171,15 @@ class StepMemory:
         held = (2 + self.states) * wide_bytes(self.dtype_bytes) * trained / (self.ranks * self.tensor * self.stages)
         return held if self.offloads else 0.0
 
+    def host_update_bytes(self) -> float:
+        """Count what the update of an offloaded optimizer moves between host and device, and in the host's memory.
+
+        At least: gradients go there, masters and states are read and written once, values cast and sent back.
+        """
+        trained, wide = self._parameters() if self.trained is None else self.trained, wide_bytes(self.dtype_bytes)
+        sent, updated = wide + self.dtype_bytes, wide * (2 + 2 * (1 + self.states)) + self.dtype_bytes
+        return (sent + updated) * trained / (self.ranks * self.tensor * self.stages) if self.offloads else 0.0
+
     def state_parts(self) -> dict[str, float]:
         """Return what a device keeps from step to step by its parts, in bytes; `state_bytes` is their sum."""
         trained, devices = self._parameters() if self.trained is None else self.trained, self.tensor * self.stages

@@ -2,7 +2,7 @@
 
 Whole parameters move less, and ranks then wait only for the partners of a sequence; so they come first. By the formulas
 of `cost.memory`: nothing runs, and the same numbers give the same choice on every rank. Costs of ranks that have a part
-of the parameters: what a wave gathers and sums, and what the step's end does.
+of the parameters: what a wave gathers and sums, and what the step's end does, on the host where the optimizer is there.
 """
 
 from __future__ import annotations
@@ -102,6 +102,24 @@ def choose_shard(
     return ShardChoice(shard="zero3", why=f"{why}; zero3 takes {kept[1]}")
 
 
+def check_host(memory: StepMemory, ranks_here: int, free_bytes: float, *, key: str) -> None:
+    """Refuse an offloaded optimizer of all ranks of a machine that has less free; 0: how much is not known.
+
+    key: that asks for it.
+
+    Raises:
+        MemoryShortage: it is more.
+    """
+    needed = ranks_here * memory.host_bytes()
+    if 0 < free_bytes < needed:
+        raise MemoryShortage(
+            key,
+            expected=f"{needed / 1e9:.3g} GB of host memory, for the optimizer of {counted(ranks_here, 'rank')}",
+            got=f"{free_bytes / 1e9:.3g} GB that are free here",
+            remedy="Take it out, or use more machines.",
+        )
+
+
 def choose_shard_of_run(
     config: RunConfig,
     memory: StepMemory,
@@ -181,7 +199,7 @@ def _nothing_fits(
     if fits(best, kinds=RECOMPUTE_KINDS):
         remedies.append("recompute: auto")
     if can_offload and not best.offloads and fits(replace(best, offloads=True)):
-        remedies.append("optimizer.offload: true")
+        remedies.append("optimizer.offload: true, or of a Session offload_optimizer=True")
     if fits(best, 1.0):
         remedies.append("offload: {store: host}")
     if whole.trained is None and fits(with_adapters(best)):
@@ -245,3 +263,16 @@ def sharded_cost(cost: Cost, memory: StepMemory, *, group: int | None = None) ->
     traffic = sharded_traffic(replace(memory, ranks=over), cost, head_apart=True)
     left = cost.reduced_bytes if over < ranks else 0.0
     return replace(cost, traffic=traffic, reduced_bytes=left, version=f"{cost.version} over {over}")
+
+
+def offloaded_cost(cost: Cost, memory: StepMemory) -> Cost:
+    """Return the costs of ranks whose optimizer is on the host, where `memory` says it is.
+
+    At least: as if processors updated as fast as they read and write, and as a host exchanges with its devices.
+    """
+    if not memory.offloads or not cost.prices_choices:
+        return cost
+    seconds = memory.host_update_bytes() / cost.copy_bytes_per_second * memory.ranks
+    return replace(
+        cost, ending=replace(cost.ending, update_seconds=seconds), version=f"{cost.version} optimizer on hosts"
+    )

@@ -14,12 +14,17 @@ from lengthwise.engine.parameters import Parameters
 
 
 def gathered(
-    layout: FlatLayout, shard: Tensor, transport: Transport, *, dtype: torch.dtype | None = None
+    layout: FlatLayout,
+    shard: Tensor,
+    transport: Transport,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield each parameter's place and what all ranks have of it in their shards, (entries,) each. Collective.
 
-    transport: of the layout's ranks. dtype: to gather them in; None: that of the shard. Those of a bucket are views of
-    one tensor, which the next bucket does not touch.
+    transport: of the layout's ranks. dtype, device: to gather them in; None: those of the shard. Those of a bucket are
+    views of one tensor, which the next bucket does not touch.
     """
     members: dict[int, list[int]] = {}
     for index, number in enumerate(layout.bucket_of):
@@ -28,7 +33,7 @@ def gathered(
     order = None if order == sorted(order) else order
     for bucket in range(layout.num_buckets):
         place = layout.bucket(bucket)
-        own = shard[layout.in_shard(bucket)].to(dtype or shard.dtype)
+        own = shard[layout.in_shard(bucket)].to(device or shard.device, dtype or shard.dtype)
         whole = torch.empty(place.stop - place.start, dtype=own.dtype, device=own.device)
         transport.all_gather(whole, own)
         if order is not None:
@@ -43,7 +48,7 @@ def gather_to_first(parameters: Parameters, shard: Tensor, transport: Transport)
 
     It takes a bucket at a time; {} on other ranks.
     """
-    found = gathered(parameters.layout, shard, transport)
+    found = gathered(parameters.layout, shard, transport, device=parameters.grad_shard.device)
     if transport.rank:
         deque(found, maxlen=0)
         return {}

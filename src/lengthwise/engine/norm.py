@@ -17,6 +17,11 @@ def part_of(entries: int) -> int:
     return max(_LEAST_PART, -(-entries // _PARTS))
 
 
+def norm_bytes(gradients: Tensor) -> int:
+    """Count the bytes that `gradient_norm` needs beside the gradients."""
+    return 2 * 8 * min(len(gradients), part_of(len(gradients)))
+
+
 def gradient_norm(gradients: Tensor, transport: Transport) -> float:
     """Return the L2 norm of the gradients of which each rank has its (entries,). Collective.
 

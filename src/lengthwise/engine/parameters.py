@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -173,6 +173,18 @@ def refuse_parts(model: nn.Module, is_whole: Callable[[], bool]) -> None:
 
     model.register_state_dict_pre_hook(lambda *_: refuse("state_dict"))
     model.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict"))
+
+    def refuse_copy(_protocol: object) -> NoReturn:
+        raise pickled(model)
+
+    vars(model)["__reduce_ex__"] = refuse_copy
+
+
+def pickled(module: nn.Module) -> ModelRefused:
+    """Say that a model that ranks train was to be pickled, as torch.save does, and where it is a part, copies do."""
+    remedy = "Call session.save_pretrained or session.state_dict on all ranks, or make a copy before the session."
+    name = type(module).__name__
+    return ModelRefused(f"model {name}", expected="no torch.save, or copy of a rank's part", got="one", remedy=remedy)
 
 
 def brought(values: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -254,7 +254,10 @@ class FlatParameters:
         for bucket in range(self.layout.num_buckets):
             own = self.values[self.layout.in_whole(bucket, self._transport.rank)]
             kept = self.master_weights[self.layout.in_shard(bucket)]
-            kept.copy_(torch.where(own == kept.to(own), kept, own.to(kept)))
+            changed = own != brought(kept, own.dtype, own.device)
+            if changed.any():  # else masters on the host need nothing from the device
+                there = changed.to(kept.device)
+                kept[there] = own[changed].to(kept)
 
     def tensors(self) -> list[Tensor]:
         """Return the flat buffers."""

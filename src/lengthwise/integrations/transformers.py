@@ -45,7 +45,7 @@ class PlannedTrainerMixin(_Base):
             per_device_train_batch_size; auto: what fits.
         shard, ranks_per_node: as in `Session`; a model to be cut stays in the host's memory until then.
         heads: as in `Session`.
-        offload: as in `Session`.
+        offload, offload_optimizer: as in `Session`.
         planner: as in `Session`.
         measurements: as in `Session`.
         attention: as in `Session`.
@@ -63,6 +63,7 @@ class PlannedTrainerMixin(_Base):
         ranks_per_node: int | None = None,
         heads: int | str = "auto",
         offload: Mapping[str, Any] | None = None,
+        offload_optimizer: bool = False,
         planner: str = "lengthwise",
         measurements: Any = None,
         attention: str = "auto",
@@ -75,6 +76,7 @@ class PlannedTrainerMixin(_Base):
             "ranks_per_node": ranks_per_node,
             "heads": heads,
             "offload": offload,
+            "offload_optimizer": offload_optimizer,
             "planner": planner,
             "measurements": measurements,
             "attention": attention,

@@ -225,6 +225,7 @@ class Job:
             measured=self.measured_capacities,
             trained=self.adapters,
             stages=stages,
+            offloaded_states=len(config.optimizer.states) if config.optimizer.offload and self.gpus else None,
             planner=config.planner,
             context_tokens=int(self.known.lengths.max()),
             heads=config.heads,

@@ -7,9 +7,7 @@ from dataclasses import replace
 import torch
 
 from lengthwise.comm import world_from_environment
-from lengthwise.core.errors import MemoryShortage
-from lengthwise.core.names import counted
-from lengthwise.cost import DTYPE_BYTES, StepMemory, choose_shard_of_run, ranks_of_node, shape_from_config
+from lengthwise.cost import DTYPE_BYTES, StepMemory, check_host, choose_shard_of_run, ranks_of_node, shape_from_config
 from lengthwise.engine.memory import free_bytes
 from lengthwise.models.load import count_parameters
 from lengthwise.profiler.place import device_bytes
@@ -27,7 +25,8 @@ def settle_shard(job: Job) -> Job:
     """
     config, model = job.config, job.model
     if config.optimizer.offload and job.gpus:
-        _check_host(job)
+        free = free_bytes(torch.device("cpu"), 1)
+        check_host(_memory(job), _ranks_here(job), free, key="optimizer.offload")
     node = ranks_of_node(config.ranks_per_node, _ranks_here(job), job.ranks, is_asked=config.shard == "hybrid")
     if config.shard == "hybrid":
         if node == job.ranks:
@@ -68,23 +67,6 @@ def _memory(job: Job, node: int | None = None) -> StepMemory:
         offloads=config.optimizer.offload and job.gpus > 0,
         ties=bool(getattr(model.config, "tie_word_embeddings", False)),
     )
-
-
-def _check_host(job: Job) -> None:
-    """Refuse an offloaded optimizer that is more than this machine's memory holds, of all ranks here.
-
-    Raises:
-        MemoryShortage: it is.
-    """
-    here, free = _ranks_here(job), free_bytes(torch.device("cpu"), 1)
-    needed = here * _memory(job).host_bytes()
-    if 0 < free < needed:
-        raise MemoryShortage(
-            "optimizer.offload",
-            expected=f"{needed / 1e9:.3g} GB of host memory, for the optimizer of {counted(here, 'rank')}",
-            got=f"{free / 1e9:.3g} GB that are free here",
-            remedy="Take it out, or use more machines.",
-        )
 
 
 def _ranks_here(job: Job) -> int:

@@ -7,11 +7,12 @@ in steps of 128. Where twice what the largest batch needs without recomputation 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from lengthwise.attention import BlockKernel
@@ -30,6 +31,7 @@ from lengthwise.report.figures import count
 from lengthwise.session.engine import Engine
 
 _RING_RANKS = 3  # from which on a rank of a ring holds no more: its own keys, those it has, those that arrive
+_MOST_TOKENS = 2**22  # of a session's batch, as which memory is measured: what a loop will give is not known yet
 _AMPLE = 2.0  # times what is needed: rings and split heads need less than that more
 
 
@@ -162,6 +164,69 @@ def measuring_of(
         leaving_bytes=0 if offload is None else LEAVING_BYTES[offload.store],
         casting=engine.casting(),
     )
+
+
+def measured_of(
+    engine: Engine,
+    *,
+    recompute: str,
+    heads: int | str,
+    offload: OffloadConfig | None,
+    kept_bytes: float,
+    end_bytes: float,
+    trains: bool,
+) -> Capacities:
+    """Measure what a rank of a session holds; kept_bytes, end_bytes: as for `measuring_of`. Collective.
+
+    A model that does not train holds less than with all layers computed again, and is measured so.
+    """
+    offload, kinds = offload if trains else None, kinds_of(engine.config, recompute)
+    ratio = offload.ratio if offload else "off"
+    engine.transport.phase = "start, measuring what fits into memory"
+    measuring = measuring_of(
+        engine,
+        kinds=kinds if trains else ["layer" if "layer" in kinds else kinds[0]],
+        heads=heads,
+        most_tokens=_MOST_TOKENS,
+        offload=offload,
+        kept_bytes=kept_bytes,
+        end_bytes=end_bytes,
+    )
+    with (
+        engine.attending(),
+        torch.autocast(engine.device.type, enabled=False),
+        _in_training(engine.model),
+        nullcontext() if trains else _embedding_alone_trains(engine.model),
+    ):
+        return measuring.capacities(ratio=ratio if isinstance(ratio, float) else None)
+
+
+@contextmanager
+def _in_training(model: nn.Module) -> Iterator[None]:
+    """Put a model into training mode inside the block: in no other are layers computed again, and entries dropped."""
+    before = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@contextmanager
+def _embedding_alone_trains(model: Any) -> Iterator[None]:
+    """Let backward reach all layers of a model that nobody trains, with one gradient that is there before."""
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    embedding = model.get_input_embeddings().weight
+    for parameter, _ in before:
+        parameter.requires_grad_(parameter is embedding)
+    embedding.grad = torch.zeros_like(embedding)
+    try:
+        yield
+    finally:
+        embedding.grad = None
+        for parameter, trains in before:
+            parameter.requires_grad_(trains)
 
 
 def kinds_of(config: Any, asked: str) -> list[str]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lengthwise.comm import Transport
-from lengthwise.engine.parameters import Parameters
+from lengthwise.core.errors import ModelRefused
+from lengthwise.engine.parameters import Parameters, pickled
 from lengthwise.engine.replicated import FlatParameters, share_values
 from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.models import wrapped_layers
@@ -30,14 +32,17 @@ def take_over(
     dtype: torch.dtype,
     device: torch.device,
     closing: ExitStack,
+    offloads: bool = False,
 ) -> tuple[Parameters | None, ShardedInPlace | None]:
     """Give all ranks the values of rank 0; return the parameters, if they are cut, and their optimizer. Collective.
 
-    shard, ranks_in_step: as `shard_of` returns them. closing: what ends with the session.
+    shard, ranks_in_step: as `shard_of` returns them. closing: what ends with the session. offloads: master weights and
+    the optimizer's states are on the host.
     """
     inner = hugging_face_model(model)
-    updates = None if optimizer is None else ShardedInPlace(optimizer, inner)  # reads the parameters that there were
+    updates = None if optimizer is None else ShardedInPlace(optimizer, inner, offloads=offloads)  # reads what there was
     options: dict[str, Any] = {"dtype": dtype, "device": device, "layers": wrapped_layers(inner), "keeps_frozen": True}
+    options["exact_on"] = torch.device("cpu") if offloads else None
     parameters: Parameters
     if shard != "zero1":
         parameters = ShardedParameters(
@@ -58,23 +63,65 @@ def take_over(
 def point_at_slices(
     updates: ShardedInPlace, parameters: Parameters, rank: int, models: Sequence[nn.Module], closing: ExitStack
 ) -> None:
-    """Let the optimizer update slices; the models' own gradients are out of reach."""
+    """Let the optimizer update slices; the models' own gradients are out of reach, and the models stay as they are."""
     updates.point_at(parameters, rank)
     closing.callback(updates.give_gradients_back)
-    closing.callback(updates.optimizer.register_step_pre_hook(lambda *_: updates.take_changes()).remove)
+    closing.callback(updates.optimizer.register_step_pre_hook(lambda *_: updates.before_step()).remove)
     for each in {id(model): model for model in models}.values():
-        vars(each)["zero_grad"] = _ZeroGrad(each, updates)
-        closing.callback(vars(each).pop, "zero_grad", None)
+        _put_in_place(each, "zero_grad", updates.zero_grad, closing)
+        if isinstance(parameters, FlatParameters):  # others have no values here, and refuse all of this by themselves
+            for module in each.modules():
+                _put_in_place(module, "_apply", partial(_convert_nothing, module), closing)
+            _put_in_place(each, "__reduce_ex__", partial(_refuse_pickle, each), closing)
+            _put_in_place(each, "__deepcopy__", partial(_copied, each), closing)
 
 
-class _ZeroGrad:
-    """`zero_grad` of a model in a session; a copy of the model has no part in the session, and clears its own."""
+def _put_in_place(module: nn.Module, name: str, method: Callable[..., Any], closing: ExitStack) -> None:
+    if name not in vars(module):  # else it is of the same model in its wrap
+        vars(module)[name] = _OfSession(module, name, method)
+        closing.callback(vars(module).pop, name, None)
 
-    def __init__(self, model: nn.Module, updates: ShardedInPlace) -> None:
-        self._model, self._updates = model, updates
 
-    def __call__(self, set_to_none: bool = True) -> None:
-        self._updates.zero_grad(set_to_none)
+class _OfSession:
+    """A method of a module while its session is open; a copy of the module has its class's own."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return partial(type(self._model).zero_grad, memo.get(id(self._model), self._model))
+    def __init__(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
+        self._module, self._name, self._method = module, name, method
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._method(*arguments, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return partial(getattr(type(self._module), self._name), memo.get(id(self._module), self._module))
+
+
+def _refuse_pickle(module: nn.Module, _protocol: object) -> NoReturn:
+    raise pickled(module)
+
+
+def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a model by its class's own methods, as a reference model of DPO is."""
+    own = {name: vars(module).pop(name) for name in ("__reduce_ex__", "__deepcopy__")}
+    try:
+        return copy.deepcopy(module, memo)
+    finally:
+        vars(module).update(own)
+
+
+def _convert_nothing(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Refuse what `to`, `half` and their like would change, before they do; return the module.
+
+    Raises:
+        ModelRefused: a parameter or buffer would have another dtype or device.
+    """
+    for each in (*module.parameters(recurse), *module.buffers(recurse)):
+        sample = torch.empty(0, dtype=each.dtype, device=each.device)
+        found = convert(sample)
+        if (found.dtype, found.device) != (sample.dtype, sample.device):
+            raise ModelRefused(
+                f"model {type(module).__name__}",
+                expected=f"{each.dtype} on {each.device}, as the session took it",
+                got=f"a conversion to {found.dtype} on {found.device}",
+                remedy="Convert and move a model before its session, or after you close that.",
+            )
+    return module

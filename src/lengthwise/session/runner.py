@@ -20,6 +20,7 @@ from lengthwise.engine.norm import clip_factor, reduce_gradients
 from lengthwise.engine.objective import Objective
 from lengthwise.engine.step import RankResult
 from lengthwise.models import has_balance_loss
+from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.session.engine import Engine
 from lengthwise.session.source import PlannedStep
 
@@ -197,3 +198,15 @@ def refuse_not_finite(where: str, value: float) -> None:
     if not math.isfinite(value):
         remedy = "Look at the step's sequences and the learning rate; no update was made."
         raise NumericError(where, expected="a finite number", got=f"{value}", remedy=remedy)
+
+
+def first_step_sentence(step: StepResult, planning: StepPlanning) -> str:
+    """Say what the plan of a first step was."""
+    plan = step.plan
+    held = " or ".join(f"{tokens:,}" for tokens in sorted(set(planning.capacities.values())))
+    predicted = float(plan.notes["predicted_seconds"])
+    return (
+        f"lengthwise: a rank holds {held} tokens; step 1 on {plan.ranks} ranks: {step.ring_token_ratio:.0%} of tokens "
+        f"in rings, {step.idle_ratio:.0%} idle, {predicted:.3g} s predicted (without its end), "
+        f"{step.step_seconds:.3g} s taken"
+    )

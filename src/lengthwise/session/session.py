@@ -31,10 +31,10 @@ from lengthwise.session.losses import ComputeLoss, SumCheck, TokenLoss, TokenVal
 from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside
 from lengthwise.session.parameters import take_over
 from lengthwise.session.rows import Row, RowBatch
-from lengthwise.session.runner import StepResult, StepRunner, refuse_not_finite
+from lengthwise.session.runner import StepResult, StepRunner, first_step_sentence, refuse_not_finite
 from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
-from lengthwise.session.settings import check_settings, cost_of, first_step_sentence, planning_of, shard_of
-from lengthwise.session.sharded import ShardedInPlace, check_optimizer
+from lengthwise.session.settings import SessionRequest, check_settings, cost_of, planning_of, shard_of
+from lengthwise.session.sharded import ShardedInPlace
 from lengthwise.session.source import PlannedStep
 from lengthwise.session.stages import from_stages, join_stages, state_of_stages, take_stage
 from lengthwise.session.state import take_state, whole_state
@@ -58,7 +58,8 @@ class Session:
         recompute: activation checkpointing: none, layer or all_but_attention; auto: each step's best, and none where
             capacity_tokens is a number.
         heads: split heads, as in a run file.
-        offload: the section of a run file: {"store": "host"}.
+        offload: of activations, the section of a run file: {"store": "host"}.
+        offload_optimizer: fp32 master weights and the optimizer's states are in the host's memory, where it updates.
         planner: who plans each step, as in a run file.
         measurements: the file that `lengthwise profile` wrote, or costs, to plan with; None: estimates for the device.
         precision: "bf16": mixed precision over fp32 weights, as torch.autocast has it; None: that of a surrounding
@@ -87,6 +88,7 @@ class Session:
         recompute: str = "auto",
         heads: int | str = "auto",
         offload: Mapping[str, Any] | None = None,
+        offload_optimizer: bool = False,
         planner: str = "lengthwise",
         measurements: str | Path | Cost | None = None,
         precision: str | None = None,
@@ -96,29 +98,26 @@ class Session:
         timeout_seconds: float = 600.0,
     ) -> None:
         self.model, self.optimizer, self._inner = model, optimizer, hugging_face_model(model)
-        config: Any = self._inner.config
-        settings = check_settings(
-            self._inner,
+        asked = SessionRequest(
             capacity_tokens=capacity_tokens,
+            shard=shard,
+            ranks_per_node=ranks_per_node,
+            stages=stages,
+            virtual=virtual,
             recompute=recompute,
             heads=heads,
             offload=offload,
-            precision=precision,
-            shard=shard,
-            ranks_per_node=ranks_per_node,
+            offload_optimizer=offload_optimizer,
             planner=planner,
+            measurements=measurements,
+            precision=precision,
             device=device,
-            trains=optimizer is not None,
-            stages=stages,
-            virtual=virtual,
         )
-        where = settings.device
-        computing = Computing(attention=attention, fused_layers="off")
+        settings = check_settings(self._inner, optimizer, asked)
+        where, computing = settings.device, Computing(attention=attention, fused_layers="off")
         self._num_words: int = self._inner.get_input_embeddings().num_embeddings
-        inner = None if optimizer is None else check_optimizer(optimizer, self._inner)
-        cost = cost_of(config, settings, measurements)
-        self._closing, self._has_said = ExitStack(), False
-        self._checked_losses: set[object] = set()
+        cost = cost_of(self._inner.config, settings)
+        self._closing, self._has_said, self._checked_losses = ExitStack(), False, set[object]()
         world = session_world(where)
         transport = self._transport = join(world, timeout_seconds=timeout_seconds)
         self._closing.callback(transport.close)
@@ -132,7 +131,7 @@ class Session:
                 model=self._inner,
                 transport=transport,
                 planner=None,
-                num_heads=shape_from_config(config.to_dict()).heads,
+                num_heads=shape_from_config(self._inner.config.to_dict()).heads,
                 timeout_seconds=timeout_seconds,
                 computing=computing,
                 device=where,
@@ -144,15 +143,16 @@ class Session:
             self._closing.callback(self._engine.close)
             self._runner = StepRunner(engine=self._engine)
             options: dict[str, Any] = {"dtype": settings.dtype, "device": where, "closing": self._closing}
-            if inner is not None and settings.stages > 1:
+            options["offloads"] = settings.offloads_optimizer
+            if settings.optimizer is not None and stages > 1:
                 mesh, tokens = join_stages(self._inner, transport, stages), settings.capacity_tokens or 1
                 options["cost"] = cost if measurements else None
-                taken = take_stage(model, inner, mesh, virtual=virtual, tokens=tokens, **options)
+                taken = take_stage(model, settings.optimizer, mesh, virtual=virtual, tokens=tokens, **options)
                 self.shard, (self._engine.pipeline, self._engine.parameters, self._sharded) = "zero1", taken
             else:
-                self.shard, in_step = shard_of(self._inner, inner, transport, settings, local_ranks=world.local_size)
-                taken_over = take_over(model, inner, transport, shard=self.shard, ranks_in_step=in_step, **options)
-                self._engine.parameters, self._sharded = taken_over
+                self.shard, in_step = shard_of(self._inner, transport, settings, local_ranks=world.local_size)
+                options |= {"shard": self.shard, "ranks_in_step": in_step}
+                self._engine.parameters, self._sharded = take_over(model, settings.optimizer, transport, **options)
             self._planning = planning_of(self._engine, self._sharded, cost, settings)
             self._engine.start_offloading()
         except BaseException:

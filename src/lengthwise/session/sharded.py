@@ -4,6 +4,8 @@ An optimizer that computes each entry by itself gives the same on a slice as on 
 name. What its user keeps is the object: schedulers change its groups, `step` updates the slices, and a hook then
 publishes them to all ranks.
 
+Offloaded, slices and states are in the host's memory, and a hook before `step` copies the sum of gradients there.
+
 After a backward a parameter's own gradient would be this rank's share, or nothing: torch's clipping of it would change
 no slice, and its norm would differ by rank, without an error. So any use of one raises until the next backward.
 """
@@ -39,8 +41,8 @@ _OF_FEW_BITS = "its states may be of 8 or 4 bits, which share a scale in blocks 
 _WHY_NONE_OF: Mapping[str, str] = {"bitsandbytes": _OF_FEW_BITS, "torchao": _OF_FEW_BITS}  # by package
 
 
-def check_optimizer(optimizer: Any, model: nn.Module) -> Optimizer:
-    """Return torch's optimizer under what a library has put around it, if it can be sharded.
+def check_optimizer(optimizer: Any, model: nn.Module, *, offloads: bool = False) -> Optimizer:
+    """Return torch's optimizer under what a library has put around it, if it can be sharded, and offloaded.
 
     Raises:
         ConfigError, Problems: it is of another kind, or its parameters are not those of the model that train.
@@ -57,6 +59,8 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> Optimizer:
         why = _WHY_NONE_OF.get(package) or _WHY_NOT.get(kind, "it is not known to compute each entry by itself")
         expected = f"an optimizer that computes each entry by itself, so that slices change nothing: {known}"
         problems.append(_refuse(expected, f"{type(inner).__module__}.{kind}: {why}"))
+    if offloads and any(group.get("capturable") for group in inner.param_groups):
+        problems.append(_refuse("capturable=False beside offload_optimizer: the host updates", "True", "Take it out."))
     names = {id(each): name for name, each in model.named_parameters()}
     others = sum(id(each) not in names for group in inner.param_groups for each in group["params"])
     if others:
@@ -73,7 +77,8 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> Optimizer:
 class ShardedInPlace:
     """An optimizer whose groups hold this rank's slices of the model's parameters, with what it kept of them so far.
 
-    Made before the parameters are cut, and pointed at the slices by `point_at`. parameters: that were cut. numbers:
+    Made before the parameters are cut, and pointed at the slices by `point_at`. offloads: these are on the host,
+    where they are updated by gradients that are copied there. parameters: that were cut. numbers:
     which of the optimizer's parameters, as torch counts them, each that trains is, by its name in the whole model.
     shapes: of each of them. rank: of this one among those over which `parameters` lie.
     """
@@ -81,8 +86,9 @@ class ShardedInPlace:
     parameters: Parameters
     rank: int
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+    def __init__(self, optimizer: Optimizer, model: nn.Module, *, offloads: bool = False) -> None:
         self.optimizer, self._model, self._withheld = optimizer, model, WithheldGradients()
+        self.offloads = offloads
         group_of = {id(each): number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
         members = [each for group in optimizer.param_groups for each in group["params"]]
         counted = {id(each): number for number, each in enumerate(members)}
@@ -96,11 +102,11 @@ class ShardedInPlace:
 
     def point_at(self, parameters: Parameters, rank: int) -> None:
         """Take this rank's slices for the parameters, and slices of the states that there are."""
-        self.parameters, self.rank, members = (
-            parameters,
-            rank,
-            [list[nn.Parameter]() for _ in self.optimizer.param_groups],
-        )
+        self.parameters, self.rank = parameters, rank
+        members = [list[nn.Parameter]() for _ in self.optimizer.param_groups]
+        self._gradients = summed = parameters.grad_shard
+        if self.offloads:
+            self._gradients = torch.zeros(summed.shape, dtype=summed.dtype, pin_memory=summed.is_cuda)
         self.optimizer.state.clear()
         for run in parameters.layout.runs(rank):
             piece = nn.Parameter(parameters.master_weights[run.start : run.stop])
@@ -108,7 +114,8 @@ class ShardedInPlace:
             shape, state = self._before[name]
             if state:
                 entries = slice(run.entry, run.entry + run.stop - run.start)
-                self.optimizer.state[piece] = {key: _sliced(value, shape, entries) for key, value in state.items()}
+                own = {key: _sliced(value, shape, entries) for key, value in state.items()}
+                self.optimizer.state[piece] = {key: self._placed(value, piece) for key, value in own.items()}
             self._slices.append((run, piece))
             members[self._groups[name]].append(piece)
         for group, each in zip(self.optimizer.param_groups, members, strict=True):
@@ -120,17 +127,27 @@ class ShardedInPlace:
         self.optimizer.register_step_post_hook(lambda *_: parameters.publish())
         self.attach()
 
+    def _placed(self, value: Any, piece: nn.Parameter) -> Any:
+        """Return what was kept of a parameter where its slice now is updated."""
+        return value.to(piece.device) if self.offloads and isinstance(value, Tensor) else value
+
     def take_changes(self) -> None:
         """Take what the loop wrote into whole parameters since the last step."""
         if isinstance(self.parameters, FlatParameters):
             self.parameters.take_changes()
+
+    def before_step(self) -> None:
+        """See that the optimizer updates the values that there are by the gradients that there are."""
+        self.take_changes()
+        if self.offloads:
+            self._gradients.copy_(self.parameters.grad_shard)  # which waits for it
 
     def attach(self) -> None:
         """Give each slice its gradient, and each parameter of the model that is there as a whole."""
         self.give_gradients_back()
         self.parameters.attach_gradients()
         for run, piece in self._slices:
-            piece.grad = self.parameters.grad_shard[run.start : run.stop]
+            piece.grad = self._gradients[run.start : run.stop]
 
     def give_gradients_back(self) -> None:
         """Put the model's own gradients back in their place."""
@@ -142,9 +159,11 @@ class ShardedInPlace:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients of this rank: those of the slices, and those from which the slices are summed."""
-        del set_to_none  # they stay where they are
+        del set_to_none  # the slices' stay where they are, and the model's own are None
         self.parameters.clear_gradients()
         self.parameters.grad_shard.zero_()
+        for parameter in self._model.parameters():
+            parameter.grad = None
 
     def states(self) -> Iterator[tuple[Run, dict[str, Any]]]:
         """Yield what the optimizer keeps of each slice."""
@@ -163,11 +182,13 @@ class ShardedInPlace:
 
     def set_states(self, parameter: int, states: Mapping[str, Tensor]) -> None:
         """Replace what is kept of a parameter by this rank's slices of `states`, (entries,) or () each."""
+        group = self.optimizer.param_groups[self._groups[self.parameters.names[parameter]]]
         for run, piece in self._slices:
             if run.parameter == parameter:
                 entries = slice(run.entry, run.entry + run.stop - run.start)
+                counts_on = piece.device if group.get("fused") or group.get("capturable") else "cpu"
                 self.optimizer.state[piece] = {
-                    key: value[entries].to(piece.device, copy=True) if value.dim() else value.clone()
+                    key: value[entries].to(piece.device, copy=True) if value.dim() else value.to(counts_on, copy=True)
                     for key, value in states.items()
                 }
 

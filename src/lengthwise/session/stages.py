@@ -105,6 +105,7 @@ def take_stage(
     dtype: torch.dtype,
     device: torch.device,
     closing: ExitStack,
+    offloads: bool = False,
 ) -> tuple[Pipeline, StageParameters, ShardedInPlace]:
     """Leave of a model this rank's stage alone, with the values of the first replica. Collective.
 
@@ -112,10 +113,11 @@ def take_stage(
     for `take_over`.
     """
     inner = hugging_face_model(model)
-    updates = ShardedInPlace(optimizer, inner)  # reads the parameters of the whole model
+    updates = ShardedInPlace(optimizer, inner, offloads=offloads)  # reads the parameters of the whole model
     chunks = cut_stages(mesh.world, inner.config, mesh.stages * virtual, [tokens], capacity=tokens, cost=cost)
     stage = ModelStage(inner, chunks, stages=mesh.stages, stage=mesh.stage)
-    parameters = StageParameters(stage, mesh, dtype=dtype, device=device, keeps_frozen=True)
+    exact_on = torch.device("cpu") if offloads else None
+    parameters = StageParameters(stage, mesh, dtype=dtype, device=device, keeps_frozen=True, exact_on=exact_on)
     point_at_slices(updates, parameters, mesh.replica, (model, inner), closing)
     return Pipeline(stage=stage, mesh=mesh, virtual=virtual), parameters, updates
 

@@ -113,7 +113,7 @@ def _kinds(optimizer: ShardedInPlace, transport: Transport) -> tuple[list[str], 
 
 def _sent(value: Tensor | None, entries: int, parameters: Parameters, transport: Transport) -> Tensor:
     """Return on every rank what rank 0 has: flat, one number an entry of a parameter, or a number alone."""
-    device = parameters.master_weights.device
+    device = parameters.grad_shard.device  # masters may be on the host
     is_vector = torch.tensor([0 if value is None else int(value.dim() > 0)])
     transport.broadcast(is_vector, 0)
     if not int(is_vector):

@@ -25,6 +25,7 @@ from lengthwise.cost import (
     StepMemory,
     all_terms_cost,
     choose_shard,
+    offloaded_cost,
     recompute_capacities,
     sharded_cost,
     sharded_traffic,
@@ -128,7 +129,7 @@ class Question:
 
     adapters: parameters that train in place of the model's own (LoRA); None: all train. capacity_tokens: of a device,
     with the kinds of recomputation that leave so much. kinds: that may be tried; None: all. cost: measured; None: by
-    hardware.
+    hardware. offloads: the optimizer and its masters are on the host, in all ways.
     """
 
     shape: ModelShape
@@ -138,11 +139,13 @@ class Question:
     capacity_tokens: int | None = None
     kinds: Sequence[str] | None = None
     cost: Cost | None = None
+    offloads: bool = False
 
     @cached_property
     def costs(self) -> Cost:
         """Of one device a rank."""
-        return self.cost or all_terms_cost(self.shape, self.hardware, adapters=self.adapters)
+        cost = self.cost or all_terms_cost(self.shape, self.hardware, adapters=self.adapters)
+        return offloaded_cost(cost, self.memory("zero1")) if self.offloads else cost
 
     def costs_of(self, layout: str) -> Cost:
         """Return the costs of ranks whose parameters lie so."""
@@ -153,9 +156,14 @@ class Question:
 
     def memory(self, layout: str) -> StepMemory:
         """Return what a device holds with parameters that lie so; hybrid: at most, as zero3 on one node."""
-        ranks = min(self.devices, self.costs.ranks_per_node) if layout == "hybrid" else self.devices
+        ranks = min(self.devices, self._devices_of_node) if layout == "hybrid" else self.devices
         whole = step_memory(self.shape, self.hardware, ranks)
-        return replace(whole, shard="zero1" if layout == "zero1" else "zero3", trained=self.adapters)
+        shard = "zero1" if layout == "zero1" else "zero3"
+        return replace(whole, shard=shard, trained=self.adapters, offloads=self.offloads)
+
+    @property
+    def _devices_of_node(self) -> int:
+        return self.hardware.ranks_per_node if self.cost is None else self.cost.ranks_per_node
 
     def layouts(self) -> tuple[str, ...]:
         """Return the layouts that differ here."""

@@ -23,16 +23,20 @@ _SEED = 0  # of the order in which a trainer comes to its packs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockStep:
-    """Group g computes `busy_seconds[k, g]` of microbatch k, `seconds[k]` long; `held_tokens`: of a device at most."""
+    """Group g computes `busy_seconds[k, g]` of microbatch k, `seconds[k]` long; `held_tokens`: of a device at most.
+
+    update_seconds: of the optimizer, at the step's end.
+    """
 
     busy_seconds: Floats
     seconds: Floats
     held_tokens: int
+    update_seconds: float = 0.0
 
     @property
     def step_seconds(self) -> float:
         """The whole step."""
-        return float(self.seconds.sum())
+        return float(self.seconds.sum()) + self.update_seconds
 
 
 def lock_step(microbatches: Sequence[Sequence[int]], ranks: int, degree: int, cost: Cost, traffic: Traffic) -> LockStep:
@@ -57,6 +61,7 @@ def lock_step(microbatches: Sequence[Sequence[int]], ranks: int, degree: int, co
         busy_seconds=busy,
         seconds=traffic.wave_seconds(share * slowest, (1 - share) * slowest),
         held_tokens=max(-(-sum(microbatch) // degree) for microbatch in microbatches),
+        update_seconds=cost.ending.update_seconds / ranks,
     )
 
 

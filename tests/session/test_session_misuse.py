@@ -1,0 +1,102 @@
+"""What a loop does with a model while a session has it: gradients, conversions and copies."""
+
+import copy
+import io
+from functools import partial
+
+import pytest
+import torch
+from loops import in_ranks, rows_of, small_model
+
+from lengthwise import Session
+from lengthwise.core.errors import LengthwiseError
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+ROWS = rows_of([20, 30], 1)
+
+
+def said(work):
+    """Return the message of what is refused; "" where nothing is."""
+    try:
+        work()
+    except LengthwiseError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_are_none_once_they_are_cleared_as_in_a_plain_loop():
+    model = small_model(torch.float32)
+    optimizer, weight = SGD(model.parameters()), model.lm_head.weight
+    with Session(model, optimizer, capacity_tokens=128) as session:
+        for clear in (optimizer.zero_grad, model.zero_grad, partial(optimizer.zero_grad, set_to_none=False)):
+            norm = session.backward(ROWS).grad_norm
+            assert "clip_grad_norm_" in said(lambda: weight.grad.norm())
+            clear()
+            assert all(each.grad is None for each in model.parameters())
+            assert session.backward(ROWS).grad_norm == norm, "nothing of the one before"
+            clear()
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("shard", ["zero1", "zero3"])
+def test_conversions_and_pickles_are_refused_before_anything_changes(shard, tmp_path):
+    def work(_rank):
+        model = small_model(torch.float32)
+        optimizer = SGD(model.parameters())
+        with Session(model, optimizer, capacity_tokens=128, shard=shard) as session:
+            session.backward(ROWS)
+            found = [said(lambda: model.half()), said(lambda: model.lm_head.to(torch.float64))]
+            found += [said(lambda: torch.save(model, io.BytesIO())), said(lambda: copy.deepcopy(model).half())]
+            if shard == "zero1":
+                assert model.to("cpu").to(torch.float32) is model, "nothing to change"
+            assert {each.dtype for each in model.parameters()} == {torch.float32}
+            optimizer.step()
+            optimizer.zero_grad()
+            session.backward(ROWS)
+        found += [said(lambda: torch.save(model, io.BytesIO()))]
+        if shard == "zero1":
+            assert model.half().lm_head.weight.dtype == torch.float16
+        return found
+
+    for half, head, saved, copied, after in in_ranks(work, 2, tmp_path):
+        if shard == "zero1":
+            assert "conversion to torch.float16 on cpu. Convert and move a model before its session" in half
+            assert "Linear: expected torch.float32 on cpu" in head
+        else:
+            assert "half of a parameter: expected values, which a sharded model has while a layer runs" in half
+            assert "to of a parameter" in head
+        assert "session.save_pretrained" in saved
+        assert copied == (saved if shard == "zero3" else "")
+        assert after == (saved if shard == "zero3" else "")
+
+
+def test_a_second_session_over_nodes_meets_in_the_same_world(tmp_path):
+    """Its groups of ranks are not those of the first, whose addresses the loop's store still has."""
+
+    def work(_rank):
+        found = []
+        for _ in range(3):
+            model = small_model(torch.float32)
+            options = {"shard": "hybrid", "ranks_per_node": 2, "timeout_seconds": 20.0}
+            with Session(model, SGD(model.parameters()), capacity_tokens=128, **options) as session:
+                found.append(session.backward(ROWS).grad_norm)
+        return found
+
+    for first, *others in in_ranks(work, 4, tmp_path):
+        assert others == [first] * 2
+
+
+def test_a_model_is_copied_while_its_session_is_open(tmp_path):
+    """As a reference of DPO is; the copy has no part in the session."""
+
+    def work(_rank):
+        model = small_model()
+        with Session(model, SGD(model.parameters()), capacity_tokens=128, shard="zero1") as session:
+            session.backward(ROWS)
+            copied = copy.deepcopy(model)
+            copied.zero_grad()
+            session.optimizer.step()
+            assert copied(torch.zeros(1, 3, dtype=torch.long)).logits.isfinite().all()
+        return min((a - b).norm().item() for a, b in zip(copied.parameters(), model.parameters(), strict=True))
+
+    assert min(in_ranks(work, 2, tmp_path)) > 0

@@ -1,0 +1,129 @@
+"""A session whose optimizer is in the host's memory gives the same bits, and its states go on without it."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from loops import in_ranks, planned_loop, small_model, steps_of
+
+from lengthwise import Session
+from lengthwise.core.errors import LengthwiseError
+from lengthwise.cost import StepMemory, check_host, costs, named_shape
+from lengthwise.session import settings as session_settings
+from lengthwise.session.settings import step_planning
+from tiers import more
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+CONSTANT = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
+STEPS = [[97, 60, 5], [1, 40, 81], [30, 2]]
+
+
+def loop(_rank, *, make, steps, state=None, dtype=torch.bfloat16, capacity=64, **options):
+    """Train so many steps; return (loss, norm) of each, and the state after."""
+    model = small_model(dtype, tie_word_embeddings=True)
+    optimizer = make(model.parameters())
+    with Session(model, optimizer, capacity_tokens=capacity, **options) as session:
+        if state is not None:
+            session.load_state_dict(state)
+        return planned_loop(session, optimizer, CONSTANT(optimizer), steps), session.state_dict()
+
+
+def same(one, other):
+    """Whether two results are the same, to the bit."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.mark.parametrize(
+    ("ranks", "make", "options"),
+    [
+        (3, ADAMW, {"shard": "zero1"}),
+        (2, ADAMW, {"shard": "zero3"}),
+        more(1, partial(ADAMW, fused=True), {"capacity": 128}),
+        more(2, ADAMW, {"shard": "zero1", "dtype": torch.float32}),
+        more(2, MOMENTUM, {"shard": "zero3", "dtype": torch.float32, "precision": "bf16"}),
+        more(4, ADAMW, {"shard": "hybrid", "ranks_per_node": 2}),
+        more(2, ADAMW, {"stages": 2, "capacity": 128}),
+    ],
+)
+def test_a_loop_with_its_optimizer_on_the_host_is_the_same_to_the_bit(ranks, make, options, tmp_path):
+    work = partial(loop, make=make, steps=steps_of(STEPS), **options)
+    found, expected = (in_ranks(partial(work, offload_optimizer=each), ranks, tmp_path) for each in (True, False))
+    assert same(found, expected)
+    assert found[0][1]["optimizer"]["state"], "states were compared"
+
+
+def test_a_loop_goes_on_from_an_offloaded_optimizer_without_and_back(tmp_path):
+    def work(_rank, has_states):
+        steps, state, found = steps_of(STEPS), None, []
+        for number, rows in enumerate(steps):
+            offloads = has_states and number != 1
+            numbers, state = loop(0, make=ADAMW, steps=[rows], state=state, offload_optimizer=offloads)
+            found += numbers
+        return found, state
+
+    assert same(*(in_ranks(partial(work, has_states=each), 2, tmp_path) for each in (True, False)))
+
+
+def test_an_optimizer_that_made_steps_before_is_offloaded_with_its_states(tmp_path):
+    """Its states lie beside whole parameters; the model's values may change between steps."""
+
+    def work(_rank, offloads):
+        model = small_model(torch.float32)
+        optimizer = ADAMW(model.parameters())
+        model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with Session(model, optimizer, capacity_tokens=64, offload_optimizer=offloads) as session:
+            session.backward(steps_of(STEPS)[0])
+            with torch.no_grad():
+                model.lm_head.weight[3] = 0.25
+            optimizer.step()
+            return session.state_dict()
+
+    assert same(*(in_ranks(partial(work, offloads=each), 2, tmp_path) for each in (True, False)))
+
+
+def test_what_cannot_be_offloaded_is_refused():
+    model = small_model(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.param_groups[0]["capturable"] = True
+    with pytest.raises(LengthwiseError, match="offload_optimizer"):
+        Session(model, optimizer, capacity_tokens=64, offload_optimizer=True)
+    memory = StepMemory(shape=named_shape("llama-7b"), dtype_bytes=2, ranks=8, offloads=True)
+    check_host(memory, 8, 200e9, key="offload_optimizer")  # 16 bytes a parameter
+    with pytest.raises(LengthwiseError, match=r"offload_optimizer.*94.9 GB of host memory.*8 ranks.*got 90 GB"):
+        check_host(memory, 8, 90e9, key="offload_optimizer")
+
+
+@pytest.mark.parametrize(("offloads", "shard"), [(False, "zero3"), (True, "zero1")])
+def test_a_layout_is_taken_by_what_stays_on_the_gpu(offloads, shard, monkeypatch):
+    """Beside 6 bytes a parameter 8 ranks keep 2 of optimizer and sums each, or 0.5; 7.5 fit in what is free."""
+    model = small_model(torch.bfloat16, hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
+    size = sum(each.numel() for each in model.parameters())
+    room = {"cuda": (6 + 1.5) * size / 0.9, "cpu": 1e12}
+    monkeypatch.setattr(session_settings, "free_bytes", lambda device, _: room[device.type])
+    monkeypatch.setattr(session_settings, "least", lambda _, numbers: list(numbers))
+    asked = dict.fromkeys(["ranks_per_node", "offload", "measurements", "precision"])
+    asked |= {"capacity_tokens": 128, "shard": "auto", "stages": 1, "virtual": 1, "recompute": "layer", "heads": "off"}
+    asked |= {"planner": "lengthwise", "device": "cuda:0", "offload_optimizer": offloads}
+    optimizer = ADAMW(model.parameters())
+    settings = session_settings.check_settings(model, optimizer, session_settings.SessionRequest(**asked))
+    there = SimpleNamespace(world_size=8, rank=1, device_ranks=1)
+    assert session_settings.shard_of(model, there, settings, local_ranks=8)[0] == shard
+
+
+def test_a_plan_is_priced_with_its_optimizer_on_the_host():
+    config, cost = small_model().config, costs("llama-7b")
+    how = {"ranks": 8, "in_step": 8, "dtype_bytes": 2, "offload": None, "measured": None}
+    on_gpus, on_host = (
+        step_planning(cost, config, {"none": 64}, offloaded_states=states, **how).cost.step_end_seconds(8)
+        for states in (None, 2)
+    )
+    assert on_gpus == 0  # all is summed in the waves
+    assert on_host > 0
