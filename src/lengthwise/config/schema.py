@@ -303,15 +303,16 @@ class RunConfig(Settings):
 def _not_read_meanwhile(values: Mapping[str, object]) -> list[ConfigError]:
     """Refuse sources that are read meanwhile beside others, and what needs a count of all rows."""
     data, found = values.get("data"), []
-    keys = [read_meanwhile(each) for each in data] if isinstance(data, list | tuple) else []
+    data = data if isinstance(data, list | tuple) else ()
+    keys = [read_meanwhile(each) for each in data]
     key = next(filter(None, keys), None)
     if key is not None and set(keys) != {key}:
         number = next(number for number, other in enumerate(keys) if other != key)
         remedy = f"Set `{key}: true` on this source, too, or on none."
         found.append(ConfigError(f"data.{number}.{key}", expected=f"all or none {key}", got="some", remedy=remedy))
-    numbers = [each.get(key) if isinstance(each, Mapping) else getattr(each, key) for each in data] if key else []
-    if key == "streaming" and len(set(map(str, numbers))) > 1:
-        got, remedy = " and ".join(dict.fromkeys(map(str, numbers))), "Set the same number."
+    numbers = {str(each.get(key) if isinstance(each, Mapping) else getattr(each, key)) for each in data if key}
+    if key == "streaming" and len(numbers) > 1:
+        got, remedy = " and ".join(sorted(numbers)), "Set the same number."
         expected = "one number of rows to shuffle for all sources, which are one stream"
         found.append(ConfigError("data.0.streaming", expected=expected, got=got, remedy=remedy))
     if key is not None and values.get("epochs") is not None:

@@ -52,9 +52,9 @@ class StreamDataset(ServedDataset):
         self._weighed = set[int]()
         self._marks = deque[tuple[int, str]]()  # of this epoch: the last at or before where the next step begins first
         self._begins = deque[int](maxlen=STEPS_KEPT + 1)  # the first row that may be of a step, of the newest steps
-        self.lengths, self.loss_tokens, self.loss_weights = (
-            _Numbers(self._rows, name) for name in ("length", "loss_tokens", "loss_weight")
-        )
+        self.lengths: Any = _Numbers(self._rows, "length")
+        self.loss_tokens: Any = _Numbers(self._rows, "loss_tokens")
+        self.loss_weights: Any = _Numbers(self._rows, "loss_weight")
 
     def attach(self, client: ReaderClient) -> None:
         """Ask this client from now on. DataError, or Problems, for a stream that cannot be read."""

@@ -31,7 +31,6 @@ from lengthwise.cost.measured import cost_from_measurements
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.data.reader import StreamSpec
 from lengthwise.data.remote import RemoteDataset, longest_rows, shard_specs
-from lengthwise.data.served import ServedDataset
 from lengthwise.data.stream import StreamDataset
 from lengthwise.engine.activations import check_offload
 from lengthwise.engine.memory import free_bytes
@@ -170,7 +169,10 @@ def prepare_job(
     return job
 
 
-def _served_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab_size: int | None) -> ServedDataset:
+_Served = RemoteDataset | StreamDataset
+
+
+def _served_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab_size: int | None) -> _Served:
     """Make the dataset of rows that are read while the run trains; nothing of them is read yet."""
     of_tokenizer = {"tokenizer_name": config.tokenizer_name, "vocab_size": vocab_size}
     try:

@@ -25,8 +25,8 @@ from lengthwise.comm import Transport, World, agree, broadcast_bytes, share_numb
 from lengthwise.core.errors import LengthwiseError, RankError
 from lengthwise.core.processes import ending_signals_blocked, start_module
 from lengthwise.data.reader import StreamSpec
-from lengthwise.data.reader_process import LINES
 from lengthwise.data.stream import StreamDataset
+from lengthwise.run.reader_process import LINES
 
 _LOOK_SECONDS = 0.02
 _GRACE_SECONDS = 3.0  # for the status of a process whose socket is closed
@@ -85,7 +85,7 @@ def reading(
 def _start(path: Path, spec: StreamSpec) -> _Process:
     path.parent.mkdir(mode=0o700)
     with ending_signals_blocked():
-        process = start_module("lengthwise.data.reader_process", str(path), stdin=subprocess.PIPE)
+        process = start_module("lengthwise.run.reader_process", str(path), stdin=subprocess.PIPE)
     assert process.stdin is not None, "a pipe was asked for; it stays open as long as this process lives"
     pickle.dump(spec, process.stdin)
     process.stdin.flush()
