@@ -108,7 +108,8 @@ class DataSource(Settings):
     def url(self) -> str | None:
         """The path as a URL, if it is one: a Path keeps one of its slashes."""
         scheme = scheme_of(self.path)
-        return None if scheme is None else f"{scheme}://" + str(self.path).partition(f"{scheme}:/")[2]
+        begin = f"{scheme}:///" if scheme == "file" else f"{scheme}://"
+        return None if scheme is None else begin + str(self.path).partition(f"{scheme}:/")[2]
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:

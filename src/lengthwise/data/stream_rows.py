@@ -143,7 +143,7 @@ class _Library:
             assert source.dataset is not None, "a source of the library is a dataset or a URL"
             self._asked: Any = {"path": source.dataset, "name": source.subset, "revision": source.revision}
         else:
-            kind = next((kind for kind, ending in _KINDS.items() if re.search(f"{ending}$", url.lower())), None)
+            kind = next((kind for kind, ending in _KINDS.items() if re.search(rf"{ending}(\?|$)", url.lower())), None)
             if kind is None:
                 expected, remedy = "a URL of .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .arrow", "Name such files."
                 raise DataError(self._shown, expected=expected, got="another ending", remedy=remedy)
