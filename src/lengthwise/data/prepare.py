@@ -99,6 +99,11 @@ def to_prepare(
         if source.path is not None and is_prepared(source.path):
             remedy = "Name it in a run file as it is."
             problems.append(DataError(key, expected="data to prepare", got="prepared data", remedy=remedy))
+        elif source.streaming:
+            remedy = "Take streaming out to have all of it read, or train on the stream as it is."
+            problems.append(
+                DataError(key, expected="data to prepare", got="a stream, which may not end", remedy=remedy)
+            )
         else:
             listings += [(number, each) for each in list_source(source, problems.append)]
         if source.weight != 1:

@@ -8,6 +8,7 @@ from which the rows of its block are read again.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import deque
@@ -16,12 +17,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from lengthwise.core.errors import DataError
+from lengthwise.data.dataset import DatasetBuilder, MemoryDataset
+from lengthwise.data.load import BAD, REFUSED, token_row
 from lengthwise.data.reader import ReadRow, StreamSpec, row_number
 from lengthwise.data.sampler import Batch, Position, epoch_order
 from lengthwise.data.served import STEPS_KEPT, Fetched, ServedDataset
 from lengthwise.data.shard import Span
+from lengthwise.data.stream_rows import StreamRows
+from lengthwise.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from lengthwise.config import DataSource
     from lengthwise.config.sections import GlobalBatch
 
 _NO_MARK = json.dumps([0, None])
@@ -164,6 +171,38 @@ class StreamDataset(ServedDataset):
         """Return the config path of a row's source: `data.0`."""
         self.check_row(row)
         return f"data.{self._rows[row].source}"
+
+
+def first_rows(
+    sources: Sequence[DataSource],
+    *,
+    tokenizer: Callable[[], Tokenizer],
+    vocab_size: int | None,
+    sequences: int | None,
+    tokens: int | None = None,
+    on_bad_row: Callable[[DataError], None] = lambda _error: None,
+) -> MemoryDataset:
+    """Read the first rows of a stream: so many sequences, or so many tokens. DataError for a row that stops the run."""
+    builder, loaded, read, held = DatasetBuilder(), functools.cache(tokenizer), 0, 0
+    for number, name, row in StreamRows(sources, vocab_size).rows():
+        key = f"data.{number}"
+        found = token_row(row, sources[number], key, tokenizer=loaded, vocab_size=vocab_size)
+        builder.start_source(key, name, (name,))
+        if found.tokens is None:
+            if found.error is not None and found.kind == REFUSED:
+                raise found.error
+            if found.error is not None and found.kind == BAD:
+                on_bad_row(found.error)
+            builder.skip(found.kind)
+            continue
+        builder.add(found.tokens, found.labels, found.weights)
+        read, held = read + 1, held + len(found.tokens)
+        if read == sequences or (tokens is not None and held >= tokens):
+            break
+    if not read:
+        where, expected = "data", "at least one sequence to train on"
+        raise DataError(where, expected=expected, got="none", remedy="Add rows, or raise max_tokens.")
+    return builder.finish()
 
 
 class _Numbers:

@@ -31,7 +31,7 @@ from lengthwise.cost.measured import cost_from_measurements
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.data.reader import StreamSpec
 from lengthwise.data.remote import RemoteDataset, longest_rows, shard_specs
-from lengthwise.data.stream import StreamDataset
+from lengthwise.data.stream import StreamDataset, first_rows
 from lengthwise.engine.activations import check_offload
 from lengthwise.engine.memory import free_bytes
 from lengthwise.engine.schedule import check_steps
@@ -98,8 +98,9 @@ def prepare_job(
     gpu_name: str | None = None,
     resume: Resume | None = None,
     chosen: Mapping[str, str] | None = None,
+    one_batch: bool = False,
 ) -> Job:
-    """Find the model, read the data and check one against the other.
+    """Find the model, read the data and check one against the other. one_batch: no more of a stream is needed.
 
     Raises:
         LengthwiseError: all problems at once.
@@ -115,8 +116,11 @@ def prepare_job(
         ready = sources if stored is None else stored.prepared(sources, key)
         return load_dataset(ready, tokenizer=tokenizer, vocab_size=vocab_size, key=key)
 
-    meanwhile = config.data[0].comes_meanwhile
-    if meanwhile:
+    meanwhile = config.data[0].comes_meanwhile if not one_batch else None
+    if one_batch and config.data[0].streaming:
+        asked = config.global_batch.model_dump()
+        dataset = known = attempt(lambda: first_rows(config.data, tokenizer=tokenizer, vocab_size=vocab_size, **asked))
+    elif meanwhile:
         known = longest_rows(config.data)
         dataset = attempt(lambda: _served_dataset(config, tokenizer, vocab_size))
     else:
