@@ -80,9 +80,9 @@ def expected(sources, size, steps, *, block=1, seed=0):
     while len(found) < steps:
         rows = []
         for first in range(0, dataset.num_rows, block):
-            numbers = np.arange(first, min(first + block, dataset.num_rows)) + (epoch << 40)
-            order = epoch_order(numbers, seed=seed, epoch=epoch) if block > 1 else numbers
-            rows += [int(row) - (epoch << 40) for row in order if dataset.lengths[int(row) - (epoch << 40)]]
+            order = np.arange(first, min(first + block, dataset.num_rows))
+            order = epoch_order(order, seed=seed, epoch=epoch) if block > 1 else order
+            rows += [row for row in order.tolist() if dataset.lengths[row]]
         while rows:
             last = size.sequences or 1
             if size.tokens:

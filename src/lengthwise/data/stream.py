@@ -1,9 +1,9 @@
 """A `Dataset` of a stream: rows come once, in file order or shuffled in blocks, and go when their steps are done.
 
 Nobody knows how many rows there are before they end; then the next epoch begins with the first. A rank asks its node's
-reader (`reader`) for the next rows' lengths, and for the slices that it computes. The order of a block of N rows is
-theirs in one epoch of a data set read at the start. Where a step begins is an epoch, a place in that order, and a mark
-from which the rows of its block are read again.
+reader (`reader`) for the next rows' lengths, and for the slices that it computes. Rows of a block are ordered as those of
+a data set that is read at the start, so a block as large as the stream makes the same batches. Where a step begins is an
+epoch, a place in that order, and a mark from which the rows of its block are read again.
 """
 
 from __future__ import annotations
@@ -107,29 +107,31 @@ class StreamDataset(ServedDataset):
         ends = False
         while not ends:
             first = self._block_of(place)
-            rows, ends = self._read_rows(epoch, first, most if self._block == 1 else self._block)
-            order = epoch_order(np.array(rows, np.int64), seed=self._seed, epoch=epoch) if self._block > 1 else rows
-            for row in map(int, order[place - first :]):
+            number, ends = self._read_rows(epoch, first, most if self._block == 1 else self._block)
+            order = np.arange(first, first + number)
+            if self._block > 1:
+                order = epoch_order(order, seed=self._seed, epoch=epoch)
+            for at in order[place - first :].tolist():
+                row = row_number(epoch, at)
                 if self._rows[row].length or row in self._errors:
                     yield place, row
                 place += 1
 
-    def _read_rows(self, epoch: int, place: int, most: int) -> tuple[list[int], bool]:
-        """Ask for the rows from a place on, `most` unless the epoch ends; return their numbers, and whether it does."""
-        numbers, ends = list[int](), False
-        while len(numbers) < most and not ends:
-            at, needed = place + len(numbers), self._begins[0] if self._begins else self._begin
-            found = self._client.ask("lengths", self._client.number, epoch, at, most - len(numbers), needed)()
-            for number, row in enumerate(found.rows, start=row_number(epoch, at)):
-                numbers.append(number)
+    def _read_rows(self, epoch: int, place: int, most: int) -> tuple[int, bool]:
+        """Ask for the rows from a place on, `most` unless the epoch ends; return how many came, and whether it does."""
+        came, ends = 0, False
+        while came < most and not ends:
+            needed = self._begins[0] if self._begins else self._begin
+            found = self._client.ask("lengths", self._client.number, epoch, place + came, most - came, needed)()
+            for number, row in enumerate(found.rows, start=row_number(epoch, place + came)):
                 self._rows[number] = row
                 if row.error is not None:
                     self._errors[number] = row.error
                 elif not row.length:
                     self.skipped[row.kind] += 1
             self._marks.extend(found.marks)
-            ends = found.ends
-        return numbers, ends
+            came, ends = came + len(found.rows), found.ends
+        return came, ends
 
     def _fetched(self, spans: Sequence[Span]) -> Fetched:
         found = Fetched()
