@@ -125,12 +125,16 @@ def test_batches_are_those_of_the_rows_read_at_once_also_after_a_resume(
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "gzip", "zstd", "parquet", "arrow file", "saved"])
-def test_files_of_every_kind_are_read_in_order(tmp_path, kind):
+def test_files_of_every_kind_are_read_in_order(tmp_path, monkeypatch, kind):
     rows = [{"input_ids": [*range(length)], "labels": [-100] + [7] * (length - 1)} for length in (5, 1, 9)]
     sources = [DataSource(path=write(rows * 3, tmp_path / "rows", kind), max_tokens=9)]
     size = GlobalBatch(sequences=4)
+    monkeypatch.setattr("lengthwise.data.reader._MARK_ROWS", 2)
     with streams(sources) as ([dataset], _):
-        assert [found for found, _ in taken(dataset, size, 5)] == expected(sources, size, 5)
+        found = [*taken(dataset, size, 5)]
+        assert [each for each, _ in found] == expected(sources, size, 5)
+    with streams(sources) as ([dataset], _):
+        assert [*taken(dataset, size, 4, found[0][1])] == found[1:]
 
 
 @pytest.fixture
@@ -244,13 +248,15 @@ def test_settings_that_a_stream_cannot_have_are_refused(tmp_path, data, keys, sa
         build_config({"model": "tiny", "data": [source], "steps": 1, "output": "out", **keys}, tmp_path)
 
 
-def test_files_that_change_have_another_digest(tmp_path):
-    digests = set()
+def test_files_that_change_have_another_digest_and_so_have_their_steps(tmp_path):
+    digests, steps = set(), set()
     for rows in (["abc", "d"], ["abd", "d"], ["abc", "d", "e"]):
         with streams(lines(tmp_path, [{"text": each} for each in rows])) as ([dataset], reader):
             digests.add(dataset.digest())
+            steps.add(next(dataset.batches(GlobalBatch(sequences=2))).digest)
             spec = replace(reader._spec, vocab_size=9)
             other = StreamDataset(spec, tokenizer_digest="", seed=0)
             other.attach(LocalClient(reader))
             digests.add(other.digest())
     assert len(digests) == 6
+    assert len(steps) == 2  # the third has the rows of the first in its first step

@@ -73,8 +73,7 @@ def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]
             values[key] = _resolve_name(key, name, folder, problems)
     for section in (("data",), ("eval", "data")):
         for where, source in sections_at(values, section):
-            is_url = source.get("streaming") and scheme_of(source.get("path")) is not None
-            if isinstance(source.get("path"), str | Path) and not is_url:
+            if isinstance(source.get("path"), str | Path) and scheme_of(source["path"]) is None:
                 source["path"] = _resolve(f"{where}.path", str(source["path"]), folder, problems, _FILE, _FOLDER)
     for where, lora in sections_at(values, ("lora",)):
         if isinstance(lora.get("adapter"), str | Path):

@@ -1,8 +1,8 @@
 """A `Dataset` of a stream: rows come once, in file order or shuffled in blocks, and go when their steps are done.
 
 Nobody knows how many rows there are before they end; then the next epoch begins with the first. A rank asks its node's
-reader (`reader`) for the next rows' lengths, and for the slices that it computes. Rows of a block are ordered as those of
-a data set that is read at the start, so a block as large as the stream makes the same batches. Where a step begins is an
+reader (`reader`) for the next rows' lengths, and for the slices that it computes. Rows of a block are ordered as those
+of data that is read at the start, so a block as large as the stream makes the same batches. Where a step begins is an
 epoch, a place in that order, and a mark from which the rows of its block are read again.
 """
 

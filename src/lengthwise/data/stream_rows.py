@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,12 +19,13 @@ from lengthwise.data.prepared import is_prepared
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.remote import PART_BYTES, parts_of
 from lengthwise.data.rows import Row, RowParser
-from lengthwise.data.sources import Listing, Report, list_source, printable_name, read_rows
+from lengthwise.data.sources import Listing, Report, is_table, list_source, open_source, printable_name, read_rows
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
 _EDGE_BYTES = 1 << 16  # of a file's begin and end, by which it is known again
+_NO_END = 1 << 62
 _STREAM = "raw rows, for `streaming`"
 _KINDS = {"json": r"\.jsonl?(\.gz|\.zst)?", "parquet": r"\.parquet", "arrow": r"\.arrow"}  # by the end of a URL
 
@@ -94,28 +96,38 @@ class _Files:
     def rows(self, mark: Any) -> Iterator[Read]:
         part, done, before = mark or (0, 0, 0)
         for number, listing in enumerate(self._parts[part:], start=part):
-            problems, count = list[DataError](), 0
+            problems = list[DataError]()
             if not (listing.part or (0,))[0]:
                 before = 0  # rows of another file
-            for row in read_rows(listing, self._vocab_size, problems.append):
+            passed = done if done and _is_table(listing) else 0  # groups of rows that nobody reads again
+            read = replace(listing, part=(done, _NO_END)) if passed else listing
+            count = passed
+            for row in read_rows(read, self._vocab_size, problems.append):
                 count += 1
                 if problems:  # a document that cannot be read has no row
                     raise problems[0]
                 if count > done:
                     self.mark = [number, count, before]
-                    yield _named(listing, row, count, before)
+                    yield _named(listing, row, count, before, passed)
             if problems:
                 raise problems[0]
             done, before = 0, before + count
 
 
-def _named(listing: Listing, row: Row | DataError, count: int, before: int) -> Read:
-    """Return the name of a row, and the row, an error with its line in the file in place of that in the part."""
+def _is_table(listing: Listing) -> bool:
+    if listing.names is not None:
+        return False
+    with open_source(listing.root) as file:
+        return is_table(file)
+
+
+def _named(listing: Listing, row: Row | DataError, count: int, before: int, passed: int) -> Read:
+    """Return the name of a row, and the row, an error with its line in the file in place of that of what was read."""
     if listing.names is not None:
         return listing.names[count - 1], row
     name = f"{listing.label}:{before + count}"
-    if before and isinstance(row, DataError):
-        where = f"{row.where.removesuffix(f':{count}')}:{before + count}"
+    if (before or passed) and isinstance(row, DataError):
+        where = f"{row.where.removesuffix(f':{count - passed}')}:{before + count}"
         return name, DataError(where, expected=row.expected, got=row.got, remedy=row.remedy)
     return name, row
 

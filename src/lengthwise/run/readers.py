@@ -78,7 +78,7 @@ def reading(
     finally:
         if process is not None:
             process.kill()
-            process.wait()
+            process.communicate()  # which closes its input
             shutil.rmtree(path.parent, ignore_errors=True)
 
 
