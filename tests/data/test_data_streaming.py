@@ -103,10 +103,11 @@ def expected(sources, size, steps, *, block=1, seed=0):
     ahead_bytes=st.sampled_from([0, 4000, 1 << 20]),
     marks=st.sampled_from([1, 2, 7, 256]),
     done=st.integers(0, 8),
+    mark=st.sampled_from(["own", "none", "beyond"]),
 )
 @costly
 def test_batches_are_those_of_the_rows_read_at_once_also_after_a_resume(
-    tmp_path_factory, files, documents, size, seed, block, ahead_bytes, marks, done
+    tmp_path_factory, files, documents, size, seed, block, ahead_bytes, marks, done, mark
 ):
     sources = write_sources(tmp_path_factory.mktemp("rows"), [*files, [{"text": "a"}]], documents, **SKIPS)
     wanted, ends = expected(sources, size, 12, block=block, seed=seed), []
@@ -120,7 +121,10 @@ def test_batches_are_those_of_the_rows_read_at_once_also_after_a_resume(
                 assert all(each == batch for each in same)
                 ends.append(batch[1])
         with streams(sources, **reads) as ([dataset], _):
-            rest = taken(dataset, size, 11 - done, json.loads(json.dumps(ends[done])))
+            start = json.loads(json.dumps(ends[done]))
+            if mark != "own":  # that of a run which was none on a stream, or of one of smaller blocks
+                start[2:] = [json.dumps([start[1] + 1, None])] * (mark == "beyond")
+            rest = taken(dataset, size, 11 - done, start)
             assert [found for found, _ in rest] == wanted[done + 1 :]
 
 
@@ -177,10 +181,11 @@ def lines(folder, rows, **settings):
     return [DataSource(path=path, **{"max_tokens": 9, **settings})]
 
 
-def test_no_more_rows_are_held_than_those_of_some_steps_and_what_is_read_ahead(tmp_path):
+@pytest.mark.parametrize("place", [0, 2000])  # which a run without a mark reads up to
+def test_no_more_rows_are_held_than_those_of_some_steps_and_what_is_read_ahead(tmp_path, place):
     sources, size = lines(tmp_path, [{"text": f"{row:09}"} for row in range(3000)]), GlobalBatch(sequences=4)
     with streams(sources, ranks=2, ahead_bytes=40_000) as (datasets, reader):
-        for _ in zip(*(taken(each, size, 400) for each in datasets), strict=True):
+        for _ in zip(*(taken(each, size, 400, (0, place)) for each in datasets), strict=True):
             assert reader.held_bytes <= 40_000 + 600 * 4 * 8
             assert max(each.num_rows for each in datasets) <= 4 * 8
         deadline = time.monotonic() + 20

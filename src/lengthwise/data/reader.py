@@ -88,7 +88,7 @@ class Reader:
         self._ahead, self._ahead_bytes = deque[tuple[int, int]](), 0  # rows beyond `_wanted`, with their bytes
         self._next = self._wanted = 0
         self._ends, self._marks = dict[int, int](), dict[int, str]()
-        self._needed = dict[int, int]()
+        self._needed, self._least = dict[int, int](), 0  # of each client; of all
         self._error: LengthwiseError | None = None
         self._thread: threading.Thread | None = None
 
@@ -145,8 +145,8 @@ class Reader:
     def _forget(self) -> None:
         """Let rows go that no client needs."""
         if len(self._needed) == self._spec.clients:
-            least = min(self._needed.values())
-            while self._rows and (number := next(iter(self._rows))) < least:
+            self._least = min(self._needed.values())
+            while self._rows and (number := next(iter(self._rows))) < self._least:
                 del self._rows[number]
                 self._marks.pop(number, None)
 
@@ -199,9 +199,11 @@ class Reader:
         """Keep a row, then wait until there is room for the next; False: nobody needs more."""
         size = bytes_of(held)
         with self._turn:
-            self._rows[number], self._next = (read, held), number + 1
-            if mark is not None:
-                self._marks[number] = mark
+            self._next = number + 1
+            if number >= self._least:
+                self._rows[number] = read, held
+                if mark is not None:
+                    self._marks[number] = mark
             if number >= self._wanted:
                 self._ahead.append((number, size))
                 self._ahead_bytes += size

@@ -70,8 +70,10 @@ class StreamDataset(ServedDataset):
     def batches(self, asked: GlobalBatch, start: Position = (0, 0)) -> Iterator[Batch]:
         """Yield batches without end from a place on, those of the same rows read at once; as `ServedDataset`."""
         epoch, place = start[:2]
-        self._marks.append((0, start[2]) if len(start) > 2 else (0, _NO_MARK))
-        read_from, mark = json.loads(self._marks[0][1])
+        read_from, mark = json.loads(start[2]) if len(start) > 2 else (0, None)
+        if read_from > self._block_of(place):  # a mark of a run of smaller blocks
+            read_from, mark = 0, None
+        self._marks.append((0, json.dumps([read_from, mark])))
         self._client.ask("begin", epoch, read_from, mark)()
         self._begin = row_number(epoch, self._block_of(place))
         yield from super().batches(asked, start)
