@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lengthwise.comm import Transport, World, agree, broadcast_bytes, share_numbers
-from lengthwise.core.errors import LengthwiseError, RankError
+from lengthwise.core.errors import LengthwiseError, RankError, TransferError
 from lengthwise.core.processes import ending_signals_blocked, start_module
 from lengthwise.data.reader import StreamSpec
 from lengthwise.data.stream import StreamDataset
@@ -132,17 +132,18 @@ class _ReaderClient:
             raise answer
         return answer
 
-    def _gone(self) -> RankError:
+    def _gone(self) -> LengthwiseError:
         got = "a closed connection: its process has ended"
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                status = self._process.wait(_GRACE_SECONDS)
-                got = f"its end by signal {-status}" if status < 0 else f"its end with status {status}"
+        if self._process is None:  # the rank that started it knows why, or has an error of its own
+            return self._error("rows", got, _GONE, kind=TransferError)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(_GRACE_SECONDS)
+            got = f"its end by signal {-status}" if status < 0 else f"its end with status {status}"
         return self._error("rows", got, _GONE)
 
-    def _error(self, expected: str, got: str, remedy: str) -> RankError:
+    def _error(self, expected: str, got: str, remedy: str, kind: type[LengthwiseError] = RankError) -> LengthwiseError:
         where = f"rank {self._transport.rank}, {self._transport.phase}, waiting for the reader of the stream"
-        return RankError(where, expected=expected, got=got, remedy=remedy)
+        return kind(where, expected=expected, got=got, remedy=remedy)
 
 
 class _Line:
