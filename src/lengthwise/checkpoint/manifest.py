@@ -60,7 +60,7 @@ class Manifest:
     dtype: of master weights and moments. ranks: that wrote a file each. borders, stage_buckets, ranks_per_node: as in
     `FlatLayout`.
     run: the settings that decide what is trained. data: SHA-256 of the tokens, or of remote files. position: of remote
-    data, the epoch and the place in its order that the next step begins at. first_loss, loss: of step 1 and of
+    data and streams, what the next step begins at (`Position` of `data/sampler.py`). first_loss, loss: of step 1 and of
     `step`.
     """
 
@@ -79,7 +79,7 @@ class Manifest:
     borders: tuple[_FromZero, ...]
     ranks_per_node: _Count = 1
     stage_buckets: tuple[_Count, ...] = ()
-    position: tuple[_FromZero, _FromZero] | None = None
+    position: tuple[_FromZero, _FromZero] | tuple[_FromZero, _FromZero, str] | None = None
     parameters: tuple[Parameter, ...]
     files: Mapping[str, File]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lengthwise.data.survey import Survey
 
 _NAMED, _SHOWN_TOKENS, _SHOWN_BAD = 5, 2000, 5
+_OF_A_STREAM = 1000  # sequences that are read
 _PLANNERS = ("packed-dp", "static", "lengthwise")
 
 
@@ -72,6 +73,7 @@ class Data:
         """Run the command; return the exit status."""
         from lengthwise.data import load_dataset, load_tokenizer
         from lengthwise.data.prepared import prepared_with
+        from lengthwise.data.stream import first_rows
         from lengthwise.data.survey import survey
 
         problems = Collector()
@@ -88,9 +90,11 @@ class Data:
             used.append(found.tokenizer)
             return load_tokenizer(found.tokenizer)
 
-        dataset = load_dataset(
-            sources, tokenizer=tokenizer, vocab_size=None, key=found.key, check_tokenizer=False, on_bad_row=bad.append
-        )
+        known: dict[str, Any] = {"tokenizer": tokenizer, "vocab_size": None, "on_bad_row": bad.append}
+        if sources[0].streaming:
+            dataset = first_rows(sources, sequences=_OF_A_STREAM, **known)
+        else:
+            dataset = load_dataset(sources, key=found.key, check_tokenizer=False, **known)
         used += [
             name for source in sources if source.path is not None and (name := prepared_with(source.path)) is not None
         ]
@@ -99,6 +103,7 @@ class Data:
         decoding = load_tokenizer(used[0]) if len(set(used)) == 1 else None
         heading = _heading(facts, " and ".join(units) or "tokens")
         lines = [
+            *([f"stream  its first {len(dataset.ids):,} sequences"] if sources[0].streaming else []),
             *_bad_lines(bad),
             *_loss_lines(facts),
             *_copy_lines(dataset, facts),

@@ -265,7 +265,7 @@ def _update(job: Job) -> str:
 def _time_line(job: Job) -> str:
     """Say how long the run will take, as far as that is known before it."""
     if job.known is not job.dataset:
-        return "not estimated for remote data; each step says the time left"
+        return "not estimated for rows that are read meanwhile; each step says the time left"
     step = job.estimated_step_seconds
     left = job.num_steps - (job.resume.step if job.resume is not None else 0)
     return (

@@ -11,6 +11,7 @@ from typing import Any
 from lengthwise.config.document import parse_values
 from lengthwise.config.problems import find_problems, sections_at, shown
 from lengthwise.config.schema import MEASURE_AT_START, MEASURE_NOTHING, TINY_MODEL, RunConfig
+from lengthwise.config.sections import scheme_of
 from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.files import read_plain
 from lengthwise.core.names import BYTES_TOKENIZER
@@ -72,7 +73,7 @@ def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]
             values[key] = _resolve_name(key, name, folder, problems)
     for section in (("data",), ("eval", "data")):
         for where, source in sections_at(values, section):
-            if isinstance(source.get("path"), str | Path):
+            if isinstance(source.get("path"), str | Path) and scheme_of(source["path"]) is None:
                 source["path"] = _resolve(f"{where}.path", str(source["path"]), folder, problems, _FILE, _FOLDER)
     for where, lora in sections_at(values, ("lora",)):
         if isinstance(lora.get("adapter"), str | Path):

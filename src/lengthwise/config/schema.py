@@ -20,7 +20,7 @@ from lengthwise.config.sections import (
     LoraConfig,
     OffloadConfig,
     SaveConfig,
-    remote_of,
+    read_meanwhile,
     scheme_of,
 )
 from lengthwise.config.settings import PathSetting, Settings, Tokens
@@ -251,7 +251,7 @@ class RunConfig(Settings):
         if isinstance(trackers, list | tuple) and len({*map(str, trackers)}) < len(trackers):
             got, remedy = ", ".join(map(str, trackers)), "Leave out what is there before."
             found.append(ConfigError("report_to", expected="each tracker once", got=got, remedy=remedy))
-        found += _not_with_remote(values)
+        found += _not_read_meanwhile(values)
         found += _not_where_sharded(values)
         found += _not_with_stages(values)
         if (scheme := scheme_of(output := values.get("output"))) is not None:
@@ -300,17 +300,24 @@ class RunConfig(Settings):
         return BYTES_TOKENIZER if self.model == TINY_MODEL else self.model
 
 
-def _not_with_remote(values: Mapping[str, object]) -> list[ConfigError]:
-    """Refuse some remote sources beside others, and what needs a count of all rows."""
+def _not_read_meanwhile(values: Mapping[str, object]) -> list[ConfigError]:
+    """Refuse sources that are read meanwhile beside others, and what needs a count of all rows."""
     data, found = values.get("data"), []
-    are_remote = [bool(remote_of(each)) for each in data] if isinstance(data, list | tuple) else []
-    if any(are_remote) and not all(are_remote):
-        number = are_remote.index(False)
-        remedy = "Set `remote: true` on this source, too, or on none."
-        found.append(ConfigError(f"data.{number}.remote", expected="all or none remote", got="some", remedy=remedy))
-    if any(are_remote) and values.get("epochs") is not None:
-        remedy = "Set steps in its place, or take remote out."
-        expected = "`steps` beside `remote` data, whose rows are not counted before they come"
+    data = data if isinstance(data, list | tuple) else ()
+    keys = [read_meanwhile(each) for each in data]
+    key = next(filter(None, keys), None)
+    if key is not None and set(keys) != {key}:
+        number = next(number for number, other in enumerate(keys) if other != key)
+        remedy = f"Set `{key}: true` on this source, too, or on none."
+        found.append(ConfigError(f"data.{number}.{key}", expected=f"all or none {key}", got="some", remedy=remedy))
+    numbers = {str(each.get(key) if isinstance(each, Mapping) else getattr(each, key)) for each in data if key}
+    if key == "streaming" and len(numbers) > 1:
+        got, remedy = " and ".join(sorted(numbers)), "Set the same number."
+        expected = "one number of rows to shuffle for all sources, which are one stream"
+        found.append(ConfigError("data.0.streaming", expected=expected, got=got, remedy=remedy))
+    if key is not None and values.get("epochs") is not None:
+        remedy = f"Set steps in its place, or take {key} out."
+        expected = f"`steps` beside `{key}` data, whose rows are not counted before they come"
         found.append(ConfigError("epochs", expected=expected, got=f"{values['epochs']}", remedy=remedy))
     return found
 

@@ -14,7 +14,7 @@ from lengthwise.core.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
 _HUB_NAME = r"\w[\w.-]*(/\w[\w.-]*)?"
-_REMOTE = re.compile(r"(?:^|/)(s3a?|gs|gcs|az|abfss?|adl|hdfs|hf|oci|https?|ftp|memory):/")  # a Path has one slash
+_REMOTE = re.compile(r"(?:^|/)(s3a?|gs|gcs|az|abfss?|adl|hdfs|hf|oci|https?|ftp|file|memory):/")  # a Path has one slash
 _SPLIT = r"\w+([.-]\w+)*"  # no slices: `train[:10%]` is none of a dataset's files
 
 
@@ -85,12 +85,31 @@ class DataSource(Settings):
         "actors; needs max_tokens; default false (all of it is read, or prepared, before the first step)",
     )
 
+    streaming: bool | Annotated[int, Field(ge=1)] = Field(
+        default=False,
+        description="true reads and tokenizes this source in file order while the run trains, in a process of each "
+        "node; a number shuffles rows within blocks of so many; nothing is counted, prepared or downloaded before, and "
+        "path may be a URL; needs max_tokens; default false",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _fill_empty(cls, values: object) -> object:
         if isinstance(values, dict) and values.get("python_stdlib") is True and "empty" not in values:
             return {**values, "empty": "skip"}
         return values
+
+    @property
+    def comes_meanwhile(self) -> str | None:
+        """The key by which rows are read while the run trains, if one is set."""
+        return read_meanwhile(self)
+
+    @property
+    def url(self) -> str | None:
+        """The path as a URL, if it is one: a Path keeps one of its slashes."""
+        scheme = scheme_of(self.path)
+        begin = f"{scheme}:///" if scheme == "file" else f"{scheme}://"
+        return None if scheme is None else begin + str(self.path).partition(f"{scheme}:/")[2]
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
@@ -104,9 +123,9 @@ class DataSource(Settings):
             got = " and ".join([*given, *["python_stdlib"] * stdlib]) or "none of them"
             remedy = "Split the source in two." if given else "Add one of them."
             found.append(ConfigError("", expected=expected, got=got, remedy=remedy))
-        if (scheme := scheme_of(path := values.get("path"))) is not None:
-            expected, got = "a path of this machine", f"{path}: {scheme}:// is not read yet"
-            remedy = "Mount or copy it, and name that; lengthwise prepare makes it a folder to copy."
+        if (scheme := scheme_of(path := values.get("path"))) is not None and not values.get("streaming"):
+            expected, got = "a path of this machine", f"{path}: {scheme}:// is read as a stream only"
+            remedy = "Set `streaming: true`, or mount or copy it, and name that."
             found.append(ConfigError("path", expected=expected, got=got, remedy=remedy))
         of_datasets = [key for key in ("subset", "split", "revision") if values.get(key) is not None]
         if "dataset" in given and "split" not in of_datasets:
@@ -116,13 +135,18 @@ class DataSource(Settings):
             remedy = "Take it out, or name the `dataset`."
             for key in of_datasets:
                 found.append(ConfigError(key, expected="a `dataset` beside it", got="none", remedy=remedy))
-        if values.get("remote"):
+        if meanwhile := read_meanwhile(values):
             if values.get("max_tokens") is None:
-                expected, remedy = "the longest row that `remote` rows may have", "Add for example `max_tokens: 32K`."
+                expected = f"the longest row that `{meanwhile}` rows may have"
+                remedy = "Add for example `max_tokens: 32K`."
                 found.append(ConfigError("max_tokens", expected=expected, got="none", remedy=remedy))
             if values.get("weight", 1) != 1:
-                expected, remedy = "no weight beside `remote`: it needs a count of all rows", "Take one of them out."
+                expected = f"no weight beside `{meanwhile}`: it needs a count of all rows"
+                remedy = "Take one of them out."
                 found.append(ConfigError("weight", expected=expected, got=f"{values['weight']}", remedy=remedy))
+            if values.get("remote") and values.get("streaming"):
+                expected, got = "`remote` (rows in random order) or `streaming` (in file order)", "both"
+                found.append(ConfigError("streaming", expected=expected, got=got, remedy="Take one of them out."))
         elif values.get("too_long") == "skip" and values.get("max_tokens") is None:
             expected, got = "`max_tokens` beside `too_long: skip`", "no max_tokens, so nothing could be too long"
             remedy = "Set max_tokens, or take too_long out."
@@ -130,9 +154,10 @@ class DataSource(Settings):
         return found
 
 
-def remote_of(source: object) -> object:
-    """Return `remote` of a source, checked or as it stands in a run file."""
-    return source.get("remote") if isinstance(source, Mapping) else getattr(source, "remote", False)
+def read_meanwhile(source: object) -> str | None:
+    """Return by which key rows of a source, checked or as it stands in a run file, are read while the run trains."""
+    values = source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
+    return next((key for key in ("remote", "streaming") if values.get(key)), None)
 
 
 class EvalConfig(Settings):
@@ -156,9 +181,9 @@ class EvalConfig(Settings):
             if weight not in (None, 1)
         ]
         for number, each in enumerate(sources):
-            if remote_of(each):
-                expected, remedy = "data that is read at the start", "Take remote out."
-                found.append(ConfigError(f"data.{number}.remote", expected=expected, got="remote", remedy=remedy))
+            if key := read_meanwhile(each):
+                expected, remedy = "data that is read at the start", f"Take {key} out."
+                found.append(ConfigError(f"data.{number}.{key}", expected=expected, got=key, remedy=remedy))
         return found
 
 

@@ -6,9 +6,11 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
 
 _PR_SET_PDEATHSIG = 1
+_STANDARD_ERROR = 2
 _THREADS = Path("/proc/self/task")
 _LOOK_SECONDS = 0.01
 _MOST_SECONDS = 1.0
@@ -27,6 +30,32 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before it was asked to tell
             os._exit(1)
+
+
+@contextlib.contextmanager
+def ending_signals_blocked() -> Iterator[None]:
+    """Block Ctrl-C, SIGTERM and SIGHUP inside the block; they stay blocked in processes that are started there.
+
+    Those are for who trains, who finishes a step and needs these processes for it.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def start_module(module: str, *arguments: str, stdin: int, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """Start a module of this package in a new process, which writes to the standard error."""
+    # It imports from where this process does: not from the working folder, which may hold a user's `queue.py`.
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return subprocess.Popen(  # noqa: S603 - a module of ours
+        [sys.executable, "-m", module, *arguments],
+        stdin=stdin,
+        stdout=_STANDARD_ERROR,
+        pass_fds=pass_fds,
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
+    )
 
 
 def kill_workers(pool: ProcessPoolExecutor) -> None:

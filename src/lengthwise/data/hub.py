@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,20 +26,46 @@ def hub_files(name: str, *, subset: str | None, split: str, revision: str | None
     import datasets
 
     where = ":".join(filter(None, (name, subset, split)))
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    try:
-        settings: Any = datasets.config  # pyright: ignore[reportAttributeAccessIssue]
-        with _offline(settings, unless=hub_answers(endpoint())):
-            found: Any = datasets.load_dataset(name, subset, split=split, revision=revision)
-    except Exception as error:  # noqa: BLE001 - its own are of many kinds
-        got = re.sub(r"\s+", " ", str(error))[:300] or type(error).__name__
-        remedy = "Correct dataset, subset, split or revision, or reach the hub once: what it sent is kept."
-        raise DataError(where, expected="a dataset that `datasets` can load", got=got, remedy=remedy) from None
+    with _library(where, "Correct dataset, subset, split or revision, or reach the hub once: what it sent is kept."):
+        found: Any = datasets.load_dataset(name, subset, split=split, revision=revision)
     files = [Path(os.path.abspath(cache_file["filename"])) for cache_file in found.cache_files]
     if not files:
         raise DataError(where, expected="rows in files", got="none", remedy="Save it with save_to_disk, and name that.")
     return files
+
+
+def hub_stream(asked: Mapping[str, Any], split: str, where: str) -> tuple[Callable[[], Any], list[Any]]:
+    """Return what makes the dataset of a split whose rows are read as they come, and its files with their versions.
+
+    asked: arguments of `datasets.load_dataset_builder`. Raises DataError as `hub_files` does.
+    """
+    import datasets
+
+    of_hub = "data_files" not in asked
+    remedy = "Correct dataset, subset, split, revision or path, or see that its machine answers."
+    with _library(where, remedy, of_hub=of_hub):
+        builder: Any = datasets.load_dataset_builder(**asked)
+        builder.as_streaming_dataset(split=split)
+        files = (builder.config.data_files or {}).get(split, [])
+        versions = getattr(files, "origin_metadata", [])
+    identity = [[*map(str, files)], [[*map(str, each)] for each in versions]]
+    return lambda: builder.as_streaming_dataset(split=split), identity
+
+
+@contextmanager
+def _library(where: str, remedy: str, *, of_hub: bool = True) -> Iterator[None]:
+    """Let `datasets` look for a dataset inside the block; one of a hub that does not answer in its cache alone."""
+    import datasets
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        settings: Any = datasets.config  # pyright: ignore[reportAttributeAccessIssue]
+        with _offline(settings, unless=not of_hub or hub_answers(endpoint())):
+            yield
+    except Exception as error:  # noqa: BLE001 - its own are of many kinds
+        got = re.sub(r"\s+", " ", str(error))[:300] or type(error).__name__
+        raise DataError(where, expected="a dataset that `datasets` can load", got=got, remedy=remedy) from None
 
 
 @contextmanager

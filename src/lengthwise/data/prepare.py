@@ -54,6 +54,7 @@ _FILES = 200  # Arrow files of a folder, about: training keeps all of them open
 _WORK, _PLAN = "work", "plan.json"
 _LOOK_SECONDS = 0.2
 _LEFT_OUT = (EMPTY, BAD, TOO_LONG)
+_OF_RUNS = {"weight", "remote", "streaming"}  # settings of a source that change no row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ class ToPrepare:
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of settings, tokenizer, and of path, size, inode and time of each file."""
-        settings = [source.model_dump(mode="json", exclude={"weight", "remote"}) for source in self.sources]
+        settings = [source.model_dump(mode="json", exclude=_OF_RUNS) for source in self.sources]
         made = None if self.tokenizer is None else asdict(self.tokenizer)
         values = [ENCODING, made, settings, self.vocab_size, self.files]
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()
@@ -98,6 +99,11 @@ def to_prepare(
         if source.path is not None and is_prepared(source.path):
             remedy = "Name it in a run file as it is."
             problems.append(DataError(key, expected="data to prepare", got="prepared data", remedy=remedy))
+        elif source.streaming:
+            remedy = "Take streaming out to have all of it read, or train on the stream as it is."
+            problems.append(
+                DataError(key, expected="data to prepare", got="a stream, which may not end", remedy=remedy)
+            )
         else:
             listings += [(number, each) for each in list_source(source, problems.append)]
         if source.weight != 1:
@@ -399,7 +405,7 @@ def _checked(plan: ToPrepare, columns: Columns) -> Prepared:
         kinds={name: counts[name] for name in KINDS if counts[name] and name not in _LEFT_OUT},
         skipped=skipped,
         tokenizer=plan.tokenizer if any(counts[name] for name in ("text", "pair", "chat")) else None,
-        sources=tuple(source.model_dump(mode="json", exclude={"weight", "remote"}) for source in plan.sources),
+        sources=tuple(source.model_dump(mode="json", exclude=_OF_RUNS) for source in plan.sources),
         origins=tuple((int(first), listing.label) for first, (_, listing) in zip(firsts, plan.listings, strict=True)),
         files={path.name: path.stat().st_size for path in columns.files},
     )

@@ -10,45 +10,27 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
-from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lengthwise.core.errors import DataError, LengthwiseError, Problems
-from lengthwise.data.dataset import DatasetBuilder, MemoryDataset, NumberedRows, plain_weights
-from lengthwise.data.digests import row_digest
+from lengthwise.data.dataset import DatasetBuilder, MemoryDataset
 from lengthwise.data.numbered import Counted
 from lengthwise.data.prepared import is_prepared
 from lengthwise.data.refusals import Refusals
-from lengthwise.data.sampler import Batch, epoch_order
-from lengthwise.data.shard import ShardSpec, Slices, Span
+from lengthwise.data.sampler import epoch_order
+from lengthwise.data.served import Fetched, ServedDataset, ShardClient
+from lengthwise.data.shard import ShardSpec, Span
 from lengthwise.data.sources import PACKED, Listing, cut_listing, is_table, list_source, open_source
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
-    from lengthwise.config.sections import GlobalBatch
 
 PART_BYTES = 16 << 20
-_STEPS_KEPT = 4  # of slices: of the step that runs, of those that are planned, and of one that is planned meanwhile
-_ROWS_AT_ONCE = 64  # whose lengths are asked for at least, where a step has as many rows as fit
-
-
-class ShardClient(Protocol):
-    """Asks one shard, wherever it is."""
-
-    @property
-    def spec(self) -> ShardSpec:
-        """The shard."""
-        ...
-
-    def ask(self, method: str, *arguments: Any) -> Callable[[], Any]:
-        """Call a method of the shard; return what waits for its answer, the start that it is of first."""
-        ...
 
 
 def shard_specs(
@@ -77,7 +59,7 @@ def shard_specs(
                 refusals.add(DataError(key, expected="raw rows, for `remote`", got=got, remedy=remedy))
                 continue
             try:
-                parts += _parts_of(listing, part_bytes)
+                parts += parts_of(listing, part_bytes)
             except DataError as error:
                 refusals.add(error)
         wanted = max(1, min(int(source.remote), len(parts)))
@@ -93,7 +75,7 @@ def shard_specs(
     return specs
 
 
-def _parts_of(listing: Listing, part_bytes: int) -> list[Listing]:
+def parts_of(listing: Listing, part_bytes: int) -> list[Listing]:
     """Cut plain lines and documents; a table, and what is packed, is one part."""
     if listing.names is None:
         with open_source(listing.root) as rows, listing.root.open("rb") as file:
@@ -103,30 +85,29 @@ def _parts_of(listing: Listing, part_bytes: int) -> list[Listing]:
 
 
 def longest_rows(sources: Sequence[DataSource]) -> MemoryDataset:
-    """Return a dataset of one row a source, of its `max_tokens`: what forecasts and limits know of remote rows."""
+    """Return a dataset of one row a source, of its `max_tokens`: what forecasts and limits know of rows that come."""
     builder = DatasetBuilder()
     for index, source in enumerate(sources):
-        assert source.max_tokens is not None, "the run file's rules ask for it beside `remote`"
+        assert source.max_tokens is not None, "the run file's rules ask for it"
         builder.start_source(f"data.{index}", "", ("of max_tokens",))
         builder.add(np.zeros(source.max_tokens, dtype=np.int32), None)
     return builder.finish()
 
 
-class RemoteDataset(NumberedRows):
+class RemoteDataset(ServedDataset):
     """Rows of shards. It has none before `attach`; then lengths, at first 0, become known in the order of `batches`.
 
-    tokenizer_digest: of what makes tokens of texts; "" where none loads. skipped: rows that were left out so far.
-    on_restart: gets a line where a shard was started again.
+    tokenizer_digest: of what makes tokens of texts; "" where none loads. on_restart: gets a line where a shard was
+    started again.
     """
 
     def __init__(self, specs: Sequence[ShardSpec], *, tokenizer_digest: str, seed: int) -> None:
+        super().__init__()
         self.specs, self._seed, self._tokenizer_digest = tuple(specs), seed, tokenizer_digest
         self._parts = [(spec.key, part) for spec in specs for part in spec.parts]
         self._clients: Sequence[ShardClient] = ()
         self._starts, self._counted = list[set[str]](), list[list[Counted]]()
         self._left_out = set[int]()
-        self._errors, self._steps = dict[int, DataError](), deque[_Fetched](maxlen=_STEPS_KEPT)
-        self.skipped: Counter[str] = Counter()
         self.on_restart: Callable[[str], None] = lambda _line: None
         self._set_rows([])
 
@@ -153,44 +134,12 @@ class RemoteDataset(NumberedRows):
         self._weighed = any(each.weighed for each in counted)
         self.loss_weights: np.ndarray = np.zeros(rows) if self._weighed else self.loss_tokens
 
-    def batches(self, asked: GlobalBatch, start: tuple[int, int] = (0, 0)) -> Iterator[Batch]:
-        """Yield batches without end from a place in an epoch's order on, those of `Batches`.
+    def _is_weighed(self, row: int) -> bool:
+        del row
+        return self._weighed
 
-        Raises:
-            DataError: a row of the batch stops the run, or none of its tokens has a loss.
-        """
-        (epoch, place), step = start, 0
-        while True:
-            is_empty = place == 0
-            for ids, end in self._cut(epoch, place, asked):
-                self._check_losses(ids)
-                step, is_empty = step + 1, False
-                yield Batch(step=step, epoch=epoch, ids=np.array(ids), end=end)
-            if is_empty:
-                got = f"none (left out: {', '.join(f'{number} {kind}' for kind, number in self.skipped.items())})"
-                remedy = "Add rows, or raise max_tokens."
-                raise DataError("data", expected="at least one sequence to train on", got=got, remedy=remedy)
-            epoch, place = epoch + 1, 0
-
-    def _cut(self, epoch: int, place: int, asked: GlobalBatch) -> Iterator[tuple[list[int], tuple[int, int]]]:
-        """Yield the rows of each step of an epoch from a place in its order on, and where the next one begins."""
-        order, taken, used = epoch_order(self.ids, seed=self._seed, epoch=epoch), list[int](), 0
-        for at, row in self._known(order, epoch, place, asked.sequences or _ROWS_AT_ONCE):
-            used += int(self.lengths[row])
-            if taken and asked.tokens is not None and (row in self._errors or used > asked.tokens):
-                yield taken, (epoch, at)
-                taken, used = [], int(self.lengths[row])
-            if row in self._errors:
-                raise self._errors[row]
-            taken.append(row)
-            if len(taken) == asked.sequences:
-                yield taken, (epoch, at + 1)
-                taken = []
-        if taken:
-            yield taken, (epoch + 1, 0)
-
-    def _known(self, order: np.ndarray, epoch: int, place: int, most: int) -> Iterator[tuple[int, int]]:
-        """Yield (place, row) of rows with tokens, or an error, from a place on; ask for `most` lengths at once."""
+    def _known(self, epoch: int, place: int, most: int) -> Iterator[tuple[int, int]]:
+        order = epoch_order(self.ids, seed=self._seed, epoch=epoch)
         while place < len(order):
             rows = order[place : place + most]
             self._ask_lengths(epoch, rows)
@@ -198,13 +147,6 @@ class RemoteDataset(NumberedRows):
                 if self.lengths[row] or row in self._errors:
                     yield place, row
                 place += 1
-
-    def _check_losses(self, ids: list[int]) -> None:
-        if not self.loss_tokens[ids].any():
-            got = f"none in {', '.join(self.name(row) for row in ids[:10])}{' ...' if len(ids) > 10 else ''}"
-            remedy = "Enlarge global_batch, or leave out sequences of one token and fully masked ones."
-            expected = "at least one token with a label in a global batch"
-            raise DataError("data", expected=expected, got=got, remedy=remedy)
 
     def _ask_lengths(self, epoch: int, rows: np.ndarray) -> None:
         shards = np.searchsorted(self._shard_firsts, rows, side="right") - 1
@@ -240,62 +182,15 @@ class RemoteDataset(NumberedRows):
             self._starts[shard].add(born)
         return found
 
-    def read_ahead(self, spans: Sequence[Span]) -> None:
-        """Ask for the slices of a step, one request a shard, without waiting for them."""
-        cut = [(row, start, min(stop, int(self.lengths[row]))) for row, start, stop in spans]
-        self._steps.append(self._fetched([each for each in cut if each[1] < each[2]]))
-
-    def _fetched(self, spans: Sequence[Span]) -> _Fetched:
+    def _fetched(self, spans: Sequence[Span]) -> Fetched:
         by_shard: dict[int, list[Span]] = {}
         for span in spans:
             by_shard.setdefault(bisect.bisect_right(self._shard_firsts, span[0]) - 1, []).append(span)
-        found = _Fetched()
+        found = Fetched()
         for shard, own in by_shard.items():
             answer = self._clients[shard].ask("slices", self._shard_firsts[shard], own)
             found.add(own, lambda shard=shard, answer=answer: self._checked(shard, answer()))
         return found
-
-    def _slice(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        for step in reversed(self._steps):
-            if (found := step.find(row, start, stop)) is not None:
-                return found
-        if not self._steps:
-            self._steps.append(_Fetched())
-        self._steps[-1].take_in(self._fetched([(row, 0, int(self.lengths[row]))]))
-        found = self._steps[-1].find(row, start, stop)
-        assert found is not None, f"tokens {start} to {stop} of row {row}, of {self.lengths[row]}"
-        return found
-
-    def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and labels of tokens [start, stop) of a row, int32 [stop - start] each; wait for them."""
-        self.check_row(row)
-        start, stop, _ = slice(start, stop).indices(int(self.lengths[row]))
-        if start >= stop:
-            return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32)
-        return self._slice(row, start, stop)[:2]
-
-    def read_weights(self, row: int, start: int, stop: int) -> np.ndarray | None:
-        """Return what the losses of tokens [start, stop) of a row weigh, float32 [stop - start]; None: all 0 or 1."""
-        if not self._weighed:
-            return None
-        start, stop, _ = slice(start, stop).indices(int(self.lengths[row]))
-        if start >= stop:
-            return np.empty(0, dtype=np.float32)
-        _, labels, weights = self._slice(row, start, stop)
-        return plain_weights(labels) if weights is None else weights
-
-    @property
-    def weights(self) -> tuple[tuple[int, float], ...]:
-        """The first row of each source, and 1.0: an epoch takes every row once."""
-        return ((0, 1.0),)
-
-    def row_digests(self, first: int, last: int) -> np.ndarray:
-        """Return what tells rows [first, last), whose lengths are known, from others, uint8 [last - first, 16]."""
-        found = bytearray()
-        for row in range(first, last):
-            length = int(self.lengths[row])
-            found += row_digest(*self.read(row, 0, length), self.read_weights(row, 0, length))
-        return np.frombuffer(found, dtype=np.uint8).reshape(last - first, -1)
 
     def digest(self) -> bytes:
         """Return 32 bytes that differ where files, settings or tokenizer do; before `attach`, by the files' sizes."""
@@ -337,37 +232,3 @@ def _problems(found: object) -> Sequence[Any]:
     if isinstance(found, Problems):
         return found.problems
     return [found] if isinstance(found, LengthwiseError) else []
-
-
-class _Fetched:
-    """Slices that were asked for together; they are waited for when the first of them is read."""
-
-    def __init__(self) -> None:
-        self._of_row = dict[int, list[tuple[int, int, int, _Answer]]]()
-
-    def add(self, spans: Sequence[Span], wait: Callable[[], Slices]) -> None:
-        answer, place = _Answer(wait), 0
-        for row, start, stop in spans:
-            self._of_row.setdefault(row, []).append((start, stop, place, answer))
-            place += stop - start
-
-    def take_in(self, other: _Fetched) -> None:
-        for row, spans in other._of_row.items():
-            self._of_row.setdefault(row, []).extend(spans)
-
-    def find(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
-        for first, last, place, answer in self._of_row.get(row, ()):
-            if first <= start and stop <= last:
-                found, cut = answer.slices, slice(place + start - first, place + stop - first)
-                labels = found.ids if found.labels is None else found.labels
-                return found.ids[cut], labels[cut], None if found.weights is None else found.weights[cut]
-        return None
-
-
-class _Answer:
-    def __init__(self, wait: Callable[[], Slices]) -> None:
-        self._wait = wait
-
-    @cached_property
-    def slices(self) -> Slices:
-        return self._wait()

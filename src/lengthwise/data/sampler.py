@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -30,17 +30,22 @@ _NO_EPOCH = 1 << 63  # the order in which rows of a source take turns
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
+Position: TypeAlias = tuple[int, int] | tuple[int, int, str]
+"""An epoch, and a place in its order of all rows; of a stream also where reading begins (`data/stream.py`)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
     """The sequences of one step in ledger order; `step` from 1, `epoch` from 0, `ids` int64.
 
-    end: the epoch, and the place in its order of all rows, that the next step begins at; None where nobody needs it.
+    end: what the next step begins at; None where nobody needs it. digest: of all that the rows hold, if it is known.
     """
 
     step: int
     epoch: int
     ids: np.ndarray
-    end: tuple[int, int] | None = None
+    end: Position | None = None
+    digest: str | None = None
 
 
 def epoch_order(ids: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:

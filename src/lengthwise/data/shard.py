@@ -38,6 +38,8 @@ CACHE_BYTES = 256 << 20
 _ROW_BYTES = 500  # what a row in the cache takes beside its tokens, about
 _UNKNOWN = -1
 
+Held = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
+"""Ids of a row, its labels where they are others, its weights where they are other than 0 and 1."""
 Span = tuple[int, int, int]
 """Tokens [start, stop) of a row: (row, start, stop)."""
 
@@ -77,8 +79,23 @@ class Slices:
     labels: np.ndarray | None
     weights: np.ndarray | None
 
-
-_Held = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
+    @classmethod
+    def of(cls, spans: Sequence[tuple[Held, int, int]]) -> Slices:
+        """Cut tokens [start, stop) of each row."""
+        has_labels = any(labels is not None for (_, labels, _), _, _ in spans)
+        has_weights = any(weights is not None for (*_, weights), _, _ in spans)
+        ids, labels, weights = [], [], []
+        for (its_ids, its_labels, its_weights), start, stop in spans:
+            its_labels = its_ids if its_labels is None else its_labels
+            ids.append(its_ids[start:stop])
+            labels.append(its_labels[start:stop])
+            if has_weights:
+                weights.append(plain_weights(labels[-1]) if its_weights is None else its_weights[start:stop])
+        return cls(
+            ids=np.concatenate(ids),
+            labels=np.concatenate(labels) if has_labels else None,
+            weights=np.concatenate(weights) if has_weights else None,
+        )
 
 
 class Shard:
@@ -118,20 +135,7 @@ class Shard:
         """Return tokens of rows."""
         with self._asking():
             held = [(self._take(row - first), start, stop) for row, start, stop in spans]
-        has_labels = any(labels is not None for (_, labels, _), _, _ in held)
-        has_weights = any(weights is not None for (*_, weights), _, _ in held)
-        ids, labels, weights = [], [], []
-        for (its_ids, its_labels, its_weights), start, stop in held:
-            its_labels = its_ids if its_labels is None else its_labels
-            ids.append(its_ids[start:stop])
-            labels.append(its_labels[start:stop])
-            if has_weights:
-                weights.append(plain_weights(labels[-1]) if its_weights is None else its_weights[start:stop])
-        return self.born, Slices(
-            ids=np.concatenate(ids),
-            labels=np.concatenate(labels) if has_labels else None,
-            weights=np.concatenate(weights) if has_weights else None,
-        )
+        return self.born, Slices.of(held)
 
     @property
     def held_bytes(self) -> int:
@@ -201,7 +205,7 @@ class Shard:
         may_go_on = not (self._wanted or self._fresh.is_full or self._order.is_far)
         return self._order if may_go_on or self._closed else None
 
-    def _take(self, row: int) -> _Held:
+    def _take(self, row: int) -> Held:
         """Return a row that somebody takes a slice of."""
         held = self._taken.get(row)
         if held is None:
@@ -210,7 +214,7 @@ class Shard:
             self._taken.push(row, held)
         return held
 
-    def _tokenized(self, row: int) -> _Held | None:
+    def _tokenized(self, row: int) -> Held | None:
         part = bisect.bisect_right(self._firsts, row) - 1
         read, spec = self._parts[part].row(row - self._firsts[part]), self._spec
         of_source = {"tokenizer": lambda: self._tokenizer, "vocab_size": spec.vocab_size}
@@ -220,8 +224,8 @@ class Shard:
             error = found.error if found.kind == REFUSED else None
             self._left_out[row] = (found.kind, error and self._in_file(error, part, row))
             return None
-        held = _held(found)
-        self._numbers[row] = len(held[0]), *_losses(held)
+        held = held_of(found)
+        self._numbers[row] = len(held[0]), *losses_of(held)
         return held
 
     def _in_file(self, error: DataError, part: int, row: int) -> DataError:
@@ -233,13 +237,15 @@ class Shard:
         return error
 
 
-def _held(row: TokenRow) -> _Held:
+def held_of(row: TokenRow) -> Held:
+    """Return what is kept of a row with tokens."""
     assert row.tokens is not None, row
     labels = None if row.labels is None or np.array_equal(row.labels, row.tokens) else row.labels
     return row.tokens, labels, row.weights
 
 
-def _losses(held: _Held) -> tuple[int, float]:
+def losses_of(held: Held) -> tuple[int, float]:
+    """Return how many tokens of a row have a loss, and what these weigh together."""
     ids, labels, weights = held
     losses = len(ids) - 1 if labels is None else int(np.count_nonzero(labels[1:] != NO_LOSS))
     return losses, float(losses) if weights is None else sum_of_weights(weights)
@@ -250,44 +256,45 @@ class _Cache:
 
     def __init__(self, most_bytes: int) -> None:
         self._most, self.num_bytes = most_bytes, 0
-        self._rows = OrderedDict[int, _Held]()
+        self._rows = OrderedDict[int, Held]()
         self.is_full = False
 
     def __contains__(self, row: int) -> bool:
         return row in self._rows
 
-    def get(self, row: int) -> _Held | None:
+    def get(self, row: int) -> Held | None:
         return self._rows.get(row)
 
-    def add(self, row: int, held: _Held | None) -> None:
+    def add(self, row: int, held: Held | None) -> None:
         """Keep a row if there is room."""
         if held is None or row in self._rows:
             return
-        fits = self.num_bytes + _bytes_of(held) <= self._most
+        fits = self.num_bytes + bytes_of(held) <= self._most
         self.is_full = not fits and bool(self._rows)  # else nothing that goes would make room
         if fits:
             self._rows[row] = held
-            self.num_bytes += _bytes_of(held)
+            self.num_bytes += bytes_of(held)
 
-    def push(self, row: int, held: _Held) -> None:
+    def push(self, row: int, held: Held) -> None:
         """Keep a row, and let the oldest go for it; one that is larger than all of the room is not kept."""
-        size = _bytes_of(held)
+        size = bytes_of(held)
         while self._rows and self.num_bytes + size > self._most:
-            self.num_bytes -= _bytes_of(self._rows.popitem(last=False)[1])
+            self.num_bytes -= bytes_of(self._rows.popitem(last=False)[1])
         if size <= self._most:
             self._rows[row] = held
             self.num_bytes += size
 
-    def pop(self, row: int) -> _Held | None:
+    def pop(self, row: int) -> Held | None:
         held = self._rows.pop(row, None)
         if held is not None:
-            self.num_bytes -= _bytes_of(held)
+            self.num_bytes -= bytes_of(held)
             self.is_full = False
         return held
 
 
-def _bytes_of(held: _Held) -> int:
-    return _ROW_BYTES + sum(each.nbytes for each in held if each is not None)
+def bytes_of(held: Held | None) -> int:
+    """Return what a row takes in memory, about; None: one without tokens."""
+    return _ROW_BYTES + sum(each.nbytes for each in held or () if each is not None)
 
 
 class _Order:

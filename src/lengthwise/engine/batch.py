@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.data.dataset import DatasetBuilder
+from lengthwise.data.sampler import Position
 from lengthwise.program import Segment
 
 
@@ -17,11 +18,13 @@ class StepBatch:
     """A global batch: entry i of a plan's `tokens` is sequence `ids[i]` of the data.
 
     loss_weight: what the losses of all tokens weigh together, by which their sum is divided; `loss_tokens` without
-    weights. end: where the next batch begins, as of `Batch`.
+    weights. end, digest: as of `Batch`.
     """
 
-    def __init__(self, dataset: Dataset, ids: Iterable[int], end: tuple[int, int] | None = None) -> None:
-        self.dataset, self.end = dataset, end
+    def __init__(
+        self, dataset: Dataset, ids: Iterable[int], end: Position | None = None, digest: str | None = None
+    ) -> None:
+        self.dataset, self.end, self._digest = dataset, end, digest
         self.ids = tuple(int(i) for i in ids)
         self.lengths = tuple(int(dataset.lengths[i]) for i in self.ids)
         self.loss_tokens = int(dataset.loss_tokens[list(self.ids)].sum())
@@ -30,7 +33,7 @@ class StepBatch:
     @property
     def identity(self) -> object:
         """What tells this batch from others, for JSON; ranks compare it before they run a step."""
-        return self.ids
+        return self.ids if self._digest is None else (self.ids, self._digest)
 
     def tensors(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor, Tensor]:
         """Return (input_ids, position_ids, shift_labels), each (tokens,), of a rank's segments in local order."""

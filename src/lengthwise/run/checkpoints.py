@@ -31,6 +31,7 @@ from lengthwise.config import RunConfig
 from lengthwise.core import __version__
 from lengthwise.core.errors import LengthwiseError, OutputError
 from lengthwise.core.faults import fault
+from lengthwise.data.sampler import Position
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters, SavedParameters
 from lengthwise.engine.stage_parameters import StageParameters
@@ -92,7 +93,7 @@ class Checkpoints:
         return asked or (self._asked.every_steps > 0 and step % self._asked.every_steps == 0)
 
     def save(
-        self, step: int, *, first_loss: float, loss: float, skipped: int, position: tuple[int, int] | None = None
+        self, step: int, *, first_loss: float, loss: float, skipped: int, position: Position | None = None
     ) -> None:
         """Copy this rank's state after `step` and begin to write it; wait for the one before. Collective.
 

@@ -29,7 +29,9 @@ from lengthwise.core.packages import check_remote
 from lengthwise.cost import Cost, shape_from_config
 from lengthwise.cost.measured import cost_from_measurements
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
+from lengthwise.data.reader import StreamSpec
 from lengthwise.data.remote import RemoteDataset, longest_rows, shard_specs
+from lengthwise.data.stream import StreamDataset, first_rows
 from lengthwise.engine.activations import check_offload
 from lengthwise.engine.memory import free_bytes
 from lengthwise.engine.schedule import check_steps
@@ -96,8 +98,9 @@ def prepare_job(
     gpu_name: str | None = None,
     resume: Resume | None = None,
     chosen: Mapping[str, str] | None = None,
+    one_batch: bool = False,
 ) -> Job:
-    """Find the model, read the data and check one against the other.
+    """Find the model, read the data and check one against the other. one_batch: no more of a stream is needed.
 
     Raises:
         LengthwiseError: all problems at once.
@@ -113,10 +116,15 @@ def prepare_job(
         ready = sources if stored is None else stored.prepared(sources, key)
         return load_dataset(ready, tokenizer=tokenizer, vocab_size=vocab_size, key=key)
 
-    dataset = known = attempt(partial(read, config.data, "data")) if not config.data[0].remote else None
-    if config.data[0].remote:
+    meanwhile = config.data[0].comes_meanwhile if not one_batch else None
+    if one_batch and config.data[0].streaming:
+        asked = config.global_batch.model_dump()
+        dataset = known = attempt(lambda: first_rows(config.data, tokenizer=tokenizer, vocab_size=vocab_size, **asked))
+    elif meanwhile:
         known = longest_rows(config.data)
-        dataset = attempt(lambda: _remote_dataset(config, tokenizer, vocab_size))
+        dataset = attempt(lambda: _served_dataset(config, tokenizer, vocab_size))
+    else:
+        dataset = known = attempt(partial(read, config.data, "data"))
     held_out = config.eval.data if config.eval else ()
     eval_dataset = attempt(partial(read, held_out, "eval.data")) if held_out else None
     positions, capacity = position_limit(model.config) if model else None, config.capacity_tokens
@@ -129,7 +137,7 @@ def prepare_job(
         if positions is not None:
             attempt(lambda each=each: check_positions(each, positions=positions))
     if dataset is not None:
-        num_steps = attempt(lambda: config.steps if config.data[0].remote else Batches(dataset, config).num_steps)
+        num_steps = attempt(lambda: config.steps if meanwhile else Batches(dataset, config).num_steps)
         if num_steps is not None:
             attempt(lambda: check_steps(config.optimizer, num_steps))
             attempt(lambda: resume and resume.check_within(num_steps))
@@ -165,16 +173,22 @@ def prepare_job(
     return job
 
 
-def _remote_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab_size: int | None) -> RemoteDataset:
-    """Divide remote sources into shards; nothing of them is read yet."""
-    check_remote()
-    name, seed = config.tokenizer_name, config.seed
-    specs = shard_specs(config.data, tokenizer_name=name, vocab_size=vocab_size, seed=seed)
+_Served = RemoteDataset | StreamDataset
+
+
+def _served_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab_size: int | None) -> _Served:
+    """Make the dataset of rows that are read while the run trains; nothing of them is read yet."""
+    of_tokenizer = {"tokenizer_name": config.tokenizer_name, "vocab_size": vocab_size}
     try:
         digest = tokenizer().digest() + tokenizer().template_digest()
     except ConfigError:  # whoever meets a text says so
         digest = ""
-    return RemoteDataset(specs, tokenizer_digest=digest, seed=seed)
+    if config.data[0].streaming:
+        spec = StreamSpec(sources=config.data, **of_tokenizer)
+        return StreamDataset(spec, tokenizer_digest=digest, seed=config.seed)
+    check_remote()
+    specs = shard_specs(config.data, **of_tokenizer, seed=config.seed)
+    return RemoteDataset(specs, tokenizer_digest=digest, seed=config.seed)
 
 
 def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *, gpus: int) -> int | None:

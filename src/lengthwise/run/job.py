@@ -14,7 +14,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.cost import DTYPE_BYTES, Cost, hardware_of_gpu, logits_at_once, shape_from_config
 from lengthwise.cost.measured import base_cost
 from lengthwise.data import Batches, Dataset, Tokenizer
-from lengthwise.data.remote import RemoteDataset
+from lengthwise.data.served import ServedDataset
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.schedule import warmup_steps
 from lengthwise.models import Computing, ModelSource
@@ -35,7 +35,8 @@ _MEASURED_RUN = 20.0  # times that, from which a run is measured unasked
 class Job:
     """A checked run, the same on every rank.
 
-    `known`: what forecasts and limits are of before the first step: `dataset`, or of a remote one its longest rows.
+    `known`: what forecasts and limits are of before the first step: `dataset`, or of rows that are read meanwhile
+    the longest.
     `gpus`: how many GPUs of a machine it uses; 0: it computes on the CPU. `gpu_name`: that of the first. `adapters`:
     parameters that train in place of the model's own; None: all train. `measured_cost`: of the run's file of
     measurements; None: it names none. `measured_capacities`: of `capacity_tokens: auto`, once they are known.
@@ -66,14 +67,14 @@ class Job:
 
     def batches(self, *, after: int = 0) -> Iterator[StepBatch]:
         """Yield the global batches of the run, in order, those of the first `after` steps left out."""
-        if isinstance(self.dataset, RemoteDataset):
+        if isinstance(self.dataset, ServedDataset):
             start = self.resume.manifest.position if self.resume is not None and self.resume.step == after else None
             before = 0 if start else after
             found = self.dataset.batches(self.config.global_batch, start or (0, 0))
             following = islice(found, before, before + self.num_steps - after)
         else:
             following = islice(Batches(self.dataset, self.config), after, None)
-        return (StepBatch(self.dataset, batch.ids, batch.end) for batch in following)
+        return (StepBatch(self.dataset, batch.ids, batch.end, batch.digest) for batch in following)
 
     @property
     def num_steps(self) -> int:

@@ -59,7 +59,7 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
         trackers = stack.enter_context(Trackers(job, say))
         hearing = () if world.rank else (*hearing, trackers)
         job = replace(job, resume=shared_resume(job.resume, job.config, transport))
-        with serving_rows(job, transport, say, is_forked=world.rendezvous is not None):
+        with serving_rows(job, world, transport, say):
             loop = _Loop(set_up(job, world, transport, planner, hearing, stop, pricing, folder))
             try:
                 result = loop.run()

@@ -87,7 +87,8 @@ def run_settings(config: RunConfig) -> dict[str, object]:
 
 def _without_actors(source: dict[str, object]) -> dict[str, object]:
     """Return a source's settings with `remote` true or not there: how many actors read it changes nothing."""
-    return {key: bool(value) if key == "remote" else value for key, value in source.items() if key != "remote" or value}
+    kept = {key: value for key, value in source.items() if key not in ("remote", "streaming") or value}
+    return {**kept, "remote": True} if "remote" in kept else kept
 
 
 def model_settings(run: Mapping[str, object]) -> dict[str, object]:

@@ -15,6 +15,7 @@ from lengthwise.core.faults import fault
 from lengthwise.core.names import counted
 from lengthwise.cost import ZERO3_ALONE
 from lengthwise.data.remote import RemoteDataset
+from lengthwise.data.stream import StreamDataset
 from lengthwise.engine.memory import SMALLER_STATE, reporting_shortage
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.parameters import Parameters
@@ -28,6 +29,7 @@ from lengthwise.run.job import MEASURING_SECONDS, Job
 from lengthwise.run.launch import StopRequest
 from lengthwise.run.not_finite import FinitePolicy
 from lengthwise.run.pricing import Pricing
+from lengthwise.run.readers import reading
 from lengthwise.run.step_end import RunStepEnd
 from lengthwise.session.capacity import capacities_sentence
 from lengthwise.session.engine import Engine
@@ -195,12 +197,15 @@ def _measure_costs(rank: RankRun, world: World) -> None:
 
 
 def serving_rows(
-    job: Job, transport: Transport, say: Callable[[str], None], *, is_forked: bool
+    job: Job, world: World, transport: Transport, say: Callable[[str], None]
 ) -> AbstractContextManager[None]:
-    """Let actors read remote data inside the block; nothing where it lies here. Collective."""
+    """Let actors, or a process of each node, read data inside the block; nothing where it lies here. Collective."""
+    seconds = job.timeout_seconds
+    if isinstance(job.dataset, StreamDataset):
+        return reading(job.dataset, world, transport, timeout_seconds=seconds, say=say)
     if not isinstance(job.dataset, RemoteDataset):
         return nullcontext()
     from lengthwise.run.actors import serving
 
-    seconds = job.timeout_seconds
+    is_forked = world.rendezvous is not None
     return serving(job.dataset, transport, timeout_seconds=seconds, say=say, is_forked=is_forked)

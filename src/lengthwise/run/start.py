@@ -84,9 +84,6 @@ def prepare(
     found, chosen = None, {}
     if config is not None:
         config, chosen = settle(config, gpus=gpus or 0)
-        if claim is None:  # `verify` takes one batch, and no actor
-            local = [each.model_copy(update={"remote": False}) for each in config.data]
-            config = config.model_copy(update={"data": tuple(local)})
         if claim is not None and (world is None or world.rank == 0):
             found = collector.attempt(partial(claim, config))
     collector.raise_all()
@@ -98,7 +95,14 @@ def prepare(
         on_phase("reading model and data")
     try:
         job = prepare_job(
-            config, ranks=number, timeout_seconds=timeout_seconds, gpus=gpus, gpu_name=name, resume=found, chosen=chosen
+            config,
+            ranks=number,
+            timeout_seconds=timeout_seconds,
+            gpus=gpus,
+            gpu_name=name,
+            resume=found,
+            chosen=chosen,
+            one_batch=claim is None,
         )
         job = settle_shard(job)
     finally:

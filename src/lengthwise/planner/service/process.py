@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import BinaryIO
 
 from lengthwise.core.errors import LengthwiseError, RankError
-from lengthwise.core.processes import end_with_parent, has_one_thread
+from lengthwise.core.processes import end_with_parent, ending_signals_blocked, has_one_thread, start_module
 from lengthwise.planner.service.step_planning import StepPlanning
 
 _STANDARD_OUTPUT, _STANDARD_ERROR = 1, 2
@@ -39,14 +39,11 @@ class PlannerProcess:
         self._asking = threading.Lock()
         reading, asking = os.pipe()
         answers, writing = os.pipe()
-        # Ctrl-C is for those who train: they finish their step, and that needs plans. What is blocked stays blocked in
-        # the new process, from its first instruction on; the end of its input ends it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         try:
             start = _fork if forks and has_one_thread() else _start
-            self._kill, self._status = start(reading, writing)
+            with ending_signals_blocked():  # the end of its input ends it
+                self._kill, self._status = start(reading, writing)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(reading)
             os.close(writing)
         self._requests, self._answers = os.fdopen(asking, "wb"), os.fdopen(answers, "rb")
@@ -94,14 +91,9 @@ _Status = Callable[[float | None], int | None]
 
 
 def _start(reading: int, writing: int) -> tuple[_Kill, _Status]:
-    # It imports from where this process does: not from the working folder, which may hold a user's `queue.py`.
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    process = subprocess.Popen(  # noqa: S603 - this module, two numbers
-        [sys.executable, "-m", "lengthwise.planner.service.process", str(reading), str(writing)],
-        stdin=subprocess.DEVNULL,
-        stdout=_STANDARD_ERROR,
-        pass_fds=[reading, writing],
-        env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
+    ends = (reading, writing)
+    process = start_module(
+        "lengthwise.planner.service.process", *map(str, ends), stdin=subprocess.DEVNULL, pass_fds=ends
     )
 
     def status(seconds: float | None) -> int | None:

@@ -1,0 +1,180 @@
+"""Rows of sources from the first to the last, from any place on that was marked: what a stream reads.
+
+Files of this machine are read as any source is, so rows, names and errors are the same; a dataset of a hub and a URL
+are read by the `datasets` library, whose state is the mark. A mark is what JSON holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lengthwise.core.errors import DataError
+from lengthwise.data.hub import hub_stream
+from lengthwise.data.prepared import is_prepared
+from lengthwise.data.refusals import Refusals
+from lengthwise.data.remote import PART_BYTES, parts_of
+from lengthwise.data.rows import Row, RowParser
+from lengthwise.data.sources import Listing, Report, is_table, list_source, open_source, printable_name, read_rows
+
+if TYPE_CHECKING:
+    from lengthwise.config import DataSource
+
+_EDGE_BYTES = 1 << 16  # of a file's begin and end, by which it is known again
+_NO_END = 1 << 62
+_STREAM = "raw rows, for `streaming`"
+_KINDS = {"json": r"\.jsonl?(\.gz|\.zst)?", "parquet": r"\.parquet", "arrow": r"\.arrow"}  # by the end of a URL
+
+Read = tuple[str, Row | DataError]
+"""The name of a row, and the row or what is wrong with it."""
+
+
+class _Source(Protocol):
+    identity: list[Any]
+    """What differs where the rows may differ."""
+    mark: Any
+    """Where the rows after the last that was read begin."""
+
+    def rows(self, mark: Any) -> Iterator[Read]: ...
+
+
+class StreamRows:
+    """Rows of all sources, one source after another. DataError, or Problems, for what is not there or no stream."""
+
+    def __init__(self, sources: Sequence[DataSource], vocab_size: int | None, part_bytes: int = PART_BYTES) -> None:
+        refusals, self._sources, self._at = Refusals(), list[_Source](), 0
+        for number, source in enumerate(sources):
+            try:
+                if source.dataset is not None or source.url is not None:
+                    self._sources.append(_Library(source, vocab_size))
+                else:
+                    self._sources.append(_Files(source, f"data.{number}", vocab_size, part_bytes, refusals.add))
+            except DataError as error:
+                refusals.add(error)
+        refusals.raise_all("data")
+
+    @property
+    def identity(self) -> list[Any]:
+        """What differs where the rows may differ, without reading them."""
+        return [each.identity for each in self._sources]
+
+    def rows(self, mark: Any = None) -> Iterator[tuple[int, str, Row | DataError]]:
+        """Yield (source, name, row) in order, from a mark on. DataError for files that cannot be read."""
+        first, inner = mark or (0, None)
+        for number, source in enumerate(self._sources[first:], start=first):
+            self._at = number
+            for name, row in source.rows(inner):
+                yield number, name, row
+            inner = None
+
+    @property
+    def mark(self) -> Any:
+        """Where the rows after the last that was yielded begin."""
+        return [self._at, self._sources[self._at].mark]
+
+
+class _Files:
+    """A mark is (part, rows of it that were read, rows of its file before it)."""
+
+    def __init__(self, source: DataSource, key: str, vocab_size: int | None, part_bytes: int, report: Report) -> None:
+        if source.path is not None and is_prepared(source.path):
+            remedy = "Take `streaming` out: these are read from the disk as they are needed."
+            raise DataError(key, expected=_STREAM, got="prepared data", remedy=remedy)
+        self._vocab_size, self._parts, self.identity = vocab_size, list[Listing](), list[Any]()
+        for listing in list_source(source, report):
+            if listing.indexed:
+                remedy = "Take `streaming` out: it has ids."
+                raise DataError(key, expected=_STREAM, got="an indexed dataset", remedy=remedy)
+            self._parts += parts_of(listing, part_bytes)
+            self.identity.append([listing.label, *(_content(path, listing) for path in listing.paths)])
+        self.mark: Any = [0, 0, 0]
+
+    def rows(self, mark: Any) -> Iterator[Read]:
+        part, done, before = mark or (0, 0, 0)
+        for number, listing in enumerate(self._parts[part:], start=part):
+            problems = list[DataError]()
+            if not (listing.part or (0,))[0]:
+                before = 0  # rows of another file
+            passed = done if done and _is_table(listing) else 0  # groups of rows that nobody reads again
+            read = replace(listing, part=(done, _NO_END)) if passed else listing
+            count = passed
+            for row in read_rows(read, self._vocab_size, problems.append):
+                count += 1
+                if problems:  # a document that cannot be read has no row
+                    raise problems[0]
+                if count > done:
+                    self.mark = [number, count, before]
+                    yield _named(listing, row, count, before, passed)
+            if problems:
+                raise problems[0]
+            done, before = 0, before + count
+
+
+def _is_table(listing: Listing) -> bool:
+    if listing.names is not None:
+        return False
+    with open_source(listing.root) as file:
+        return is_table(file)
+
+
+def _named(listing: Listing, row: Row | DataError, count: int, before: int, passed: int) -> Read:
+    """Return the name of a row, and the row, an error with its line in the file in place of that of what was read."""
+    if listing.names is not None:
+        return listing.names[count - 1], row
+    name = f"{listing.label}:{before + count}"
+    if (before or passed) and isinstance(row, DataError):
+        where = f"{row.where.removesuffix(f':{count - passed}')}:{before + count}"
+        return name, DataError(where, expected=row.expected, got=row.got, remedy=row.remedy)
+    return name, row
+
+
+def _content(path: Path, listing: Listing) -> list[Any]:
+    """Return the size of a file, and of a file of rows the digest of its begin and end; its time differs by node."""
+    size = path.stat().st_size
+    if listing.names is not None:
+        return [size]
+    with path.open("rb") as file:
+        found = hashlib.sha256(file.read(_EDGE_BYTES))
+        file.seek(max(0, size - _EDGE_BYTES))
+        found.update(file.read(_EDGE_BYTES))
+    return [size, found.hexdigest()]
+
+
+class _Library:
+    """A mark is (rows that were read, the state of the library's dataset)."""
+
+    def __init__(self, source: DataSource, vocab_size: int | None) -> None:
+        self._parser, self._source = RowParser(vocab_size), source
+        url = source.url
+        self._shown = printable_name(url or f"{source.dataset}:{source.split}")
+        if url is None:
+            assert source.dataset is not None, "a source of the library is a dataset or a URL"
+            self._asked: Any = {"path": source.dataset, "name": source.subset, "revision": source.revision}
+        else:
+            kind = next((kind for kind, ending in _KINDS.items() if re.search(rf"{ending}(\?|$)", url.lower())), None)
+            if kind is None:
+                expected, remedy = "a URL of .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .arrow", "Name such files."
+                raise DataError(self._shown, expected=expected, got="another ending", remedy=remedy)
+            self._asked = {"path": kind, "data_files": [url]}
+        self._split = source.split or "train"
+        self._dataset, self.identity = hub_stream(self._asked, self._split, self._shown)
+        self.mark: Any = None
+
+    def rows(self, mark: Any) -> Iterator[Read]:
+        number, state = mark or (0, None)
+        dataset = self._dataset()
+        if state is not None:
+            dataset.load_state_dict(state)
+        for values in dataset:
+            number += 1
+            name = f"{self._shown}:{number}"
+            try:
+                row: Row | DataError = self._parser.take(values, where=name)
+            except DataError as error:
+                row = error
+            self.mark = [number, dataset.state_dict()]
+            yield name, row
