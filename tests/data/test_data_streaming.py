@@ -2,7 +2,6 @@
 
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -200,22 +199,6 @@ def test_a_place_that_the_rows_do_not_reach_any_more_is_the_begin_of_the_next_ep
     sources, size = lines(tmp_path, [{"text": text} for text in ("ab", "cde", "f")]), GlobalBatch(sequences=2)
     with streams(sources, block=block) as ([dataset], _):
         assert [found for found, _ in taken(dataset, size, 2, (0, 50))] == expected(sources, size, 4, block=block)[2:]
-
-
-def test_one_of_many_ranks_that_begin_together_looks_for_the_files(tmp_path, monkeypatch):
-    made = []
-
-    def slowly(*arguments):
-        time.sleep(0.05)
-        made.append(stream_rows.StreamRows(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr("lengthwise.data.reader.StreamRows", slowly)
-    sources = [each.model_copy(update={"streaming": True}) for each in lines(tmp_path, [{"text": "a"}])]
-    reader = Reader(StreamSpec(sources=tuple(sources), tokenizer_name="bytes", vocab_size=256, clients=4))
-    with ThreadPoolExecutor(4) as ranks:
-        assert len({f"{each.result()}" for each in [ranks.submit(reader.describe) for _ in range(4)]}) == 1
-    assert len(made) == 1
 
 
 @pytest.mark.parametrize(("bad", "said"), [("{\n", "broken JSON"), ({"text": "x" * 10}, "10 tokens"), ("\n", "blank")])

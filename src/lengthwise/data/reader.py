@@ -94,7 +94,7 @@ class Reader:
 
     def describe(self) -> list[Any]:
         """Return what differs where the stream may differ. DataError, or Problems: it cannot be read."""
-        with self._turn:  # one rank makes it for all
+        with self._turn:  # one rank makes it for all: from Python 3.12 on a cached property has no lock
             return self._source.identity
 
     def begin(self, epoch: int, place: int, mark: Any) -> None:
