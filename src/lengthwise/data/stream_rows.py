@@ -154,7 +154,8 @@ class _Library:
             self._asked = {"path": kind, "data_files": [url]}
         self._split = source.split or "train"
         self._dataset, self.identity = hub_stream(self._asked, self._split, self._shown)
-        self._number, self._reading = 0, None
+        self._number = 0
+        self._reading: Any = None
 
     @property
     def mark(self) -> Any:
