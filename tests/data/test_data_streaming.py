@@ -194,6 +194,13 @@ def test_no_more_rows_are_held_than_those_of_some_steps_and_what_is_read_ahead(t
         assert reader.held_bytes >= 40_000
 
 
+@pytest.mark.parametrize("block", [1, 16])
+def test_a_place_that_the_rows_do_not_reach_any_more_is_the_begin_of_the_next_epoch(tmp_path, block):
+    sources, size = lines(tmp_path, [{"text": text} for text in ("ab", "cde", "f")]), GlobalBatch(sequences=2)
+    with streams(sources, block=block) as ([dataset], _):
+        assert [found for found, _ in taken(dataset, size, 2, (0, 50))] == expected(sources, size, 4, block=block)[2:]
+
+
 @pytest.mark.parametrize(("bad", "said"), [("{\n", "broken JSON"), ({"text": "x" * 10}, "10 tokens"), ("\n", "blank")])
 def test_a_refused_row_is_named_by_file_and_line_when_its_step_comes(tmp_path, monkeypatch, bad, said):
     monkeypatch.setattr(stream_rows, "PART_BYTES", 20)

@@ -1,21 +1,29 @@
 """Runs on streams: those of the same rows read at the start, also after a kill and where the reading process ends."""
 
 import contextlib
+import json
 import os
 import re
 import signal
 import socket
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 import lengthwise
-from lengthwise.core.errors import RankError
+from lengthwise.comm import SoloTransport, World
+from lengthwise.config import DataSource
+from lengthwise.core.errors import RankError, TransferError
+from lengthwise.data.reader import StreamSpec
+from lengthwise.data.stream import StreamDataset
 from lengthwise.run.callbacks import Callback
+from lengthwise.run.readers import reading
 from run.small_runs import (
     VOCAB,
     Command,
-    assert_equal_runs,
     broken_off,
     call,
     losses,
@@ -23,6 +31,8 @@ from run.small_runs import (
     model_of,
     read_lines,
     steps_of,
+    whole,
+    write_rows,
     write_run,
 )
 from session.loops import small_model
@@ -56,45 +66,46 @@ def named(tmp_path, monkeypatch):
     monkeypatch.setenv("READERS", f"{tmp_path}")
 
 
+def rows_of_steps(output):
+    return [[row & _PLACE for row in step] for step in steps_of(output)]
+
+
+def assert_same_training(found, wanted, *, exactly):
+    """Whether a run on a stream trained as another one, whose rows may have been read at the start."""
+    assert rows_of_steps(found) == rows_of_steps(wanted)
+    assert losses(found) == (losses(wanted) if exactly else pytest.approx(losses(wanted), rel=1e-11))
+    near = {"rtol": 0, "atol": 0} if exactly else {"rtol": 1e-9, "atol": 1e-11}
+    torch.testing.assert_close(model_of(found), model_of(wanted), **near)
+
+
+@pytest.fixture
+def size():
+    return {"sequences": 4}
+
+
+@pytest.fixture
+def at_the_start(tmp_path, size):
+    """Return the output of a run on the same rows, read at the start."""
+    return whole(run_of(tmp_path / "start", streaming=False, global_batch=size), 2)
+
+
 @pytest.mark.parametrize("size", [{"sequences": 4}, more({"tokens": 64})])
-def test_two_nodes_train_on_a_stream_shuffled_as_a_whole_as_on_its_rows_read_at_the_start(tmp_path, named, size):
-    paths = [run_of(tmp_path / f"{block}", streaming=block, global_batch=size) for block in (False, 9)]
-    lengthwise.train(paths[0], ranks=2)
+def test_two_nodes_train_on_a_stream_shuffled_as_a_whole_as_on_its_rows_read_at_the_start(
+    tmp_path, named, size, at_the_start
+):
+    path = run_of(tmp_path, streaming=9, global_batch=size, steps=3)
     with socket.create_server(("127.0.0.1", 0)) as free:
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}
     world |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    ranks = [Command("train", paths[1], "--timeout-seconds", 60, RANK=f"{rank}", **world) for rank in range(2)]
+    ranks = [Command("train", path, "--timeout-seconds", 60, RANK=f"{rank}", **world) for rank in range(2)]
     most = 0
     while not all(rank.ended() for rank in ranks):
         most = max(most, len(readers()))
+        time.sleep(0.05)
     assert [rank.finish()[0] for rank in ranks] == [0, 0]
     assert most == 2
-    wanted, found = (path.parent / "out" for path in paths)
-    assert [[row & _PLACE for row in step] for step in steps_of(found)] == steps_of(wanted)
-    assert losses(found) == losses(wanted)
-    ours, theirs = model_of(found), model_of(wanted)
-    assert all(ours[name].equal(theirs[name]) for name in theirs)
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 3), more(2, 2), more(3, 2)])
-def test_a_run_on_a_stream_goes_on_where_it_was(tmp_path, before, after):
-    keys = {"streaming": 4, "global_batch": {"tokens": 64}}
-    wanted = run_of(tmp_path / "whole", **keys)
-    lengthwise.train(wanted, ranks=before)
-    assert any(row["ring_token_ratio"] > 0 for row in read_lines(wanted.parent / "out" / "metrics.jsonl"))
-    path = run_of(tmp_path / "broken", **keys)
-    found = broken_off(path, before, after=5)
-    lengthwise.train(path, ranks=after, resume=True)
-    assert_equal_runs(found, wanted.parent / "out", exactly=before == after)
-
-
-def test_rows_of_a_stream_that_goes_on_are_those_of_before(tmp_path):
-    path = run_of(tmp_path, streaming=True, capacity_tokens=128)
-    broken_off(path, 1, after=5)
-    rows = path.parent / "train.jsonl"
-    rows.write_text(rows.read_text().replace("1", "2", 1))
-    assert call("train", path, "--resume") == 2
-    assert lengthwise.train(path, resume=True, accept_changes=True).steps == 7
+    assert rows_of_steps(path.parent / "out") == rows_of_steps(at_the_start)[:3]
+    assert losses(path.parent / "out") == losses(at_the_start)[:3]
 
 
 class SignalsReaders(Callback):
@@ -109,19 +120,75 @@ class SignalsReaders(Callback):
                 os.kill(each, self._number)
 
 
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [(signal.SIGKILL, "waiting for the reader of the stream: expected rows; got its end by signal 9"),
-     (signal.SIGSTOP, "waiting for the reader of the stream: expected rows within 4 s; got none")],
-)  # fmt: skip
-def test_a_reader_that_ends_or_stops_is_named_and_the_run_goes_on_from_there(tmp_path, named, number, said):
-    path = run_of(tmp_path, streaming=True, steps=12)
-    with pytest.raises(RankError, match=re.escape(said)):
-        lengthwise.train(path, ranks=2, callbacks=[SignalsReaders(5, number)], timeout_seconds=4)
+def broken_by(number, said, path, ranks):
+    with pytest.raises(RankError, match=re.escape(f"waiting for the reader of the stream: expected {said}")):
+        lengthwise.train(path, ranks=ranks, callbacks=[SignalsReaders(3, number)], timeout_seconds=4)
     assert not readers()
-    lengthwise.train(path, ranks=2, resume=True)
-    steps = [[row & _PLACE for row in step] for step in steps_of(tmp_path / "out")]
-    assert steps == [[0, 1, 2, 3], [4, 5, 6, 8]] * 6
+    return path.parent / "out"
+
+
+@pytest.mark.parametrize(("before", "after", "block"), [(2, 3, 9), more(2, 2, 4), more(3, 2, 4)])
+def test_a_run_whose_reader_is_killed_goes_on_where_it_was(tmp_path, named, at_the_start, before, after, block):
+    size = {"sequences": 4} if block == 9 else {"tokens": 64}
+    path = run_of(tmp_path / "broken", streaming=block, global_batch=size)
+    found = broken_by(signal.SIGKILL, "rows; got its end by signal 9", path, before)
+    lengthwise.train(path, ranks=after, resume=True)
+    wanted = at_the_start
+    if block != 9:
+        wanted = whole(run_of(tmp_path / "whole", streaming=block, global_batch=size), before)
+    assert any(row["ring_token_ratio"] > 0 for row in read_lines(wanted / "metrics.jsonl"))
+    assert_same_training(found, wanted, exactly=before == after)
+
+
+@pytest.mark.exhaustive
+def test_a_reader_that_stops_is_named_and_ended(tmp_path, named):
+    broken_by(signal.SIGSTOP, "rows within 4 s; got none", run_of(tmp_path, streaming=True), 2)
+
+
+@pytest.mark.exhaustive
+def test_rows_of_a_stream_that_goes_on_are_those_of_before(tmp_path):
+    path = run_of(tmp_path, streaming=True, capacity_tokens=128)
+    broken_off(path, 1, after=5)
+    rows = path.parent / "train.jsonl"
+    rows.write_text(rows.read_text().replace("1", "2", 1))
+    assert call("train", path, "--resume") == 2
+    assert lengthwise.train(path, resume=True, accept_changes=True).steps == 7
+
+
+_SLOW_SOCKETS = """
+import socket, time
+def slowly(call):
+    return lambda *arguments: time.sleep(0.3) or call(*arguments)
+socket.socket.listen, socket.socket.accept = map(slowly, (socket.socket.listen, socket.socket.accept))
+"""
+
+
+def test_a_reader_may_start_slowly_and_its_rank_names_its_end_and_ends_it_last(tmp_path, named, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(_SLOW_SOCKETS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", f"{tmp_path}")
+    rows = DataSource(path=write_rows(tmp_path / "train.jsonl", make_rows(LENGTHS)), max_tokens=130, streaming=True)
+    spec = StreamSpec(sources=(rows,), tokenizer_name="bytes", vocab_size=VOCAB)
+
+    def read(ending):
+        dataset = StreamDataset(spec, tokenizer_digest="", seed=0)
+        world, how = World(rank=0, world_size=1), {"timeout_seconds": 60, "say": lambda _line: None, "ending": ending}
+        return reading(dataset, world, SoloTransport(), **how)
+
+    why = {"expected": "rank 1", "got": "a closed connection", "remedy": "See why."}
+    with ExitStack() as ending:
+        with pytest.raises(TransferError, match="rank 1"), read(ending):
+            raise TransferError("rank 0, step 2", **why)
+        assert readers()  # other ranks do not miss it before this one has reported its error
+    assert not readers()
+    with ExitStack() as ending:
+        block = ending.enter_context(ExitStack())
+        block.enter_context(read(ending))
+        os.kill(*readers(), signal.SIGKILL)
+        missed = TransferError("rank 0, step 2", **why)  # rank 1 missed it first
+        with pytest.raises(RankError, match="its end by signal 9"):
+            block.__exit__(TransferError, missed, None)
+    assert not [*tmp_path.glob("lengthwise-*")]
 
 
 def test_a_reader_ends_with_a_run_that_is_killed(tmp_path, named):
@@ -147,6 +214,8 @@ def test_a_session_takes_a_stream_of_rows():
 def test_the_first_rows_of_a_stream_are_verified_and_shown_and_none_prepared(tmp_path, capsys):
     path = run_of(tmp_path, streaming=True, global_batch={"sequences": 2})
     assert lengthwise.verify(path, ranks=2).passed
+    assert call("plan", "--config", path, "--ranks", 2, "--out", tmp_path / "plan.json") == 0
+    assert sorted(json.loads((tmp_path / "plan.json").read_text())["tokens"]) == [12, 30]
     assert call("data", path) == 0
     assert "stream  its first 8 sequences" in capsys.readouterr().out
     assert call("prepare", path, "--out", tmp_path / "tokens") == 2

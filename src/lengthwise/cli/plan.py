@@ -367,15 +367,21 @@ class PlanCommand:
             assert asked.lengths is not None, "one of the two was checked to be given"
             return asked.lengths, None, sum(asked.lengths)
         from lengthwise.data import Batches, load_dataset, load_tokenizer
+        from lengthwise.data.stream import first_rows
 
-        dataset = load_dataset(
+        size, is_stream = config.global_batch, bool(config.data[0].streaming)
+        read = partial(first_rows, **size.model_dump()) if is_stream else load_dataset
+        dataset = read(
             config.data,
             tokenizer=lambda: load_tokenizer(config.tokenizer_name),
             vocab_size=None if self.model_shape or not shape else shape.vocab,
         )
         batches = Batches(dataset, config)
-        first = next(iter(batches))
-        return [int(dataset.lengths[i]) for i in first.ids], int(dataset.lengths.max()), batches.most_tokens
+        lengths = [int(dataset.lengths[i]) for i in next(iter(batches)).ids]
+        if is_stream:  # no more is known of the other rows
+            longest = max(source.max_tokens or 0 for source in config.data)
+            return lengths, longest, max(longest * (size.sequences or 1), size.tokens or 0)
+        return lengths, int(dataset.lengths.max()), batches.most_tokens
 
 
 def _adapters_of(config: RunConfig) -> int | None:

@@ -94,7 +94,8 @@ class Reader:
 
     def describe(self) -> list[Any]:
         """Return what differs where the stream may differ. DataError, or Problems: it cannot be read."""
-        return self._source.identity
+        with self._turn:  # one rank makes it for all: from Python 3.12 on a cached property has no lock
+            return self._source.identity
 
     def begin(self, epoch: int, place: int, mark: Any) -> None:
         """Begin to read at a mark, which is a place of an epoch; all ranks ask for the same, the first counts."""
@@ -116,7 +117,7 @@ class Reader:
             self._want(first + most)
             self._turn.wait_for(lambda: self._next >= first + most or epoch in self._ends or self._error is not None)
             numbers = [number for number in range(first, first + most) if number in self._rows]
-            ends = self._ends.get(epoch, -1) == place + len(numbers)
+            ends = epoch in self._ends and self._ends[epoch] <= place + len(numbers)  # there may be fewer than before
             if self._error is not None and not numbers and not ends:
                 raise self._error
             marks = [(at, self._marks[number]) for at, number in enumerate(numbers, place + 1) if number in self._marks]
@@ -186,10 +187,8 @@ class Reader:
             error = raised
         except Exception as raised:  # noqa: BLE001 - of the network and of other libraries, of many kinds
             got = f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}"
-            where, remedy = (
-                f"data, row {place + 1} of the stream",
-                "See that its machine answers, then go on from here.",
-            )
+            where = f"data, row {place + 1} of the stream"
+            remedy = "See that its machine answers, then go on from here."
             error = DataError(where, expected="rows that can be read", got=got, remedy=remedy)
         with self._turn:
             self._error = error

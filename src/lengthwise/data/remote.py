@@ -8,8 +8,6 @@ dropped in passing, so the batches are the same. What is not known before is the
 from __future__ import annotations
 
 import bisect
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -23,9 +21,9 @@ from lengthwise.data.numbered import Counted
 from lengthwise.data.prepared import is_prepared
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.sampler import epoch_order
-from lengthwise.data.served import Fetched, ServedDataset, ShardClient
+from lengthwise.data.served import Fetched, ServedDataset, ShardClient, settings_digest
 from lengthwise.data.shard import ShardSpec, Span
-from lengthwise.data.sources import PACKED, Listing, cut_listing, is_table, list_source, open_source
+from lengthwise.data.sources import PACKED, Listing, Report, cut_listing, is_table, list_source, open_source
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
@@ -49,15 +47,7 @@ def shard_specs(
     refusals, specs = Refusals(), list[ShardSpec]()
     for index, source in enumerate(sources):
         key, parts = f"data.{index}", list[Listing]()
-        if source.path is not None and is_prepared(source.path):
-            got, remedy = "prepared data", "Take `remote` out: these are read from the disk as they are needed."
-            refusals.add(DataError(key, expected="raw rows, for `remote`", got=got, remedy=remedy))
-            continue
-        for listing in list_source(source, refusals.add):
-            if listing.indexed:
-                got, remedy = "an indexed dataset", "Take `remote` out: it has ids."
-                refusals.add(DataError(key, expected="raw rows, for `remote`", got=got, remedy=remedy))
-                continue
+        for listing in raw_listings(source, key, "remote", refusals.add):
             try:
                 parts += parts_of(listing, part_bytes)
             except DataError as error:
@@ -73,6 +63,18 @@ def shard_specs(
         ]
     refusals.raise_all("data")
     return specs
+
+
+def raw_listings(source: DataSource, key: str, word: str, report: Report) -> list[Listing]:
+    """Find the files of a source whose rows are read while a run trains, by the key `word`; tokens are reported."""
+    is_known = source.path is not None and is_prepared(source.path)
+    found = [] if is_known else list_source(source, report)
+    if is_known or any(listing.indexed for listing in found):
+        got = "prepared data" if is_known else "an indexed dataset"
+        remedy = f"Take `{word}` out: it has ids, which are read from the disk as they are needed."
+        report(DataError(key, expected=f"raw rows, for `{word}`", got=got, remedy=remedy))
+        return []
+    return found
 
 
 def parts_of(listing: Listing, part_bytes: int) -> list[Listing]:
@@ -194,12 +196,10 @@ class RemoteDataset(ServedDataset):
 
     def digest(self) -> bytes:
         """Return 32 bytes that differ where files, settings or tokenizer do; before `attach`, by the files' sizes."""
-        known = {"max_tokens", "too_long", "empty", "bad_rows"}
-        settings = {spec.key: spec.source.model_dump(mode="json", include=known) for spec in self.specs}
+        sources = {spec.key: spec.source for spec in self.specs}
         found = [each.digest for counted in self._counted for each in counted]
         sizes = [] if found else [path.stat().st_size for _, part in self._parts for path in part.paths]
-        values = [self._tokenizer_digest, settings, self.specs[0].vocab_size, found, sizes]
-        return hashlib.sha256(json.dumps(values).encode()).digest()
+        return settings_digest(self._tokenizer_digest, sources, self.specs[0].vocab_size, found, sizes)
 
     def name(self, row: int) -> str:
         """Return where a row is: `train.jsonl:3`, or the file's path inside its folder."""

@@ -6,9 +6,11 @@ out are dropped in passing.
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,10 +22,18 @@ from lengthwise.data.sampler import Batch, Position
 from lengthwise.data.shard import ShardSpec, Slices, Span
 
 if TYPE_CHECKING:
+    from lengthwise.config import DataSource
     from lengthwise.config.sections import GlobalBatch
 
 STEPS_KEPT = 4  # of slices: of the step that runs, of those that are planned, and of one that is planned meanwhile
 _ROWS_AT_ONCE = 64  # whose lengths are asked for at least, where a step has as many rows as fit
+
+
+def settings_digest(tokenizer_digest: str, sources: Mapping[str, DataSource], *others: Any) -> bytes:
+    """Return 32 bytes that differ where a tokenizer, what sources do with rows, or `others`, for JSON, differ."""
+    known = {"max_tokens", "too_long", "empty", "bad_rows"}
+    settings = {key: source.model_dump(mode="json", include=known) for key, source in sources.items()}
+    return hashlib.sha256(json.dumps([tokenizer_digest, settings, *others]).encode()).digest()
 
 
 class ShardClient(Protocol):
@@ -48,6 +58,11 @@ class ServedDataset(NumberedRows):
     def __init__(self) -> None:
         self._errors, self._steps = dict[int, DataError](), deque[Fetched](maxlen=STEPS_KEPT)
         self.skipped: Counter[str] = Counter()
+
+    @property
+    def left_out(self) -> str:
+        """How many rows of which kind were left out so far, in words."""
+        return ", ".join(f"{number} {kind}" for kind, number in self.skipped.items())
 
     def name(self, row: int) -> str:
         """Return where a row is."""
@@ -83,8 +98,7 @@ class ServedDataset(NumberedRows):
                 step, is_empty = step + 1, False
                 yield self._batch(step, epoch, ids, end)
             if is_empty:
-                got = f"none (left out: {', '.join(f'{number} {kind}' for kind, number in self.skipped.items())})"
-                remedy = "Add rows, or raise max_tokens."
+                got, remedy = f"none (left out: {self.left_out})", "Add rows, or raise max_tokens."
                 raise DataError("data", expected="at least one sequence to train on", got=got, remedy=remedy)
             epoch, place = epoch + 1, 0
 
@@ -167,11 +181,11 @@ class Fetched:
     """Slices that were asked for together; they are waited for when the first of them is read."""
 
     def __init__(self) -> None:
-        self._of_row = dict[int, list[tuple[int, int, int, _Answer]]]()
+        self._of_row = dict[int, list[tuple[int, int, int, Callable[[], Slices]]]]()
 
     def add(self, spans: Sequence[Span], wait: Callable[[], Slices]) -> None:
         """Note slices that `wait` returns, in the order of their spans."""
-        answer, place = _Answer(wait), 0
+        answer, place = functools.cache(wait), 0
         for row, start, stop in spans:
             self._of_row.setdefault(row, []).append((start, stop, place, answer))
             place += stop - start
@@ -185,16 +199,7 @@ class Fetched:
         """Return ids, labels and weights of tokens [start, stop) of a row, if they were asked for; wait for them."""
         for first, last, place, answer in self._of_row.get(row, ()):
             if first <= start and stop <= last:
-                found, cut = answer.slices, slice(place + start - first, place + stop - first)
+                found, cut = answer(), slice(place + start - first, place + stop - first)
                 labels = found.ids if found.labels is None else found.labels
                 return found.ids[cut], labels[cut], None if found.weights is None else found.weights[cut]
         return None
-
-
-class _Answer:
-    def __init__(self, wait: Callable[[], Slices]) -> None:
-        self._wait = wait
-
-    @cached_property
-    def slices(self) -> Slices:
-        return self._wait()

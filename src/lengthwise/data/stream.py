@@ -22,7 +22,7 @@ from lengthwise.data.dataset import DatasetBuilder, MemoryDataset
 from lengthwise.data.load import BAD, REFUSED, token_row
 from lengthwise.data.reader import ReadRow, StreamSpec, row_number
 from lengthwise.data.sampler import Batch, Position, epoch_order
-from lengthwise.data.served import STEPS_KEPT, Fetched, ServedDataset
+from lengthwise.data.served import STEPS_KEPT, Fetched, ServedDataset, settings_digest
 from lengthwise.data.shard import Span
 from lengthwise.data.stream_rows import StreamRows
 from lengthwise.data.tokenizer import Tokenizer
@@ -161,10 +161,8 @@ class StreamDataset(ServedDataset):
 
     def digest(self) -> bytes:
         """Return 32 bytes that differ where files, settings or tokenizer do; before `attach`, without the files."""
-        known = {"max_tokens", "too_long", "empty", "bad_rows"}
-        settings = [source.model_dump(mode="json", include=known) for source in self.spec.sources]
-        values = [self._tokenizer_digest, settings, self.spec.vocab_size, self._identity]
-        return hashlib.sha256(json.dumps(values).encode()).digest()
+        sources = {f"data.{number}": source for number, source in enumerate(self.spec.sources)}
+        return settings_digest(self._tokenizer_digest, sources, self.spec.vocab_size, self._identity)
 
     def name(self, row: int) -> str:
         """Return where a row is: `train.jsonl:3`, `org/name:train:3`, or the file's path inside its folder."""

@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lengthwise.core.errors import DataError
 from lengthwise.data.hub import hub_stream
-from lengthwise.data.prepared import is_prepared
 from lengthwise.data.refusals import Refusals
-from lengthwise.data.remote import PART_BYTES, parts_of
+from lengthwise.data.remote import PART_BYTES, parts_of, raw_listings
 from lengthwise.data.rows import Row, RowParser
-from lengthwise.data.sources import Listing, Report, is_table, list_source, open_source, printable_name, read_rows
+from lengthwise.data.sources import Listing, Report, is_table, open_source, printable_name, read_rows
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
 _EDGE_BYTES = 1 << 16  # of a file's begin and end, by which it is known again
 _NO_END = 1 << 62
-_STREAM = "raw rows, for `streaming`"
 _KINDS = {"json": r"\.jsonl?(\.gz|\.zst)?", "parquet": r"\.parquet", "arrow": r"\.arrow"}  # by the end of a URL
 
 Read = tuple[str, Row | DataError]
@@ -81,14 +79,8 @@ class _Files:
     """A mark is (part, rows of it that were read, rows of its file before it)."""
 
     def __init__(self, source: DataSource, key: str, vocab_size: int | None, part_bytes: int, report: Report) -> None:
-        if source.path is not None and is_prepared(source.path):
-            remedy = "Take `streaming` out: these are read from the disk as they are needed."
-            raise DataError(key, expected=_STREAM, got="prepared data", remedy=remedy)
         self._vocab_size, self._parts, self.identity = vocab_size, list[Listing](), list[Any]()
-        for listing in list_source(source, report):
-            if listing.indexed:
-                remedy = "Take `streaming` out: it has ids."
-                raise DataError(key, expected=_STREAM, got="an indexed dataset", remedy=remedy)
+        for listing in raw_listings(source, key, "streaming", report):
             self._parts += parts_of(listing, part_bytes)
             self.identity.append([listing.label, *(_content(path, listing) for path in listing.paths)])
         self.mark: Any = [0, 0, 0]
@@ -162,19 +154,23 @@ class _Library:
             self._asked = {"path": kind, "data_files": [url]}
         self._split = source.split or "train"
         self._dataset, self.identity = hub_stream(self._asked, self._split, self._shown)
-        self.mark: Any = None
+        self._number = 0
+        self._reading: Any = None
+
+    @property
+    def mark(self) -> Any:
+        """Copy the library's state, which costs more than a row does: asked for now and then."""
+        return [self._number, self._reading.state_dict()]
 
     def rows(self, mark: Any) -> Iterator[Read]:
-        number, state = mark or (0, None)
-        dataset = self._dataset()
+        (self._number, state), self._reading = mark or (0, None), self._dataset()
         if state is not None:
-            dataset.load_state_dict(state)
-        for values in dataset:
-            number += 1
-            name = f"{self._shown}:{number}"
+            self._reading.load_state_dict(state)
+        for values in self._reading:
+            self._number += 1
+            name = f"{self._shown}:{self._number}"
             try:
                 row: Row | DataError = self._parser.take(values, where=name)
             except DataError as error:
                 row = error
-            self.mark = [number, dataset.state_dict()]
             yield name, row

@@ -71,9 +71,6 @@ def serving(
         if transport.rank and mine:
             _disconnect()
         share_numbers(transport, [0.0])  # rank 0, whose Ray it may be, is the last to leave
-        if dataset.skipped:
-            left_out = ", ".join(f"{number} {kind}" for kind, number in dataset.skipped.items())
-            say(f"rows left out so far: {left_out}")
     finally:
         if mine:
             _disconnect()

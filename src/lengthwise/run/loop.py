@@ -40,7 +40,7 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
         NumericError: a loss, a gradient or the parameters are not finite; no model is saved.
     """
     pricing = Pricing(job, follows_speeds=job.measures and not world.rank)
-    with ExitStack() as stack:
+    with ExitStack() as ending, ExitStack() as stack:
         process = None if world.rank else stack.enter_context(PlannerProcess(forks=world.rendezvous is not None))
         planner = None if process is None else partial(pricing.plan, process)
         folder = RunFolder(job.config.output, lambda line: call_back(callbacks, "on_note", line))
@@ -59,7 +59,7 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
         trackers = stack.enter_context(Trackers(job, say))
         hearing = () if world.rank else (*hearing, trackers)
         job = replace(job, resume=shared_resume(job.resume, job.config, transport))
-        with serving_rows(job, world, transport, say):
+        with serving_rows(job, world, transport, say, ending):
             loop = _Loop(set_up(job, world, transport, planner, hearing, stop, pricing, folder))
             try:
                 result = loop.run()

@@ -1,4 +1,4 @@
-"""The process of a `Reader`: ranks of its node connect to a socket in a folder of its own, then it answers them.
+"""The process of a `Reader`: it answers the ranks of its node at a socket, whose number and folder it is given.
 
 Its input is the pickled `StreamSpec`, then nothing: the end of that, when whoever started it ends, ends this process.
 Only the user may enter the folder, so pickles are safe; it goes once all ranks have connected.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import socket
 import sys
 import threading
 import traceback
-from multiprocessing.connection import Connection, Listener
-from pathlib import Path
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
@@ -24,19 +24,19 @@ LINES = ("lengths", "slices")
 """The connections of each rank: who waits for lengths keeps nobody from slices."""
 
 
-def _main(path: str) -> None:
+def _main(number: int, folder: str) -> None:
     spec: StreamSpec = pickle.load(sys.stdin.buffer)  # noqa: S301 - of the process that started this one
-    folder, reader = Path(path).parent, Reader(spec)
+    reader = Reader(spec)
     threading.Thread(target=_end_with_input, args=(sys.stdin.buffer, folder), daemon=True).start()
-    number = spec.clients * len(LINES)
-    with Listener(path, "AF_UNIX", backlog=number) as listener:
-        for _ in range(number):
-            threading.Thread(target=_serve, args=(reader, listener.accept()), daemon=True).start()
+    with socket.socket(fileno=number) as listening:
+        for _ in range(spec.clients * len(LINES)):
+            connection = Connection(listening.accept()[0].detach())
+            threading.Thread(target=_serve, args=(reader, connection), daemon=True).start()
     shutil.rmtree(folder, ignore_errors=True)
     threading.Event().wait()
 
 
-def _end_with_input(pipe: BinaryIO, folder: Path) -> None:
+def _end_with_input(pipe: BinaryIO, folder: str) -> None:
     pipe.read()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
@@ -71,4 +71,4 @@ def _take(connection: Connection, requests: SimpleQueue[tuple[str, tuple[Any, ..
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main(int(sys.argv[1]), sys.argv[2])

@@ -10,10 +10,10 @@ import contextlib
 import pickle
 import secrets
 import shutil
+import socket
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,8 @@ from lengthwise.data.reader import StreamSpec
 from lengthwise.data.stream import StreamDataset
 from lengthwise.run.reader_process import LINES
 
-_LOOK_SECONDS = 0.02
+_START_SECONDS = 60.0  # more for its first answer: it imports, and looks for files
+_LOOK_SECONDS = 0.1  # whether it has ended
 _GRACE_SECONDS = 3.0  # for the status of a process whose socket is closed
 _GONE = "See what it printed, and whether the machine ran out of memory; then go on from the newest checkpoint."
 
@@ -43,8 +44,12 @@ def reading(
     *,
     timeout_seconds: float,
     say: Callable[[str], None],
+    ending: contextlib.ExitStack,
 ) -> Iterator[None]:
     """Let a process of each node read `dataset` inside the block. Collective.
+
+    ending: ends the process. It should be the last that a rank with an error ends: other ranks that miss the process
+    fail, too, and whoever watches gives this rank a few seconds then to report why.
 
     Raises:
         LengthwiseError: a process does not start, or the stream cannot be read.
@@ -55,84 +60,93 @@ def reading(
     clients = [int(row[0]) for row in share_numbers(transport, [float(first)])].count(first)
     path = Path(tempfile.gettempdir()) / f"lengthwise-rows-{drawn}-{first}" / "socket"
     where, process, error = f"rank {transport.rank}, {transport.phase}", None, None
+    if not world.local_rank:
+        try:
+            process = ending.enter_context(_process(path, replace(dataset.spec, clients=clients)))
+        except OSError as raised:
+            remedy = "See what it printed, and that TMPDIR is a short path of this machine."
+            error = RankError(where, expected="a process that reads the stream", got=f"{raised}", remedy=remedy)
+    if any(row[0] for row in share_numbers(transport, [float(error is not None)])):
+        remedy = "See the error of the rank that should have started it."
+        raise error or TransferError(where, expected="a reader on each node", got="none on one", remedy=remedy)
+    client = _ReaderClient(path, world.local_rank, transport, timeout_seconds, process)
     try:
-        if not world.local_rank:
-            try:
-                process = _start(path, replace(dataset.spec, clients=clients))
-                _wait_for(path, process, timeout_seconds)
-            except (OSError, TimeoutError) as raised:
-                remedy = "See what it printed, and that TMPDIR is a short path of this machine."
-                error = RankError(where, expected="a process that reads the stream", got=f"{raised}", remedy=remedy)
-        if any(row[0] for row in share_numbers(transport, [float(error is not None)])):
-            raise error or RankError(where, expected="a reader on each node", got="none on another", remedy="See it.")
-        dataset.attach(_ReaderClient(path, world.local_rank, transport, timeout_seconds, process))
+        dataset.attach(client)
         if transport.world_size > 1:
             agree(transport, dataset.digest(), "files of the stream")
         say("streaming: a process of each node reads and tokenizes rows ahead")
         yield
         transport.phase = "end, reader of the stream"
         share_numbers(transport, [0.0])  # nobody of this node asks any more
-        if dataset.skipped:
-            left_out = ", ".join(f"{number} {kind}" for kind, number in dataset.skipped.items())
-            say(f"rows left out so far: {left_out}")
-    finally:
-        if process is not None:
+    except TransferError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if process is not None and process.wait(_LOOK_SECONDS) is not None:  # other ranks met that first, and ended
+                raise client.gone() from None
+        raise
+
+
+@contextlib.contextmanager
+def _process(path: Path, spec: StreamSpec) -> Iterator[_Process]:
+    """Let a process answer at a socket inside the block; OSError where it cannot start."""
+    path.parent.mkdir(mode=0o700)
+    try:
+        with socket.socket(socket.AF_UNIX) as listening, ending_signals_blocked():
+            listening.bind(str(path))
+            listening.listen(spec.clients * len(LINES))  # from now on whoever connects waits for the process
+            number = listening.fileno()
+            process = start_module(
+                "lengthwise.run.reader_process",
+                str(number),
+                str(path.parent),
+                stdin=subprocess.PIPE,
+                pass_fds=[number],
+            )
+        try:
+            assert process.stdin is not None, "a pipe was asked for; it stays open as long as this process lives"
+            pickle.dump(spec, process.stdin)
+            process.stdin.flush()
+            yield process
+        finally:
             process.kill()
             process.communicate()  # which closes its input
-            shutil.rmtree(path.parent, ignore_errors=True)
-
-
-def _start(path: Path, spec: StreamSpec) -> _Process:
-    path.parent.mkdir(mode=0o700)
-    with ending_signals_blocked():
-        process = start_module("lengthwise.run.reader_process", str(path), stdin=subprocess.PIPE)
-    assert process.stdin is not None, "a pipe was asked for; it stays open as long as this process lives"
-    pickle.dump(spec, process.stdin)
-    process.stdin.flush()
-    return process
-
-
-def _wait_for(path: Path, process: _Process, seconds: float) -> None:
-    """Wait until a process listens."""
-    end = time.monotonic() + seconds
-    while not path.exists():
-        if process.poll() is not None:
-            raise OSError(f"its end with status {process.returncode}")
-        if time.monotonic() > end:
-            raise TimeoutError(f"none within {seconds:g} s")
-        time.sleep(_LOOK_SECONDS)
+    finally:
+        shutil.rmtree(path.parent, ignore_errors=True)
 
 
 class _ReaderClient:
     def __init__(
         self, path: Path, number: int, transport: Transport, timeout_seconds: float, process: _Process | None
     ) -> None:
-        self.number, self._transport, self._seconds, self._process = number, transport, timeout_seconds, process
+        self.number, self._transport, self._process = number, transport, process
+        self._seconds, self._start_seconds = timeout_seconds, _START_SECONDS  # the second is 0 after the first answer
         try:
             self._lines = {name: _Line(Client(str(path), "AF_UNIX")) for name in LINES}
-        except OSError as error:
-            raise self._error("its socket", f"{error}", _GONE) from None
+        except OSError:
+            raise self.gone() from None
 
     def ask(self, method: str, *arguments: Any) -> Callable[[], Any]:
         line = self._lines["slices" if method == "slices" else "lengths"]
         try:
             return partial(self._answer, line, line.ask((method, arguments)))
         except OSError:
-            raise self._gone() from None
+            raise self.gone() from None
 
     def _answer(self, line: _Line, number: int) -> Any:
+        seconds = self._seconds + self._start_seconds
         try:
-            answer = line.answer(number, self._seconds)
+            answer = line.answer(number, seconds)
+            self._start_seconds = 0.0
         except TimeoutError:
             remedy = "Check that the process runs and its disk or network answers, or raise {timeout_seconds}."
-            raise self._error(f"rows within {self._seconds:g} s", "none", remedy) from None
+            raise self._error(f"rows within {seconds:g} s", "none", remedy) from None
         except (EOFError, OSError):
-            raise self._gone() from None
+            raise self.gone() from None
         if isinstance(answer, LengthwiseError):
             raise answer
         return answer
 
-    def _gone(self) -> LengthwiseError:
+    def gone(self) -> LengthwiseError:
+        """Return the error that its process has ended; how, on the rank that started it."""
         got = "a closed connection: its process has ended"
         if self._process is None:  # the rank that started it knows why, or has an error of its own
             return self._error("rows", got, _GONE, kind=TransferError)

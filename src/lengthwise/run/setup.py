@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -196,16 +196,26 @@ def _measure_costs(rank: RankRun, world: World) -> None:
     rank.say(rank.pricing.measure(world, engine.transport, (engine.model, rank.parameters, rank.optimizer)))
 
 
+@contextmanager
 def serving_rows(
-    job: Job, world: World, transport: Transport, say: Callable[[str], None]
-) -> AbstractContextManager[None]:
-    """Let actors, or a process of each node, read data inside the block; nothing where it lies here. Collective."""
-    seconds = job.timeout_seconds
-    if isinstance(job.dataset, StreamDataset):
-        return reading(job.dataset, world, transport, timeout_seconds=seconds, say=say)
-    if not isinstance(job.dataset, RemoteDataset):
-        return nullcontext()
-    from lengthwise.run.actors import serving
+    job: Job, world: World, transport: Transport, say: Callable[[str], None], ending: ExitStack
+) -> Iterator[None]:
+    """Let actors, or a process of each node, read data inside the block; nothing where it lies here. Collective.
 
-    is_forked = world.rendezvous is not None
-    return serving(job.dataset, transport, timeout_seconds=seconds, say=say, is_forked=is_forked)
+    ending: as for `reading`.
+    """
+    dataset, seconds = job.dataset, job.timeout_seconds
+    if isinstance(dataset, StreamDataset):
+        served = reading(dataset, world, transport, timeout_seconds=seconds, say=say, ending=ending)
+    elif isinstance(dataset, RemoteDataset):
+        from lengthwise.run.actors import serving
+
+        is_forked = world.rendezvous is not None
+        served = serving(dataset, transport, timeout_seconds=seconds, say=say, is_forked=is_forked)
+    else:
+        yield
+        return
+    with served:
+        yield
+    if dataset.skipped:
+        say(f"rows left out so far: {dataset.left_out}")
