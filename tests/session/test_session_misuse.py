@@ -100,3 +100,20 @@ def test_a_model_is_copied_while_its_session_is_open(tmp_path):
         return min((a - b).norm().item() for a, b in zip(copied.parameters(), model.parameters(), strict=True))
 
     assert min(in_ranks(work, 2, tmp_path)) > 0
+
+
+def test_what_a_copy_of_the_model_loads_changes_nothing_in_the_session(tmp_path):
+    """In bf16, where taking the model's values would round the exact ones."""
+
+    def work(_rank, copies):
+        model = small_model(torch.bfloat16)
+        with Session(model, SGD(model.parameters()), capacity_tokens=128, shard="zero1") as session:
+            session.backward(ROWS)
+            session.optimizer.step()
+            if copies:
+                copied = copy.deepcopy(copy.deepcopy(model))
+                copied.load_state_dict(model.state_dict())
+            return session.state_dict().get("master_weights", {})
+
+    found, expected = (in_ranks(partial(work, copies=each), 2, tmp_path)[0] for each in (True, False))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

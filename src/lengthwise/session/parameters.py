@@ -17,6 +17,7 @@ from lengthwise.core.errors import ModelRefused
 from lengthwise.engine.parameters import Parameters, pickled
 from lengthwise.engine.replicated import FlatParameters, share_values
 from lengthwise.engine.sharded import ShardedParameters
+from lengthwise.engine.stage_parameters import StageParameters
 from lengthwise.models import wrapped_layers
 from lengthwise.session.model import hugging_face_model
 from lengthwise.session.sharded import ShardedInPlace
@@ -53,7 +54,7 @@ def take_over(
         return None, None
     else:
         parameters = flat = FlatParameters(inner, transport, **options)
-        hook = inner.register_load_state_dict_post_hook(lambda *_: flat.take_values())
+        hook = inner.register_load_state_dict_post_hook(_OfLoading(flat.take_values))
         closing.callback(hook.remove)
     if updates is not None:
         point_at_slices(updates, parameters, transport.rank, (model, inner), closing)
@@ -72,6 +73,7 @@ def point_at_slices(
         if isinstance(parameters, FlatParameters):  # others have no values here, and refuse all of this by themselves
             for module in each.modules():
                 _put_in_place(module, "_apply", partial(_convert_nothing, module), closing)
+        if isinstance(parameters, FlatParameters) and not isinstance(parameters, StageParameters):
             _put_in_place(each, "__reduce_ex__", partial(_refuse_pickle, each), closing)
             _put_in_place(each, "__deepcopy__", partial(_copied, each), closing)
 
@@ -93,6 +95,22 @@ class _OfSession:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return partial(getattr(type(self._module), self._name), memo.get(id(self._module), self._module))
+
+
+class _OfLoading:
+    """A hook of a model that has loaded values, for its session; in a copy of the model it does nothing."""
+
+    def __init__(self, take: Callable[[], object]) -> None:
+        self._take = take
+
+    def __call__(self, *_: object) -> None:
+        self._take()
+
+    def __deepcopy__(self, _memo: object) -> Callable[..., None]:
+        return _do_nothing
+
+
+def _do_nothing(*_: object) -> None: ...
 
 
 def _refuse_pickle(module: nn.Module, _protocol: object) -> NoReturn:
