@@ -117,3 +117,14 @@ def test_what_a_copy_of_the_model_loads_changes_nothing_in_the_session(tmp_path)
 
     found, expected = (in_ranks(partial(work, copies=each), 2, tmp_path)[0] for each in (True, False))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_loss_that_raises_leaves_no_room_of_the_store_taken(tmp_path):
+    model = small_model(torch.float32, num_hidden_layers=4)
+    offload = {"store": "disk", "path": tmp_path, "ratio": 1.0}
+    with Session(model, SGD(model.parameters()), capacity_tokens=64, offload=offload) as session:
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                session.backward(ROWS, loss=lambda *_: 1 / 0)
+        assert session.backward(ROWS).loss > 0
+        assert session._engine._offloading.store._places.end == 0

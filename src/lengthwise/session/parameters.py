@@ -140,6 +140,6 @@ def _convert_nothing(module: nn.Module, convert: Callable[[Tensor], Tensor], rec
                 f"model {type(module).__name__}",
                 expected=f"{each.dtype} on {each.device}, as the session took it",
                 got=f"a conversion to {found.dtype} on {found.device}",
-                remedy="Convert and move a model before its session, or after you close that.",
+                remedy="Convert and move a model before its session, or after (trainer.)session.close().",
             )
     return module
