@@ -24,6 +24,14 @@ def said(work):
     return ""
 
 
+def saved_as(model):
+    """Return the file that `torch.save` writes."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return file
+
+
 def test_gradients_are_none_once_they_are_cleared_as_in_a_plain_loop():
     model = small_model(torch.float32)
     optimizer, weight = SGD(model.parameters()), model.lm_head.weight
@@ -100,6 +108,20 @@ def test_a_model_is_copied_while_its_session_is_open(tmp_path):
         return min((a - b).norm().item() for a, b in zip(copied.parameters(), model.parameters(), strict=True))
 
     assert min(in_ranks(work, 2, tmp_path)) > 0
+
+
+def test_a_copy_that_was_made_in_a_session_trains_in_another():
+    model = small_model(torch.bfloat16)
+    with Session(model, SGD(model.parameters()), capacity_tokens=128) as first:
+        copied = copy.deepcopy(model)
+        with Session(copied, SGD(copied.parameters()), capacity_tokens=128) as second:
+            norms = []
+            for _ in range(2):
+                norms.append(second.backward(ROWS).grad_norm)
+                copied.zero_grad()
+            assert norms[0] == norms[1] == first.backward(ROWS).grad_norm
+            assert "conversion" in said(lambda: copied.half())
+    assert torch.load(saved_as(copied), weights_only=False).half().lm_head.weight.dtype == torch.float16
 
 
 def test_what_a_copy_of_the_model_loads_changes_nothing_in_the_session(tmp_path):

@@ -68,20 +68,22 @@ def point_at_slices(
     updates.point_at(parameters, rank)
     closing.callback(updates.give_gradients_back)
     closing.callback(updates.optimizer.register_step_pre_hook(lambda *_: updates.before_step()).remove)
-    for each in {id(model): model for model in models}.values():
+    wraps = list({id(each): each for each in models}.values())
+    for each in wraps:
         _put_in_place(each, "zero_grad", updates.zero_grad, closing)
-        if isinstance(parameters, FlatParameters):  # others have no values here, and refuse all of this by themselves
-            for module in each.modules():
-                _put_in_place(module, "_apply", partial(_convert_nothing, module), closing)
-        if isinstance(parameters, FlatParameters) and not isinstance(parameters, StageParameters):
-            _put_in_place(each, "__reduce_ex__", partial(_refuse_pickle, each), closing)
-            _put_in_place(each, "__deepcopy__", partial(_copied, each), closing)
+    if not isinstance(parameters, FlatParameters):
+        return  # the model has no values here, and refuses all of this by itself
+    for module in {id(module): module for each in wraps for module in each.modules()}.values():
+        _put_in_place(module, "_apply", partial(_convert_nothing, module), closing)
+    for each in wraps if not isinstance(parameters, StageParameters) else ():
+        _put_in_place(each, "__reduce_ex__", partial(_refuse_pickle, each), closing)
+        _put_in_place(each, "__deepcopy__", partial(_copied, each), closing)
 
 
 def _put_in_place(module: nn.Module, name: str, method: Callable[..., Any], closing: ExitStack) -> None:
-    if name not in vars(module):  # else it is of the same model in its wrap
-        vars(module)[name] = _OfSession(module, name, method)
-        closing.callback(vars(module).pop, name, None)
+    """Give a module a method until the session closes, in place of what another session or a copy left there."""
+    own = vars(module)[name] = _OfSession(module, name, method)
+    closing.callback(lambda: vars(module).pop(name) if vars(module).get(name) is own else None)
 
 
 class _OfSession:
