@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from loops import in_ranks, rows_of, small_model
+from peft import LoraConfig, get_peft_model
 
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError
@@ -94,6 +95,19 @@ def test_a_second_session_over_nodes_meets_in_the_same_world(tmp_path):
         assert others == [first] * 2
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
+def test_a_model_in_its_wrap_is_copied_with_the_wrap():
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(small_model(torch.float32), config)
+    weights = [each for each in model.parameters() if each.requires_grad]
+    with Session(model, SGD(weights), capacity_tokens=128):
+        copied = copy.deepcopy(model)
+        assert "model PeftModel" in said(lambda: saved_as(model))
+        assert "conversion" in said(lambda: model.base_model.model.half())
+    assert type(copied) is type(model)
+    assert type(torch.load(saved_as(copied), weights_only=False)) is type(model)
+
+
 def test_a_model_is_copied_while_its_session_is_open(tmp_path):
     """As a reference of DPO is; the copy has no part in the session."""
 
@@ -108,6 +122,23 @@ def test_a_model_is_copied_while_its_session_is_open(tmp_path):
         return min((a - b).norm().item() for a, b in zip(copied.parameters(), model.parameters(), strict=True))
 
     assert min(in_ranks(work, 2, tmp_path)) > 0
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_second_session_over_the_same_model_trains_it_and_so_does_a_plain_loop_after_it(closes):
+    """In bf16, where hooks of the first one would take the gradients."""
+    model, norms = small_model(torch.bfloat16), []
+    for _ in range(2):
+        session = Session(model, SGD(model.parameters()), capacity_tokens=128)
+        norms.append(session.backward(ROWS).grad_norm)
+        model.zero_grad()
+        norms.append(session.backward(ROWS).grad_norm)
+        if closes:
+            session.close()
+    assert norms == norms[:1] * 4
+    session.close()
+    model(torch.zeros(1, 3, dtype=torch.long)).logits.sum().backward()
+    assert model.lm_head.weight.grad.abs().sum() > 0
 
 
 def test_a_copy_that_was_made_in_a_session_trains_in_another():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -17,7 +16,6 @@ from lengthwise.core.errors import ModelRefused
 from lengthwise.engine.parameters import Parameters, pickled
 from lengthwise.engine.replicated import FlatParameters, share_values
 from lengthwise.engine.sharded import ShardedParameters
-from lengthwise.engine.stage_parameters import StageParameters
 from lengthwise.models import wrapped_layers
 from lengthwise.session.model import hugging_face_model
 from lengthwise.session.sharded import ShardedInPlace
@@ -54,8 +52,10 @@ def take_over(
         return None, None
     else:
         parameters = flat = FlatParameters(inner, transport, **options)
-        hook = inner.register_load_state_dict_post_hook(_OfLoading(flat.take_values))
+        loaded = _OfSession(model, lambda *_: flat.take_values(), lambda _: _do_nothing)
+        hook = inner.register_load_state_dict_post_hook(loaded)
         closing.callback(hook.remove)
+        closing.callback(flat.release)
     if updates is not None:
         point_at_slices(updates, parameters, transport.rank, (model, inner), closing)
     return parameters, updates
@@ -68,64 +68,47 @@ def point_at_slices(
     updates.point_at(parameters, rank)
     closing.callback(updates.give_gradients_back)
     closing.callback(updates.optimizer.register_step_pre_hook(lambda *_: updates.before_step()).remove)
-    wraps = list({id(each): each for each in models}.values())
-    for each in wraps:
-        _put_in_place(each, "zero_grad", updates.zero_grad, closing)
-    if not isinstance(parameters, FlatParameters):
-        return  # the model has no values here, and refuses all of this by itself
-    for module in {id(module): module for each in wraps for module in each.modules()}.values():
-        _put_in_place(module, "_apply", partial(_convert_nothing, module), closing)
-    for each in wraps if not isinstance(parameters, StageParameters) else ():
-        _put_in_place(each, "__reduce_ex__", partial(_refuse_pickle, each), closing)
-        _put_in_place(each, "__deepcopy__", partial(_copied, each), closing)
+    for each in models:
+        _put_in_place(each, "zero_grad", updates.zero_grad, models[0], closing)
+    if isinstance(parameters, FlatParameters):  # else the model has no values here, and refuses all of this by itself
+        for module in models[0].modules():
+            _put_in_place(module, "_apply", partial(_convert_nothing, module), models[0], closing)
 
 
-def _put_in_place(module: nn.Module, name: str, method: Callable[..., Any], closing: ExitStack) -> None:
+def _put_in_place(
+    module: nn.Module, name: str, method: Callable[..., Any], whole: nn.Module, closing: ExitStack
+) -> None:
     """Give a module a method until the session closes, in place of what another session or a copy left there."""
-    own = vars(module)[name] = _OfSession(module, name, method)
+
+    def of_copy(memo: dict[int, Any]) -> Callable[..., Any]:
+        return partial(getattr(type(module), name), memo.get(id(module), module))
+
+    own = vars(module)[name] = _OfSession(whole, method, of_copy)
     closing.callback(lambda: vars(module).pop(name) if vars(module).get(name) is own else None)
 
 
 class _OfSession:
-    """A method of a module while its session is open; a copy of the module has its class's own."""
+    """What the modules of a `whole` model call while its session is open; a copy of them has what `of_copy` returns.
 
-    def __init__(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
-        self._module, self._name, self._method = module, name, method
+    Pickles of the modules are refused here: a method that `copy` and pickle ask for would be found in wraps, too.
+    """
+
+    def __init__(
+        self, whole: nn.Module, method: Callable[..., Any], of_copy: Callable[[dict[int, Any]], Callable[..., Any]]
+    ) -> None:
+        self._whole, self._method, self._of_copy = whole, method, of_copy
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self._method(*arguments, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return partial(getattr(type(self._module), self._name), memo.get(id(self._module), self._module))
+        return self._of_copy(memo)
 
-
-class _OfLoading:
-    """A hook of a model that has loaded values, for its session; in a copy of the model it does nothing."""
-
-    def __init__(self, take: Callable[[], object]) -> None:
-        self._take = take
-
-    def __call__(self, *_: object) -> None:
-        self._take()
-
-    def __deepcopy__(self, _memo: object) -> Callable[..., None]:
-        return _do_nothing
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:  # type: ignore[override]
+        raise pickled(self._whole)
 
 
 def _do_nothing(*_: object) -> None: ...
-
-
-def _refuse_pickle(module: nn.Module, _protocol: object) -> NoReturn:
-    raise pickled(module)
-
-
-def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a model by its class's own methods, as a reference model of DPO is."""
-    own = {name: vars(module).pop(name) for name in ("__reduce_ex__", "__deepcopy__")}
-    try:
-        return copy.deepcopy(module, memo)
-    finally:
-        vars(module).update(own)
 
 
 def _convert_nothing(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
