@@ -55,7 +55,6 @@ def take_over(
         loaded = _OfSession(model, lambda *_: flat.take_values(), lambda _: _do_nothing)
         hook = inner.register_load_state_dict_post_hook(loaded)
         closing.callback(hook.remove)
-        closing.callback(flat.release)
     if updates is not None:
         point_at_slices(updates, parameters, transport.rank, (model, inner), closing)
     return parameters, updates
@@ -71,6 +70,7 @@ def point_at_slices(
     for each in models:
         _put_in_place(each, "zero_grad", updates.zero_grad, models[0], closing)
     if isinstance(parameters, FlatParameters):  # else the model has no values here, and refuses all of this by itself
+        closing.callback(parameters.release)
         for module in models[0].modules():
             _put_in_place(module, "_apply", partial(_convert_nothing, module), models[0], closing)
 
