@@ -139,6 +139,7 @@ def test_a_second_session_over_the_same_model_trains_it_and_so_does_a_plain_loop
     session.close()
     model(torch.zeros(1, 3, dtype=torch.long)).logits.sum().backward()
     assert model.lm_head.weight.grad.abs().sum() > 0
+    assert "Make a new optimizer" in said(session.optimizer.step)
 
 
 def test_a_copy_that_was_made_in_a_session_trains_in_another():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lengthwise.comm import Transport
-from lengthwise.core.errors import ModelRefused
+from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.engine.parameters import Parameters, pickled
 from lengthwise.engine.replicated import FlatParameters, share_values
 from lengthwise.engine.sharded import ShardedParameters
@@ -65,6 +65,7 @@ def point_at_slices(
 ) -> None:
     """Let the optimizer update slices; the models' own gradients are out of reach, and the models stay as they are."""
     updates.point_at(parameters, rank)
+    closing.callback(lambda: updates.optimizer.register_step_pre_hook(_refuse_closed))
     closing.callback(updates.give_gradients_back)
     closing.callback(updates.optimizer.register_step_pre_hook(lambda *_: updates.before_step()).remove)
     for each in models:
@@ -106,6 +107,11 @@ class _OfSession:
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:  # type: ignore[override]
         raise pickled(self._whole)
+
+
+def _refuse_closed(*_: object) -> NoReturn:
+    remedy = "Make a new optimizer of the model's parameters; session.state_dict has what a plain one loads."
+    raise ConfigError("optimizer.step", expected="an open session", got="slices of one that is closed", remedy=remedy)
 
 
 def _do_nothing(*_: object) -> None: ...
