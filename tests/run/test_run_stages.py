@@ -80,6 +80,11 @@ def test_routers_are_counted_through_the_stages(tmp_path, monkeypatch):
     (2, {"virtual": 2}, "virtual: expected 1 without `stages`; got 2"),
     (2, {"stages": 2, "capacity_tokens": "auto"}, "capacity_tokens: expected a number beside `stages: 2`; got auto"),
     (2, {"stages": 2, "shard": "zero3"}, "shard: expected auto or zero1"),
+    (
+        4,
+        {"stages": 2, "capacity_tokens": 16, "offload": {"store": "disk", "path": ".", "ratio": 1.0}},
+        "at most 48 tokens, 2 replicas x capacity_tokens 16 (of 24 tokens each, with offload)",
+    ),
 ])  # fmt: skip
 def test_what_stages_do_not_run_is_refused_before_any_rank_starts(tmp_path, capsys, ranks, keys, said):
     path = run_file(tmp_path, **keys)

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from loops import in_ranks, rows_of, small_model
+from peft import LoraConfig, get_peft_model
 
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError
@@ -22,6 +23,14 @@ def said(work):
     except LengthwiseError as error:
         return str(error)
     return ""
+
+
+def saved_as(model):
+    """Return the file that `torch.save` writes."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return file
 
 
 def test_gradients_are_none_once_they_are_cleared_as_in_a_plain_loop():
@@ -86,6 +95,19 @@ def test_a_second_session_over_nodes_meets_in_the_same_world(tmp_path):
         assert others == [first] * 2
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
+def test_a_model_in_its_wrap_is_copied_with_the_wrap():
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(small_model(torch.float32), config)
+    weights = [each for each in model.parameters() if each.requires_grad]
+    with Session(model, SGD(weights), capacity_tokens=128):
+        copied = copy.deepcopy(model)
+        assert "model PeftModel" in said(lambda: saved_as(model))
+        assert "conversion" in said(lambda: model.base_model.model.half())
+    assert type(copied) is type(model)
+    assert type(torch.load(saved_as(copied), weights_only=False)) is type(model)
+
+
 def test_a_model_is_copied_while_its_session_is_open(tmp_path):
     """As a reference of DPO is; the copy has no part in the session."""
 
@@ -100,3 +122,63 @@ def test_a_model_is_copied_while_its_session_is_open(tmp_path):
         return min((a - b).norm().item() for a, b in zip(copied.parameters(), model.parameters(), strict=True))
 
     assert min(in_ranks(work, 2, tmp_path)) > 0
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_second_session_over_the_same_model_trains_it_and_so_does_a_plain_loop_after_it(closes):
+    """In bf16, where hooks of the first one would take the gradients."""
+    model, norms = small_model(torch.bfloat16), []
+    for _ in range(2):
+        session = Session(model, SGD(model.parameters()), capacity_tokens=128)
+        norms.append(session.backward(ROWS).grad_norm)
+        model.zero_grad()
+        norms.append(session.backward(ROWS).grad_norm)
+        if closes:
+            session.close()
+    assert norms == norms[:1] * 4
+    session.close()
+    model(torch.zeros(1, 3, dtype=torch.long)).logits.sum().backward()
+    assert model.lm_head.weight.grad.abs().sum() > 0
+    assert "Make a new optimizer" in said(session.optimizer.step)
+
+
+def test_a_copy_that_was_made_in_a_session_trains_in_another():
+    model = small_model(torch.bfloat16)
+    with Session(model, SGD(model.parameters()), capacity_tokens=128) as first:
+        copied = copy.deepcopy(model)
+        with Session(copied, SGD(copied.parameters()), capacity_tokens=128) as second:
+            norms = []
+            for _ in range(2):
+                norms.append(second.backward(ROWS).grad_norm)
+                copied.zero_grad()
+            assert norms[0] == norms[1] == first.backward(ROWS).grad_norm
+            assert "conversion" in said(lambda: copied.half())
+    assert torch.load(saved_as(copied), weights_only=False).half().lm_head.weight.dtype == torch.float16
+
+
+def test_what_a_copy_of_the_model_loads_changes_nothing_in_the_session(tmp_path):
+    """In bf16, where taking the model's values would round the exact ones."""
+
+    def work(_rank, copies):
+        model = small_model(torch.bfloat16)
+        with Session(model, SGD(model.parameters()), capacity_tokens=128, shard="zero1") as session:
+            session.backward(ROWS)
+            session.optimizer.step()
+            if copies:
+                copied = copy.deepcopy(copy.deepcopy(model))
+                copied.load_state_dict(model.state_dict())
+            return session.state_dict().get("master_weights", {})
+
+    found, expected = (in_ranks(partial(work, copies=each), 2, tmp_path)[0] for each in (True, False))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_loss_that_raises_leaves_no_room_of_the_store_taken(tmp_path):
+    model = small_model(torch.float32, num_hidden_layers=4)
+    offload = {"store": "disk", "path": tmp_path, "ratio": 1.0}
+    with Session(model, SGD(model.parameters()), capacity_tokens=64, offload=offload) as session:
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                session.backward(ROWS, loss=lambda *_: 1 / 0)
+        assert session.backward(ROWS).loss > 0
+        assert session._engine._offloading.store._places.end == 0

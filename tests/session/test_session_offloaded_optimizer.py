@@ -1,5 +1,7 @@
 """A session whose optimizer is in the host's memory gives the same bits, and its states go on without it."""
 
+import io
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from types import SimpleNamespace
 
@@ -116,6 +118,20 @@ def test_a_layout_is_taken_by_what_stays_on_the_gpu(offloads, shard, monkeypatch
     settings = session_settings.check_settings(model, optimizer, session_settings.SessionRequest(**asked))
     there = SimpleNamespace(world_size=8, rank=1, device_ranks=1)
     assert session_settings.shard_of(model, there, settings, local_ranks=8)[0] == shard
+    session_settings.check_host_optimizer(model, there, settings, local_ranks=8)
+    room["cpu"] = 15.0 * size
+    with pytest.raises(LengthwiseError, match="8 ranks") if offloads else nullcontext():
+        session_settings.check_host_optimizer(model, there, settings, local_ranks=8)
+
+
+def test_stages_say_too_where_an_optimizer_on_the_host_saves_nothing(tmp_path):
+    def work(_rank):
+        model = small_model(torch.float32)
+        with redirect_stdout(io.StringIO()) as said:
+            Session(model, ADAMW(model.parameters()), capacity_tokens=64, offload_optimizer=True, stages=2).close()
+        return said.getvalue()
+
+    assert in_ranks(work, 2, tmp_path) == ["lengthwise: offload_optimizer saves no memory without GPUs\n", ""]
 
 
 def test_a_plan_is_priced_with_its_optimizer_on_the_host():

@@ -77,6 +77,8 @@ def test_every_loss_of_a_session_is_exact_in_stages(tmp_path):
                 values = [each.tolist() for each in session.token_values(rows)]
                 with pytest.raises(ModelRefused, match="model in stages") if options else nullcontext():
                     own(input_ids=rows[0]["input_ids"][None])
+                with pytest.raises(ModelRefused, match="copy of a rank's part") if options else nullcontext():
+                    copy.deepcopy(own)
                 found.append((numbers, values))
         return found
 

@@ -1,7 +1,7 @@
 """Bytes of a step on one device, by formulas from a model's shape: where nothing runs and nothing can be measured.
 
 States as `engine.replicated` or `engine.sharded` and AdamW keep them. Of a layer what its operations save for
-backward, tensor by tensor, by family (`_KINDS`; others are counted as a Llama). Beside that, the most of three
+backward, tensor by tensor, by family (`_FAMILIES`; others are counted as a Llama). Beside that, the most of three
 moments: the loss; the first norm of backward; the first MLP of backward, all of its layer computed again where it was
 not kept. Held to what steps take by tests/engine/test_engine_peaks.py. `cost.capacity` says how many tokens fit.
 """
@@ -189,10 +189,8 @@ class StepMemory:
             rows = 1 / self.ranks + (self._node < self.ranks) / self._node
             sums = trained * wide_bytes(self.dtype_bytes) * rows / devices
             return {"weights": bare.state_bytes() - sums, "gradients": sums, "states": states}
-        weights, sums = (
-            self._parameters() * self.dtype_bytes / devices,
-            trained * wide_bytes(self.dtype_bytes) / devices,
-        )
+        weights = self._parameters() * self.dtype_bytes / devices
+        sums = trained * wide_bytes(self.dtype_bytes) / devices
         slices = bare.state_bytes() - weights - sums
         name = "sums" if self.offloads else "master weights and sums"
         return {"weights": weights, "gradients": sums, name: slices, "states": states}
@@ -267,11 +265,7 @@ class StepMemory:
         away_of_last = 1 - kept_ratio(offload, layers / chunks)
         away = away_of_last if chunks == 1 else np.asarray(offload)
         loss = loss_bytes(
-            self.shape,
-            tokens,
-            self.dtype_bytes,
-            logits_at_once=self.logits_at_once,
-            trains_head=self.trained is None,
+            self.shape, tokens, self.dtype_bytes, logits_at_once=self.logits_at_once, trains_head=self.trained is None
         )
         on_last = (last * saved / self.stages - own) * (1 - away) + own * (1 - away_of_last)
         moments = [on_last * tokens + layer.result * tokens + loss]
@@ -280,9 +274,7 @@ class StepMemory:
             runs = np.where(away > 0, saved / layers, 0.0)
             moments.append((first * saved / self.stages * (1 - away) + back + runs) * tokens)
         for unpacked, beside in layer.turns(recompute):
-            left = (
-                own - norm / chunks - unpacked
-            )  # what is away comes back into a window beyond what the layer unpacked
+            left = own - norm / chunks - unpacked  # what is away comes back into a window beyond what is unpacked
             on_device = unpacked + np.maximum(left - away * own, np.minimum(left, window))
             on_device = on_device + (first * saved / self.stages - own) * (1 - away)
             moments.append(on_device * tokens + beside * tokens + layer.experts_gradient + head)

@@ -40,6 +40,12 @@ class Offloading:
         self.store, self._leaving_bytes, self._casting = store, store.leaving_bytes, casting
         self._model, self._kernel, self._stays = model, kernel, parameter_storages(model)
         self._bytes: dict[tuple[str, int, int], MicrobatchBytes] = {}
+        self._savers: list[ActivationSaver] = []  # of this step
+
+    def begin_step(self) -> None:
+        """Give back the room of what a step before, which raised, has left in the store."""
+        while self._savers:
+            self._savers.pop().end()
 
     def saver(
         self, microbatch: Microbatch, rows: int, *, stage: ModelStage | None = None, chunk: int = 0
@@ -67,13 +73,15 @@ class Offloading:
         waits = stage is not None and not stage.is_last(chunk)
         goes = microbatch.offload if waits else 1 - kept_ratio(microbatch.offload, found.layers)
         self.store.leaving_bytes = found.leaving(rows, self._leaving_bytes)
-        return ActivationSaver(
+        made = ActivationSaver(
             self.store,
             stays=self._stays,
             offload_bytes=round(goes * saved),
             layer_bytes=saved // found.layers,
             window_bytes=WINDOW_LAYERS * saved // found.layers,
         )
+        self._savers.append(made)
+        return made
 
 
 def start_offloading(

@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lengthwise.comm import Pending, Transport
 from lengthwise.core.errors import ModelRefused
@@ -56,6 +57,7 @@ class FlatParameters:
         self._order: BucketOrder | None = None  # of the sums of this step
         self._sums: list[Pending] = []
         self._arriving: dict[int, Pending] = {}  # values of buckets
+        self._hooks: list[RemovableHandle] = []  # of the model's parameters
         self.names, parameters = zip(*trainable(model), strict=True)
         where: torch.device = parameters[0].device if device is None else device
         assert device is not None or where.type != "meta", "a model without storage needs a device"
@@ -106,10 +108,12 @@ class FlatParameters:
             if self._is_exact:
                 own.grad = grad  # autograd adds in place
             if self._overlaps or not self._is_exact:
-                own.register_post_accumulate_grad_hook(partial(self._take_gradient, index, grad))
+                self._hooks.append(own.register_post_accumulate_grad_hook(partial(self._take_gradient, index, grad)))
 
     def _take_gradient(self, index: int, grad: Tensor, parameter: Tensor) -> None:
         """Add what a microbatch's backward made of a parameter to the flat gradients; that may complete a bucket."""
+        if parameter.data_ptr() != self.values[self.layout.starts[index] :].data_ptr():
+            return  # somebody else has taken it over
         if not self._is_exact and parameter.grad is not None:
             grad.add_(parameter.grad)
             parameter.grad = None
@@ -242,6 +246,12 @@ class FlatParameters:
                 else:
                     grad.copy_(own.grad)
                 own.grad = grad
+
+    def release(self) -> None:
+        """Leave the gradients that a backward makes from now on to the model, which keeps its values."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def take_values(self) -> None:
         """Make the values that the model has now this rank's master weights."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -110,30 +111,17 @@ def prepare_job(
     model = attempt(lambda: find_model(config.model, weights=config.weights))
     vocab_size = getattr(model.config, "vocab_size", None) if model else None
     tokenizer = cache(lambda: load_tokenizer(config.tokenizer_name))
-    stored = data_cache(config.tokenizer_name, tokenizer, vocab_size, timeout_seconds)
-
-    def read(sources: Sequence[DataSource], key: str) -> Dataset:
-        ready = sources if stored is None else stored.prepared(sources, key)
-        return load_dataset(ready, tokenizer=tokenizer, vocab_size=vocab_size, key=key)
-
     meanwhile = config.data[0].comes_meanwhile if not one_batch else None
-    if one_batch and config.data[0].streaming:
-        asked = config.global_batch.model_dump()
-        dataset = known = attempt(lambda: first_rows(config.data, tokenizer=tokenizer, vocab_size=vocab_size, **asked))
-    elif meanwhile:
-        known = longest_rows(config.data)
-        dataset = attempt(lambda: _served_dataset(config, tokenizer, vocab_size))
-    else:
-        dataset = known = attempt(partial(read, config.data, "data"))
-    held_out = config.eval.data if config.eval else ()
-    eval_dataset = attempt(partial(read, held_out, "eval.data")) if held_out else None
+    dataset, known, eval_dataset = _read_data(
+        config, tokenizer, vocab_size, attempt, timeout_seconds=timeout_seconds, one_batch=one_batch
+    )
     positions, capacity = position_limit(model.config) if model else None, config.capacity_tokens
     cuts = config.planner != PACKED_DP
     attempt(lambda: check_ranks(config, ranks))
-    sizes = {"ranks": max(1, ranks // config.stages), "stages": config.stages}
+    sizes = {"ranks": max(1, ranks // config.stages), "stages": config.stages, "capacity_tokens": capacity}
     for each in filter(None, (known, eval_dataset)):
         if capacity != "auto" and config.offload is None:
-            attempt(lambda each=each: check_fits(each, **sizes, capacity_tokens=capacity, cuts=cuts))
+            attempt(lambda each=each: check_fits(each, **sizes, cuts=cuts))
         if positions is not None:
             attempt(lambda each=each: check_positions(each, positions=positions))
     if dataset is not None:
@@ -165,12 +153,43 @@ def prepare_job(
         chosen=chosen or settled,
     )
     if capacity != "auto" and config.offload is not None:  # how much more a rank holds then is the model's matter
-        sizes = {"ranks": ranks, "capacity_tokens": capacity, "held_tokens": job.planning.most_held_tokens}
+        held = job.planning.most_held_tokens
         for each in filter(None, (known, eval_dataset)):
-            attempt(lambda each=each: check_fits(each, **sizes, cuts=cuts))
+            attempt(lambda each=each: check_fits(each, **sizes, held_tokens=held, cuts=cuts))
     collector.raise_all()
     _check_losses(job)
     return job
+
+
+def _read_data(
+    config: RunConfig,
+    tokenizer: Callable[[], Tokenizer],
+    vocab_size: int | None,
+    attempt: Callable[[Callable[[], Any]], Any],
+    *,
+    timeout_seconds: float,
+    one_batch: bool,
+) -> tuple[Dataset | _Served | None, Dataset | None, Dataset | None]:
+    """Return what a run trains on, what of it is known before the first step, and what it evaluates.
+
+    None: there is none, or it cannot be read, which `attempt` notes.
+    """
+    stored = data_cache(config.tokenizer_name, tokenizer, vocab_size, timeout_seconds)
+
+    def read(sources: Sequence[DataSource], key: str) -> Dataset:
+        ready = sources if stored is None else stored.prepared(sources, key)
+        return load_dataset(ready, tokenizer=tokenizer, vocab_size=vocab_size, key=key)
+
+    if one_batch and config.data[0].streaming:
+        asked = config.global_batch.model_dump()
+        dataset = known = attempt(lambda: first_rows(config.data, tokenizer=tokenizer, vocab_size=vocab_size, **asked))
+    elif config.data[0].comes_meanwhile and not one_batch:
+        known = longest_rows(config.data)
+        dataset = attempt(lambda: _served_dataset(config, tokenizer, vocab_size))
+    else:
+        dataset = known = attempt(partial(read, config.data, "data"))
+    held_out = config.eval.data if config.eval else ()
+    return dataset, known, attempt(partial(read, held_out, "eval.data")) if held_out else None
 
 
 _Served = RemoteDataset | StreamDataset

@@ -94,6 +94,8 @@ class Engine:
             objective = Autocasting(inner=objective, device=self.device, dtype=dtype)
         kernel = self.kernel(dtype or self.dtype)
         self.start_offloading()
+        if self._offloading is not None:
+            self._offloading.begin_step()
         # Only forwards are cast, by the objective: backward follows what they did.
         with self.attending(), torch.autocast(kind, enabled=False):
             if self.pipeline is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lengthwise.comm import Transport
-from lengthwise.core.errors import ModelRefused
+from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.engine.parameters import Parameters, pickled
 from lengthwise.engine.replicated import FlatParameters, share_values
 from lengthwise.engine.sharded import ShardedParameters
@@ -53,7 +52,8 @@ def take_over(
         return None, None
     else:
         parameters = flat = FlatParameters(inner, transport, **options)
-        hook = inner.register_load_state_dict_post_hook(lambda *_: flat.take_values())
+        loaded = _OfSession(model, lambda *_: flat.take_values(), lambda _: _do_nothing)
+        hook = inner.register_load_state_dict_post_hook(loaded)
         closing.callback(hook.remove)
     if updates is not None:
         point_at_slices(updates, parameters, transport.rank, (model, inner), closing)
@@ -65,47 +65,56 @@ def point_at_slices(
 ) -> None:
     """Let the optimizer update slices; the models' own gradients are out of reach, and the models stay as they are."""
     updates.point_at(parameters, rank)
+    closing.callback(lambda: updates.optimizer.register_step_pre_hook(_refuse_closed))
     closing.callback(updates.give_gradients_back)
     closing.callback(updates.optimizer.register_step_pre_hook(lambda *_: updates.before_step()).remove)
-    for each in {id(model): model for model in models}.values():
-        _put_in_place(each, "zero_grad", updates.zero_grad, closing)
-        if isinstance(parameters, FlatParameters):  # others have no values here, and refuse all of this by themselves
-            for module in each.modules():
-                _put_in_place(module, "_apply", partial(_convert_nothing, module), closing)
-            _put_in_place(each, "__reduce_ex__", partial(_refuse_pickle, each), closing)
-            _put_in_place(each, "__deepcopy__", partial(_copied, each), closing)
+    for each in models:
+        _put_in_place(each, "zero_grad", updates.zero_grad, models[0], closing)
+    if isinstance(parameters, FlatParameters):  # else the model has no values here, and refuses all of this by itself
+        closing.callback(parameters.release)
+        for module in models[0].modules():
+            _put_in_place(module, "_apply", partial(_convert_nothing, module), models[0], closing)
 
 
-def _put_in_place(module: nn.Module, name: str, method: Callable[..., Any], closing: ExitStack) -> None:
-    if name not in vars(module):  # else it is of the same model in its wrap
-        vars(module)[name] = _OfSession(module, name, method)
-        closing.callback(vars(module).pop, name, None)
+def _put_in_place(
+    module: nn.Module, name: str, method: Callable[..., Any], whole: nn.Module, closing: ExitStack
+) -> None:
+    """Give a module a method until the session closes, in place of what another session or a copy left there."""
+
+    def of_copy(memo: dict[int, Any]) -> Callable[..., Any]:
+        return partial(getattr(type(module), name), memo.get(id(module), module))
+
+    own = vars(module)[name] = _OfSession(whole, method, of_copy)
+    closing.callback(lambda: vars(module).pop(name) if vars(module).get(name) is own else None)
 
 
 class _OfSession:
-    """A method of a module while its session is open; a copy of the module has its class's own."""
+    """What the modules of a `whole` model call while its session is open; a copy of them has what `of_copy` returns.
 
-    def __init__(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
-        self._module, self._name, self._method = module, name, method
+    Pickles of the modules are refused here: a method that `copy` and pickle ask for would be found in wraps, too.
+    """
+
+    def __init__(
+        self, whole: nn.Module, method: Callable[..., Any], of_copy: Callable[[dict[int, Any]], Callable[..., Any]]
+    ) -> None:
+        self._whole, self._method, self._of_copy = whole, method, of_copy
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self._method(*arguments, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return partial(getattr(type(self._module), self._name), memo.get(id(self._module), self._module))
+        return self._of_copy(memo)
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:  # type: ignore[override]
+        raise pickled(self._whole)
 
 
-def _refuse_pickle(module: nn.Module, _protocol: object) -> NoReturn:
-    raise pickled(module)
+def _refuse_closed(*_: object) -> NoReturn:
+    remedy = "Make a new optimizer of the model's parameters; session.state_dict has what a plain one loads."
+    raise ConfigError("optimizer.step", expected="an open session", got="slices of one that is closed", remedy=remedy)
 
 
-def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a model by its class's own methods, as a reference model of DPO is."""
-    own = {name: vars(module).pop(name) for name in ("__reduce_ex__", "__deepcopy__")}
-    try:
-        return copy.deepcopy(module, memo)
-    finally:
-        vars(module).update(own)
+def _do_nothing(*_: object) -> None: ...
 
 
 def _convert_nothing(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -122,6 +131,6 @@ def _convert_nothing(module: nn.Module, convert: Callable[[Tensor], Tensor], rec
                 f"model {type(module).__name__}",
                 expected=f"{each.dtype} on {each.device}, as the session took it",
                 got=f"a conversion to {found.dtype} on {found.device}",
-                remedy="Convert and move a model before its session, or after you close that.",
+                remedy="Convert and move a model before its session, or after (trainer.)session.close().",
             )
     return module

@@ -21,22 +21,21 @@ from torch import Tensor, nn
 
 from lengthwise.comm import join, session_world
 from lengthwise.core.errors import ConfigError, ModelRefused
-from lengthwise.cost import Cost, shape_from_config
+from lengthwise.cost import Cost
 from lengthwise.engine.gathering import gather_to_first
 from lengthwise.engine.objective import Objective
-from lengthwise.models import Computing, compute_so, has_dropout
+from lengthwise.models import has_dropout
 from lengthwise.planner.service.process import PlannerProcess
-from lengthwise.session.engine import Engine
 from lengthwise.session.losses import ComputeLoss, SumCheck, TokenLoss, TokenValues, log_probabilities, objective_of
 from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside
-from lengthwise.session.parameters import take_over
 from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.runner import StepResult, StepRunner, first_step_sentence, refuse_not_finite
 from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
-from lengthwise.session.settings import SessionRequest, check_settings, cost_of, planning_of, shard_of
+from lengthwise.session.settings import SessionRequest, check_settings, cost_of, planning_of
 from lengthwise.session.sharded import ShardedInPlace
 from lengthwise.session.source import PlannedStep
-from lengthwise.session.stages import from_stages, join_stages, state_of_stages, take_stage
+from lengthwise.session.stages import from_stages, state_of_stages
+from lengthwise.session.start import start_engine, take_model
 from lengthwise.session.state import take_state, whole_state
 from lengthwise.session.values import Combine, Per, ValuesOfTokens, combined, gather, rows_of
 
@@ -114,45 +113,24 @@ class Session:
             device=device,
         )
         settings = check_settings(self._inner, optimizer, asked)
-        where, computing = settings.device, Computing(attention=attention, fused_layers="off")
-        self._num_words: int = self._inner.get_input_embeddings().num_embeddings
         cost = cost_of(self._inner.config, settings)
+        self._num_words: int = self._inner.get_input_embeddings().num_embeddings
         self._closing, self._has_said, self._checked_losses = ExitStack(), False, set[object]()
-        world = session_world(where)
-        transport = self._transport = join(world, timeout_seconds=timeout_seconds)
-        self._closing.callback(transport.close)
-        self.rank, self.world_size = transport.rank, transport.world_size
+        world = session_world(settings.device)
+        self._transport = join(world, timeout_seconds=timeout_seconds)
+        self._closing.callback(self._transport.close)
+        self.rank, self.world_size = self._transport.rank, self._transport.world_size
         try:
             self._planner = None if self.rank else self._closing.enter_context(PlannerProcess())
             if self._planner is not None:
                 weakref.finalize(self, self._planner.close)  # of a session that nobody closes
-            compute_so(self._inner, computing, where, dtype=settings.dtype)
-            self._engine = Engine(
-                model=self._inner,
-                transport=transport,
-                planner=None,
-                num_heads=shape_from_config(self._inner.config.to_dict()).heads,
-                timeout_seconds=timeout_seconds,
-                computing=computing,
-                device=where,
-                dtype=settings.dtype,
-                autocast=settings.autocast,
-                seed=seed,
-                offload=settings.offload,
-            )
+            how: dict[str, Any] = {"attention": attention, "seed": seed, "timeout_seconds": timeout_seconds}
+            self._engine = start_engine(self._inner, self._transport, settings, **how)
             self._closing.callback(self._engine.close)
             self._runner = StepRunner(engine=self._engine)
-            options: dict[str, Any] = {"dtype": settings.dtype, "device": where, "closing": self._closing}
-            options["offloads"] = settings.offloads_optimizer
-            if settings.optimizer is not None and stages > 1:
-                mesh, tokens = join_stages(self._inner, transport, stages), settings.capacity_tokens or 1
-                options["cost"] = cost if measurements else None
-                taken = take_stage(model, settings.optimizer, mesh, virtual=virtual, tokens=tokens, **options)
-                self.shard, (self._engine.pipeline, self._engine.parameters, self._sharded) = "zero1", taken
-            else:
-                self.shard, in_step = shard_of(self._inner, transport, settings, local_ranks=world.local_size)
-                options |= {"shard": self.shard, "ranks_in_step": in_step}
-                self._engine.parameters, self._sharded = take_over(model, settings.optimizer, transport, **options)
+            self.shard, self._sharded = take_model(
+                model, self._engine, settings, cost, local_ranks=world.local_size, closing=self._closing
+            )
             self._planning = planning_of(self._engine, self._sharded, cost, settings)
             self._engine.start_offloading()
         except BaseException:

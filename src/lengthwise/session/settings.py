@@ -166,26 +166,19 @@ def shard_of(model: nn.Module, transport: Transport, settings: SessionSettings, 
     """Return how the parameters of a model lie over the ranks, and how many neighbouring ranks share them. Collective.
 
     As asked for, or as what is free allows. What model and optimizer hold already counts as free: it moves. Rank 0 says
-    why, where parameters are cut, and that an offloaded optimizer saves nothing without GPUs. local_ranks: of
-    this machine, which are a node where nothing else was asked for.
+    why, where parameters are cut. local_ranks: of this machine, which are a node where nothing else was asked for.
 
     Raises:
         ConfigError: nodes do not divide the ranks.
-        MemoryShortage: the model fits in no way, or an offloaded optimizer not into the host's memory.
+        MemoryShortage: the model fits in no way.
     """
     ranks, shard = transport.world_size, settings.asked.shard
     least_here, most_here = least(transport, [local_ranks, -local_ranks])  # the same on all ranks, or no node
     here = int(least_here) if least_here == -most_here else ranks
     node = ranks_of_node(settings.asked.ranks_per_node, here, ranks, is_asked=shard == "hybrid")
     within = {"zero1": 1, "zero3": ranks, "hybrid": node or ranks}
-    memory = _memory(model, settings, transport.world_size, node)
-    if settings.offloads_optimizer and settings.device.type == "cuda":
-        (free_host,) = least(transport, [free_bytes(torch.device("cpu"), 1)])
-        check_host(memory, int(-most_here), free_host, key="offload_optimizer")
-    elif settings.offloads_optimizer and not transport.rank:
-        print("lengthwise: offload_optimizer saves no memory without GPUs", flush=True)
     if shard == "auto" and ranks > 1:
-        shard = _chosen(model, transport, settings, memory)
+        shard = _chosen(model, transport, settings, _memory(model, settings, ranks, node))
     if ranks == 1:
         if shard == "zero3":
             print(f"lengthwise: {ZERO3_ALONE}", flush=True)
@@ -197,7 +190,23 @@ def shard_of(model: nn.Module, transport: Transport, settings: SessionSettings, 
     return shard, within[shard]
 
 
-def _memory(model: nn.Module, settings: SessionSettings, ranks: int, node: int | None) -> StepMemory:
+def check_host_optimizer(model: nn.Module, transport: Transport, settings: SessionSettings, local_ranks: int) -> None:
+    """Refuse an offloaded optimizer that is more than hosts have free; rank 0 says where it saves nothing. Collective.
+
+    local_ranks: of this machine.
+
+    Raises:
+        MemoryShortage: it is more.
+    """
+    if settings.offloads_optimizer and settings.device.type == "cuda":
+        free, fewest = least(transport, [free_bytes(torch.device("cpu"), 1), -local_ranks])
+        memory = _memory(model, settings, transport.world_size)
+        check_host(memory, int(-fewest), free, key="offload_optimizer")
+    elif settings.offloads_optimizer and not transport.rank:
+        print("lengthwise: offload_optimizer saves no memory without GPUs", flush=True)
+
+
+def _memory(model: nn.Module, settings: SessionSettings, ranks: int, node: int | None = None) -> StepMemory:
     """Return what a step of the model holds, under zero1."""
     config: Any = model.config
     parameters, optimizer = list(model.parameters()), settings.optimizer
