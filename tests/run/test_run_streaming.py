@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +21,7 @@ from lengthwise.core.errors import RankError, TransferError
 from lengthwise.data.reader import StreamSpec
 from lengthwise.data.stream import StreamDataset
 from lengthwise.run.callbacks import Callback
-from lengthwise.run.readers import reading
+from lengthwise.run.readers import reading, socket_path
 from run.small_runs import (
     VOCAB,
     Command,
@@ -166,7 +167,8 @@ socket.socket.listen, socket.socket.accept = map(slowly, (socket.socket.listen, 
 def test_a_reader_may_start_slowly_and_its_rank_names_its_end_and_ends_it_last(tmp_path, named, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(_SLOW_SOCKETS)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", f"{tmp_path}")
+    short = Path(tempfile.mkdtemp())
+    monkeypatch.setattr("tempfile.tempdir", f"{short}")
     rows = DataSource(path=write_rows(tmp_path / "train.jsonl", make_rows(LENGTHS)), max_tokens=130, streaming=True)
     spec = StreamSpec(sources=(rows,), tokenizer_name="bytes", vocab_size=VOCAB)
 
@@ -188,7 +190,13 @@ def test_a_reader_may_start_slowly_and_its_rank_names_its_end_and_ends_it_last(t
         missed = TransferError("rank 0, step 2", **why)  # rank 1 missed it first
         with pytest.raises(RankError, match="its end by signal 9"):
             block.__exit__(TransferError, missed, None)
-    assert not [*tmp_path.glob("lengthwise-*")]
+    short.rmdir()  # of which nothing is left
+
+
+def test_ranks_of_a_node_meet_where_a_socket_may_be(monkeypatch):
+    for folder, found in (("/scratch", "/scratch/x/socket"), ("/scratch/" + "job/" * 30, "/tmp/x/socket")):
+        monkeypatch.setattr("tempfile.tempdir", folder)
+        assert f"{socket_path('x')}" == found
 
 
 def test_a_reader_ends_with_a_run_that_is_killed(tmp_path, named):

@@ -7,6 +7,7 @@ All nodes read the same stream: ranks agree on its files, and on the digests of 
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import secrets
 import shutil
@@ -30,6 +31,7 @@ from lengthwise.run.reader_process import LINES
 
 _START_SECONDS = 60.0  # more for its first answer: it imports, and looks for files
 _LOOK_SECONDS = 0.1  # whether it has ended
+_MOST_PATH_BYTES = 100  # of a socket: 107 on Linux, 103 on macOS
 _GRACE_SECONDS = 3.0  # for the status of a process whose socket is closed
 _GONE = "See what it printed, and whether the machine ran out of memory; then go on from the newest checkpoint."
 
@@ -58,13 +60,13 @@ def reading(
     drawn = broadcast_bytes(transport, None if transport.rank else secrets.token_hex(8).encode()).decode()
     first = world.rank - world.local_rank
     clients = [int(row[0]) for row in share_numbers(transport, [float(first)])].count(first)
-    path = Path(tempfile.gettempdir()) / f"lengthwise-rows-{drawn}-{first}" / "socket"
+    path = socket_path(f"lengthwise-rows-{drawn}-{first}")
     where, process, error = f"rank {transport.rank}, {transport.phase}", None, None
     if not world.local_rank:
         try:
             process = ending.enter_context(_process(path, replace(dataset.spec, clients=clients)))
         except OSError as raised:
-            remedy = "See what it printed, and that TMPDIR is a short path of this machine."
+            remedy = "See what it printed, and that TMPDIR is a folder of this machine."
             error = RankError(where, expected="a process that reads the stream", got=f"{raised}", remedy=remedy)
     if any(row[0] for row in share_numbers(transport, [float(error is not None)])):
         remedy = "See the error of the rank that should have started it."
@@ -83,6 +85,12 @@ def reading(
             if process is not None and process.wait(_LOOK_SECONDS) is not None:  # other ranks met that first, and ended
                 raise client.gone() from None
         raise
+
+
+def socket_path(name: str) -> Path:
+    """Return where ranks of a node meet: in a folder of TMPDIR, or of /tmp where that is too long for a socket."""
+    path = Path(tempfile.gettempdir(), name, "socket")
+    return path if len(os.fsencode(path)) <= _MOST_PATH_BYTES else Path("/tmp", name, "socket")  # noqa: S108 - 0700
 
 
 @contextlib.contextmanager
