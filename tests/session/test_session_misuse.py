@@ -182,3 +182,36 @@ def test_a_loss_that_raises_leaves_no_room_of_the_store_taken(tmp_path):
                 session.backward(ROWS, loss=lambda *_: 1 / 0)
         assert session.backward(ROWS).loss > 0
         assert session._engine._offloading.store._places.end == 0
+
+
+@pytest.mark.parametrize("shard", ["zero1", "zero3"])
+def test_gradients_that_are_cleared_by_hand_are_cleared_and_nothing_moves_without_any(shard, tmp_path):
+    def work(_rank):
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        with Session(model, optimizer, capacity_tokens=128, shard=shard) as session:
+            before = session.state_dict()
+            optimizer.step()
+            norms = []
+            for _ in range(2):
+                norms.append(session.backward(ROWS).grad_norm)
+                for parameter in model.parameters():
+                    parameter.grad = None
+            optimizer.step()
+            session.backward(ROWS)
+            optimizer.zero_grad()
+            optimizer.step()
+            after = session.state_dict()
+            session.backward(ROWS)
+            next(model.parameters()).grad = None
+            one = said(optimizer.step)
+        return (
+            norms,
+            [torch.equal(before["master_weights"][n], v) for n, v in after.get("master_weights", {}).items()],
+            one,
+        )
+
+    for (first, second), same, one in in_ranks(work, 2, tmp_path):
+        assert first == second
+        assert all(same)
+        assert "gradients set to None: expected those of all parameters; got 1 of" in one

@@ -85,7 +85,7 @@ class DataSource(Settings):
         "actors; needs max_tokens; default false (all of it is read, or prepared, before the first step)",
     )
 
-    streaming: bool | Annotated[int, Field(ge=1)] = Field(
+    streaming: bool | Annotated[int, Field(ge=1, le=10_000_000)] = Field(
         default=False,
         description="true reads and tokenizes this source in file order while the run trains, in a process of each "
         "node; a number shuffles rows within blocks of so many; nothing is counted, prepared or downloaded before, and "

@@ -115,7 +115,8 @@ class Session:
         settings = check_settings(self._inner, optimizer, asked)
         cost = cost_of(self._inner.config, settings)
         self._num_words: int = self._inner.get_input_embeddings().num_embeddings
-        self._closing, self._has_said, self._checked_losses = ExitStack(), False, set[object]()
+        self._closing, self._is_closed, self._has_said = ExitStack(), False, False
+        self._checked_losses = set[object]()
         world = session_world(settings.device)
         self._transport = join(world, timeout_seconds=timeout_seconds)
         self._closing.callback(self._transport.close)
@@ -316,6 +317,7 @@ class Session:
 
     def close(self) -> None:
         """Leave the ranks and end the planner; the model and its values stay. Collective."""
+        self._is_closed = True
         self._closing.close()
 
     def __enter__(self) -> Session:
@@ -324,13 +326,19 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise ConfigError("session", expected="an open one", got="one after close", remedy="Make another Session.")
+
     def _trained(self, what: str) -> ShardedInPlace:
+        self._refuse_closed()
         if self._sharded is None:
             remedy = "Give Session an optimizer."
             raise ConfigError("optimizer", expected=f"an optimizer for {what}", got="none", remedy=remedy)
         return self._sharded
 
     def _planned(self, sequences: Sequence[Row] | PlannedStep, name: str) -> PlannedStep:
+        self._refuse_closed()
         if isinstance(sequences, PlannedStep):
             return sequences
         steps = self._engine.steps(iter([RowBatch(sequences, self._num_words)]))

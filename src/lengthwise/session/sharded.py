@@ -124,8 +124,7 @@ class ShardedInPlace:
         self.optimizer.zero_grad = self.zero_grad
         self.optimizer.register_state_dict_pre_hook(lambda *_: _refuse_slices("state_dict"))
         self.optimizer.register_load_state_dict_pre_hook(lambda *_: _refuse_slices("load_state_dict"))
-        self.optimizer.register_step_post_hook(lambda *_: parameters.publish())
-        self.attach()
+        self.optimizer.register_step_post_hook(lambda *_: self._after_step())
 
     def _placed(self, value: Any, piece: nn.Parameter) -> Any:
         """Return what was kept of a parameter where its slice now is updated."""
@@ -137,13 +136,39 @@ class ShardedInPlace:
             self.parameters.take_changes()
 
     def before_step(self) -> None:
-        """See that the optimizer updates the values that there are by the gradients that there are."""
+        """See that the optimizer updates the values that there are by the gradients that there are.
+
+        Raises:
+            ConfigError: the loop cleared the gradients of some parameters alone.
+        """
+        self._take_cleared()
         self.take_changes()
         if self.offloads:
             self._gradients.copy_(self.parameters.grad_shard)  # which waits for it
 
+    def _after_step(self) -> None:
+        self.parameters.publish()
+        self._let_slices_be()
+
+    def _let_slices_be(self) -> None:
+        for _, piece in self._slices:
+            piece.grad = None  # so that a step before the next backward moves nothing, as in a plain loop
+
+    def _take_cleared(self) -> None:
+        """Clear all gradients where the loop has set those of all parameters to None by hand."""
+        cleared = self._withheld.are_cleared()
+        if cleared and all(cleared):
+            self.zero_grad()
+        elif any(cleared):
+            got, remedy = (
+                f"{sum(cleared)} of {len(cleared)}",
+                "Freeze them, by requires_grad_(False), before the session.",
+            )
+            raise ConfigError("gradients set to None", expected="those of all parameters", got=got, remedy=remedy)
+
     def attach(self) -> None:
         """Give each slice its gradient, and each parameter of the model that is there as a whole."""
+        self._take_cleared()
         self.give_gradients_back()
         self.parameters.attach_gradients()
         for run, piece in self._slices:
@@ -159,7 +184,8 @@ class ShardedInPlace:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients of this rank: those of the slices, and those from which the slices are summed."""
-        del set_to_none  # the slices' stay where they are, and the model's own are None
+        if set_to_none:
+            self._let_slices_be()
         self.parameters.clear_gradients()
         self.parameters.grad_shard.zero_()
         for parameter in self._model.parameters():
@@ -232,6 +258,10 @@ class WithheldGradients:
             self._kept.append((parameter, parameter.grad))
             stands = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
             parameter.grad = stands.as_subclass(_Withheld)  # expanded: one number, whatever the shape
+
+    def are_cleared(self) -> list[bool]:
+        """Return of each parameter whether its gradient was set to None since."""
+        return [parameter.grad is None for parameter, _ in self._kept]
 
     def give_back(self) -> None:
         """Put the gradients back where nobody has cleared or replaced them."""
