@@ -132,10 +132,11 @@ def test_activations_are_offloaded_where_asked(tmp_path, monkeypatch):
 def test_settings_that_cannot_be_kept_are_named_together():
     model = small_model()
     wrong = {"capacity_tokens": 0, "precision": "fp16", "offload": {"shop": "disk"}, "recompute": "full", "heads": "x"}
+    wrong["offload_optimizer"] = "yes"
     with pytest.raises(Problems) as caught:
         Session(model, SGD(model.parameters()), **wrong, shard="fsdp")
     named = {each.where for each in caught.value.problems}
-    assert named == {"capacity_tokens", "precision", "offload.shop", "recompute", "heads", "shard"}
+    assert named == {"capacity_tokens", "precision", "offload.shop", "recompute", "heads", "shard", "offload_optimizer"}
 
 
 OPTIMIZERS = {

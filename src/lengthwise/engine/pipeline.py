@@ -3,12 +3,10 @@
 1. `program.stage_turns` says what comes when, the same for all ranks: an action, then one grouped call of messages.
 2. A forward takes the hidden states of the stage before and gives its own on; a backward does so with gradients.
 3. Rings of an action run among the replicas of the stage, which are all at that action.
-4. Before an action it waits for its message, which was posted turns ago; what it sent it waits for once it holds more
-   than a pipeline's worth of them.
+4. Before an action it waits for its message, which was posted turns ago, and from time to time for what it sent.
 
-Of a microbatch a stage keeps what backward needs from its forward to its backward: at most p - s of them (v = 1).
-Where the plan offloads, the store has several at once, and what the next backward needs first is on its way back while
-the action before it runs. Hidden states that were received or sent stay only as far as autograd saved them.
+A stage keeps a microbatch from its forward to its backward: at most p - s of them (v = 1), in the store where the plan
+offloads. Of hidden states it keeps what autograd saved of them.
 """
 
 from __future__ import annotations

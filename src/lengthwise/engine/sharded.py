@@ -1,24 +1,19 @@
 """ZeRO-3, over all ranks or inside nodes: a rank keeps a slice of every unit, its gradient and the optimizer's states.
 
-A unit (the embedding; a decoder layer; norm and head: `engine.units`) is gathered, in the compute dtype, right before
-its forward and its backward, and freed after; what a backward makes of its gradients is summed over the ranks at once
-(`engine.waves`). So all ranks run all microbatches, with a row of padding where they have nothing: plans are of kind
-`waves`.
+A unit (embedding; a decoder layer; norm and head: `engine.units`) is gathered before its forward and its backward, and
+freed after; its gradients are summed over the ranks at once (`engine.waves`). All ranks run all microbatches.
 
     master_weights  (fp32, or fp64)     this rank's slices of all units, what these are gathered from
     grad_shard      (fp32, or fp64)     of the same entries, the sum of all ranks and microbatches
     frozen          (compute dtype, or its own)     this rank's slices of what does not train
 
-With AdamW 16/W bytes a parameter on each of W ranks, and two units. ZeRO stage 3 (arXiv 1910.02054).
-
-Hybrid: units are gathered and summed inside nodes of n ranks, so that nodes run their microbatches apart, and a rank
-keeps beside that
+Hybrid gathers and sums inside nodes of n ranks; replicas, the ranks of one place in all nodes, sum once a step. Beside
+the above a rank keeps
 
     values          (compute dtype)     its slices among the ranks of its node, what units are gathered from
     sums            (fp32, or fp64)     of the same entries, the sum of the node's ranks and all microbatches
 
-The ranks of one place in all nodes, the replicas, sum these once, at the step's end, and give each other what they have
-updated: 6/n + 16/W bytes a parameter, as ZeRO-1 is where n is 1.
+Bytes a parameter with AdamW: 16/W, hybrid 6/n + 16/W. ZeRO stage 3 (arXiv 1910.02054).
 """
 
 from __future__ import annotations

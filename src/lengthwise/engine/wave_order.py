@@ -8,8 +8,7 @@ or gradients that are missing.
     backward  entering layer u posts reduce(u + 1), then gather(u - 1), after gather(u) for the last layer
     end       posts the reduces that are left
 
-So a gather is posted before the first ring transfer of the unit before it, and a reduce before those of the next one.
-One strict queue a rank completes that, whatever rings lie between: by induction over the calls.
+So one strict queue a rank completes all calls, whatever rings lie between (docs/decisions/sharding-by-units.md).
 """
 
 from __future__ import annotations

@@ -113,6 +113,8 @@ def check_settings(model: Any, optimizer: Any, asked: SessionRequest) -> Session
         refuse("precision", "None or bf16", precision, remedy)
     if recompute not in ("auto", *RECOMPUTE_KINDS):
         refuse("recompute", " or ".join(("auto", *RECOMPUTE_KINDS)), recompute)
+    if not isinstance(asked.offload_optimizer, bool):
+        refuse("offload_optimizer", "True or False", asked.offload_optimizer, "Correct it.")
     if heads not in ("auto", "off") and (isinstance(heads, str | bool) or heads < 1):
         refuse("heads", "auto, off, or ranks of a group", heads)
     if offload is not None and not isinstance(offload, Mapping):
