@@ -87,6 +87,7 @@ class PlainLoop:
         nn.utils.clip_grad_norm_(self._weights, 1.0)
         self._adamw.step()
         self.parameters.publish()
+        self.parameters.clear_gradients()
         return float(torch.stack(losses).sum())
 
     def _recompute(self, kind: str) -> None:

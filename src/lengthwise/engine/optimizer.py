@@ -127,9 +127,10 @@ class ShardedOptimizer:
             self._optimizer.grad_scale = None
 
     def step(self, lr: float) -> None:
-        """Update this rank's shards and publish them, as the optimizer of a session does. Collective."""
+        """Update this rank's shards, publish them, and clear the gradients. Collective."""
         self.update(lr)
         self._parameters.publish()
+        self._parameters.clear_gradients()
 
     def end_step(self, lr: float) -> float:
         """Reduce, clip as the config says, and step, outside of any loop; return the norm before. Collective."""

@@ -99,6 +99,10 @@ class Parameters(Protocol):
         """Set the gradients of this rank to zero."""
         ...
 
+    def keep_sum(self) -> None:
+        """Let the next backward add to the gradients that are summed and not cleared."""
+        ...
+
     def attach_gradients(self) -> None:
         """See that the model has the parameters that were made, and these their gradients.
 
@@ -107,8 +111,12 @@ class Parameters(Protocol):
         """
         ...
 
+    def detach_gradients(self) -> None:
+        """Leave the model's own gradients to others, without any, until they are attached again."""
+        ...
+
     def publish(self) -> None:
-        """Make the updated master weights of all ranks the values that forward reads; clear gradients. Collective.
+        """Make the updated master weights of all ranks the values that forward reads. Collective.
 
         They may still be on their way: a forward of the model waits for what it reads, all else for `published`.
         """

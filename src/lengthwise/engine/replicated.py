@@ -72,6 +72,8 @@ class FlatParameters:
             bucket_entries=bucket_entries,
         )
         self._gathered = list(range(self.layout.num_buckets))  # in this order
+        self._collects = True  # gradients of the model's parameters
+        self._is_summed = False  # what `grads` has is in `grad_shard`, with what the other ranks had
         alone, wide = transport.world_size == 1, torch.promote_types(dtype, torch.float32)
         self._is_exact = dtype == wide
         # What no microbatch or token of this rank reaches stays zero in the sum.
@@ -112,8 +114,8 @@ class FlatParameters:
 
     def _take_gradient(self, index: int, grad: Tensor, parameter: Tensor) -> None:
         """Add what a microbatch's backward made of a parameter to the flat gradients; that may complete a bucket."""
-        if parameter.data_ptr() != self.values[self.layout.starts[index] :].data_ptr():
-            return  # somebody else has taken it over
+        if not self._collects or parameter.data_ptr() != self.values[self.layout.starts[index] :].data_ptr():
+            return  # it is somebody else's backward, or parameter by now
         if not self._is_exact and parameter.grad is not None:
             grad.add_(parameter.grad)
             parameter.grad = None
@@ -169,6 +171,7 @@ class FlatParameters:
         for each in self._sums:
             each.wait()
         self._sums, self._order = [], None
+        self._is_summed = self.grad_shard is not self.grads
         return self.grad_shard
 
     def _sum_rest(self) -> None:
@@ -189,14 +192,13 @@ class FlatParameters:
         return dict(zip(self.names, self.views(whole), strict=True))
 
     def publish(self) -> None:
-        """Give every rank the parameters that each has updated in its shard, and clear the gradients."""
+        """Give every rank the parameters that each has updated in its shard."""
         self.published()
         for bucket, pending in self._gather(self.values, self.master_weights):
             if self._overlaps:
                 self._arriving[bucket] = pending
             else:
                 pending.wait()
-        self.clear_gradients()
 
     def published(self) -> None:
         """Wait for the values of all buckets."""
@@ -224,11 +226,20 @@ class FlatParameters:
     def clear_gradients(self) -> None:
         """Set the gradients of this rank to zero."""
         self.grads.zero_()
+        self.grad_shard.zero_()
+        self._is_summed = False
+
+    def keep_sum(self) -> None:
+        """Let the next backward add to the sum: this rank's shard of it takes part in the next one."""
+        if self._is_summed:
+            layout, rank = self.layout, self._transport.rank
+            self.grads.zero_()
+            for bucket in range(layout.num_buckets):
+                self.grads[layout.in_whole(bucket, rank)].copy_(self.grad_shard[layout.in_shard(bucket)])
+            self._is_summed = False
 
     def attach_gradients(self) -> None:
         """See that the model's parameters are views as they were made, and have their gradients in the flat buffer.
-
-        Whoever has the model may have cut gradients off, as `zero_grad` does: those begin anew.
 
         Raises:
             ModelRefused: a parameter was replaced, or moved to other memory.
@@ -239,13 +250,15 @@ class FlatParameters:
         )
         if moved:
             raise replaced(self._model, expected=len(self.names), got=len(parameters))
-        for own, grad in zip(parameters, grads, strict=True) if self._is_exact else ():
-            if own.grad is None or own.grad.data_ptr() != grad.data_ptr():
-                if own.grad is None:
-                    grad.zero_()
-                else:
-                    grad.copy_(own.grad)
-                own.grad = grad
+        for own, grad in zip(parameters, grads, strict=True):
+            own.grad = grad if self._is_exact else None
+        self._collects = True
+
+    def detach_gradients(self) -> None:
+        """Leave the model's own gradients to others until they are attached again."""
+        for own in self._of(self._model):
+            own.grad = None
+        self._collects = False
 
     def release(self) -> None:
         """Leave the gradients that a backward makes from now on to the model, which keeps its values."""
@@ -332,7 +345,8 @@ def share_values(
         else:
             value = parameter.detach().to(device, dtype or parameter.dtype).contiguous()
         transport.broadcast(value, 0)
-        made[id(parameter)] = _as_view(parameter, value)
+        if parameter.is_meta or value.data_ptr() != parameter.data_ptr():  # else its gradient, if any, stays
+            made[id(parameter)] = _as_view(parameter, value)
     replace_parameters(model, made)
 
 

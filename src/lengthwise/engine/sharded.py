@@ -84,6 +84,7 @@ class ShardedParameters:
         self.grad_shard = self._sums = torch.zeros_like(self.master_weights, device=device)
         if self._replicas is not None:
             self._sums = torch.zeros(len(trained.of_node), dtype=wide, device=device)
+        self._is_summed = False  # what `_sums` has is in `grad_shard`, with what the other nodes had
         read = read or partial(self._sent, {name: each.detach() for name, each in given.items()})
         made, parts = dict[int, nn.Parameter](), list[list[UnitPart]]()
         for number in range(len(units)):
@@ -140,6 +141,7 @@ class ShardedParameters:
                 pending.append(self._replicas.reduce_scatter_async(own, of_node))
         for each in pending:
             each.wait()
+        self._is_summed = self._replicas is not None
         return self.grad_shard
 
     def gather_gradients(self) -> dict[str, Tensor]:
@@ -148,10 +150,9 @@ class ShardedParameters:
         return {self.names[index]: values.view(self.shapes[index]).clone() for index, values in found}
 
     def publish(self) -> None:
-        """Free what was gathered of the values before, share the new ones between nodes, and clear gradients."""
+        """Free what was gathered of the values before, and share the new ones between nodes."""
         self._waves.let_go()
         self._share_updates()
-        self.clear_gradients()
 
     def published(self) -> None:
         """Do nothing: units are gathered when they run."""
@@ -167,6 +168,17 @@ class ShardedParameters:
         """Set the gradients of this rank to zero."""
         self._sums.zero_()
         self.grad_shard.zero_()
+        self._is_summed = False
+
+    def keep_sum(self) -> None:
+        """Let the next backward add to the sum: this rank's slices of it take part in the next one between nodes."""
+        if self._is_summed and self._replicas is not None:
+            place, layout, node = self._replicas.rank, self.layout, self._trained.node
+            self._sums.zero_()
+            for bucket in range(layout.num_buckets):
+                own = self.grad_shard[layout.in_shard(bucket)]
+                self._sums[node.in_shard(bucket)].view(self._replicas.world_size, -1)[place].copy_(own)
+            self._is_summed = False
 
     def attach_gradients(self) -> None:
         """See that the model has the parameters that were made for it; gradients stay in the slices.
@@ -182,6 +194,12 @@ class ShardedParameters:
         )
         if found != len(self.names) or not stays:
             raise replaced(self._model, expected=len(self.names), got=found)
+        self.detach_gradients()
+
+    def detach_gradients(self) -> None:
+        """Leave the model's own gradients to others; a pass takes those that it makes at once."""
+        for own in self._trained.made.values():
+            own.grad = None
 
     @contextmanager
     @torch.no_grad()

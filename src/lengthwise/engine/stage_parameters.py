@@ -95,8 +95,13 @@ class StageParameters(FlatParameters):
         if self._is_exact:
             copy.grad = gradient  # autograd adds in place
         else:
-            copy.register_post_accumulate_grad_hook(partial(_take_gradient, gradient))
+            copy.register_post_accumulate_grad_hook(partial(self._take_copy_gradient, gradient))
         return gradient
+
+    def _take_copy_gradient(self, gradient: Tensor, copy: nn.Parameter) -> None:
+        if copy.grad is not None and self._collects:
+            gradient.add_(copy.grad)
+            copy.grad = None
 
     def _of(self, model: nn.Module) -> list[nn.Parameter]:
         return [each for each in super()._of(model) if each is not self._copy]
@@ -108,10 +113,16 @@ class StageParameters(FlatParameters):
             ModelRefused: see `FlatParameters.attach_gradients`.
         """
         super().attach_gradients()
-        gradient = self._tied_gradient
-        if self._copy is not None and self._is_exact and gradient is not None and self._copy.grad is not gradient:
-            gradient.zero_()
-            self._copy.grad = gradient
+        if self._copy is not None:
+            assert self._tied_gradient is not None, "of a copy"
+            self._tied_gradient.zero_()
+            self._copy.grad = self._tied_gradient if self._is_exact else None
+
+    def detach_gradients(self) -> None:
+        """Leave the stage's own gradients to others until they are attached again."""
+        super().detach_gradients()
+        if self._copy is not None:
+            self._copy.grad = None
 
     def _embedding_gradient(self) -> Tensor:
         place = next(i for i, each in enumerate(self._of(self._model)) if each is self._tied)
@@ -138,11 +149,36 @@ class StageParameters(FlatParameters):
 
     def _give_values(self) -> None:
         assert self._tied is not None
-        values, world = self._tied.detach(), self.mesh.world
+        values, world = self._tied.data, self.mesh.world  # data: no change as autograd counts changes
         if self.mesh.is_last:
             world.exchange([], [(values, self.mesh.rank_of_stage(0))]).wait()
         else:
             world.exchange([(values, self.mesh.rank_of_stage(self.mesh.stages - 1))], []).wait()
+
+    @property
+    def tied(self) -> nn.Parameter | None:
+        """The tied weight that trains, on the stages that have it or its copy."""
+        return self._tied
+
+    def share_tied(self, *, first: bool, last: bool) -> bool:
+        """Make both copies of a tied weight the one that somebody changed, on the first or the last stage, or both.
+
+        Return whether both were changed, and differ. Collective of the two stages.
+        """
+        if self._tied is None or not (first or last):
+            return False
+        if not last:
+            self._give_values()
+            return False
+        values, world = self._tied.data, self.mesh.world
+        if self.mesh.is_last:
+            world.exchange([(values, self.mesh.rank_of_stage(0))], []).wait()
+            return False
+        arriving = torch.empty_like(values)
+        world.exchange([], [(arriving, self.mesh.rank_of_stage(self.mesh.stages - 1))]).wait()
+        differs = not torch.equal(arriving, values)
+        values.copy_(arriving)
+        return first and differs
 
     def clear_gradients(self) -> None:
         """Set the gradients of this rank to zero."""
@@ -207,9 +243,3 @@ def collect_stages(
             found[name] = torch.empty(shape, dtype=dtype, device=like.device)
             mesh.world.exchange([], [(found[name], mesh.rank_of_stage(stage))]).wait()
     return found
-
-
-def _take_gradient(gradient: Tensor, parameter: nn.Parameter) -> None:
-    if parameter.grad is not None:
-        gradient.add_(parameter.grad)
-        parameter.grad = None

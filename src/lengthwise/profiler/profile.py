@@ -333,7 +333,7 @@ class RankProfiler:
             waited = watch.waited - waited
             collectives += waited + watch.seconds(publish)
         clear = watch.seconds(parameters.clear_gradients)
-        return max(0.0, collectives - clear), max(update - waited, 1e-9), clear
+        return collectives, max(update - waited, 1e-9), clear
 
     def _meet(self) -> None:
         self._plain.all_reduce(torch.zeros(1))

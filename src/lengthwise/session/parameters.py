@@ -52,9 +52,7 @@ def take_over(
         return None, None
     else:
         parameters = flat = FlatParameters(inner, transport, **options)
-        loaded = _OfSession(model, lambda *_: flat.take_values(), lambda _: _do_nothing)
-        hook = inner.register_load_state_dict_post_hook(loaded)
-        closing.callback(hook.remove)
+        _hook(inner.register_load_state_dict_post_hook, flat.take_values, model, closing)
     if updates is not None:
         point_at_slices(updates, parameters, transport.rank, (model, inner), closing)
     return parameters, updates
@@ -66,14 +64,20 @@ def point_at_slices(
     """Let the optimizer update slices; the models' own gradients are out of reach, and the models stay as they are."""
     updates.point_at(parameters, rank)
     closing.callback(lambda: updates.optimizer.register_step_pre_hook(_refuse_closed))
-    closing.callback(updates.give_gradients_back)
-    closing.callback(updates.optimizer.register_step_pre_hook(lambda *_: updates.before_step()).remove)
+    closing.callback(updates.release)
+    for register in (models[-1].register_forward_pre_hook, models[-1].register_state_dict_pre_hook):
+        _hook(register, updates.refuse_unpublished, models[0], closing)
     for each in models:
         _put_in_place(each, "zero_grad", updates.zero_grad, models[0], closing)
     if isinstance(parameters, FlatParameters):  # else the model has no values here, and refuses all of this by itself
         closing.callback(parameters.release)
         for module in models[0].modules():
             _put_in_place(module, "_apply", partial(_convert_nothing, module), models[0], closing)
+
+
+def _hook(register: Callable[[Any], Any], call: Callable[[], object], whole: nn.Module, closing: ExitStack) -> None:
+    """Register a hook of a model until the session closes, which copies of the model do not have."""
+    closing.callback(register(_OfSession(whole, lambda *_: call(), lambda _: _do_nothing)).remove)
 
 
 def _put_in_place(

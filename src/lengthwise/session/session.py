@@ -23,9 +23,11 @@ from lengthwise.comm import join, session_world
 from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.cost import Cost
 from lengthwise.engine.gathering import gather_to_first
+from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.objective import Objective
 from lengthwise.models import has_dropout
 from lengthwise.planner.service.process import PlannerProcess
+from lengthwise.session.agreement import Agreement
 from lengthwise.session.losses import ComputeLoss, SumCheck, TokenLoss, TokenValues, log_probabilities, objective_of
 from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside
 from lengthwise.session.rows import Row, RowBatch
@@ -37,6 +39,7 @@ from lengthwise.session.source import PlannedStep
 from lengthwise.session.stages import from_stages, state_of_stages
 from lengthwise.session.start import start_engine, take_model
 from lengthwise.session.state import take_state, whole_state
+from lengthwise.session.step_end import SessionStepEnd
 from lengthwise.session.values import Combine, Per, ValuesOfTokens, combined, gather, rows_of
 
 
@@ -132,6 +135,11 @@ class Session:
             self.shard, self._sharded = take_model(
                 model, self._engine, settings, cost, local_ranks=world.local_size, closing=self._closing
             )
+            if self._sharded is not None:
+                self._runner.end = SessionStepEnd(
+                    updates=self._sharded, transport=self._transport, stages=settings.asked.stages
+                )
+            self._agreement = Agreement(self._inner, self._transport, self._sharded)
             self._planning = planning_of(self._engine, self._sharded, cost, settings)
             self._engine.start_offloading()
         except BaseException:
@@ -177,11 +185,14 @@ class Session:
         Raises:
             NumericError: loss or gradients are not finite; no update was made.
         """
-        self._trained("backward").attach()
-        start, planned = time.perf_counter(), self._planned(sequences, f"step {self.steps + 1}")
+        trained = self._trained("backward")
+        start, name = time.perf_counter(), f"step {self.steps + 1}"
+        planned = self._planned(sequences, name)
         objective, check = self._objective(planned, loss, compute_loss, normalizer)
-        result = self._runner.backward(planned, objective)
-        self._refuse_means(check, loss, f"step {self.steps}")
+        self._agreement.reach(name)
+        with trained.collecting():
+            result = self._runner.backward(planned, objective)
+            self._refuse_means(check, loss, name)
         return self._made(result, start)
 
     def backward_by_sequence(
@@ -210,20 +221,24 @@ class Session:
         if has_dropout(self._inner) and self._inner.training:
             remedy = "Set the model's dropout to 0."
             raise ModelRefused("dropout", expected="none: the model runs twice", got="some", remedy=remedy)
-        trained.attach()
         start, step = time.perf_counter(), self.steps + 1
         planned = self._planned(sequences, f"step {step}")
+        self._agreement.reach(f"step {step}")
         gathered, sums, first = gather(self._engine, planned, values, per, f"step {step}", step=step)
         loss, weights = combined(gathered, sums, combine)
         objective = ValuesOfTokens(gathered=gathered, values=values, weights=weights)
-        return self._made(self._runner.backward(planned, objective, before=first, loss=loss), start)
+        with trained.collecting():
+            result = self._runner.backward(planned, objective, before=first, loss=loss)
+        return self._made(result, start)
 
     def token_values(
         self, sequences: Sequence[Row] | PlannedStep, values: TokenValues = log_probabilities
     ) -> list[Tensor]:
         """Return what `values` gives of every token, (length, ...) a sequence, on every rank. Collective."""
         name = f"values after step {self.steps}"
-        gathered, sums, _ = gather(self._engine, self._planned(sequences, name), values, "token", name, step=self.steps)
+        planned = self._planned(sequences, name)
+        self._agreement.reach(name)
+        gathered, sums, _ = gather(self._engine, planned, values, "token", name, step=self.steps)
         return list(gathered.handed_on(sums))
 
     def evaluate(
@@ -238,6 +253,7 @@ class Session:
         start, name = time.perf_counter(), f"evaluation after step {self.steps}"
         planned = self._planned(sequences, name)
         objective, check = self._objective(planned, loss, compute_loss, normalizer)
+        self._agreement.reach(name)
         result = self._runner.evaluate(planned, objective)
         self._refuse_means(check, loss, name)
         refuse_not_finite(f"{name}, loss", result.loss)
@@ -254,9 +270,15 @@ class Session:
             steps.close()
 
     def clip_grad_norm_(self, limit: float) -> float:
-        """Scale the gradients as torch.nn.utils.clip_grad_norm_ does; return their norm before. Collective."""
-        self._trained("clip_grad_norm_")
-        return self._runner.clip_grad_norm_(limit)
+        """Scale the gradients as torch.nn.utils.clip_grad_norm_ does; return their norm before. Collective.
+
+        The norm is that of the gradients as they are, after earlier clips and what the loop did to them.
+        """
+        trained = self._trained("clip_grad_norm_")
+        self._agreement.reach(f"clip_grad_norm_ after step {self.steps}", limit=limit)
+        norm = gradient_norm(trained.parameters.grad_shard, self._transport)
+        trained.scale_gradients(clip_factor(limit, norm))
+        return norm
 
     def state_dict(self) -> dict[str, Any]:
         """Return, on rank 0, what a session on any number of ranks goes on from; {} on others. Collective.
@@ -265,6 +287,7 @@ class Session:
         parameters by their names in the model, on the host, fp32 or wider.
         """
         trained = self._trained("state_dict")
+        self._agreement.reach(f"state_dict after step {self.steps}")
         parameters, pipeline = trained.parameters, self._engine.pipeline
         over = self._transport if pipeline is None else pipeline.mesh.replicas
         optimizer = whole_state(trained, over)
@@ -289,7 +312,7 @@ class Session:
         numbers = torch.tensor([given.get("steps", 0) if not self.rank else 0])
         self._transport.broadcast(numbers, 0)
         self._runner.steps = int(numbers)
-        trained.parameters.publish()
+        trained.publish()
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the model, or peft's adapters, as Hugging Face's `save_pretrained` does; rank 0 writes. Collective.
@@ -308,6 +331,8 @@ class Session:
         parameters = self._engine.parameters
         if parameters is None:
             return nullcontext()
+        if parameters.ranks_in_step > 1 or self._engine.pipeline is not None:
+            self._agreement.reach(f"saving after step {self.steps}")
         return parameters.whole_on_first(trained_only=saves_adapters_alone(self.model))
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
@@ -373,7 +398,6 @@ class Session:
 
     def _made(self, result: StepResult, start: float) -> StepResult:
         """Finish a step that trains; say, once, what its plan was."""
-        self._trained("backward").withhold_gradients()
         result = replace(result, step_seconds=time.perf_counter() - start)
         if not self._has_said and not self.rank:
             self._has_said = True

@@ -4,16 +4,18 @@ An optimizer that computes each entry by itself gives the same on a slice as on 
 name. What its user keeps is the object: schedulers change its groups, `step` updates the slices, and a hook then
 publishes them to all ranks.
 
-Offloaded, slices and states are in the host's memory, and a hook before `step` copies the sum of gradients there.
-
-After a backward a parameter's own gradient would be this rank's share, or nothing: torch's clipping of it would change
-no slice, and its norm would differ by rank, without an error. So any use of one raises until the next backward.
+The sum of the gradients over the ranks has one owner, `ShardedInPlace`, from the end of a backward until the loop clears
+it. While the optimizer steps, its groups hold slices as tensors; at all other times guarded ones (`session.guards`), one
+for each parameter in the loop's order, so that what the loop changes there is counted and alike on all ranks.
+Offloaded, slices and states are in the host's memory, and the sum is copied there when it is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.engine.flat_layout import Run
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.replicated import FlatParameters
+from lengthwise.session.guards import GRADIENTS, Slice, WithheldGradient, guarded_gradient, guarded_slice, plain
 
 BY_ENTRY: Mapping[str, tuple[str, ...]] = {  # classes by the package that has them
     "torch": (
@@ -80,15 +83,17 @@ class ShardedInPlace:
     Made before the parameters are cut, and pointed at the slices by `point_at`. offloads: these are on the host,
     where they are updated by gradients that are copied there. parameters: that were cut. numbers:
     which of the optimizer's parameters, as torch counts them, each that trains is, by its name in the whole model.
-    shapes: of each of them. rank: of this one among those over which `parameters` lie.
+    shapes: of each of them. rank: of this one among those over which `parameters` lie. edits: changes that the loop
+    made to slices of gradients and of weights. has_edited_weights: some of them are not published. with_gradient: names of
+    the parameters that have one, as a loss has reached them on some rank since gradients were cleared. reached: those that
+    a loss of this rank has reached in the last backward.
     """
 
     parameters: Parameters
     rank: int
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, *, offloads: bool = False) -> None:
-        self.optimizer, self._model, self._withheld = optimizer, model, WithheldGradients()
-        self.offloads = offloads
+        self.optimizer, self._model, self.offloads = optimizer, model, offloads
         group_of = {id(each): number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
         members = [each for group in optimizer.param_groups for each in group["params"]]
         counted = {id(each): number for number, each in enumerate(members)}
@@ -97,99 +102,226 @@ class ShardedInPlace:
         self.numbers = {name: counted[id(each)] for name, each in trainable.items()}
         self.shapes = {name: tuple(each.shape) for name, each in trainable.items()}
         self._members = [[counted[id(each)] for each in group["params"]] for group in optimizer.param_groups]
+        self._frozen = {number: each for number, each in enumerate(members) if not each.requires_grad}
         self._before = {name: (tuple(each.shape), optimizer.state.get(each, {})) for name, each in trainable.items()}
         self._slices: list[tuple[Run, nn.Parameter]] = []
+        self.edits, self.has_edited_weights = {"gradients": 0, "weights": 0}, False
+        self.with_gradient, self.reached = set[str](), set[str]()  # names of parameters
+        self._is_running = self._is_stepping = False
+        self._is_behind = self._is_ahead = False  # the gradients on the host, of those on the device
 
     def point_at(self, parameters: Parameters, rank: int) -> None:
         """Take this rank's slices for the parameters, and slices of the states that there are."""
         self.parameters, self.rank = parameters, rank
-        members = [list[nn.Parameter]() for _ in self.optimizer.param_groups]
+        own = [list[nn.Parameter]() for _ in self.optimizer.param_groups]
         self._gradients = summed = parameters.grad_shard
         if self.offloads:
             self._gradients = torch.zeros(summed.shape, dtype=summed.dtype, pin_memory=summed.is_cuda)
         self.optimizer.state.clear()
-        for run in parameters.layout.runs(rank):
+        runs = {parameters.names[run.parameter]: run for run in parameters.layout.runs(rank)}
+        self._guarded, self._gradient_of, nothing = dict[str, Slice](), dict[str, Tensor](), slice(0, 0)
+        for name in self.numbers:
+            place = slice(runs[name].start, runs[name].stop) if name in runs else nothing
+            self._guarded[name] = guarded_slice(self, parameters.master_weights[place])
+            self._gradient_of[name] = guarded_gradient(self, self._gradients[place])
+        for name, run in runs.items():
             piece = nn.Parameter(parameters.master_weights[run.start : run.stop])
-            name = parameters.names[run.parameter]
             shape, state = self._before[name]
             if state:
                 entries = slice(run.entry, run.entry + run.stop - run.start)
-                own = {key: _sliced(value, shape, entries) for key, value in state.items()}
-                self.optimizer.state[piece] = {key: self._placed(value, piece) for key, value in own.items()}
+                kept = {key: _sliced(value, shape, entries) for key, value in state.items()}
+                self.optimizer.state[piece] = {key: self._placed(value, piece) for key, value in kept.items()}
             self._slices.append((run, piece))
-            members[self._groups[name]].append(piece)
-        for group, each in zip(self.optimizer.param_groups, members, strict=True):
-            group["params"] = each
+            own[self._groups[name]].append(piece)
+        by_number = {self.numbers[name]: each for name, each in self._guarded.items()} | self._frozen
+        self._lists = {True: own, False: [[by_number[number] for number in each] for each in self._members]}
+        self._withheld = {
+            name: (each, WithheldGradient(each))
+            for name, each in self._model.named_parameters()
+            if name in self.numbers
+        }
         self._before.clear()
+        self._frozen.clear()
+        self._let_step(False)
         self.optimizer.zero_grad = self.zero_grad
         self.optimizer.register_state_dict_pre_hook(lambda *_: _refuse_slices("state_dict"))
         self.optimizer.register_load_state_dict_pre_hook(lambda *_: _refuse_slices("load_state_dict"))
-        self.optimizer.register_step_post_hook(lambda *_: self._after_step())
+        self._hooks = [each.register_post_accumulate_grad_hook(partial(self._note, name)) for name, each in self._own()]
+        self._before_step = self.optimizer.register_step_pre_hook(lambda *_: self.before_step())
+        self._after_step = self.optimizer.register_step_post_hook(lambda *_: self.after_step())
+        self.withhold_gradients()
+
+    def _own(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the model's parameters that train here, by name."""
+        for name, (parameter, _) in self._withheld.items():
+            yield name, parameter
 
     def _placed(self, value: Any, piece: nn.Parameter) -> Any:
         """Return what was kept of a parameter where its slice now is updated."""
         return value.to(piece.device) if self.offloads and isinstance(value, Tensor) else value
 
-    def take_changes(self) -> None:
-        """Take what the loop wrote into whole parameters since the last step."""
-        if isinstance(self.parameters, FlatParameters):
-            self.parameters.take_changes()
+    def _note(self, name: str, _parameter: Tensor) -> None:
+        """Note that a loss has made a gradient of a parameter."""
+        self.reached.add(name)
 
-    def before_step(self) -> None:
-        """See that the optimizer updates the values that there are by the gradients that there are.
+    # What the loop does to slices in the optimizer's groups.
+
+    def before_use(self, kind: str) -> None:
+        """Have the sum of the gradients where the loop reads it."""
+        if kind == GRADIENTS and self._is_behind:
+            self._gradients.copy_(self.parameters.grad_shard)  # which waits for it
+            self._is_behind = False
+
+    def changed(self, kind: str) -> None:
+        """Count a change of slices."""
+        self.edits[kind] += 1
+        if kind == GRADIENTS:
+            self._is_ahead = self.offloads
+        else:
+            self.has_edited_weights = True
+
+    def settle(self) -> None:
+        """Take in what the loop has done to gradients since the session last ran: set, cleared or changed them.
 
         Raises:
-            ConfigError: the loop cleared the gradients of some parameters alone.
+            ConfigError: it gave the model's own parameters gradients.
         """
-        self._take_cleared()
-        self.take_changes()
-        if self.offloads:
-            self._gradients.copy_(self.parameters.grad_shard)  # which waits for it
-
-    def _after_step(self) -> None:
-        self.parameters.publish()
-        self._let_slices_be()
-
-    def _let_slices_be(self) -> None:
-        for _, piece in self._slices:
-            piece.grad = None  # so that a step before the next backward moves nothing, as in a plain loop
-
-    def _take_cleared(self) -> None:
-        """Clear all gradients where the loop has set those of all parameters to None by hand."""
-        cleared = self._withheld.are_cleared()
-        if cleared and all(cleared):
-            self.zero_grad()
-        elif any(cleared):
-            got, remedy = (
-                f"{sum(cleared)} of {len(cleared)}",
-                "Freeze them, by requires_grad_(False), before the session.",
-            )
-            raise ConfigError("gradients set to None", expected="those of all parameters", got=got, remedy=remedy)
-
-    def attach(self) -> None:
-        """Give each slice its gradient, and each parameter of the model that is there as a whole."""
-        self._take_cleared()
-        self.give_gradients_back()
-        self.parameters.attach_gradients()
-        for run, piece in self._slices:
-            piece.grad = self._gradients[run.start : run.stop]
-
-    def give_gradients_back(self) -> None:
-        """Put the model's own gradients back in their place."""
-        self._withheld.give_back()
+        for name, (parameter, withheld) in self._withheld.items():
+            found = parameter.grad
+            if found is None and name in self.with_gradient:
+                self._guarded[name].grad = None
+            elif found is not None and found is not withheld:
+                expected = "gradients of the session alone, which sums them over the ranks"
+                got = f"a gradient of {name} that a plain backward made, or that was set by hand"
+                remedy = "Put that loss into session.backward, or change slices in optimizer.param_groups."
+                raise ConfigError("gradient of a parameter", expected=expected, got=got, remedy=remedy)
+        for name, guarded in self._guarded.items():
+            found, own = guarded.grad, self._gradient_of[name]
+            if found is (own if name in self.with_gradient else None):
+                continue
+            if found is not own:
+                self.before_use(GRADIENTS)
+                room = plain(own)
+                if found is None:
+                    room.zero_()
+                else:
+                    room.copy_(plain(found))
+                self.changed(GRADIENTS)
+            (self.with_gradient.discard if found is None else self.with_gradient.add)(name)
+        if self._is_ahead:
+            self.parameters.grad_shard.copy_(self._gradients)
+            self._is_ahead = False
+        self.withhold_gradients()
 
     def withhold_gradients(self) -> None:
-        """Let the model's own gradients raise until the next backward: they are this rank's part of the sums."""
-        self._withheld.withhold([parameter for parameter in self._model.parameters() if parameter.requires_grad])
+        """Show the loop which parameters have gradients: the model's own are out of reach, slices have theirs."""
+        for name, (parameter, withheld) in self._withheld.items():
+            parameter.grad = withheld if name in self.with_gradient else None
+        for name, guarded in self._guarded.items():
+            guarded.grad = self._gradient_of[name] if name in self.with_gradient else None
+
+    # A backward of the session.
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Add what backwards make inside to what there is; `reach` says of which parameters."""
+        self.parameters.keep_sum()
+        self.reached.clear()
+        self.parameters.attach_gradients()
+        try:
+            yield
+        finally:
+            self.parameters.detach_gradients()
+            self._is_behind = self.offloads
+            self.withhold_gradients()
+            if self._is_stepping:
+                self._give_gradients()
+
+    @property
+    def num_missing(self) -> int:
+        """Count the parameters here that no loss of this rank has reached since the backward began."""
+        return len(self._withheld) - len(self.reached)
+
+    def reach(self, names: Iterable[str]) -> None:
+        """Give these parameters of the whole model gradients."""
+        self.with_gradient.update(names)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the sum of the gradients."""
+        self.parameters.grad_shard.mul_(factor)
+        self._is_behind = self.offloads
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients of this rank: those of the slices, and those from which the slices are summed."""
-        if set_to_none:
-            self._let_slices_be()
         self.parameters.clear_gradients()
-        self.parameters.grad_shard.zero_()
-        for parameter in self._model.parameters():
-            parameter.grad = None
+        self._gradients.zero_()
+        self._is_behind = self._is_ahead = False
+        if set_to_none:
+            self.with_gradient.clear()
+        self.withhold_gradients()
+        if self._is_stepping:
+            self._give_gradients()
+
+    # A step of the optimizer, and what the loop did to weights before.
+
+    def before_step(self) -> None:
+        """Give the optimizer its slices, with the weights and gradients that the loop has left."""
+        self.settle()
+        self.take_changes()
+        self._let_step(True)
+        self._give_gradients()
+
+    def after_step(self) -> None:
+        """Publish what the optimizer updated."""
+        self._let_step(False)
+        self.publish()
+
+    def _let_step(self, steps: bool) -> None:
+        """Put slices into the groups: as tensors while the optimizer steps, guarded at other times."""
+        self._is_stepping = steps
+        for group, members in zip(self.optimizer.param_groups, self._lists[steps], strict=True):
+            group["params"] = members
+
+    def _give_gradients(self) -> None:
+        self.before_use(GRADIENTS)
+        for run, piece in self._slices:
+            has_one = self.parameters.names[run.parameter] in self.with_gradient
+            piece.grad = self._gradients[run.start : run.stop] if has_one else None
+
+    def take_changes(self) -> None:
+        """Take what the loop wrote into whole parameters since the last step; slices that it wrote to are newer."""
+        if isinstance(self.parameters, FlatParameters) and not self.has_edited_weights:
+            self.parameters.take_changes()
+
+    def publish(self) -> None:
+        """Give all ranks the weights of the slices. Collective."""
+        self.parameters.publish()
+        self.has_edited_weights = False
+
+    def refuse_unpublished(self) -> None:
+        """Refuse a use of the model's own values while slices are newer.
+
+        Raises:
+            ConfigError: they are.
+        """
+        if self.has_edited_weights:
+            expected = "weights that all ranks have"
+            got = "changes to slices in optimizer.param_groups, which the session sends when it next runs"
+            remedy = "Call session.evaluate or another of its methods first, on all ranks."
+            raise ConfigError("model", expected=expected, got=got, remedy=remedy)
+
+    def run_hooks_inside(self) -> None:
+        """Let the loop's own step hooks, whenever they were registered, find guarded slices."""
+        pre, post = self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks
+        pre.move_to_end(self._before_step.id)
+        post.move_to_end(self._after_step.id, last=False)
+
+    def release(self) -> None:
+        """Leave the model's gradients to a plain loop, and let the optimizer refuse steps."""
+        for each in (*self._hooks, self._before_step):
+            each.remove()
+        self.with_gradient.clear()
+        self.withhold_gradients()
 
     def states(self) -> Iterator[tuple[Run, dict[str, Any]]]:
         """Yield what the optimizer keeps of each slice."""
@@ -200,6 +332,11 @@ class ShardedInPlace:
         """Return the groups as torch's `state_dict` does, with the numbers of the whole parameters."""
         groups = ({k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups)
         return [{**group, "params": each} for group, each in zip(groups, self._members, strict=True)]
+
+    def arguments(self) -> list[dict[str, Any]]:
+        """Return the arguments of the groups, such as learning rates, as numbers."""
+        groups = self.optimizer.param_groups
+        return [{key: plain_value(value) for key, value in group.items() if key != "params"} for group in groups]
 
     def set_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Set the arguments of the groups."""
@@ -219,6 +356,11 @@ class ShardedInPlace:
                 }
 
 
+def plain_value(value: Any) -> Any:
+    """Return an argument of a group as a number; a learning rate may be a tensor."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
 def _refuse_slices(name: str) -> None:
     got, remedy = f"optimizer.{name}, which has this rank's slices only", f"Call session.{name}."
     raise ConfigError(f"optimizer.{name}", expected=f"session.{name}", got=got, remedy=remedy)
@@ -233,39 +375,3 @@ def _sliced(value: Any, shape: tuple[int, ...], entries: slice) -> Any:
 
 def _refuse(expected: str, got: str, remedy: str = "Take another optimizer.") -> ConfigError:
     return ConfigError("optimizer", expected=expected, got=got, remedy=remedy)
-
-
-class _Withheld(Tensor):
-    """A tensor that any use of raises."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        del types, args, kwargs
-        remedy = "Use session.clip_grad_norm_, or the result's grad_norm; optimizer.zero_grad clears gradients."
-        expected, got = "no use of it between two backward passes: each rank has only a part", f"{func.__name__} of it"
-        raise ConfigError("gradient of a parameter", expected=expected, got=got, remedy=remedy)
-
-
-class WithheldGradients:
-    """The gradients of parameters that were taken out of reach."""
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[nn.Parameter, Tensor | None]] = []
-
-    def withhold(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Put what raises in the place of gradients."""
-        for parameter in parameters:
-            self._kept.append((parameter, parameter.grad))
-            stands = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-            parameter.grad = stands.as_subclass(_Withheld)  # expanded: one number, whatever the shape
-
-    def are_cleared(self) -> list[bool]:
-        """Return of each parameter whether its gradient was set to None since."""
-        return [parameter.grad is None for parameter, _ in self._kept]
-
-    def give_back(self) -> None:
-        """Put the gradients back where nobody has cleared or replaced them."""
-        for parameter, gradient in self._kept:
-            if isinstance(parameter.grad, _Withheld):
-                parameter.grad = gradient
-        self._kept.clear()

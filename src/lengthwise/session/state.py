@@ -18,7 +18,7 @@ from lengthwise.comm import Transport, broadcast_bytes
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.engine.gathering import gather_to_first, set_master_weights
 from lengthwise.engine.parameters import Parameters
-from lengthwise.session.sharded import ShardedInPlace
+from lengthwise.session.sharded import ShardedInPlace, plain_value
 
 _SHOWN = 10  # parameters that differ
 STATE, GROUPS, _MEMBERS = "state", "param_groups", "params"
@@ -79,7 +79,11 @@ def take_state(
         if given is not None and not problems:
             groups = [{k: v for k, v in group.items() if k != _MEMBERS} for group in given[GROUPS]]
             kinds = {number: sorted(given[STATE].get(number, {})) for number in optimizer.numbers.values()}
-            sent |= {"groups": plain_values(groups), "keys": kinds, "weights": weights is not None}
+            sent |= {
+                "groups": [{k: plain_value(v) for k, v in group.items()} for group in groups],
+                "keys": kinds,
+                "weights": weights is not None,
+            }
     sent = json.loads(broadcast_bytes(transport, json.dumps(sent).encode()))
     raise_problems([ConfigError(where, expected=a, got=b, remedy=c) for where, a, b, c in sent["problems"]])
     optimizer.set_groups(sent["groups"])
@@ -163,8 +167,3 @@ def _other_weights(
         )
         for name in wrong[:_SHOWN]
     ]
-
-
-def plain_values(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return groups whose arguments are plain numbers; a learning rate may be a tensor."""
-    return [{k: v.item() if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups]

@@ -1,0 +1,115 @@
+"""What the ranks of a session compare before they run: what a loop did between steps, on one rank alone by mistake.
+
+One small gather of digests. Then weights that the loop changed through the optimizer's groups are published, and both
+copies of a tied weight, which lie on two stages, made the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lengthwise.comm import Transport, share_numbers
+from lengthwise.core.errors import ConfigError, RankError
+from lengthwise.engine.stage_parameters import StageParameters
+from lengthwise.session.sharded import ShardedInPlace
+
+_BITS = 48  # of a digest, which fp64 has exactly
+_GROUPS = "arguments of the optimizer's groups, such as learning rates"
+_SLICES = "changes to slices in optimizer.param_groups"
+_VALUES = "changes to the model's own parameters"
+_GRADIENTS = "parameters that have a gradient"
+
+
+class Agreement:
+    """Compares the ranks of a session. updates: None: nothing trains."""
+
+    def __init__(self, model: nn.Module, transport: Transport, updates: ShardedInPlace | None) -> None:
+        self._transport, self._updates = transport, updates
+        self._stages = None if updates is None else _stages(updates)
+        self._parameters = dict(model.named_parameters())
+        self._versions = self._counted()
+
+    def _counted(self) -> dict[str, int]:
+        """Return how often each parameter was changed in place, as autograd counts it."""
+        return {name: parameter._version for name, parameter in self._parameters.items()}
+
+    def reach(self, name: str, **numbers: float) -> None:
+        """Compare the ranks before they run `name`, and `numbers` that it was given. Collective.
+
+        What the loop has changed is then published.
+
+        Raises:
+            RankError: a rank did other things than the first.
+            ConfigError: weights were changed in two ways at once.
+        """
+        updates, now, wrong = self._updates, self._counted(), None
+        if updates is not None:
+            try:
+                updates.settle()
+            except ConfigError as error:  # raised once no rank waits for this one
+                wrong = error
+        changed = {each: count - self._versions[each] for each, count in now.items() if count != self._versions[each]}
+        did: dict[str, Any] = {_VALUES: changed, **numbers}
+        if updates is not None:
+            did |= {_SLICES: updates.edits, _GRADIENTS: sorted(updates.with_gradient), _GROUPS: updates.arguments()}
+        self._transport.phase = f"{name}, comparing the ranks"
+        tied = None if self._stages is None else self._stages.tied
+        is_tied = tied is not None and any(self._parameters[each] is tied for each in changed)
+        rows = share_numbers(self._transport, [float(wrong is not None), float(is_tied), *map(_digest, did.values())])
+        if wrong is not None:
+            raise wrong
+        self._refuse_others(rows, did)
+        if updates is not None and updates.has_edited_weights:
+            if changed:
+                expected, got = "changes through optimizer.param_groups, or to the model's parameters", "both at once"
+                raise ConfigError("weights", expected=expected, got=got, remedy="Change them in one of the two ways.")
+            updates.publish()
+        elif self._stages is not None and rows[:, 1].any():
+            self._share_tied(self._stages, rows[:, 1])
+        self._versions = self._counted()
+
+    def _refuse_others(self, rows: Tensor, did: Mapping[str, Any]) -> None:
+        """Raise on all ranks where one has another digest than the first rank that has the same parameters."""
+        stages = 1 if self._stages is None else self._stages.mesh.stages
+        if rows[:, 0].any():
+            where, got = (
+                f"rank {self._transport.rank}, {self._transport.phase}",
+                "a gradient that the session did not make",
+            )
+            remedy = "Its own message says which and what to do."
+            raise RankError(
+                where, expected="ranks that go on", got=f"{got}, on rank {int(rows[:, 0].argmax())}", remedy=remedy
+            )
+        for column, (what, own) in enumerate(did.items(), start=2):
+            apart = 1 if what == _GROUPS else stages
+            others = [rank for rank in range(len(rows)) if rows[rank, column] != rows[rank % apart, column]]
+            if others:
+                where, shown = f"rank {self._transport.rank}, {self._transport.phase}", f"{own}"[:200]
+                ranks = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others[:10]))}"
+                remedy = "Let every rank run the same loop, with the same settings."
+                got = f"others on {ranks}; on this one {shown}"
+                raise RankError(where, expected=f"the same {what} on all ranks", got=got, remedy=remedy)
+
+    def _share_tied(self, parameters: StageParameters, changed: Tensor) -> None:
+        """Make both copies of a tied weight the same, of which the loop changed one, or both alike."""
+        stages = parameters.mesh.stages
+        first, last = bool(changed[::stages].any()), bool(changed[stages - 1 :: stages].any())
+        differs = parameters.share_tied(first=first, last=last)
+        if first and last and share_numbers(self._transport, [float(differs)]).any():
+            expected, got = "one change of a tied weight", "others on the first and the last stage, which have copies"
+            raise ConfigError("weights", expected=expected, got=got, remedy="Change the embedding's weight alone.")
+
+
+def _stages(updates: ShardedInPlace) -> StageParameters | None:
+    return updates.parameters if isinstance(updates.parameters, StageParameters) else None
+
+
+def _digest(did: object) -> float:
+    """Return a number that is another where what was done is another."""
+    text = json.dumps(did, sort_keys=True, default=str).encode()
+    return float(int.from_bytes(hashlib.sha256(text).digest()[: _BITS // 8], "big"))

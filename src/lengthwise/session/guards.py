@@ -1,0 +1,178 @@
+"""What a loop finds in place of gradients and parameters that lie over the ranks.
+
+`WithheldGradient` stands for the gradient of a model's parameter, of which each rank has a part: any use of it raises.
+`Slice` is this rank's part of a parameter, or of its gradient, in the optimizer's groups. What treats each entry by
+itself is the same on a slice as on the whole, so it is allowed, and counted where it changes entries; a norm, a mean or
+a shape of a slice is not that of the whole, and raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.core.errors import ConfigError
+
+GRADIENTS, WEIGHTS = "gradients", "weights"
+
+
+class WithheldGradient(Tensor):
+    """A gradient that any use of raises, by Python or by a backward that adds to it. It takes no memory."""
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor) -> WithheldGradient:
+        """Return the one that stands for a parameter's."""
+        return Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Refuse a use of it."""
+        del types, args, kwargs
+        remedy = "Use session.clip_grad_norm_, or the result's grad_norm; optimizer.zero_grad clears gradients."
+        expected = "no use of it outside of the session's methods: each rank has only a part"
+        raise ConfigError("gradient of a parameter", expected=expected, got=f"{_name(func)} of it", remedy=remedy)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
+        """Refuse what a backward adds to it."""
+        del func, types, args, kwargs
+        remedy = "Put that loss into the session's backward, by loss= or compute_loss=: it is then counted once."
+        expected = "backward by the session alone, which sums gradients over the ranks"
+        raise ConfigError("backward", expected=expected, got="a backward outside of the session", remedy=remedy)
+
+
+class SliceOwner(Protocol):
+    """Who has the slices: called before any use of those of `kind`, and after each change of entries."""
+
+    def before_use(self, kind: str) -> None:
+        """Have the entries where the loop reads them."""
+        ...
+
+    def changed(self, kind: str) -> None:
+        """Count a change."""
+        ...
+
+
+class _Guarded(Tensor):
+    """A tensor of which only what treats each entry by itself is allowed. owner: None of what was computed of one."""
+
+    owner: SliceOwner | None = None
+    kind: str = GRADIENTS
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Allow what treats each entry by itself, and count what changes slices.
+
+        Raises:
+            ConfigError: for all else.
+        """
+        del types
+        name, given = _name(func), [*args, *(kwargs or {}).values()]
+        guarded = list(_guarded(given))
+        if name not in _ALLOWED:
+            kind = guarded[0].kind if guarded else WEIGHTS
+            expected = "what treats each entry by itself: optimizer.param_groups have this rank's slices"
+            where, remedy = f"{kind} in optimizer.param_groups", _REMEDIES[kind]
+            raise ConfigError(where, expected=expected, got=f"{name} of a slice", remedy=remedy)
+        for kind, owner in {each.kind: each.owner for each in guarded if each.owner is not None}.items():
+            if name not in _METADATA:
+                owner.before_use(kind)
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        if name.endswith("_") and not name.endswith("__") or name in _OPERATORS_IN_PLACE:
+            for kind, owner in {
+                each.kind: each.owner for each in _guarded(given[:1]) if each.owner is not None
+            }.items():
+                owner.changed(kind)
+            return found
+        alias = guarded[0] if name in _ALIASES else None
+        return found if name in _METADATA else _as_guarded(found, guarded[0].kind, alias)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Return what it is."""
+        return f"a rank's slice of {self.kind}"
+
+
+class SliceGradient(_Guarded):
+    """This rank's slice of a gradient, or what was computed of slices."""
+
+
+class Slice(_Guarded, nn.Parameter):
+    """This rank's slice of a parameter; empty where the rank has none of it."""
+
+
+def guarded_slice(owner: SliceOwner, weights: Tensor) -> Slice:
+    """Return a slice of a parameter, of the same memory as `weights`, (entries,)."""
+    made = Slice(weights)
+    made.owner, made.kind = owner, WEIGHTS
+    return made
+
+
+def guarded_gradient(owner: SliceOwner, gradient: Tensor) -> SliceGradient:
+    """Return a slice of a gradient, of the same memory as `gradient`, (entries,)."""
+    made = gradient.as_subclass(SliceGradient)
+    made.owner = owner
+    return made
+
+
+def plain(values: Tensor) -> Tensor:
+    """Return a slice as a tensor that is not guarded."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return values.detach().as_subclass(Tensor)
+
+
+def _name(func: Any) -> str:
+    """Return the name of what torch calls; of an attribute its own."""
+    name = getattr(func, "__name__", str(func))
+    return func.__self__.__name__ if name in ("__get__", "__set__", "__delete__") else name
+
+
+def _guarded(values: Any) -> Iterator[_Guarded]:
+    for each in values:
+        if isinstance(each, _Guarded):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from _guarded(each)
+
+
+def _as_guarded(found: Any, kind: str, alias: _Guarded | None) -> Any:
+    """Return what was computed of slices as guarded, too; an alias counts as the slice does."""
+    if isinstance(found, list | tuple):
+        return type(found)(_as_guarded(each, kind, None) for each in found)
+    if not isinstance(found, Tensor) or isinstance(found, _Guarded):
+        return found
+    with torch._C.DisableTorchFunctionSubclass():
+        made = found.as_subclass(SliceGradient)
+    made.kind, made.owner = kind, None if alias is None else alias.owner
+    return made
+
+
+_REMEDIES = {
+    GRADIENTS: "Call session.clip_grad_norm_ for a norm over all ranks, or use the result's grad_norm.",
+    WEIGHTS: "Take norms and shapes of the model's own parameters, or of session.state_dict's.",
+}
+_METADATA = frozenset(
+    "grad device dtype requires_grad requires_grad_ is_leaf grad_fn layout is_cuda is_cpu is_meta is_sparse is_mps is_xpu "
+    "is_quantized is_nested is_floating_point is_complex element_size itemsize get_device _version _backward_hooks "
+    "__hash__ is_inference is_contiguous".split()
+)
+_ALIASES = frozenset(("data", "detach"))
+_BY_ENTRY = "add sub mul div neg abs sign sqrt rsqrt reciprocal pow square exp log lerp addcmul addcdiv clamp clip " + (
+    "clamp_min clamp_max minimum maximum nan_to_num masked_fill floor ceil round trunc sigmoid tanh true_divide multiply"
+)
+_IN_PLACE = " ".join(f"{name}_" for name in f"{_BY_ENTRY} copy zero fill".split())
+_FOREACH = " ".join(f"_foreach_{name}" for name in f"{_BY_ENTRY} {_IN_PLACE}".split())
+_OPERATORS_IN_PLACE = frozenset("__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__".split())
+_OTHERS = (
+    "clone isfinite isnan isinf where eq ne lt le gt ge logical_not zeros_like ones_like full_like empty_like to "
+    + (
+        "float double half bfloat16 cpu cuda type __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rdiv__ "
+        "__rtruediv__ __div__ __pow__ __neg__ __lt__ __le__ __gt__ __ge__ __eq__ __ne__"
+    )
+)
+_ALLOWED = (
+    frozenset(f"{_BY_ENTRY} {_IN_PLACE} {_FOREACH} {_OTHERS}".split()) | _METADATA | _ALIASES | _OPERATORS_IN_PLACE
+)

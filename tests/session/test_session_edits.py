@@ -1,0 +1,246 @@
+"""What a loop does to gradients and weights beside the session's backward: as in the plain loop, or refused."""
+
+import copy
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from loops import in_double, in_ranks, loss_tokens, plain_losses, rows_of, small_model
+
+from lengthwise import Session
+from tiers import more
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+FIRST, SECOND = rows_of([20, 30], 1), rows_of([7, 41, 2], 2)
+LAYOUTS = {
+    "alone": (1, {}),
+    "zero1": (2, {"shard": "zero1"}),
+    "host": (2, {"shard": "zero1", "offload_optimizer": True}),
+    "zero3": (2, {"shard": "zero3"}),
+    "hybrid": (4, {"shard": "hybrid", "ranks_per_node": 2}),
+    "stages": (2, {"stages": 2}),
+    "replicas": (4, {"stages": 2}),
+}
+
+
+PROGRAMS = []
+
+
+def program(work):
+    """Note what a loop does between the start and its last step."""
+    PROGRAMS.append(work)
+    return work
+
+
+def members(loop):
+    return [parameter for group in loop.optimizer.param_groups for parameter in group["params"]]
+
+
+def halve_gradients(loop):
+    for parameter in members(loop):
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def halve_data_of_gradients(loop):
+    torch._foreach_mul_([each.grad.data for each in members(loop) if each.grad is not None], 0.5)
+
+
+def clamp_weights(loop):
+    with torch.no_grad():
+        for parameter in members(loop):
+            parameter.clamp_(-0.02, 0.02)
+
+
+@program
+def steps_twice(loop):
+    loop.backward(FIRST)
+    loop.step()
+    loop.step()
+    loop.backward(SECOND)
+
+
+@program
+def clip_between_backwards(loop):
+    loop.backward(FIRST)
+    loop.clip(0.05)
+    loop.backward(SECOND)
+
+
+@program
+def clip_twice(loop):
+    loop.backward(FIRST)
+    loop.clip(0.1)
+    loop.clip(0.05)
+
+
+@program
+def clip_scaled(loop):
+    loop.backward(FIRST)
+    halve_gradients(loop)
+    halve_data_of_gradients(loop)
+    loop.clip(0.05)
+    loop.backward(SECOND)
+
+
+@program
+def clamp_gradients(loop):
+    loop.backward(FIRST)
+    torch.nn.utils.clip_grad_value_(members(loop), 1e-3)
+    loop.clip(1e9)
+
+
+@program
+def clear_to_zero(loop):
+    loop.backward(FIRST)
+    loop.step()
+    loop.optimizer.zero_grad(set_to_none=False)
+    loop.step()
+
+
+@program
+def clear_some(loop):
+    loop.backward(FIRST)
+    members(loop)[1].grad = None
+    members(loop)[2].grad = torch.zeros_like(members(loop)[2])
+    loop.clip(0.05)
+    loop.step()
+    loop.backward(SECOND)
+
+
+@program
+def clear_one_of_the_model(loop):
+    loop.backward(FIRST)
+    for name, parameter in loop.model.named_parameters():
+        if "layers.1" in name:
+            parameter.grad = None
+    loop.step()
+    loop.backward(SECOND)
+
+
+@program
+def clamp_between_steps(loop):
+    for rows in (FIRST, SECOND):
+        loop.backward(rows)
+        loop.step()
+        loop.optimizer.zero_grad()
+        clamp_weights(loop)
+    loop.backward(FIRST)
+
+
+@program
+def clamp_before_a_step(loop):
+    loop.backward(FIRST)
+    clamp_weights(loop)
+
+
+@program
+def clamp_in_hooks(loop):
+    loop.optimizer.register_step_post_hook(lambda *_: clamp_weights(loop))
+    loop.optimizer.register_step_pre_hook(lambda *_: clamp_weights(loop))
+    clamp_between_steps(loop)
+
+
+@program
+def step_with_closure(loop):
+    def closure():
+        loop.optimizer.zero_grad()
+        loop.backward(SECOND)
+        loop.clip(0.1)
+
+    loop.backward(FIRST)
+    loop.optimizer.step(closure)
+    loop.optimizer.step(closure)
+
+
+@program
+def forget_to_clear(loop):
+    for rows in (FIRST, SECOND):
+        loop.backward(rows)
+        loop.step()
+
+
+@program
+def evaluate_between(loop):
+    loop.backward(FIRST)
+    loop.evaluate(SECOND)
+    loop.clip(0.05)
+
+
+class Plain:
+    """The loop in one process, of whole rows one after the other."""
+
+    def __init__(self, model):
+        self.model, self.optimizer, self.numbers = model, ADAMW(model.parameters()), []
+
+    def step(self):
+        self.optimizer.step()
+
+    def backward(self, rows):
+        for loss in plain_losses(self.model, rows):
+            (loss / loss_tokens(rows)).backward()
+
+    def evaluate(self, rows):
+        with torch.no_grad():
+            self.numbers.append(sum(loss.item() for loss in plain_losses(self.model, rows)) / loss_tokens(rows))
+
+    def clip(self, limit):
+        self.numbers.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item())
+
+    def weights(self):
+        return {name: each.detach() for name, each in self.model.named_parameters()}
+
+
+class Planned(Plain):
+    """The same with a session."""
+
+    def __init__(self, model, options):
+        super().__init__(model)
+        self.session = Session(model, self.optimizer, capacity_tokens=64, **options)
+
+    def backward(self, rows):
+        self.session.backward(rows)
+
+    def evaluate(self, rows):
+        with (
+            Session(self.model, capacity_tokens=64)
+            if self.session.shard == "zero1"
+            else nullcontext(self.session) as own
+        ):
+            self.numbers.append(own.evaluate(rows).loss)
+
+    def clip(self, limit):
+        self.numbers.append(self.session.clip_grad_norm_(limit))
+
+    def weights(self):
+        return self.session.state_dict().get("master_weights", {})
+
+
+def unreached(model):
+    """Return a model with a parameter that no loss reaches, which decays nowhere."""
+    model.unused = torch.nn.Parameter(torch.ones(5, dtype=torch.float64))
+    return model
+
+
+def differences(options):
+    """Return of every program how far weights and numbers are from the plain loop's."""
+    found = {}
+    for work in PROGRAMS:
+        model = unreached(small_model(tie_word_embeddings=True))
+        plain, planned = Plain(copy.deepcopy(model)), Planned(model, options)
+        for loop in (plain, planned):
+            work(loop)
+            loop.step()
+        pairs = [(a, plain.weights()[name]) for name, a in planned.weights().items()]
+        pairs += [(torch.tensor(a), torch.tensor(b)) for a, b in zip(planned.numbers, plain.numbers, strict=True)]
+        found[work.__name__] = max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
+        planned.session.close()
+    return found
+
+
+@pytest.mark.parametrize("layout", ["zero1", "stages", *map(more, ("alone", "host", "zero3", "hybrid", "replicas"))])
+def test_what_a_loop_does_beside_backward_is_as_in_the_plain_loop(layout, tmp_path):
+    ranks, options = LAYOUTS[layout]
+    for found in in_ranks(in_double(lambda _rank: differences(options)), ranks, tmp_path):
+        assert {name: far for name, far in found.items() if far > 1e-10} == {}
