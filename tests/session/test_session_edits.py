@@ -219,7 +219,7 @@ class Planned(Plain):
 
 def unreached(model):
     """Return a model with a parameter that no loss reaches, which decays nowhere."""
-    model.unused = torch.nn.Parameter(torch.ones(5, dtype=torch.float64))
+    model.model.layers[0].unused = torch.nn.Parameter(torch.ones(5, dtype=torch.float64))
     return model
 
 

@@ -82,7 +82,7 @@ class _Guarded(Tensor):
                 owner.before_use(kind)
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
-        if name.endswith("_") and not name.endswith("__") or name in _OPERATORS_IN_PLACE:
+        if (name.endswith("_") and not name.endswith("__")) or name in _OPERATORS_IN_PLACE:
             for kind, owner in {
                 each.kind: each.owner for each in _guarded(given[:1]) if each.owner is not None
             }.items():
@@ -155,9 +155,34 @@ _REMEDIES = {
     WEIGHTS: "Take norms and shapes of the model's own parameters, or of session.state_dict's.",
 }
 _METADATA = frozenset(
-    "grad device dtype requires_grad requires_grad_ is_leaf grad_fn layout is_cuda is_cpu is_meta is_sparse is_mps is_xpu "
-    "is_quantized is_nested is_floating_point is_complex element_size itemsize get_device _version _backward_hooks "
-    "__hash__ is_inference is_contiguous".split()
+    [
+        "grad",
+        "device",
+        "dtype",
+        "requires_grad",
+        "requires_grad_",
+        "is_leaf",
+        "grad_fn",
+        "layout",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_mps",
+        "is_xpu",
+        "is_quantized",
+        "is_nested",
+        "is_floating_point",
+        "is_complex",
+        "element_size",
+        "itemsize",
+        "get_device",
+        "_version",
+        "_backward_hooks",
+        "__hash__",
+        "is_inference",
+        "is_contiguous",
+    ]
 )
 _ALIASES = frozenset(("data", "detach"))
 _BY_ENTRY = "add sub mul div neg abs sign sqrt rsqrt reciprocal pow square exp log lerp addcmul addcdiv clamp clip " + (
@@ -165,7 +190,7 @@ _BY_ENTRY = "add sub mul div neg abs sign sqrt rsqrt reciprocal pow square exp l
 )
 _IN_PLACE = " ".join(f"{name}_" for name in f"{_BY_ENTRY} copy zero fill".split())
 _FOREACH = " ".join(f"_foreach_{name}" for name in f"{_BY_ENTRY} {_IN_PLACE}".split())
-_OPERATORS_IN_PLACE = frozenset("__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__".split())
+_OPERATORS_IN_PLACE = frozenset(["__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__"])
 _OTHERS = (
     "clone isfinite isnan isinf where eq ne lt le gt ge logical_not zeros_like ones_like full_like empty_like to "
     + (

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lengthwise.core.errors import LengthwiseError, ModelRefused, raise_problems
 from lengthwise.engine.units import FreedParameter
 from lengthwise.models import DTYPES, check_model_config, check_recompute, has_balance_loss, wrapped_layers
+from lengthwise.models.stages import PassedThrough
 
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -68,6 +69,8 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
     if any(isinstance(parameter, FreedParameter) for parameter in model.parameters()):
         remedy = "Use that session, or load the model again."
         refuse("parameters with values", "those of a model that a session has sharded", remedy)
+    if any(isinstance(module, PassedThrough) for module in model.modules()):
+        refuse("a whole model", "one of which a session has kept a stage", "Use that session, or load the model again.")
     if getattr(model, "is_quantized", False):
         refuse("a model that is not quantized", "a quantized one", "Load it in bfloat16.")
     raise_problems(problems)

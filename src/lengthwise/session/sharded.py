@@ -250,6 +250,8 @@ class ShardedInPlace:
         """Multiply the sum of the gradients."""
         self.parameters.grad_shard.mul_(factor)
         self._is_behind = self.offloads
+        if self._is_stepping:
+            self._give_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients of this rank: those of the slices, and those from which the slices are summed."""
