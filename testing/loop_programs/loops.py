@@ -1,0 +1,388 @@
+"""Two loops that run a program: a plain one in fp64, a sequence at a time, and one on a session.
+
+What a user writes is the same in both and stands once, in `Loop`; what a session replaces is in the two others.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lengthwise import Session
+from lengthwise.models import keep_double
+from testing.loop_programs.program import LAYOUTS, Operation, Program
+
+VOCAB = 24
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+}
+_DECAY, _GAMMA = 0.1, 0.7
+Numbers = list[float]
+
+
+def make_model(kind: str) -> nn.Module:
+    """Return the tiny fp64 model of a kind of `program.MODELS`, always the same values."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        config: Any = LlamaConfig(**_SIZES, tie_word_embeddings=kind == "tied")
+        config._attn_implementation = "eager"
+        model: Any = LlamaForCausalLM(config).double().train()
+        if kind == "unreached":
+            model.model.layers[0].unreached = nn.Parameter(torch.randn(7, dtype=torch.float64))
+        if kind == "adapters":
+            from peft import LoraConfig, get_peft_model
+
+            adapters = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+            model = get_peft_model(model, adapters).double()
+    return model
+
+
+def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer of two groups, of which one decays."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    rate = 0.05 if kind == "sgd" else 1e-2
+    groups = [
+        {"params": trained[::2], "lr": rate, "weight_decay": _DECAY},
+        {"params": trained[1::2], "lr": 2 * rate, "weight_decay": 0.0},
+    ]
+    if kind == "sgd":
+        return torch.optim.SGD(groups, lr=rate, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=rate, eps=1e-4)  # so large that rounding of small gradients stays rounding
+
+
+def make_rows(lengths: Sequence[int], seed: int) -> list[dict[str, Tensor]]:
+    """Draw rows of these lengths; the first has a loss on every token, the others on most."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for number, length in enumerate(lengths):
+        ids = torch.randint(0, VOCAB, (length,), generator=generator)
+        hidden = torch.rand(length, generator=generator) < (0.3 if number else 0.0)
+        rows.append({"input_ids": ids, "labels": torch.where(hidden, -100, ids)})
+    return rows
+
+
+def loss_tokens(rows: Sequence[Mapping[str, Tensor]]) -> float:
+    """Count the tokens that have a loss."""
+    return float(sum(int((row["labels"][1:] != -100).sum()) for row in rows))
+
+
+class Loop:
+    """A user's loop, with a method for each operation; each returns the numbers to compare."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._start()
+        if program.early_hook is not None:
+            self.hook(when=program.early_hook, what="weights")
+
+    def _start(self) -> None:
+        self.model = make_model(self.program.model)
+        self.optimizer = make_optimizer(self.program.optimizer, self.model)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, _GAMMA)
+
+    # What a session replaces, beside `step`, `reload` and `alone`.
+
+    def backward(self, lengths: Sequence[int], seed: int, loss: str, normalizer: float | None) -> Numbers:
+        raise NotImplementedError
+
+    def evaluate(self, lengths: Sequence[int], seed: int) -> Numbers:
+        raise NotImplementedError
+
+    # What is the user's own.
+
+    def groups(self, group: int | None = None) -> Iterator[nn.Parameter]:
+        """Yield the parameters of a group, or all, as the optimizer has them now."""
+        for number, each in enumerate(self.optimizer.param_groups):
+            if group in (None, number):
+                yield from each["params"]
+
+    def named(self, name: str) -> Iterator[nn.Parameter]:
+        """Yield the model's parameters with a name, or a second name, that has `name` in it, each once."""
+        found = dict[int, nn.Parameter]()
+        for own, each in self.model.named_parameters(remove_duplicate=False):
+            if name in own:
+                found[id(each)] = each
+        yield from found.values()
+
+    def scale_groups(self, group: int | None, factor: float) -> Numbers:
+        for each in self.groups(group):
+            if each.grad is not None:
+                each.grad.mul_(factor)
+        return []
+
+    def set_gradients_of_groups(self, group: int | None, value: float | None) -> Numbers:
+        return self._set_gradients(self.groups(group), value)
+
+    def set_gradients_named(self, name: str, value: float | None) -> Numbers:
+        return self._set_gradients((each for each in self.named(name) if each.requires_grad), value)
+
+    def _set_gradients(self, parameters: Iterator[nn.Parameter], value: float | None) -> Numbers:
+        for each in parameters:
+            each.grad = None if value is None else torch.full_like(each, value)
+        return []
+
+    def clip_groups(self, group: int | None, limit: float) -> Numbers:
+        return [float(nn.utils.clip_grad_norm_(list(self.groups(group)), limit))]
+
+    def clip_model(self, limit: float) -> Numbers:
+        return [float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))]
+
+    def zero_grad(self, to_none: bool) -> Numbers:
+        self.optimizer.zero_grad(set_to_none=to_none)
+        return []
+
+    def zero_grad_of_model(self, to_none: bool) -> Numbers:
+        self.model.zero_grad(set_to_none=to_none)
+        return []
+
+    def scale_lr(self, group: int | None, factor: float) -> Numbers:
+        for number, each in enumerate(self.optimizer.param_groups):
+            if group in (None, number):
+                each["lr"] *= factor
+        return []
+
+    def scheduler_step(self) -> Numbers:
+        self.scheduler.step()
+        return [each["lr"] for each in self.optimizer.param_groups]
+
+    def write_groups(self, group: int | None, edit: str) -> Numbers:
+        return self._write(self.groups(group), edit)
+
+    def write_named(self, name: str, edit: str) -> Numbers:
+        return self._write((each for each in self.named(name) if each.requires_grad), edit)
+
+    def _write(self, parameters: Iterator[nn.Parameter], edit: str) -> Numbers:
+        with torch.no_grad():
+            for each in parameters:
+                if edit == "clamp":
+                    each.clamp_(-0.2, 0.2)
+                else:
+                    each.mul_(0.8)
+        return []
+
+    def swap_groups(self, lengths: Sequence[int], seed: int) -> Numbers:
+        return self._swap(lambda: self.groups(), lengths, seed)
+
+    def swap_named(self, lengths: Sequence[int], seed: int) -> Numbers:
+        return self._swap(lambda: (each for each in self.named("") if each.requires_grad), lengths, seed)
+
+    def _swap(self, parameters: Callable[[], Iterator[nn.Parameter]], lengths: Sequence[int], seed: int) -> Numbers:
+        """Evaluate with other weights, as loops do with averages of weights."""
+        with torch.no_grad():
+            kept = [each.clone() for each in parameters()]
+            self._write(parameters(), "shrink")
+            found = self.evaluate(lengths, seed)
+            for each, before in zip(parameters(), kept, strict=True):
+                each.copy_(before)
+        return found
+
+    def hook(self, when: str, what: str) -> Numbers:
+        def run(*_: object) -> None:
+            if what == "weights":
+                self.write_groups(None, "shrink")
+            else:
+                self.scale_groups(None, 0.5)
+
+        register = getattr(self.optimizer, f"register_step_{when}_hook")
+        register(run)
+        return []
+
+    def load_model(self, factor: float) -> Numbers:
+        self.model.load_state_dict({name: each * factor for name, each in self.model.state_dict().items()})
+        return []
+
+    def backward_of_model(self, lengths: Sequence[int], seed: int) -> Numbers:
+        """Add the gradient of a loss of the user's own."""
+        loss = sum(
+            self.model(input_ids=row["input_ids"][None]).logits.square().mean() for row in make_rows(lengths, seed)
+        )
+        assert isinstance(loss, Tensor), "there is a row"
+        loss.mul(0.1).backward()
+        return [loss.item()]
+
+    def backward_of_weights(self, name: str) -> Numbers:
+        """Add the gradient of a penalty on weights; where there are none of the name, nothing."""
+        found = [each.square().sum() for each in self.named(name) if each.requires_grad]
+        if found:
+            torch.stack(found).sum().mul(0.01).backward()
+        return []
+
+    def freeze(self, name: str) -> Numbers:
+        found = [each for each in self.named(name) if each.requires_grad] or list(self.named(""))[:1]
+        for each in found:
+            each.requires_grad_(False)
+        return []
+
+    def step_closure(self, lengths: Sequence[int], seed: int, loss: str, normalizer: float | None) -> Numbers:
+        numbers = Numbers()
+
+        def closure() -> float:
+            self.optimizer.zero_grad()
+            numbers.extend(self.backward(lengths, seed, loss, normalizer))
+            return numbers[0]
+
+        numbers.append(float(self.optimizer.step(closure) or 0.0))
+        self._after_step()
+        return numbers
+
+    def _after_step(self) -> None: ...
+
+
+class PlainLoop(Loop):
+    """The loop that a session must equal: one process, whole sequences one at a time."""
+
+    def backward(self, lengths: Sequence[int], seed: int, loss: str, normalizer: float | None) -> Numbers:
+        with torch.enable_grad():
+            found = self._loss(lengths, seed, loss, normalizer)
+            found.backward()
+        return [found.item(), self._norm()]
+
+    def evaluate(self, lengths: Sequence[int], seed: int) -> Numbers:
+        with torch.no_grad():
+            return [self._loss(lengths, seed, "next token", None).item()]
+
+    def evaluate_elsewhere(self, lengths: Sequence[int], seed: int) -> Numbers:
+        return self.evaluate(lengths, seed)
+
+    def _loss(self, lengths: Sequence[int], seed: int, loss: str, normalizer: float | None) -> Tensor:
+        rows = make_rows(lengths, seed)
+        each = list[Tensor]()
+        for row in rows:
+            logits = self.model(input_ids=row["input_ids"][None], use_cache=False).logits[0, :-1]
+            each.append(F.cross_entropy(logits, row["labels"][1:], ignore_index=-100, reduction="none"))
+        if loss == "by sequence":
+            return torch.stack([one.sum() for one in each]).square().mean()
+        found = torch.cat(each)
+        return (found.square() if loss == "squares" else found).sum() / (normalizer or loss_tokens(rows))
+
+    def _norm(self) -> float:
+        found = [each.grad.norm() for each in self.model.parameters() if each.grad is not None]
+        return float(torch.stack(found).norm()) if found else 0.0
+
+    def clip(self, limit: float) -> Numbers:
+        return [float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))]
+
+    def step(self) -> Numbers:
+        self.optimizer.step()
+        self._after_step()
+        return []
+
+    def _after_step(self) -> None:
+        self.optimizer.zero_grad()  # a session clears gradients in a step
+
+    def reload(self) -> Numbers:
+        """Go on with an optimizer without hooks and gradients."""
+        model, state = self.model.state_dict(), self.optimizer.state_dict()
+        self._start()
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(state)
+        return []
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return what trained, by name."""
+        return {name: each.detach().clone() for name, each in self.model.named_parameters() if each.requires_grad}
+
+
+class PlannedLoop(Loop):
+    """The same loop on a session, on this rank. wait_seconds: for another rank."""
+
+    def __init__(self, program: Program, wait_seconds: float) -> None:
+        self._wait_seconds = wait_seconds
+        super().__init__(program)
+
+    def _start(self) -> None:
+        super()._start()
+        self.session = self._opened(self.optimizer)
+
+    def _opened(self, optimizer: torch.optim.Optimizer | None, **changes: Any) -> Session:
+        layout = LAYOUTS[self.program.layout]
+        capacity = 64 if self.program.ranks == 1 else layout.capacity
+        options: dict[str, Any] = {"capacity_tokens": capacity, "recompute": "none", **layout.options, **changes}
+        return Session(self.model, optimizer, timeout_seconds=self._wait_seconds, **options)
+
+    def backward(self, lengths: Sequence[int], seed: int, loss: str, normalizer: float | None) -> Numbers:
+        rows = make_rows(lengths, seed)
+        if loss == "by sequence":
+            result = self.session.backward_by_sequence(rows, combine=lambda sums: sums.square().mean())
+        elif loss == "compute_loss":
+            divisor = loss_tokens(rows)
+            result = self.session.backward(
+                rows, compute_loss=lambda model, inputs: model(**inputs, num_items_in_batch=divisor).loss
+            )
+        else:
+            own = _squares if loss == "squares" else None
+            result = self.session.backward(rows, loss=own, normalizer=normalizer)
+        return [result.loss, float(result.grad_norm or 0.0)]
+
+    def evaluate(self, lengths: Sequence[int], seed: int) -> Numbers:
+        return [self.session.evaluate(make_rows(lengths, seed)).loss]
+
+    def evaluate_elsewhere(self, lengths: Sequence[int], seed: int) -> Numbers:
+        options = {"shard": "zero1", "stages": 1, "offload_optimizer": False, "ranks_per_node": None}
+        with self._opened(None, **options) as session:
+            return [session.evaluate(make_rows(lengths, seed)).loss]
+
+    def clip(self, limit: float) -> Numbers:
+        return [self.session.clip_grad_norm_(limit)]
+
+    def step(self) -> Numbers:
+        self.optimizer.step()
+        return []
+
+    def reload(self) -> Numbers:
+        state = self.session.state_dict()
+        self.session.close()
+        self._start()
+        self.session.load_state_dict(state)
+        return []
+
+    def alone(self, rank: int, what: str) -> Numbers:
+        is_own = self.session.rank == rank % self.session.world_size
+        if what == "limit":
+            self.session.clip_grad_norm_(0.01 if is_own else 0.02)
+        elif is_own and what == "lr":
+            self.scale_lr(None, 0.5)
+        elif is_own and what == "weights of groups":
+            self.write_groups(None, "shrink")
+        elif is_own and what == "weights by name":
+            self.write_named("", "shrink")
+        elif is_own and what == "gradients of groups":
+            self.scale_groups(None, 0.5)
+        elif is_own:
+            self.optimizer.zero_grad()
+        return []
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return what trained, by name, on rank 0; {} on others. Collective."""
+        return self.session.state_dict().get("master_weights", {})
+
+    def close(self) -> None:
+        self.session.close()
+
+
+def _squares(output: Any, tokens: Any) -> Tensor:
+    each = F.cross_entropy(output.logits[0], tokens.shift_labels, ignore_index=-100, reduction="none")
+    return each.square().sum()
+
+
+def run_operations(loop: Loop, operations: Sequence[Operation], numbers: list[Numbers]) -> None:
+    """Run operations, and append what each operation returns to `numbers`, quietly and in fp64."""
+    with keep_double(torch.float64), warnings.catch_warnings(), redirect_stdout(StringIO()):
+        warnings.simplefilter("ignore")
+        for each in operations:
+            numbers.append(getattr(loop, each.name)(**each.arguments))
