@@ -203,12 +203,9 @@ class Planned(Plain):
         self.session.backward(rows)
 
     def evaluate(self, rows):
-        with (
-            Session(self.model, capacity_tokens=64)
-            if self.session.shard == "zero1"
-            else nullcontext(self.session) as own
-        ):
-            self.numbers.append(own.evaluate(rows).loss)
+        opens = self.session.shard == "zero1" and self.session._engine.pipeline is None
+        with Session(self.model, capacity_tokens=64) if opens else nullcontext(self.session) as evaluating:
+            self.numbers.append(evaluating.evaluate(rows).loss)
 
     def clip(self, limit):
         self.numbers.append(self.session.clip_grad_norm_(limit))

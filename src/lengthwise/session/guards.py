@@ -23,7 +23,7 @@ class WithheldGradient(Tensor):
     """A gradient that any use of raises, by Python or by a backward that adds to it. It takes no memory."""
 
     @staticmethod
-    def __new__(cls, parameter: Tensor) -> WithheldGradient:
+    def __new__(cls: Any, parameter: Tensor) -> Any:
         """Return the one that stands for a parameter's."""
         return Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
@@ -155,49 +155,36 @@ _REMEDIES = {
     WEIGHTS: "Take norms and shapes of the model's own parameters, or of session.state_dict's.",
 }
 _METADATA = frozenset(
-    [
-        "grad",
-        "device",
-        "dtype",
-        "requires_grad",
-        "requires_grad_",
-        "is_leaf",
-        "grad_fn",
-        "layout",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-        "is_sparse",
-        "is_mps",
-        "is_xpu",
-        "is_quantized",
-        "is_nested",
-        "is_floating_point",
-        "is_complex",
-        "element_size",
-        "itemsize",
-        "get_device",
-        "_version",
-        "_backward_hooks",
-        "__hash__",
-        "is_inference",
-        "is_contiguous",
-    ]
-)
-_ALIASES = frozenset(("data", "detach"))
-_BY_ENTRY = "add sub mul div neg abs sign sqrt rsqrt reciprocal pow square exp log lerp addcmul addcdiv clamp clip " + (
-    "clamp_min clamp_max minimum maximum nan_to_num masked_fill floor ceil round trunc sigmoid tanh true_divide multiply"
-)
-_IN_PLACE = " ".join(f"{name}_" for name in f"{_BY_ENTRY} copy zero fill".split())
-_FOREACH = " ".join(f"_foreach_{name}" for name in f"{_BY_ENTRY} {_IN_PLACE}".split())
-_OPERATORS_IN_PLACE = frozenset(["__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__"])
-_OTHERS = (
-    "clone isfinite isnan isinf where eq ne lt le gt ge logical_not zeros_like ones_like full_like empty_like to "
-    + (
-        "float double half bfloat16 cpu cuda type __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rdiv__ "
-        "__rtruediv__ __div__ __pow__ __neg__ __lt__ __le__ __gt__ __ge__ __eq__ __ne__"
+    (
+        *("grad", "device", "dtype", "layout", "requires_grad", "requires_grad_", "is_leaf", "grad_fn", "_version"),
+        *(
+            "is_cuda",
+            "is_cpu",
+            "is_meta",
+            "is_mps",
+            "is_xpu",
+            "is_sparse",
+            "is_quantized",
+            "is_nested",
+            "is_contiguous",
+        ),
+        *("is_floating_point", "is_complex", "element_size", "itemsize", "get_device", "_backward_hooks", "__hash__"),
     )
 )
-_ALLOWED = (
-    frozenset(f"{_BY_ENTRY} {_IN_PLACE} {_FOREACH} {_OTHERS}".split()) | _METADATA | _ALIASES | _OPERATORS_IN_PLACE
+_ALIASES = frozenset(("data", "detach"))
+_BY_ENTRY = (
+    *("add", "sub", "mul", "div", "neg", "abs", "sign", "sqrt", "rsqrt", "reciprocal", "pow", "square", "exp", "log"),
+    *("lerp", "addcmul", "addcdiv", "clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "nan_to_num"),
+    *("masked_fill", "floor", "ceil", "round", "trunc", "sigmoid", "tanh", "true_divide", "multiply"),
 )
+_IN_PLACE = tuple(f"{name}_" for name in (*_BY_ENTRY, "copy", "zero", "fill"))
+_FOREACH = tuple(f"_foreach_{name}" for name in (*_BY_ENTRY, *_IN_PLACE))
+_OPERATORS = ("add", "sub", "mul", "truediv", "div", "pow")
+_OPERATORS_IN_PLACE = frozenset(f"__i{name}__" for name in _OPERATORS)
+_OTHERS = (
+    *("clone", "isfinite", "isnan", "isinf", "where", "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "to", "type"),
+    *("zeros_like", "ones_like", "full_like", "empty_like", "float", "double", "half", "bfloat16", "cpu", "cuda"),
+    *(f"__{side}{name}__" for name in (*_OPERATORS, "neg") for side in ("", "r")),
+    *(f"__{name}__" for name in ("lt", "le", "gt", "ge", "eq", "ne")),
+)
+_ALLOWED = _METADATA | _ALIASES | _OPERATORS_IN_PLACE | {*_BY_ENTRY, *_IN_PLACE, *_FOREACH, *_OTHERS}

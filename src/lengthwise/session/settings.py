@@ -302,8 +302,9 @@ def planning_of(engine: Engine, sharded: ShardedInPlace | None, cost: Cost, sett
         capacities = {"none": max(found.plain.values())}
     else:
         kept, end = _optimizer_bytes(sharded)
-        measured = measured_of(engine, kept_bytes=kept, end_bytes=end, trains=True, **how)
-        sharded.parameters.clear_gradients()
+        with sharded.collecting():
+            measured = measured_of(engine, kept_bytes=kept, end_bytes=end, trains=True, **how)
+        sharded.zero_grad()
         capacities = dict(measured.plain)
     trained = 0 if sharded is None else sum(math.prod(shape) for shape in sharded.shapes.values())
     return step_planning(

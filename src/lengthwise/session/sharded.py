@@ -4,10 +4,10 @@ An optimizer that computes each entry by itself gives the same on a slice as on 
 name. What its user keeps is the object: schedulers change its groups, `step` updates the slices, and a hook then
 publishes them to all ranks.
 
-The sum of the gradients over the ranks has one owner, `ShardedInPlace`, from the end of a backward until the loop clears
-it. While the optimizer steps, its groups hold slices as tensors; at all other times guarded ones (`session.guards`), one
-for each parameter in the loop's order, so that what the loop changes there is counted and alike on all ranks.
-Offloaded, slices and states are in the host's memory, and the sum is copied there when it is used.
+The sum of the gradients over the ranks has one owner, `ShardedInPlace`, from the end of a backward until the loop
+clears it. While the optimizer steps, its groups hold slices as tensors; at all other times guarded ones
+(`session.guards`), one for each parameter in the loop's order, so that what the loop changes there is counted and alike
+on all ranks. Offloaded, slices and states are in the host's memory, and the sum is copied there when it is used.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class ShardedInPlace:
     where they are updated by gradients that are copied there. parameters: that were cut. numbers:
     which of the optimizer's parameters, as torch counts them, each that trains is, by its name in the whole model.
     shapes: of each of them. rank: of this one among those over which `parameters` lie. edits: changes that the loop
-    made to slices of gradients and of weights. has_edited_weights: some of them are not published. with_gradient: names of
-    the parameters that have one, as a loss has reached them on some rank since gradients were cleared. reached: those that
-    a loss of this rank has reached in the last backward.
+    made to slices of gradients and of weights. has_edited_weights: some of them are not published. reached: names of
+    the parameters that a loss of this rank has reached in the last backward. with_gradient: those that have one, as a
+    loss of some rank has reached them since gradients were cleared.
     """
 
     parameters: Parameters
