@@ -233,6 +233,7 @@ class ShardedInPlace:
         finally:
             self.parameters.detach_gradients()
             self._is_behind = self.offloads
+            self._order_hooks()
             self.withhold_gradients()
             if self._is_stepping:
                 self._give_gradients()
@@ -312,8 +313,8 @@ class ShardedInPlace:
             remedy = "Call session.evaluate or another of its methods first, on all ranks."
             raise ConfigError("model", expected=expected, got=got, remedy=remedy)
 
-    def run_hooks_inside(self) -> None:
-        """Let the loop's own step hooks, whenever they were registered, find guarded slices."""
+    def _order_hooks(self) -> None:
+        """Let the loop's own hooks of a step, whenever they were registered, find guarded slices."""
         pre, post = self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks
         pre.move_to_end(self._before_step.id)
         post.move_to_end(self._after_step.id, last=False)
