@@ -95,7 +95,7 @@ class Loop:
         self.optimizer = make_optimizer(self.program.optimizer, self.model)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, _GAMMA)
 
-    # What a session replaces, beside `step`, `reload` and `alone`.
+    # What a session replaces, beside `clip`, `reload`, `evaluate_elsewhere` and `alone`.
 
     def backward(self, lengths: Sequence[int], seed: int, loss: str, normalizer: float | None) -> Numbers:
         raise NotImplementedError
@@ -141,6 +141,10 @@ class Loop:
 
     def clip_model(self, limit: float) -> Numbers:
         return [float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))]
+
+    def step(self) -> Numbers:
+        self.optimizer.step()
+        return []
 
     def zero_grad(self, to_none: bool) -> Numbers:
         self.optimizer.zero_grad(set_to_none=to_none)
@@ -237,10 +241,7 @@ class Loop:
             return numbers[0]
 
         numbers.append(float(self.optimizer.step(closure) or 0.0))
-        self._after_step()
         return numbers
-
-    def _after_step(self) -> None: ...
 
 
 class PlainLoop(Loop):
@@ -276,14 +277,6 @@ class PlainLoop(Loop):
 
     def clip(self, limit: float) -> Numbers:
         return [float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))]
-
-    def step(self) -> Numbers:
-        self.optimizer.step()
-        self._after_step()
-        return []
-
-    def _after_step(self) -> None:
-        self.optimizer.zero_grad()  # a session clears gradients in a step
 
     def reload(self) -> Numbers:
         """Go on with an optimizer without hooks and gradients."""
@@ -339,10 +332,6 @@ class PlannedLoop(Loop):
 
     def clip(self, limit: float) -> Numbers:
         return [self.session.clip_grad_norm_(limit)]
-
-    def step(self) -> Numbers:
-        self.optimizer.step()
-        return []
 
     def reload(self) -> Numbers:
         state = self.session.state_dict()

@@ -109,6 +109,47 @@ def _step_keeps_gradients(session: Session) -> None:
     optimizer.register_step_post_hook(after)
 
 
+def _gradients_of(session: Session) -> list[Tensor | None]:
+    return [None if each.grad is None else each.grad.clone() for each in _slices(session)]
+
+
+def _loses_changes_of_gradients(*, at_step: bool) -> Mutant:
+    """Take gradients back to what the last backward made of them: before the next, or before a step."""
+    kept = dict[int, list[Tensor | None]]()
+
+    def keep(session: Session) -> None:
+        kept[id(session)] = _gradients_of(session)
+
+    def take_back(session: Session) -> None:
+        slices = _slices(session)
+        if any(each.grad is not None and each.grad.any() for each in slices):  # else they were cleared
+            for each, before in zip(slices, kept.get(id(session), ()), strict=False):
+                if each.grad is not None and before is not None:
+                    each.grad.copy_(before)
+
+    def begin(session: Session) -> None:
+        session.optimizer.register_step_pre_hook(lambda *_: take_back(session))
+
+    return _all_of(_after("backward", keep), _after("__init__", begin) if at_step else _before("backward", take_back))
+
+
+def _closure_comes_late(session: Session) -> None:
+    """Let a step with a closure update by the gradients that there were before."""
+    step = session.optimizer.step
+
+    def late(closure: Callable[[], float] | None = None) -> float | None:
+        step()
+        return None if closure is None else closure()
+
+    session.optimizer.step = late
+
+
+def _clear_of_evaluating(original: Callable[..., Any], self: Session) -> None:
+    original(self)
+    if self.optimizer is None:
+        self.model.zero_grad()
+
+
 def _loses_writes(parameters: Callable[[Session], list[nn.Parameter]]) -> Mutant:
     """Take weights back to what the last step made of them, before anything reads them."""
     kept = dict[int, list[Tensor]]()
@@ -159,7 +200,11 @@ MUTANTS: Mapping[str, Mutant] = {
     "clipping goes by the norm of a rank's slices": _instead("clip_grad_norm_", _clip_by_own_slices),
     "a backward drops the gradients of the one before": _before("backward", _clear),
     "a normalizer is dropped": _instead("backward", _without_normalizer),
+    "changes of gradients are lost at the next backward": _loses_changes_of_gradients(at_step=False),
+    "changes of gradients are lost at a step": _loses_changes_of_gradients(at_step=True),
     "an evaluation clears gradients": _after("evaluate", _clear),
+    "an evaluating session clears gradients at its end": _instead("close", _clear_of_evaluating),
+    "a closure's gradients come after the update": _after("__init__", _closure_comes_late),
     "zero_grad to zero clears": _after("__init__", _zero_is_none),
     "a parameter without a gradient has one of zeros": _after("backward", _none_is_zero),
     "a step keeps its gradients": _after("__init__", _step_keeps_gradients),

@@ -240,6 +240,7 @@ def _draw_step(draw: random.Random, kinds: Mapping[str, Kind]) -> list[Operation
         *_drawn(draw, kinds, "gradients", (0, 1, 2, 3)),
         *([Operation("clip", _limit(draw))] if draw.random() < 0.5 else ()),
         Operation("step", {}),
+        *([Operation("zero_grad", {"to_none": True})] if draw.random() < 0.8 else ()),
         *_drawn(draw, kinds, "closed", (0, 1, 2)),
     ]
 
