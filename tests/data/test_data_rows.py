@@ -318,8 +318,8 @@ def test_rows_any_line_is_a_row_or_an_error_of_ours(line):
 def test_rows_of_alpaca_and_sharegpt_are_chats(row, chat):
     wanted = tuple({"role": role, "content": content} for role, content in chat)
     nulls = {"text": None, "messages": None, "prompt": None}
-    assert RowParser(None).parse(json.dumps(row).encode(), where="r:1", offset=0, last=False).chat == wanted
-    assert RowParser(None).take({**nulls, **row}, where="t:1").chat == wanted
+    assert RowParser(None).parse(json.dumps(row).encode(), where="r:1", offset=0, last=False).chat.messages == wanted
+    assert RowParser(None).take({**nulls, **row}, where="t:1").chat.messages == wanted
 
 
 def test_a_row_broken_at_its_end_names_that_column():
@@ -327,12 +327,106 @@ def test_a_row_broken_at_its_end_names_that_column():
         RowParser(None).parse(b'{"text": "b"\n', where="r:1", offset=0, last=False)
 
 
-def test_nulls_that_a_table_has_for_entries_of_other_rows_do_not_reach_a_template():
+def both_ways(row):
+    """Return a row's chat, which is the same from a line and from a table."""
+    line, table = parse(row), RowParser(None).take(row, where="r:1")
+    assert line.chat == table.chat
+    return line.chat
+
+
+def parse(row):
+    return RowParser(None).parse(json.dumps(row).encode(), where="r:1", offset=0, last=False)
+
+
+def said(chat):
+    return [(message["role"], message["content"]) for message in chat.messages]
+
+
+def test_null_is_nothing_in_lines_and_tables_but_in_json_text_it_stays():
     call = {"name": "f", "arguments": {"a": 1, "b": None}}
-    messages = [{"role": "assistant", "content": None, "tool_calls": [call], "name": None}]
-    row = RowParser(None).take({"messages": messages, "tools": [{"p": {"x": None, "y": [2]}}]}, where="t:1")
-    assert row.tools == [{"p": {"y": [2]}}]
-    assert row.chat == ({"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"a": 1}}]},)
+    messages = [{"role": "user"}, {"role": "assistant", "content": None, "tool_calls": [call], "name": None}]
+    chat = both_ways({"text": None, "messages": messages, "tools": [{"p": {"x": None, "y": [2]}}], "completion": None})
+    assert chat.tools == ({"p": {"y": [2]}},)
+    calls = [{"name": "f", "arguments": {"a": 1}}]
+    assert chat.messages == (
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    )
+    call["arguments"] = '{"a": null}'
+    chat = both_ways({"messages": messages, "tools": '[{"x": null}]'})
+    assert chat.tools == ({"x": None},)
+    assert chat.messages[1]["tool_calls"] == [{"name": "f", "arguments": {"a": None}}]
+
+
+ANSWERED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+SHARED = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+FORMS = {
+    "messages": {"messages": ANSWERED},
+    "completion": {"prompt": ANSWERED[:1], "completion": ANSWERED[1:]},
+    "sharegpt": {"conversations": SHARED},
+    "alpaca": {"instruction": "a", "output": "b"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_columns_beside_every_form_of_chat_are_part_of_its_prompt(form):
+    more = {"system": "s", "tools": '[{"name": "f"}]', "documents": [{"text": "d"}], "chat_template_kwargs": {"n": 1}}
+    chat = both_ways({**FORMS[form], **more, "history": [], "functions": None, "system_prompt": ""})
+    assert said(chat) == [("system", "s"), ("user", "a"), ("assistant", "b")]
+    assert chat.context == (2 if form == "completion" else 1)
+    assert chat.tools == ({"name": "f"},)
+    assert chat.values == {"n": 1, "documents": [{"text": "d"}]}
+
+
+def test_a_system_prompt_beside_the_same_in_the_chat_is_one():
+    turns = [{"role": "system", "content": "s"}, *ANSWERED]
+    assert len(both_ways({"messages": turns, "system": "s"}).messages) == 3
+
+
+def test_history_beside_an_instruction_is_earlier_turns():
+    chat = both_ways({**FORMS["alpaca"], "history": [["x", "y"]], "system": "s"})
+    assert [text for _, text in said(chat)] == ["s", "x", "y", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("row", "place"),
+    [
+        ({"messages": ANSWERED, "history": [["x", "y"]]}, '"history", which would be ignored'),
+        ({"conversations": SHARED, "functions": [{"name": "f"}]}, '"functions", which would be ignored'),
+        ({"prompt": "a", "completion": "b", "system": "s"}, '"system", which would be ignored'),
+        ({"messages": [{"role": "system", "content": "t"}, *ANSWERED], "system": "s"}, '"system" beside another'),
+        ({"messages": ANSWERED, "system": ["s"]}, '"system" to be text'),
+        ({"messages": ANSWERED, "tools": "[1"}, '"tools" to be a list, or JSON text of one; got the text'),
+        ({"messages": ANSWERED, "tools": '{"a": 1}'}, '"tools" to be a list, or JSON text of one'),
+        ({"messages": ANSWERED, "chat_template_kwargs": {"tools": [1]}}, '"tools" in it'),
+        ({**FORMS["alpaca"], "history": [["x"]]}, '"history" to be a list of pairs'),
+        ({"instruction": "a"}, '"output" beside "instruction"'),
+        ({"messages": [*ANSWERED, {"role": "assistant", "content": None}]}, r"messages\[2\] with none"),
+        ({"instruction": "a", "output": None}, r"messages\[1\] with none"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x"}]}]},
+            '"arguments" of a call',
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "images are not"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "audio are not"),
+        ({"messages": [{"role": "user", "content": [{"type": "card"}]}]}, r'content\[0\] of type "card"'),
+        ({"messages": [{"role": "user", "content": [{"text": "a"}, {"type": "text", "text": 3}]}]}, "with 3"),
+    ],
+    ids=str,
+)
+def test_what_a_chat_cannot_take_is_refused_by_name(row, place):
+    for read in (parse, lambda row: RowParser(None).take(row, where="r:1")):
+        with pytest.raises(DataError, match=place):
+            read(row)
+
+
+def test_a_prompt_that_is_there_already_leaves_columns_to_the_user():
+    assert parse({"text": "a", "system": "s", "tools": "x"}).text == "a"
+
+
+def test_parts_of_text_are_joined():
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "a ring?", "image": None}, "!"]
+    assert both_ways({"messages": [{"role": "user", "content": parts}]}).messages[0]["content"] == "What is a ring?!"
 
 
 def test_rows_that_are_all_left_out_are_refused_with_the_reason_of_the_first(tmp_path):
