@@ -1,8 +1,13 @@
 """JSON-lines files and their rows: what is taken, and what is refused with file and line."""
 
+import bz2
 import contextlib
+import gzip
 import json
+import lzma
 import os
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -11,7 +16,9 @@ from hypothesis import strategies as st
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError, LengthwiseError, Problems
 from lengthwise.data import ByteTokenizer, load_dataset
+from lengthwise.data.numbered import numbered
 from lengthwise.data.rows import RowParser
+from lengthwise.data.sources import Listing
 
 
 def no_tokenizer():
@@ -206,19 +213,52 @@ def test_rows_refused_alike_are_one_line_with_their_count(load):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("raw", "said"),
-    [
-        (b"PK\x03\x04" + b"\n\xe4" * 50, "zip"),
+OF_ANOTHER_KIND = {
+    "train": [
+        (b"PK\x03\x04" + b"\n\xe4" * 50, "a file of zip"),
+        (b"PK\x03\x04" + b"xl/workbook.xml" * 50, "a file of Excel"),
         (b"\x1f\x8b\x08" + b"\n\xe4" * 50, "a whole file of gzip"),
-        (b'[\n  {\n    "text": "a"\n  }\n]\n', "JSON array"),
+        (bz2.compress(b"{}"), "a file of bzip2.*bunzip2 train"),
+        (lzma.compress(b"{}"), "a file of xz.*unxz train"),
+        ('{"text": "a"}'.encode("utf-16"), "a file of UTF-16.*iconv"),
+        (b"train.jsonl".ljust(257, b"\0") + b"ustar", "a file of tar"),
+        (gzip.compress(b"train.jsonl".ljust(257, b"\0") + b"ustar"), "a file of tar"),
+        (b'[\n  {\n    "text": "a"\n  }\n]\n', "a JSON array"),
     ],
+    "train.csv": [(b"text\na\n", "JSON lines .*, Parquet or Arrow; got a file of CSV.*read_csv.*train.jsonl")],
+    "train.csv.gz": [(gzip.compress(b"text\na\n"), "a file of CSV.*read_csv.*train.jsonl")],
+    "train.TSV": [(b"text\tid\na\t1\n", "a file of TSV.*sep='.t'")],
+    "train.txt": [(b"once upon", "a file of plain text.*name its folder")],
+    "train.parquet": [(b"PAR0", "a file of no Parquet")],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "said"), [(name, *each) for name, several in OF_ANOTHER_KIND.items() for each in several]
 )
-def test_file_of_another_kind_is_one_line_that_names_it(tmp_path, raw, said):
-    (tmp_path / "train").write_bytes(raw)
+def test_file_of_another_kind_is_one_line_that_names_it(tmp_path, name, raw, said):
+    (tmp_path / name).write_bytes(raw)
+    source = DataSource(path=tmp_path / name)
     with pytest.raises(DataError, match=said) as caught:
-        load_dataset([DataSource(path=tmp_path / "train")], tokenizer=ByteTokenizer, vocab_size=None)
-    assert caught.value.where == str(tmp_path / "train")
+        load_dataset([source], tokenizer=ByteTokenizer, vocab_size=None)
+    assert caught.value.where == str(tmp_path / name)
+    with pytest.raises(DataError, match=said):
+        numbered(Listing(root=tmp_path / name, label=name), None)
+
+
+def test_a_table_of_text_is_rows_by_the_command_that_its_error_has(tmp_path):
+    (tmp_path / "train.csv").write_text('text,id\n"a, b\nc",007\nNA,8\n')
+    with pytest.raises(DataError) as caught:
+        load_dataset([DataSource(path=tmp_path / "train.csv")], tokenizer=ByteTokenizer, vocab_size=None)
+    command = caught.value.remedy.removeprefix("Convert it: ").replace("python", sys.executable, 1)
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert rows == [{"text": "a, b\nc", "id": "007"}, {"text": "NA", "id": "8"}]
+
+
+def test_lines_are_read_by_any_name(tmp_path):
+    (tmp_path / "train.txt").write_text('{"text": "a"}\n')
+    assert load_dataset([DataSource(path=tmp_path / "train.txt")], tokenizer=ByteTokenizer, vocab_size=None).num_rows
 
 
 def test_row_at_a_cut_end_is_told_as_cut(load):
