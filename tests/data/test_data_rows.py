@@ -413,7 +413,7 @@ def test_columns_beside_every_form_of_chat_are_part_of_its_prompt(form):
     more = {"system": "s", "tools": '[{"name": "f"}]', "documents": [{"text": "d"}], "chat_template_kwargs": {"n": 1}}
     chat = both_ways({**FORMS[form], **more, "history": [], "functions": None, "system_prompt": ""})
     assert said(chat) == [("system", "s"), ("user", "a"), ("assistant", "b")]
-    assert chat.context == (2 if form == "completion" else 1)
+    assert chat.context == (2 if form == "completion" else 0)
     assert chat.tools == ({"name": "f"},)
     assert chat.values == {"n": 1, "documents": [{"text": "d"}]}
 

@@ -1,12 +1,16 @@
 """What chat templates do with a chat: no null becomes text, nothing is left out without a word."""
 
+import re
 import warnings
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from data.stores import save_words
 from lengthwise.data import NO_LOSS, load_tokenizer
 from lengthwise.data.messages import chat_of
+from lengthwise.data.templates import Template
 
 CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }} {% endfor %}"
 TEXT_CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name + ' ' + c.function.arguments }} {% endfor %}"
@@ -21,6 +25,7 @@ NOT_TESTED = template("{{ m['content'] }} ")
 OF_PARTS = template("{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }} {% endif %}{% endfor %}")
 IF_NULL = template("{% if m.content is none %}" + TEXT_CALLS + "{% else %}{{ m.content }} {% endif %}", "")
 WITHOUT_CALLS = template("{{ m.content }} ", "")
+EMPTY_MARKS = WITHOUT_CALLS.replace("<end>", "{% generation %}<end>{% endgeneration %}")
 FORMS = {
     "not tested": NOT_TESTED,
     "tested": template("{% if m.content %}{{ m.content }} {% endif %}"),
@@ -35,6 +40,7 @@ FORMS = {
 }
 ASKED = {"role": "user", "content": "a"}
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": "y"}}}]}
+TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
 ANSWER = {"role": "assistant", "content": "b"}
 
 
@@ -122,6 +128,7 @@ def test_what_a_template_leaves_out_is_said_once(encode, row, source, said):
 @pytest.mark.parametrize(
     ("row", "source", "said"),
     [
+        ({"messages": [ASKED, CALL]}, EMPTY_MARKS, "an empty turn: .* leaves out a tool call of message 2"),
         ({"messages": [ASKED, CALL]}, WITHOUT_CALLS, "an empty turn: .* leaves out a tool call of message 2"),
         ({"messages": [ASKED, ANSWER]}, template("{{ m.text }} "), "an empty turn: .* the content of message 2"),
         (
@@ -137,10 +144,10 @@ def test_what_a_template_leaves_out_is_said_once(encode, row, source, said):
         (
             {"messages": [ASKED, ANSWER]},
             template("{{ m.content }} ", prompt="<assistant> <think> "),
-            "message 2 is not found: its prompt for a generation goes on with '<think>', which a turn .* not have",
+            "message 2 is not found: its prompt for a generation ends in '<think> ', and the turn does not begin so",
         ),
     ],
-    ids=["call", "content", "documents", "values", "think"],
+    ids=["marked call", "call", "content", "documents", "values", "think"],
 )
 def test_a_turn_of_which_nothing_is_learned_is_refused_with_its_reason(encode, row, source, said):
     with pytest.raises(ValueError, match=said):
@@ -153,3 +160,25 @@ def test_values_of_a_row_reach_the_template(encode):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert encode(row, source)[0].startswith("c d <user>")
+
+
+def test_no_template_of_a_family_writes_null(tmp_path):
+    found = find_spec("trl")
+    assert found is not None
+    assert found.origin is not None
+    paths = (Path(found.origin).parent / "chat_templates").glob("*.jinja")
+    sources = {path.stem: path.read_text() for path in paths if not path.stem.endswith("_training")}
+    words = ["<unk>", "None", "null", "dry"]
+    tokenizer = load_tokenizer(save_words(tmp_path / "tokenizer", words, bos_token="<unk>", eos_token="<unk>"))
+    call = {"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {"x": "y"}}}
+    turns = [ASKED, {**CALL, "content": None, "tool_calls": [call]}, {"role": "tool", "content": "c"}, ANSWER]
+    chat, rendered = chat_of({"messages": turns, "tools": [{"type": "function", "function": TOOL}]}, "rows:1"), 0
+    for name, source in sources.items():
+        tokenizer.tokenizer.chat_template = source
+        try:
+            text = Template.of(tokenizer.tokenizer, chat).fitted(chat.messages).text
+        except ValueError:
+            continue
+        rendered += 1
+        assert not ({"None", "null"} & set(re.findall(r"\w+", text))), name
+    assert rendered > 20

@@ -6,6 +6,7 @@ transformers' mask of assistant tokens. One that begins in a prompt and ends in 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from lengthwise.data.dataset import NO_LOSS
 from lengthwise.data.messages import Chat
 from lengthwise.data.templates import MARKER, Message, Template, Written, text_of, with_text
 
+_THINK = re.compile(r"[<\[]\S*think.*", re.IGNORECASE | re.DOTALL)  # what opens the reasoning of a turn
 _UNKNOWN_TURN = "a chat template without {{% generation %}} in whose text message {} is not found"
 
 
@@ -51,7 +53,7 @@ def encode_chat(
     template = Template.of(tokenizer, chat)
     written = template.fitted(chat.messages)
     spans, turns = _spans(template, written, chat.context)
-    for what, of in template.left_out(written, turns):
+    for what, of in template.left_out(written, turns, chat.context):
         note(what, of)
     ids, found = _encode(tokenizer, written.text, special_tokens=False)
     refuse_twice(tokenizer, ids, chat=True)
@@ -134,24 +136,22 @@ def _turns_in(template: Template, written: Written) -> list[tuple[int, int]]:
         if turn + 1 < len(messages) and messages[turn + 1]["role"] != "assistant":
             limit = len(marked(turn + 1)[0])
         if prompt and start < len(prompt):
-            raise ValueError(_UNKNOWN_TURN.format(turn + 1) + _opened(prompt, text[end:limit]))
+            raise ValueError(_UNKNOWN_TURN.format(turn + 1) + _opened(prompt))
         end = text.rfind(ending, start, limit) + len(ending)
         answer = text_of(message).rpartition("</think>")[2].strip()
         if not prompt or not ending or end <= start or answer not in text[start:end]:
-            raise ValueError(_UNKNOWN_TURN.format(turn + 1))
+            raise ValueError(_UNKNOWN_TURN.format(turn + 1) + _opened(prompt))
         spans.append((start, end))
     return spans
 
 
-def _opened(prompt: str, turn: str) -> str:
-    """Say what the prompt for a generation ends in that the turn does not have, as `<think>`."""
-    found = next((size for size in range(len(prompt), 0, -1) if prompt[:size] in turn), 0)
-    if not found:
+def _opened(prompt: str) -> str:
+    """Say that a prompt for a generation opens the reasoning, which not every turn begins with."""
+    opening = _THINK.search(prompt)
+    if opening is None:
         return ""
-    return (
-        f": its prompt for a generation goes on with {prompt[found:].strip()!r}, which a turn in the chat does not have"
-        " (take a template that marks turns by {% generation %}, or write the reasoning of the turn, if it has some)"
-    )
+    remedy = "write the reasoning of its turns, or take a template that marks turns by {% generation %}"
+    return f": its prompt for a generation ends in {opening[0]!r}, and the turn does not begin so ({remedy})"
 
 
 def _encode(tokenizer: Any, text: str, *, special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:

@@ -58,7 +58,7 @@ def chat_of(values: Mapping[str, Any], where: str) -> Chat | None:
 
     Raises DataError for what is no chat, and for a column of `BESIDE` that it cannot take.
     """
-    values = {name: value for name, value in values.items() if name not in BESIDE or not _is_nothing(value)}
+    values = {name: value for name, value in values.items() if name not in BESIDE or not is_nothing(value)}
     context, history = 0, list[Any]()
     if "messages" in values:
         turns = _listed(values["messages"], "messages", where)
@@ -84,11 +84,12 @@ def chat_of(values: Mapping[str, Any], where: str) -> Chat | None:
             raise refuse_row(where, expected, f"messages[{number}] with none", "Write what it says, or take it out.")
     tools = values.get("tools")
     tools = None if tools is None else tuple(_parsed(tools, list, "tools", where))
-    context += len(system)
+    context += len(system) * (context > 0)
     return Chat(where=where, messages=messages, tools=tools, context=context, values=_template_values(values, where))
 
 
-def _is_nothing(value: Any) -> bool:
+def is_nothing(value: Any) -> bool:
+    """Return whether a column of `BESIDE` is null, empty, or an object of nulls."""
     return value is None or (isinstance(value, str | list | dict) and (not value or not _without_nulls(value)))
 
 

@@ -102,10 +102,10 @@ class Template:
             raise refused
         return best
 
-    def left_out(self, written: Written, spans: Mapping[int, tuple[int, int]]) -> list[tuple[str, str]]:
+    def left_out(self, written: Written, spans: Mapping[int, tuple[int, int]], context: int) -> list[tuple[str, str]]:
         """Return what the text of a chat does not have of it: what, and the message that it is of.
 
-        `spans`: where turns that are learned are in the text.
+        `spans`: where turns that are learned are in the text. Turns before message `context` are not learned.
 
         Raises:
             ValueError: nothing of such a turn is there.
@@ -113,7 +113,7 @@ class Template:
         found, lost = list[tuple[str, str]](), self._lost(written, spans)
         for turn, what, is_all in lost:
             role = written.messages[turn]["role"]
-            if is_all and turn in spans:
+            if is_all and role == "assistant" and turn >= context:
                 raise ValueError(f"an empty turn: the chat template leaves out {what} of message {turn + 1}")
             found.append((f"{what} of {role} messages", f"message {turn + 1}"))
         if self.tools and not _reads(self.source, "tools"):
