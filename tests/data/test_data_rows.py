@@ -419,8 +419,9 @@ def test_columns_beside_every_form_of_chat_are_part_of_its_prompt(form):
 
 
 def test_a_system_prompt_beside_the_same_in_the_chat_is_one():
-    turns = [{"role": "system", "content": "s"}, *ANSWERED]
-    assert len(both_ways({"messages": turns, "system": "s"}).messages) == 3
+    for content in ("s", [{"type": "text", "text": "s"}]):
+        turns = [{"role": "system", "content": content}, *ANSWERED]
+        assert len(both_ways({"messages": turns, "system": "s"}).messages) == 3
 
 
 def test_history_beside_an_instruction_is_earlier_turns():
@@ -435,6 +436,7 @@ def test_history_beside_an_instruction_is_earlier_turns():
         ({"conversations": SHARED, "functions": [{"name": "f"}]}, '"functions", which would be ignored'),
         ({"prompt": "a", "completion": "b", "system": "s"}, '"system", which would be ignored'),
         ({"messages": [{"role": "system", "content": "t"}, *ANSWERED], "system": "s"}, '"system" beside another'),
+        ({"messages": ANSWERED, "tools": json.loads("[" * 700 + "]" * 700)}, "nesting too deep"),
         ({"messages": ANSWERED, "system": ["s"]}, '"system" to be text'),
         ({"messages": ANSWERED, "tools": "[1"}, '"tools" to be a list, or JSON text of one; got the text'),
         ({"messages": ANSWERED, "tools": '{"a": 1}'}, '"tools" to be a list, or JSON text of one'),
@@ -452,7 +454,7 @@ def test_history_beside_an_instruction_is_earlier_turns():
         ({"messages": [{"role": "user", "content": [{"type": "card"}]}]}, r'content\[0\] of type "card"'),
         ({"messages": [{"role": "user", "content": [{"text": "a"}, {"type": "text", "text": 3}]}]}, "with 3"),
     ],
-    ids=str,
+    ids=lambda each: str(each)[:60],
 )
 def test_what_a_chat_cannot_take_is_refused_by_name(row, place):
     for read in (parse, lambda row: RowParser(None).take(row, where="r:1")):

@@ -138,8 +138,8 @@ def _system(values: Mapping[str, Any], turns: Sequence[Any], where: str) -> list
         if not isinstance(text, str):
             raise refuse_row(where, f'"{name}" to be text', shown(text))
     first = turns[0] if turns and isinstance(turns[0], dict) else {}
-    theirs = [first.get("content")] if first.get("role") in ("system", "developer") else []
-    if len({*found.values(), *map(str, theirs)}) > 1:
+    theirs = [_text_of(first.get("content"), 0, where)] if first.get("role") in ("system", "developer") else []
+    if len({*found.values(), *theirs}) > 1:
         got = f'"{next(iter(found))}" beside {"another in its messages" if theirs else "another column of it"}'
         raise refuse_row(where, "one system prompt", got, "Keep one of them.")
     texts = [] if theirs or not turns else list(found.values())[:1]

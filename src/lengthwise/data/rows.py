@@ -214,7 +214,10 @@ def _refuse_not_yet(values: Mapping[str, Any], where: str) -> None:
 def _chat_row(values: Mapping[str, Any], where: str) -> Row:
     if "prompt" in values and "messages" not in values and "completion" not in values:
         raise refuse_row(where, '"completion" beside "prompt"', "none", "Add it, or name the column text.")
-    chat = chat_of(values, where)
+    try:
+        chat = chat_of(values, where)
+    except RecursionError:
+        raise refuse_row(where, "JSON of a few levels", "nesting too deep to read") from None
     if chat is not None:
         name = next(name for name in _MAIN if name in values)
         name, there = ("completion", chat.messages[chat.context :]) if name == "prompt" else (name, chat.messages)

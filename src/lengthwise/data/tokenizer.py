@@ -168,8 +168,8 @@ class HuggingFaceTokenizer:
         def note(what: str, of: str) -> None:
             if what not in self.noted:
                 self.noted.add(what)
-                left_out = f"the chat template of {self.name} leaves out {what} ({of}), so none of it is trained on"
-                warnings.warn(f"{chat.where}: {left_out}; said once for all such rows", stacklevel=2)
+                left_out = f"the chat template of {self.name} leaves out {what} ({of})"
+                warnings.warn(f"{chat.where}: {left_out}: none of it is trained on, nor of others alike", stacklevel=2)
 
         return encode_chat(self.tokenizer, chat, note)
 
