@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,7 @@ class Template:
                 plain = text
             elif _writes_null(form, text, plain):
                 continue
-            if all(what == _REASONING for _, what, _ in self._lost(found, {})):
+            if all(what == _REASONING for _, what, _ in self._lost(found, {}, _first_of_each(form))):
                 return found
             best = best or found
         if best is None:
@@ -110,7 +110,9 @@ class Template:
         Raises:
             ValueError: nothing of such a turn is there.
         """
-        found, lost = list[tuple[str, str]](), self._lost(written, spans)
+        turns = _first_of_each(written.messages)
+        turns |= {turn for turn, each in enumerate(written.messages) if each["role"] not in ("user", "tool")}
+        found, lost = list[tuple[str, str]](), self._lost(written, spans, turns)
         for turn, what, is_all in lost:
             role = written.messages[turn]["role"]
             if is_all and role == "assistant" and turn >= context:
@@ -120,10 +122,13 @@ class Template:
             found.append(("the tools", "column tools"))
         return found + [(name, "in chat_template_kwargs") for name in self.values if not _reads(self.source, name)]
 
-    def _lost(self, written: Written, spans: Mapping[int, tuple[int, int]]) -> list[tuple[int, str, bool]]:
-        """Return the message, what of it is not in the text, and whether that is all that it says."""
+    def _lost(
+        self, written: Written, spans: Mapping[int, tuple[int, int]], turns: Collection[int]
+    ) -> list[tuple[int, str, bool]]:
+        """Return the message, of these, what of it is not in the text, and whether that is all that it says."""
         found = list[tuple[int, str, bool]]()
-        for turn, message in enumerate(written.messages):
+        for turn in sorted(turns):
+            message = written.messages[turn]
             region = written.text[slice(*spans[turn])] if turn in spans else written.text
             parts = list(_parts(message))
             lost = list[str]()
@@ -174,6 +179,15 @@ def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
             yield from ([form] if form is not messages else [])
             yield from ([nulls] if nulls != form else [])
     yield [with_text({**message, "content": []}, text_of(message)) for message in messages]
+
+
+def _first_of_each(messages: Sequence[Message]) -> set[int]:
+    """Return the first message of each role with each of what a message says: a template does the same to others."""
+    kinds = [
+        (each["role"], bool(text_of(each)), bool(each.get("tool_calls")), any(map(each.get, REASONING)))
+        for each in messages
+    ]
+    return {kinds.index(kind) for kind in kinds}
 
 
 def _is_call_alone(message: Message) -> bool:
