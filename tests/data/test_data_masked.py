@@ -75,7 +75,8 @@ def test_prompt_and_completion_of_messages_are_a_chat_with_a_loss_on_the_complet
 
 def test_chat_without_an_assistant_has_no_loss_and_tools_reach_the_template(load):
     row = {"messages": messages(("user", "a")), "tools": [{"name": "d"}]}
-    dataset = load(row, template=PLAIN)
+    with pytest.warns(UserWarning, match="leaves out the tools"):
+        dataset = load(row, template=PLAIN)
     assert (dataset.lengths.tolist(), dataset.loss_tokens.tolist()) == ([3], [0])
     assert told(load(row, template="{{ tools[0].name }} " + PLAIN))[0][0] == "d"
 
@@ -158,7 +159,7 @@ def test_pair_with_a_token_across_its_border_is_refused_by_row(tmp_path):
         ({"messages": [{"role": "assistant", "content": "a", "train": False}]}, r"\"train\" of messages\[0\]"),
         ({"messages": messages(("user", "a"), ("gpt", "b"))}, r"assistant, .*got \"gpt\" of messages\[1\]"),
         ({"messages": messages(("user", "a")), "labels": [1]}, '"labels"'),
-        ({"messages": messages(("user", "a")), "tools": {}}, '"tools"'),
+        ({"messages": messages(("user", "a")), "tools": {"a": 1}}, '"tools"'),
         ({"messages": messages(("user", "a")), "completion": "b"}, '"messages" and "completion"'),
         ({"messages": messages(("user", "a")), "images": ["x"]}, '"images"'),
         ({"image": "x.png", "prompt": "a", "completion": "b"}, '"image"'),

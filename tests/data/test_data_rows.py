@@ -1,8 +1,13 @@
 """JSON-lines files and their rows: what is taken, and what is refused with file and line."""
 
+import bz2
 import contextlib
+import gzip
 import json
+import lzma
 import os
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -11,7 +16,9 @@ from hypothesis import strategies as st
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError, LengthwiseError, Problems
 from lengthwise.data import ByteTokenizer, load_dataset
+from lengthwise.data.numbered import numbered
 from lengthwise.data.rows import RowParser
+from lengthwise.data.sources import Listing
 
 
 def no_tokenizer():
@@ -206,19 +213,52 @@ def test_rows_refused_alike_are_one_line_with_their_count(load):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("raw", "said"),
-    [
-        (b"PK\x03\x04" + b"\n\xe4" * 50, "zip"),
+OF_ANOTHER_KIND = {
+    "train": [
+        (b"PK\x03\x04" + b"\n\xe4" * 50, "a file of zip"),
+        (b"PK\x03\x04" + b"xl/workbook.xml" * 50, "a file of Excel"),
         (b"\x1f\x8b\x08" + b"\n\xe4" * 50, "a whole file of gzip"),
-        (b'[\n  {\n    "text": "a"\n  }\n]\n', "JSON array"),
+        (bz2.compress(b"{}"), "a file of bzip2.*bunzip2 train"),
+        (lzma.compress(b"{}"), "a file of xz.*unxz train"),
+        ('{"text": "a"}'.encode("utf-16"), "a file of UTF-16.*iconv"),
+        (b"train.jsonl".ljust(257, b"\0") + b"ustar", "a file of tar"),
+        (gzip.compress(b"train.jsonl".ljust(257, b"\0") + b"ustar"), "a file of tar"),
+        (b'[\n  {\n    "text": "a"\n  }\n]\n', "a JSON array"),
     ],
+    "train.csv": [(b"text\na\n", "JSON lines .*, Parquet or Arrow; got a file of CSV.*read_csv.*train.jsonl")],
+    "train.csv.gz": [(gzip.compress(b"text\na\n"), "a file of CSV.*read_csv.*train.jsonl")],
+    "train.TSV": [(b"text\tid\na\t1\n", "a file of TSV.*sep='.t'")],
+    "train.txt": [(b"once upon", "a file of plain text.*name its folder")],
+    "train.parquet": [(b"PAR0", "a file of no Parquet")],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "said"), [(name, *each) for name, several in OF_ANOTHER_KIND.items() for each in several]
 )
-def test_file_of_another_kind_is_one_line_that_names_it(tmp_path, raw, said):
-    (tmp_path / "train").write_bytes(raw)
+def test_file_of_another_kind_is_one_line_that_names_it(tmp_path, name, raw, said):
+    (tmp_path / name).write_bytes(raw)
+    source = DataSource(path=tmp_path / name)
     with pytest.raises(DataError, match=said) as caught:
-        load_dataset([DataSource(path=tmp_path / "train")], tokenizer=ByteTokenizer, vocab_size=None)
-    assert caught.value.where == str(tmp_path / "train")
+        load_dataset([source], tokenizer=ByteTokenizer, vocab_size=None)
+    assert caught.value.where == str(tmp_path / name)
+    with pytest.raises(DataError, match=said):
+        numbered(Listing(root=tmp_path / name, label=name), None)
+
+
+def test_a_table_of_text_is_rows_by_the_command_that_its_error_has(tmp_path):
+    (tmp_path / "train.csv").write_text('text,id\n"a, b\nc",007\nNA,8\n')
+    with pytest.raises(DataError) as caught:
+        load_dataset([DataSource(path=tmp_path / "train.csv")], tokenizer=ByteTokenizer, vocab_size=None)
+    command = caught.value.remedy.removeprefix("Convert it: ").replace("python", sys.executable, 1)
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert rows == [{"text": "a, b\nc", "id": "007"}, {"text": "NA", "id": "8"}]
+
+
+def test_lines_are_read_by_any_name(tmp_path):
+    (tmp_path / "train.txt").write_text('{"text": "a"}\n')
+    assert load_dataset([DataSource(path=tmp_path / "train.txt")], tokenizer=ByteTokenizer, vocab_size=None).num_rows
 
 
 def test_row_at_a_cut_end_is_told_as_cut(load):
@@ -318,8 +358,8 @@ def test_rows_any_line_is_a_row_or_an_error_of_ours(line):
 def test_rows_of_alpaca_and_sharegpt_are_chats(row, chat):
     wanted = tuple({"role": role, "content": content} for role, content in chat)
     nulls = {"text": None, "messages": None, "prompt": None}
-    assert RowParser(None).parse(json.dumps(row).encode(), where="r:1", offset=0, last=False).chat == wanted
-    assert RowParser(None).take({**nulls, **row}, where="t:1").chat == wanted
+    assert RowParser(None).parse(json.dumps(row).encode(), where="r:1", offset=0, last=False).chat.messages == wanted
+    assert RowParser(None).take({**nulls, **row}, where="t:1").chat.messages == wanted
 
 
 def test_a_row_broken_at_its_end_names_that_column():
@@ -327,12 +367,108 @@ def test_a_row_broken_at_its_end_names_that_column():
         RowParser(None).parse(b'{"text": "b"\n', where="r:1", offset=0, last=False)
 
 
-def test_nulls_that_a_table_has_for_entries_of_other_rows_do_not_reach_a_template():
+def both_ways(row):
+    """Return a row's chat, which is the same from a line and from a table."""
+    line, table = parse(row), RowParser(None).take(row, where="r:1")
+    assert line.chat == table.chat
+    return line.chat
+
+
+def parse(row):
+    return RowParser(None).parse(json.dumps(row).encode(), where="r:1", offset=0, last=False)
+
+
+def said(chat):
+    return [(message["role"], message["content"]) for message in chat.messages]
+
+
+def test_null_is_nothing_in_lines_and_tables_but_in_json_text_it_stays():
     call = {"name": "f", "arguments": {"a": 1, "b": None}}
-    messages = [{"role": "assistant", "content": None, "tool_calls": [call], "name": None}]
-    row = RowParser(None).take({"messages": messages, "tools": [{"p": {"x": None, "y": [2]}}]}, where="t:1")
-    assert row.tools == [{"p": {"y": [2]}}]
-    assert row.chat == ({"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"a": 1}}]},)
+    messages = [{"role": "user"}, {"role": "assistant", "content": None, "tool_calls": [call], "name": None}]
+    chat = both_ways({"text": None, "messages": messages, "tools": [{"p": {"x": None, "y": [2]}}], "completion": None})
+    assert chat.tools == ({"p": {"y": [2]}},)
+    calls = [{"name": "f", "arguments": {"a": 1}}]
+    assert chat.messages == (
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    )
+    call["arguments"] = '{"a": null}'
+    chat = both_ways({"messages": messages, "tools": '[{"x": null}]'})
+    assert chat.tools == ({"x": None},)
+    assert chat.messages[1]["tool_calls"] == [{"name": "f", "arguments": {"a": None}}]
+
+
+ANSWERED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+SHARED = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+FORMS = {
+    "messages": {"messages": ANSWERED},
+    "completion": {"prompt": ANSWERED[:1], "completion": ANSWERED[1:]},
+    "sharegpt": {"conversations": SHARED},
+    "alpaca": {"instruction": "a", "output": "b"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_columns_beside_every_form_of_chat_are_part_of_its_prompt(form):
+    more = {"system": "s", "tools": '[{"name": "f"}]', "documents": [{"text": "d"}], "chat_template_kwargs": {"n": 1}}
+    chat = both_ways({**FORMS[form], **more, "history": [], "functions": None, "system_prompt": ""})
+    assert said(chat) == [("system", "s"), ("user", "a"), ("assistant", "b")]
+    assert chat.context == (2 if form == "completion" else 0)
+    assert chat.tools == ({"name": "f"},)
+    assert chat.values == {"n": 1, "documents": [{"text": "d"}]}
+
+
+def test_a_system_prompt_beside_the_same_in_the_chat_is_one():
+    for content in ("s", [{"type": "text", "text": "s"}]):
+        turns = [{"role": "system", "content": content}, *ANSWERED]
+        assert len(both_ways({"messages": turns, "system": "s"}).messages) == 3
+
+
+def test_history_beside_an_instruction_is_earlier_turns():
+    chat = both_ways({**FORMS["alpaca"], "history": [["x", "y"]], "system": "s"})
+    assert [text for _, text in said(chat)] == ["s", "x", "y", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("row", "place"),
+    [
+        ({"messages": ANSWERED, "history": [["x", "y"]]}, '"history", which would be ignored'),
+        ({"conversations": SHARED, "functions": [{"name": "f"}]}, '"functions", which would be ignored'),
+        ({"prompt": "a", "completion": "b", "system": "s"}, '"system", which would be ignored'),
+        ({"messages": [{"role": "system", "content": "t"}, *ANSWERED], "system": "s"}, '"system" beside another'),
+        ({"messages": ANSWERED, "tools": json.loads("[" * 700 + "]" * 700)}, "nesting too deep"),
+        ({"messages": ANSWERED, "system": ["s"]}, '"system" to be text'),
+        ({"messages": ANSWERED, "tools": "[1"}, '"tools" to be a list, or JSON text of one; got the text'),
+        ({"messages": ANSWERED, "tools": '{"a": 1}'}, '"tools" to be a list, or JSON text of one'),
+        ({"messages": ANSWERED, "chat_template_kwargs": {"tools": [1]}}, '"tools" in it'),
+        ({**FORMS["alpaca"], "history": [["x"]]}, '"history" to be a list of pairs'),
+        ({"instruction": "a"}, '"output" beside "instruction"'),
+        ({"messages": [*ANSWERED, {"role": "assistant", "content": None}]}, r"messages\[2\] with none"),
+        ({"instruction": "a", "output": None}, r"messages\[1\] with none"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x"}]}]},
+            '"arguments" of a call',
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "images are not"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "audio are not"),
+        ({"messages": [{"role": "user", "content": [{"type": "card"}]}]}, r'content\[0\] of type "card"'),
+        ({"messages": [{"role": "user", "content": [{"text": "a"}, {"type": "text", "text": 3}]}]}, "with 3"),
+    ],
+    ids=lambda each: str(each)[:60],
+)
+def test_what_a_chat_cannot_take_is_refused_by_name(row, place):
+    for read in (parse, lambda row: RowParser(None).take(row, where="r:1")):
+        with pytest.raises(DataError, match=place):
+            read(row)
+
+
+def test_a_prompt_that_is_there_already_leaves_columns_to_the_user():
+    assert parse({"text": "a", "system": "s", "tools": "x"}).text == "a"
+
+
+def test_parts_of_text_are_joined():
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "a ring?", "image": None}, "!"]
+    assert both_ways({"messages": [{"role": "user", "content": parts}]}).messages[0]["content"] == "What is a ring?!"
 
 
 def test_rows_that_are_all_left_out_are_refused_with_the_reason_of_the_first(tmp_path):

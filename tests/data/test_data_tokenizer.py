@@ -47,16 +47,30 @@ def test_tokenizer_with_eos_ends_a_text_once(tmp_path, adds_eos):
     tokenizer = load_tokenizer(save_tokenizer(tmp_path, eos="<eos>", adds_eos=adds_eos))
     assert tokenizer.eos_id == 1
     assert tokenizer.encode("hello world").tolist() == [2, 3, 1]
-    assert tokenizer.encode("hello <eos>").tolist() == [2, 1] if not adds_eos else [2, 1, 1]
+    if adds_eos:
+        for twice in (lambda: tokenizer.encode("hello <eos>"), lambda: tokenizer.encode_pair("hello ", "<eos>")):
+            with pytest.raises(ValueError, match="<eos> at its end, which the tokenizer adds, too"):
+                twice()
+    else:
+        assert tokenizer.encode("hello <eos>").tolist() == [2, 1]
     without = load_tokenizer(save_tokenizer(tmp_path / "without"))
     assert (without.eos_id, without.encode("hello world").tolist()) == (None, [2, 3])
 
 
-def test_tokenizer_refuses_a_text_that_would_begin_with_two_bos(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"text": "é hello"}\n{"text": "hello é"}\n{"text": "é é"}\n')
+ROWS_WITH_BOS = {
+    "text": ['{"text": "é hello"}', '{"text": "hello é"}', '{"text": "é é"}'],
+    "pair": [f'{{"prompt": "{each} ", "completion": "hello"}}' for each in ("é", "hello é", "é")],
+    "chat": [f'{{"messages": [{{"role": "user", "content": "{each}"}}]}}' for each in ("é", "hello", "é é")],
+}
+
+
+@pytest.mark.parametrize("kind", ROWS_WITH_BOS)
+def test_tokenizer_refuses_a_row_that_would_begin_with_two_bos(tmp_path, kind):
+    (tmp_path / "rows.jsonl").write_text("\n".join(ROWS_WITH_BOS[kind]))
     tokenizer = load_tokenizer(save_tokenizer(tmp_path / "adds", bos="é", adds_bos=True))
+    tokenizer.tokenizer.chat_template = "{{ bos_token }} {{ messages[0].content }}"
     assert tokenizer.encode("hello é").tolist() == [4, 2, 4]
-    with pytest.raises(DataError, match=r"é at its start, which the tokenizer adds, too .* \(and in 1 more rows\)"):
+    with pytest.raises(DataError, match=r"é at its start, which the .*, too .* \(and in 1 more rows\)"):
         load_dataset([DataSource(path=tmp_path / "rows.jsonl")], tokenizer=lambda: tokenizer, vocab_size=None)
     left = load_tokenizer(save_tokenizer(tmp_path / "leaves", bos="é"))
     assert left.encode("é hello").tolist() == [4, 2], "the text's own is the only one"

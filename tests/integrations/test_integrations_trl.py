@@ -13,6 +13,7 @@ from trainers import difference, in_trainers, relative, trained  # noqa: E402
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
 from lengthwise.core.errors import LengthwiseError, Problems  # noqa: E402
+from lengthwise.integrations.rows import refuse_dropped  # noqa: E402
 from lengthwise.integrations.trl import DPOTrainer as PlannedDPOTrainer  # noqa: E402
 from lengthwise.integrations.trl import PreferenceCollator  # noqa: E402
 from lengthwise.integrations.trl import SFTTrainer as PlannedSFTTrainer  # noqa: E402
@@ -139,6 +140,23 @@ def test_what_trl_would_do_beside_a_plan_is_refused(tmp_path):
     given = {"train_dataset": pairs(), "processing_class": tokenizer(), "capacity_tokens": 999}
     with pytest.raises(LengthwiseError, match="precompute_ref_log_probs"):
         PlannedDPOTrainer(model=model(), args=args, **given)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_column_of_the_prompt_that_trl_drops_is_refused_by_row(tmp_path, kind):
+    rows, trainer, config = {
+        "sft": (chats(4), PlannedSFTTrainer, SFTConfig),
+        "dpo": (pairs(4), PlannedDPOTrainer, DPOConfig),
+    }[kind]
+    given = {"args": arguments(config, tmp_path, 1), "processing_class": tokenizer(), "peft_config": LORA()}
+    nothing = rows.add_column("system", ["", None, "", ""])
+    trainer(model=model(), train_dataset=nothing, capacity_tokens=999, **given)
+    said = rows.add_column("system", ["", None, "Be brief.", ""])
+    with pytest.raises(LengthwiseError, match=r'row 2: expected .*; got "system"'):
+        trainer(model=model(), train_dataset=said, capacity_tokens=999, **given)
+    with pytest.raises(LengthwiseError, match=r'row 2: expected .*; got "system"'):
+        list(refuse_dropped(said.to_iterable_dataset()))
+    assert len(list(refuse_dropped(nothing.to_iterable_dataset()))) == 4
 
 
 def test_a_preference_loss_of_a_model_with_dropout_is_refused(tmp_path):

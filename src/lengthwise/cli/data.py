@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -91,10 +92,12 @@ class Data:
             return load_tokenizer(found.tokenizer)
 
         known: dict[str, Any] = {"tokenizer": tokenizer, "vocab_size": None, "on_bad_row": bad.append}
-        if sources[0].streaming:
-            dataset = first_rows(sources, sequences=_OF_A_STREAM, **known)
-        else:
-            dataset = load_dataset(sources, key=found.key, check_tokenizer=False, **known)
+        with warnings.catch_warnings(record=True) as noted:
+            warnings.simplefilter("always", UserWarning)
+            if sources[0].streaming:
+                dataset = first_rows(sources, sequences=_OF_A_STREAM, **known)
+            else:
+                dataset = load_dataset(sources, key=found.key, check_tokenizer=False, **known)
         used += [
             name for source in sources if source.path is not None and (name := prepared_with(source.path)) is not None
         ]
@@ -105,6 +108,7 @@ class Data:
         lines = [
             *([f"stream  its first {len(dataset.ids):,} sequences"] if sources[0].streaming else []),
             *_bad_lines(bad),
+            *(f"note    {each.message}" for each in noted if each.category is UserWarning),
             *_loss_lines(facts),
             *_copy_lines(dataset, facts),
             *(line for what, limit in asked.limits.items() for line in _fit_lines(dataset, what, limit)),

@@ -156,7 +156,7 @@ def _encode(
         if row.python is not None:
             tokens = loaded.encode_python(row.python)
         elif row.chat is not None:
-            tokens, labels = loaded.encode_chat(row.chat, row.tools, row.context)
+            tokens, labels = loaded.encode_chat(row.chat)
         elif row.pair is not None:
             tokens, labels = loaded.encode_pair(*row.pair)
         else:

@@ -7,17 +7,17 @@ transformers' mask of assistant tokens. One that begins in a prompt and ends in 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from lengthwise.data.dataset import NO_LOSS
+from lengthwise.data.messages import Chat
+from lengthwise.data.templates import MARKER, Message, Template, Written, text_of, with_text
 
-Message = Mapping[str, Any]
-_MARKER = "\ue000message\ue001"  # of the private use area: in no text
+_THINK = re.compile(r"[<\[]\S*think.*", re.IGNORECASE | re.DOTALL)  # what opens the reasoning of a turn
 _UNKNOWN_TURN = "a chat template without {{% generation %}} in whose text message {} is not found"
-_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def encode_pair(tokenizer: Any, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
@@ -26,6 +26,7 @@ def encode_pair(tokenizer: Any, prompt: str, completion: str) -> tuple[np.ndarra
     `tokenizer` is one of transformers. Returns ids and labels, int32 [tokens] each. ValueError: it cannot be encoded.
     """
     ids, places = _encode(tokenizer, prompt + completion, special_tokens=True)
+    refuse_twice(tokenizer, ids)
     if any(first < len(prompt) < last for first, last in places):
         raise ValueError("a token across the end of the prompt (a space there belongs to the completion)")
     starts, eos = [first for first, _ in places], tokenizer.eos_token_id
@@ -38,20 +39,24 @@ def encode_pair(tokenizer: Any, prompt: str, completion: str) -> tuple[np.ndarra
 
 
 def encode_chat(
-    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None, context: int = 0
+    tokenizer: Any, chat: Chat, note: Callable[[str, str], None] = lambda _what, _of: None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Render a chat with the tokenizer's template and encode it, with a loss on the assistants' turns alone.
 
     Turns are what the template marks as `{% generation %}`; without such marks, what an assistant's message adds to the
     text before it with the prompt for a generation, or, where a template writes earlier turns otherwise than the last
     (as Qwen3's, which leaves their reasoning out), what follows that prompt in the text of the whole chat. The first
-    `context` messages have no loss. Returns ids and labels, int32 [tokens] each. ValueError: there is no template, it
-    refuses the chat, or a turn is not found.
+    `context` messages have no loss. `note` gets what the template leaves out, and of which message. Returns ids and
+    labels, int32 [tokens] each. ValueError: there is no template, it refuses the chat or writes nothing of a turn, or a
+    turn is not found.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("a tokenizer without a chat template")
-    text, spans = _spans(tokenizer, messages, tools, context)
-    ids, found = _encode(tokenizer, text, special_tokens=False)
+    template = Template.of(tokenizer, chat)
+    written = template.fitted(chat.messages)
+    spans, turns = _spans(template, written, chat.context)
+    for what, of in template.left_out(written, turns, chat.context):
+        note(what, of)
+    ids, found = _encode(tokenizer, written.text, special_tokens=False)
+    refuse_twice(tokenizer, ids, chat=True)
     starts, ends = np.array(found, dtype=np.int64).reshape(-1, 2).T
     learned = np.zeros(len(ids), dtype=bool)
     for first, last in spans:
@@ -59,32 +64,45 @@ def encode_chat(
     return _masked(ids, learned)
 
 
+def refuse_twice(tokenizer: Any, ids: Sequence[int], *, chat: bool = False) -> None:
+    """Raise ValueError for ids that begin with BOS twice, or end with EOS twice where the tokenizer adds it."""
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if bos is not None and list(ids[:2]) == [bos, bos]:
+        if chat:
+            raise ValueError(f"{tokenizer.bos_token} at its start, which the chat template writes, too (leave it out)")
+        twice = f"{tokenizer.bos_token} at its start, which the tokenizer adds, too"
+        raise ValueError(f"{twice} (leave it to the tokenizer; give a rendered chat as `messages`)")
+    if not chat and eos is not None and list(ids[-2:]) == [eos, eos] and tokenizer("")["input_ids"][-1:] == [eos]:
+        raise ValueError(f"{tokenizer.eos_token} at its end, which the tokenizer adds, too (leave it to the tokenizer)")
+
+
 def _spans(
-    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None, context: int
-) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of a chat, and the characters [first, last) of each turn that is learned."""
-    template = tokenizer.get_chat_template(tools=tools)
-    text, marked = _render(tokenizer, template, messages, tools, marks=bool(_MARK.search(template)))
+    template: Template, written: Written, context: int
+) -> tuple[list[tuple[int, int]], Mapping[int, tuple[int, int]]]:
+    """Return the characters [first, last) that are learned, and those of each turn where it is known."""
+    messages, text = written.messages, written.text
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    if _MARK.search(template):
-        if context and len(turns) != len(marked):
-            raise ValueError(f"a chat template that marks {len(marked)} of {len(turns)} turns of the assistant")
-        return text, [span for turn, span in zip(turns, marked, strict=True) if turn >= context] if context else marked
-    spans = []
+    if template.is_marked:
+        if len(turns) == len(written.marked):
+            found = {turn: span for turn, span in zip(turns, written.marked, strict=True) if turn >= context}
+            return list(found.values()), found
+        if context:
+            raise ValueError(f"a chat template that marks {len(written.marked)} of {len(turns)} turns of the assistant")
+        return written.marked, {}
+    spans = dict[int, tuple[int, int]]()
     for turn in turns:
         if turn >= context:
-            before, _ = _render(tokenizer, template, messages[:turn], tools, add_generation_prompt=True)
-            after, _ = _render(tokenizer, template, messages[: turn + 1], tools)
+            before = template.render(messages[:turn], prompt=True)
+            after = template.render(messages[: turn + 1])
             if not (text.startswith(after) and after.startswith(before)):
-                found = _turns_in(text, tokenizer, template, messages, tools)
-                return text, [span for turn, span in zip(turns, found, strict=True) if turn >= context]
-            spans.append((len(before), len(after)))
-    return text, spans
+                found = zip(turns, _turns_in(template, written), strict=True)
+                spans = {turn: span for turn, span in found if turn >= context}
+                break
+            spans[turn] = len(before), len(after)
+    return list(spans.values()), spans
 
 
-def _turns_in(
-    text: str, tokenizer: Any, template: str, messages: Sequence[Message], tools: Sequence[Any] | None
-) -> list[tuple[int, int]]:
+def _turns_in(template: Template, written: Written) -> list[tuple[int, int]]:
     """Return where the turns of the assistant are in the text of a whole chat, each after the generation prompt.
 
     Where other messages are shows when their content is replaced by a marker.
@@ -92,64 +110,48 @@ def _turns_in(
     Raises:
         ValueError: a turn is not found without doubt.
     """
+    messages, text = written.messages, written.text
 
-    def render(some: Sequence[Message], *, prompt: bool = False) -> str:
-        return _render(tokenizer, template, some, tools, add_generation_prompt=prompt)[0]
+    def marked(turn: int) -> tuple[str, str]:
+        """Return the text before and after the content of a message."""
+        other = with_text(messages[turn], MARKER)
+        left, _, right = template.render([*messages[:turn], other, *messages[turn + 1 :]]).partition(MARKER)
+        return left, right
 
     first = [message["role"] for message in messages].index("assistant")
-    before = messages[:first] or [{"role": "user", "content": _MARKER}]
-    prompt = render(before, prompt=True).removeprefix(render(before))
-    ending = render([*before, {"role": "assistant", "content": _MARKER}]).rpartition(_MARKER)[2]
+    before: Sequence[Message] = messages[:first] or [with_text({**messages[first], "role": "user"}, MARKER)]
+    prompt = template.render(before, prompt=True).removeprefix(template.render(before))
+    answered = with_text({"role": "assistant", "content": messages[first].get("content")}, MARKER)
+    ending = template.render([*before, answered]).rpartition(MARKER)[2]
     spans, end = list[tuple[int, int]](), 0
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
-            replaced = render([*messages[:turn], {**message, "content": _MARKER}, *messages[turn + 1 :]])
-            left, _, right = replaced.partition(_MARKER)
+            left, right = marked(turn)
             if not (text.startswith(left) and text.endswith(right) and len(left) >= end):
                 raise ValueError(_UNKNOWN_TURN.format(turn + 1))
             end = len(text) - len(right)
             continue
         start = text.find(prompt, end) + len(prompt)
-        following = messages[turn + 1 :]
         limit = len(text)
-        if following and following[0]["role"] != "assistant":
-            replaced = render([*messages[: turn + 1], {**following[0], "content": _MARKER}, *following[1:]])
-            limit = len(replaced.partition(_MARKER)[0])
+        if turn + 1 < len(messages) and messages[turn + 1]["role"] != "assistant":
+            limit = len(marked(turn + 1)[0])
+        if prompt and start < len(prompt):
+            raise ValueError(_UNKNOWN_TURN.format(turn + 1) + _opened(prompt))
         end = text.rfind(ending, start, limit) + len(ending)
-        answer = str(message.get("content") or "").rpartition("</think>")[2].strip()
-        if not prompt or not ending or start < len(prompt) or end <= start or answer not in text[start:end]:
-            raise ValueError(_UNKNOWN_TURN.format(turn + 1))
+        answer = text_of(message).rpartition("</think>")[2].strip()
+        if not prompt or not ending or end <= start or answer not in text[start:end]:
+            raise ValueError(_UNKNOWN_TURN.format(turn + 1) + _opened(prompt))
         spans.append((start, end))
     return spans
 
 
-def _render(
-    tokenizer: Any,
-    template: str,
-    messages: Sequence[Message],
-    tools: Sequence[Any] | None,
-    *,
-    marks: bool = False,
-    add_generation_prompt: bool = False,
-) -> tuple[str, list[tuple[int, int]]]:
-    """Render as `apply_chat_template` does; with `marks` also return where `{% generation %}` was.
-
-    Its own mask of tokens is not taken: where a mark ends in a space, it goes on to the end of the chat (5.17).
-    """
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    try:
-        rendered, marked = render_jinja_template(
-            conversations=[[dict(message) for message in messages]],
-            tools=None if tools is None else list(tools),
-            chat_template=template,
-            return_assistant_tokens_mask=marks,
-            add_generation_prompt=add_generation_prompt,
-            **tokenizer.special_tokens_map,
-        )
-    except Exception as error:  # noqa: BLE001 - templates are programs of others, and raise what they like
-        raise ValueError(f"a chat that the template refuses: {type(error).__name__}: {str(error)[:200]}") from None
-    return rendered[0], [(int(first), int(last)) for first, last in marked[0]] if marks else []
+def _opened(prompt: str) -> str:
+    """Say that a prompt for a generation opens the reasoning, which not every turn begins with."""
+    opening = _THINK.search(prompt)
+    if opening is None:
+        return ""
+    remedy = "write the reasoning of its turns, or take a template that marks turns by {% generation %}"
+    return f": its prompt for a generation ends in {opening[0]!r}, and the turn does not begin so ({remedy})"
 
 
 def _encode(tokenizer: Any, text: str, *, special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:

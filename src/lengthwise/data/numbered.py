@@ -18,8 +18,9 @@ from typing import BinaryIO, Protocol
 import numpy as np
 
 from lengthwise.core.errors import DataError
+from lengthwise.data.kinds import PACKED, check_lines
 from lengthwise.data.rows import Row, RowParser
-from lengthwise.data.sources import PACKED, Listing, is_table, open_source, printable_name, read_rows, refuse_array
+from lengthwise.data.sources import Listing, is_table, open_source, printable_name, read_rows
 from lengthwise.data.tables import mapped_batches, row_of
 
 _BLOCK = 8 << 20
@@ -89,7 +90,7 @@ class _Lines:
         self._path, self._parser = listing.root, RowParser(vocab_size)
         self._shown = listing.shown or printable_name(listing.root)
         with open_source(listing.root) as rows:
-            refuse_array(rows, listing.root)
+            check_lines(rows, Path(self._shown))
             if not rows.peek(1):
                 remedy = "Take it out of {data|`data`}, or fill it."
                 raise DataError(self._shown, expected="rows", got="an empty file", remedy=remedy)

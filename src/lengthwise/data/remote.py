@@ -17,13 +17,14 @@ import numpy as np
 
 from lengthwise.core.errors import DataError, LengthwiseError, Problems
 from lengthwise.data.dataset import DatasetBuilder, MemoryDataset
+from lengthwise.data.kinds import PACKED
 from lengthwise.data.numbered import Counted
 from lengthwise.data.prepared import is_prepared
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.sampler import epoch_order
 from lengthwise.data.served import Fetched, ServedDataset, ShardClient, settings_digest
 from lengthwise.data.shard import ShardSpec, Span
-from lengthwise.data.sources import PACKED, Listing, Report, cut_listing, is_table, list_source, open_source
+from lengthwise.data.sources import Listing, Report, cut_listing, is_table, list_source, open_source
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource

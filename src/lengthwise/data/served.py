@@ -18,6 +18,7 @@ import numpy as np
 from lengthwise.core.errors import DataError
 from lengthwise.data.dataset import NumberedRows, plain_weights
 from lengthwise.data.digests import row_digest
+from lengthwise.data.prepared import ENCODING
 from lengthwise.data.sampler import Batch, Position
 from lengthwise.data.shard import ShardSpec, Slices, Span
 
@@ -33,7 +34,7 @@ def settings_digest(tokenizer_digest: str, sources: Mapping[str, DataSource], *o
     """Return 32 bytes that differ where a tokenizer, what sources do with rows, or `others`, for JSON, differ."""
     known = {"max_tokens", "too_long", "empty", "bad_rows"}
     settings = {key: source.model_dump(mode="json", include=known) for key, source in sources.items()}
-    return hashlib.sha256(json.dumps([tokenizer_digest, settings, *others]).encode()).digest()
+    return hashlib.sha256(json.dumps([ENCODING, tokenizer_digest, settings, *others]).encode()).digest()
 
 
 class ShardClient(Protocol):

@@ -26,6 +26,7 @@ from lengthwise.core.errors import DataError, OutputError
 from lengthwise.core.names import counted
 from lengthwise.data.hub import hub_files
 from lengthwise.data.indexed import IDS, INDEX, beside, document_starts, indexed_prefix, read_documents
+from lengthwise.data.kinds import GZIP, HEAD, PACKED, check_head, check_lines
 from lengthwise.data.rows import Row, RowParser, decode_utf8
 from lengthwise.data.tables import (
     ARROW_FILE,
@@ -42,24 +43,11 @@ from lengthwise.data.tables import (
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
-_GZIP = b"\x1f\x8b"
-PACKED = (_GZIP, ZSTANDARD)  # how packed lines begin
-_HEAD = 4096  # bytes of a file that are looked at for its kind
 _NO_END = 1 << 63
 _BLOCK = 4 << 20
 # Not the library itself: its tests, and what is installed or compiled beside it.
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
-# How files begin that are no text, and how one makes JSON lines of them.
-_KINDS = {
-    PARQUET: ("Parquet", "name it as a source of its own."),
-    ARROW_FILE: ("Arrow", "name it as a source of its own."),
-    ARROW_STREAM: ("Arrow", "name it as a source of its own."),
-    _GZIP: ("gzip", "gunzip"),
-    ZSTANDARD: ("Zstandard", "unzstd"),
-    b"PK\x03\x04": ("zip", "unzip"),
-}
-_OF_ROWS = frozenset((PARQUET, ARROW_FILE, ARROW_STREAM, _GZIP, ZSTANDARD))
 # Rows of training data in a .json file: one of these among the first keys of an object, alone or first of an array.
 _ROWS_OF_JSON = re.compile(rb'\s*(\[\s*)?\{[^{}\[\]]*"(text|input_ids|messages|conversations|prompt|instruction)"\s*:')
 
@@ -169,7 +157,7 @@ def read_rows(listing: Listing, vocab_size: int | None, report: Report) -> Itera
         try:
             with open_source(path, rows=False) as file:
                 raw = file.read()
-            if name.endswith(".json") and _ROWS_OF_JSON.match(raw[:_HEAD]):
+            if name.endswith(".json") and _ROWS_OF_JSON.match(raw[:HEAD]):
                 got, remedy = "rows of JSON", "Name it as a source of its own, one object a line."
                 raise DataError(where, expected="text: each file of a folder is one document", got=got, remedy=remedy)
         except DataError as error:
@@ -221,7 +209,7 @@ def _read_file(listing: Listing, parser: RowParser, report: Report) -> Iterator[
     try:
         with open_source(listing.root) as file:
             if is_table(file):
-                rows = read_table(file, file.peek(_HEAD)[:8], shown, listing.part)
+                rows = read_table(file, file.peek(HEAD)[:8], shown, listing.part)
                 for number, values in enumerate(rows, start=1):
                     try:
                         yield (
@@ -231,17 +219,10 @@ def _read_file(listing: Listing, parser: RowParser, report: Report) -> Iterator[
                         yield error
                 return
             if listing.part is None or not listing.part[0]:
-                refuse_array(file, listing.root)
+                check_lines(file, Path(shown))
             yield from _read_lines(file, listing.part or (0, _NO_END), parser, shown, report)
     except DataError as error:
         report(error)
-
-
-def refuse_array(file: BufferedReader, path: Path) -> None:
-    """Raise DataError for an open file that is one JSON array."""
-    if file.peek(_HEAD)[:_HEAD].lstrip()[:1] == b"[":
-        remedy = f"Write one object a line: jq -c '.[]' {path.name} > train.jsonl"
-        raise DataError(printable_name(path), expected="JSON lines", got="a JSON array", remedy=remedy)
 
 
 def _read_lines(
@@ -268,7 +249,7 @@ def _read_lines(
 
 def is_table(file: BufferedReader) -> bool:
     """Return whether an open file is Parquet or Arrow."""
-    return file.peek(_HEAD).startswith((PARQUET, ARROW_FILE, ARROW_STREAM))
+    return file.peek(HEAD).startswith((PARQUET, ARROW_FILE, ARROW_STREAM))
 
 
 def cut_listing(listing: Listing, most_bytes: int, folder: Path) -> list[Listing]:
@@ -285,7 +266,7 @@ def cut_listing(listing: Listing, most_bytes: int, folder: Path) -> list[Listing
         cuts = np.unique([*ends.tolist(), 0, len(starts) - 1]).tolist()
         return [replace(listing, part=part) for part in itertools.pairwise(cuts)]
     with open_source(listing.root) as rows, listing.root.open("rb") as file:
-        head, size = file.read(_HEAD), os.fstat(file.fileno()).st_size
+        head, size = file.read(HEAD), os.fstat(file.fileno()).st_size
         if head.startswith(PACKED):
             plain = folder / f"{hashlib.sha256(os.fsencode(listing.root)).hexdigest()[:32]}.jsonl"
             if not plain.exists():
@@ -333,11 +314,9 @@ def open_source(path: Path, *, rows: bool = True) -> Iterator[BufferedReader]:
             raise DataError(shown, expected="a regular file", got=got, remedy="Correct the path.")
         with path.open("rb") as file:
             before = os.fstat(file.fileno())
-            head = file.peek(_HEAD)
-            for start, (kind, remedy) in _KINDS.items():
-                if head.startswith(start) and not (rows and start in _OF_ROWS):
-                    raise DataError(shown, expected="text", got=f"a file of {kind}", remedy=f"Convert it: {remedy}")
-            if rows and head.startswith(_GZIP):
+            head = file.peek(HEAD)
+            check_head(head, path, shown, rows=rows)
+            if rows and head.startswith(GZIP):
                 with gzip.GzipFile(fileobj=file) as packed:
                     yield BufferedReader(cast(RawIOBase, packed))
             elif rows and head.startswith(ZSTANDARD):

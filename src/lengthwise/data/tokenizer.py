@@ -10,8 +10,9 @@ import hashlib
 import io
 import json
 import tokenize
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +24,8 @@ from lengthwise.core.hub import only_cached, why_only_cached
 from lengthwise.core.names import BYTES_TOKENIZER, NO_TEMPLATE
 from lengthwise.data.dataset import NO_LOSS
 from lengthwise.data.digests import file_digest
-from lengthwise.data.masked import Message, encode_chat, encode_pair
+from lengthwise.data.masked import encode_chat, encode_pair, refuse_twice
+from lengthwise.data.messages import Chat
 
 # Arguments of a tokenizer of transformers that change no ids of a text: where it is, and what is done to ids
 _NO_RULES = ("name_or_path", "is_local", "local_files_only", "processor_class", "chat_template", "model_max_length")
@@ -58,13 +60,8 @@ class Tokenizer(Protocol):
         """Encode a prompt and what follows it; return ids, and labels with a loss on what follows alone."""
         ...
 
-    def encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, context: int = 0
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a chat by the chat template; return ids, and labels with a loss on assistants' turns alone.
-
-        context: how many messages at its start have no loss.
-        """
+    def encode_chat(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
+        """Encode a chat by the chat template; return ids, and labels with a loss on assistants' turns alone."""
         ...
 
     def decode(self, ids: np.ndarray) -> str:
@@ -103,11 +100,9 @@ class ByteTokenizer:
         first, second = self.encode(prompt), self.encode(completion)
         return np.concatenate([first, second]), np.concatenate([np.full_like(first, NO_LOSS), second])
 
-    def encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, context: int = 0
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def encode_chat(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
         """Refuse: bytes have no chat template."""
-        del messages, tools, context
+        del chat
         raise ValueError(f"tokenizer bytes, {NO_TEMPLATE}")
 
     def decode(self, ids: np.ndarray) -> str:
@@ -136,19 +131,18 @@ class HuggingFaceTokenizer:
     name: str
     eos_id: int | None
     tokenizer: Any
+    noted: set[str] = field(default_factory=set, compare=False, repr=False)
+    """What templates leave out that was warned of."""
 
     def encode(self, text: str) -> np.ndarray:
         """Encode with the tokenizer's special tokens, EOS last.
 
         Raises:
-            ValueError: no text; or one that begins with the BOS which the tokenizer adds, too.
+            ValueError: no text; or one with a special token which the tokenizer adds, too.
         """
         text.encode("utf-8")  # a lone surrogate is no text: say so here, before the tokenizer's own error
         ids = self.tokenizer(text, verbose=False)["input_ids"]
-        bos = self.tokenizer.bos_token_id
-        if bos is not None and ids[:2] == [bos, bos]:
-            twice = f"{self.tokenizer.bos_token} at its start, which the tokenizer adds, too"
-            raise ValueError(f"{twice} (leave it to the tokenizer; give a rendered chat as `messages`)")
+        refuse_twice(self.tokenizer, ids)
         if self.eos_id is not None and (not ids or ids[-1] != self.eos_id):
             ids = [*ids, self.eos_id]
         return np.array(ids, dtype=np.int32)
@@ -165,11 +159,19 @@ class HuggingFaceTokenizer:
         """Encode both as one text, EOS last; see `masked.encode_pair`."""
         return encode_pair(self.tokenizer, prompt, completion)
 
-    def encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, context: int = 0
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a chat by the tokenizer's template; see `masked.encode_chat`."""
-        return encode_chat(self.tokenizer, messages, tools, context)
+    def encode_chat(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
+        """Encode a chat by the tokenizer's template; see `masked.encode_chat`.
+
+        Warns of what the template leaves out, once of each kind.
+        """
+
+        def note(what: str, of: str) -> None:
+            if what not in self.noted:
+                self.noted.add(what)
+                left_out = f"the chat template of {self.name} leaves out {what} ({of})"
+                warnings.warn(f"{chat.where}: {left_out}: none of it is trained on, nor of others alike", stacklevel=2)
+
+        return encode_chat(self.tokenizer, chat, note)
 
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of ids, special tokens too; the library drops ids that it does not have without a word."""

@@ -11,8 +11,11 @@ import torch
 
 from lengthwise.core.errors import DataError
 from lengthwise.data import NO_LOSS
+from lengthwise.data.messages import BESIDE, is_nothing
 
 _IDS, _LABELS, _MASK, _POSITIONS = "input_ids", "labels", "attention_mask", "position_ids"
+_CHATS = ("messages", "prompt", "conversations", "chosen")  # columns that TRL formats
+_USED_BY_TRL = ("tools", "chat_template_kwargs")
 _SAYS_AS_POSITIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -50,6 +53,33 @@ class RowCollator:
         """Return the examples' rows, in order."""
         rows = tuple(row for example in examples for row in rows_of(self.collate([example])))
         return Examples(rows=rows, num_examples=len(examples))
+
+
+def refuse_dropped(dataset: Any) -> Any:
+    """Return a dataset of the `datasets` library that TRL formats, with all that its rows put into their prompts.
+
+    Raises:
+        DataError: a row has text in a column that other trainers put into the prompt of a chat, and TRL drops; of an
+            iterable dataset when it comes.
+    """
+    first = next(iter(dataset), {})
+    names = [name for name in BESIDE if name in first and name not in _USED_BY_TRL]
+    if not names or "input_ids" in first or not any(name in first for name in _CHATS):
+        return dataset
+
+    def check(row: Mapping[str, Any], number: int) -> dict[str, Any]:
+        for name in names:
+            if not is_nothing(row[name]):
+                remedy = f"Write it into the messages, or take it out: dataset.remove_columns({name!r})."
+                expected = "rows with all of their prompt in their messages"
+                raise DataError(f"dataset, row {number}", expected=expected, got=f'"{name}"', remedy=remedy)
+        return {}
+
+    if not hasattr(dataset, "num_rows"):
+        return dataset.map(check, with_indices=True)
+    for number, row in enumerate(dataset.select_columns(names)):
+        check(row, number)
+    return dataset
 
 
 def rows_of(batch: Mapping[str, Any]) -> Iterator[dict[str, np.ndarray]]:

@@ -21,7 +21,7 @@ from trl.trainer.utils import FusedCausalLMOutput, use_adapter
 from lengthwise.core.errors import ConfigError, DataError
 from lengthwise.data import NO_LOSS
 from lengthwise.integrations.arguments import OFF, Refusal
-from lengthwise.integrations.rows import Examples
+from lengthwise.integrations.rows import Examples, refuse_dropped
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.models import has_dropout
 from lengthwise.session import Session, StepResult
@@ -47,6 +47,12 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
         self._valid: list[float] = []
         super().__init__(*args, **kwargs)
         _refuse_balance(self)
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
+    ) -> Any:
+        dataset = dataset if formatting_func is not None else refuse_dropped(dataset)
+        return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
 
     def _divides_by_items(self) -> bool:
         return type(self).compute_loss is trl.SFTTrainer.compute_loss and self.compute_loss_func is None
@@ -147,6 +153,9 @@ class DPOTrainer(PlannedTrainerMixin, trl.DPOTrainer):
         self._reference: Session | None = None
         super().__init__(*args, **kwargs)
         _refuse_balance(self)
+
+    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        return super()._prepare_dataset(refuse_dropped(dataset), *args, **kwargs)
 
     def _check_division(self) -> None:
         """Accept a mean: TRL is given all pairs of a preference loss at once."""

@@ -1,0 +1,259 @@
+"""Chats of every form as messages: `messages`, prompt and completion, ShareGPT's `conversations`, Alpaca's columns.
+
+One rule for lines and tables, which have null where other rows have an entry: null is nothing. A message without
+content has the empty text, as templates write null as the word None. JSON text (of `tools`, of `arguments`) is taken as
+it is written, null in it, too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lengthwise.core.errors import DataError
+from lengthwise.core.files import unique_keys
+
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning
+_SHARE_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}  # of ShareGPT; others have our names
+_ROLES = ("assistant", "user", "system", "developer", "tool", "function", "ipython", "environment", "observation")
+_TRAINED = ("train", "training", "train_detail")  # what other trainers read in a message as what has a loss
+_SYSTEM = ("system", "system_prompt")
+_TEMPLATE_VALUES = ("documents", "chat_template_kwargs")
+BESIDE = (*_SYSTEM, "history", "tools", "functions", *_TEMPLATE_VALUES)
+"""Columns that other trainers put into the prompt: beside a chat each is used, or refused by name."""
+_INSTEAD = {  # of columns that no chat takes
+    "functions": "Write them into `tools`, a list of objects with type and function, or take the column out.",
+    "history": "Write its turns into the messages, or take the column out.",
+}
+# What `apply_chat_template` has for itself; a row's values for it would change more than the text of the prompt.
+_RESERVED = ("messages", "conversation", "conversations", "tools", "chat_template", "add_generation_prompt")
+_RESERVED += ("continue_final_message", "return_assistant_tokens_mask", "tokenize", "return_dict", "padding")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_MEDIA = re.compile(r"(input_)?(image|video|audio)(_url|_pad)?")
+_WORD_BREAK = re.compile(r"(?<=[a-z])(?=[A-Z])|-")  # lossMask and loss-mask are loss_mask
+# What other trainers read as labels, or as what has a loss or is seen; ignored, a run would learn something else.
+_LIKE_LABELS = re.compile(r"(\w+_)?(labels?|masks?|targets?|weights?)|(label|target|position|token_type|segment)_ids")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """Messages as a template is given them: `content` is always text, `arguments` of calls are objects.
+
+    `context` counts the messages at the start that have no loss: the prompt of a completion. `values` are further
+    names that the template sees: `documents`, and the entries of `chat_template_kwargs`.
+    """
+
+    where: str
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Any, ...] | None = None
+    context: int = 0
+    values: Mapping[str, Any]
+
+
+def chat_of(values: Mapping[str, Any], where: str) -> Chat | None:
+    """Return the chat of a row with `messages`, `prompt`, `instruction` or `conversations`; None: it is of two texts.
+
+    Raises DataError for what is no chat, and for a column of `BESIDE` that it cannot take.
+    """
+    values = {name: value for name, value in values.items() if name not in BESIDE or not is_nothing(value)}
+    context, history = 0, list[Any]()
+    if "messages" in values:
+        turns = _listed(values["messages"], "messages", where)
+    elif "prompt" in values:
+        texts = values["prompt"], values["completion"]
+        if not all(isinstance(text, list) for text in texts):
+            _refuse_ignored([name for name in BESIDE if name in values], "prompt and completion of text", where)
+            return None
+        turns, context = [*texts[0], *texts[1]], len(texts[0])
+    elif "instruction" in values and "output" in values:
+        turns, history = _alpaca(values, where), ["history"]
+    elif "conversations" not in values:
+        raise refuse_row(where, '"output" beside "instruction"', "none", "Add it, or name the columns otherwise.")
+    else:
+        turns = [_of_share(each) for each in _listed(values["conversations"], "conversations", where)]
+    _refuse_ignored([name for name in _INSTEAD if name in values and name not in history], "a chat", where)
+    system = _system(values, turns, where)
+    messages = tuple(_message(each, number, where) for number, each in enumerate([*system, *turns], start=-len(system)))
+    for number, message in enumerate(messages[len(system) + context :], start=context):
+        said = [message["content"].strip(), message.get("tool_calls"), *(message.get(name) for name in REASONING)]
+        if message["role"] == "assistant" and not any(said):
+            expected = "an assistant's message with content, reasoning or tool_calls"
+            raise refuse_row(where, expected, f"messages[{number}] with none", "Write what it says, or take it out.")
+    tools = values.get("tools")
+    tools = None if tools is None else tuple(_parsed(tools, list, "tools", where))
+    context += len(system) * (context > 0)
+    return Chat(where=where, messages=messages, tools=tools, context=context, values=_template_values(values, where))
+
+
+def is_nothing(value: Any) -> bool:
+    """Return whether a column of `BESIDE` is null, empty, or an object of nulls."""
+    return value is None or (isinstance(value, str | list | dict) and (not value or not _without_nulls(value)))
+
+
+def _listed(value: Any, name: str, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise refuse_row(where, f'"{name}" to be a list', shown(value))
+    return value
+
+
+def _refuse_ignored(names: Sequence[str], kind: str, where: str) -> None:
+    if names:
+        remedy = _INSTEAD.get(names[0], "Write it into the prompt, or take the column out.")
+        raise refuse_row(where, f"{kind} with all of its prompt", f'"{names[0]}", which would be ignored', remedy)
+
+
+def _alpaca(values: Mapping[str, Any], where: str) -> list[Any]:
+    """Return the turns of Alpaca's columns, those of `history`, pairs of the user's and the model's text, first."""
+    names = ("instruction", "input", "output")
+    instruction, more, output = (values.get(name) or "" for name in names)
+    if not all(isinstance(each, str) for each in (instruction, more, output)):
+        kinds = ", ".join(f'"{name}": {shown(values[name])}' for name in names if name in values)
+        raise refuse_row(where, '"instruction", "input", "output" to be text', kinds)
+    pairs = values.get("history", [])
+    right = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+    if not right or not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise refuse_row(where, '"history" to be a list of pairs of texts', shown(pairs))
+    texts = [*(text for pair in pairs for text in pair), f"{instruction}\n\n{more}" if more else instruction, output]
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+
+
+def _of_share(turn: Any) -> Any:
+    """Return a turn of ShareGPT as a message; anything else as it is, to be checked as one."""
+    if not isinstance(turn, dict) or turn.get("from") is None or turn.get("role") is not None:
+        return turn
+    role = turn["from"]
+    others = {name: value for name, value in turn.items() if name not in ("from", "value", "role")}
+    role = _SHARE_ROLES.get(role, role) if isinstance(role, str) else role
+    content = turn.get("value")
+    return {**others, "role": role, "content": others.get("content") if content is None else content}
+
+
+def _system(values: Mapping[str, Any], turns: Sequence[Any], where: str) -> list[Any]:
+    """Return the message of a system prompt that stands beside a chat, unless the chat begins with the same."""
+    found = {name: values[name] for name in _SYSTEM if name in values}
+    for name, text in found.items():
+        if not isinstance(text, str):
+            raise refuse_row(where, f'"{name}" to be text', shown(text))
+    first = turns[0] if turns and isinstance(turns[0], dict) else {}
+    theirs = [_text_of(first.get("content"), 0, where)] if first.get("role") in ("system", "developer") else []
+    if len({*found.values(), *theirs}) > 1:
+        got = f'"{next(iter(found))}" beside {"another in its messages" if theirs else "another column of it"}'
+        raise refuse_row(where, "one system prompt", got, "Keep one of them.")
+    texts = [] if theirs or not turns else list(found.values())[:1]
+    return [{"role": "system", "content": text} for text in texts]
+
+
+def _message(message: Any, number: int, where: str) -> Mapping[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise refuse_row(where, f'messages[{number}] to be an object with a "role"', shown(message))
+    role = message["role"]
+    if role not in _ROLES:
+        remedy = "Rename it; a turn of the model has the role assistant."
+        raise refuse_row(where, f"a role of {', '.join(_ROLES)}", f"{shown(role)} of messages[{number}]", remedy)
+    marks = [name for name in message if is_like_labels(name) and message[name] is not None]
+    marks += [name for name in _TRAINED if message.get(name) not in (None, role == "assistant")]
+    if marks:
+        got = f'"{marks[0]}" of messages[{number}], which would be ignored'
+        raise refuse_row(where, "a loss on all turns of the assistant and no other", got, "Take it out.")
+    found = {name: _without_nulls(value) for name, value in message.items() if value is not None}
+    found["content"] = _text_of(message.get("content"), number, where)
+    calls = _parsed(found.pop("tool_calls", []), list, f'"tool_calls" of messages[{number}]', where)
+    return {**found, "tool_calls": [_call(each, number, where) for each in calls]} if calls else found
+
+
+def _text_of(content: Any, number: int, where: str) -> str:
+    """Return a message's content as text, its parts of text joined."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise refuse_row(where, f'"content" of messages[{number}] to be text', shown(content))
+    texts = list[str]()
+    for place, part in enumerate(content):
+        at = f"messages[{number}].content[{place}]"
+        text = part.get("text") if isinstance(part, dict) else part
+        kind = part.get("type") if isinstance(part, dict) else "text"
+        kind = "text" if kind is None and isinstance(text, str) else kind
+        if isinstance(kind, str) and (media := _MEDIA.fullmatch(kind)):
+            names = {"image": "images", "video": "video", "audio": "audio"}
+            got = f"{at} of type {shown(kind)}: {names[media[2]]} are not trained on yet"
+            raise refuse_row(where, '"content" of text', got, "Write text, or take the row out.")
+        if kind not in _TEXT_PARTS or not isinstance(text, str | None):
+            got = f"{at} of type {shown(kind)}" if kind not in _TEXT_PARTS else f"{at} with {shown(text)}"
+            raise refuse_row(where, '"content" of text', got, "Write it as text, or take the row out.")
+        texts.append(text or "")
+    return "".join(texts)
+
+
+def _call(call: Any, number: int, where: str) -> Any:
+    """Return a tool call, its arguments as an object."""
+    if not isinstance(call, dict):
+        raise refuse_row(where, f'"tool_calls" of messages[{number}] to be objects', shown(call))
+    holder = call["function"] if isinstance(call.get("function"), dict) else call
+    if "arguments" not in holder:
+        return call
+    name = f'"arguments" of a call of messages[{number}]'
+    holder = {**holder, "arguments": _parsed(holder["arguments"] or {}, dict, name, where)}
+    return {**call, "function": holder} if isinstance(call.get("function"), dict) else holder
+
+
+def _parsed(value: Any, kind: type[Any], name: str, where: str) -> Any:
+    """Return a list or an object that is there as such, without nulls, or as JSON text, as it is written."""
+    noun = "a list" if kind is list else "an object"
+    name = name if name.startswith('"') else f'"{name}"'
+    if isinstance(value, str):
+        try:
+            found = json.loads(value, object_pairs_hook=unique_keys)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, kind):
+            raise refuse_row(where, f"{name} to be {noun}, or JSON text of one", f"the text {shown(value)}")
+        return found
+    if not isinstance(value, kind):
+        raise refuse_row(where, f"{name} to be {noun}", shown(value))
+    return _without_nulls(value)
+
+
+def _template_values(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return what the template sees by name: `documents`, and the entries of `chat_template_kwargs`."""
+    found = dict[str, Any]()
+    if "chat_template_kwargs" in values:
+        found = _parsed(values["chat_template_kwargs"], dict, "chat_template_kwargs", where)
+    for name in found:
+        if name in _RESERVED or not name.isidentifier():
+            got = f'"{name}" in it, which is no variable of a template'
+            raise refuse_row(where, '"chat_template_kwargs" of variables of the template', got, "Take it out.")
+    if "documents" in values:
+        found = {**found, "documents": _parsed(values["documents"], list, "documents", where)}
+    return found
+
+
+def _without_nulls(values: Any) -> Any:
+    """Return lists and objects without the entries of objects that are null."""
+    if isinstance(values, list):
+        return [_without_nulls(each) for each in values]
+    if isinstance(values, dict):
+        return {name: _without_nulls(value) for name, value in values.items() if value is not None}
+    return values
+
+
+def is_like_labels(name: str) -> bool:
+    """Return whether other trainers read a column, or an entry of a message, as labels, a mask or weights."""
+    return _LIKE_LABELS.fullmatch(_WORD_BREAK.sub("_", name).lower()) is not None
+
+
+def shown(value: object) -> str:
+    """Show a value as JSON would write it, shortened; a container only by its kind, it may be large."""
+    if isinstance(value, list | dict):
+        return "an object" if isinstance(value, dict) else f"a list of {len(value)}"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**30:
+        return "a number of more than 30 digits"
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def refuse_row(where: str, expected: str, got: str, remedy: str = "Correct the row.") -> DataError:
+    """Return the error of a row."""
+    return DataError(where, expected=expected, got=got, remedy=remedy)

@@ -1,0 +1,239 @@
+"""Chat templates: a chat as text, in the form that a template writes whole, and what it leaves out all the same.
+
+Templates differ in what they read. Most write `content` as it is, so none of it has to be the empty text; some write
+calls only where `content` is null; some write `arguments` only as text; some read parts of content alone. The first
+form counts of which nothing is left out. Whether something is in a text shows when it is replaced: the text changes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lengthwise.data.messages import REASONING, Chat
+
+Message = Mapping[str, Any]
+MARKER = "\ue000message\ue001"  # of the private use area: in no text
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_THINK_END = "</think>"
+_REASONING, _CALL = "the reasoning", "a tool call"
+_LONG = 20  # characters that stand in a text once
+_NULLS = ("None", "null")  # how templates write null
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The template of a tokenizer of transformers for a chat with its tools, and what else of the chat it sees.
+
+    Raises:
+        ValueError: there is no template, or it does not read what the chat gives it.
+    """
+
+    tokenizer: Any
+    source: str
+    tools: tuple[Any, ...] | None
+    values: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, tokenizer: Any, chat: Chat) -> Template:
+        """Choose the template of a chat."""
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError("a tokenizer without a chat template")
+        source = tokenizer.get_chat_template(tools=None if chat.tools is None else list(chat.tools))
+        unread = [name for name in chat.values if not _reads(source, name)]
+        contents = [
+            name for name in unread if chat.values[name] and not isinstance(chat.values[name], bool | int | float)
+        ]
+        if contents:
+            raise ValueError(f'"{contents[0]}", which the chat template does not read (take it out of the row)')
+        return cls(tokenizer, source, chat.tools, chat.values)
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether it marks the assistant's text by `{% generation %}`."""
+        return bool(_MARK.search(self.source))
+
+    def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        """Render as `apply_chat_template` does; `prompt`: with the prompt for a generation at the end.
+
+        Where `{% generation %}` was, transformers' own mask of tokens is not taken: where a mark ends in a space, it
+        goes on to the end of the chat (5.17).
+        """
+        return self._render(messages, marks=False, prompt=prompt)[0]
+
+    def _render(self, messages: Sequence[Message], *, marks: bool, prompt: bool) -> tuple[str, list[tuple[int, int]]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            rendered, marked = render_jinja_template(
+                conversations=[[dict(message) for message in messages]],
+                tools=None if self.tools is None else list(self.tools),
+                chat_template=self.source,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=prompt,
+                **{**self.tokenizer.special_tokens_map, **self.values},
+            )
+        except Exception as error:  # noqa: BLE001 - templates are programs of others, and raise what they like
+            raise ValueError(f"a chat that the template refuses: {type(error).__name__}: {str(error)[:200]}") from None
+        return rendered[0], [(int(first), int(last)) for first, last in marked[0]] if marks else []
+
+    def fitted(self, messages: Sequence[Message]) -> Written:
+        """Return messages in the form that the template writes whole; without one, in the first that it takes."""
+        best, refused, plain = None, None, ""
+        for form in _forms(messages):
+            try:
+                text, marked = self._render(form, marks=self.is_marked, prompt=False)
+            except ValueError as error:
+                refused = refused or error
+                continue
+            found = Written(form, text, marked)
+            if form is messages:
+                plain = text
+            elif _writes_null(form, text, plain):
+                continue
+            if all(what == _REASONING for _, what, _ in self._lost(found, {}, _first_of_each(form))):
+                return found
+            best = best or found
+        if best is None:
+            assert refused is not None, "the first form was rendered, or refused"
+            raise refused
+        return best
+
+    def left_out(self, written: Written, spans: Mapping[int, tuple[int, int]], context: int) -> list[tuple[str, str]]:
+        """Return what the text of a chat does not have of it: what, and the message that it is of.
+
+        `spans`: where turns that are learned are in the text. Turns before message `context` are not learned.
+
+        Raises:
+            ValueError: nothing of such a turn is there.
+        """
+        turns = _first_of_each(written.messages)
+        turns |= {turn for turn, each in enumerate(written.messages) if each["role"] not in ("user", "tool")}
+        found, lost = list[tuple[str, str]](), self._lost(written, spans, turns)
+        for turn, what, is_all in lost:
+            role = written.messages[turn]["role"]
+            if is_all and role == "assistant" and turn >= context:
+                raise ValueError(f"an empty turn: the chat template leaves out {what} of message {turn + 1}")
+            found.append((f"{what} of {role} messages", f"message {turn + 1}"))
+        if self.tools and not _reads(self.source, "tools"):
+            found.append(("the tools", "column tools"))
+        return found + [(name, "in chat_template_kwargs") for name in self.values if not _reads(self.source, name)]
+
+    def _lost(
+        self, written: Written, spans: Mapping[int, tuple[int, int]], turns: Collection[int]
+    ) -> list[tuple[int, str, bool]]:
+        """Return the message, of these, what of it is not in the text, and whether that is all that it says."""
+        found = list[tuple[int, str, bool]]()
+        for turn in sorted(turns):
+            message = written.messages[turn]
+            region = written.text[slice(*spans[turn])] if turn in spans else written.text
+            parts = list(_parts(message))
+            lost = list[str]()
+            for what, word, other in parts:
+                # Names of functions are in the tools, too, and a short text is anywhere.
+                looked_for = word and (turn in spans or (what != _CALL and len(word) >= _LONG))
+                if not (looked_for and word in region) and self._is_unread(written, turn, other):
+                    lost.append(what)
+            found += [(turn, what, len(lost) == len(parts)) for what in dict.fromkeys(lost)]
+        return found
+
+    def _is_unread(self, written: Written, turn: int, other: Message) -> bool:
+        """Return whether the text is the same with another message in place of one."""
+        try:
+            return self.render([*written.messages[:turn], other, *written.messages[turn + 1 :]]) == written.text
+        except ValueError:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Messages in the form that a template got, the text of it, and the marked characters [first, last) of that."""
+
+    messages: Sequence[Message]
+    text: str
+    marked: list[tuple[int, int]]
+
+
+def text_of(message: Message) -> str:
+    """Return the content of a message in any form."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def with_text(message: Message, text: str) -> Message:
+    """Return a message with another content in the same form."""
+    in_parts = isinstance(message.get("content"), list)
+    return {**message, "content": [{"type": "text", "text": text}] if in_parts else text}
+
+
+def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    """Yield messages as they are, then as other templates read them."""
+    yield messages
+    if any(message.get("tool_calls") for message in messages):
+        as_text = [_with_calls(message, _with_text_arguments) for message in messages]
+        for form in (messages, as_text):
+            nulls = [{**each, "content": None} if _is_call_alone(each) else each for each in form]
+            yield from ([form] if form is not messages else [])
+            yield from ([nulls] if nulls != form else [])
+    yield [with_text({**message, "content": []}, text_of(message)) for message in messages]
+
+
+def _first_of_each(messages: Sequence[Message]) -> set[int]:
+    """Return the first message of each role with each of what a message says: a template does the same to others."""
+    kinds = [
+        (each["role"], bool(text_of(each)), bool(each.get("tool_calls")), any(map(each.get, REASONING)))
+        for each in messages
+    ]
+    return {kinds.index(kind) for kind in kinds}
+
+
+def _is_call_alone(message: Message) -> bool:
+    return bool(message.get("tool_calls")) and not message["content"]
+
+
+def _writes_null(form: Sequence[Message], text: str, plain: str) -> bool:
+    """Return whether a text has null as a word more often than it had without, and than the calls have it."""
+    calls = json.dumps([message.get("tool_calls") for message in form if message.get("content") is None])
+    return any(text.count(word) > plain.count(word) + calls.count(word) for word in _NULLS)
+
+
+def _parts(message: Message) -> Iterator[tuple[str, str, Message]]:
+    """Yield what a message says: what it is, a text that shows it, and the message with something else there."""
+    thought = {name: MARKER for name in REASONING if message.get(name)}
+    if thought:
+        yield _REASONING, str(message[next(iter(thought))]).strip(), {**message, **thought}
+    content = text_of(message)
+    head, end, answer = content.rpartition(_THINK_END) if message["role"] == "assistant" else ("", "", content)
+    if words := head.removeprefix("<think>").strip():
+        yield _REASONING, words, with_text(message, f"<think>{MARKER}{end}{answer}")
+    if answer.strip():
+        yield "the content", answer.strip(), with_text(message, head + end + MARKER)
+    calls = message.get("tool_calls") or ()
+    for place, call in enumerate(calls):
+        other = [*calls[:place], _changed_call(call, _other_call), *calls[place + 1 :]]
+        yield _CALL, str(call.get("function", call).get("name") or ""), {**message, "tool_calls": other}
+
+
+def _changed_call(call: Message, change: Callable[[Message], Message]) -> Message:
+    return {**call, "function": change(call["function"])} if "function" in call else change(call)
+
+
+def _with_calls(message: Message, change: Callable[[Message], Message]) -> Message:
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_changed_call(each, change) for each in calls]} if calls else message
+
+
+def _with_text_arguments(call: Message) -> Message:
+    return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)} if "arguments" in call else call
+
+
+def _other_call(call: Message) -> Message:
+    arguments = MARKER if isinstance(call.get("arguments"), str) else {MARKER: MARKER}
+    return {**call, "name": MARKER, "arguments": arguments}
+
+
+def _reads(source: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", source) is not None
