@@ -135,11 +135,11 @@ class Session:
             self.shard, self._sharded = take_model(
                 model, self._engine, settings, cost, local_ranks=world.local_size, closing=self._closing
             )
-            if self._sharded is not None:
-                self._runner.end = SessionStepEnd(
-                    updates=self._sharded, transport=self._transport, stages=settings.asked.stages
-                )
             self._agreement = Agreement(self._inner, self._transport, self._sharded)
+            if self._sharded is not None:
+                stages = settings.asked.stages
+                self._runner.end = SessionStepEnd(updates=self._sharded, transport=self._transport, stages=stages)
+                self._sharded.compare = self._agreement.reach
             self._planning = planning_of(self._engine, self._sharded, cost, settings)
             self._engine.start_offloading()
         except BaseException:

@@ -12,7 +12,7 @@ on all ranks. Offloaded, slices and states are in the host's memory, and the sum
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -86,11 +86,13 @@ class ShardedInPlace:
     shapes: of each of them. rank: of this one among those over which `parameters` lie. edits: changes that the loop
     made to slices of gradients and of weights. has_edited_weights: some of them are not published. reached: names of
     the parameters that a loss of this rank has reached in the last backward. with_gradient: those that have one, as a
-    loss of some rank has reached them since gradients were cleared.
+    loss of some rank has reached them since gradients were cleared. compare: compares the ranks, takes in what the loop
+    did to gradients and publishes what it did to weights (`session.agreement`).
     """
 
     parameters: Parameters
     rank: int
+    compare: Callable[[str], None]
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, *, offloads: bool = False) -> None:
         self.optimizer, self._model, self.offloads = optimizer, model, offloads
@@ -268,8 +270,8 @@ class ShardedInPlace:
     # A step of the optimizer, and what the loop did to weights before.
 
     def before_step(self) -> None:
-        """Give the optimizer its slices, with the weights and gradients that the loop has left."""
-        self.settle()
+        """Give the optimizer its slices, with the weights and gradients that the loop has left. Collective."""
+        self.compare("optimizer.step")
         self.take_changes()
         self._let_step(True)
         self._give_gradients()
@@ -292,8 +294,8 @@ class ShardedInPlace:
             piece.grad = self._gradients[run.start : run.stop] if has_one else None
 
     def take_changes(self) -> None:
-        """Take what the loop wrote into whole parameters since the last step; slices that it wrote to are newer."""
-        if isinstance(self.parameters, FlatParameters) and not self.has_edited_weights:
+        """Take what the loop wrote into whole parameters since the last step."""
+        if isinstance(self.parameters, FlatParameters):
             self.parameters.take_changes()
 
     def publish(self) -> None:
