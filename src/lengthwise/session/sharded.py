@@ -258,11 +258,13 @@ class ShardedInPlace:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients of this rank: those of the slices, and those from which the slices are summed."""
+        if set_to_none:
+            self.with_gradient.clear()
+        else:
+            self.settle()  # the loop may have set some to None
         self.parameters.clear_gradients()
         self._gradients.zero_()
         self._is_behind = self._is_ahead = False
-        if set_to_none:
-            self.with_gradient.clear()
         self.withhold_gradients()
         if self._is_stepping:
             self._give_gradients()
