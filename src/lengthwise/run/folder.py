@@ -72,7 +72,7 @@ class RunFolder(Callback):
         self._most_log_bytes = most_log_bytes
         self._plans: deque[tuple[Path, int]] = deque()  # the oldest first, with their bytes
         self._plan_bytes = 0
-        self._num_lines = dict.fromkeys(COUNTED, 0)
+        self._num_lines: dict[str, int] = dict.fromkeys(COUNTED, 0)
 
     @property
     def model(self) -> Path:
