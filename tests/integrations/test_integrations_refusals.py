@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from loops import small_model
-from trainers import CAPACITY, arguments, data, in_trainers, padded, relative, trained
+from trainers import CAPACITY, Kept, arguments, data, difference, in_trainers, padded, relative, trained
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
@@ -109,8 +110,86 @@ def test_what_shows_only_in_use_is_refused_then(tmp_path):
     with pytest.raises(ConfigError, match="predict"):
         planned(arguments(tmp_path)).predict(data())
     rows = [{**row, "labels": [-100] * len(row["labels"])} for row in data()]
-    with pytest.raises(ConfigError, match="a token with a label"):
+    with pytest.raises(DataError, match="a token with a label"):
         planned(arguments(tmp_path), eval_dataset=rows).evaluate()
+
+
+def test_wrong_arguments_of_the_session_are_refused_beside_the_trainers_when_it_is_made(tmp_path):
+    wrong = {"shard": "zero4", "planner": "foo", "heads": "many", "capacity_tokens": 0, "attention": "flash9"}
+    args = arguments(tmp_path)
+    args.fp16 = True
+    with pytest.raises(Problems) as raised:
+        planned(args, **wrong)
+    assert {each.where for each in raised.value.problems} == {"fp16", *wrong}
+    with pytest.raises(Problems) as raised:
+        PlannedTrainer(model=small_model(torch.float32), **wrong)
+    assert {each.where for each in raised.value.problems} == wrong.keys()
+
+
+TABLES = {"list": lambda rows: rows, "datasets": Dataset.from_list}
+
+
+@pytest.mark.parametrize("table", list(TABLES))
+def test_rows_that_the_ranks_do_not_hold_are_named_before_the_first_step(tmp_path, table):
+    """In train and eval data, in one message; a row that packs shorter ones is none of them."""
+    kept = Kept()
+    rows = data([10, 40, 20, 33])
+    packed = [{"input_ids": list(range(1, 31)) * 2, "labels": list(range(1, 31)) * 2}]
+    trainer = planned(
+        arguments(tmp_path, eval_strategy="steps"),
+        capacity_tokens=32,
+        train_dataset=TABLES[table](rows),
+        eval_dataset={"short": TABLES[table](data([5])), "long": TABLES[table](data([5, 65]))},
+        callbacks=[kept],
+    )
+    with pytest.raises(Problems) as raised:
+        trainer.train()
+    told = {each.where: each.got for each in raised.value.problems}
+    assert told == {
+        "train_dataset": "2 longer: row 1 (40 tokens), row 3 (33 tokens)",
+        "eval_dataset.long": "1 longer: row 1 (65 tokens)",
+    }
+    assert kept.events == []
+    with pytest.raises(DataError, match=r"eval_dataset: expected at most 32 tokens.*row 1 \(65 tokens\)"):
+        planned(arguments(tmp_path), capacity_tokens=32).evaluate(TABLES[table](data([5, 65])))
+    flattened = {"train_dataset": TABLES[table](packed), "data_collator": in_documents}
+    planned(arguments(tmp_path, max_steps=1), capacity_tokens=32, **flattened).train()
+
+
+def in_documents(examples):
+    (row,) = examples
+    half = len(row["input_ids"]) // 2
+    return {**{name: [row[name]] for name in ("input_ids", "labels")}, "position_ids": [[*range(half), *range(half)]]}
+
+
+@pytest.mark.parametrize("table", list(TABLES))
+def test_rows_without_a_label_are_named_before_the_first_step(tmp_path, table):
+    none = [{**row, "labels": [7] + [-100] * (len(row["labels"]) - 1)} for row in data([4, 9])]  # nothing is before it
+    args = arguments(tmp_path, max_steps=1)
+    with pytest.warns(UserWarning, match="train_dataset: 2 rows without a label.*: 3, 4$"):
+        planned(args, train_dataset=TABLES[table]([*data([3, 8, 5]), *none])).train()
+    with pytest.raises(DataError, match="train_dataset: expected a token with a label; got none in 2 rows"):
+        planned(args, train_dataset=TABLES[table](none)).train()
+
+    def labelled(examples):
+        return padded([{**row, "labels": row["input_ids"]} for row in examples])
+
+    planned(args, train_dataset=TABLES[table](none), data_collator=labelled).train()
+
+
+@pytest.mark.filterwarnings("ignore:train_dataset. 4 rows without a label")
+def test_a_batch_without_a_label_is_a_step_of_zero_gradients_as_in_a_plain_trainer(tmp_path):
+    """The optimizer decays and moves by its moments there, and what is logged leaves the batch out."""
+    rows = data([9, 17, 5, 12] * 3)
+    rows[4:8] = [{**row, "labels": [-100] * len(row["labels"])} for row in rows[4:8]]
+    changes = {"train_sampling_strategy": "sequential", "max_steps": 3}
+    expected = trained(Trainer, arguments(tmp_path, **changes), train_dataset=rows)
+    with pytest.warns(UserWarning, match="step 2: no token of the batch has a label"):
+        found = trained(PlannedTrainer, arguments(tmp_path, **changes), train_dataset=rows, capacity_tokens=CAPACITY)
+    assert difference(found["weights"], expected["weights"]) < 2e-5
+    for here, there in zip(found["logs"], expected["logs"], strict=True):
+        for name in there.keys() & {"loss", "grad_norm"}:
+            assert abs(here[name] - there[name]) < 1e-4, (name, here["step"])
 
 
 def test_going_on_without_the_optimizers_state_is_refused(tmp_path):

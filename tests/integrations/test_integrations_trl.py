@@ -129,13 +129,17 @@ def test_dpo_is_trls(case, tmp_path):
     compared(one, found, tolerance=2e-4)
 
 
+class NotRead:
+    """Rows that nobody may tokenize."""
+
+
 def test_what_trl_would_do_beside_a_plan_is_refused(tmp_path):
     args = arguments(SFTConfig, tmp_path, 1, activation_offloading=True)
     args.torch_compile = True
     with pytest.raises(Problems) as raised:
-        PlannedSFTTrainer(model=model(), args=args, train_dataset=chats(4), processing_class=tokenizer())
+        PlannedSFTTrainer(model=model(), args=args, train_dataset=NotRead(), shard="zero4", planner="foo")
     said = {each.where for each in raised.value.problems}
-    assert said == {"activation_offloading", "torch_compile"}
+    assert said == {"activation_offloading", "torch_compile", "shard", "planner"}
     args = arguments(DPOConfig, tmp_path, 1, precompute_ref_log_probs=True)
     given = {"train_dataset": pairs(), "processing_class": tokenizer(), "capacity_tokens": 999}
     with pytest.raises(LengthwiseError, match="precompute_ref_log_probs"):

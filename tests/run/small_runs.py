@@ -12,6 +12,7 @@ import time
 import traceback
 import weakref
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -107,6 +108,11 @@ def train(path, *arguments):
 
 def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def resume_after(step, *, lines=MappingProxyType({}), accepts_changes=False):
+    """Return what a run's folder asks of a checkpoint."""
+    return SimpleNamespace(step=step, manifest=SimpleNamespace(lines=lines), accepts_changes=accepts_changes)
 
 
 def losses(output):

@@ -6,6 +6,7 @@ import fcntl
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -22,10 +23,10 @@ from lengthwise.core.errors import OutputError
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.run import export, folder, launch, loop, setup, writes
-from lengthwise.run.callbacks import FinishedStep, StepMetrics
+from lengthwise.run.callbacks import EvalMetrics, FinishedStep, StepMetrics
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.writes import MOST_FAILURES
-from run.small_runs import Command, call, count_lines, make_rows, write_run
+from run.small_runs import Command, call, count_lines, make_rows, read_lines, resume_after, write_run
 from tiers import more, some
 
 ENDLESS = {"steps": 1_000_000, "measurements": "off"}  # long runs measure the machine first
@@ -351,7 +352,7 @@ def test_plans_and_ledger_stay_small_and_the_newest_are_there(tmp_path):
     first = check(300)
     assert first > 50
     again = RunFolder(tmp_path / "out", most_log_bytes=most)
-    again.go_on(config, 295)
+    again.go_on(config, resume_after(295))
     for step in range(296, 401):
         again.on_step(finished(step, tuple(range(step, step + 40))))
     check(400)
@@ -394,9 +395,54 @@ def test_a_damaged_line_is_named_before_anything_changes(tmp_path, damage):
     path.write_bytes(line + b"\n" + (path.read_bytes() if path.exists() else b""))
     before = {each: each.is_file() and each.read_bytes() for each in run.path.rglob("*")}
     with pytest.raises(OutputError) as found:
-        run.go_on(config, 1)
+        run.go_on(config, resume_after(1))
     assert found.value.where == f"{path}:1"
     assert {each: each.is_file() and each.read_bytes() for each in run.path.rglob("*")} == before
+
+
+def cut(path):
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+
+
+def cut_in_the_middle(path):
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], *lines[2:]]))
+
+
+LOST = {
+    "metrics cut": ("metrics.jsonl", cut, "got 2 lines, where 4 had been written"),
+    "metrics away": ("metrics.jsonl", Path.unlink, "got 0 lines, where 4"),
+    "ledger cut": ("ledger.jsonl", cut, "got no line of step 3, 4"),
+    "ledger middle": ("ledger.jsonl", cut_in_the_middle, "got no line of step 2."),
+    "ledger away": ("ledger.jsonl", Path.unlink, "got no line of step 1, 2, 3, 4"),
+    "evaluation away": ("eval.jsonl", Path.unlink, "got 0 lines, where 2"),
+}
+
+
+@pytest.mark.parametrize("loss", list(LOST))
+def test_lines_that_are_lost_are_named_before_anything_changes(tmp_path, loss):
+    """The run goes on without them where it accepts changes, and says so; its next checkpoint counts what there is."""
+    config, notes = load_config(write_run(tmp_path, make_rows([3]))), []
+    run = RunFolder(tmp_path / "out")
+    run.start(config)
+    for step in (1, 2, 3, 4):
+        run.on_step(finished(step, (1,)))
+        if step % 2 == 0:
+            run.on_eval(EvalMetrics(step=step, loss=1.0, num_sequences=1, num_tokens=3, num_loss_tokens=2))
+    lines = run.synced_lines()
+    run.on_step(finished(5, (1,)))
+    name, lose, got = LOST[loss]
+    lose(run.path / name)
+    before = {each: each.is_file() and each.read_bytes() for each in run.path.rglob("*")}
+    again = RunFolder(tmp_path / "out", notes.append)
+    with pytest.raises(OutputError, match=re.escape(got)) as found:
+        again.go_on(config, resume_after(4, lines=lines))
+    assert found.value.where == str(run.path / name)
+    assert {each: each.is_file() and each.read_bytes() for each in run.path.rglob("*")} == before
+    again.go_on(config, resume_after(4, lines=lines, accepts_changes=True))
+    assert name in notes[0]
+    kept = {name: len(read_lines(run.path / name)) for name in lines if (run.path / name).exists()}
+    assert again.synced_lines() == {**dict.fromkeys(lines, 0), **kept}
 
 
 def test_what_no_run_can_go_on_with_is_refused_at_the_start(broken):

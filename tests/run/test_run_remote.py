@@ -6,15 +6,18 @@ Shards are in the ranks' own processes, but in the last test, whose Ray takes se
 import contextlib
 import os
 import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import lengthwise
 from data.shards import LocalClient
 from lengthwise.core.errors import ConfigError, DataError
-from lengthwise.run import loop
+from lengthwise.run import actors, loop
 from lengthwise.run.callbacks import Callback
+from lengthwise.run.launch import StopRequest
 from run.small_runs import assert_equal_runs, broken_off, call, make_rows, read_lines, write_run
 
 LENGTHS = [30, 12, 5, 100, 1, 2, 33, 130, 9]  # 100: more than a rank holds, a ring of both
@@ -108,10 +111,45 @@ class KillsAnActor(Callback):
             file.write(line + "\n")
 
 
+class NotesListeners(Callback):
+    """Notes at which addresses processes of this test's Ray listen, in the first step."""
+
+    def on_step(self, step):
+        if step.metrics.step > 1:
+            return
+        ours, sockets = os.environ["RAY_TMPDIR"].encode(), set()
+        for process in Path("/proc").glob("[0-9]*"):
+            if ours in _content(process / "environ"):
+                with contextlib.suppress(OSError):
+                    sockets |= {each.readlink().name for each in (process / "fd").iterdir()}
+        for table in ("tcp", "tcp6"):
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                _, address, _, state, *_, inode = line.split()[:10]
+                if state == "0A" and f"socket:[{inode}]" in sockets:  # 0A: it listens
+                    self.on_note(f"listens at {address.partition(':')[0]}")
+
+    on_note = KillsAnActor.on_note
+
+
 def _content(path):
     with contextlib.suppress(OSError):
         return path.read_bytes()
     return b""
+
+
+def test_a_signal_while_ray_starts_ends_the_step_not_the_process(monkeypatch):
+    """Ray sets a handler of its own that raises SystemExit wherever the start is."""
+
+    def init(**_):
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
+    with StopRequest().listening() as stop:
+        actors._connect("local", "name")
+        assert stop.signal == signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.times == 2
 
 
 def test_actors_of_ray_that_are_killed_lose_and_repeat_nothing(tmp_path, monkeypatch):
@@ -120,7 +158,10 @@ def test_actors_of_ray_that_are_killed_lose_and_repeat_nothing(tmp_path, monkeyp
     monkeypatch.setenv("RAY_TMPDIR", f"/tmp/lw-{os.getpid()}")
     paths = [run_of(tmp_path / f"{remote}", remote=remote, steps=20) for remote in (False, 2)]  # one part: one actor
     lengthwise.train(paths[0], ranks=2)
-    lengthwise.train(paths[1], ranks=2, callbacks=[KillsAnActor(3)])
-    assert "data.0, actor 1 of 1 ended and was started again" in (tmp_path / "notes").read_text()
+    lengthwise.train(paths[1], ranks=2, callbacks=[KillsAnActor(3), NotesListeners()])
+    notes = (tmp_path / "notes").read_text()
+    assert "data.0, actor 1 of 1 ended and was started again" in notes
+    listeners = [line.split()[-1] for line in notes.splitlines() if line.startswith("listens at")]
+    assert {"0100007F", "0000000000000000FFFF00000100007F"} >= {*listeners} > set(), "others reach this Ray"
     assert_equal_runs(tmp_path / "2" / "out", tmp_path / "False" / "out")
     assert len(read_lines(tmp_path / "2" / "out" / "metrics.jsonl")) == 20

@@ -11,6 +11,7 @@ from lengthwise.config import build_config
 from lengthwise.core.errors import TransferError, WriteError
 from lengthwise.run.folder import CONFIG, RunFolder
 from lengthwise.run.stacks import with_own_stacks, writing_stacks
+from run.small_runs import resume_after
 
 
 def fails():
@@ -53,7 +54,7 @@ def test_going_on_with_a_full_disk_leaves_the_config_as_it_was(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
     try:
         with pytest.raises(WriteError):
-            folder.go_on(config, 1)
+            folder.go_on(config, resume_after(1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)

@@ -163,7 +163,7 @@ def test_a_whole_model_is_saved_and_what_needs_one_is_refused_at_once(tmp_path):
 
 def test_another_planner_and_an_unknown_layout_are_refused_by_name():
     model = small_model()
-    for shard, planner, said in (("zero3", "packed_dp", "lock-step"), ("zero2", "lengthwise", "zero1 or zero3")):
+    for shard, planner, said in (("zero3", "packed-dp", "lock-step"), ("zero2", "lengthwise", "zero1 or zero3")):
         with pytest.raises(LengthwiseError, match=said):
             Session(model, MOMENTUM(model.parameters()), shard=shard, planner=planner)
 

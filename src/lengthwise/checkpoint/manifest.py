@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -61,7 +61,7 @@ class Manifest:
     `FlatLayout`.
     run: the settings that decide what is trained. data: SHA-256 of the tokens, or of remote files. position: of remote
     data and streams, what the next step begins at (`Position` of `data/sampler.py`). first_loss, loss: of step 1 and of
-    `step`.
+    `step`. lines: how many the run's files of lines had then.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -79,6 +79,7 @@ class Manifest:
     borders: tuple[_FromZero, ...]
     ranks_per_node: _Count = 1
     stage_buckets: tuple[_Count, ...] = ()
+    lines: Mapping[str, _FromZero] = field(default_factory=dict)
     position: tuple[_FromZero, _FromZero] | tuple[_FromZero, _FromZero, str] | None = None
     parameters: tuple[Parameter, ...]
     files: Mapping[str, File]

@@ -23,7 +23,7 @@ from lengthwise.config.sections import (
     read_meanwhile,
     scheme_of,
 )
-from lengthwise.config.settings import PathSetting, Settings, Tokens
+from lengthwise.config.settings import Attention, PathSetting, Recompute, Settings, Shard, Tokens
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import BYTES_TOKENIZER, PLANNER_GROUP
 from lengthwise.core.packages import PLANNER_PACKAGES, has_package
@@ -99,7 +99,7 @@ class RunConfig(Settings):
         "compare with; megatron-core and flexsp need their packages; other packages may register more "
         "planners; default lengthwise",
     )
-    recompute: Literal["auto", "none", "layer", "all_but_attention"] = Field(
+    recompute: Recompute = Field(
         default="auto",
         description="the activations that backward recomputes (activation checkpointing): none, layer (every decoder "
         "layer) or all_but_attention (every layer, but attention and its ring run once); or auto: the kind "
@@ -110,7 +110,7 @@ class RunConfig(Settings):
         description="{store: disk, path: /scratch}: offload a share of the activations until backward; default null, or"
         " off (all activations stay on the device)",
     )
-    shard: Literal["auto", "zero1", "zero3", "hybrid"] = Field(
+    shard: Shard = Field(
         default="auto",
         description="zero1: every rank has all parameters and gradients, and its shard of the optimizer states; zero3: "
         "every rank has its shard of all three and gathers a layer when it runs, all ranks in lock-step; hybrid: "
@@ -147,7 +147,7 @@ class RunConfig(Settings):
         " `lengthwise profile` (with both a slow rank gets less work, so that plans may differ from run to "
         "run), or off: estimates for the device; default null: auto if the run takes long enough, else off",
     )
-    attention: Literal["auto", "flash2", "flash3", "cudnn", "efficient", "reference"] = Field(
+    attention: Attention = Field(
         default="auto",
         description="the attention implementation: auto (the fastest that the device, its libraries and the model "
         "allow), on GPUs flash2, flash3, cudnn (for long documents, flash2 for the others) or efficient, "

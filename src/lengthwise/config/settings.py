@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -26,6 +26,11 @@ def _read_tokens(value: object) -> object:
 PathSetting = Annotated[Path, Field(strict=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Tokens = Annotated[int, Field(ge=1), BeforeValidator(_read_tokens)]
+# Of a run file, and of the arguments of `Session` and trainers, where type checkers read them.
+Shard: TypeAlias = Literal["auto", "zero1", "zero3", "hybrid"]
+Recompute: TypeAlias = Literal["auto", "none", "layer", "all_but_attention"]
+Heads: TypeAlias = int | Literal["auto", "off"]
+Attention: TypeAlias = Literal["auto", "flash2", "flash3", "cudnn", "efficient", "reference"]
 
 
 class Settings(BaseModel):

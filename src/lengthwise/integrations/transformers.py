@@ -7,7 +7,7 @@ global batch of all ranks, so every rank reads it, in the order of a one-process
 from __future__ import annotations
 
 import copy
-import os
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -16,19 +16,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from accelerate.data_loader import prepare_data_loader
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from lengthwise.core.errors import ConfigError, raise_problems
+from lengthwise.config.settings import Attention, Heads, Shard
+from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.integrations.ahead import PlannedUpdates, checked
 from lengthwise.integrations.arguments import CALLABLES, Refusal, problems_of, recompute_of, refuse_with_parts
+from lengthwise.integrations.checkpoints import load_state, save_state
+from lengthwise.integrations.known import KnownRows, check_rows, rows_of_training, warn_of_no_label
 from lengthwise.integrations.rows import Examples, RowCollator
 from lengthwise.session import Session, StepResult
+from lengthwise.session.request import SessionRequest, request_problems
 from lengthwise.session.rows import Row
 
-OPTIMIZER, SCHEDULER, MASTERS = "optimizer.pt", "scheduler.pt", "master_weights.safetensors"
 _PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")  # accelerate's names of what is plain data parallelism
 
 _Base: Any = transformers.Trainer if TYPE_CHECKING else object
@@ -59,14 +61,14 @@ class PlannedTrainerMixin(_Base):
         self,
         *args: Any,
         capacity_tokens: int | str = "auto",
-        shard: str = "auto",
+        shard: Shard = "auto",
         ranks_per_node: int | None = None,
-        heads: int | str = "auto",
+        heads: Heads = "auto",
         offload: Mapping[str, Any] | None = None,
         offload_optimizer: bool = False,
         planner: str = "lengthwise",
         measurements: Any = None,
-        attention: str = "auto",
+        attention: Attention = "auto",
         **kwargs: Any,
     ) -> None:
         self.session: Session | None = None
@@ -86,11 +88,13 @@ class PlannedTrainerMixin(_Base):
         self._batches: list[Examples] = []
         self._planned: Any = None
         self._last: StepResult | None = None
-        self._loss_is_checked = False
+        self._loss_is_checked = self._has_warned = False
         given = [name for name in CALLABLES if kwargs.get(name) is not None]
         positional = [self._own(each, given) if isinstance(each, TrainingArguments) else each for each in args]
         if isinstance(kwargs.get("args"), TrainingArguments):
             kwargs["args"] = self._own(kwargs["args"], given)
+        if "recompute" not in self._session_options:  # the arguments are those that the Trainer makes
+            raise_problems(self._wrong_options())
         super().__init__(*positional, **kwargs)
         self._check_division()
 
@@ -127,7 +131,8 @@ class PlannedTrainerMixin(_Base):
         """Return a copy of the arguments that asks the plan, and not the model, for activation checkpointing."""
         if "recompute" in self._session_options:
             return arguments
-        raise_problems(problems_of(arguments, callables=callables, refused=self._refused))
+        problems = problems_of(arguments, callables=callables, refused=self._refused)
+        raise_problems([*problems, *self._wrong_options()])
         if self._session_options["shard"] in ("zero3", "hybrid") and arguments.world_size > 1:
             refuse_with_parts(arguments)
         self._session_options["recompute"] = recompute_of(arguments)
@@ -135,6 +140,10 @@ class PlannedTrainerMixin(_Base):
         arguments.activation_checkpointing = arguments.gradient_checkpointing = False
         arguments.average_tokens_across_devices = False  # else compute_loss multiplies, for the mean that DDP takes
         return arguments
+
+    def _wrong_options(self) -> list[LengthwiseError]:
+        """Return what is wrong with the arguments that are the session's, before rows are tokenized."""
+        return request_problems(SessionRequest(**{"recompute": "none", **self._session_options}), trains=True)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, which wraps models in autocast alone, and gives every rank all data."""
@@ -213,6 +222,7 @@ class PlannedTrainerMixin(_Base):
         if session is None or session.optimizer is not self.optimizer or session.model is not self.model:
             self._start_session(self.optimizer)
         self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        check_rows(rows_of_training(self), self._trained())
         return prepared
 
     def _start_session(self, optimizer: Any) -> Session:
@@ -251,7 +261,9 @@ class PlannedTrainerMixin(_Base):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         self.model.train()
-        loss, self._last = self._update(float(num_items_in_batch or 0))
+        loss, self._last = self._update(float(num_items_in_batch or 1))
+        if not num_items_in_batch:  # a mean of nothing, which plain Trainer leaves out of what it logs
+            loss, self._has_warned = math.nan, self._has_warned or warn_of_no_label(self)
         return torch.tensor(loss, dtype=torch.float32, device=self.args.device)
 
     def _update(self, normalizer: float) -> tuple[float, StepResult]:
@@ -273,10 +285,11 @@ class PlannedTrainerMixin(_Base):
         Raises:
             ConfigError: half of it is not found where twice as many are given.
         """
-        self._loss_is_checked = True
-        if self._divides_by_items():
+        self._loss_is_checked = self._divides_by_items()
+        if self._loss_is_checked:
             return
         losses = [self._evaluated(self._planned, factor * normalizer) for factor in (1.0, 2.0)]
+        self._loss_is_checked = losses[0] != 0.0  # of a batch without a label it is
         if abs(losses[0] - 2.0 * losses[1]) > 1e-2 * abs(losses[0]):
             expected = "half the loss where num_items_in_batch is twice as much"
             got = f"{losses[0]:g} and {losses[1]:g}"
@@ -321,6 +334,9 @@ class PlannedTrainerMixin(_Base):
         if session is None or session.model is not self.model:
             self.accelerator.prepare_model(self.model)
             session = self._start_session(None)
+        if not self.is_in_train:
+            rows, collate = (getattr(dataloader, name, None) for name in ("dataset", "collate_fn"))
+            check_rows([KnownRows(where="eval_dataset", rows=rows, collate=collate)] * (collate is not None), session)
         self.model.eval()
         self.callback_handler.eval_dataloader = dataloader
         total = weight = examples = 0.0
@@ -350,39 +366,12 @@ class PlannedTrainerMixin(_Base):
         with nullcontext() if self.session is None else self.session.whole_on_first():
             super().save_model(output_dir, _internal_call)
 
-    # Checkpoints: Trainer's files, the optimizer's state in the form of a plain one, whatever the number of ranks.
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = self._trained().state_dict()
-        if not self.args.should_save:
-            return
-        os.makedirs(output_dir, exist_ok=True)
-        torch.save(state["optimizer"], os.path.join(output_dir, OPTIMIZER))
-        if any(parameter.dtype == torch.bfloat16 for parameter in self.model.parameters() if parameter.requires_grad):
-            save_file(state["master_weights"], os.path.join(output_dir, MASTERS))
-        assert self.lr_scheduler is not None, "train() has made it"
-        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
+        save_state(self, self._trained(), output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        lacking = [name for name in (OPTIMIZER, SCHEDULER) if not os.path.isfile(os.path.join(checkpoint, name))]
-        if lacking:
-            remedy = (
-                "Take a checkpoint that save_only_model did not cut short, or load its model and start a new training."
-            )
-            got = f"no {' and no '.join(lacking)}"
-            raise ConfigError(f"{checkpoint}", expected="a checkpoint of this trainer", got=got, remedy=remedy)
-        state: dict[str, Any] | None = None
-        if self.args.process_index == 0:
-            optimizer = torch.load(os.path.join(checkpoint, OPTIMIZER), map_location="cpu", weights_only=True)
-            masters = os.path.join(checkpoint, MASTERS)
-            state = {"steps": self.state.global_step, "optimizer": optimizer}
-            if os.path.isfile(masters):
-                state["master_weights"] = load_file(masters)
-        self._trained().load_state_dict(state)
-        assert self.lr_scheduler is not None, "it was made"
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))
+        if checkpoint is not None:
+            load_state(self, self._trained(), checkpoint)
 
 
 class Trainer(PlannedTrainerMixin, transformers.Trainer):

@@ -43,9 +43,10 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
 
     _refused: Mapping[str, Refusal] = {"activation_offloading": _OFFLOADING}
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._valid: list[float] = []
-        super().__init__(*args, **kwargs)
+    _valid: list[float]  # of the microbatches that `_joined` ran, how many tokens have a label
+
+    def _check_division(self) -> None:
+        super()._check_division()
         _refuse_balance(self)
 
     def _prepare_dataset(
@@ -149,19 +150,20 @@ class DPOTrainer(PlannedTrainerMixin, trl.DPOTrainer):
         "precompute_ref_log_probs": (OFF, "it would run whole sequences on every rank; the reference runs by the plan"),
     }
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._reference: Session | None = None
-        super().__init__(*args, **kwargs)
-        _refuse_balance(self)
+    _reference: Session | None = None
 
     def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         return super()._prepare_dataset(refuse_dropped(dataset), *args, **kwargs)
 
     def _check_division(self) -> None:
         """Accept a mean: TRL is given all pairs of a preference loss at once."""
+        _refuse_balance(self)
 
     def _collator(self, collate: Any) -> Any:
         return PreferenceCollator(collate)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Examples], device: torch.device) -> int:
+        return sum(batch.num_examples for batch in batch_samples)
 
     def _rows_of_update(self, batches: list[Any]) -> list[Row]:
         rows, first = list[Row](), 0

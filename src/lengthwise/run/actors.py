@@ -25,7 +25,8 @@ from lengthwise.data.remote import RemoteDataset
 from lengthwise.data.shard import Shard, ShardSpec
 
 _STORE_BYTES = 512 << 20  # of a local Ray: slices on their way
-_AUTH_MODE = "RAY_AUTH_MODE"
+_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": a local Ray listens on loopback alone, on Linux as well
+_OF_ALL_RANKS = ("RAY_AUTH_MODE", _CLUSTERS)  # a local Ray asks for the token that it wrote to the user's home
 _RAY = "a Ray that answers, for `remote` data"
 
 
@@ -91,18 +92,20 @@ def _disconnect() -> None:
 
 def _begin(dataset: RemoteDataset, actors: list[Any], *, local: bool) -> dict[str, Any]:
     """Connect to Ray, or start it, and make the actors, which end with their handles; return where they are found."""
-    import ray
-
     name = f"lengthwise-{secrets.token_hex(8)}"
     if local:
         address = os.environ.get("RAY_ADDRESS")
+        if not address:
+            os.environ.setdefault(_CLUSTERS, "0")
         started = {"num_cpus": len(dataset.specs), "object_store_memory": _STORE_BYTES, "include_dashboard": False}
         _connect(address or "local", name, **({} if address else started))
+    import ray  # which reads the environment
+
     for number, spec in enumerate(dataset.specs):
         options = {"name": f"{name}-{number}", "namespace": name, "max_restarts": -1, "max_task_retries": -1}
         actors.append(ray.remote(num_cpus=1)(Shard).options(**options).remote(spec))
-    mode = os.environ.get(_AUTH_MODE)  # a local Ray asks for the token that it wrote to the user's home
-    return {"address": ray.get_runtime_context().gcs_address, "name": name, "auth_mode": mode}
+    environment = {each: os.environ[each] for each in _OF_ALL_RANKS if each in os.environ}
+    return {"address": ray.get_runtime_context().gcs_address, "name": name, "environment": environment}
 
 
 def _connect(address: str, namespace: str, **options: Any) -> None:
@@ -110,19 +113,31 @@ def _connect(address: str, namespace: str, **options: Any) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    with _sigterm_kept():
         ray.init(address=address, namespace=namespace, **quiet, **options)
+
+
+@contextlib.contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Keep this process's own handler of SIGTERM: Ray's would end the process, at once, where we end the step."""
+    before, change = signal.getsignal(signal.SIGTERM), signal.signal
+
+    def changed(number: int, handler: Any) -> Any:
+        return before if number == signal.SIGTERM else change(number, handler)
+
+    signal.signal = changed
+    try:
+        yield
     finally:
-        if is_main:  # Ray would end the process where we end the step
-            signal.signal(signal.SIGTERM, before)
+        signal.signal = change
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)  # below Python Ray has set another
 
 
-def _clients(dataset: RemoteDataset, found: dict[str, str], transport: Transport, seconds: float) -> list[_ActorClient]:
-    if not _is_connected() and found["auth_mode"] is not None:
-        os.environ[_AUTH_MODE] = found["auth_mode"]
+def _clients(dataset: RemoteDataset, found: dict[str, Any], transport: Transport, seconds: float) -> list[_ActorClient]:
+    if not _is_connected():
+        os.environ.update(found["environment"])
     try:
         import ray
 

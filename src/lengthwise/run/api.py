@@ -87,7 +87,7 @@ def train(
             if not goes_on:
                 return None
             found = find_resume(config, accept_changes=accept_changes)
-            folder.kept(found.step)  # what is damaged is refused before anything changes
+            folder.kept(found)  # what is damaged is refused before anything changes
             read_best(config.output)
             return found
 

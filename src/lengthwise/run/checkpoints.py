@@ -52,6 +52,7 @@ class Checkpoints:
         optimizer: ShardedOptimizer,
         *,
         data: Callable[[], str],
+        lines: Callable[[], dict[str, int]],
         note: Callable[[str], None],
     ) -> None:
         self._config, self._transport, self._parameters, self._optimizer = config, transport, parameters, optimizer
@@ -62,11 +63,11 @@ class Checkpoints:
                 layout=parameters.layout, names=parameters.names, shapes=parameters.shapes, rank=transport.rank
             )
         )
-        self._asked, self._note, self._data = config.checkpoint, note, data
+        self._asked, self._note, self._data, self._lines = config.checkpoint, note, data, lines
         self._folder = CheckpointFolder(config.output / FOLDER)
         self._step = self._failures = 0  # the step of the one under way; failures in a row
         self._losses = (0.0, 0.0)  # of the first step and of this one
-        self._skipped, self._position = 0, None
+        self._skipped, self._position, self._num_lines = 0, None, dict[str, int]()
         self._thread: threading.Thread | None = None
         self._error: str | None = None
         self._last = time.monotonic()
@@ -105,6 +106,7 @@ class Checkpoints:
         self._step, self._losses, self._skipped, self._error = step, (first_loss, loss), skipped, None
         self._position = position
         if self._transport.rank == 0:
+            self._num_lines = self._lines()
             try:
                 self._folder.begin(step)
             except OSError as error:
@@ -181,6 +183,7 @@ class Checkpoints:
                 loss=self._losses[1],
                 skipped=self._skipped,
                 position=self._position,
+                lines=self._num_lines,
                 run=run_settings(self._config),
                 data=self._data(),
                 borders=saved.layout.borders,

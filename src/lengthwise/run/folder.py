@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -24,21 +25,20 @@ from safetensors import SafetensorError
 
 from lengthwise.checkpoint import CheckpointFolder
 from lengthwise.config import RunConfig, dump_config
-from lengthwise.config.problems import shown
-from lengthwise.core.errors import OutputError, WriteError
+from lengthwise.core.errors import Collector, OutputError, WriteError
 from lengthwise.core.files import (
     compress_plan,
     owner_name,
-    parse_json,
     put_back,
-    read_plain,
     replace_file,
+    sync,
     try_lock,
     whole_folder,
 )
 from lengthwise.core.measurements import Measurements
 from lengthwise.run.callbacks import Callback, EvalMetrics, FinishedStep, NotFinite
-from lengthwise.run.resume import EARLIER, MODEL
+from lengthwise.run.lines import COUNTED, LEDGER, LINES, METRICS, OLD_LEDGER, Line, lines_up_to, missing_lines
+from lengthwise.run.resume import EARLIER, MODEL, Resume
 from lengthwise.run.resume import FOLDER as CHECKPOINTS
 from lengthwise.run.stacks import FOLDER as STACKS
 from lengthwise.run.trackers import TENSORBOARD
@@ -46,12 +46,10 @@ from lengthwise.run.writes import Writes, insist
 
 CONFIG = "config.yaml"
 _AGENT = "torchrun.txt"
-_LEDGER, _OLD_LEDGER = "ledger.jsonl", "ledger.old.jsonl"  # the second: lines before the first's, where it grew long
 BEST = "model-best"  # of the best evaluation, see `run.evaluation`
 _BESTS = (BEST, f"{BEST}.unfinished", f"{BEST}.previous")
 _FOLDERS = ("plans", MODEL, f"{MODEL}.unfinished", f"{MODEL}.previous", *_BESTS, CHECKPOINTS, STACKS, TENSORBOARD)
-_LINES = ("metrics.jsonl", _LEDGER, _OLD_LEDGER, "eval.jsonl", "not_finite.jsonl")  # a step a line
-_FILES = (CONFIG, _AGENT, EARLIER, "measurements.json", *_LINES)
+_FILES = (CONFIG, _AGENT, EARLIER, "measurements.json", *LINES)
 _LOCK = "run.lock"
 _PLAN = re.compile(r"step-([0-9]{6,18})\.json\.gz")
 _MOST_LOG_BYTES = 400e6
@@ -74,6 +72,7 @@ class RunFolder(Callback):
         self._most_log_bytes = most_log_bytes
         self._plans: deque[tuple[Path, int]] = deque()  # the oldest first, with their bytes
         self._plan_bytes = 0
+        self._num_lines: dict[str, int] = dict.fromkeys(COUNTED, 0)
 
     @property
     def model(self) -> Path:
@@ -146,11 +145,21 @@ class RunFolder(Callback):
             (self.path / "plans").mkdir(parents=True)
             replace_file(self.path / CONFIG, dump_config(config))
 
-    def kept(self, step: int) -> tuple[dict[Path, str], dict[Path, int]]:
-        """Return what a run that goes on after `step` finds: the lines up to it by file, and of which step a plan is.
+    def synced_lines(self) -> dict[str, int]:
+        """Return how many lines were written to the files that a checkpoint counts; they are on the disk then."""
+        for name in LINES:
+            with contextlib.suppress(OSError):  # of a file that is not there; a disk that fails shows at the next write
+                sync(self.path / name)
+        return dict(self._num_lines)
+
+    def kept(self, resume: Resume) -> tuple[dict[str, list[Line]], dict[Path, int]]:
+        """Return what a run that goes on finds: the lines up to the checkpoint by file, and of which step a plan is.
+
+        Lines that are missing are notes where the run accepts changes.
 
         Raises:
-            OutputError: a file is damaged, or no folder is where a model goes; names it.
+            OutputError: a file is damaged or lacks lines, or no folder is where a model goes; names it.
+            Problems: several are.
         """
         for path in (self.path / name for name in (MODEL, f"{MODEL}.unfinished", f"{MODEL}.previous", *_BESTS)):
             if path.is_symlink() or (path.exists() and not path.is_dir()):
@@ -163,25 +172,40 @@ class RunFolder(Callback):
                 expected, remedy = "a name like step-000001.json.gz", "Move it elsewhere."
                 raise OutputError(str(path), expected=expected, got=path.name, remedy=remedy)
             plans[path] = int(name[1])
-        paths = (self.path / name for name in _LINES)
-        return {path: _lines_up_to(path, step) for path in paths if os.path.lexists(path)}, plans
+        problems, lines = Collector(), dict[str, list[Line]]()
+        for name in LINES:
+            if os.path.lexists(self.path / name):
+                lines[name] = problems.attempt(partial(lines_up_to, self.path / name, resume.step)) or []
+        problems.raise_all()
+        for name, got in missing_lines(lines, resume.manifest.lines):
+            expected = f"the lines up to step {resume.step}, that of the checkpoint"
+            remedy = "Put it back as it was, or give {accept_changes} to go on with the lines that are there."
+            if resume.accepts_changes:
+                self._note(f"changed since the checkpoint: {self.path / name}: {got}")
+            else:
+                problems.add(OutputError(str(self.path / name), expected=expected, got=got, remedy=remedy))
+        problems.raise_all()
+        return lines, plans
 
-    def go_on(self, config: RunConfig, step: int) -> None:
-        """Take back what was written after `step`, which the run does again; the model stays until the next is whole.
+    def go_on(self, config: RunConfig, resume: Resume) -> None:
+        """Take back what was written after the checkpoint: the run does it again.
+
+        The model stays until the next one is whole.
 
         Raises:
-            OutputError: see `kept`; nothing was changed.
+            OutputError, Problems: see `kept`; nothing was changed.
         """
-        lines, plans = self.kept(step)
+        lines, plans = self.kept(resume)
         with self.writing():
             put_back(self.model)
             if self.model.exists():
                 (self.path / EARLIER).touch()
-            for path, text in lines.items():
-                replace_file(path, text)
+            for name, kept in lines.items():
+                replace_file(self.path / name, "".join(line.text for line in kept))
+            self._num_lines = {name: len(lines.get(name, ())) for name in COUNTED}
             (self.path / "plans").mkdir(exist_ok=True)
             for path, of in plans.items():
-                if of > step:
+                if of > resume.step:
                     path.unlink()
                 else:
                     self._count_plan(path, path.stat().st_size)
@@ -215,9 +239,9 @@ class RunFolder(Callback):
             name, plan = f"plans/step-{metrics.step:06d}.json.gz", compress_plan(step.plan.to_json())
             self._writes.append(name, plan)
         self._count_plan(self.path / name, len(plan))
-        self._append(_LEDGER, {"step": metrics.step, "sequences": list(step.sequences)})
+        self._append(LEDGER, {"step": metrics.step, "sequences": list(step.sequences)})
         self._drop_old()
-        self._append("metrics.jsonl", {key: value for key, value in asdict(metrics).items() if value is not None})
+        self._append(METRICS, {key: value for key, value in asdict(metrics).items() if value is not None})
 
     def on_not_finite(self, found: NotFinite) -> None:
         """Write what was not finite."""
@@ -246,6 +270,8 @@ class RunFolder(Callback):
         insist(once, lambda error: self._note(f"the model is not saved yet: {error}"), OutputError)
 
     def _append(self, name: str, row: dict[str, object]) -> None:
+        if name in self._num_lines:
+            self._num_lines[name] += 1
         with self.writing():
             self._writes.append(name, f"{json.dumps(row)}\n".encode())
 
@@ -261,9 +287,9 @@ class RunFolder(Callback):
                 path, num_bytes = self._plans.popleft()
                 self._plan_bytes -= num_bytes
                 path.unlink(missing_ok=True)
-            ledger = self.path / _LEDGER
+            ledger = self.path / LEDGER
             if 2 * ledger.stat().st_size > self._most_log_bytes:
-                ledger.replace(self.path / _OLD_LEDGER)
+                ledger.replace(self.path / OLD_LEDGER)
 
     def _lock(self) -> TextIO:
         """Take the lock; where its owner is dead, wait for the owner's ranks, which hold it until they end, too."""
@@ -309,25 +335,6 @@ def _is_dead(owner: str) -> bool:
     except OSError:
         pass
     return False
-
-
-def _lines_up_to(path: Path, step: int) -> str:
-    """Return the lines up to `step`; one that a fault left without its end goes. OutputError: one is damaged."""
-    where, expected, kept = str(path), "a file of lines", list[str]()
-    try:
-        *lines, _ = read_plain(path, most_bytes=path.stat().st_size).split(b"\n")
-        for number, line in enumerate(lines, 1):
-            where, expected = f"{path}:{number}", "an object with a step"
-            row = parse_json(text := line.decode("utf-8"))
-            if not isinstance(row, dict) or type(row.get("step")) is not int:
-                raise ValueError(shown(row))
-            if row["step"] > step:
-                break
-            kept.append(f"{text}\n")
-    except (OSError, ValueError) as error:
-        remedy = "Correct or remove it: {resume|resuming} keeps what was written up to the checkpoint."
-        raise OutputError(where, expected=expected, got=str(error), remedy=remedy) from None
-    return "".join(kept)
 
 
 @contextlib.contextmanager

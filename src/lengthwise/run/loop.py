@@ -140,8 +140,8 @@ class _Loop:
         fault("start", rank.rank, done)
         rank.leave_if_asked("the first step")
         if not rank.rank:
-            if done:
-                rank.folder.go_on(job.config, done)
+            if job.resume is not None:
+                rank.folder.go_on(job.config, job.resume)
             else:
                 rank.folder.start(job.config)
             rank.folder.note_agent(torchrun_agent())

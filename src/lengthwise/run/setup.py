@@ -118,7 +118,13 @@ def set_up(
         say(f"heads: {config.heads} has no effect on {counted(job.replicas, 'rank')}")
     engine, parameters, optimizer = _build(job, world, transport, planner, say)
     checkpoints = Checkpoints(
-        config, transport, parameters, optimizer, data=lambda: job.dataset.digest().hex(), note=say
+        config,
+        transport,
+        parameters,
+        optimizer,
+        data=lambda: job.dataset.digest().hex(),
+        lines=folder.synced_lines,
+        note=say,
     )
     finite = FinitePolicy(
         config=config,

@@ -14,26 +14,29 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lengthwise.comm import join, session_world
+from lengthwise.config.settings import Attention, Heads, Recompute, Shard
 from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.cost import Cost
 from lengthwise.engine.gathering import gather_to_first
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.objective import Objective
 from lengthwise.models import has_dropout
+from lengthwise.planner import PACKED_DP
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.agreement import Agreement
 from lengthwise.session.losses import ComputeLoss, SumCheck, TokenLoss, TokenValues, log_probabilities, objective_of
 from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside
+from lengthwise.session.request import SessionRequest
 from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.runner import StepResult, StepRunner, first_step_sentence, refuse_not_finite
 from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
-from lengthwise.session.settings import SessionRequest, check_settings, cost_of, planning_of
+from lengthwise.session.settings import check_settings, cost_of, planning_of
 from lengthwise.session.sharded import ShardedInPlace
 from lengthwise.session.source import PlannedStep
 from lengthwise.session.stages import from_stages, state_of_stages
@@ -83,18 +86,18 @@ class Session:
         optimizer: Any = None,
         *,
         capacity_tokens: int | str = "auto",
-        shard: str = "auto",
+        shard: Shard = "auto",
         ranks_per_node: int | None = None,
         stages: int = 1,
         virtual: int = 1,
-        recompute: str = "auto",
-        heads: int | str = "auto",
+        recompute: Recompute = "auto",
+        heads: Heads = "auto",
         offload: Mapping[str, Any] | None = None,
         offload_optimizer: bool = False,
         planner: str = "lengthwise",
         measurements: str | Path | Cost | None = None,
-        precision: str | None = None,
-        attention: str = "auto",
+        precision: Literal["bf16"] | None = None,
+        attention: Attention = "auto",
         device: torch.device | str | None = None,
         seed: int = 0,
         timeout_seconds: float = 600.0,
@@ -113,6 +116,7 @@ class Session:
             planner=planner,
             measurements=measurements,
             precision=precision,
+            attention=attention,
             device=device,
         )
         settings = check_settings(self._inner, optimizer, asked)
@@ -162,6 +166,13 @@ class Session:
     def capacity_tokens(self) -> int:
         """What a rank holds in a microbatch, with the recomputation that leaves most room."""
         return max(self._planning.capacities.values())
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest sequence that the ranks hold, or one rank, where the planner cuts none."""
+        planning = self._planning
+        sharing = 1 if planning.options.planner == PACKED_DP else planning.ranks
+        return sharing * planning.most_held_tokens
 
     def backward(
         self,

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +15,8 @@ from torch.optim import Optimizer
 
 from lengthwise.comm import Transport
 from lengthwise.config import OffloadConfig
-from lengthwise.config.problems import find_problems
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.core.sizes import parse_tokens, read_whole
 from lengthwise.cost import (
     DTYPE_BYTES,
     ZERO3_ALONE,
@@ -45,32 +42,10 @@ from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.session.capacity import kinds_of, least, measured_of
 from lengthwise.session.engine import Engine
 from lengthwise.session.model import PRECISIONS, check_session_model
+from lengthwise.session.request import LOCK_STEP_PLANNER, SessionRequest, read_capacity, read_offload, request_problems
 from lengthwise.session.sharded import ShardedInPlace, check_optimizer
-from lengthwise.session.stages import not_with_stages
 
-SHARDS = ("auto", "zero1", "zero3", "hybrid")
-LOCK_STEP_PLANNER = "lengthwise"
-_BESIDE_STAGES = ("shard", "capacity_tokens", "ranks_per_node")
 _STATES = 2  # an entry, of most optimizers; amsgrad and centered keep one more
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionRequest:
-    """What a session is asked for, in the words of `Session`; not checked yet."""
-
-    capacity_tokens: int | str
-    shard: str
-    ranks_per_node: int | None
-    stages: int
-    virtual: int
-    recompute: str
-    heads: int | str
-    offload: Mapping[str, Any] | None
-    offload_optimizer: bool
-    planner: str
-    measurements: str | Path | Cost | None
-    precision: str | None
-    device: torch.device | str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,38 +74,12 @@ def check_settings(model: Any, optimizer: Any, asked: SessionRequest) -> Session
     Raises:
         ConfigError, ModelRefused, Problems: all that cannot be kept.
     """
-    shard, planner, recompute, heads = asked.shard, asked.planner, asked.recompute, asked.heads
-    offload, precision, ranks_per_node = asked.offload, asked.precision, asked.ranks_per_node
-    trains, offloads, inner = optimizer is not None, asked.offload_optimizer and optimizer is not None, None
-    problems, is_measured = Collector(), asked.capacity_tokens == "auto"
-
-    def refuse(key: str, expected: str, got: object, remedy: str = "Take one of them.") -> None:
-        problems.add(ConfigError(key, expected=expected, got=f"{got!r}", remedy=remedy))
-
-    tokens = None if is_measured else problems.attempt(partial(_tokens, asked.capacity_tokens))
-    if precision not in (None, "bf16"):
-        remedy = "For another dtype, convert the model; fp16 is not supported, because it needs a loss scale."
-        refuse("precision", "None or bf16", precision, remedy)
-    if recompute not in ("auto", *RECOMPUTE_KINDS):
-        refuse("recompute", " or ".join(("auto", *RECOMPUTE_KINDS)), recompute)
-    if not isinstance(asked.offload_optimizer, bool):
-        refuse("offload_optimizer", "True or False", asked.offload_optimizer, "Correct it.")
-    if heads not in ("auto", "off") and (isinstance(heads, str | bool) or heads < 1):
-        refuse("heads", "auto, off, or ranks of a group", heads)
-    if offload is not None and not isinstance(offload, Mapping):
-        refuse("offload", "a mapping, as in a run file", offload, 'Write for example {"store": "host"}.')
-        offload = None
-    if shard not in SHARDS:
-        refuse("shard", " or ".join(SHARDS), shard)
-    if ranks_per_node is not None and (shard in ("zero1", "zero3") or ranks_per_node < 1):
-        remedy = "Take it out, or give shard='hybrid'."
-        refuse("ranks_per_node", f"1 or more, beside shard hybrid or auto, not {shard}", ranks_per_node, remedy)
-    if shard in ("zero3", "hybrid") and planner != LOCK_STEP_PLANNER:
-        expected = f"{LOCK_STEP_PLANNER} under shard {shard}, the only one that plans in lock-step"
-        refuse("planner", expected, planner, "Take planner out.")
-    beside = {name: getattr(asked, name) for name in _BESIDE_STAGES}
-    for each in not_with_stages(asked.stages, asked.virtual, beside, trains=trains):
+    trains, recompute, inner = optimizer is not None, asked.recompute, None
+    offloads, is_measured = asked.offload_optimizer and trains, asked.capacity_tokens == "auto"
+    problems = Collector()
+    for each in request_problems(asked, trains=trains):
         problems.add(each)
+    tokens = problems.attempt(partial(read_capacity, asked.capacity_tokens))
     where = next(model.parameters()).device if asked.device is None else torch.device(asked.device)
     if where.type == "meta":
         expected, got = "the device where steps run", "a model on the meta device, without storage"
@@ -140,7 +89,7 @@ def check_settings(model: Any, optimizer: Any, asked: SessionRequest) -> Session
     dtype = problems.attempt(partial(check_session_model, model, wrapped, trains=trains))
     if trains:
         inner = problems.attempt(partial(check_optimizer, optimizer, model, offloads=offloads))
-    section = problems.attempt(partial(_offload_of, model, offload, where))
+    section = problems.attempt(partial(_offload_of, model, asked.offload, where))
     if not problems.problems and asked.stages > 1:
         problems.attempt(partial(check_cut, model.config, asked.stages, asked.virtual))
     problems.raise_all()
@@ -148,7 +97,7 @@ def check_settings(model: Any, optimizer: Any, asked: SessionRequest) -> Session
     return SessionSettings(
         asked=asked,
         dtype=dtype,
-        autocast=torch.bfloat16 if precision == "bf16" else None,
+        autocast=torch.bfloat16 if asked.precision == "bf16" else None,
         capacity_tokens=tokens,
         recompute=kind,
         offload=section,
@@ -156,12 +105,6 @@ def check_settings(model: Any, optimizer: Any, asked: SessionRequest) -> Session
         offloads_optimizer=offloads,
         device=where,
     )
-
-
-def _tokens(given: int | str) -> int:
-    """Read capacity_tokens as run files have it: a number, or a text as 16K."""
-    where = "capacity_tokens"
-    return parse_tokens(given, where) if isinstance(given, str) else read_whole(where, given)
 
 
 def shard_of(model: nn.Module, transport: Transport, settings: SessionSettings, *, local_ranks: int) -> tuple[str, int]:
@@ -260,17 +203,9 @@ def states_an_entry(optimizer: Optimizer) -> int:
 
 
 def _offload_of(model: nn.Module, offload: Mapping[str, Any] | None, device: torch.device) -> OffloadConfig | None:
-    if offload is None:
+    section = read_offload(offload)
+    if section is None:
         return None
-    values = dict(offload)
-    if isinstance(values.get("path"), str | Path):
-        values["path"] = Path(values["path"]).absolute()
-    found = Collector()
-    for each in find_problems({"offload": values}):
-        if each.where.startswith("offload"):
-            found.add(each)
-    found.raise_all()
-    section = OffloadConfig.model_validate(values)
     config: Any = model.config
     check_offload(section, config.num_hidden_layers, on_gpus=device.type == "cuda")
     return section
