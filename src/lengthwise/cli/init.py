@@ -51,10 +51,12 @@ class Init:
         """Run the command; return the exit status."""
         from lengthwise.cost.first_settings import first_settings
         from lengthwise.cost.hardware import named_hardware
+        from lengthwise.cost.shapes import check_trained, named_shape
 
         problems = Collector()
         problems.attempt(lambda: read_whole("gpus", self.gpus, most=_MOST_GPUS))
-        shape = problems.attempt(lambda: _shape(self.model))
+        problems.attempt(lambda: check_trained(self.model))
+        shape = problems.attempt(lambda: named_shape(self.model))
         hardware = problems.attempt(lambda: named_hardware(self.hardware))
         problems.attempt(lambda: refuse_data(self.data, "error"))
         if self.out.exists() and not self.force:
@@ -153,13 +155,3 @@ def _of(known: KnownLengths | None) -> tuple[int, int, str]:
         return 1, 0, "rows that were not counted"
     longest, total = max(known.lengths), sum(known.lengths)
     return longest, total, f"{counted(len(known.lengths), 'row')}, {count(total)} {known.unit}, the longest {longest}"
-
-
-def _shape(model: str) -> ModelShape:
-    from lengthwise.cost.shapes import SHAPE_NAMES, named_shape
-
-    own = model.rpartition("/")[2].lower()
-    for ending in ("", "-instruct", "-base", "-hf", "-it", "-chat"):
-        if own.removesuffix(ending) in SHAPE_NAMES and not Path(model).is_dir():
-            return named_shape(own.removesuffix(ending))
-    return named_shape(model)
