@@ -32,7 +32,7 @@ def test_the_whole_model_where_it_fits_else_adapters(tmp_path, capsys):
         assert config.optimizer.lr == rate
         assert config.precision == "auto"
         assert config.data[0].path == data
-        assert f"on {gpus} of h100" in capsys.readouterr().out
+        assert f"on {gpus} x h100" in capsys.readouterr().out
     assert max(map(len, (tmp_path / "run.yaml").read_text().splitlines())) <= 120
 
 
@@ -43,7 +43,10 @@ def test_what_it_says_in_comments_loads_too(tmp_path):
     rows(tmp_path / "held-out.jsonl")
     found = yaml.safe_load(re.sub(r"^# (?=[a-z_]+: )", "", text, flags=re.MULTILINE))
     assert {"capacity_tokens", "recompute", "report_to", "eval"} <= found.keys()
-    assert found["global_batch"]["tokens"] == 40, "the longest of few rows"
+    assert found["global_batch"] == {"sequences": 8}
+    assert "# rows of an optimizer step; 5 steps an epoch" in text
+    assert "here one holds the longest" in text
+    assert "beside 0 GB" not in text
 
 
 def test_the_file_trains(tmp_path):

@@ -57,7 +57,7 @@ def test_a_typing_error_in_the_run_file_is_told_without_torch(tmp_path, verb):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "Did you mean `steps`?" in done.stderr
+    assert "stepz: unknown key -> `steps`" in done.stderr
     assert "--ranks: expected a whole number from 1 to 262144; got 0" in done.stderr
 
 
