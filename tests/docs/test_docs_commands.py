@@ -243,6 +243,8 @@ def test_docs_site_shows_every_page() -> None:
     pages = {name_of(page).removeprefix("docs/") for page in PAGES if page.parent != ROOT}
     decisions = {page for page in pages if page.startswith("decisions/") and page != "decisions/README.md"}
     assert sorted(nav) == sorted(pages - decisions)
+    (style,) = re.findall(r"^extra_css: \[(.*)\]$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert "td:first-child code" in (ROOT / "docs" / style).read_text(encoding="utf-8"), "keys are not broken"
 
 
 def test_docs_lists_and_tables_have_an_empty_line_before_them() -> None:
