@@ -25,6 +25,7 @@ from lengthwise.cli.options import PlanChoices
 from lengthwise.cli.simulate_meshes import MeshChoices
 from lengthwise.config import load_config
 from lengthwise.core.plan import Plan
+from lengthwise.core.trained import family_refusal
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -329,6 +330,39 @@ def test_docs_readme_lists_what_planning_needs() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (named,) = re.findall(r"pip install --no-deps -e \. && pip install (.*)", readme)
     assert set(named.split()) == needed
+
+
+def test_docs_readme_names_the_versions_that_are_installed_and_the_least_ones() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    least = dict(
+        re.findall(r"([a-z]+)>=([\d.]+)", " ".join([*project["dependencies"], *extras["trl"], *extras["lora"]]))
+    )
+    pinned = dict(
+        re.findall(r"^([a-z]+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"Python {project['requires-python'].removeprefix('>=')} or later" in readme
+    for package, name in (("torch", "torch"), ("transformers", "transformers"), ("trl", "TRL"), ("peft", "peft")):
+        assert f"{name} from {least[package]}" in readme
+        assert f"{name} {pinned[package]}" in readme
+
+
+def test_docs_readme_says_of_todays_models_what_the_code_does() -> None:
+    from transformers import AutoConfig  # noqa: PLC0415 - of this test alone
+
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("| model | `model_type`")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert len(rows) >= 10
+    for _, types, trained in rows:
+        for family in re.findall(r"`(\w+)`", types):
+            refusal = family_refusal(AutoConfig.for_model(family).to_dict(), "model")
+            if trained == "yes":
+                assert refusal is None, family
+            else:
+                assert refusal is not None, family
+                assert ("save it first" in trained) == ("save it first" in refusal.remedy), family
+                assert ("plain TRL" in trained) == ("plain TRL" in refusal.remedy), family
 
 
 def test_docs_architecture_lists_the_packages_in_the_order_that_lint_checks() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -52,7 +53,7 @@ def sum_by_power(lengths: Sequence[int] | np.ndarray) -> tuple[int, list[int], l
 def written_edges(first: int, bars: int, longest: int) -> tuple[list[str], list[str]]:
     """Return the borders of bars of powers of two, the last one closed at the longest, and what each bar spans."""
     ends = [written_tokens(2**power) for power in range(first, first + bars)] + [written_tokens(longest)]
-    spans = [low if low == high else f"{low} to {high}" for low, high in zip(ends, ends[1:], strict=False)]
+    spans = [low if low == high else f"{low} to {high}" for low, high in pairwise(ends)]
     return ends if ends[-1] != ends[-2] else [*ends[:-1], ""], spans
 
 
