@@ -349,7 +349,7 @@ def test_docs_readme_names_the_versions_that_are_installed_and_the_least_ones() 
 
 
 def test_docs_readme_says_of_todays_models_what_the_code_does() -> None:
-    from transformers import AutoConfig  # noqa: PLC0415 - of this test alone
+    from transformers import AutoConfig
 
     table = (ROOT / "README.md").read_text(encoding="utf-8").partition("| model | `model_type`")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
