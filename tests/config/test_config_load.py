@@ -251,7 +251,7 @@ zzz: 2
 
 def test_config_wrong_keys_are_a_short_line_each_with_file_and_line(folder):
     text = """model: tiny
-data: [{path: train.jsonl}]
+data: [{pth: train.jsonl}]
 output: out
 stages: 0
 val_set_size: 0.1
@@ -262,6 +262,7 @@ optimizer: {lr: fast}
     found = problems_of(write(folder, text), ["optimizer.lr=slow"])
     path = folder / "run.yaml"
     assert list(found.values()) == [
+        f"error[config] {path}:2 data.0.pth: unknown key -> `path`",
         f"error[config] {path}:4 stages: 0 (a whole number) -> at least 1",
         f"error[config] {path}:5 val_set_size: unknown key -> "
         "`eval: {data: [{path: held-out.jsonl}]}`: rows of a file of their own",

@@ -57,21 +57,28 @@ def find_problems(values: Mapping[str, object]) -> list[ConfigError]:
         if len(once) > _MOST_TOLD:
             got, remedy = f"{len(once) - _MOST_TOLD:,} more problems", "Correct these first."
             problems.append(ConfigError("run file", expected="the keys of a run", got=got, remedy=remedy))
-        usable = _without(values, [_of_field(each["loc"]) for each in once])
+        usable = _usable(values, once)
     rest = {str(rule) for rule in _broken_rules(usable)}  # a rule that is broken by a refused value alone is noise
     return problems + [rule for rule in _broken_rules(values) if str(rule) in rest]
 
 
-def _without(values: Mapping[str, object], places: Sequence[Sequence[int | str]]) -> dict[str, object]:
-    """Return a copy of raw values without the keys at these places."""
+def _usable(values: Mapping[str, object], details: Sequence[ErrorDetails]) -> dict[str, object]:
+    """Return a copy of raw values without the refused ones, and with misspelled keys by their names."""
     kept: dict[str, object] = copy.deepcopy(dict(values))
-    for place in places:
+    for detail in details:
+        unknown = detail["type"] == "extra_forbidden"
+        place = detail["loc"] if unknown else _of_field(detail["loc"])
         inside: Any = kept
-        for part in place[:-1]:
-            has_part = isinstance(inside, dict) or (isinstance(inside, list) and isinstance(part, int))
-            inside = (inside.get(part) if isinstance(inside, dict) else inside[part]) if has_part else None
-        if isinstance(inside, dict) and place:
-            inside.pop(place[-1], None)
+        try:
+            for part in place[:-1]:
+                inside = inside[part]
+            value = inside.pop(place[-1]) if isinstance(inside, dict) else None
+        except (KeyError, IndexError, TypeError):
+            continue
+        section = _section(place[:-1])
+        near = nearest_name(place[-1], section.model_fields) if unknown and section is not None else None
+        if near is not None and near not in inside:
+            inside[near] = value
     return kept
 
 
