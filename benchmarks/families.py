@@ -6,7 +6,7 @@
 Every causal-LM class of the installed transformers: each tiny model runs in a process of its own (some allocate
 gigabytes whatever their config says): loss and every gradient of eight documents, packed and cut over rings of 1, 2, 3
 and 5 ranks, in fp64, without and with activation checkpointing, against the plain model one document at a time. A
-family that is not in `models/families.json` is only refused, and its row says by which layer and what would be needed;
+family that is not in `core/families.json` is only refused, and its row says by which layer and what would be needed;
 named on the command line it is tried past the refusal, which is how a proof begins.
 
 With --losses: `lengthwise train` on the Python standard library's files, the tiny model in fp32, the same seed, on 1, 2
@@ -35,10 +35,11 @@ import transformers
 from testing import MODEL_TYPES, VARIANTS, build_pair, family_difference, tiny_family_config
 from transformers import AutoConfig, PretrainedConfig
 
-from lengthwise.core.errors import LengthwiseError, Problems
+from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.models import FAMILIES, check_model_config
+from lengthwise.models.refusals import reasons
 from lengthwise.planner import PlanOptions, plan_step
 from pages import Findings, markdown
 
@@ -86,15 +87,10 @@ def refusal(model_type: str) -> str:
         config.model_type = model_type  # pyright: ignore[reportAttributeAccessIssue] - one instance, not the class
     try:
         check_model_config(config)
-    except LengthwiseError as error:
-        told = error.problems if isinstance(error, Problems) else (error,)
-        layers = [each for each in told if each.where.startswith(f"{model_type}: ")]
-        rows = [
-            f"| {model_type} | {each.where.partition(': ')[2]} | {cell(each.got)} | "
-            f"{cell(each.remedy.removeprefix('Needed: ').removesuffix('.'))} |"
-            for each in layers
-        ]
-        return "\n".join(rows)
+    except LengthwiseError:
+        return "\n".join(
+            f"| {model_type} | {where} | {cell(what)} | {cell(needed)} |" for where, what, needed in reasons(config)
+        )
     return f"| {model_type} | **NOT REFUSED** | | |"
 
 
@@ -192,6 +188,26 @@ Made by `make families` on {datetime.date.today()} with {versions}, on CPU.
 
 Of the {len(MODEL_TYPES)} causal-LM families of this transformers, {families} are proved equal to plain Hugging Face and
 trained; every other one is refused by name before a run starts.
+
+## The text part of a model with images
+
+A checkpoint with a tower for images or sounds (google/gemma-3-12b-it is `Gemma3ForConditionalGeneration`) is refused.
+If its text part is of a family below, as in Gemma 3, Gemma 3n, Gemma 4 and Mistral 3, save that part as a model of its
+own, and train the folder:
+
+```text
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+full = AutoModelForImageTextToText.from_pretrained(NAME, dtype="auto")
+text = AutoModelForCausalLM.from_config(full.config.text_config, dtype=full.dtype)
+text.model.load_state_dict(full.model.language_model.state_dict())
+text.lm_head.load_state_dict(full.lm_head.state_dict())
+text.save_pretrained(FOLDER)
+AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)
+```
+
+Its logits on text are those of the whole model. Do not open the checkpoint with `Gemma3ForCausalLM.from_pretrained`:
+the names of its weights differ, and Transformers then draws every weight at random, with no more than a warning.
 
 ## Proved
 

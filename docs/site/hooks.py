@@ -7,9 +7,7 @@ import re
 import textwrap
 from typing import Any
 
-import tyro
-
-from lengthwise.cli import Command
+from lengthwise.cli import VERBS, read_command
 
 _MARK = re.compile(r"^<!-- help: (\w+) -->$", re.MULTILINE)
 _WIDTH = 96
@@ -27,11 +25,13 @@ def with_help(markdown: str) -> str:
 
 def help_of(verb: str) -> str:
     """Return the help of a verb as plain text, without the frames that terminals get."""
+    if verb not in VERBS:
+        raise ValueError(f"lengthwise has no verb {verb}, which the command-line page names")
     said, before = io.StringIO(), os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = str(_WIDTH)
     try:
         with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-            tyro.cli(Command, args=[verb, "--help"], prog="lengthwise")
+            read_command([verb, "--help"])
     finally:
         os.environ.pop("COLUMNS")
         if before is not None:
@@ -42,6 +42,4 @@ def help_of(verb: str) -> str:
             lines.append(f"{found[1]}:")  # the title of a frame
         elif not re.match(r" -+ *$", line):
             lines += textwrap.wrap(line, _WIDTH) if line[:1].strip() else [line.rstrip()]
-    if not lines or f"usage: lengthwise {verb}" not in lines[0]:
-        raise ValueError(f"lengthwise has no verb {verb}, which the command-line page names")
     return "\n".join(lines)

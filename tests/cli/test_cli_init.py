@@ -32,7 +32,7 @@ def test_the_whole_model_where_it_fits_else_adapters(tmp_path, capsys):
         assert config.optimizer.lr == rate
         assert config.precision == "auto"
         assert config.data[0].path == data
-        assert f"on {gpus} of h100" in capsys.readouterr().out
+        assert f"on {gpus} x h100" in capsys.readouterr().out
     assert max(map(len, (tmp_path / "run.yaml").read_text().splitlines())) <= 120
 
 
@@ -43,7 +43,10 @@ def test_what_it_says_in_comments_loads_too(tmp_path):
     rows(tmp_path / "held-out.jsonl")
     found = yaml.safe_load(re.sub(r"^# (?=[a-z_]+: )", "", text, flags=re.MULTILINE))
     assert {"capacity_tokens", "recompute", "report_to", "eval"} <= found.keys()
-    assert found["global_batch"]["tokens"] == 40, "the longest of few rows"
+    assert found["global_batch"] == {"sequences": 8}
+    assert "# rows of an optimizer step; 5 steps an epoch" in text
+    assert "here one holds the longest" in text
+    assert "beside 0 GB" not in text
 
 
 def test_the_file_trains(tmp_path):
@@ -99,3 +102,54 @@ def test_all_that_is_wrong_is_told_and_nothing_is_replaced(tmp_path, capsys):
     data.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
     assert call(*asked) == 0
     assert "Not counted: " in (tmp_path / "new.yaml").read_text()
+
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+         "head_dim": 16, "intermediate_size": 128, "vocab_size": 256}  # fmt: skip
+UNTRAINED = {
+    "linear": ({**SIZES, "model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 2}, "qwen3_5_text"),
+    "keys of its own": ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-*"}, "got nemotron_h"),
+    "images over linear": (
+        {"model_type": "qwen3_5", "text_config": {**SIZES, "model_type": "qwen3_5_text"}, "vision_config": {}},
+        "nor its text part, qwen3_5_text",
+    ),
+    "images": (
+        {"model_type": "gemma3", "text_config": {**SIZES, "model_type": "gemma3_text"}, "vision_config": {}},
+        "text.model.load_state_dict",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNTRAINED)
+def test_a_family_that_is_not_trained_is_named_by_each_verb(tmp_path, capsys, case):
+    values, told = UNTRAINED[case]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    data = rows(tmp_path / "rows.jsonl")
+    run = {"model": "./model", "data": [{"path": "rows.jsonl"}], "tokenizer": "bytes", "output": "out"}
+    (tmp_path / "my.yaml").write_text(json.dumps(run))
+    asked = ("--gpus", 8, "--lengths", "github", "--batches", 1, "--batch-tokens", "64K", "--context", "4K")
+    for command in (
+        ("init", "--model", "./model", "--data", data),
+        ("plan", "--config", "my.yaml", "--ranks", 2, "--capacity", "8K", "--out", "plan.json"),
+        ("simulate", "--model", "./model", *asked),
+    ):
+        prices_text_part = command[0] == "simulate" and case == "images"
+        assert call(*command) == (0 if prices_text_part else 2)
+        found = capsys.readouterr()
+        if prices_text_part:
+            assert "Only the text part is priced: ./model is gemma3" in " ".join(found.out.split())
+        else:
+            assert found.err.startswith("error[model]")
+            assert found.err.count("\n") == 1
+            assert told in found.err
+            assert "plain TRL" in found.err or case == "images"
+    assert not (tmp_path / "run.yaml").exists()
+
+
+def test_published_models_with_images_are_refused_where_they_would_be_trained(tmp_path, capsys):
+    data = rows(tmp_path / "rows.jsonl")
+    assert call("init", "--model", "google/gemma-3-12b-it", "--data", data) == 2
+    assert "gemma3, a model of more than text" in capsys.readouterr().err
+    assert call("init", "--model", "google/gemma-3-1b-it", "--data", data) == 0

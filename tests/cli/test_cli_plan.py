@@ -102,7 +102,7 @@ def test_plan_interrupted_while_it_starts_says_so(tmp_path):
         "from lengthwise.__main__ import main\n"
         "main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run([sys.executable, "-c", code, "plan"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 130
     assert done.stderr == "interrupted: nothing was saved\n"
 

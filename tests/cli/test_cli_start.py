@@ -57,7 +57,7 @@ def test_a_typing_error_in_the_run_file_is_told_without_torch(tmp_path, verb):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "Did you mean `steps`?" in done.stderr
+    assert "stepz: unknown key -> `steps`" in done.stderr
     assert "--ranks: expected a whole number from 1 to 262144; got 0" in done.stderr
 
 
@@ -157,8 +157,14 @@ def test_start_shows_help_with_units_and_version(capsys):
         out = capsys.readouterr().out.lower()
         assert units in out
         assert "default" in out
-    assert call() == 0
-    assert "plan" in capsys.readouterr().out
+    assert call("--help") == 0
+    overview = capsys.readouterr().out
+    assert len(overview.splitlines()) <= 25
+    assert max(map(len, overview.splitlines())) <= 80
+    assert call() == 2
+    assert capsys.readouterr().err == overview
+    assert call("trian") == 2
+    assert "Did you mean `train`?" in capsys.readouterr().err
 
 
 def test_train_refuses_an_output_that_holds_a_run_and_replaces_it_when_asked(tmp_path, capfd):

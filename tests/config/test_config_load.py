@@ -98,18 +98,18 @@ def test_config_each_optimizer_has_its_own_defaults_and_is_read_back(folder):
 @pytest.mark.parametrize(
     ("override", "where", "expected"),
     [
-        ("steps=true", "steps", "expected a whole number; got true (true/false)"),
-        ("steps='3'", "steps", "expected a whole number; got '3' (text)"),
-        ("steps=0", "steps", "expected at least 1; got 0"),
-        ("seed=9223372036854775808", "seed", "expected less than"),
-        ("optimizer.lr=abc", "optimizer.lr", "expected a number; got 'abc' (text)"),
-        ("optimizer.lr=.nan", "optimizer.lr", "expected a finite number"),
+        ("steps=true", "steps", "true (true/false) -> a whole number"),
+        ("steps='3'", "steps", "'3' (text) -> a whole number"),
+        ("steps=0", "steps", "0 (a whole number) -> at least 1"),
+        ("seed=9223372036854775808", "seed", "-> less than"),
+        ("optimizer.lr=abc", "optimizer.lr", "'abc' (text) -> a number"),
+        ("optimizer.lr=.nan", "optimizer.lr", "-> a finite number"),
         ("optimizer.betas=[0.9]", "optimizer.betas.1", "no default"),
         ("optimizer.betas=[0.9, 1]", "optimizer.betas.1", "less than 1"),
-        ("optimizer.name=adamx", "optimizer.name", "Did you mean `adam`"),
+        ("optimizer.name=adamx", "optimizer.name", "-> `adam`, of "),
         ("optimizer.name=muon", "optimizer.name", "depends on the whole matrix"),
         ("optimizer.name=adamw_8bit", "optimizer.name", "blocks that slices do not end at"),
-        ("optimizer.name=adamw_torch", "optimizer.name", "Here it is adamw"),
+        ("optimizer.name=adamw_torch", "optimizer.name", "-> adamw"),
         ("optimizer.name=rmsprop", "optimizer.name", "A `Session` takes torch's own"),
         ("optimizer.momentum=0.9", "optimizer.momentum", "it belongs to sgd"),
         ("optimizer.schedule=greedy", "optimizer.schedule", "follows an evaluation's loss"),
@@ -120,25 +120,25 @@ def test_config_each_optimizer_has_its_own_defaults_and_is_read_back(folder):
         ("optimizer={schedule: polynomial, lr: 1e-8}", "optimizer.schedule_args.lr_end", "less than lr, 1e-08"),
         ("optimizer=adamw", "optimizer", "a mapping of keys"),
         ("lora.use_dora=true", "lora.use_dora", "There is none"),
-        ("lora.rank=8", "lora.rank", "lora"),
-        ("precision=fp16", "precision", "Did you mean `bf16`?"),
-        ("planner=fastest", "planner", "'power-of-two' or 'packed-dp'"),
+        ("lora.rank=8", "lora.rank", "-> `lora.r`"),
+        ("precision=fp16", "precision", "-> `bf16`, of auto, fp32, bf16 or fp64"),
+        ("planner=fastest", "planner", "power-of-two or packed-dp"),
         ("model=''", "model", "text that is not empty"),
-        ("output=", "output", "expected a path; got null"),
+        ("output=", "output", "null -> a path"),
         ("output=s3://bucket/run", "output", "s3:// is not written yet"),
         ("data=[]", "data", "at least 1 entry"),
-        ("data={path: train.jsonl}", "data", "expected a list"),
+        ("data={path: train.jsonl}", "data", "-> a list: a list of sources"),
         ("data.0.path=''", "data.0.path", "an existing file or folder"),
         ("data.0.path=~nobody-of-this-name/x", "data.0.path", "an existing file or folder"),
         ("data=[{python_stdlib: yes}]", "data.0.python_stdlib", "true or false"),
         ("measurements=on", "measurements", "auto, off or an existing file"),
-        ("offload=0.5", "offload", "null, or off"),
-        ("capacity_tokens=8Q", "capacity_tokens", "expected 'auto' or a whole number; got '8Q'"),
-        ("heads=0", "heads", "expected 'auto' or 'off' or at least 1; got 0"),
-        ("offload={ratio: 1.5}", "offload.ratio", "expected 'auto' or 'off' or at most 1; got 1.5"),
-        ("eval={}", "eval.data", "this key has no default"),
+        ("offload=0.5", "offload", "-> a mapping of keys: {store: disk"),
+        ("capacity_tokens=8Q", "capacity_tokens", "'8Q' (text) -> auto or a whole number"),
+        ("heads=0", "heads", "0 (a whole number) -> auto or off or at least 1"),
+        ("offload={ratio: 1.5}", "offload.ratio", "1.5 (a number) -> auto or off or at most 1"),
+        ("eval={}", "eval.data", "it has no default"),
         ("steeps=3", "steeps", "`steps`"),
-        ("optimizer.learning=1", "optimizer.learning", "Known: betas, eps"),
+        ("optimizer.learning=1", "optimizer.learning", "-> one of betas, eps"),
         ("data.0.pth=x", "data.0.pth", "`path`"),
         ("eval={data: [{path: train.jsonl, max_token: 4}]}", "eval.data.0.max_token", "`max_tokens`"),
         ("data.0.python_stdlib=true", "data.0", ""),
@@ -244,7 +244,32 @@ zzz: 2
         f"{path}:5", f"{path}:7", "overrides x", "overrides data.9", "modle", "model", "output", "data.0.path",
         "data.1.too_long", "data.2", "steps", "optimizer.lr", "tokenizer", "global_batch", "wandb", "zzz",
     }  # fmt: skip
-    assert sum("Known: " in told for told in found.values()) == 1, "all keys are listed once"
+    lines = [int(at[1]) for told in found.values() if (at := re.search(rf"{re.escape(str(path))}:(\d+)", told))]
+    assert lines == sorted(lines)
+    assert len(lines) == len(found) - 4, "all but the overrides and two keys that are not there"
+
+
+def test_config_wrong_keys_are_a_short_line_each_with_file_and_line(folder):
+    text = """model: tiny
+data: [{pth: train.jsonl}]
+output: out
+stages: 0
+val_set_size: 0.1
+shard: fsdp
+lora: {rank: 8}
+optimizer: {lr: fast}
+"""
+    found = problems_of(write(folder, text), ["optimizer.lr=slow"])
+    path = folder / "run.yaml"
+    assert list(found.values()) == [
+        f"error[config] {path}:2 data.0.pth: unknown key -> `path`",
+        f"error[config] {path}:4 stages: 0 (a whole number) -> at least 1",
+        f"error[config] {path}:5 val_set_size: unknown key -> "
+        "`eval: {data: [{path: held-out.jsonl}]}`: rows of a file of their own",
+        f"error[config] {path}:6 shard: 'fsdp' (text) -> `zero3`, of auto, zero1, zero3 or hybrid",
+        f"error[config] {path}:7 lora.rank: unknown key -> `lora.r`",
+        "error[config] optimizer.lr: 'slow' (text) -> a number",
+    ]
 
 
 def test_config_relative_paths_start_from_the_file(folder, monkeypatch):

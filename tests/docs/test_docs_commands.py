@@ -17,15 +17,15 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
-import tyro
 
 import lengthwise
 import plots
-from lengthwise.cli import Command
+from lengthwise.cli import VERBS, read_command
 from lengthwise.cli.options import PlanChoices
 from lengthwise.cli.simulate_meshes import MeshChoices
 from lengthwise.config import load_config
 from lengthwise.core.plan import Plan
+from lengthwise.core.trained import family_refusal
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -98,22 +98,19 @@ def refuse(command: str, *, whole: bool) -> None:
 
 
 def refuse_verb(words: list[str], *, whole: bool) -> None:
-    if words == ["--version"]:
+    if words in (["--version"], ["--help"]):
         return
     assert words, "lengthwise without a verb"
-    assert words[0] in VERB_TYPES, f"lengthwise has no verb {words[0]}"
+    assert words[0] in VERBS, f"lengthwise has no verb {words[0]}"
     if whole:
-        tyro.cli(Command, args=words)
+        read_command(words)
         return
-    options = {field.name for field in fields(VERB_TYPES[words[0]])}
+    options = {field.name for field in fields(VERBS[words[0]][0])}
     for group, choices in (("planning", PlanChoices), ("machine", MeshChoices)):
         options |= {field.name for field in fields(choices)} if group in options else set()
     for word in words[1:]:
         if word.startswith("--"):
             assert word[2:].partition("=")[0].replace("-", "_") in options, f"{words[0]} has no option {word}"
-
-
-VERB_TYPES = {annotated.__metadata__[0].name: annotated.__origin__ for annotated in Command.__args__}
 
 
 def parse_benchmark(script: Path, words: list[str]) -> argparse.ArgumentParser:
@@ -247,6 +244,8 @@ def test_docs_site_shows_every_page() -> None:
     pages = {name_of(page).removeprefix("docs/") for page in PAGES if page.parent != ROOT}
     decisions = {page for page in pages if page.startswith("decisions/") and page != "decisions/README.md"}
     assert sorted(nav) == sorted(pages - decisions)
+    (style,) = re.findall(r"^extra_css: \[(.*)\]$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert "td:first-child code" in (ROOT / "docs" / style).read_text(encoding="utf-8"), "keys are not broken"
 
 
 def test_docs_lists_and_tables_have_an_empty_line_before_them() -> None:
@@ -267,9 +266,9 @@ def test_docs_command_line_page_gets_the_help_of_every_verb(monkeypatch) -> None
     monkeypatch.syspath_prepend(ROOT / "docs" / "site")
     hooks = importlib.import_module("hooks")
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"^## (\w+)$", page, re.MULTILINE)) == sorted(VERB_TYPES)
+    assert sorted(re.findall(r"^## (\w+)$", page, re.MULTILINE)) == sorted(VERBS)
     built = hooks.with_help(page)
-    for verb, made in VERB_TYPES.items():
+    for verb, (made, _) in VERBS.items():
         section = built.partition(f"\n## {verb}\n")[2].partition("\n## ")[0]
         assert f"usage: lengthwise {verb} " in section
         options = {field.name.replace("_", "-") for field in fields(made) if field.default is not MISSING}
@@ -331,6 +330,39 @@ def test_docs_readme_lists_what_planning_needs() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (named,) = re.findall(r"pip install --no-deps -e \. && pip install (.*)", readme)
     assert set(named.split()) == needed
+
+
+def test_docs_readme_names_the_versions_that_are_installed_and_the_least_ones() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    least = dict(
+        re.findall(r"([a-z]+)>=([\d.]+)", " ".join([*project["dependencies"], *extras["trl"], *extras["lora"]]))
+    )
+    pinned = dict(
+        re.findall(r"^([a-z]+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"Python {project['requires-python'].removeprefix('>=')} or later" in readme
+    for package, name in (("torch", "torch"), ("transformers", "transformers"), ("trl", "TRL"), ("peft", "peft")):
+        assert f"{name} from {least[package]}" in readme
+        assert f"{name} {pinned[package]}" in readme
+
+
+def test_docs_readme_says_of_todays_models_what_the_code_does() -> None:
+    from transformers import AutoConfig
+
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("| model | `model_type`")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert len(rows) >= 10
+    for _, types, trained in rows:
+        for family in re.findall(r"`(\w+)`", types):
+            refusal = family_refusal(AutoConfig.for_model(family).to_dict(), "model")
+            if trained == "yes":
+                assert refusal is None, family
+            else:
+                assert refusal is not None, family
+                assert ("save it first" in trained) == ("save it first" in refusal.remedy), family
+                assert ("plain TRL" in trained) == ("plain TRL" in refusal.remedy), family
 
 
 def test_docs_architecture_lists_the_packages_in_the_order_that_lint_checks() -> None:

@@ -63,10 +63,11 @@ def test_histogram_counts_every_sequence_and_fits_the_line(lengths):
 
 
 def test_histogram_by_hand():
-    """Bins [2, 4), [4, 8), [8, 16): 1, 0 and 2 sequences with 3, 0 and 20 tokens."""
+    """Bins [2, 4), [4, 8), [8, 16), closed at the longest: 1, 0 and 2 sequences with 3, 0 and 20 tokens."""
     lines = length_histogram([3, 10, 10], width=21)
     assert [line.split() for line in lines[1:]] == [
         ["2", "to", "4", "1", "....." , "3", "##"],
         ["4", "to", "8", "0", "0"],
-        ["8", "to", "16", "2", "..........", "20", "##########"],
+        ["8", "to", "10", "2", "..........", "20", "##########"],
     ]  # fmt: skip
+    assert length_histogram([5, 131_072])[-1].split()[:2] == ["128K", "1"], "no bar to 256K"

@@ -129,7 +129,7 @@ def test_lora_goes_on_from_the_adapter_that_it_saved(tmp_path):
 @pytest.mark.parametrize(
     ("lora", "told"),
     [
-        ({"r": 0}, "lora.r: expected at least 1"),
+        ({"r": 0}, "lora.r: 0 (a whole number) -> at least 1"),
         ({"target_modules": []}, "lora.target_modules"),
         ({"target_modules": ["q_pro"]}, "Did you mean `q_proj`?"),
         ({"target_modules": "v_prj"}, "Did you mean `v_proj`?"),

@@ -53,7 +53,7 @@ def test_verify_compares_stages_with_one_process(tmp_path, capsys, precision):
     path = run_file(tmp_path, tied=True)
     assert call("verify", path, "--ranks", 4, "--set", "stages=2", f"precision={precision}") == 0
     said = words(capsys.readouterr().out)
-    assert "stages: 2 of 2 replicas, with layers 0 to 1; 2 to 2" in said
+    assert "stages: 2 with 2 ranks a stage, of layers 0 to 1 | 2" in said
     assert "exercised: rings of 2 ranks" in said
     assert said.endswith("PASS")
 
@@ -170,10 +170,10 @@ def test_layers_are_cut_by_what_was_measured_and_a_run_goes_on_at_another_cut(tm
     write_measurements(tmp_path, ranks=4, head_seconds=1.0)
     cut = ("--ranks", 4, "--set", "stages=2", "output=staged", f"measurements={tmp_path / 'measurements.json'}")
     assert call("train", path, *cut) == 0
-    assert "with layers 0 to 2; 3 to 3" in words(capfd.readouterr().out)
+    assert "of layers 0 to 2 | 3" in words(capfd.readouterr().out)
     shutil.rmtree(tmp_path / "staged/checkpoints/step-000003")
     assert call("train", path, *cut[:-1], "--resume") == 0
-    assert "with layers 0 to 1; 2 to 3" in words(capfd.readouterr().out)
+    assert "of layers 0 to 1 | 2 to 3" in words(capfd.readouterr().out)
     found = [[row["loss"], row["grad_norm"]] for row in read_lines(tmp_path / "staged/metrics.jsonl")]
     assert [number for row in found for number in row] == pytest.approx(losses, rel=1e-11)
     (saved,) = (tmp_path / "staged/model").glob("*.safetensors")

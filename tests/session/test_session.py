@@ -596,6 +596,15 @@ def test_a_capacity_as_in_a_run_file_and_zero3_on_one_rank(capsys):
     assert "lengthwise: shard zero3 has no effect on one rank" in capsys.readouterr().out
 
 
+def test_the_first_step_says_what_its_plan_was_in_plain_words(capsys):
+    model = small_model()
+    with Session(model, SGD(model.parameters()), capacity_tokens=64) as session:
+        session.backward([[1, 2, 3], [4, 5]])
+    said = capsys.readouterr().out
+    assert "step 1 on 1 rank: 0% of tokens in rings" in said
+    assert re.search(r"took \S+ m?s, predicted \S+ [mu]?s \(forward and backward only\)", said)
+
+
 def test_padding_that_a_mask_names_is_left_out():
     model, ids = small_model(), [5, 6, 7, 8]
     padded = {"input_ids": [0, 0, *ids, 0], "attention_mask": [0, 0, 1, 1, 1, 1, 0], "labels": [-100, -100, *ids, -100]}

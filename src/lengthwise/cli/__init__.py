@@ -7,7 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Union
+from typing import Any
 
 import tyro
 
@@ -24,8 +24,8 @@ from lengthwise.cli.simulate import Simulate
 from lengthwise.cli.train import Train
 from lengthwise.cli.verify import Verify
 from lengthwise.core import __version__
-from lengthwise.core.errors import LengthwiseError, printable
-from lengthwise.core.names import missing_package
+from lengthwise.core.errors import ConfigError, LengthwiseError, printable
+from lengthwise.core.names import did_you_mean, missing_package
 
 _INTERRUPTED = 130
 _STANDARD_ERROR = 2
@@ -34,25 +34,19 @@ _TROUBLES = {
     errno.ENAMETOOLONG: ("a name that a file can have", "one that is too long"),
 }
 
-_VERBS: dict[str, tuple[type, str | None]] = {
-    "init": (Init, None),
-    "train": (Train, "Train a model from a run file."),
-    "launch": (Launch, None),
-    "plan": (PlanCommand, "Plan one step and write the plan file; needs no torch."),
-    "simulate": (Simulate, "Simulate steps on machines that you do not have; needs no torch."),
-    "verify": (Verify, None),
-    "profile": (Profile, None),
-    "checkpoint": (Checkpoint, None),
-    "prepare": (Prepare, None),
-    "data": (Data, None),
-    "demo": (Demo, "See all of it in a few minutes, with no GPU and no download."),
+VERBS: dict[str, tuple[type, str]] = {
+    "init": (Init, "write a first run file for a model, GPUs and data"),
+    "train": (Train, "train a model from a run file"),
+    "launch": (Launch, "print a script that starts a run on several nodes"),
+    "plan": (PlanCommand, "plan one step, write the plan file (no torch needed)"),
+    "simulate": (Simulate, "estimate steps on other machines (no torch needed)"),
+    "verify": (Verify, "compare loss and gradients with plain Hugging Face"),
+    "profile": (Profile, "measure this machine, for plan and simulate"),
+    "checkpoint": (Checkpoint, "list, verify or export a run's checkpoints"),
+    "prepare": (Prepare, "tokenize data into a folder"),
+    "data": (Data, "describe data: lengths, bad rows, one row's mask"),
+    "demo": (Demo, "see all of it in a few minutes, without a GPU"),
 }
-Command: Any = Union[  # noqa: UP007 - of a tuple
-    tuple(
-        Annotated[verb, tyro.conf.subcommand(name, prefix_name=False, description=description)]
-        for name, (verb, description) in _VERBS.items()
-    )
-]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -66,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments == ["--version"]:
         print(f"lengthwise {__version__}")
         raise SystemExit(0)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview(), file=sys.stdout if arguments else sys.stderr)
+        raise SystemExit(0 if arguments else 2)
     try:
         try:
             status = _status(arguments)
@@ -93,23 +90,32 @@ def _open_closed_streams() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
-def _command(arguments: list[str]) -> Any:
-    """Parse arguments with the verb's own options only, so that no other verb's are suggested."""
-    verb = arguments[0]
-    if verb in _VERBS:
-        kind, description = _VERBS[verb]
-        return tyro.cli(kind, args=arguments[1:], prog=f"lengthwise {verb}", description=description)
-    about = "Train language models on sequences of very different lengths with Hybrid Data Parallelism."
-    return tyro.cli(Command, args=arguments, prog="lengthwise", description=about)
+def overview() -> str:
+    """Return the help of `lengthwise`: one line a verb."""
+    about = "Train language models on sequences of very different lengths."
+    lines = [f"  {verb:<12}{what}" for verb, (_, what) in VERBS.items()]
+    more = "lengthwise VERB --help lists its options."
+    return "\n".join(["usage: lengthwise VERB ...", "", about, "", *lines, "", more])
+
+
+def read_command(arguments: Sequence[str]) -> Any:
+    """Parse a verb and its options; SystemExit: help, or a wrong option; ConfigError: no such verb."""
+    verb, *options = arguments
+    if verb not in VERBS:
+        near = did_you_mean(verb, VERBS)
+        remedy = f"{near or ''} `lengthwise --help` lists the verbs."
+        raise ConfigError("lengthwise", expected="a verb", got=repr(verb), remedy=remedy.strip())
+    return tyro.cli(VERBS[verb][0], args=options, prog=f"lengthwise {verb}")
 
 
 def _status(arguments: list[str]) -> int:
     try:
-        command = _command(arguments or ["--help"])
+        command = None
         try:
+            command = read_command(arguments)
             return command.run()
         except LengthwiseError as error:
-            names = {} if isinstance(command, Demo) else command.names()
+            names = {} if command is None or isinstance(command, Demo) else command.names()
             print(error.render(names), file=sys.stderr)
             return error.exit_status
     except ModuleNotFoundError as error:

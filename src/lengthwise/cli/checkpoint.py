@@ -79,7 +79,7 @@ class Checkpoint:
             num_bytes = sum(file.num_bytes for file in manifest.files.values())
             entries = sum(parameter.entries for parameter in manifest.parameters)
             rows.append((str(step), str(manifest.ranks), f"{manifest.loss:.4f}", count(num_bytes), count(entries)))
-        console.print(ColumnTable(rows=rows, title=f"{folder.path}, sizes alone checked"))
+        console.print(ColumnTable(rows=rows, title=f"{folder.path} (only file sizes were checked)"))
         for each in wrong:
             console.print(each)
         self._print_best()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _MOST_GPUS = 12_288
 _BATCH_TOKENS, _WIDTH = 1 << 19, 118  # of an optimizer step; of a line
-_LEAST_STEPS = 50  # of an epoch, where the data are few
+_LEAST_STEPS, _LEAST_ROWS = 50, 8  # of an epoch, and of a step, where the data are few
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,12 @@ class Init:
         """Run the command; return the exit status."""
         from lengthwise.cost.first_settings import first_settings
         from lengthwise.cost.hardware import named_hardware
+        from lengthwise.cost.shapes import check_trained, named_shape
 
         problems = Collector()
         problems.attempt(lambda: read_whole("gpus", self.gpus, most=_MOST_GPUS))
-        shape = problems.attempt(lambda: _shape(self.model))
+        problems.attempt(lambda: check_trained(self.model))
+        shape = problems.attempt(lambda: named_shape(self.model))
         hardware = problems.attempt(lambda: named_hardware(self.hardware))
         problems.attempt(lambda: refuse_data(self.data, "error"))
         if self.out.exists() and not self.force:
@@ -68,7 +70,7 @@ class Init:
         chosen = first_settings(shape, hardware, self.gpus, longest, batch_tokens=_batch_tokens(known))
         self.out.write_text(self._text(shape, hardware, known, unknown, chosen), encoding="utf-8")
         what = "adapters (LoRA)" if chosen.adapters else "the whole model"
-        print(f"{self.out}: {what} on {self.gpus} of {hardware.name}")
+        print(f"{self.out}: {what} on {self.gpus} x {hardware.name}")
         print(
             f"look at it, then: lengthwise data {self.out}, lengthwise verify {self.out}, lengthwise train {self.out}"
         )
@@ -97,12 +99,12 @@ class Init:
         here = self.out.absolute().parent
         sources = ", ".join(f"{{path: {json.dumps(os.path.relpath(path.absolute(), here))}}}" for path in self.data)
         longest, _, rows = _of(known)
-        batch = _batch_tokens(known)
-        state, device = chosen.state_bytes / 1e9, hardware.device_bytes / 1e9
+        state, device = _gigabytes(chosen.state_bytes), _gigabytes(hardware.device_bytes)
         held = ", ".join(f"{tokens:,} ({kind})" for kind, tokens in chosen.capacities.items())
         precision = "bf16" if hardware.compute_dtype_bytes == 2 else "fp32"
         kind = "adapters" if chosen.adapters else "models of this size"
-        fewest = f"the longest over at least {-(-longest // max(chosen.capacities.values()))}"
+        fewest = -(-longest // max(chosen.capacities.values()))
+        cut = f"the longest over at least {fewest}" if fewest > 1 else "here one holds the longest"
         lines = [
             "# Written by lengthwise init: a start, not a result. Every key is in docs/run-file.md.",
             f"model: {json.dumps(self.model)}  # {count(shape.total_params).replace('G', 'B')} parameters",
@@ -111,12 +113,12 @@ class Init:
             f"output: {json.dumps('runs/' + self.out.stem)}",
             "",
             "epochs: 1  # or steps",
-            f"global_batch: {{tokens: {batch}}}  # per optimizer step: 512K, fewer for few data",
+            _global_batch(known),
             f"# precision: auto  # {precision} on {hardware.name}; masters, sums and merges are fp32",
             "# capacity_tokens: auto  # of one rank in one microbatch, measured at the start. Estimates, by recompute:",
             f"#   {held},",
-            f"#   beside {state:.0f} GB of weights, gradients and optimizer states (a device has {device:.0f} GB).",
-            f"#   Longer rows are cut over several ranks: {fewest if known else 'the longest row is not known'}.",
+            f"#   beside {state} of weights, gradients and optimizer states (a device has {device}).",
+            f"#   Longer rows are cut over several ranks: {cut if known else 'the longest row is not known'}.",
             "# recompute: auto  # activation checkpointing where it saves time, chosen for each step",
         ]
         if chosen.shard != "zero1":
@@ -125,9 +127,8 @@ class Init:
                 "#   and gathers each layer when it runs; docs/sharding.md",
             ]
         if chosen.adapters:
-            whole = chosen.whole_bytes / 1e9
             lines += [
-                f"# The whole model would take {whole:.0f} of {device:.0f} GB; adapters take {state:.0f} GB.",
+                f"# The whole model would take {_gigabytes(chosen.whole_bytes)} of {device}; adapters take {state}.",
                 "lora: {r: 16, lora_alpha: 32}  # pip install 'peft>=0.21'",
             ]
         lines += [
@@ -143,9 +144,34 @@ class Init:
         return "\n".join(lines) + "\n"
 
 
+def _gigabytes(num_bytes: float) -> str:
+    value = num_bytes / 1e9
+    return f"{value:.0f} GB" if value >= 1 else f"{num_bytes / 1e6:.0f} MB"
+
+
+def _global_batch(known: KnownLengths | None) -> str:
+    """Return the key with its reason: 512K tokens, or where that is few steps an epoch a number of rows."""
+    if known is None:
+        return f"global_batch: {{tokens: {_BATCH_TOKENS}}}  # of an optimizer step"
+    rows, total = len(known.lengths), sum(known.lengths)
+    if total >= _LEAST_STEPS * _BATCH_TOKENS:
+        steps = f"about {total // _batch_tokens(known):,} steps an epoch"
+        return f"global_batch: {{tokens: {_batch_tokens(known)}}}  # of an optimizer step; {steps}"
+    batch = _batch_rows(rows)
+    steps = counted(-(-rows // batch), "step")
+    return f"global_batch: {{sequences: {batch}}}  # rows of an optimizer step; {steps} an epoch"
+
+
+def _batch_rows(rows: int) -> int:
+    return max(min(rows, _LEAST_ROWS), rows // _LEAST_STEPS)
+
+
 def _batch_tokens(known: KnownLengths | None) -> int:
+    """Return the tokens of a batch that memory is reckoned with."""
     longest, total, _ = _of(known)
-    return max(longest, min(_BATCH_TOKENS, total // _LEAST_STEPS or _BATCH_TOKENS))
+    if known is None or total >= _LEAST_STEPS * _BATCH_TOKENS:
+        return max(longest, _BATCH_TOKENS)
+    return max(longest, total * _batch_rows(len(known.lengths)) // len(known.lengths))
 
 
 def _of(known: KnownLengths | None) -> tuple[int, int, str]:
@@ -153,13 +179,3 @@ def _of(known: KnownLengths | None) -> tuple[int, int, str]:
         return 1, 0, "rows that were not counted"
     longest, total = max(known.lengths), sum(known.lengths)
     return longest, total, f"{counted(len(known.lengths), 'row')}, {count(total)} {known.unit}, the longest {longest}"
-
-
-def _shape(model: str) -> ModelShape:
-    from lengthwise.cost.shapes import SHAPE_NAMES, named_shape
-
-    own = model.rpartition("/")[2].lower()
-    for ending in ("", "-instruct", "-base", "-hf", "-it", "-chat"):
-        if own.removesuffix(ending) in SHAPE_NAMES and not Path(model).is_dir():
-            return named_shape(own.removesuffix(ending))
-    return named_shape(model)

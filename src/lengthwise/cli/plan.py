@@ -396,7 +396,7 @@ def _adapters_of(config: RunConfig) -> int | None:
 def _shape_of(config: RunConfig) -> ModelShape:
     """Read the shape of a run file's model without torch."""
     from lengthwise.core.files import read_json_object
-    from lengthwise.cost import named_shape, shape_from_config
+    from lengthwise.cost import check_trained, named_shape, shape_from_config
 
     if config.model == "tiny":
         return named_shape("tiny")
@@ -405,4 +405,5 @@ def _shape_of(config: RunConfig) -> ModelShape:
         expected = "tiny, or a local folder with config.json, to know its costs"
         remedy = "Add --model-shape llama-7b --hardware h100, or other named ones."
         raise ConfigError("model", expected=expected, got=config.model, remedy=remedy)
-    return shape_from_config(read_json_object(str(path)))
+    check_trained(str(path))
+    return shape_from_config(read_json_object(str(path)))  # by its family's name, as training calls it

@@ -20,7 +20,7 @@ from lengthwise.cli.options import PlanChoices, named_alike, refuse_beside, refu
 from lengthwise.cli.output import plain_console, refuse_unwritable, write_atomically
 from lengthwise.cli.simulate_meshes import MeshChoices, Meshes
 from lengthwise.cli.sources import KnownLengths, lengths_of_data, listed_lengths, refuse_data
-from lengthwise.core.errors import Collector, ConfigError, OutputError, raise_problems
+from lengthwise.core.errors import Collector, ConfigError, ModelRefused, OutputError, raise_problems
 from lengthwise.core.files import read_json
 from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.sizes import parse_tokens, read_whole
@@ -119,7 +119,7 @@ class Simulate:
         planners = self._taking_part(asked, batches) if self.is_detailed else []
         meshes = replace(asked.meshes, question=replace(asked.meshes.question, context_tokens=context))
         found, console = self._answer(meshes, batches), plain_console()
-        sentence, notes = answer_sentence(found, known.unit), answer_notes(found)
+        sentence, notes = answer_sentence(found, known.unit), [*self._text_alone(), *answer_notes(found)]
         if planners and (self.all or self.machine.tp or self.machine.pp):
             notes = [*notes, "These rows have one device a rank; --all, --tp and --pp count in the details below."]
         about = self._about(meshes, batches, known)
@@ -192,6 +192,19 @@ class Simulate:
             )
             for each in shown_of(found)
         }
+
+    def _text_alone(self) -> list[str]:
+        """Say which part of a model with images is priced."""
+        from lengthwise.cost import check_trained
+
+        try:
+            check_trained(self.machine.model or "tiny")
+        except ModelRefused as refused:
+            return [
+                f"Only the text part is priced: {self.machine.model} is {refused.got}. "
+                "This version trains the text part alone, saved as a model of its own (docs/families.md)."
+            ]
+        return []
 
     def names(self) -> dict[str, str]:
         """Map names of the library to what the user typed for them."""

@@ -77,6 +77,24 @@ def parse_values(text: str, name: str) -> tuple[object, list[ConfigError]]:
     return (None if root is None else _to_plain(root, name, problems, depth=0)), problems
 
 
+def key_lines(text: str) -> dict[tuple[str, ...], int]:
+    """Return the line, from 1, of every key and list entry of a document that `parse_values` reads, by config path."""
+    found: dict[tuple[str, ...], int] = {}
+
+    def walk(node: Node | None, path: tuple[str, ...]) -> None:
+        if isinstance(node, MappingNode):
+            for key, value in node.value:
+                found[(*path, str(key.value))] = key.start_mark.line + 1
+                walk(value, (*path, str(key.value)))
+        elif isinstance(node, SequenceNode):
+            for index, entry in enumerate(node.value):
+                found[(*path, str(index))] = entry.start_mark.line + 1
+                walk(entry, (*path, str(index)))
+
+    walk(yaml.compose(text, Loader=_CoreLoader), ())
+    return found
+
+
 def dump_values(values: Mapping[str, object]) -> str:
     """Write plain values as YAML, keys in their order."""
     return yaml.dump(values, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=120)

@@ -49,6 +49,8 @@ FOREIGN_NAMES: Mapping[str, str] = {
     "torch_compile": "Here it is `compile`",
     "use_liger_kernel": "Here it is `fused_layers`",
     "lora_r": "Here it is `lora.r`",
+    "rank": "Here it is `lora.r`",
+    "val_set_size": "Here it is `eval: {data: [{path: held-out.jsonl}]}`: rows of a file of their own",
     "bias": "Leave it out: only adapters are trained",
     "modules_to_save": "Leave it out: only adapters are trained",
     "use_dora": "There is none: LoRA, or rank-stabilized LoRA by `lora.use_rslora`",

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lengthwise.config.document import parse_values
+from lengthwise.config.document import key_lines, parse_values
 from lengthwise.config.problems import find_problems, sections_at, shown
 from lengthwise.config.schema import MEASURE_AT_START, MEASURE_NOTHING, TINY_MODEL, RunConfig
 from lengthwise.config.sections import scheme_of
-from lengthwise.core.errors import ConfigError, raise_problems
+from lengthwise.core.errors import ConfigError, LengthwiseError, Problems, raise_problems
 from lengthwise.core.files import read_plain
 from lengthwise.core.names import BYTES_TOKENIZER
 
@@ -31,13 +32,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     `global_batch={tokens: 4096}`, values read as YAML. Relative paths start from the run file's folder.
     """
     path = Path(path)
-    values, problems = parse_values(_read_text(path), str(path))
+    text = _read_text(path)
+    values, problems = parse_values(text, str(path))
     if not isinstance(values, dict):
         remedy = "Write keys and values, such as `model: tiny`."
         raise_problems([*problems, ConfigError(str(path), expected="a mapping", got=shown(values), remedy=remedy)])
     assert isinstance(values, dict), values
     problems += apply_overrides(values, overrides)
-    return _build(values, path.absolute().parent, problems)
+    try:
+        return _build(values, path.absolute().parent, problems)
+    except LengthwiseError as error:
+        raise_problems(_placed(error, text, str(path), overrides))
+        raise
 
 
 def build_config(values: Mapping[str, object], folder: Path) -> RunConfig:
@@ -49,6 +55,23 @@ def _build(values: dict[str, object], folder: Path, problems: list[ConfigError])
     problems = problems + find_problems(values) + _resolve_paths(values, folder)
     raise_problems(problems)
     return RunConfig.model_validate(values)
+
+
+def _placed(error: LengthwiseError, text: str, name: str, overrides: Sequence[str]) -> list[LengthwiseError]:
+    """Give problems the lines of their keys, and sort them by line; those of overrides stand last."""
+    lines = key_lines(text)
+    given = [tuple(part.strip() for part in each.partition("=")[0].split(".")) for each in overrides]
+    found: list[tuple[float, LengthwiseError]] = []
+    for problem in error.problems if isinstance(error, Problems) else (error,):
+        path = tuple(problem.where.split("."))
+        known = next((path[:end] for end in range(len(path), 0, -1) if path[:end] in lines), None)
+        if known is None or any(path[: len(each)] == each or each[: len(path)] == path for each in given):
+            at = re.fullmatch(re.escape(name) + r":(\d+)", problem.where)  # what YAML itself refuses
+            found.append((int(at[1]) if at else float("inf"), problem))
+            continue
+        problem.place = f"{name}:{lines[known]}"
+        found.append((lines[known], problem))
+    return [problem for _, problem in sorted(found, key=lambda each: each[0])]
 
 
 def _read_text(path: Path) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -11,8 +14,8 @@ from lengthwise.config.foreign_names import FOREIGN_NAMES
 from lengthwise.config.optimizer import REFUSED_NAMES
 from lengthwise.config.schema import SECTIONS, RunConfig
 from lengthwise.config.settings import Settings
-from lengthwise.core.errors import ConfigError
-from lengthwise.core.names import did_you_mean
+from lengthwise.core.errors import ConfigError, KeyProblem
+from lengthwise.core.names import nearest_name
 from lengthwise.core.packages import PLANNER_PACKAGES, missing_package_of
 
 _MOST_TOLD = 100
@@ -26,8 +29,8 @@ _EXPECTED: Mapping[str, Callable[[dict], str]] = {
     "int_type": lambda _: "a whole number",
     "less_than_equal": lambda ctx: f"at most {ctx['le']:g}",
     "less_than": lambda ctx: f"less than {ctx['lt']:g}",
-    "literal_error": lambda ctx: ctx["expected"],
-    "missing": lambda _: "a value (this key has no default)",
+    "literal_error": lambda ctx: ctx["expected"].replace("'", ""),
+    "missing": lambda _: "a value, as it has no default",
     "none_required": lambda _: "null",
     "model_type": lambda _: "a mapping of keys",
     "path_type": lambda _: "a path",
@@ -37,12 +40,13 @@ _EXPECTED: Mapping[str, Callable[[dict], str]] = {
     "too_short": lambda ctx: f"at least {ctx['min_length']} entry",
     "tuple_type": lambda _: "a list",
 }
+_UNCLEAR = ("missing", "model_type", "tuple_type")  # errors whose words do not say what the value is for
 _KINDS = {bool: "true/false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
 
 
 def find_problems(values: Mapping[str, object]) -> list[ConfigError]:
-    """List all that keeps raw `values` from being a RunConfig, in the order of the run file's keys."""
-    problems = []
+    """List all that keeps raw `values` from being a RunConfig."""
+    problems, usable = list[ConfigError](), values
     try:
         RunConfig.model_validate(values)
     except ValidationError as error:
@@ -53,7 +57,29 @@ def find_problems(values: Mapping[str, object]) -> list[ConfigError]:
         if len(once) > _MOST_TOLD:
             got, remedy = f"{len(once) - _MOST_TOLD:,} more problems", "Correct these first."
             problems.append(ConfigError("run file", expected="the keys of a run", got=got, remedy=remedy))
-    return problems + list(_broken_rules(values))
+        usable = _usable(values, once)
+    rest = {str(rule) for rule in _broken_rules(usable)}  # a rule that is broken by a refused value alone is noise
+    return problems + [rule for rule in _broken_rules(values) if str(rule) in rest]
+
+
+def _usable(values: Mapping[str, object], details: Sequence[ErrorDetails]) -> dict[str, object]:
+    """Return a copy of raw values without the refused ones, and with misspelled keys by their names."""
+    kept: dict[str, object] = copy.deepcopy(dict(values))
+    for detail in details:
+        unknown = detail["type"] == "extra_forbidden"
+        place = detail["loc"] if unknown else _of_field(detail["loc"])
+        inside: Any = kept
+        try:
+            for part in place[:-1]:
+                inside = inside[part]
+            value = inside.pop(place[-1]) if isinstance(inside, dict) else None
+        except (KeyError, IndexError, TypeError):
+            continue
+        section = _section(place[:-1])
+        near = nearest_name(place[-1], section.model_fields) if unknown and section is not None else None
+        if near is not None and near not in inside:
+            inside[near] = value
+    return kept
 
 
 def shown(value: object) -> str:
@@ -98,15 +124,11 @@ def _to_problem(detail: ErrorDetails, listed: set[type[Settings]]) -> ConfigErro
     where = ".".join(map(str, loc)) or "run file"
     if kind == "extra_forbidden":
         remedy = _unknown_remedy(str(loc[-1]), _section(loc[:-1]) or RunConfig, listed)
-        return ConfigError(where, expected="a known key", got=f"`{loc[-1]}`", remedy=remedy)
+        return KeyProblem(where, expected="a known key", got="unknown key", remedy=remedy)
     if loc == ("planner",) and isinstance(value, str) and value in PLANNER_PACKAGES:
         return missing_package_of(where, value)
-    return ConfigError(
-        where,
-        expected=expected_value(detail),
-        got="nothing" if kind == "missing" else shown(value),
-        remedy=_help(loc, kind, value),
-    )
+    got = "nothing" if kind == "missing" else shown(value)
+    return KeyProblem(where, expected=expected_value(detail), got=got, remedy=_remedy(detail))
 
 
 def expected_value(detail: ErrorDetails) -> str:
@@ -120,30 +142,34 @@ def expected_value(detail: ErrorDetails) -> str:
 def _unknown_remedy(key: str, section: type[Settings], listed: set[type[Settings]]) -> str:
     """Suggest the name here: a synonym from another library, a section's key, or a similar name."""
     if key in FOREIGN_NAMES:
-        return f"{FOREIGN_NAMES[key]}."
+        return FOREIGN_NAMES[key].removeprefix("Here it is ")
     sections = [path for path, other in SECTIONS.items() if section is RunConfig and key in other.model_fields]
     if sections:
         entry = ["0"] * (sections[0][-1] == "data")  # a list: of its first entry
-        return f"It belongs to a section: `{'.'.join((*sections[0], *entry, key))}`."
-    near = did_you_mean(key, section.model_fields)
-    if near is None and section not in listed:
-        listed.add(section)
-        near = f"Known: {', '.join(sorted(section.model_fields))}."
-    return near or "Take it out."
+        return f"`{'.'.join((*sections[0], *entry, key))}`"
+    near = nearest_name(key, section.model_fields)
+    if near is not None:
+        return f"`{near}`"
+    if section is RunConfig or section in listed:
+        return "take it out (docs/run-file.md has all keys)"
+    listed.add(section)
+    return f"one of {', '.join(sorted(section.model_fields))}"
 
 
-def _help(loc: Sequence[int | str], kind: str, value: object) -> str:
-    names = [str(part) for part in loc if isinstance(part, str)]
-    section = _section(names[:-1])
+def _remedy(detail: ErrorDetails) -> str:
+    """Return what to write in place of a value; empty: what is expected says it."""
+    names = [str(part) for part in detail["loc"] if isinstance(part, str)]
+    section, kind, value = _section(names[:-1]), detail["type"], detail["input"]
     field = section.model_fields.get(names[-1]) if section and names else None
-    text = f"`{names[-1]}`: {field.description}." if field else "Write a mapping of keys."
-    if kind == "literal_error" and field and isinstance(value, str):
+    if field is not None and kind == "literal_error" and isinstance(value, str):
         if value in REFUSED_NAMES.get(names[-1], {}):
-            return f"{REFUSED_NAMES[names[-1]][value]}."
+            return REFUSED_NAMES[names[-1]][value].removeprefix("Here it is ")
         kinds = getattr(field.annotation, "__args__", ())
-        choices = [name for each in kinds for name in getattr(each, "__args__", (each,))]  # a list's entries, too
-        text = " ".join(filter(None, (did_you_mean(value, map(str, choices)), text)))
-    return text
+        near = nearest_name(value, [str(name) for each in kinds for name in getattr(each, "__args__", (each,))])
+        return f"`{near}`, of {expected_value(detail)}" if near else ""
+    if field is not None and kind in _UNCLEAR:
+        return f"{expected_value(detail)}: {re.split('[;(]', str(field.description))[0].strip()}"
+    return ""
 
 
 def _section(loc: Sequence[int | str]) -> type[Settings] | None:

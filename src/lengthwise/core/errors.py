@@ -25,6 +25,7 @@ class LengthwiseError(Exception):
 
     code = "error"  # short and stable, to search for
     exit_status = 1
+    place = ""  # of a run file's key: file and line, before `where`
 
     def __init__(self, where: str, *, expected: str, got: str, remedy: str) -> None:
         super().__init__(where, expected, got, remedy)
@@ -37,15 +38,18 @@ class LengthwiseError(Exception):
 
     def render(self, names: Mapping[str, str]) -> str:
         """Return the line with options called by `names`; one that is not in it keeps its own."""
-        where = names.get(self.key, self.key) + self.where[len(self.key) :]
-        expected, remedy = _filled(self.expected, names), _filled(self.remedy, names)
-        return printable(" ".join(f"error[{self.code}] {where}: expected {expected}; got {self.got}. {remedy}".split()))
+        where = f"{self.place} {names.get(self.key, self.key)}{self.where[len(self.key) :]}"
+        told = self._told(_filled(self.expected, names), _filled(self.remedy, names))
+        return printable(" ".join(f"error[{self.code}] {where}: {told}".split()))
+
+    def _told(self, expected: str, remedy: str) -> str:
+        return f"expected {expected}; got {self.got}. {remedy}"
 
     def __str__(self) -> str:
         return self.render({})
 
     def __reduce__(self) -> tuple[object, ...]:  # keyword arguments do not survive the default pickling
-        return _rebuild, (type(self), self.where, self.expected, self.got, self.remedy)
+        return _rebuild, (type(self), self.where, self.expected, self.got, self.remedy), {"place": self.place}
 
 
 def printable(line: str) -> str:
@@ -66,6 +70,13 @@ class ConfigError(LengthwiseError):
     """A run file or a command-line value that cannot be used."""
 
     code, exit_status = "config", 2
+
+
+class KeyProblem(ConfigError):  # noqa: N818 - one of a run file's
+    """A key or value of a run file that cannot be used; in its line an arrow leads from what is there to the remedy."""
+
+    def _told(self, expected: str, remedy: str) -> str:
+        return f"{self.got} -> {remedy or expected}"
 
 
 class DataError(LengthwiseError):

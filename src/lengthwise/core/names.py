@@ -15,15 +15,21 @@ _CLOSE = 0.5  # of difflib's similarity, 0 to 1; `trian` and `train` have 0.8
 _SHORT = 4  # letters, of which another first one makes another name: `a100` is no `h100`
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str | None:
-    """Return the question for the known name that is nearest to `name`; None where none is near."""
+def nearest_name(name: object, known: Iterable[str]) -> str | None:
+    """Return the known name that is nearest to `name`; None where none is near."""
     typed, known = str(name), sorted(known)
     if _OTHER_WORDS.get(typed) in known:
-        return f"Did you mean `{_OTHER_WORDS[typed]}`?"
+        return _OTHER_WORDS[typed]
     close = difflib.get_close_matches(typed, known, n=1, cutoff=_CLOSE)
     if not close or (len(typed) <= _SHORT and close[0][0] != typed[0]):
         return None
-    return f"Did you mean `{close[0]}`?"
+    return close[0]
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str | None:
+    """Return the question for the known name that is nearest to `name`; None where none is near."""
+    near = nearest_name(name, known)
+    return None if near is None else f"Did you mean `{near}`?"
 
 
 def unknown_name(where: str, got: object, known: Iterable[str], *, others: str = "") -> ConfigError:

@@ -21,7 +21,7 @@ from lengthwise.cost.memory import (
 )
 from lengthwise.cost.microbatch import WINDOW_LAYERS, MicrobatchBytes, Moments, largest_peak
 from lengthwise.cost.passes import Pass
-from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
+from lengthwise.cost.shapes import SHAPE_NAMES, check_trained, named_shape, shape_from_config
 from lengthwise.cost.sharding import (
     ZERO3_ALONE,
     check_host,
@@ -57,6 +57,7 @@ __all__ = [
     "analytic_cost",
     "capacity_tokens",
     "check_host",
+    "check_trained",
     "choose_shard",
     "choose_shard_of_run",
     "costs",

@@ -11,6 +11,7 @@ from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.files import is_path, read_json_object, read_package_json
 from lengthwise.core.names import unknown_name
 from lengthwise.core.shape import ModelShape
+from lengthwise.core.trained import family_refusal, text_part
 
 _FILE = read_package_json("lengthwise.cost", "models.json")
 _PUBLISHED = _FILE["published"]
@@ -23,15 +24,51 @@ _OWN_SHAPE = "or a model's folder or its config.json, by its path"
 def named_shape(name: str) -> ModelShape:
     """Return the shape of a name of `SHAPE_NAMES`, a hub name (Qwen/Qwen3-8B), or a model's folder or config.json.
 
+    Of a model with images it is the shape of its text part; `check_trained` refuses such a model.
+
     Raises:
         ConfigError: unknown name (the nearest one is given), or a folder or file that is no model's.
+        ModelRefused: a family that this version does not train, whose costs it does not know.
         Problems: several keys of a config that are missing or no sizes.
     """
-    path = Path(name).expanduser()
-    known = name if name in _SHAPES else _published_name(name)
-    if known is not None and not (known != name and path.exists()):
+    known = _known_name(name)
+    if known is not None:
         sizes = _SHAPES[known]
         return ModelShape(name=known, **{**sizes, "windows": tuple(map(tuple, sizes.get("windows", ())))})
+    config, path = _config_of(name), Path(name).expanduser().resolve()
+    if family_refusal(config["text_config"] if text_part(config) else config, "model") is not None:
+        raise family_refusal(config, "model") or AssertionError("a model whose text part is refused is, too")
+    folder = path if path.is_dir() else path.parent if path.name == "config.json" else None
+    return shape_from_config(config, name=path.stem if folder is None else folder.name)
+
+
+def check_trained(name: str) -> None:
+    """Refuse a model, named as for `named_shape`, that this version does not train.
+
+    Raises:
+        ConfigError: no such model, as `named_shape` says.
+        ModelRefused: a family that it does not train, or one with images, with what to do for its text part.
+    """
+    known = _known_name(name)
+    if known is not None:
+        whole = _FILE["with_images"].get(known)
+        config = {"model_type": whole, "vision_config": {}, "text_config": {"model_type": _SHAPES[known].get("family")}}
+        config = config if whole else {}
+    else:
+        config = _config_of(name)
+    if (refusal := family_refusal(config, "model")) is not None:
+        raise refusal
+
+
+def _known_name(name: str) -> str | None:
+    """Return our name of a model whose sizes are known here; None: it is another, or a path that is there."""
+    known = name if name in _SHAPES else _published_name(name)
+    return None if known != name and Path(name).expanduser().exists() else known
+
+
+def _config_of(name: str) -> dict[str, Any]:
+    """Read the config of a model's folder or config.json; ConfigError: there is none."""
+    path = Path(name).expanduser()
     if path.is_dir():
         path = path / "config.json"
     elif not is_path(name):
@@ -43,8 +80,7 @@ def named_shape(name: str) -> ModelShape:
         )
         got = f"{name!r}, which is not there (names on the hub are not looked up)"
         raise ConfigError("model", expected=expected, got=got, remedy=remedy)
-    label = path.resolve().parent.name if path.name == "config.json" else path.stem
-    return shape_from_config(read_json_object(str(path)), name=label)
+    return read_json_object(str(path))
 
 
 def _published_name(name: str) -> str | None:

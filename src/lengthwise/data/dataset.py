@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from lengthwise.core.errors import DataError
+from lengthwise.core.names import counted
 from lengthwise.data.digests import ROW_DIGEST_BYTES, ROWS_AT_ONCE, digest_of_rows, row_digest
 
 NO_LOSS = -100
@@ -323,7 +324,7 @@ def check_fits(
     _refuse_longer(
         dataset,
         limit,
-        f"{ranks} {'ranks' if stages == 1 else 'replicas'} x capacity_tokens {capacity_tokens}{offloads}",
+        f"{counted(ranks, 'rank' if stages == 1 else 'replica')} x capacity_tokens {capacity_tokens}{offloads}",
         f"Run on at least {-(-longest // held_tokens) * stages} ranks, or set capacity_tokens: {enough}"
         f"{' or auto' if stages == 1 else ''}, or",
     )

@@ -92,7 +92,7 @@ def longest_rows(sources: Sequence[DataSource]) -> MemoryDataset:
     builder = DatasetBuilder()
     for index, source in enumerate(sources):
         assert source.max_tokens is not None, "the run file's rules ask for it"
-        builder.start_source(f"data.{index}", "", ("of max_tokens",))
+        builder.start_source(f"data.{index}", "", ("any row, as long as max_tokens allows",))
         builder.add(np.zeros(source.max_tokens, dtype=np.int32), None)
     return builder.finish()
 

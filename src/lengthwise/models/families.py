@@ -1,7 +1,7 @@
 """Which models are proved equal to plain Hugging Face, and what in their config stops a run before it starts.
 
-A family joins `families.json` when `tests/models/test_models_families.py` holds for it (`make families`); all others
-are refused by name, as an unknown part could mix documents of a pack and be silently wrong.
+`core/families.json` lists those proved by `tests/models/test_models_families.py` (`make families`); all others are
+refused by name, as an unknown part could mix documents of a pack and be silently wrong.
 """
 
 from __future__ import annotations
@@ -10,15 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from lengthwise.core.errors import LengthwiseError, ModelRefused, raise_problems
-from lengthwise.core.files import read_package_json
+from lengthwise.core.trained import FAMILIES, LAYER_TYPES, USE_OTHERS
 from lengthwise.models.dropout import DROPOUT_FAMILIES, DROPOUT_KEYS
-from lengthwise.models.refusals import NEEDED_BY_KIND, NEEDED_BY_SOFTCAP, refused_model
+from lengthwise.models.refusals import refused_model
 from lengthwise.models.rope import LENGTH_ROPE
 from lengthwise.models.router import router_problems
-
-FAMILIES: tuple[str, ...] = tuple(read_package_json("lengthwise.models", "families.json")["equal_to_plain"])
-
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
 # Families whose layers do not hand their window to attention: Hugging Face puts it into a mask, and we make none.
 WINDOW_IN_MASK = ("qwen2_moe",)
@@ -34,11 +30,11 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 _SWITCHES = {
     "prefix_lm": (
         "false (a prefix that sees itself both ways)",
-        "Set prefix_lm to false. Needed: token types in the data, and blocks that are not causal.",
+        f"Set prefix_lm to false. With it: {USE_OTHERS.lower()}.",
     ),
     "quantization_config": (
         "none (a quantised model)",
-        "Use the model's full-precision weights. Needed: gradients for weights that are stored narrower.",
+        "Use the model's full-precision weights, or plain TRL.",
     ),
 }
 
@@ -57,40 +53,39 @@ def check_model_config(config: Any) -> None:
             inside = any(word in key for word in ("attention", "attn"))
             where = "inside of attention kernels" if inside else "in training"
             expected = f"0 (what is drawn at random {where} is not supported yet)"
-            needed = "draws keyed by seed, step, sequence, position and layer, the same under every plan"
-            refuse(key, expected, value, f"Set {key} to 0. Needed: {needed}.")
+            refuse(key, expected, value, f"Set {key} to 0.")
     both_ways = getattr(config, "use_bidirectional_attention", None)  # "vision" is about tokens of images: none here
     if getattr(config, "is_causal", None) is False or both_ways not in (None, False, "vision"):
-        remedy = "Use a causal language model. Needed: plans whose blocks see what comes after."
+        remedy = "Use a causal language model."
         refuse("is_causal", "causal attention (each token sees those before it)", "bidirectional", remedy)
     known = (*STATIC_ROPE, *LENGTH_ROPE)
     for where, kind in rope_kinds(config):
         if kind not in known:
-            remedy = "Needed: whether its frequencies depend on a sequence's length; if so, lengthwise.models.rope."
+            remedy = f"{USE_OTHERS}."
             refuse(where, f"one whose frequencies are known ({', '.join(known)})", kind, remedy)
     for key, (expected, remedy) in _SWITCHES.items():
         if getattr(config, key, None):
             refuse(key, expected, getattr(config, key), remedy)
     if config.model_type in FAMILIES:
-        for where, kind, needed in _other_layers(config):
+        for where, kind in _other_layers(config):
             expected = f"layers that attend fully or in a window ({', '.join(LAYER_TYPES)})"
-            refuse(where, expected, kind, f"Needed: {needed}.")
+            refuse(where, expected, kind, f"{USE_OTHERS}.")
     problems += router_problems(config)
     raise_problems(problems)
 
 
-def _other_layers(config: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield (config entry, kind, what is needed) for what attention cannot do in a listed family, once a kind."""
+def _other_layers(config: Any) -> Iterator[tuple[str, str]]:
+    """Yield (config entry, kind) for what attention cannot do in a listed family, once a kind."""
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap:
-        yield "attn_logit_softcapping", f"scores capped by tanh at {softcap}", NEEDED_BY_SOFTCAP
+        yield "attn_logit_softcapping", f"scores capped by tanh at {softcap}"
     kinds: list[str] = list(getattr(config, "layer_types", None) or ())
     for kind in sorted(set(kinds)):
         where = f"layer_types[{kinds.index(kind)}]"
         if kind not in LAYER_TYPES:
-            yield where, kind, NEEDED_BY_KIND.get(kind, "this kind of layer in lengthwise.attention")
+            yield where, kind
         elif kind == "sliding_attention" and config.model_type in WINDOW_IN_MASK:
-            yield where, kind, f"a window that {config.model_type}'s layers hand to their attention"
+            yield where, f"{kind} (the layers of {config.model_type} do not hand their window to attention)"
 
 
 def largest_head_dim(config: Any) -> int:

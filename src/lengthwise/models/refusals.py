@@ -1,4 +1,4 @@
-"""Name the layers of a model that a plan would compute wrongly, and what it would take to have them.
+"""Name the layers of a model that a plan would compute wrongly; for docs/families.md also what support would need.
 
 The modules of the model on the meta device are compared with the kinds below, by class name; what no kind knows is
 reported by its attention layer, as not proved yet.
@@ -14,6 +14,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lengthwise.core.errors import ConfigError, ModelRefused
+from lengthwise.core.trained import USE_OTHERS, family_refusal, towers
 from lengthwise.models.load import build_skeleton
 
 _STATE = "the layer's state passed between the ranks of a ring, and cleared at the start of each document of a pack"
@@ -21,7 +22,6 @@ _HALO = (
     "the tokens just before a shard, fetched from the rank that holds them, but none from another document of a pack"
 )
 _TOWER = "the tower's output for each image or sound, placed at its tokens on the ranks that hold them"
-_TOWER_CONFIGS = "vision|image|audio|speech|vq_config"
 _ENCODER = "cross-attention over an encoder's states on every rank of a ring, and positions from outside"
 _INTERFACE = "an attention that transformers' AttentionInterface can replace, with positions from outside"
 _CHUNKS = "blocks that end at the border of a chunk"
@@ -29,18 +29,10 @@ _SPARSE = "the scores of all keys, on whichever rank they are, before attention,
 _BIAS = "a block kernel that adds the bias, by the tokens' positions in their sequence"
 _PROOF = (
     "a proof: `python benchmarks/families.py {model_type}` compares it with plain Hugging Face; "
-    "if it passes, add the name to lengthwise/models/families.json"
+    "if it passes, add the name to lengthwise/core/families.json"
 )
 
-NEEDED_BY_SOFTCAP = "a block kernel with the cap and its gradient"
-NEEDED_BY_KIND = {
-    **dict.fromkeys(("linear_attention", "mamba", "recurrent", "hybrid"), _STATE),
-    "conv": _HALO,
-    "chunked_attention": _CHUNKS,
-    "minimax_m3_sparse": _SPARSE,
-}
-"""What a layer of another kind would need, by its name in a config's `layer_types`."""
-
+_SOFTCAP = "a block kernel with the cap and its gradient"
 
 _ALIBI = ("alibi: scores with a bias that grows with distance", _BIAS)
 KINDS = {
@@ -54,7 +46,7 @@ KINDS = {
     r"ShortConv|CCAProjection|^Conv1d$": ("a convolution over neighbouring tokens", _HALO),
     r"Indexer$|Compressor$": ("sparse attention that chooses keys of the whole sequence by scores of its own", _SPARSE),
     r"CrossAttention$|DecoderWrapper$": ("a decoder made for the states of an encoder", _ENCODER),
-    r"Attention$": ("scores that are capped by tanh (softcap)", NEEDED_BY_SOFTCAP),
+    r"Attention$": ("scores that are capped by tanh (softcap)", _SOFTCAP),
     r"^(Bloom|Mpt)Attention$": _ALIBI,
     r"^FalconAttention$": _ALIBI,
     r"^(CpmAntSegmentPositionEmbedding|XLNetRelativeAttention|InklingAttention|Inkling2Attention)$": (
@@ -93,38 +85,42 @@ ONLY_WITH = {
 """The config key without which layers of such names are not of that kind."""
 
 
+_Reason = tuple[str, str, str]
+"""Where it is, what it is, what support would need."""
+
+
 def refused_model(config: Any) -> list[ModelRefused]:
     """Name what is known to be wrong under a plan in a model of no listed family; at least one refusal comes back."""
+    values = config.to_dict()
+    if found := towers(values):
+        where = f"{config.model_type}: model config: {', '.join(found)}"
+        return [each for each in (family_refusal(values, where),) if each is not None]
     return [
         ModelRefused(
             f"{config.model_type}: {where}",
-            expected="layers that a plan computes exactly (docs/families.md lists the families)",
+            expected="layers that this version trains (docs/families.md lists the families)",
             got=what,
-            remedy=f"Needed: {needed.format(model_type=config.model_type)}.",
+            remedy=f"{USE_OTHERS}.",
         )
-        for where, what, needed in _reasons(config)
+        for where, what, _ in reasons(config)
     ]
 
 
-_Reason = tuple[str, str, str]
-"""Where it is, what it is, what it would need."""
-
-
-def _reasons(config: Any) -> list[_Reason]:
+def reasons(config: Any) -> list[_Reason]:
+    """List what is wrong in a model of no listed family: where it is, what it is, what support would need."""
     if getattr(config, "is_encoder_decoder", False):
         return [("model config: is_encoder_decoder", "an encoder-decoder", _ENCODER)]
+    if found := towers(config.to_dict()):
+        return [(f"model config: {', '.join(found)}", "a model of more than text", _TOWER)]
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         what = "a family without a causal language model in transformers"
         return [("model config: model_type", what, "a decoder-only language model")]
-    towers = [entry for entry in getattr(type(config), "sub_configs", ()) if re.search(_TOWER_CONFIGS, entry)]
-    if towers:
-        return [(f"model config: {', '.join(towers)}", "a model of more than text", _TOWER)]
     try:
         model = build_skeleton(config)
     except ConfigError as error:  # whatever a model that nobody proved does here is reported, not raised
         what = f"a family without a proof; its layers cannot be listed ({error.got[:160]})"
-        return [("model config: model_type", what, _PROOF)]
-    return _layers_of_kinds(model, config) or [_unproved(model)]
+        return [("model config: model_type", what, _PROOF.format(model_type=config.model_type))]
+    return _layers_of_kinds(model, config) or [_unproved(model, config)]
 
 
 def _layers_of_kinds(model: nn.Module, config: Any) -> list[_Reason]:
@@ -144,13 +140,13 @@ def _layers_of_kinds(model: nn.Module, config: Any) -> list[_Reason]:
     return [(_place(*places[0], len(places)), what, needed) for (what, needed), places in found.items()]
 
 
-def _unproved(model: nn.Module) -> _Reason:
+def _unproved(model: nn.Module, config: Any) -> _Reason:
     """Return the first attention layer that is computed in a way of its own, or is not proved yet."""
     attentions = [found for found in model.named_modules() if re.search("Attention|MLA", type(found[1]).__name__)]
     path, module = attentions[0] if attentions else ("model", model)
     place = _place(path or "model", module, len(attentions))
     if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(module)):
-        return place, "a family without a proof", _PROOF
+        return place, "a family without a proof", _PROOF.format(model_type=config.model_type)
     return place, "attention that does not use transformers' attention interface", _INTERFACE
 
 

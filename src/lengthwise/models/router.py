@@ -19,7 +19,7 @@ from lengthwise.core.files import read_package_json
 from lengthwise.models.load import build_skeleton
 
 # Families with Hugging Face's common balance loss; tests/run/test_run_router.py holds for each.
-ROUTER_FAMILIES: tuple[str, ...] = tuple(read_package_json("lengthwise.models", "families.json")["with_balance_loss"])
+ROUTER_FAMILIES: tuple[str, ...] = tuple(read_package_json("lengthwise.core", "families.json")["with_balance_loss"])
 
 
 def coefficient_key(model_type: str) -> str:

@@ -10,10 +10,9 @@ from html import escape
 import numpy as np
 
 from lengthwise.core.names import counted
-from lengthwise.core.sizes import written_tokens
 from lengthwise.report.drawing import bar_chart
 from lengthwise.report.figures import count
-from lengthwise.report.lengths import sum_by_power
+from lengthwise.report.lengths import sum_by_power, written_edges
 
 STYLE = """
 :root{color-scheme:light dark}
@@ -72,9 +71,9 @@ def length_chart(lengths: Sequence[int] | np.ndarray) -> str:
     first, sequences, tokens = sum_by_power(lengths)
     values = np.asarray(lengths, dtype=np.float64)
     squares = np.bincount(np.frexp(values)[1] - 1 - first, weights=values**2)
-    labels = [written_tokens(2**power) for power in range(first, first + len(tokens) + 1)]
+    labels, spans = written_edges(first, len(tokens), int(np.max(lengths)))
     works = [written_work(*each) for each in zip(sequences, tokens, strict=True)]
-    tips = [f"{labels[place]} to {labels[place + 1]}: {work}" for place, work in enumerate(works)]
+    tips = [f"{span}: {work}" for span, work in zip(spans, works, strict=True)]
     shares = [each / sum(tokens) for each in tokens]
     chart = bar_chart(
         labels,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -49,15 +50,22 @@ def sum_by_power(lengths: Sequence[int] | np.ndarray) -> tuple[int, list[int], l
     return first, sequences.tolist(), [int(each) for each in tokens]
 
 
+def written_edges(first: int, bars: int, longest: int) -> tuple[list[str], list[str]]:
+    """Return the borders of bars of powers of two, the last one closed at the longest, and what each bar spans."""
+    ends = [written_tokens(2**power) for power in range(first, first + bars)] + [written_tokens(longest)]
+    spans = [low if low == high else f"{low} to {high}" for low, high in pairwise(ends)]
+    return ends if ends[-1] != ends[-2] else [*ends[:-1], ""], spans
+
+
 def length_histogram(lengths: Sequence[int] | np.ndarray, *, width: int = 40) -> list[str]:
     """Draw one line a power of two of length: dots for its sequences, hashes for the tokens in them."""
     first, sequences, tokens = sum_by_power(lengths)
     most_tokens, most_sequences = max(tokens), max(sequences)
     half = max(8, (width - 1) // 2)
     lines = [f"{'tokens':>15}  {'sequences':<{half + 7}}{'tokens in them'}"]
-    for power, members, held in zip(range(first, first + len(tokens)), sequences, tokens, strict=True):
+    _, spans = written_edges(first, len(tokens), int(np.max(lengths)))
+    for edges, members, held in zip(spans, sequences, tokens, strict=True):
         dots = "." * -(-half * members // most_sequences)
         marks = "#" * -(-half * held // most_tokens)
-        edges = f"{written_tokens(2**power)} to {written_tokens(2 ** (power + 1))}"
         lines.append(f"{edges:>15}  {members:>5} {dots:<{half + 1}}{count(held):>6} {marks}".rstrip())
     return lines

@@ -11,6 +11,7 @@ import torch
 
 from lengthwise.comm import Mesh, Transport, World, agree, join
 from lengthwise.config import dump_config
+from lengthwise.core.names import counted
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.pipeline import Pipeline
 from lengthwise.engine.replicated import FlatParameters
@@ -116,8 +117,8 @@ def _build_stage(
         stage.read_weights(rows)
     if say is not None:
         of_stage = [chunks[each :: config.stages] for each in range(config.stages)]
-        cut = "; ".join(", ".join(f"{chunk.start} to {chunk.stop - 1}" for chunk in each) for each in of_stage)
-        say(f"stages: {config.stages} of {mesh.num_replicas} replicas, with layers {cut}")
+        cut = " | ".join(", ".join(map(_written, each)) for each in of_stage)
+        say(f"stages: {config.stages} with {counted(mesh.num_replicas, 'rank')} a stage, of layers {cut}")
     overlaps = world.device.type == "cuda" if config.overlap is None else config.overlap
     options: dict[str, Any] = {"dtype": dtype, "device": world.device, "overlaps": overlaps, "exact_on": exact_on}
     return model, StageParameters(stage, mesh, **options)
@@ -144,6 +145,10 @@ def engine_of(
         if isinstance(parameters, StageParameters)
         else None,
     )
+
+
+def _written(layers: range) -> str:
+    return f"{layers.start}" if len(layers) == 1 else f"{layers.start} to {layers.stop - 1}"
 
 
 def _own_rows(job: Job, model: Any, transport: Transport) -> OwnRows | None:

@@ -61,11 +61,9 @@ from lengthwise.run.resume import Resume
 def settle(config: RunConfig, *, gpus: int) -> tuple[RunConfig, Mapping[str, str]]:
     """Return the settings with these defaults filled in, and the reason of each key that was. Idempotent."""
     loads = _loads_weights(config)
-    start = "loaded weights" if loads else "fresh weights"
+    start = "LoRA" if config.lora is not None else "loaded weights" if loads else "fresh weights"
     rate = LORA_RATE if config.lora is not None else LOADED_RATE if loads else FRESH_RATE
     optimizer, reasons = _settled_optimizer(config.optimizer, rate, loads=loads, start=start)
-    if config.lora is not None and "lr" in reasons:
-        reasons["lr"] = "the default for LoRA"
     if config.precision == "auto":
         reasons["precision"] = "the default on GPUs" if gpus else "the default on CPUs"
     precision = config.precision_on(gpus=gpus > 0)

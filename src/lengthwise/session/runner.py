@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from lengthwise.comm import Transport, share_numbers
 from lengthwise.core.errors import NumericError
+from lengthwise.core.names import counted
 from lengthwise.core.plan import Plan
 from lengthwise.engine.memory import reporting_update
 from lengthwise.engine.norm import clip_factor, reduce_gradients
@@ -21,6 +22,7 @@ from lengthwise.engine.objective import Objective
 from lengthwise.engine.step import RankResult
 from lengthwise.models import has_balance_loss
 from lengthwise.planner.service.step_planning import StepPlanning
+from lengthwise.report.figures import seconds
 from lengthwise.session.engine import Engine
 from lengthwise.session.source import PlannedStep
 
@@ -206,7 +208,7 @@ def first_step_sentence(step: StepResult, planning: StepPlanning) -> str:
     held = " or ".join(f"{tokens:,}" for tokens in sorted(set(planning.capacities.values())))
     predicted = float(plan.notes["predicted_seconds"])
     return (
-        f"lengthwise: a rank holds {held} tokens; step 1 on {plan.ranks} ranks: {step.ring_token_ratio:.0%} of tokens "
-        f"in rings, {step.idle_ratio:.0%} idle, {predicted:.3g} s predicted (without its end), "
-        f"{step.step_seconds:.3g} s taken"
+        f"lengthwise: a rank holds {held} tokens; step 1 on {counted(plan.ranks, 'rank')}: "
+        f"{step.ring_token_ratio:.0%} of tokens in rings, {step.idle_ratio:.0%} idle, "
+        f"took {seconds(step.step_seconds)}, predicted {seconds(predicted)} (forward and backward only)"
     )

@@ -1,0 +1,63 @@
+"""Which model families this version trains, by a Hugging Face config alone: no torch, no transformers.
+
+A family joins `families.json` when `tests/models/test_models_families.py` holds for it. What else a config may say that
+a plan cannot compute, and in which layer, `lengthwise.models` says where transformers is installed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lengthwise.core.errors import ModelRefused
+from lengthwise.core.files import read_package_json
+
+FAMILIES: tuple[str, ...] = tuple(read_package_json("lengthwise.core", "families.json")["equal_to_plain"])
+LAYER_TYPES = ("full_attention", "sliding_attention")
+USE_OTHERS = "Not supported yet: train it with plain TRL or Transformers"
+
+_TOWERS = re.compile(r"\w*(vision|image|audio|speech|vq)\w*_config")
+_LAYER_KEYS = ("layer_types", "layers_block_type")
+_SAVE_TEXT = (
+    "Images and sounds are not supported. To train the text part, save it first: "
+    'full = AutoModelForImageTextToText.from_pretrained(NAME, dtype="auto"); '
+    "text = AutoModelForCausalLM.from_config(full.config.text_config, dtype=full.dtype); "
+    "text.model.load_state_dict(full.model.language_model.state_dict()); "
+    "text.lm_head.load_state_dict(full.lm_head.state_dict()); "
+    "text.save_pretrained(FOLDER); AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
+)
+_NOT_FROM_PRETRAINED = "(from_pretrained of the text class leaves every weight random)"
+
+
+def towers(config: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a config's towers for images and sounds."""
+    return [key for key in config if _TOWERS.fullmatch(key)]
+
+
+def text_part(config: Mapping[str, Any]) -> str | None:
+    """Return the family of the text part of a model with towers; None: it has no such part, or no tower."""
+    text = config.get("text_config")
+    return str(text.get("model_type")) if towers(config) and isinstance(text, Mapping) else None
+
+
+def family_refusal(config: Mapping[str, Any], where: str) -> ModelRefused | None:
+    """Return why this version does not train a config's family, and what to do; None: it does, or none is named."""
+    family = config.get("model_type")
+    kinds = {str(kind) for key in _LAYER_KEYS for kind in _listed(config.get(key))} - set(LAYER_TYPES)
+    if family is None or (family in FAMILIES and not kinds):
+        return None
+    got, remedy = str(family), f"{USE_OTHERS}."
+    if found := towers(config):
+        got, text = f"{family}, a model of more than text ({', '.join(found)})", text_part(config)
+        if text is not None and family_refusal(config["text_config"], where) is None:
+            remedy = f"{_SAVE_TEXT} {_NOT_FROM_PRETRAINED}."
+        elif text is not None:
+            remedy = f"Neither images nor its text part, {text}, are supported yet: use plain TRL or Transformers."
+    elif kinds:
+        got = f"{family} with layers of {', '.join(sorted(kinds))}"
+    return ModelRefused(where, expected="a model that this version trains (docs/families.md)", got=got, remedy=remedy)
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
