@@ -25,6 +25,7 @@ from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.integrations.ahead import PlannedUpdates, checked
 from lengthwise.integrations.arguments import CALLABLES, Refusal, problems_of, recompute_of, refuse_with_parts
 from lengthwise.integrations.rows import Examples, RowCollator
+from lengthwise.models import check_adapters
 from lengthwise.session import Session, StepResult
 from lengthwise.session.rows import Row
 
@@ -92,6 +93,7 @@ class PlannedTrainerMixin(_Base):
         if isinstance(kwargs.get("args"), TrainingArguments):
             kwargs["args"] = self._own(kwargs["args"], given)
         super().__init__(*positional, **kwargs)
+        check_adapters(self.model)
         self._check_division()
 
     # What a subclass for another library says of it.
@@ -368,9 +370,7 @@ class PlannedTrainerMixin(_Base):
             return
         lacking = [name for name in (OPTIMIZER, SCHEDULER) if not os.path.isfile(os.path.join(checkpoint, name))]
         if lacking:
-            remedy = (
-                "Take a checkpoint that save_only_model did not cut short, or load its model and start a new training."
-            )
+            remedy = "Take a checkpoint that save_only_model did not cut short, or load its model for a new training."
             got = f"no {' and no '.join(lacking)}"
             raise ConfigError(f"{checkpoint}", expected="a checkpoint of this trainer", got=got, remedy=remedy)
         state: dict[str, Any] | None = None

@@ -29,7 +29,7 @@ from lengthwise.core.files import MOST_BYTES
 from lengthwise.core.hub import only_cached, why_only_cached
 from lengthwise.cost import named_shape
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
-from lengthwise.models.weights import WEIGHTS_FILES, check_dtypes, first_names, holds_weights
+from lengthwise.models.weights import WEIGHTS_FILES, check_dtypes, check_finite, first_names, holds_weights
 
 # Experts one by one: Hugging Face's grouped products know no fp64 and round differently with the number of tokens.
 EXPERTS = "eager"
@@ -214,6 +214,7 @@ def _load(source: ModelSource, **options: Any) -> Any:
     whole_numbers = [re.escape(name) for name, buffer in model.named_buffers() if not buffer.is_floating_point()]
     left_aside = [*whole_numbers, *(model._keys_to_ignore_on_load_unexpected or ())]
     check_dtypes(weights_folder(source.name), widest=dtype, but=left_aside)
+    check_finite(f"model {source.name}", model.state_dict().items())
     return model
 
 

@@ -33,6 +33,11 @@ def names_inside(model: nn.Module, values: Mapping[str, Tensor] | None) -> dict[
     return None if values is None else {name.removeprefix(prefix): each for name, each in values.items()}
 
 
+def num_words(model: Any) -> int:
+    """Return how many rows the input embedding of a Hugging Face model has, under adapters too."""
+    return len(model.get_input_embeddings().weight)
+
+
 def _prefix(model: nn.Module) -> str:
     inner = hugging_face_model(model)
     return next(f"{name}." if name else "" for name, module in model.named_modules() if module is inner)

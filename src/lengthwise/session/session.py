@@ -24,10 +24,10 @@ from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.cost import Cost
 from lengthwise.engine.gathering import gather_to_first
 from lengthwise.engine.objective import Objective
-from lengthwise.models import has_dropout
+from lengthwise.models import check_adapters, has_dropout
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.losses import ComputeLoss, SumCheck, TokenLoss, TokenValues, log_probabilities, objective_of
-from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside
+from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside, num_words
 from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.runner import StepResult, StepRunner, first_step_sentence, refuse_not_finite
 from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
@@ -96,6 +96,7 @@ class Session:
         seed: int = 0,
         timeout_seconds: float = 600.0,
     ) -> None:
+        check_adapters(model)
         self.model, self.optimizer, self._inner = model, optimizer, hugging_face_model(model)
         asked = SessionRequest(
             capacity_tokens=capacity_tokens,
@@ -114,7 +115,7 @@ class Session:
         )
         settings = check_settings(self._inner, optimizer, asked)
         cost = cost_of(self._inner.config, settings)
-        self._num_words: int = self._inner.get_input_embeddings().num_embeddings
+        self._num_words = num_words(self._inner)
         self._closing, self._is_closed, self._has_said = ExitStack(), False, False
         self._checked_losses = set[object]()
         world = session_world(settings.device)
