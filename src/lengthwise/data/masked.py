@@ -59,6 +59,21 @@ def encode_chat(
     return _masked(ids, learned)
 
 
+def end_of_turn(tokenizer: Any) -> int | None:
+    """Return the added token that the chat template writes first after an assistant's answer; None: there is none."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    chat = [{"role": role, "content": _MARKER} for role in ("user", "assistant")]
+    try:
+        text, _ = _render(tokenizer, tokenizer.get_chat_template(), chat, None)
+    except ValueError:  # a template of other chats
+        return None
+    _, found, ending = text.rpartition(_MARKER)
+    added = set(tokenizer.get_added_vocab().values())
+    ids = tokenizer(ending, add_special_tokens=False, verbose=False)["input_ids"] if found else []
+    return next((each for each in ids if each in added), None)
+
+
 def _spans(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None, context: int
 ) -> tuple[str, list[tuple[int, int]]]:
