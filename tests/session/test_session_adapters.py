@@ -143,3 +143,8 @@ def test_single_rows_that_train_are_refused_under_stages(tmp_path):
             Session(model, optimizer, capacity_tokens=64, stages=2)
 
     in_ranks(work, 2, tmp_path)
+
+
+def test_a_session_that_evaluates_measures_what_fits_under_adapters_of_the_embedding():
+    with Session(adapted(OF_LORA["rows"][0], torch.float32), capacity_tokens="auto") as session:
+        assert session.capacity_tokens > 128
