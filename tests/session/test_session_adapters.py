@@ -6,8 +6,10 @@ from functools import partial
 import peft
 import pytest
 import torch
-from loops import both_loops, in_ranks, rows_of, small_model
+from loops import VOCAB, both_loops, in_double, in_ranks, rows_of, small_model
 from peft import LoraConfig, get_peft_model
+from testing.tiny import tiny_family_config
+from transformers import AutoModelForCausalLM
 
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError, ModelRefused
@@ -70,12 +72,19 @@ CASES = {
 }
 
 
-def adapted(config, dtype=torch.float64, **changes):
+def experts(dtype):
+    torch.manual_seed(0)
+    config = tiny_family_config("qwen3_moe", {"vocab_size": VOCAB})
+    how = {"attn_implementation": "sdpa", "experts_implementation": "eager", "dtype": dtype}
+    return AutoModelForCausalLM.from_config(config, **how)
+
+
+def adapted(config, dtype=torch.float64, *, base=small_model, **changes):
     torch.manual_seed(2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's advice on its own kinds
         config = config() if callable(config) else config
-        return get_peft_model(small_model(dtype, **changes), config, autocast_adapter_dtype=False).train()
+        return get_peft_model(base(dtype, **changes), config, autocast_adapter_dtype=False).train()
 
 
 @pytest.mark.parametrize(
@@ -98,6 +107,16 @@ def test_adapters_train_as_in_the_plain_loop(layout, names, tmp_path):
 
     for found in in_ranks(work, 2, tmp_path):
         assert {name: each for name, each in found.items() if not max(each) < 1e-11} == {}
+
+
+@pytest.mark.parametrize("shard", [more("zero1"), more("zero3")])
+def test_adapters_of_experts_in_one_parameter_train_as_in_the_plain_loop(shard, tmp_path):
+    config = LORA(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+
+    def work(_rank):
+        return both_loops(SGD, model=adapted(config, base=experts), steps=STEPS, shard=shard)
+
+    assert max(map(max, in_ranks(in_double(work), 2, tmp_path))) < 1e-11
 
 
 @pytest.mark.parametrize("name", [more(name) for name in IN_FP32])
@@ -133,6 +152,23 @@ def test_other_adapters_are_refused_by_name_before_anything_else(config, said):
         Session(model, optimizer, capacity_tokens=64)
     assert said in str(caught.value)
     assert str(caught.value).count("error[") == 1
+
+
+def test_whole_modules_beside_adapters_of_another_dtype_are_refused_with_what_works():
+    """By default peft keeps adapters of a bf16 model in fp32, and whole modules not."""
+    config = OF_LORA["whole ends"][0]
+    model = adapted(config, torch.bfloat16)
+
+    def session():
+        optimizer = SGD([parameter for parameter in model.parameters() if parameter.requires_grad])
+        return Session(model, optimizer, capacity_tokens=128)
+
+    with session() as made:
+        assert made.backward(STEPS[0]).loss > 0
+    for name, each in model.named_parameters():
+        each.data = each.data.float() if "lora_" in name else each.data
+    with pytest.raises(ModelRefused, match=r"modules_to_save.*autocast_adapter_dtype=False"):
+        session()
 
 
 def test_single_rows_that_train_are_refused_under_stages(tmp_path):
