@@ -9,11 +9,12 @@ import pytest
 import torch
 from datasets import Dataset
 from loops import small_model
+from peft import PromptTuningConfig, get_peft_model
 from trainers import CAPACITY, Kept, arguments, data, difference, in_trainers, padded, relative, trained
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from lengthwise.core.errors import ConfigError, DataError, LengthwiseError, Problems
+from lengthwise.core.errors import ConfigError, DataError, LengthwiseError, ModelRefused, Problems
 from lengthwise.integrations.arguments import CALLABLES, KEPT, REFUSED, WITHOUT_EFFECT, problems_of
 from lengthwise.integrations.rows import rows_of
 from lengthwise.integrations.transformers import PlannedTrainerMixin
@@ -247,3 +248,10 @@ def test_a_trainer_trains_twice_evaluates_between_and_leaves_its_arguments(tmp_p
     assert trainer.evaluate()["eval_loss"] < second < first
     again = planned(arguments(tmp_path, max_steps=3), model=trainer.model, eval_dataset=data())
     assert relative(again.evaluate()["eval_loss"], trainer.evaluate()["eval_loss"]) < 2e-6
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
+def test_adapters_that_a_plan_would_not_train_are_refused_when_the_trainer_is_made(tmp_path):
+    prompts = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    with pytest.raises(ModelRefused, match="PROMPT_TUNING"):
+        planned(arguments(tmp_path), model=get_peft_model(small_model(torch.float32), prompts))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from datasets import Dataset
 from loops import plain_losses, small_model
 from peft import LoraConfig, get_peft_model
+from preferences import tokenizer as words
 from torch.utils.data import IterableDataset
 from trainers import CAPACITY, LENGTHS, arguments, data, difference, in_trainers, padded, relative, trained
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
@@ -290,3 +291,20 @@ def test_a_run_with_its_optimizer_on_the_host_goes_on_without(tmp_path):
     whole, *_ = in_trainers(partial(work, "host", True, None), 1, tmp_path)
     again, *_ = in_trainers(partial(work, "again", False, str(tmp_path / "host/checkpoint-3")), 1, tmp_path)
     assert all(torch.equal(again[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize(("ranks", "shard"), [(2, "zero3"), more(2, "zero1")])
+def test_the_saved_model_stops_where_that_of_the_plain_trainer_does(tmp_path, ranks, shard):
+    def work(kind, ranks, name, _rank):
+        model = small_model(torch.float32, bos_token_id=8, eos_token_id=9)
+        args = arguments(tmp_path / "work", ranks, max_steps=1)
+        found = trained(kind, args, model=model, processing_class=words())
+        found["trainer"].save_model(str(tmp_path / name))
+
+    planned = partial(PLANNED, shard=shard)
+    in_trainers(partial(work, planned, ranks, "planned"), ranks, tmp_path)
+    in_trainers(partial(work, Trainer, 1, "plain"), 1, tmp_path)
+    for name in ("config.json", "generation_config.json"):
+        got, expected = (json.loads((tmp_path / kind / name).read_text()) for kind in ("planned", "plain"))
+        assert got == expected
+        assert (got["eos_token_id"], got["pad_token_id"]) == (1 if name == "config.json" else [1, 9], 0)

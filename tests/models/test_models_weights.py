@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.models import build_model, check_weights, find_model
+from lengthwise.models.own_rows import OwnRows
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -154,6 +155,24 @@ def test_weights_that_would_be_changed_are_refused_before_any_is_read(whole, tmp
         with pytest.raises(ConfigError, match=said) as caught:
             check(found)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, "nan"), (torch.bfloat16, "-inf"), (torch.float16, "inf")])
+def test_weights_that_are_not_finite_are_named_by_whoever_reads_them(whole, tmp_path, dtype, value):
+    """The whole model, and a rank that reads its own rows; other rows of the tensor are none of its business."""
+
+    def change(tensors):
+        recast(dtype)(tensors)
+        tensors[NORM][-1] = float(value)
+
+    found = changed(whole, tmp_path / "model", change)
+    said = rf"finite weights; got NaN or infinity in {NORM}\."
+    with pytest.raises(ConfigError, match=said):
+        build_model(found, seed=0)
+    rows = OwnRows(tmp_path / "model")
+    assert len(rows.read(NORM, 0, 4)) == 4
+    with pytest.raises(ConfigError, match=said):
+        rows.read(NORM, 4, *rows.shape(NORM))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

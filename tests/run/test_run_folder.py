@@ -16,7 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from transformers import GenerationConfig
 
+from data.stores import save_words
 from lengthwise import train
 from lengthwise.config import load_config
 from lengthwise.core.errors import OutputError
@@ -26,9 +28,13 @@ from lengthwise.run import export, folder, launch, loop, setup, writes
 from lengthwise.run.callbacks import EvalMetrics, FinishedStep, StepMetrics
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.writes import MOST_FAILURES
-from run.small_runs import Command, call, count_lines, make_rows, read_lines, resume_after, write_run
+from run.small_runs import Command, call, count_lines, make_rows, read_lines, resume_after, write_model, write_run
 from tiers import more, some
 
+PLAIN = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
 ENDLESS = {"steps": 1_000_000, "measurements": "off"}  # long runs measure the machine first
 
 
@@ -465,3 +471,30 @@ def test_what_no_run_can_go_on_with_is_refused_at_the_start(broken):
         there.unlink()
         assert earlier is None or there.write_bytes(earlier)
         assert sorted((out / "plans").iterdir()) == plans
+
+
+@pytest.mark.parametrize(
+    ("layout", "template", "ends"),
+    [
+        (("--set", "shard=zero3", "--ranks", 2), PLAIN, [1, 2]),
+        more((), PLAIN, [1, 2]),
+        more((), None, [1]),
+    ],
+)
+def test_the_saved_model_stops_where_turns_and_texts_end(tmp_path, layout, template, ends):
+    """At the end and out of a checkpoint; what the model's own generation config has besides stays."""
+    special = {"eos_token": "<eos>", "pad_token": "<pad>", "additional_special_tokens": ["<end>"]}
+    words = ["<unk>", "<eos>", "<end>", "<pad>", "a", "b"]
+    tokenizer = save_words(tmp_path / "tokenizer", words, template=template, **special)
+    model = write_model(tmp_path / "model", eos_token_id=9, bos_token_id=8)
+    GenerationConfig(eos_token_id=9, bos_token_id=8, max_length=77).save_pretrained(model)
+    chat = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "b a"}]
+    row = {"text": "a b"} if template is None else {"messages": chat}
+    path = write_run(tmp_path, [row] * 4, tokenizer=tokenizer, steps=1, checkpoint={"every_steps": 1})
+    assert call("train", path, *layout) == 0
+    assert call("checkpoint", "export", tmp_path / "out", "--to", tmp_path / "exported") == 0
+    for saved in (tmp_path / "out/model", tmp_path / "exported"):
+        config, generation = (json.loads((saved / f"{name}config.json").read_text()) for name in ("", "generation_"))
+        assert config["eos_token_id"] == (ends if len(ends) > 1 else ends[0])
+        assert (generation["eos_token_id"], generation["max_length"]) == ([*ends, 9], 77)
+        assert [(each["pad_token_id"], each["bos_token_id"]) for each in (config, generation)] == [(3, 8)] * 2

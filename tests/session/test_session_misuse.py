@@ -10,7 +10,8 @@ from loops import in_ranks, rows_of, small_model
 from peft import LoraConfig, get_peft_model
 
 from lengthwise import Session
-from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.errors import LengthwiseError, ModelRefused
+from tiers import more
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 ROWS = rows_of([20, 30], 1)
@@ -209,3 +210,14 @@ def test_gradients_that_are_cleared_by_hand_are_cleared_and_nothing_moves_withou
     for (first, second), same in in_ranks(work, 2, tmp_path):
         assert first == second
         assert all(same)
+
+
+@pytest.mark.parametrize("layout", [{"shard": "zero1"}, more({"shard": "zero3"}), {"stages": 2}])
+def test_a_model_with_a_value_that_is_not_finite_is_refused_by_its_name_on_all_ranks(layout, tmp_path):
+    def work(_rank):
+        model = small_model(torch.float32)
+        model.model.layers[1].mlp.up_proj.weight.data[3, 3] = float("nan")
+        with pytest.raises(ModelRefused, match=r"NaN or infinity in model\.layers\.1\.mlp\.up_proj\.weight\."):
+            Session(model, SGD(model.parameters()), capacity_tokens=64, **layout)
+
+    in_ranks(work, 2, tmp_path)

@@ -76,6 +76,19 @@ def refuse_twice(tokenizer: Any, ids: Sequence[int], *, chat: bool = False) -> N
         raise ValueError(f"{tokenizer.eos_token} at its end, which the tokenizer adds, too (leave it to the tokenizer)")
 
 
+def end_of_turn(tokenizer: Any) -> int | None:
+    """Return the added token that the chat template writes first after an assistant's answer; None: there is none."""
+    chat = Chat(tuple({"role": role, "content": MARKER} for role in ("user", "assistant")))
+    try:
+        text = Template.of(tokenizer, chat).fitted(chat.messages).text
+    except ValueError:  # no template, or one of other chats
+        return None
+    _, found, ending = text.rpartition(MARKER)
+    added = set(tokenizer.get_added_vocab().values())
+    ids = tokenizer(ending, add_special_tokens=False, verbose=False)["input_ids"] if found else []
+    return next((each for each in ids if each in added), None)
+
+
 def _spans(
     template: Template, written: Written, context: int
 ) -> tuple[list[tuple[int, int]], Mapping[int, tuple[int, int]]]:

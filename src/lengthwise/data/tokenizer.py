@@ -24,7 +24,7 @@ from lengthwise.core.hub import only_cached, why_only_cached
 from lengthwise.core.names import BYTES_TOKENIZER, NO_TEMPLATE
 from lengthwise.data.dataset import NO_LOSS
 from lengthwise.data.digests import file_digest
-from lengthwise.data.masked import encode_chat, encode_pair, refuse_twice
+from lengthwise.data.masked import encode_chat, encode_pair, end_of_turn, refuse_twice
 from lengthwise.data.messages import Chat
 
 # Arguments of a tokenizer of transformers that change no ids of a text: where it is, and what is done to ids
@@ -76,6 +76,10 @@ class Tokenizer(Protocol):
         """Return 64 hexadecimal digits that differ where the chat template does."""
         ...
 
+    def special_ids(self) -> dict[str, list[int]]:
+        """Return ids by the keys of a model's config; where a text or an assistant's turn ends by `eos_token_id`."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Put the tokenizer's files beside a saved model, where it has any."""
 
@@ -119,6 +123,10 @@ class ByteTokenizer:
     def template_digest(self) -> str:
         """Return the digest of no template."""
         return _digest(None)
+
+    def special_ids(self) -> dict[str, list[int]]:
+        """Return none: no byte is special."""
+        return {}
 
     def save(self, folder: Path) -> None:
         """Write nothing: bytes need no files."""
@@ -203,6 +211,15 @@ class HuggingFaceTokenizer:
     def template_digest(self) -> str:
         """Return the digest of the chat template."""
         return _digest(getattr(self.tokenizer, "chat_template", None))
+
+    def special_ids(self) -> dict[str, list[int]]:
+        """Return those that the tokenizer has, and the template's end of a turn."""
+        made = self.tokenizer
+        ends = [each for each in (self.eos_id, end_of_turn(made)) if each is not None]
+        found = {"eos_token_id": list(dict.fromkeys(ends))}
+        for key in ("bos_token_id", "pad_token_id"):
+            found[key] = [getattr(made, key)] if getattr(made, key) is not None else []
+        return {key: ids for key, ids in found.items() if ids}
 
     def save(self, folder: Path) -> None:
         """Write the files that AutoTokenizer opens."""

@@ -29,18 +29,21 @@ def units_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[ModelUnit]:
     All that is in no layer is one unit, which stays, where tied parameters connect it, where layers share a parameter,
     or where something else than norms and the head is registered after the layers: it may run before them.
     """
-    layer_of = {id(module): number for number, layer in enumerate(layers) for module in layer.modules()}
+    in_layers = {id(module) for layer in layers for module in layer.modules()}
     last, outside = len(layers) + 1, 0
     places, enters = dict[int, set[int]](), {number + 1: [layer] for number, layer in enumerate(layers)}
+    for number, layer in enumerate(layers):
+        for each in layer.parameters():
+            places.setdefault(id(each), set()).add(number + 1)
     for module in model.modules():
-        is_in_layer = id(module) in layer_of
-        outside = last if is_in_layer else outside
-        number = layer_of[id(module)] + 1 if is_in_layer else outside
-        own = [each for each in module._parameters.values() if each is not None]
-        if own and not is_in_layer:
-            enters.setdefault(number, []).append(module)
-        for each in own:
-            places.setdefault(id(each), set()).add(number)
+        if id(module) in in_layers:
+            outside = last
+            continue
+        for each in module.parameters(recurse=False):
+            places.setdefault(id(each), set()).add(outside)
+        # Not the owners alone: an adapter around a module may read its values without a call.
+        if any(True for _ in module.parameters()) and not any(id(each) in in_layers for each in module.modules()):
+            enters.setdefault(outside, []).append(module)
     before, after = enters.get(0, []), enters.get(last, [])
     is_one = any(len(each) > 1 for each in places.values()) or not _ends_a_model(model, after)
     if is_one:

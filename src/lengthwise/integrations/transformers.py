@@ -27,6 +27,7 @@ from lengthwise.integrations.arguments import CALLABLES, Refusal, problems_of, r
 from lengthwise.integrations.checkpoints import load_state, save_state
 from lengthwise.integrations.known import KnownRows, check_rows, rows_of_training, warn_of_no_label
 from lengthwise.integrations.rows import Examples, RowCollator
+from lengthwise.models import check_adapters
 from lengthwise.session import Session, StepResult
 from lengthwise.session.request import SessionRequest, request_problems
 from lengthwise.session.rows import Row
@@ -96,6 +97,7 @@ class PlannedTrainerMixin(_Base):
         if "recompute" not in self._session_options:  # the arguments are those that the Trainer makes
             raise_problems(self._wrong_options())
         super().__init__(*positional, **kwargs)
+        check_adapters(self.model)
         self._check_division()
 
     # What a subclass for another library says of it.

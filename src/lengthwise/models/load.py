@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,14 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+)
 from transformers.utils.hub import cached_file
 from transformers.utils.import_utils import is_accelerate_available
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -29,7 +36,7 @@ from lengthwise.core.files import MOST_BYTES
 from lengthwise.core.hub import only_cached, why_only_cached
 from lengthwise.cost import named_shape
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
-from lengthwise.models.weights import WEIGHTS_FILES, check_dtypes, first_names, holds_weights
+from lengthwise.models.weights import WEIGHTS_FILES, check_dtypes, check_finite, first_names, holds_weights
 
 # Experts one by one: Hugging Face's grouped products know no fp64 and round differently with the number of tokens.
 EXPERTS = "eager"
@@ -165,7 +172,10 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
     computing: dict[str, Any] = {"attn_implementation": attention, "experts_implementation": EXPERTS}
     if not stored:
         with _parameters_on_meta():
-            return AutoModelForCausalLM.from_config(copy.deepcopy(source.config), **computing).train()
+            made = AutoModelForCausalLM.from_config(copy.deepcopy(source.config), **computing)
+        if source.weights:
+            _read_generation_config(made, source.name)
+        return made.train()
     if source.weights:
         return _load(source, **computing).train()
     # The copy: Hugging Face writes the attention's name into the config, and one source may build several models.
@@ -214,7 +224,14 @@ def _load(source: ModelSource, **options: Any) -> Any:
     whole_numbers = [re.escape(name) for name, buffer in model.named_buffers() if not buffer.is_floating_point()]
     left_aside = [*whole_numbers, *(model._keys_to_ignore_on_load_unexpected or ())]
     check_dtypes(weights_folder(source.name), widest=dtype, but=left_aside)
+    check_finite(f"model {source.name}", model.state_dict().items())
     return model
+
+
+def _read_generation_config(model: Any, name: str) -> None:
+    """Give a model without storage the generation config of its folder, where there is one."""
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(name, local_files_only=only_cached(name))
 
 
 @contextmanager

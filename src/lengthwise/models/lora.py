@@ -25,7 +25,7 @@ from lengthwise.core.files import read_plain
 from lengthwise.core.names import did_you_mean
 from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.models.load import ModelSource, build_model, build_skeleton, first_line, unwritable
-from lengthwise.models.weights import WIDTHS
+from lengthwise.models.weights import WIDTHS, check_finite
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _ADAPTER, _BASE_COPY = "base_model.model.", "default", ".base_layer.weight"
@@ -91,6 +91,7 @@ def build_adapted(
         _inject(_peft_config(source, lora, model, draws_both=draws_both), model)
     if lora.adapter is not None and stored:
         saved = load_file(lora.adapter / WEIGHTS_NAME)
+        check_finite(f"lora.adapter {lora.adapter}", saved.items())
         for name, parameter in _adapters(model).items():
             parameter.data = saved[name].to(torch.promote_types(saved[name].dtype, torch.float32))
     return model.train()

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from lengthwise.models.load import ModelSource, weights_folder
-from lengthwise.models.weights import tensor_files
+from lengthwise.models.weights import check_finite, tensor_files
 
 
 class OwnRows:
@@ -37,10 +37,15 @@ class OwnRows:
         return tuple(self._slice(name).get_shape()) if name in self._files else None
 
     def read(self, name: str, first: int, stop: int) -> Tensor:
-        """Return entries [first, stop) of a tensor, (entries,), in the dtype of the file."""
+        """Return entries [first, stop) of a tensor, (entries,), in the dtype of the file.
+
+        Raises:
+            ConfigError: one of them is NaN or infinite.
+        """
         tensor = self._slice(name)
         found = [tensor[box].reshape(-1) for box in _boxes(tensor.get_shape(), first, stop)]
         entries = torch.cat(found) if found else torch.empty(0)
+        check_finite(f"model {self._folder}", [(name, entries)])
         self.num_bytes += entries.nbytes
         return entries
 

@@ -189,9 +189,12 @@ class ModelStage:
         for number, layer in enumerate(parts.layers):
             modules.setdefault(stage_of_layer[number], []).append(layer)
         place = {id(each): s for s in reversed(range(stages)) for m in modules[s] for each in m.parameters()}
-        self._embedding_name = next(
-            name for name, each in model.named_parameters() if each is getattr(parts.embedding, "weight", None)
-        )
+        weight = parts.embedding.weight
+        names = [name for name, each in model.named_parameters() if each is weight]
+        if not names:
+            got = f"a {type(parts.embedding).__name__}, of which single rows train (peft's trainable_token_indices)"
+            raise _refused(model, "an input embedding of one weight", got)
+        self._embedding_name = names[0]
         self.num_parameters = sum(each.numel() for each in model.parameters())
         trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
         self.trained: list[dict[str, tuple[int, ...]]] = [

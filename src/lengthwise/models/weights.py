@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.files import read_plain
@@ -96,6 +97,28 @@ def check_dtypes(folder: Path, *, widest: torch.dtype, but: Sequence[str] = ()) 
         expected = f"weights of floating-point numbers of 16 to {bits} bits, by the dtype of config.json"
         remedy = "Convert them to what config.json says."
         raise ConfigError(f"model {folder}", expected=expected, got=got, remedy=remedy)
+
+
+def check_finite(where: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse NaN and infinity in tensors, by their names; one pass over each, without a copy. `where`: they are from.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    wrong = [name for name, tensor in tensors if not is_finite(tensor)]
+    if wrong:
+        got, remedy = (
+            f"NaN or infinity in {first_names(wrong)}",
+            "Get the weights again, or take earlier ones.",
+        )
+        raise ConfigError(where, expected="finite weights", got=got, remedy=remedy)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor has storage with no NaN and no infinity in it, or has none, or is of whole numbers."""
+    if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point():
+        return True
+    return all(bool(each.isfinite()) for each in torch.aminmax(tensor.detach()))
 
 
 def tensor_files(folder: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,26 @@ _ANOTHER = "Take another checkpoint, with {step}."
 
 def write_model(model: Any, config: RunConfig, tokenizer: Tokenizer | None, folder: Path) -> None:
     """Write the trained model, or its adapter, and the tokenizer as Hugging Face folders have them."""
+    if tokenizer is not None:
+        _stop_where_learned(model, tokenizer.special_ids())
     save = save_model if config.lora is None else save_adapter
     save(model, folder)
     if tokenizer is not None:
         tokenizer.save(folder)
+
+
+def _stop_where_learned(model: Any, special_ids: Mapping[str, Sequence[int]]) -> None:
+    """Give the model's configs the tokenizer's special tokens, as transformers' Trainer does, and its template's end.
+
+    Tokens that generation stops at already stay, as do those of a config that lists several.
+    """
+    generation = getattr(model, "generation_config", None)
+    for config in filter(None, (model.config.get_text_config(), generation)):
+        for key, own in special_ids.items():
+            value = getattr(config, key, None)
+            there = value if isinstance(value, list) else [value] if config is generation and value is not None else []
+            ids = [*own, *(each for each in there if each not in own)] if key == "eos_token_id" else own
+            setattr(config, key, ids[0] if len(ids) == 1 else ids)
 
 
 def chosen_checkpoint(output: Path, step: int | None) -> tuple[Path, Manifest]:

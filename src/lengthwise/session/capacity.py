@@ -217,14 +217,16 @@ def _in_training(model: nn.Module) -> Iterator[None]:
 def _embedding_alone_trains(model: Any) -> Iterator[None]:
     """Let backward reach all layers of a model that nobody trains, with one gradient that is there before."""
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    embedding = model.get_input_embeddings().weight
     for parameter, _ in before:
-        parameter.requires_grad_(parameter is embedding)
-    embedding.grad = torch.zeros_like(embedding)
+        parameter.requires_grad_(False)
+    embedding = list(model.get_input_embeddings().parameters())  # more than one under adapters
+    for parameter in embedding:
+        parameter.requires_grad_().grad = torch.zeros_like(parameter)
     try:
         yield
     finally:
-        embedding.grad = None
+        for parameter in embedding:
+            parameter.grad = None
         for parameter, trains in before:
             parameter.requires_grad_(trains)
 

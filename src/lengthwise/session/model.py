@@ -34,6 +34,11 @@ def names_inside(model: nn.Module, values: Mapping[str, Tensor] | None) -> dict[
     return None if values is None else {name.removeprefix(prefix): each for name, each in values.items()}
 
 
+def num_words(model: Any) -> int:
+    """Return how many rows the input embedding of a Hugging Face model has, under adapters too."""
+    return len(model.get_input_embeddings().weight)
+
+
 def _prefix(model: nn.Module) -> str:
     inner = hugging_face_model(model)
     return next(f"{name}." if name else "" for name, module in model.named_modules() if module is inner)
@@ -55,14 +60,17 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
         except LengthwiseError as error:
             problems.append(error)
     dtypes = {
-        parameter.dtype
-        for parameter in model.parameters()
+        parameter.dtype: name
+        for name, parameter in model.named_parameters()
         if parameter.requires_grad or (not trains and parameter.is_floating_point())
     }
-    names = sorted(str(each).removeprefix("torch.") for each in dtypes)
-    if len(dtypes) != 1 or not dtypes <= PRECISIONS.keys():
+    if len(dtypes) != 1 or not dtypes.keys() <= PRECISIONS.keys():
         expected = "trainable parameters of one dtype of float32, bfloat16 and float64"
-        refuse(expected, ", ".join(names) or "no trainable parameter", "Convert the model, model.to(dtype).")
+        found = sorted(f"{str(each).removeprefix('torch.')} (as {name})" for each, name in dtypes.items())
+        remedy = "Convert the model, model.to(dtype)."
+        if any(".modules_to_save." in name for name in dtypes.values()):  # which keep the base's dtype
+            remedy = "Give get_peft_model autocast_adapter_dtype=False, or convert the model, model.to(dtype)."
+        refuse(expected, ", ".join(found) or "no trainable parameter", remedy)
     if any(layer.gradient_checkpointing for layer in wrapped_layers(model)):
         remedy = "Call model.gradient_checkpointing_disable(), and give Session recompute='layer'."
         refuse("activation checkpointing by the plan", "that of the model", remedy)
@@ -74,7 +82,7 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
     if getattr(model, "is_quantized", False):
         refuse("a model that is not quantized", "a quantized one", "Load it in bfloat16.")
     raise_problems(problems)
-    return dtypes.pop()
+    return next(iter(dtypes))
 
 
 def refuse_balance(model: Any, what: str) -> None:

@@ -26,12 +26,12 @@ from lengthwise.cost import Cost
 from lengthwise.engine.gathering import gather_to_first
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.objective import Objective
-from lengthwise.models import has_dropout
+from lengthwise.models import check_adapters, has_dropout
 from lengthwise.planner import PACKED_DP
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.agreement import Agreement
 from lengthwise.session.losses import ComputeLoss, SumCheck, TokenLoss, TokenValues, log_probabilities, objective_of
-from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside
+from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside, num_words
 from lengthwise.session.request import SessionRequest
 from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.runner import StepResult, StepRunner, first_step_sentence, refuse_not_finite
@@ -102,6 +102,7 @@ class Session:
         seed: int = 0,
         timeout_seconds: float = 600.0,
     ) -> None:
+        check_adapters(model)
         self.model, self.optimizer, self._inner = model, optimizer, hugging_face_model(model)
         asked = SessionRequest(
             capacity_tokens=capacity_tokens,
@@ -121,7 +122,7 @@ class Session:
         )
         settings = check_settings(self._inner, optimizer, asked)
         cost = cost_of(self._inner.config, settings)
-        self._num_words: int = self._inner.get_input_embeddings().num_embeddings
+        self._num_words = num_words(self._inner)
         self._closing, self._is_closed, self._has_said = ExitStack(), False, False
         self._checked_losses = set[object]()
         world = session_world(settings.device)

@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from lengthwise.comm import Transport
+from lengthwise.comm import Transport, broadcast_bytes
+from lengthwise.core.errors import ModelRefused
 from lengthwise.cost import Cost, shape_from_config
 from lengthwise.models import Computing, compute_so
+from lengthwise.models.weights import first_names, is_finite
 from lengthwise.session.engine import Engine
 from lengthwise.session.parameters import take_over
 from lengthwise.session.settings import SessionSettings, check_host_optimizer, shard_of
@@ -48,6 +50,7 @@ def take_model(
     transport, optimizer, asked = engine.transport, settings.optimizer, settings.asked
     options: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device, "closing": closing}
     options["offloads"] = settings.offloads_optimizer
+    _refuse_not_finite(model, transport)
     check_host_optimizer(engine.model, transport, settings, local_ranks)
     if optimizer is not None and asked.stages > 1:
         mesh, tokens = join_stages(engine.model, transport, asked.stages), settings.capacity_tokens or 1
@@ -58,3 +61,17 @@ def take_model(
     options |= {"shard": shard, "ranks_in_step": in_step}
     engine.parameters, sharded = take_over(model, optimizer, transport, **options)
     return shard, sharded
+
+
+def _refuse_not_finite(model: nn.Module, transport: Transport) -> None:
+    """Refuse a model whose values, which are those of rank 0, have NaN or infinity in them. Collective.
+
+    Raises:
+        ModelRefused: on all ranks, with the names of parameters.
+    """
+    wrong = [name for name, each in model.named_parameters() if not transport.rank and not is_finite(each)]
+    found = broadcast_bytes(transport, None if transport.rank else first_names(wrong).encode()).decode()
+    if found:
+        where, got = f"model {type(model).__name__}", f"NaN or infinity in {found}"
+        remedy = "Load the model again, or take an earlier checkpoint."
+        raise ModelRefused(where, expected="finite parameters", got=got, remedy=remedy)
