@@ -23,7 +23,14 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.integrations.ahead import PlannedUpdates, checked
-from lengthwise.integrations.arguments import CALLABLES, Refusal, problems_of, recompute_of, refuse_with_parts
+from lengthwise.integrations.arguments import (
+    CALLABLES,
+    WITH_PARTS,
+    Refusal,
+    problems_of,
+    recompute_of,
+    refuse_with_parts,
+)
 from lengthwise.integrations.rows import Examples, RowCollator
 from lengthwise.session import Session, StepResult
 from lengthwise.session.rows import Row
@@ -130,6 +137,8 @@ class PlannedTrainerMixin(_Base):
         raise_problems(problems_of(arguments, callables=callables, refused=self._refused))
         if self._session_options["shard"] in ("zero3", "hybrid") and arguments.world_size > 1:
             refuse_with_parts(arguments)
+        if self._session_options["shard"] == "auto" and any(getattr(arguments, name, False) for name in WITH_PARTS):
+            self._session_options["shard"] = "zero1"
         self._session_options["recompute"] = recompute_of(arguments)
         arguments = copy.copy(arguments)
         arguments.activation_checkpointing = arguments.gradient_checkpointing = False

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lengthwise.cost import (
     DTYPE_BYTES,
     ZERO3_ALONE,
     Cost,
+    LayoutSeconds,
     StepMemory,
     check_host,
     choose_shard,
@@ -47,6 +49,8 @@ from lengthwise.session.engine import Engine
 from lengthwise.session.model import PRECISIONS, check_session_model
 from lengthwise.session.sharded import ShardedInPlace, check_optimizer
 from lengthwise.session.stages import not_with_stages
+from lengthwise.simulator import MODEL_ERROR
+from lengthwise.simulator.layouts import layout_seconds, usual_lengths
 
 SHARDS = ("auto", "zero1", "zero3", "hybrid")
 LOCK_STEP_PLANNER = "lengthwise"
@@ -164,11 +168,14 @@ def _tokens(given: int | str) -> int:
     return parse_tokens(given, where) if isinstance(given, str) else read_whole(where, given)
 
 
-def shard_of(model: nn.Module, transport: Transport, settings: SessionSettings, *, local_ranks: int) -> tuple[str, int]:
+def shard_of(
+    model: nn.Module, transport: Transport, settings: SessionSettings, cost: Cost, *, local_ranks: int
+) -> tuple[str, int]:
     """Return how the parameters of a model lie over the ranks, and how many neighbouring ranks share them. Collective.
 
-    As asked for, or as what is free allows. What model and optimizer hold already counts as free: it moves. Rank 0 says
-    why, where parameters are cut. local_ranks: of this machine, which are a node where nothing else was asked for.
+    As asked for, or the fastest for which there is room, by `cost`. What model and optimizer hold already counts as
+    free: it moves. Rank 0 says why, where parameters are cut. local_ranks: of this machine, which are a node where
+    nothing else was asked for.
 
     Raises:
         ConfigError: nodes do not divide the ranks.
@@ -180,7 +187,7 @@ def shard_of(model: nn.Module, transport: Transport, settings: SessionSettings, 
     node = ranks_of_node(settings.asked.ranks_per_node, here, ranks, is_asked=shard == "hybrid")
     within = {"zero1": 1, "zero3": ranks, "hybrid": node or ranks}
     if shard == "auto" and ranks > 1:
-        shard = _chosen(model, transport, settings, _memory(model, settings, ranks, node))
+        shard = _chosen(model, transport, settings, _memory(model, settings, ranks, node), cost)
     if ranks == 1:
         if shard == "zero3":
             print(f"lengthwise: {ZERO3_ALONE}", flush=True)
@@ -230,25 +237,51 @@ def _memory(model: nn.Module, settings: SessionSettings, ranks: int, node: int |
     )
 
 
-def _chosen(model: nn.Module, transport: Transport, settings: SessionSettings, memory: StepMemory) -> str:
-    """Return the layout that what is free allows, and say why. Collective."""
+def _chosen(model: nn.Module, transport: Transport, settings: SessionSettings, memory: StepMemory, cost: Cost) -> str:
+    """Return the fastest layout that what is free allows, and say why. Collective."""
     device, planner, optimizer = settings.device, settings.asked.planner, settings.optimizer
     states = () if optimizer is None else optimizer.state.values()
     held = [*model.parameters(), *(each for part in states for each in part.values())]
     own = sum(each.nbytes for each in held if isinstance(each, Tensor) and each.device.type == device.type)
     (free,) = least(transport, [free_bytes(device, transport.device_ranks) + own])
+    kinds = kinds_of(model.config, settings.recompute)
     choice = choose_shard(
         memory,
         free or None,
         tokens=settings.capacity_tokens or wanted_tokens(transport.world_size),
-        kinds=kinds_of(model.config, settings.recompute),
+        kinds=kinds,
         offload=0.0 if settings.offload is None else 1.0,
         keeps_whole=None if planner == LOCK_STEP_PLANNER else f"planner {planner}",
         can_offload=optimizer is not None and device.type == "cuda",
+        seconds=_layout_seconds(transport, settings, cost, free, kinds),
+        margin=MODEL_ERROR,  # a loop that reads the model between steps is worth more than what costs cannot tell
     )
     if choice.shard != "zero1" and not transport.rank:
         print(f"lengthwise: shard {choice.shard}: {choice.why}", flush=True)
     return choice.shard
+
+
+def _layout_seconds(
+    transport: Transport, settings: SessionSettings, cost: Cost, free: float, kinds: Sequence[str]
+) -> LayoutSeconds | None:
+    """Return how long a step takes with a layout, by the costs of rank 0, for all. The result is collective, too.
+
+    None: nothing trains, costs know no transfers, or there is no GPU: on CPUs transfers and computing share cores.
+    """
+    trains = settings.optimizer is not None and settings.device.type == "cuda"
+    if not trains or not least(transport, [float(cost.prices_choices and free > 0)])[0]:
+        return None
+    tokens, section = settings.capacity_tokens, settings.offload
+    of_rank_0 = layout_seconds(
+        usual_lengths(transport.world_size, tokens),
+        cost,
+        free,
+        kinds=kinds,
+        capacity_tokens=tokens,
+        offload="off" if section is None else section.ratio,
+        heads=settings.asked.heads,
+    )
+    return lambda memory: least(transport, [inf if transport.rank else of_rank_0(memory)])[0]
 
 
 def states_an_entry(optimizer: Optimizer) -> int:

@@ -54,7 +54,7 @@ def take_model(
         options |= {"virtual": asked.virtual, "tokens": tokens, "cost": cost if asked.measurements else None}
         engine.pipeline, engine.parameters, sharded = take_stage(model, optimizer, mesh, **options)
         return "zero1", sharded
-    shard, in_step = shard_of(engine.model, transport, settings, local_ranks=local_ranks)
+    shard, in_step = shard_of(engine.model, transport, settings, cost, local_ranks=local_ranks)
     options |= {"shard": shard, "ranks_in_step": in_step}
     engine.parameters, sharded = take_over(model, optimizer, transport, **options)
     return shard, sharded
