@@ -21,6 +21,7 @@ from lengthwise.engine.objective import Objective
 from lengthwise.engine.step import RankResult
 from lengthwise.models import has_balance_loss
 from lengthwise.planner.service.step_planning import StepPlanning
+from lengthwise.report.figures import seconds
 from lengthwise.session.engine import Engine
 from lengthwise.session.source import PlannedStep
 
@@ -207,6 +208,6 @@ def first_step_sentence(step: StepResult, planning: StepPlanning) -> str:
     predicted = float(plan.notes["predicted_seconds"])
     return (
         f"lengthwise: a rank holds {held} tokens; step 1 on {plan.ranks} ranks: {step.ring_token_ratio:.0%} of tokens "
-        f"in rings, {step.idle_ratio:.0%} idle, {predicted:.3g} s predicted (without its end), "
-        f"{step.step_seconds:.3g} s taken"
+        f"in rings, {step.idle_ratio:.0%} idle, took {seconds(step.step_seconds)}, "
+        f"predicted {seconds(predicted)} (forward and backward only)"
     )
