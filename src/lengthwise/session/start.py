@@ -11,8 +11,9 @@ from lengthwise.comm import Transport
 from lengthwise.cost import Cost, shape_from_config
 from lengthwise.models import Computing, compute_so
 from lengthwise.session.engine import Engine
+from lengthwise.session.layouts import check_host_optimizer, shard_of
 from lengthwise.session.parameters import take_over
-from lengthwise.session.settings import SessionSettings, check_host_optimizer, shard_of
+from lengthwise.session.settings import SessionSettings
 from lengthwise.session.sharded import ShardedInPlace
 from lengthwise.session.stages import join_stages, take_stage
 

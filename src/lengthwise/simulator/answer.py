@@ -36,95 +36,23 @@ from lengthwise.cost import (
 from lengthwise.planner import PLANNING_SHARE, PlanOptions, arithmetic_seconds, plan_step
 from lengthwise.simulator.rivals import LockStep, lock_step, packed, padded, recomputing
 from lengthwise.simulator.step import simulate_plan
+from lengthwise.simulator.ways import (
+    BY_WORK,
+    LAYOUTS,
+    ONE_RING,
+    OURS,
+    PACKED,
+    PADDED,
+    RIVALS,
+    Answer,
+    WayRow,
+    WaySettings,
+    WorkSpan,
+)
 
-PADDED, PACKED, ONE_RING, OURS = "FSDP2, padded", "FSDP2, packed", "FSDP2, one ring size", "Lengthwise"
-RIVALS = (PADDED, PACKED, ONE_RING)
-BY_WORK = "FSDP2, own sampler"  # the quicker of the last two, if packs of like work run side by side
 _MORE_MICROBATCHES = (0, 1, 2, 4, 8)  # of packs, than the fewest that hold a batch
 _NEAR = 1.005  # of the least time that arithmetic takes: what comes so close is taken for the best
 _FILLED = 0.98  # of a pack, as packing whole sequences leaves it
-LAYOUTS = ("zero1", "zero3", "hybrid")  # of parameters over the ranks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WaySettings:
-    """How one way trains; what does not concern it is None.
-
-    recompute: a kind of recomputation. capacity_tokens: of a device and microbatch. size, by_length: of padded
-    microbatches. degree: of all its rings. sorted: packs run longest first. layout: of Lengthwise's parameters.
-    offloads: activations, to the host, without which nothing holds the sequences.
-    """
-
-    recompute: str
-    capacity_tokens: int
-    size: int | None = None
-    by_length: bool | None = None
-    degree: int | None = None
-    sorted: bool = False
-    layout: str | None = None
-    offloads: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkSpan:
-    """A stretch of a rank's time in the first batch, in seconds; `kind` is local or ring."""
-
-    rank: int
-    start: float
-    end: float
-    kind: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WayRow:
-    """One way to train. step_seconds: entry i of batch i; empty: it cannot hold the sequences, see `refusal`.
-
-    memory_bytes: peak of the fullest device, by formula. stretches: of the first batch. degrees: its distinct pairs of
-    a sequence's tokens and ranks, for Lengthwise alone.
-    """
-
-    name: str
-    settings: WaySettings | None = None
-    step_seconds: tuple[float, ...] = ()
-    memory_bytes: float = 0.0
-    refusal: str = ""
-    stretches: tuple[WorkSpan, ...] = ()
-    degrees: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def mean_seconds(self) -> float:
-        """Step time, mean over batches."""
-        return float(np.mean(self.step_seconds))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The rows of ways that exist on these devices, ours last.
-
-    layouts: Lengthwise at each layout, in the order of `LAYOUTS`. auto: the one of `shard: auto`, which is our row; "":
-    none fits without offload, and our row is the quickest with it.
-    longest: tokens of the longest sequence. kernel: whose speed of attention was taken.
-    """
-
-    rows: tuple[WayRow, ...]
-    devices: int
-    hardware: str
-    kernel: str
-    batch_tokens: int
-    longest: int
-    layouts: tuple[WayRow, ...] = ()
-    auto: str = ""
-
-    @property
-    def ours(self) -> WayRow:
-        """The row of Lengthwise."""
-        return self.rows[-1]
-
-    @property
-    def best_other(self) -> WayRow | None:
-        """The quickest row of the others, of equals in three digits the first; None: none fits."""
-        fitting = [row for row in self.rows[:-1] if row.step_seconds]
-        return min(fitting, key=lambda row: float(f"{row.mean_seconds:.3g}"), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +100,7 @@ class Question:
     def auto(self, longest: int, rows: Sequence[WayRow]) -> str:
         """Return the layout that a run takes by itself, whose steps take as `rows` say; "": none without offload."""
         tokens, kinds = self.capacity_tokens or wanted_tokens(self.devices, longest=longest), self.kinds
-        took = {_layout(row): row.mean_seconds for row in rows if row.settings and not row.settings.offloads}
+        took = {row.layout: row.mean_seconds for row in rows if row.settings and not row.settings.offloads}
         try:
             found = choose_shard(
                 self.memory("zero1"),
@@ -208,7 +136,7 @@ def answer(batches: Sequence[Sequence[int]], question: Question) -> Answer:
         rows.append(replace(_quickest(by_work), name=BY_WORK))
     layouts = compare_layouts(batches, question)
     auto = question.auto(longest, layouts)
-    taken = [row for row in layouts if auto and _layout(row) == auto]
+    taken = [row for row in layouts if auto and row.layout == auto]
     return Answer(
         rows=(*rows, _quickest(taken or layouts)),
         layouts=tuple(layouts),
@@ -224,10 +152,6 @@ def answer(batches: Sequence[Sequence[int]], question: Question) -> Answer:
 def _quickest(rows: Sequence[WayRow]) -> WayRow:
     """Return the quickest row; where none fits, the last."""
     return min((row for row in rows if row.step_seconds), key=lambda row: row.mean_seconds, default=rows[-1])
-
-
-def _layout(row: WayRow) -> str:
-    return "" if row.settings is None else row.settings.layout or ""
 
 
 def compare_layouts(batches: Sequence[Sequence[int]], question: Question) -> list[WayRow]:
