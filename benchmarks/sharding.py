@@ -366,10 +366,11 @@ def layouts_table(gpus: Sequence[int]) -> Iterator[str]:
             for devices in gpus:
                 question = Question(shape=named_shape(model), hardware=named_hardware("h100"), devices=devices)
                 tokens = draw_lengths("github", 16_384 * devices, 0, longest_tokens=32_768)
-                found = dict(zip(LAYOUTS, compare_layouts([tokens], question), strict=False))
+                layouts = compare_layouts([tokens], question)
+                found = dict(zip(LAYOUTS, layouts, strict=False))
                 times = [row.mean_seconds for row in found.values() if row.step_seconds]
                 cells = [_layout_cell(found.get(layout), min(times, default=0.0)) for layout in LAYOUTS]
-                yield [model, f"{devices}", question.auto(max(tokens)) or "none", *cells]
+                yield [model, f"{devices}", question.auto(max(tokens), layouts) or "none", *cells]
 
     return markdown("model | GPUs | `auto` | zero1 | zero3 | hybrid", rows())
 

@@ -1,6 +1,7 @@
 """`lengthwise data`: what it counts, names and refuses."""
 
 import json
+import re
 from itertools import pairwise
 
 import pytest
@@ -85,8 +86,15 @@ def test_data_of_texts_beside_ids_shows_ids_that_are_no_bytes(tmp_path, capsys):
 
 def test_data_says_what_a_step_takes_elsewhere(rows, capsys):
     text = said(capsys, rows, "--gpus", 2, "--model", "llama-7b", "--batch-tokens", "1K")
-    assert "On 2 devices of h100 a step takes" in text
-    assert "Simulated, not measured; lengths in bytes" in text
+    assert re.search(r"simulated: 2 x h100, 1.*K bytes a step, longest sequence 90: ", text)
+    assert " with Lengthwise; the best otherwise takes " in text
+
+
+def test_data_simulates_the_run_s_own_batch_and_no_more_than_there_is(tmp_path, capsys):
+    path = write_run(tmp_path, make_rows([40] * 5 + [100]), global_batch={"sequences": 3})
+    asked = ("--gpus", 8, "--model", "qwen3-8b")
+    assert re.search(r"simulated: 8 x h100, (120|180) tokens a step", said(capsys, path, *asked))
+    assert "simulated: 8 x h100, 300 tokens a step" in said(capsys, tmp_path / "train.jsonl", *asked)
 
 
 @pytest.mark.parametrize(

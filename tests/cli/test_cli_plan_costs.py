@@ -44,12 +44,25 @@ def test_plan_of_a_run_file_says_what_prices_it(tmp_path, capfd):
     run = write_run(tmp_path, make_rows([3]), model="tiny", precision="auto")
     rest = ("--config", run, "--ranks", 2, "--out", tmp_path / "plan.json")
     assert call("plan", *rest) == 0
-    assert "as training on CPUs plans" in capfd.readouterr().out
+    assert "priced for this CPU" in capfd.readouterr().out
     assert call("plan", *rest, "--model-shape", "llama-7b", "--hardware", "h100") == 0
     said = capfd.readouterr().out
     assert "shard zero3: zero1 would take" in said
     assert "all-terms/1 llama-7b h100 over 2" in " ".join(said.split())
     assert "CPUs" not in said
+
+
+def test_plan_of_a_run_file_takes_the_fastest_layout_that_fits(tmp_path, capsys):
+    """What a step gathers and sums hides behind 16K tokens a rank, and not behind a few."""
+    rest = ("--ranks", 8, "--model-shape", "qwen3-4b", "--hardware", "h100", "--out", tmp_path / "plan.json")
+    for length, shard in ((1800, "zero3"), (18, "zero1")):
+        rows = make_rows([length] * 72)
+        run = write_run(
+            tmp_path, rows, model="tiny", precision="auto", capacity_tokens=4096, global_batch={"sequences": 72}
+        )
+        assert call("plan", "--config", run, *rest) == 0
+        assert f"shard {shard}: a step takes" in " ".join(capsys.readouterr().out.split())
+        assert ("waves" in read_plan(tmp_path / "plan.json").requires) == (shard == "zero3")
 
 
 def test_plan_writes_waves_and_pipelines_and_reads_capacities_in_thousands(tmp_path, lengths):

@@ -92,7 +92,7 @@ def test_a_run_file_is_planned_with_measurements_of_its_model(tmp_path, capfd, m
     run = write_run(tmp_path, make_rows([3, 40]), model="tiny", precision="fp32")
     rest = ("--ranks", 2, "--measurements", measured, "--out", tmp_path / "plan.json")
     said = plan_without_torch("--config", run, *rest)
-    assert "as training on CPUs plans" not in said
+    assert "priced for this CPU" not in said
     assert "model, from measurements" in said
     assert read_plan(tmp_path / "plan.json").notes["cost"].startswith("measured/1 tiny cpu")
     other = write_run(tmp_path, make_rows([3, 40]), model="tiny", precision="bf16")

@@ -21,7 +21,7 @@ def test_simulate_says_everywhere_that_texts_are_counted_in_bytes(tmp_path, caps
     _, said, _ = simulate(capsys, *OWN, *asked, rows)
     note = "texts counted in bytes, not tokens (English has 4 to 5 bytes a token): --tokenizer counts real tokens"
     first, *_, sentence, _ = said.splitlines()
-    assert "bytes a step: " in first
+    assert "bytes a step, " in first
     assert note in said
     assert "lengths in bytes, not tokens" in sentence
     page = (out / "report.html").read_text()

@@ -1,6 +1,7 @@
 """Which layout a run takes by itself, as a pure function of bytes."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -48,6 +49,27 @@ def test_hybrid_is_taken_by_several_nodes_where_a_node_holds_the_model():
     large = replace(nodes, shape=named_shape("llama-3.1-70b"))
     assert choose_shard(large, 80 * GB, tokens=2048).shard == "zero3"
     assert choose_shard(replace(nodes, ranks_per_node=64), 40 * GB, tokens=2048).shard == "zero3"
+
+
+def test_the_fastest_of_the_layouts_that_leave_room_is_taken_and_the_times_are_said():
+    """Equally fast ones in the order zero1, hybrid, zero3; what does not fit does not count, however fast."""
+    nodes, took = memory(ranks=64, ranks_per_node=8), {"zero1": 15.5, "hybrid": 15.2, "zero3": 15.0}
+
+    def chosen(gigabytes, margin=0.0, **changes):
+        seconds = {**took, **changes}
+        return choose_shard(nodes, gigabytes * GB, tokens=2048, seconds=lambda laid: seconds[laid.shard], margin=margin)
+
+    assert chosen(80).shard == "zero3"
+    assert "a step takes 15 s by estimate, with zero1 15.5 s, hybrid 15.2 s" in chosen(80).why
+    assert chosen(80, zero1=15.0).shard == chosen(80, margin=0.05).shard == "zero1"
+    assert chosen(80, margin=0.05, zero3=14.0).shard == "zero3"
+    assert chosen(80, hybrid=0.5).shard == "hybrid"
+    assert chosen(40, zero1=0.5).shard == "zero3"
+    assert chosen(80, zero1=inf, hybrid=inf).shard == "zero3"
+    assert chosen(80, **dict.fromkeys(took, inf)).shard == "zero1"
+    assert (
+        choose_shard(nodes, 80 * GB, tokens=2048, keeps_whole="compile: true", seconds=lambda _: 1.0).shard == "zero1"
+    )
 
 
 def test_what_is_chosen_holds_what_was_wanted():

@@ -268,6 +268,8 @@ def test_parts_that_an_evaluation_left_are_not_trained(tmp_path):
         rows = {"train_dataset": data(), "eval_dataset": data(LENGTHS[:3]), "data_collator": padded}
         with pytest.raises(LengthwiseError, match="under shard zero3 or hybrid it would load weights"):
             PLANNED(model=small_model(), args=arguments(tmp_path, 2, **best), shard="zero3", **rows)
+        whole = PLANNED(model=small_model(), args=arguments(tmp_path, 2, **best), **rows)
+        assert whole._session_options["shard"] == "zero1"
         trainer = PLANNED(model=small_model(torch.float32), args=arguments(tmp_path, 2), shard="zero3", **rows)
         found = trainer.evaluate()["eval_loss"]
         with pytest.raises(LengthwiseError, match="one training under shard zero3"):

@@ -6,7 +6,7 @@ import pytest
 
 from lengthwise.report.answer import answer_notes, answer_sentence, answer_table, settings_text, tokens_text
 from lengthwise.simulator import Answer, WayRow
-from lengthwise.simulator.answer import ONE_RING, OURS, PACKED, PADDED, WaySettings
+from lengthwise.simulator.answer import BY_WORK, ONE_RING, OURS, PACKED, PADDED, WaySettings
 
 LONGEST = WaySettings(recompute="layer", capacity_tokens=100_000, size=16, by_length=True)
 ZERO3 = WaySettings(recompute="all_but_attention", capacity_tokens=8192, layout="zero3")
@@ -20,7 +20,10 @@ def _answer(other: float | None, ours: float | None) -> Answer:
         return WayRow(name=name, settings=settings, step_seconds=(seconds, seconds), memory_bytes=71e9)
 
     rows = (row(PADDED, LONGEST, None), row(PACKED, LONGEST, other), row(ONE_RING, RING, other and 2 * other))
-    return Answer(rows=(*rows, row(OURS, ZERO3, ours)), devices=8, hardware="h100", kernel="", batch_tokens=1 << 20)
+    return Answer(
+        rows=(*rows, row(OURS, ZERO3, ours)), devices=8, hardware="h100", kernel="", batch_tokens=1 << 20,
+        longest=1 << 17, auto="zero3",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -30,7 +33,7 @@ def _answer(other: float | None, ours: float | None) -> Answer:
         (
             40.0,
             30.5,
-            "30.5 s with Lengthwise; the best you can train otherwise takes 40.0 s (FSDP2, packed): 1.31x as long.",
+            "30.5 s with Lengthwise; the best otherwise takes 40.0 s (FSDP2, packed): 1.31x as long.",
         ),
         (30.0, 40.0, "no gain, Lengthwise takes 1.33x as long."),
         (None, 30.5, "30.5 s with Lengthwise; FSDP2 cannot hold these sequences here."),
@@ -40,7 +43,7 @@ def _answer(other: float | None, ours: float | None) -> Answer:
 )
 def test_sentence_says_what_is_gained(other: float | None, ours: float | None, said: str) -> None:
     sentence = answer_sentence(_answer(other, ours))
-    assert sentence.startswith("8 x h100, 1M tokens a step: ")
+    assert sentence.startswith("8 x h100, 1M tokens a step, longest sequence 128K: ")
     assert sentence.endswith(said)
     assert len(sentence) <= 200
     large = replace(_answer(35_000, 34_000), devices=12_288, hardware="bytescale-gpu", batch_tokens=384 << 20)
@@ -61,10 +64,23 @@ def test_settings_are_named_as_trainers_name_them() -> None:
     assert settings_text(WaySettings(recompute="none", capacity_tokens=33_436, degree=1)) == "packs of 33.4K"
 
 
-def test_packs_sorted_by_work_are_noted_where_they_would_help() -> None:
+def test_packs_sorted_by_work_count_among_the_best_and_are_said_to_need_a_sampler() -> None:
     found = _answer(40.0, 30.0)
-    assert answer_notes(replace(found, sorted_seconds=39.9)) == ["Simulated, not measured."]
-    assert "your own sampler: 33.0 s" in answer_notes(replace(found, sorted_seconds=33.0))[1]
+    assert answer_notes(found) == ["Simulated, not measured."]
+    *others, ours = found.rows
+    by_work = replace(others[1], name=BY_WORK, step_seconds=(33.0, 33.0))
+    found = replace(found, rows=(*others, by_work, ours))
+    assert "takes 33.0 s (FSDP2, own sampler): 1.10x as long" in answer_sentence(found)
+    assert "no trainer does that by itself" in answer_notes(found)[1]
+
+
+def test_offload_without_which_nothing_fits_is_in_the_sentence_and_the_row() -> None:
+    *others, ours = _answer(40.0, 30.0).rows
+    with_offload = replace(ours, settings=replace(ZERO3, offloads=True))
+    found = replace(_answer(40.0, 30.0), rows=(*others, with_offload), layouts=(with_offload,) * 2, auto="")
+    assert "30.0 s with Lengthwise and `offload`; " in answer_sentence(found)
+    assert settings_text(with_offload.settings) == "zero3, recompute MLP, offload"
+    assert "`shard: auto` finds room for none without offload" in answer_notes(found)[1]
 
 
 def test_tokens_are_written_as_users_give_them() -> None:

@@ -1,5 +1,6 @@
 """`shard: zero3` of the run file: the numbers of zero1, checkpoints across layouts, faults, refusals."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -12,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from testing import run_ranks, tiny_family_config
 from transformers import AutoModelForCausalLM
 
+from lengthwise.config import build_config
 from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.models import build_model, find_model, wrapped_layers
 from lengthwise.models.own_rows import OwnRows, own_rows
 from lengthwise.run import sharding as run_sharding
+from lengthwise.run.checks import prepare_job
 from run.small_runs import (
     Command,
     call,
@@ -247,6 +250,20 @@ def test_verify_runs_it_but_for_plans_that_are_free(tmp_path, capsys, ranks, lay
     assert call("plan", "--config", path, "--ranks", ranks, "--mode", "free", "--out", plan) == 0
     assert call("verify", path, "--ranks", ranks, "--plan", plan, *layout) == 2
     assert "expected a plan of kind waves, for `shard: " in capsys.readouterr().err
+
+
+def test_on_gpus_the_fastest_layout_that_fits_is_taken_and_said(tmp_path, monkeypatch):
+    """By the first global batch; what goes by whole parameters alone keeps them."""
+    monkeypatch.setattr(run_sharding, "_bytes_of_a_rank", lambda _: 80e9)
+    settled = {}
+    for name, keys in {"auto": {}, "whole": {"planner": "static"}}.items():
+        path = run_file(tmp_path, precision="bf16", **keys)
+        config = build_config(json.loads(path.read_text()), folder=tmp_path)
+        job = prepare_job(config, ranks=8, timeout_seconds=10, gpus=8, gpu_name="NVIDIA H100 80GB HBM3")
+        settled[name] = run_sharding.settle_shard(job)
+    assert settled["auto"].config.shard == "zero3"
+    assert "a step takes" in settled["auto"].chosen["shard"]
+    assert settled["whole"].config.shard == "zero1"
 
 
 def test_one_rank_and_one_node_have_all_of_it(tmp_path, capfd):

@@ -2,6 +2,7 @@
 
 import io
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,7 +12,9 @@ from loops import in_ranks, planned_loop, small_model, steps_of
 
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError
-from lengthwise.cost import StepMemory, check_host, costs, named_shape
+from lengthwise.cost import StepMemory, check_host, costs, named_shape, shape_from_config
+from lengthwise.cost.measured import base_cost
+from lengthwise.session import layouts as session_layouts
 from lengthwise.session import settings as session_settings
 from lengthwise.session.settings import step_planning
 from tiers import more
@@ -103,25 +106,50 @@ def test_what_cannot_be_offloaded_is_refused():
         check_host(memory, 8, 90e9, key="offload_optimizer")
 
 
+def on_gpu(model, optimizer, **changes):
+    asked = dict.fromkeys(["ranks_per_node", "offload", "measurements", "precision"])
+    asked |= {"capacity_tokens": 128, "shard": "auto", "stages": 1, "virtual": 1, "recompute": "layer", "heads": "off"}
+    asked |= {"planner": "lengthwise", "device": "cuda:0", "offload_optimizer": False, **changes}
+    return session_settings.check_settings(model, optimizer, session_settings.SessionRequest(**asked))
+
+
+def test_of_layouts_that_fit_the_fastest_is_taken_as_rank_0_reckons(monkeypatch, capsys):
+    """Ranks of other devices have other costs, and yet one layout."""
+    model, numbers = small_model(torch.bfloat16, hidden_size=256, intermediate_size=1024), []
+    settings = on_gpu(model, ADAMW(model.parameters()), capacity_tokens=2048)
+    shape = shape_from_config(model.config.to_dict())
+    plain = base_cost(shape, "h100", precision="bf16")
+    late = replace(plain, reduced_bytes=1e12)  # whose step's end takes long with whole parameters
+    monkeypatch.setattr(session_layouts, "free_bytes", lambda *_: 80e9)
+
+    def chosen(rank, cost, least):
+        monkeypatch.setattr(session_layouts, "least", lambda _, own: least(list(own)))
+        there = SimpleNamespace(world_size=8, rank=rank, device_ranks=1)
+        return session_layouts.shard_of(model, there, settings, cost, local_ranks=8)[0]
+
+    assert chosen(0, late, lambda own: numbers.append(own) or own) == "zero3"
+    assert "shard zero3: a step takes" in capsys.readouterr().out
+    assert chosen(1, plain, lambda own: list(map(min, numbers.pop(0), own))) == "zero3"
+    assert numbers == []
+    assert chosen(0, plain, lambda own: own) == "zero1"
+
+
 @pytest.mark.parametrize(("offloads", "shard"), [(False, "zero3"), (True, "zero1")])
 def test_a_layout_is_taken_by_what_stays_on_the_gpu(offloads, shard, monkeypatch):
     """Beside 6 bytes a parameter 8 ranks keep 2 of optimizer and sums each, or 0.5; 7.5 fit in what is free."""
     model = small_model(torch.bfloat16, hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
     size = sum(each.numel() for each in model.parameters())
     room = {"cuda": (6 + 1.5) * size / 0.9, "cpu": 1e12}
-    monkeypatch.setattr(session_settings, "free_bytes", lambda device, _: room[device.type])
-    monkeypatch.setattr(session_settings, "least", lambda _, numbers: list(numbers))
-    asked = dict.fromkeys(["ranks_per_node", "offload", "measurements", "precision"])
-    asked |= {"capacity_tokens": 128, "shard": "auto", "stages": 1, "virtual": 1, "recompute": "layer", "heads": "off"}
-    asked |= {"planner": "lengthwise", "device": "cuda:0", "offload_optimizer": offloads}
-    optimizer = ADAMW(model.parameters())
-    settings = session_settings.check_settings(model, optimizer, session_settings.SessionRequest(**asked))
+    monkeypatch.setattr(session_layouts, "free_bytes", lambda device, _: room[device.type])
+    monkeypatch.setattr(session_layouts, "least", lambda _, numbers: list(numbers))
+    settings = on_gpu(model, ADAMW(model.parameters()), offload_optimizer=offloads)
     there = SimpleNamespace(world_size=8, rank=1, device_ranks=1)
-    assert session_settings.shard_of(model, there, settings, local_ranks=8)[0] == shard
-    session_settings.check_host_optimizer(model, there, settings, local_ranks=8)
+    cost = base_cost(shape_from_config(model.config.to_dict()), "h100", precision="bf16")
+    assert session_layouts.shard_of(model, there, settings, cost, local_ranks=8)[0] == shard
+    session_layouts.check_host_optimizer(model, there, settings, local_ranks=8)
     room["cpu"] = 15.0 * size
     with pytest.raises(LengthwiseError, match="8 ranks") if offloads else nullcontext():
-        session_settings.check_host_optimizer(model, there, settings, local_ranks=8)
+        session_layouts.check_host_optimizer(model, there, settings, local_ranks=8)
 
 
 def test_stages_say_too_where_an_optimizer_on_the_host_saves_nothing(tmp_path):

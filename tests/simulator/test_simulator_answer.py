@@ -9,6 +9,7 @@ from lengthwise.cost import LOGITS_AT_ONCE, logits_at_once, named_hardware, name
 from lengthwise.report.answer import answer_notes
 from lengthwise.simulator import Question, WayRow, answer
 from lengthwise.simulator.answer import (
+    BY_WORK,
     LAYOUTS,
     ONE_RING,
     OURS,
@@ -35,7 +36,7 @@ def rows() -> dict[str, WayRow]:
 
 
 def test_answer_has_each_way_at_settings_that_fit(rows) -> None:
-    assert list(rows) == [PADDED, PACKED, ONE_RING, OURS]
+    assert list(rows) == [PADDED, PACKED, ONE_RING, BY_WORK, OURS]
     for row in rows.values():
         assert len(row.step_seconds) == 2
         assert 0 < row.memory_bytes <= H100.device_bytes
@@ -80,15 +81,25 @@ def test_sharded_ranks_of_ours_wait_for_gathers_too() -> None:
     assert waiting > 10 * quick
 
 
-def test_answer_compares_the_layouts_and_names_the_one_that_runs_take() -> None:
-    """Two nodes have three layouts; the best is our row. On one node a hybrid would be zero3."""
+def test_our_row_is_the_layout_that_runs_take_which_is_the_fastest() -> None:
+    """Two nodes have three layouts. On one node a hybrid would be zero3."""
     found = answer([[30_000, *[2000] * 16]], Question(shape=SHAPE, hardware=H100, devices=16, kinds=["layer"]))
     assert [row.settings.layout for row in found.layouts if row.settings] == list(LAYOUTS)
-    assert found.ours in found.layouts
     assert found.ours.mean_seconds == min(row.mean_seconds for row in found.layouts)
-    assert found.auto == "zero1"
-    assert any("zero1 " in note and "`shard: auto` takes zero1" in note for note in answer_notes(found))
+    assert found.ours.settings is not None
+    assert found.ours.settings.layout == found.auto == "zero3"  # zero1 fits, too, and takes longer
+    assert any("zero1 " in note and "`shard: auto` takes zero3" in note for note in answer_notes(found))
     assert NODE.layouts() == ("zero1", "zero3")
+
+
+def test_our_row_is_what_a_run_takes_without_offload() -> None:
+    """Of 128K tokens a rank of eight has 16K, for which zero1 has room with offload alone, which runs must ask for."""
+    found = answer([[131_072, *[4000] * 50]], NODE)
+    zero1, zero3 = found.layouts
+    assert zero1.settings is not None
+    assert zero1.settings.offloads
+    assert found.auto == "zero3"
+    assert found.ours == zero3
 
 
 def test_simulated_ranks_hold_what_runs_hold() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     import numpy as np
 
     from lengthwise.cli.simulate_meshes import Meshes
+    from lengthwise.config import RunConfig
     from lengthwise.data import Dataset, Tokenizer
     from lengthwise.data.survey import Survey
 
 _NAMED, _SHOWN_TOKENS, _SHOWN_BAD = 5, 2000, 5
 _OF_A_STREAM = 1000  # sequences that are read
-_PLANNERS = ("packed-dp", "static", "lengthwise")
+_TOKENS_A_GPU = 128 * 1024  # of a simulated step whose size nothing says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class Asked:
 
     limits: dict[str, int]
     meshes: Meshes | None
-    batch_tokens: int
+    batch_tokens: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +66,9 @@ class Data:
     """The model of the simulated step: a named shape, for example llama-7b, or a Hugging Face folder."""
     hardware: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = "h100"
     """The GPUs of the simulated step."""
-    batch_tokens: Annotated[str, tyro.conf.arg(metavar="TOKENS")] = "4M"
-    """Tokens of the simulated step."""
+    batch_tokens: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
+    """Tokens of the simulated step; default: the run file's first batch, or of files 128K a GPU, at most all there
+    are."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="PAGE.html", help_behavior_hint="")] = None
     """Also write this description as an HTML page."""
 
@@ -115,7 +117,7 @@ class Data:
         ]
         longest = [("longest rows", "tokens"), *((dataset.name(i), f"{dataset.lengths[i]:,}") for i in facts.longest)]
         sample = list(self._sample(dataset, decoding))
-        simulated = self._simulated(asked, facts, units) if asked.meshes is not None else ""
+        simulated = self._simulated(asked, dataset, units) if asked.meshes is not None else ""
         console = plain_console()
         parts = [heading, *lines, "", *length_histogram(facts.lengths), ""]
         parts += [f"{name:<40}{tokens:>12}" for name, tokens in longest]
@@ -153,7 +155,8 @@ class Data:
         if self.capacity is not None and (each := attempt(partial(parse_tokens, self.capacity, "--capacity"))):
             gpus = self.gpus or 1
             limits[f"{counted(gpus, 'GPU')} of --capacity {each} tokens hold, {gpus * each}"] = gpus * each
-        tokens = attempt(partial(parse_tokens, self.batch_tokens, "--batch-tokens")) or 1
+        text = self.batch_tokens
+        tokens = None if text is None else attempt(partial(parse_tokens, text, "--batch-tokens"))
         meshes = None
         if self.model is not None and self.gpus is not None:
             from lengthwise.cli.simulate_meshes import MeshChoices
@@ -181,18 +184,31 @@ class Data:
         if length > _SHOWN_TOKENS:
             yield f"  and {length - _SHOWN_TOKENS} more tokens"
 
-    def _simulated(self, asked: Asked, facts: Survey, units: list[str]) -> str:
-        from lengthwise.report.simulation import closing_sentences
+    def _simulated(self, asked: Asked, dataset: Dataset, units: list[str]) -> str:
+        from lengthwise.cli.simulate import answered
+        from lengthwise.config import load_config
+        from lengthwise.cost.sharding import lora_params
+        from lengthwise.report.answer import answer_sentence
 
         assert asked.meshes is not None, "asked for"
-        known = KnownLengths(name="data", lengths=facts.lengths.tolist())
-        batches, context = known.batches(asked.batch_tokens, 1, None)
-        meshes = replace(asked.meshes, question=replace(asked.meshes.question, context_tokens=context))
-        question = meshes.question
-        devices = f"{counted(question.devices, 'device')} of {question.hardware.name}"
-        unit = "bytes" if "bytes" in units else "tokens"
-        said = closing_sentences(meshes.compare(list(_PLANNERS), batches), devices, unit=unit)
-        return f"A step has {count(sum(batches[0]))} {unit} here (--batch-tokens). {said}"
+        config = load_config(self.inputs[0]) if is_run_file(self.inputs) else None
+        lora = None if config is None else config.lora
+        adapters = lora_params(asked.meshes.question.shape, lora.r) if lora is not None and lora.r else None
+        batch = self._batch(asked, dataset, config)
+        found = answered(asked.meshes, [batch], adapters=adapters)
+        return f"simulated: {answer_sentence(found, 'bytes' if 'bytes' in units else 'tokens')}"
+
+    def _batch(self, asked: Asked, dataset: Dataset, config: RunConfig | None) -> list[int]:
+        """Return the lengths of the simulated step."""
+        from lengthwise.data import Batches
+
+        assert asked.meshes is not None, "asked for"
+        if config is not None and asked.batch_tokens is None:
+            return [int(dataset.lengths[i]) for i in next(iter(Batches(dataset, config))).ids]
+        lengths = dataset.lengths[dataset.ids].tolist()
+        most = min(sum(lengths), _TOKENS_A_GPU * asked.meshes.question.devices)
+        (batch,), _ = KnownLengths(name="data", lengths=lengths).batches(asked.batch_tokens or most, 1, None)
+        return batch
 
 
 def _heading(facts: Survey, unit: str) -> str:

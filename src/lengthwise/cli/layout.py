@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,8 +10,9 @@ from lengthwise.config import RunConfig
 from lengthwise.core.files import read_json_object
 from lengthwise.core.host_memory import free_host_bytes
 from lengthwise.core.shape import ModelShape
-from lengthwise.cost import DTYPE_BYTES, Hardware, StepMemory, choose_shard_of_run, ranks_of_node
+from lengthwise.cost import DTYPE_BYTES, Cost, Hardware, StepMemory, choose_shard_of_run, ranks_of_node
 from lengthwise.cost.memory import logits_at_once
+from lengthwise.simulator.layouts import layout_seconds_of_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,17 +28,20 @@ def layout_of_run(
     config: RunConfig,
     shape: ModelShape,
     hardware: Hardware,
+    cost: Cost,
     *,
     ranks: int,
+    lengths: Sequence[int] | None,
     longest: int,
     batch: int,
     trained: int | None,
     ties: bool | None,
 ) -> Layout:
-    """Return the layout of a run file: the one named, or by the memory of the hardware; on CPUs by what is free here.
+    """Return the layout of a run file: the one named, or the fastest that fits; on CPUs the first by what is free here.
 
-    longest, batch: tokens of the longest sequence, and at most of a global batch. trained: parameters of adapters;
-    None: all train. ties: whether head and embedding are the same; None: as the family usually has it.
+    cost: of whole parameters on every rank. lengths: of the first batch; None: not known. longest, batch: tokens of the
+    longest sequence, and at most of a global batch. trained: parameters of adapters; None: all train. ties: whether
+    head and embedding are the same; None: as the family usually has it.
 
     Raises:
         MemoryShortage: the model fits under no layout.
@@ -59,7 +64,10 @@ def layout_of_run(
     shard, why = config.shard, ""
     if shard == "auto":
         room = hardware.device_bytes if on_gpus else free_host_bytes() / ranks or None
-        choice = choose_shard_of_run(config, memory, room, longest=longest, batch=batch, on_gpus=on_gpus)
+        seconds = layout_seconds_of_run(config, lengths, cost, room, ranks=ranks) if on_gpus else None
+        choice = choose_shard_of_run(
+            config, memory, room, longest=longest, batch=batch, on_gpus=on_gpus, seconds=seconds
+        )
         shard = choice.shard
         why = f"shard {shard}: {choice.why}" if on_gpus or shard != "zero1" else ""
     within = {"zero1": 1, "zero3": ranks, "hybrid": node or ranks}[shard]

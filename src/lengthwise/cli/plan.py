@@ -109,7 +109,7 @@ class PlanCommand:
         tokens, context, batch = self._lengths(asked)
         console = plain_console()
         if asked.config is not None and asked.hardware is not None and not self.planning.mode:
-            asked, why = self._laid_out(asked, asked.config, asked.hardware, longest=context or 1, batch=batch)
+            asked, why = self._laid_out(asked, asked.config, asked.hardware, tokens, longest=context or 1, batch=batch)
             if why:
                 console.print(why)
         options = replace(asked.options, context_tokens=context)
@@ -127,7 +127,7 @@ class PlanCommand:
         known = None if self.cost else asked.shape
         named = f"model {known.name} ({cost.version})" if known else f"costs {cost.version}"
         if self._plans_as_training and not self.cost and not self.measurements:
-            named += ", as training on CPUs plans; --hardware prices other machines"
+            named += ": priced for this CPU; use --hardware h100 for GPUs"
         console.print(
             f"{counted(len(tokens), 'sequence')}, {count(sum(tokens))} tokens, longest {max(tokens)}; "
             f"{counted(plan.ranks, 'rank')} of {plan.capacity} tokens; {named}"
@@ -198,7 +198,7 @@ class PlanCommand:
         )
 
     def _laid_out(
-        self, asked: PlanInput, config: RunConfig, hardware: Hardware, *, longest: int, batch: int
+        self, asked: PlanInput, config: RunConfig, hardware: Hardware, lengths: list[int], *, longest: int, batch: int
     ) -> tuple[PlanInput, str]:
         """Return (mode and costs of how training lays parameters over the ranks; why, where that was left open)."""
         from lengthwise.cli.layout import layout_of_run, ties_of
@@ -212,7 +212,9 @@ class PlanCommand:
             config,
             asked.shape,
             hardware,
+            asked.cost,
             ranks=self.ranks,
+            lengths=None if config.data[0].streaming else lengths,
             longest=longest,
             batch=batch,
             trained=_adapters_of(config),

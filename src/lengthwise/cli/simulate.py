@@ -62,7 +62,7 @@ class SimulationInput:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulate:
-    """Simulate how long a step takes with Lengthwise and with today's usual methods; prints one sentence and four
+    """Simulate how long a step takes with Lengthwise and with today's usual methods; prints one sentence and five
     rows."""
 
     lengths: Annotated[str | None, tyro.conf.arg(metavar="RECIPE|FILE.json", help_behavior_hint="")] = None
@@ -147,8 +147,7 @@ class Simulate:
             console.print(f"written to {self.out}: {_FIGURES}, {_PAGE}{', trace-*.json' * bool(planners)}")
         elif not planners:
             console.print(
-                "More: --details compares planners on one engine, where fixed groups of ranks attend as ours do, too;\n"
-                "--out FOLDER writes a page, and JSON."
+                "More: --details compares all planners on the same engine; --out FOLDER writes a page, and JSON."
             )
         return 0
 
@@ -161,22 +160,12 @@ class Simulate:
         return self.details or self.all or given or machine.mesh != "best" or self.loader != "none"
 
     def _answer(self, meshes: Meshes, batches: list[list[int]]) -> Answer:
-        from lengthwise.cost.sharding import check_host, lora_params
-        from lengthwise.report.progress import showing
-        from lengthwise.simulator import Question, answer
+        from lengthwise.cost.sharding import lora_params
 
-        asked = meshes.question
-        adapters = None if self.lora is None else lora_params(asked.shape, self.lora)
-        recompute = self.machine.recompute
-        question = Question(
-            shape=asked.shape, hardware=asked.hardware, devices=asked.devices, adapters=adapters,
-            capacity_tokens=asked.capacity_tokens, kinds=None if recompute in (None, "auto") else [recompute],
-            cost=asked.cost, offloads=self.offload_optimizer,
-        )  # fmt: skip
-        memory, node = question.memory("zero1"), min(asked.devices, asked.hardware.ranks_per_node)
-        check_host(memory, node, asked.hardware.host_bytes, key="--offload-optimizer")
-        with showing("comparing FSDP2 and Lengthwise, each at its best settings", sys.stderr):
-            return answer(batches, question)
+        adapters = None if self.lora is None else lora_params(meshes.question.shape, self.lora)
+        return answered(
+            meshes, batches, adapters=adapters, recompute=self.machine.recompute, offloads=self.offload_optimizer
+        )
 
     def _traces(self, found: Sequence[Best]) -> dict[str, str]:
         from lengthwise.report.simulation import shown_of
@@ -336,6 +325,31 @@ class Simulate:
             "longest_tokens": max(map(max, batches)),
             "loader": self.loader,
         }
+
+
+def answered(
+    meshes: Meshes,
+    batches: list[list[int]],
+    *,
+    adapters: int | None = None,
+    recompute: str | None = None,
+    offloads: bool = False,
+) -> Answer:
+    """Compare FSDP2 and Lengthwise on these batches; MemoryShortage: `offloads`, and hosts have too little for it."""
+    from lengthwise.cost import check_host
+    from lengthwise.report.progress import showing
+    from lengthwise.simulator import Question, answer
+
+    asked = meshes.question
+    question = Question(
+        shape=asked.shape, hardware=asked.hardware, devices=asked.devices, adapters=adapters,
+        capacity_tokens=asked.capacity_tokens, kinds=None if recompute in (None, "auto") else [recompute],
+        cost=asked.cost, offloads=offloads,
+    )  # fmt: skip
+    memory, node = question.memory("zero1"), min(asked.devices, asked.hardware.ranks_per_node)
+    check_host(memory, node, asked.hardware.host_bytes, key="--offload-optimizer")
+    with showing("comparing FSDP2 and Lengthwise, each at its best settings", sys.stderr):
+        return answer(batches, question)
 
 
 def _refuse_others_files(folder: Path) -> None:

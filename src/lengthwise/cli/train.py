@@ -247,6 +247,7 @@ def _batch(config: RunConfig) -> str:
 
 
 _HIGH_RATE = 1e-4  # for the whole of a model that was trained before
+_SHORT_STEP, _SHORT_STEP_ON_CPU = 0.05, 1.0  # seconds of arithmetic, below which what is not priced takes longer
 
 
 def _update(job: Job) -> str:
@@ -267,10 +268,12 @@ def _time_line(job: Job) -> str:
     if job.known is not job.dataset:
         return "not estimated for rows that are read meanwhile; each step says the time left"
     step = job.estimated_step_seconds
+    if step < (_SHORT_STEP if job.gpus else _SHORT_STEP_ON_CPU):
+        return "not estimated: with so little work a step takes mostly overhead; each step says the time left"
     left = job.num_steps - (job.resume.step if job.resume is not None else 0)
     return (
         f"roughly {seconds(step)} a step, {seconds(left * step)} in all, estimated for {job.hardware}: "
-        "it may be twice or half of that; each step then says the time left"
+        "a rough guess, corrected by the time left that each step says"
     )
 
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from lengthwise.run.verify import VerifyReport
 
 
+_START_SECONDS = 10.0  # of processes that import torch and build the model, about
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verify(RunOptions):
     """Compare the loss and every gradient of N processes with those of one process, on your model and data, in about a
@@ -75,7 +78,10 @@ def print_expectations(check: Check) -> None:
     )
     if check.changes:
         print(f"for this check: {', '.join(check.changes)}; --full runs the first batch as it is")
-    print(f"expected: about {seconds(check.seconds)}, estimated for {job.hardware}; it may be twice or half of that")
+    if check.seconds < _START_SECONDS:
+        print("expected: mostly what ranks take to start; the passes themselves are short")
+    else:
+        print(f"expected: about {seconds(check.seconds)}, a rough guess for {job.hardware}, and the start of ranks")
     memory = memory_bytes()
     if not job.gpus and memory is not None and check.num_bytes > memory:
         print(

@@ -24,9 +24,11 @@ from lengthwise.cost.passes import Pass
 from lengthwise.cost.shapes import SHAPE_NAMES, check_trained, named_shape, shape_from_config
 from lengthwise.cost.sharding import (
     ZERO3_ALONE,
+    LayoutSeconds,
     check_host,
     choose_shard,
     choose_shard_of_run,
+    laid_cost,
     offloaded_cost,
     ranks_of_node,
     sharded_cost,
@@ -48,6 +50,7 @@ __all__ = [
     "Choices",
     "Cost",
     "Hardware",
+    "LayoutSeconds",
     "Link",
     "MicrobatchBytes",
     "Moments",
@@ -62,6 +65,7 @@ __all__ = [
     "choose_shard_of_run",
     "costs",
     "hardware_of_gpu",
+    "laid_cost",
     "largest_peak",
     "logits_at_once",
     "loss_bytes",

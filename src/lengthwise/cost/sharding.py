@@ -1,15 +1,16 @@
-"""How parameters lie over the ranks where nobody says it: whole on every rank where that leaves room, else a part.
+"""How parameters lie over the ranks where nobody says it: of the layouts that leave room, the one that is fastest.
 
-Whole parameters move less, and ranks then wait only for the partners of a sequence; so they come first. By the formulas
-of `cost.memory`: nothing runs, and the same numbers give the same choice on every rank. Costs of ranks that have a part
-of the parameters: what a wave gathers and sums, and what the step's end does, on the host where the optimizer is there.
+Room is that of the formulas of `cost.memory`, and time is what the caller's plans take: nothing runs, and the same
+numbers give the same choice on every rank. Costs of ranks that have a part of the parameters: what a wave gathers and
+sums, and what the step's end does, on the host where the optimizer is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from math import inf
+from typing import Literal, TypeAlias
 
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import ConfigError, MemoryShortage
@@ -28,11 +29,16 @@ ZERO3_ALONE = "shard zero3 has no effect on one rank, which has all parameters"
 _MOST_RANKS = 12_288
 
 
+Shard: TypeAlias = Literal["zero1", "hybrid", "zero3"]
+LayoutSeconds: TypeAlias = Callable[[StepMemory], float]
+"""Seconds of a step of ranks whose parameters lie as `StepMemory.shard` says; inf: it has no plan."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardChoice:
     """A layout, and why."""
 
-    shard: Literal["zero1", "zero3", "hybrid"]
+    shard: Shard
     why: str
 
 
@@ -68,38 +74,68 @@ def choose_shard(
     offload: float = 0.0,
     keeps_whole: str | None = None,
     can_offload: bool = False,
+    seconds: LayoutSeconds | None = None,
+    margin: float = 0.0,
 ) -> ShardChoice:
-    """Return the first of zero1, hybrid and zero3 with which a rank holds `tokens` in a microbatch; on one rank zero1.
+    """Return the fastest layout with which a rank holds `tokens` in a microbatch; on one rank zero1.
 
-    hybrid only where `memory` names the ranks of a node, and there are several nodes. Where none does, zero3.
+    Of equally fast ones the first of zero1, hybrid and zero3. Where none holds so many, the one that holds most. hybrid
+    only where `memory` names the ranks of a node, and there are several nodes.
     device_bytes: of one rank; None: not known, and zero1 is taken. kinds: of recomputation that may be taken. offload:
-    the share that may be. keeps_whole: what allows zero1 alone. can_offload: whether the optimizer may be.
+    the share that may be. keeps_whole: what allows zero1 alone. can_offload: whether the optimizer may be. seconds: of
+    a step with a layout; None: not known, and the first that fits is taken. margin: by which share others must be
+    faster than the first that fits.
 
     Raises:
-        MemoryShortage: neither leaves room for 128 tokens.
+        MemoryShortage: no layout leaves room for 128 tokens.
     """
     if device_bytes is None:
         return ShardChoice(shard="zero1", why="how much memory there is could not be found")
-    whole, cut = (replace(memory, shard=shard) for shard in ("zero1", "zero3"))
+    layouts = {shard: replace(memory, shard=shard) for shard in _shards(memory, keeps_whole)}
     room = device_bytes * (1 - RESERVED)
-    held = [max(tokens_within(each, room, kind, offload) for kind in kinds) for each in (whole, cut)]
-    kept = [_kept(each) for each in (whole, cut)]
-    device = f"{device_bytes / 1e9:.3g} GB a rank"
-    can_cut = memory.ranks > 1 and keeps_whole is None
-    if held[0] >= tokens or (held[0] and not can_cut) or (held[0] >= held[1] and held[0]):
-        why = f"weights, gradients and states take {kept[0]} of {device}, and leave room for {held[0]:,} tokens"
-        return ShardChoice(shard="zero1", why=why)
-    if not can_cut or not held[1]:
-        cut = cut if can_cut else None
-        raise _nothing_fits(whole, cut, device_bytes, kinds, keeps_whole, can_offload=can_offload)
-    why = f"zero1 would take {kept[0]} of {device} for weights, gradients and states, and leave room for "
-    why += f"{held[0]:,} tokens of the {tokens:,} wanted"
-    by_node = replace(memory, shard="hybrid")
+    held = {shard: max(tokens_within(laid, room, kind, offload) for kind in kinds) for shard, laid in layouts.items()}
+    most = max(held, key=lambda shard: held[shard])
+    if not held[most]:
+        raise _nothing_fits(
+            layouts["zero1"], layouts.get("zero3"), device_bytes, kinds, keeps_whole, can_offload=can_offload
+        )
+    fitting = [shard for shard in layouts if held[shard] >= tokens] or [most]
+    if seconds is not None and len(fitting) > 1:
+        took = {shard: seconds(layouts[shard]) for shard in fitting}
+        best = min(fitting, key=lambda shard: took[shard] * (1 - margin * (shard == fitting[0])))
+        if took[best] < inf:
+            others = [f"{shard} {_seconds_text(took[shard])}" for shard in fitting if shard != best]
+            why = f"a step takes {_seconds_text(took[best])} by estimate, with {', '.join(others)}"
+            return ShardChoice(shard=best, why=why)
+    return ShardChoice(shard=fitting[0], why=_why_by_memory(layouts, held, fitting[0], device_bytes, tokens))
+
+
+def _shards(memory: StepMemory, keeps_whole: str | None) -> list[Shard]:
+    """List the layouts that differ here and may be taken, in the order in which they are preferred."""
+    if memory.ranks == 1 or keeps_whole is not None:
+        return ["zero1"]
     has_nodes = 1 < (memory.ranks_per_node or 1) < memory.ranks
-    if has_nodes and max(tokens_within(by_node, room, kind, offload) for kind in kinds) >= tokens:
-        why += f"; hybrid, over {counted(memory.ranks_per_node or 1, 'rank')} of a node, takes "
-        return ShardChoice(shard="hybrid", why=f"{why}{_kept(by_node)}")
-    return ShardChoice(shard="zero3", why=f"{why}; zero3 takes {kept[1]}")
+    return ["zero1", "hybrid", "zero3"] if has_nodes else ["zero1", "zero3"]
+
+
+def _why_by_memory(
+    layouts: Mapping[Shard, StepMemory], held: Mapping[Shard, int], shard: Shard, device_bytes: float, tokens: int
+) -> str:
+    kept, device = _kept(layouts["zero1"]), f"{device_bytes / 1e9:.3g} GB a rank"
+    if shard == "zero1":
+        return f"weights, gradients and states take {kept} of {device}, and leave room for {held[shard]:,} tokens"
+    why = f"zero1 would take {kept} of {device} for weights, gradients and states, and leave room for "
+    why += f"{held['zero1']:,} tokens of the {tokens:,} wanted"
+    if shard == "hybrid":
+        node = counted(layouts[shard].ranks_per_node or 1, "rank")
+        return f"{why}; hybrid, over {node} of a node, takes {_kept(layouts[shard])}"
+    return f"{why}; zero3 takes {_kept(layouts[shard])}"
+
+
+def _seconds_text(seconds: float) -> str:
+    if seconds == inf:
+        return "none"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def check_host(memory: StepMemory, ranks_here: int, free_bytes: float, *, key: str) -> None:
@@ -129,11 +165,12 @@ def choose_shard_of_run(
     batch: int,
     on_gpus: bool,
     kinds: Sequence[str] = RECOMPUTE_KINDS,
+    seconds: LayoutSeconds | None = None,
 ) -> ShardChoice:
     """Return what `shard: auto` of a run file takes.
 
     longest, batch: tokens of the longest sequence, and at most of a global batch. kinds: of recomputation that the
-    model's family can.
+    model's family can. seconds: as for `choose_shard`.
 
     Raises:
         MemoryShortage: the model fits under no layout.
@@ -151,6 +188,7 @@ def choose_shard_of_run(
         offload=config.most_offload,
         keeps_whole=config.keeps_whole,
         can_offload=on_gpus,
+        seconds=seconds,
     )
 
 
@@ -263,6 +301,12 @@ def sharded_cost(cost: Cost, memory: StepMemory, *, group: int | None = None) ->
     traffic = sharded_traffic(replace(memory, ranks=over), cost, head_apart=True)
     left = cost.reduced_bytes if over < ranks else 0.0
     return replace(cost, traffic=traffic, reduced_bytes=left, version=f"{cost.version} over {over}")
+
+
+def laid_cost(cost: Cost, memory: StepMemory) -> Cost:
+    """Return the costs of ranks whose parameters and optimizer lie as `memory` says."""
+    group = {"zero1": 1, "hybrid": memory.ranks_per_node}.get(memory.shard)
+    return offloaded_cost(sharded_cost(cost, memory, group=group), memory)
 
 
 def offloaded_cost(cost: Cost, memory: StepMemory) -> Cost:

@@ -78,7 +78,8 @@ def refuse_twice(tokenizer: Any, ids: Sequence[int], *, chat: bool = False) -> N
 
 def end_of_turn(tokenizer: Any) -> int | None:
     """Return the added token that the chat template writes first after an assistant's answer; None: there is none."""
-    chat = Chat(tuple({"role": role, "content": MARKER} for role in ("user", "assistant")))
+    messages = tuple({"role": role, "content": MARKER} for role in ("user", "assistant"))
+    chat = Chat(where="", messages=messages, values={})
     try:
         text = Template.of(tokenizer, chat).fitted(chat.messages).text
     except ValueError:  # no template, or one of other chats

@@ -23,7 +23,14 @@ from transformers.trainer_utils import EvalLoopOutput
 from lengthwise.config.settings import Attention, Heads, Shard
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.integrations.ahead import PlannedUpdates, checked
-from lengthwise.integrations.arguments import CALLABLES, Refusal, problems_of, recompute_of, refuse_with_parts
+from lengthwise.integrations.arguments import (
+    CALLABLES,
+    WITH_PARTS,
+    Refusal,
+    problems_of,
+    recompute_of,
+    refuse_with_parts,
+)
 from lengthwise.integrations.checkpoints import load_state, save_state
 from lengthwise.integrations.known import KnownRows, check_rows, rows_of_training, warn_of_no_label
 from lengthwise.integrations.rows import Examples, RowCollator
@@ -137,6 +144,8 @@ class PlannedTrainerMixin(_Base):
         raise_problems([*problems, *self._wrong_options()])
         if self._session_options["shard"] in ("zero3", "hybrid") and arguments.world_size > 1:
             refuse_with_parts(arguments)
+        if self._session_options["shard"] == "auto" and any(getattr(arguments, name, False) for name in WITH_PARTS):
+            self._session_options["shard"] = "zero1"
         self._session_options["recompute"] = recompute_of(arguments)
         arguments = copy.copy(arguments)
         arguments.activation_checkpointing = arguments.gradient_checkpointing = False

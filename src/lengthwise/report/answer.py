@@ -1,4 +1,4 @@
-"""The answer of a simulation: one sentence, a table of four rows in 80 columns, and the same as JSON."""
+"""The answer of a simulation: one sentence, a table of five rows in 80 columns, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from lengthwise.report.figures import count, seconds
 from lengthwise.simulator import MODEL_ERROR, gain_over
-from lengthwise.simulator.answer import LAYOUTS, OURS, Answer, WayRow, WaySettings
+from lengthwise.simulator.answer import BY_WORK, LAYOUTS, OURS, Answer, WayRow, WaySettings
 
 _NAME, _STEP, _RATIO, _MEMORY = 21, 9, 7, 7  # columns of the table; settings take the rest
 _MOST = 80
@@ -24,17 +24,19 @@ def answer_sentence(answer: Answer, unit: str = "tokens") -> str:
     """Say what a step takes with Lengthwise and the best other, if they can be told apart; `unit`: of lengths."""
     ours, other = answer.ours, answer.best_other
     counted_in = "bytes" if unit == "bytes" else "tokens"
-    where = f"{answer.devices} x {answer.hardware}, {tokens_text(answer.batch_tokens)} {counted_in} a step"
+    where = f"{answer.devices} x {answer.hardware}, {tokens_text(answer.batch_tokens)} {counted_in} a step, "
+    where += f"longest sequence {tokens_text(answer.longest)}"
     if not ours.step_seconds and other is None:
         return f"{where}: no method here can hold these sequences; the table gives the reasons."
     if not ours.step_seconds:
         assert other is not None, "one of the two was checked to fit"
         return f"{where}: Lengthwise cannot hold these sequences; {other.name} takes {seconds(other.mean_seconds)}."
-    took = f"{where}: {seconds(ours.mean_seconds)} with {OURS}"
+    asks = " and `offload`" * (not answer.auto)
+    took = f"{where}: {seconds(ours.mean_seconds)} with {OURS}{asks}"
     if other is None:
         return f"{took}; FSDP2 cannot hold these sequences here."
     gain = gain_over(other.step_seconds, ours.step_seconds)
-    best = f"the best you can train otherwise takes {seconds(other.mean_seconds)} ({other.name})"
+    best = f"the best otherwise takes {seconds(other.mean_seconds)} ({other.name})"
     if gain.is_equal:
         return f"{took}; {best}: equal within the model's {100 * MODEL_ERROR:.0f} %."
     if gain.ratio > 1:
@@ -88,24 +90,24 @@ def settings_text(settings: WaySettings) -> str:
         words.append(f"rings of {settings.degree}")
     elif not settings.layout:
         words.append(f"packs of {count(settings.capacity_tokens)}")
-    return ", ".join([*words, *_AGAIN[settings.recompute]])
+    return ", ".join([*words, *_AGAIN[settings.recompute], *(["offload"] if settings.offloads else [])])
 
 
 def answer_notes(answer: Answer) -> list[str]:
     """Say what the figures are, and what they leave open."""
     kernel = _KERNELS.get(answer.kernel, answer.kernel)
     notes = [f"Simulated, not measured{f'; attention at the speed of {kernel}' * bool(kernel)}."]
-    other, ours = answer.best_other, answer.ours
-    if answer.sorted_seconds and other and ours.step_seconds and answer.sorted_seconds < 0.97 * other.mean_seconds:
-        took = seconds(answer.sorted_seconds)
-        notes.append(f"FSDP2 with packs sorted by work, which needs your own sampler: {took}.")
+    if any(row.name == BY_WORK and row.step_seconds for row in answer.rows):
+        how = "batches sorted by work, so that like ones run at once; no trainer does that by itself"
+        notes.append(f"{BY_WORK}: {how}.")
     took = [
-        f"{name} {seconds(row.mean_seconds)}"
-        for name, row in zip(LAYOUTS, answer.layouts, strict=False)
-        if row.step_seconds
+        f"{row.settings.layout} {seconds(row.mean_seconds)}{' (with offload)' * row.settings.offloads}"
+        for row in answer.layouts
+        if row.settings is not None
     ]
     if len(answer.layouts) > 1 and took:
-        notes.append(f"Layouts of Lengthwise: {', '.join(took)}; `shard: auto` takes {answer.auto or 'none'}.")
+        takes = f"takes {answer.auto}" if answer.auto else "finds room for none without offload"
+        notes.append(f"Layouts of Lengthwise: {', '.join(took)}; `shard: auto` {takes}.")
     return notes
 
 
@@ -114,7 +116,6 @@ def answer_json(answer: Answer, sentence: str) -> dict[str, Any]:
     return {
         "sentence": sentence,
         "kernel": answer.kernel,
-        "sorted_seconds": answer.sorted_seconds,
         "layouts": {
             name: list(row.step_seconds) or row.refusal for name, row in zip(LAYOUTS, answer.layouts, strict=False)
         },

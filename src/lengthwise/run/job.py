@@ -188,6 +188,13 @@ class Job:
         return self.dataset.lengths[np.sort(list(islice(drawn, most)))]
 
     @property
+    def first_lengths(self) -> list[int] | None:
+        """The lengths of the run's first global batch; None: rows are read meanwhile, and none is known."""
+        if self.known is not self.dataset:
+            return None
+        return [int(self.dataset.lengths[i]) for i in next(iter(Batches(self.dataset, self.config))).ids]
+
+    @property
     def shard(self) -> str:
         """How parameters lie over the ranks: zero1, zero3 or hybrid; on one node the last two are the same."""
         within = self.config.ranks_in_step(self.ranks)
@@ -208,15 +215,20 @@ class Job:
         return hardware_of_gpu(self.gpu_name or "a GPU")[1]
 
     @property
+    def cost(self) -> Cost:
+        """What steps cost with whole parameters on every rank: measured, or estimated for the device."""
+        if self.measured_cost is not None:
+            return self.measured_cost
+        shape, config = shape_from_config(self.model.config.to_dict()), self.config
+        return base_cost(shape, self.hardware, precision=config.precision, adapters=self.adapters, stages=config.stages)
+
+    @property
     def planning(self) -> StepPlanning:
         """What plans the steps of this run."""
-        config, stages, cost = self.config, self.config.stages, self.measured_cost
+        config, stages = self.config, self.config.stages
         pipeline = {"mode": "pipeline", "virtual": config.virtual} if stages > 1 else {}
-        if cost is None:
-            shape = shape_from_config(self.model.config.to_dict())
-            cost = base_cost(shape, self.hardware, precision=config.precision, adapters=self.adapters, stages=stages)
         return step_planning(
-            cost,
+            self.cost,
             self.model.config,
             self.capacities,
             ranks=self.ranks,

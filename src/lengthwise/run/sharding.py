@@ -14,6 +14,7 @@ from lengthwise.profiler.place import device_bytes
 from lengthwise.run.checks import check_room
 from lengthwise.run.job import Job
 from lengthwise.session.capacity import kinds_of
+from lengthwise.simulator.layouts import layout_seconds_of_run
 
 
 def settle_shard(job: Job) -> Job:
@@ -35,15 +36,19 @@ def settle_shard(job: Job) -> Job:
         return replace(job, config=config.model_copy(update={"ranks_per_node": node}))
     if config.shard != "auto" or config.stages > 1:  # stages have zero1 alone
         return job
-    memory = _memory(job, node)
+    memory, room, kinds = _memory(job, node), _bytes_of_a_rank(job), kinds_of(model.config, "auto")
+    seconds = None
+    if job.gpus:  # on CPUs transfers and computing share cores, which costs do not know
+        seconds = layout_seconds_of_run(config, job.first_lengths, job.cost, room, ranks=job.ranks, kinds=kinds)
     choice = choose_shard_of_run(
         config,
         memory,
-        _bytes_of_a_rank(job),
+        room,
         longest=job.longest_tokens,
         batch=job.most_tokens,
         on_gpus=job.gpus > 0,
-        kinds=kinds_of(model.config, "auto"),
+        kinds=kinds,
+        seconds=seconds,
     )
     if choice.shard == "zero1" and job.gpus and model.weights:
         check_room(model, count_parameters(model.config))

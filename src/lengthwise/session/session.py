@@ -55,7 +55,7 @@ class Session:
         optimizer: one that computes each entry by itself, over all trainable parameters; None: the session evaluates.
         capacity_tokens: maximum tokens of a rank in one microbatch; auto: as many as small passes find to fit.
         shard: zero1: each rank has all parameters; zero3: its part, and the model no values between steps; hybrid: its
-            part of what a node has; auto: zero1 where that leaves room, by estimate.
+            part of what a node has; auto: the fastest that leaves room, by estimate.
         ranks_per_node: that share the parameters under hybrid; None: those that the launcher started on a machine.
         stages: of a pipeline, as in a run file: each rank keeps its layers of the model, with the values of the first
             replica's ranks, and no others after that.

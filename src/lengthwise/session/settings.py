@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from lengthwise.comm import Transport
 from lengthwise.config import OffloadConfig
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import (
     DTYPE_BYTES,
-    ZERO3_ALONE,
     Cost,
     StepMemory,
-    check_host,
-    choose_shard,
     hardware_of_gpu,
     offloaded_cost,
-    ranks_of_node,
     shape_from_config,
     sharded_cost,
-    wanted_tokens,
 )
 from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.engine.activations import check_offload
-from lengthwise.engine.memory import free_bytes
 from lengthwise.engine.norm import norm_bytes
 from lengthwise.models import check_cut
 from lengthwise.planner import PlanOptions
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.planner.service.step_planning import StepPlanning
-from lengthwise.session.capacity import kinds_of, least, measured_of
+from lengthwise.session.capacity import measured_of
 from lengthwise.session.engine import Engine
 from lengthwise.session.model import PRECISIONS, check_session_model
-from lengthwise.session.request import LOCK_STEP_PLANNER, SessionRequest, read_capacity, read_offload, request_problems
+from lengthwise.session.request import SessionRequest, read_capacity, read_offload, request_problems
 from lengthwise.session.sharded import ShardedInPlace, check_optimizer
 
 _STATES = 2  # an entry, of most optimizers; amsgrad and centered keep one more
@@ -105,93 +97,6 @@ def check_settings(model: Any, optimizer: Any, asked: SessionRequest) -> Session
         offloads_optimizer=offloads,
         device=where,
     )
-
-
-def shard_of(model: nn.Module, transport: Transport, settings: SessionSettings, *, local_ranks: int) -> tuple[str, int]:
-    """Return how the parameters of a model lie over the ranks, and how many neighbouring ranks share them. Collective.
-
-    As asked for, or as what is free allows. What model and optimizer hold already counts as free: it moves. Rank 0 says
-    why, where parameters are cut. local_ranks: of this machine, which are a node where nothing else was asked for.
-
-    Raises:
-        ConfigError: nodes do not divide the ranks.
-        MemoryShortage: the model fits in no way.
-    """
-    ranks, shard = transport.world_size, settings.asked.shard
-    least_here, most_here = least(transport, [local_ranks, -local_ranks])  # the same on all ranks, or no node
-    here = int(least_here) if least_here == -most_here else ranks
-    node = ranks_of_node(settings.asked.ranks_per_node, here, ranks, is_asked=shard == "hybrid")
-    within = {"zero1": 1, "zero3": ranks, "hybrid": node or ranks}
-    if shard == "auto" and ranks > 1:
-        shard = _chosen(model, transport, settings, _memory(model, settings, ranks, node))
-    if ranks == 1:
-        if shard == "zero3":
-            print(f"lengthwise: {ZERO3_ALONE}", flush=True)
-        return "zero1", 1
-    if shard == "hybrid" and node == ranks:
-        if not transport.rank:
-            print("lengthwise: shard hybrid: all ranks are on one node, where it is zero3", flush=True)
-        shard = "zero3"
-    return shard, within[shard]
-
-
-def check_host_optimizer(model: nn.Module, transport: Transport, settings: SessionSettings, local_ranks: int) -> None:
-    """Refuse an offloaded optimizer that is more than hosts have free; rank 0 says where it saves nothing. Collective.
-
-    local_ranks: of this machine.
-
-    Raises:
-        MemoryShortage: it is more.
-    """
-    if settings.offloads_optimizer and settings.device.type == "cuda":
-        free, fewest = least(transport, [free_bytes(torch.device("cpu"), 1), -local_ranks])
-        memory = _memory(model, settings, transport.world_size)
-        check_host(memory, int(-fewest), free, key="offload_optimizer")
-    elif settings.offloads_optimizer and not transport.rank:
-        print("lengthwise: offload_optimizer saves no memory without GPUs", flush=True)
-
-
-def _memory(model: nn.Module, settings: SessionSettings, ranks: int, node: int | None = None) -> StepMemory:
-    """Return what a step of the model holds, under zero1."""
-    config: Any = model.config
-    parameters, optimizer = list(model.parameters()), settings.optimizer
-    widths = Counter[int]()
-    for parameter in parameters:
-        widths[parameter.element_size()] += parameter.numel()
-    count = sum(widths.values())
-    trained = 0 if optimizer is None else sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    return StepMemory(
-        shape=shape_from_config(config.to_dict()),
-        dtype_bytes=widths.most_common(1)[0][0],
-        parameters=count,
-        trained=None if trained == count else trained,
-        ranks=ranks,
-        ranks_per_node=node,
-        states=0 if optimizer is None else states_an_entry(optimizer),
-        offloads=settings.offloads_optimizer and settings.device.type == "cuda",
-        ties=bool(getattr(config, "tie_word_embeddings", False)),
-    )
-
-
-def _chosen(model: nn.Module, transport: Transport, settings: SessionSettings, memory: StepMemory) -> str:
-    """Return the layout that what is free allows, and say why. Collective."""
-    device, planner, optimizer = settings.device, settings.asked.planner, settings.optimizer
-    states = () if optimizer is None else optimizer.state.values()
-    held = [*model.parameters(), *(each for part in states for each in part.values())]
-    own = sum(each.nbytes for each in held if isinstance(each, Tensor) and each.device.type == device.type)
-    (free,) = least(transport, [free_bytes(device, transport.device_ranks) + own])
-    choice = choose_shard(
-        memory,
-        free or None,
-        tokens=settings.capacity_tokens or wanted_tokens(transport.world_size),
-        kinds=kinds_of(model.config, settings.recompute),
-        offload=0.0 if settings.offload is None else 1.0,
-        keeps_whole=None if planner == LOCK_STEP_PLANNER else f"planner {planner}",
-        can_offload=optimizer is not None and device.type == "cuda",
-    )
-    if choice.shard != "zero1" and not transport.rank:
-        print(f"lengthwise: shard {choice.shard}: {choice.why}", flush=True)
-    return choice.shard
 
 
 def states_an_entry(optimizer: Optimizer) -> int:

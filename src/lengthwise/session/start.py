@@ -13,8 +13,9 @@ from lengthwise.cost import Cost, shape_from_config
 from lengthwise.models import Computing, compute_so
 from lengthwise.models.weights import first_names, is_finite
 from lengthwise.session.engine import Engine
+from lengthwise.session.layouts import check_host_optimizer, shard_of
 from lengthwise.session.parameters import take_over
-from lengthwise.session.settings import SessionSettings, check_host_optimizer, shard_of
+from lengthwise.session.settings import SessionSettings
 from lengthwise.session.sharded import ShardedInPlace
 from lengthwise.session.stages import join_stages, take_stage
 
@@ -57,7 +58,7 @@ def take_model(
         options |= {"virtual": asked.virtual, "tokens": tokens, "cost": cost if asked.measurements else None}
         engine.pipeline, engine.parameters, sharded = take_stage(model, optimizer, mesh, **options)
         return "zero1", sharded
-    shard, in_step = shard_of(engine.model, transport, settings, local_ranks=local_ranks)
+    shard, in_step = shard_of(engine.model, transport, settings, cost, local_ranks=local_ranks)
     options |= {"shard": shard, "ranks_in_step": in_step}
     engine.parameters, sharded = take_over(model, optimizer, transport, **options)
     return shard, sharded

@@ -1,7 +1,8 @@
 """The short answer of a simulation: what people use today, each at its own best settings, against Lengthwise.
 
 Without tensor parallelism or stages: FSDP2 with padding, with packing, and with one size of ring, in lock-step
-(`rivals`); and Lengthwise with zero1, zero3 or hybrid, the best of these (hybrid as if all nodes ran in lock-step).
+(`rivals`), packs in the order of a shuffled set or, with one's own sampler, sorted by work; and Lengthwise as it trains
+by default: with the fastest layout that fits (hybrid as if all nodes ran in lock-step), microbatches as memory allows.
 Settings are tried on the batch of most work; the best run all batches. A few seconds for 8 devices.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from math import inf
 
 import numpy as np
 
@@ -19,7 +21,6 @@ from lengthwise.core.plan import RECOMPUTE_KINDS, Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost import (
-    STEP_TOKENS,
     Cost,
     Hardware,
     StepMemory,
@@ -35,92 +36,23 @@ from lengthwise.cost import (
 from lengthwise.planner import PLANNING_SHARE, PlanOptions, arithmetic_seconds, plan_step
 from lengthwise.simulator.rivals import LockStep, lock_step, packed, padded, recomputing
 from lengthwise.simulator.step import simulate_plan
+from lengthwise.simulator.ways import (
+    BY_WORK,
+    LAYOUTS,
+    ONE_RING,
+    OURS,
+    PACKED,
+    PADDED,
+    RIVALS,
+    Answer,
+    WayRow,
+    WaySettings,
+    WorkSpan,
+)
 
-PADDED, PACKED, ONE_RING, OURS = "FSDP2, padded", "FSDP2, packed", "FSDP2, one ring size", "Lengthwise"
-RIVALS = (PADDED, PACKED, ONE_RING)
-_SHARES = (1.0, 0.5, 0.25)  # of the tokens that fit, that a device may hold in a microbatch
 _MORE_MICROBATCHES = (0, 1, 2, 4, 8)  # of packs, than the fewest that hold a batch
 _NEAR = 1.005  # of the least time that arithmetic takes: what comes so close is taken for the best
 _FILLED = 0.98  # of a pack, as packing whole sequences leaves it
-LAYOUTS = ("zero1", "zero3", "hybrid")  # of parameters over the ranks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WaySettings:
-    """How one way trains; what does not concern it is None.
-
-    recompute: a kind of recomputation. capacity_tokens: of a device and microbatch. size, by_length: of padded
-    microbatches. degree: of all its rings. sorted: packs run longest first. layout: of Lengthwise's parameters.
-    """
-
-    recompute: str
-    capacity_tokens: int
-    size: int | None = None
-    by_length: bool | None = None
-    degree: int | None = None
-    sorted: bool = False
-    layout: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkSpan:
-    """A stretch of a rank's time in the first batch, in seconds; `kind` is local or ring."""
-
-    rank: int
-    start: float
-    end: float
-    kind: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WayRow:
-    """One way to train. step_seconds: entry i of batch i; empty: it cannot hold the sequences, see `refusal`.
-
-    memory_bytes: peak of the fullest device, by formula. stretches: of the first batch. degrees: its distinct pairs of
-    a sequence's tokens and ranks, for Lengthwise alone.
-    """
-
-    name: str
-    settings: WaySettings | None = None
-    step_seconds: tuple[float, ...] = ()
-    memory_bytes: float = 0.0
-    refusal: str = ""
-    stretches: tuple[WorkSpan, ...] = ()
-    degrees: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def mean_seconds(self) -> float:
-        """Step time, mean over batches."""
-        return float(np.mean(self.step_seconds))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The rows of ways that exist on these devices, ours last.
-
-    layouts: Lengthwise at each layout, in the order of `LAYOUTS`. auto: the one of `shard: auto`; "": none fits.
-    sorted_seconds: of the quickest FSDP2 row with packs, mean of batches, if packs of like work ran side by side, which
-    no trainer does; None: none fits. kernel: whose speed of attention was taken.
-    """
-
-    rows: tuple[WayRow, ...]
-    devices: int
-    hardware: str
-    kernel: str
-    batch_tokens: int
-    layouts: tuple[WayRow, ...] = ()
-    auto: str = ""
-    sorted_seconds: float | None = None
-
-    @property
-    def ours(self) -> WayRow:
-        """The row of Lengthwise."""
-        return self.rows[-1]
-
-    @property
-    def best_other(self) -> WayRow | None:
-        """The quickest row of the others; None: none fits."""
-        return min((r for r in self.rows[:-1] if r.step_seconds), key=lambda row: row.mean_seconds, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,28 +87,31 @@ class Question:
         return sharded_cost(self.costs, replace(self.memory("zero3"), ranks=self.devices), group=group)
 
     def memory(self, layout: str) -> StepMemory:
-        """Return what a device holds with parameters that lie so; hybrid: at most, as zero3 on one node."""
-        ranks = min(self.devices, self._devices_of_node) if layout == "hybrid" else self.devices
-        whole = step_memory(self.shape, self.hardware, ranks)
-        shard = "zero1" if layout == "zero1" else "zero3"
-        return replace(whole, shard=shard, trained=self.adapters, offloads=self.offloads)
-
-    @property
-    def _devices_of_node(self) -> int:
-        return self.hardware.ranks_per_node if self.cost is None else self.cost.ranks_per_node
+        """Return what a device holds with parameters that lie so."""
+        node = self.hardware.ranks_per_node if self.cost is None else self.cost.ranks_per_node
+        whole = step_memory(self.shape, self.hardware, self.devices)
+        return replace(whole, shard=layout, ranks_per_node=node, trained=self.adapters, offloads=self.offloads)
 
     def layouts(self) -> tuple[str, ...]:
         """Return the layouts that differ here."""
         is_node = self.devices <= self.costs.ranks_per_node
         return LAYOUTS[:1] if self.devices == 1 else LAYOUTS[:2] if is_node else LAYOUTS
 
-    def auto(self, longest: int) -> str:
-        """Return the layout that a run takes by itself, by memory; "": it fits in none."""
-        tokens = self.capacity_tokens or wanted_tokens(self.devices, longest=longest)
+    def auto(self, longest: int, rows: Sequence[WayRow]) -> str:
+        """Return the layout that a run takes by itself, whose steps take as `rows` say; "": none without offload."""
+        tokens, kinds = self.capacity_tokens or wanted_tokens(self.devices, longest=longest), self.kinds
+        took = {row.layout: row.mean_seconds for row in rows if row.settings and not row.settings.offloads}
         try:
-            return choose_shard(self.memory("zero1"), self.hardware.device_bytes, tokens=tokens).shard
+            found = choose_shard(
+                self.memory("zero1"),
+                self.hardware.device_bytes,
+                tokens=tokens,
+                kinds=RECOMPUTE_KINDS if kinds is None else kinds,
+                seconds=lambda laid: took.get(laid.shard, inf),
+            )
         except MemoryShortage:
             return ""
+        return found.shard if found.shard in took else ""
 
     def capacities(self, layout: str, kinds: Sequence[str]) -> Mapping[str, int]:
         """Return the tokens that a device holds for each kind that leaves room; none: an empty mapping."""
@@ -196,19 +131,27 @@ def answer(batches: Sequence[Sequence[int]], question: Question) -> Answer:
     heaviest, longest = _heaviest(batches, question), max(map(max, batches))
     names = RIVALS if question.devices > 1 else RIVALS[:-1]
     rows = [_rival(name, batches, heaviest, longest, question) for name in names]
-    in_order = [_rival(name, batches, heaviest, longest, question, in_order=True) for name in names if name != PADDED]
-    ours = compare_layouts(batches, question)
-    fitting = [row for row in ours if row.step_seconds]
+    if question.devices > 1:
+        by_work = [_rival(name, batches, heaviest, longest, question, in_order=True) for name in (PACKED, ONE_RING)]
+        rows.append(replace(_quickest(by_work), name=BY_WORK))
+    layouts = compare_layouts(batches, question)
+    auto = question.auto(longest, layouts)
+    taken = [row for row in layouts if auto and row.layout == auto]
     return Answer(
-        rows=(*rows, min(fitting, key=lambda row: row.mean_seconds, default=ours[-1])),
-        layouts=tuple(ours),
-        auto=question.auto(longest),
-        sorted_seconds=min((row.mean_seconds for row in in_order if row.step_seconds), default=None),
+        rows=(*rows, _quickest(taken or layouts)),
+        layouts=tuple(layouts),
+        auto=auto,
         devices=question.devices,
         hardware=question.hardware.name,
         kernel="" if question.cost else question.hardware.kernel,
         batch_tokens=round(sum(map(sum, batches)) / len(batches)),
+        longest=longest,
     )
+
+
+def _quickest(rows: Sequence[WayRow]) -> WayRow:
+    """Return the quickest row; where none fits, the last."""
+    return min((row for row in rows if row.step_seconds), key=lambda row: row.mean_seconds, default=rows[-1])
 
 
 def compare_layouts(batches: Sequence[Sequence[int]], question: Question) -> list[WayRow]:
@@ -330,9 +273,10 @@ def _ours(
                 tried.append((runs[-1].seconds, number))
         for _, number in sorted(tried):
             if runs := _held(batches, ways[number], question, offload):
+                offloads = any(each.offload for run in runs for each in run.plan.microbatches)
                 return WayRow(
                     name=OURS,
-                    settings=ways[number],
+                    settings=replace(ways[number], offloads=offloads),
                     step_seconds=tuple(run.seconds for run in runs),
                     memory_bytes=max(run.memory_bytes for run in runs),
                     stretches=_stretches(runs[0]),
@@ -349,12 +293,9 @@ def _held(batches: Sequence[Sequence[int]], way: WaySettings, question: Question
         return None
 
 
-def _our_settings(layout: str, question: Question) -> Iterator[WaySettings]:
-    shares = (1.0,) if question.capacity_tokens is not None else _SHARES
-    for (kind, whole), share in product(question.capacities(layout, RECOMPUTE_KINDS).items(), shares):
-        held = whole if share == 1.0 else int(whole * share) // STEP_TOKENS * STEP_TOKENS
-        if held:
-            yield WaySettings(recompute=kind, capacity_tokens=held, layout=layout)
+def _our_settings(layout: str, question: Question) -> list[WaySettings]:
+    capacities = question.capacities(layout, RECOMPUTE_KINDS).items()
+    return [WaySettings(recompute=kind, capacity_tokens=held, layout=layout) for kind, held in capacities]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

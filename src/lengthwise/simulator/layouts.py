@@ -1,0 +1,102 @@
+"""How long steps take with each layout of parameters: what `shard: auto` goes by, beside memory.
+
+A batch is planned and simulated as in training, once a layout that fits. A second or less; for 512 ranks and 60M tokens
+five seconds a layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from lengthwise.config import RunConfig
+from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.plan import RECOMPUTE_KINDS
+from lengthwise.cost import RESERVED, Cost, StepMemory, laid_cost
+from lengthwise.cost.capacity import tokens_within
+from lengthwise.cost.sharding import LEAST_TOKENS, LayoutSeconds
+from lengthwise.data.recipes import draw_lengths
+from lengthwise.planner import PlanOptions
+from lengthwise.planner.service.step_planning import StepPlanning
+from lengthwise.simulator.step import simulate_plan
+
+_RANK_TOKENS, _LONGEST, _SEED = 16_384, 32_768, 0
+
+
+def usual_lengths(ranks: int, capacity_tokens: int | None = None) -> list[int]:
+    """Return the lengths that stand for data of which none are known: github's up to 32K, 16K tokens a rank.
+
+    No longer than ranks hold together, of 2,048 tokens each where `capacity_tokens` is not given.
+    """
+    longest = min(_LONGEST, ranks * (capacity_tokens or LEAST_TOKENS))
+    return draw_lengths("github", ranks * _RANK_TOKENS, _SEED, longest_tokens=longest)
+
+
+def layout_seconds(
+    lengths: Sequence[int],
+    cost: Cost,
+    device_bytes: float,
+    *,
+    kinds: Sequence[str] = RECOMPUTE_KINDS,
+    capacity_tokens: int | None = None,
+    offload: str | float = "off",
+    heads: str | int = "auto",
+) -> LayoutSeconds:
+    """Return what plans and simulates a step of these lengths with a layout, and gives its seconds.
+
+    cost: of whole parameters on every rank. device_bytes: of one rank. kinds: of recomputation to choose from.
+    capacity_tokens: of a rank; None: what each layout leaves. offload: off, auto, or the ratio of a run file.
+    """
+    ratio = None if isinstance(offload, str) else offload
+
+    def seconds(memory: StepMemory) -> float:
+        laid, room = laid_cost(cost, memory), device_bytes * (1 - RESERVED)
+        held = {kind: capacity_tokens or tokens_within(memory, room, kind) for kind in kinds}
+        planning = StepPlanning(
+            ranks=memory.ranks,
+            cost=laid,
+            capacities={kind: tokens for kind, tokens in held.items() if tokens},
+            options=PlanOptions(
+                mode="free" if memory.shard == "zero1" else "waves",
+                layers=memory.shape.layers,
+                heads=heads,
+                offload=offload if isinstance(offload, str) else "off",
+            ),
+            offload_ratio=ratio,
+        )
+        try:
+            return simulate_plan(planning.plan(lengths), laid).step_seconds if planning.capacities else inf
+        except LengthwiseError:  # what training will refuse, too
+            return inf
+
+    return seconds
+
+
+def layout_seconds_of_run(
+    config: RunConfig,
+    lengths: Sequence[int] | None,
+    cost: Cost,
+    device_bytes: float | None,
+    *,
+    ranks: int,
+    kinds: Sequence[str] = RECOMPUTE_KINDS,
+) -> LayoutSeconds | None:
+    """Return `layout_seconds` of a run file; None: its costs know no transfers, or memory is not known.
+
+    lengths: of its first global batch; None: not known. kinds: of recomputation that the model's family can.
+    """
+    if device_bytes is None or not cost.prices_choices:
+        return None
+    capacity, recompute = config.capacity_tokens, config.recompute
+    tokens = None if capacity == "auto" else capacity
+    if recompute == "auto" and tokens is not None:
+        recompute = "none"
+    return layout_seconds(
+        lengths or usual_lengths(ranks, tokens),
+        cost,
+        device_bytes,
+        kinds=kinds if recompute == "auto" else [recompute],
+        capacity_tokens=tokens,
+        offload="off" if config.offload is None else config.offload.ratio,
+        heads=config.heads,
+    )
