@@ -26,17 +26,20 @@ from lengthwise.engine.gathering import gather_to_first
 from lengthwise.engine.objective import Objective
 from lengthwise.models import has_dropout
 from lengthwise.planner.service.process import PlannerProcess
-from lengthwise.session.losses import ComputeLoss, SumCheck, TokenLoss, TokenValues, log_probabilities, objective_of
+from lengthwise.session.loss_checks import LossCheck, SumCheck
+from lengthwise.session.losses import OfModel, log_probabilities, objective_of
 from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside
 from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.runner import StepResult, StepRunner, first_step_sentence, refuse_not_finite
 from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
 from lengthwise.session.settings import SessionRequest, check_settings, cost_of, planning_of
 from lengthwise.session.sharded import ShardedInPlace
+from lengthwise.session.share_check import KnownShare, ShareCheck
 from lengthwise.session.source import PlannedStep
 from lengthwise.session.stages import from_stages, state_of_stages
 from lengthwise.session.start import start_engine, take_model
 from lengthwise.session.state import take_state, whole_state
+from lengthwise.session.tokens import ComputeLoss, TokenLoss, TokenValues
 from lengthwise.session.values import Combine, Per, ValuesOfTokens, combined, gather, rows_of
 
 
@@ -115,8 +118,8 @@ class Session:
         settings = check_settings(self._inner, optimizer, asked)
         cost = cost_of(self._inner.config, settings)
         self._num_words: int = self._inner.get_input_embeddings().num_embeddings
+        self._known_losses = set[object]()
         self._closing, self._is_closed, self._has_said = ExitStack(), False, False
-        self._checked_losses = set[object]()
         world = session_world(settings.device)
         self._transport = join(world, timeout_seconds=timeout_seconds)
         self._closing.callback(self._transport.close)
@@ -180,8 +183,8 @@ class Session:
         self._trained("backward").attach()
         start, planned = time.perf_counter(), self._planned(sequences, f"step {self.steps + 1}")
         objective, check = self._objective(planned, loss, compute_loss, normalizer)
-        result = self._runner.backward(planned, objective)
-        self._refuse_means(check, loss, f"step {self.steps}")
+        result = self._runner.backward(planned, objective, check=check)
+        self._finish(check, f"step {self.steps}")
         return self._made(result, start)
 
     def backward_by_sequence(
@@ -238,8 +241,8 @@ class Session:
         start, name = time.perf_counter(), f"evaluation after step {self.steps}"
         planned = self._planned(sequences, name)
         objective, check = self._objective(planned, loss, compute_loss, normalizer)
-        result = self._runner.evaluate(planned, objective)
-        self._refuse_means(check, loss, name)
+        result = self._runner.evaluate(planned, objective, check=check)
+        self._finish(check, name)
         refuse_not_finite(f"{name}, loss", result.loss)
         return replace(result, step_seconds=time.perf_counter() - start)
 
@@ -351,9 +354,9 @@ class Session:
 
     def _objective(
         self, planned: PlannedStep, loss: TokenLoss | None, compute_loss: ComputeLoss | None, normalizer: float | None
-    ) -> tuple[Objective, SumCheck | None]:
-        """Return what a step computes, and what checks a loss the first time that one is given."""
-        check = SumCheck() if loss is not None and _code_of(loss) not in self._checked_losses else None
+    ) -> tuple[Objective, LossCheck | None]:
+        """Return what a step computes, and what checks its loss."""
+        check = None if loss is None else SumCheck()
         objective = objective_of(
             self.model,
             self._inner,
@@ -363,13 +366,20 @@ class Session:
             normalizer=normalizer,
             check=check,
         )
+        if isinstance(objective, OfModel) and not isinstance(compute_loss, KnownShare):
+            device, known = self._engine.device, self._known_losses
+            return objective, ShareCheck(known=known, objective=objective, planned=planned, device=device)
         return objective, check
 
-    def _refuse_means(self, check: SumCheck | None, loss: TokenLoss | None, name: str) -> None:
+    def _finish(self, check: LossCheck | None, name: str) -> None:
         if check is not None:
-            self._transport.phase = f"{name}, check of the loss"
-            check.refuse(found=any(self._engine.each_rank(check.is_wrong)))
-            self._checked_losses.add(_code_of(loss))
+
+            def evaluate(planned: PlannedStep, objective: Objective) -> float:
+                what = f"{name}, check of the loss"
+                own = self._engine.run(planned, what, step=self.steps, train=False, objective=objective)
+                return sum(self._engine.each_rank(own.loss_sum))
+
+            check.finish(evaluate)
 
     def _made(self, result: StepResult, start: float) -> StepResult:
         """Finish a step that trains; say, once, what its plan was."""
@@ -379,8 +389,3 @@ class Session:
             self._has_said = True
             print(first_step_sentence(result, self._planning), flush=True)
         return result
-
-
-def _code_of(loss: TokenLoss | None) -> object:
-    """Return what a loss is known by: a loop may make its function anew each step."""
-    return getattr(loss, "__code__", type(loss))

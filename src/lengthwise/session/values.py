@@ -22,10 +22,11 @@ from lengthwise.engine.objective import ForwardPass
 from lengthwise.engine.step import RankResult
 from lengthwise.models.adapter import planned_output
 from lengthwise.session.engine import Engine
-from lengthwise.session.losses import Tokens, TokenValues, tokens_of
+from lengthwise.session.losses import tokens_of
 from lengthwise.session.model import refuse_balance
 from lengthwise.session.rows import RowBatch
 from lengthwise.session.source import PlannedStep
+from lengthwise.session.tokens import Tokens, TokenValues
 
 Per: TypeAlias = Literal["sequence", "token"]
 Combine: TypeAlias = Callable[[Tensor], Tensor] | Callable[[list[Tensor]], Tensor]
