@@ -626,6 +626,64 @@ def test_a_compute_loss_that_is_a_mean_is_refused_on_all_ranks_when_it_becomes_o
         assert (first, later) in ((3, 2), (0, 0)), "none but on the last stage"
 
 
+def test_batches_of_an_iterator_that_a_loop_left_come_later_and_a_list_begins_anew(tmp_path):
+    """Left by break and by an error of the loop or a row; several times; another one between."""
+
+    def work(_rank):
+        def numbers():
+            for number in range(1, 10):
+                yield [[1] * number, [1000] if number == 7 else [2, 3]]
+
+        model, rows, found = small_model(), numbers(), list[list[int]]()
+        with Session(model, SGD(model.parameters()), capacity_tokens=64) as session:
+
+            def take(batches, most):
+                taken = []
+                found.append(taken)
+                for step in session.batches(batches):
+                    taken.append(step.plan.tokens[0])
+                    if len(taken) == most:
+                        break
+                    if taken[-1] == 5:
+                        raise ZeroDivisionError
+
+            listed = [[[1] * 11], [[1] * 12], [[1] * 13]]
+            take(rows, 2)
+            take(listed, 1)
+            take(rows, 1)
+            for error, said in ((ZeroDivisionError, None), (LengthwiseError, "sequence 1, input_ids")):
+                with pytest.raises(error, match=said):
+                    take(rows, 9)
+            take(listed, 3)
+            take(rows, 9)
+            take(rows, 9)
+        return found
+
+    for found in in_ranks(work, 2, tmp_path):
+        assert found == [[1, 2], [11], [3], [4, 5], [6], [11, 12, 13], [8, 9], []]
+
+
+def test_an_iterator_that_raises_does_so_on_all_ranks(tmp_path):
+    def work(rank):
+        model, said = small_model(), ""
+        with Session(model, SGD(model.parameters()), capacity_tokens=64, timeout_seconds=20) as session:
+            rows = (1 / 0 if rank == 0 else [[1, 2]] for _ in range(2))
+            try:
+                list(session.batches(rows))
+            except (ZeroDivisionError, LengthwiseError) as error:
+                said = str(error)
+            return said, session.backward([[1, 2, 3]]).num_tokens
+
+    assert in_ranks(work, 2, tmp_path) == [
+        ("division by zero", 3),
+        (
+            "error[plan] rank 0, step 1: expected a batch of the loop's iterator; got ZeroDivisionError: division by "
+            "zero. Look at the error of rank 0.",
+            3,
+        ),
+    ]
+
+
 def test_a_model_that_was_moved_is_named():
     model = small_model()
     with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write
 from lengthwise.session.settings import SessionRequest, check_settings, cost_of, planning_of
 from lengthwise.session.sharded import ShardedInPlace
 from lengthwise.session.share_check import KnownShare, ShareCheck
-from lengthwise.session.source import PlannedStep
+from lengthwise.session.source import PlannedStep, StepsOfIterators
 from lengthwise.session.stages import from_stages, state_of_stages
 from lengthwise.session.start import start_engine, take_model
 from lengthwise.session.state import take_state, whole_state
@@ -118,7 +118,7 @@ class Session:
         settings = check_settings(self._inner, optimizer, asked)
         cost = cost_of(self._inner.config, settings)
         self._num_words: int = self._inner.get_input_embeddings().num_embeddings
-        self._known_losses = set[object]()
+        self._known_losses, self._iterators = set[object](), StepsOfIterators()
         self._closing, self._is_closed, self._has_said = ExitStack(), False, False
         world = session_world(settings.device)
         self._transport = join(world, timeout_seconds=timeout_seconds)
@@ -247,14 +247,18 @@ class Session:
         return replace(result, step_seconds=time.perf_counter() - start)
 
     def batches(self, batches: Iterable[Sequence[Row]]) -> Generator[PlannedStep, None, None]:
-        """Yield a planned step for each list of sequences, planned while those before it run. Collective."""
-        steps = self._engine.steps(RowBatch(rows, self._num_words) for rows in batches)
-        try:
+        """Yield a planned step for each list of sequences, planned while those before it run. Collective.
+
+        A later call with an iterator that the loop left goes on where it was left, though more of it was read; a list
+        or a loader begins anew.
+        """
+        self._refuse_closed()
+        read = iter(batches)
+        start = partial(self._engine.steps, map(partial(RowBatch, num_words=self._num_words), read))
+        with self._iterators.of(read, start) if read is batches else closing(start()) as steps:
             number = self.steps
             while (planned := steps.next(f"step {(number := number + 1)}")) is not None:
                 yield planned
-        finally:
-            steps.close()
 
     def clip_grad_norm_(self, limit: float) -> float:
         """Scale the gradients as torch.nn.utils.clip_grad_norm_ does; return their norm before. Collective."""
@@ -321,6 +325,7 @@ class Session:
     def close(self) -> None:
         """Leave the ranks and end the planner; the model and its values stay. Collective."""
         self._is_closed = True
+        self._iterators.close()
         self._closing.close()
 
     def __enter__(self) -> Session:
