@@ -215,3 +215,28 @@ def test_gradients_that_are_cleared_by_hand_are_cleared_and_nothing_moves_withou
         assert first == second
         assert all(same)
         assert "gradients set to None: expected those of all parameters; got 1 of" in one
+
+
+@pytest.mark.parametrize(
+    ("block", "wanted"),
+    [
+        (torch.no_grad, "backward: expected gradients to be enabled; got torch.no_grad"),
+        (torch.inference_mode, "backward: expected gradients to be enabled; got torch.inference_mode"),
+        (partial(torch.autocast, "cpu", torch.float16), "backward: expected no torch.autocast, or one to bfloat16"),
+    ],
+)
+def test_a_block_in_which_nothing_trains_is_named(block, wanted):
+    model = small_model(torch.float32)
+    with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
+        with block():
+            assert wanted in said(lambda: session.backward(ROWS))
+            session.evaluate(ROWS)
+        assert said(lambda: session.backward(ROWS)) == ""
+
+
+def test_a_model_in_evaluation_mode_is_named_where_layers_are_to_be_recomputed():
+    model = small_model(torch.float32).eval()
+    with Session(model, SGD(model.parameters()), capacity_tokens=128, recompute="layer") as session:
+        assert "expected a model in training mode, for recomputation" in said(lambda: session.backward(ROWS))
+        model.train()
+        assert said(lambda: session.backward(ROWS)) == ""

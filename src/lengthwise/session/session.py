@@ -28,6 +28,7 @@ from lengthwise.models import has_dropout
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.loss_checks import LossCheck, SumCheck
 from lengthwise.session.losses import OfModel, log_probabilities, objective_of
+from lengthwise.session.misuse import refuse_modes
 from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside
 from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.runner import StepResult, StepRunner, first_step_sentence, refuse_not_finite
@@ -180,6 +181,7 @@ class Session:
         Raises:
             NumericError: loss or gradients are not finite; no update was made.
         """
+        refuse_modes("backward", self._engine.cast_dtype())
         self._trained("backward").attach()
         start, planned = time.perf_counter(), self._planned(sequences, f"step {self.steps + 1}")
         objective, check = self._objective(planned, loss, compute_loss, normalizer)
@@ -209,6 +211,7 @@ class Session:
         Raises:
             ModelRefused: a model with dropout: the two passes would differ.
         """
+        refuse_modes("backward_by_sequence", self._engine.cast_dtype())
         trained = self._trained("backward_by_sequence")
         if has_dropout(self._inner) and self._inner.training:
             remedy = "Set the model's dropout to 0."
