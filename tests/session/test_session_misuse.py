@@ -240,3 +240,65 @@ def test_a_model_in_evaluation_mode_is_named_where_layers_are_to_be_recomputed()
         assert "expected a model in training mode, for recomputation" in said(lambda: session.backward(ROWS))
         model.train()
         assert said(lambda: session.backward(ROWS)) == ""
+
+
+ODD_ROWS = [
+    (None, "sequences: expected a list of rows"),
+    ("abc", "sequences: expected a list of rows"),
+    (({} for _ in range(2)), "sequences: expected a list of rows"),
+    ([{"input_ids": [1, 2], 7: [1, 2]}], "names of columns that are text"),
+    ([torch.tensor([1, 2]).to_sparse()], "sequence 0, input_ids: expected one number per token"),
+    ([{"input_ids": [1], "x": torch.ones(1, n)} for n in (2, 3)], "sequence 1, x: expected (2,) a token"),
+]
+ODD_ARGUMENTS = [
+    ("loss", "sum", "loss: expected a function of outputs and tokens, or None; got 'sum'"),
+    ("loss", lambda outputs: 1, "loss: expected a function of outputs and tokens"),
+    ("compute_loss", 5, "compute_loss: expected a function of model and inputs"),
+    ("normalizer", "x", "normalizer: expected a finite normalizer above 0; got 'x'"),
+    ("loss", lambda *_: None, "loss: expected a tensor of one number, computed of the model's outputs; got None"),
+    ("loss", lambda *_: 1.0, "loss: expected a tensor of one number"),
+    ("loss", lambda *_: torch.tensor(1), "loss: expected a tensor of one number"),
+    ("loss", lambda outputs, _: outputs.logits.sum().detach(), "which does not depend on the model's outputs"),
+    ("loss", lambda outputs, _: outputs.logits.sum(-1), "loss: expected a tensor of one number"),
+]
+ODD_COMBINES = [
+    ({"combine": 5}, "combine: expected a function of the values"),
+    ({"combine": lambda values: 1.0}, "combine: expected a tensor of one number, computed of the values"),
+    ({"combine": lambda values: values.sum(), "per": "word"}, "per: expected sequence or token"),
+    ({"combine": lambda values: values.sum(), "values": lambda *_: None}, "values: expected one value per token"),
+]
+
+
+def test_odd_rows_arguments_and_losses_are_named_and_the_next_step_is_right():
+    model = small_model(torch.float32)
+    with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
+        assert "clip_grad_norm_: expected gradients" in said(lambda: session.clip_grad_norm_(1.0))
+        expected = session.backward(ROWS).loss
+        for rows, wanted in ODD_ROWS:
+            assert wanted in said(partial(session.backward, rows))
+        for name, value, wanted in ODD_ARGUMENTS:
+            assert wanted in said(partial(session.backward, ROWS, **{name: value}))
+        for given, wanted in ODD_COMBINES:
+            assert wanted in said(partial(session.backward_by_sequence, ROWS, **given))
+        assert "limit: expected a number of 0 or more" in said(lambda: session.clip_grad_norm_(-1.0))
+        assert "numbers: expected a dense tensor" in said(lambda: session.sum_over_ranks([1.0]))
+        assert "batches: expected an iterable" in said(lambda: list(session.batches(5)))
+        narrow = [{name: values.numpy().astype("uint16") for name, values in row.items()} for row in ROWS[-1:]]
+        assert session.evaluate(narrow).loss == session.evaluate(ROWS[-1:]).loss
+        session.optimizer.zero_grad()
+        assert session.backward(ROWS).loss == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ranks_per_node": "x", "heads": None, "measurements": 5, "device": "gpu"},
+        {"seed": "x", "timeout_seconds": -1},
+        {"model": None},
+    ],
+)
+def test_settings_of_the_wrong_kind_are_named_together(settings):
+    model = small_model(torch.float32)
+    given = {"model": model, "optimizer": SGD(model.parameters()), **settings}
+    lines = said(lambda: Session(**given)).splitlines()
+    assert [line.split()[1] for line in lines] == [f"{name}:" for name in settings]

@@ -22,6 +22,7 @@ from lengthwise.attention import to_device
 from lengthwise.core.errors import ConfigError
 from lengthwise.data import NO_LOSS
 from lengthwise.engine.objective import Objective
+from lengthwise.session.misuse import shown
 from lengthwise.session.source import PlannedStep
 from lengthwise.session.tokens import TokenLoss, Tokens
 
@@ -143,21 +144,22 @@ def _part_of(output: Any, num_tokens: int, part: Tensor) -> Any:
     return cut_output
 
 
-def one_number(what: str, found: object, device: torch.device) -> Tensor:
+_IN_GRAPH = "Return the sum over the tokens, in the graph of the outputs: no .item(), .detach() or torch.no_grad()."
+
+
+def one_number(
+    what: str, found: object, device: torch.device, *, of: str = "the model's outputs", remedy: str = _IN_GRAPH
+) -> Tensor:
     """Return what a function of the loop's gave as a tensor (), on the device.
 
     Raises:
         ConfigError: it is none, or has no gradient where one is asked for.
     """
-    got = f"a {type(found).__name__}" if found is not None else "None"
+    got = shown(found)
     if isinstance(found, Tensor):
-        got = f"{str(found.dtype).removeprefix('torch.')} of {tuple(found.shape)}"
         needs = torch.is_grad_enabled() and not found.requires_grad
         if found.numel() == 1 and found.is_floating_point() and not found.is_meta and not needs:
             return found.reshape(()).to(device)
-        got += " on the meta device" if found.is_meta else ", without a gradient" if needs else ""
-    expected = "a tensor of one number, computed of the model's outputs"
-    remedy = (
-        "Return the sum over the tokens, in the graph of the outputs: no .item(), no .detach(), no torch.no_grad()."
-    )
-    raise ConfigError(what, expected=expected, got=got, remedy=remedy)
+        got = f"{str(found.dtype).removeprefix('torch.')} of {tuple(found.shape)}"
+        got += " on the meta device" if found.is_meta else f", which does not depend on {of}" if needs else ""
+    raise ConfigError(what, expected=f"a tensor of one number, computed of {of}", got=got, remedy=remedy)

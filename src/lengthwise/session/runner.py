@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Any, TypeVar
 
 from lengthwise.comm import Transport, share_numbers
-from lengthwise.core.errors import NumericError
+from lengthwise.core.errors import ConfigError, NumericError
 from lengthwise.core.plan import Plan
 from lengthwise.engine.memory import reporting_update
 from lengthwise.engine.norm import clip_factor, reduce_gradients
@@ -149,7 +149,9 @@ class StepRunner:
 
     def clip_grad_norm_(self, limit: float) -> float:
         """Scale the gradients as torch.nn.utils.clip_grad_norm_ does; return their norm before."""
-        assert self.grad_norm is not None, "backward comes before it"
+        if self.grad_norm is None:
+            remedy = "Call backward before it."
+            raise ConfigError("clip_grad_norm_", expected="gradients of a backward", got="none", remedy=remedy)
         assert self.engine.parameters is not None, "of what trains"
         scale = self.scale_gradients or self.engine.parameters.grad_shard.mul_
         scale(clip_factor(limit, self.grad_norm))

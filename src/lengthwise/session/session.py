@@ -28,7 +28,7 @@ from lengthwise.models import has_dropout
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.loss_checks import LossCheck, SumCheck
 from lengthwise.session.losses import OfModel, log_probabilities, objective_of
-from lengthwise.session.misuse import refuse_modes
+from lengthwise.session.misuse import check_kinds, refuse_modes
 from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside
 from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.runner import StepResult, StepRunner, first_step_sentence, refuse_not_finite
@@ -100,6 +100,7 @@ class Session:
         seed: int = 0,
         timeout_seconds: float = 600.0,
     ) -> None:
+        check_kinds(model=model, seed=seed, timeout_seconds=timeout_seconds)
         self.model, self.optimizer, self._inner = model, optimizer, hugging_face_model(model)
         asked = SessionRequest(
             capacity_tokens=capacity_tokens,
@@ -181,6 +182,7 @@ class Session:
         Raises:
             NumericError: loss or gradients are not finite; no update was made.
         """
+        check_kinds(loss=loss, compute_loss=compute_loss, normalizer=normalizer)
         refuse_modes("backward", self._engine.cast_dtype())
         self._trained("backward").attach()
         start, planned = time.perf_counter(), self._planned(sequences, f"step {self.steps + 1}")
@@ -211,6 +213,7 @@ class Session:
         Raises:
             ModelRefused: a model with dropout: the two passes would differ.
         """
+        check_kinds(combine=combine, values=values, per=per)
         refuse_modes("backward_by_sequence", self._engine.cast_dtype())
         trained = self._trained("backward_by_sequence")
         if has_dropout(self._inner) and self._inner.training:
@@ -228,6 +231,7 @@ class Session:
         self, sequences: Sequence[Row] | PlannedStep, values: TokenValues = log_probabilities
     ) -> list[Tensor]:
         """Return what `values` gives of every token, (length, ...) a sequence, on every rank. Collective."""
+        check_kinds(values=values)
         name = f"values after step {self.steps}"
         gathered, sums, _ = gather(self._engine, self._planned(sequences, name), values, "token", name, step=self.steps)
         return list(gathered.handed_on(sums))
@@ -241,6 +245,7 @@ class Session:
         normalizer: float | None = None,
     ) -> StepResult:
         """Return the loss of sequences, as `backward` has it, without gradients and dropout. Collective."""
+        check_kinds(loss=loss, compute_loss=compute_loss, normalizer=normalizer)
         start, name = time.perf_counter(), f"evaluation after step {self.steps}"
         planned = self._planned(sequences, name)
         objective, check = self._objective(planned, loss, compute_loss, normalizer)
@@ -256,6 +261,7 @@ class Session:
         or a loader begins anew.
         """
         self._refuse_closed()
+        check_kinds(batches=batches)
         read = iter(batches)
         start = partial(self._engine.steps, map(partial(RowBatch, num_words=self._num_words), read))
         with self._iterators.of(read, start) if read is batches else closing(start()) as steps:
@@ -265,6 +271,7 @@ class Session:
 
     def clip_grad_norm_(self, limit: float) -> float:
         """Scale the gradients as torch.nn.utils.clip_grad_norm_ does; return their norm before. Collective."""
+        check_kinds(limit=limit)
         self._trained("clip_grad_norm_")
         return self._runner.clip_grad_norm_(limit)
 
@@ -322,6 +329,7 @@ class Session:
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
         """Replace a loop's own numbers by their sums over the ranks; return them. Collective, between steps."""
+        check_kinds(numbers=numbers)
         self._transport.all_reduce(numbers)
         return numbers
 
@@ -371,23 +379,16 @@ class Session:
             rows_of(planned),
             loss=loss,
             compute_loss=compute_loss,
-            normalizer=normalizer,
+            normalizer=None if normalizer is None else float(normalizer),
             check=check,
         )
         if isinstance(objective, OfModel) and not isinstance(compute_loss, KnownShare):
-            device, known = self._engine.device, self._known_losses
-            return objective, ShareCheck(known=known, objective=objective, planned=planned, device=device)
+            return objective, ShareCheck(self._known_losses, objective, planned, self._engine.device)
         return objective, check
 
     def _finish(self, check: LossCheck | None, name: str) -> None:
         if check is not None:
-
-            def evaluate(planned: PlannedStep, objective: Objective) -> float:
-                what = f"{name}, check of the loss"
-                own = self._engine.run(planned, what, step=self.steps, train=False, objective=objective)
-                return sum(self._engine.each_rank(own.loss_sum))
-
-            check.finish(evaluate)
+            check.finish(partial(self._engine.summed_loss, f"{name}, check of the loss", step=self.steps))
 
     def _made(self, result: StepResult, start: float) -> StepResult:
         """Finish a step that trains; say, once, what its plan was."""

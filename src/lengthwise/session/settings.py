@@ -44,6 +44,7 @@ from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.session.capacity import kinds_of, least, measured_of
 from lengthwise.session.engine import Engine
+from lengthwise.session.misuse import check_kinds
 from lengthwise.session.model import PRECISIONS, check_session_model
 from lengthwise.session.sharded import ShardedInPlace, check_optimizer
 from lengthwise.session.stages import not_with_stages
@@ -99,6 +100,8 @@ def check_settings(model: Any, optimizer: Any, asked: SessionRequest) -> Session
     Raises:
         ConfigError, ModelRefused, Problems: all that cannot be kept.
     """
+    names = ("ranks_per_node", "heads", "planner", "measurements", "device")
+    check_kinds(**{name: getattr(asked, name) for name in names})
     shard, planner, recompute, heads = asked.shard, asked.planner, asked.recompute, asked.heads
     offload, precision, ranks_per_node = asked.offload, asked.precision, asked.ranks_per_node
     trains, offloads, inner = optimizer is not None, asked.offload_optimizer and optimizer is not None, None

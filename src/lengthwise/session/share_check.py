@@ -42,7 +42,7 @@ class KnownShare(partial[Tensor]):
     """A `ComputeLoss` that is known to return a share, and is not checked."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class ShareCheck(LossCheck):
     """The check of one step. known: what functions that passed are made of. planned: the step."""
 
