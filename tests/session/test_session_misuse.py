@@ -302,3 +302,62 @@ def test_settings_of_the_wrong_kind_are_named_together(settings):
     given = {"model": model, "optimizer": SGD(model.parameters()), **settings}
     lines = said(lambda: Session(**given)).splitlines()
     assert [line.split()[1] for line in lines] == [f"{name}:" for name in settings]
+
+
+def set_to(value, *keys):
+    """Return what changes a state there."""
+
+    def change(state):
+        for key in keys[:-1]:
+            state = state[key]
+        state[keys[-1]] = value
+
+    return change
+
+
+ODD_STATES = [
+    (set_to("3", "steps"), "state, steps: expected a whole number of 0 or more; got '3'"),
+    (set_to(torch.full((64, 32), torch.inf), "optimizer", "state", 0, "exp_avg_sq"), "exp_avg_sq: expected finite"),
+    (set_to(torch.ones(32, 64), "optimizer", "state", 0, "exp_avg"), "exp_avg: expected (64, 32), 2048 entries; got"),
+    (set_to(torch.ones(64, 32).long(), "optimizer", "state", 0, "exp_avg"), "expected a floating-point tensor"),
+    (
+        set_to(torch.tensor(-1.0), "optimizer", "state", 0, "step"),
+        "step: expected a whole number of 0 or more; got -1.0",
+    ),
+    (set_to({"step": 1}, "optimizer", "state", 0), "expected exp_avg, exp_avg_sq, step; got step"),
+    (set_to({}, "optimizer", "state", "0"), "state, '0': expected numbers of parameters, 0 to 20"),
+    (set_to("x", "optimizer", "param_groups", 0, "lr"), "state, param_groups, 0, lr: expected a finite number"),
+    (set_to([{"lr": 1.0}], "optimizer", "param_groups"), "state, param_groups: expected a list of groups with params"),
+    (
+        set_to(SGD([torch.nn.Parameter(torch.ones(1)) for _ in range(21)]).state_dict(), "optimizer"),
+        "0, betas: expected 2",
+    ),
+    (set_to([], "master_weights"), "state, master_weights: expected tensors by the names of parameters; got a list"),
+    (set_to([1.0], "master_weights", "lm_head.weight"), "lm_head.weight: expected a floating-point tensor (64, 32)"),
+]
+
+
+def test_a_state_of_the_wrong_kind_is_named_on_all_ranks_and_changes_nothing(tmp_path):
+    def work(rank):
+        model = small_model(torch.float32)
+        with Session(model, torch.optim.AdamW(model.parameters()), capacity_tokens=128, shard="zero1") as session:
+            session.backward(ROWS)
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+            state, found = session.state_dict(), []
+            for change, _ in ODD_STATES:
+                other = copy.deepcopy(state)
+                if rank == 0:
+                    change(other)
+                found.append(said(partial(session.load_state_dict, other)))
+            norms = [session.backward(ROWS).grad_norm]
+            session.optimizer.zero_grad()
+            session.load_state_dict(state)
+            norms.append(session.backward(ROWS).grad_norm)
+            session.optimizer.zero_grad()
+        return found, norms
+
+    for found, norms in in_ranks(work, 2, tmp_path):
+        for line, (_, wanted) in zip(found, ODD_STATES, strict=True):
+            assert wanted in line
+        assert norms[0] == norms[1]

@@ -123,7 +123,9 @@ def check_kinds(**given: object) -> None:
 
 def shown(value: object) -> str:
     """Return a value as an error shows it: short, and a tensor or an object by its kind."""
-    if isinstance(value, Tensor) and value.numel() != 1:
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
+        return f"{value.item()!r}"
+    if isinstance(value, Tensor):
         return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     if value is None or isinstance(value, str | bytes | Real | torch.device):
         return f"{value!r:.80}"

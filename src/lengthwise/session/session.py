@@ -300,12 +300,8 @@ class Session:
         Raises:
             ConfigError, Problems: it is of another model or optimizer; nothing was changed.
         """
-        given = state or {}
-        trained, weights = self._trained("load_state_dict"), names_inside(self.model, given.get("master_weights"))
-        take_state(trained, self._transport, given.get("optimizer"), weights)
-        numbers = torch.tensor([given.get("steps", 0) if not self.rank else 0])
-        self._transport.broadcast(numbers, 0)
-        self._runner.steps = int(numbers)
+        trained = self._trained("load_state_dict")
+        self._runner.steps = take_state(trained, self._transport, state, partial(names_inside, self.model))
         trained.parameters.publish()
 
     def save_pretrained(self, folder: str | Path) -> None:
