@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.cost import Cost
 
+_MOST = 10**300  # of a whole number that a float can hold
 _LONGEST = 1e8  # seconds, which clocks of the system can add to now
 
 Kind: TypeAlias = tuple[Callable[[Any], bool], str]
@@ -35,11 +36,9 @@ def is_number(value: object) -> bool:
     """Return whether it is a number of Python, NumPy or torch, (), that a float can hold; True and False are none."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not (value.is_complex() or value.is_meta or value.dtype == torch.bool)
-    return (isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= 1e300) or _is_odd_float(value)
-
-
-def _is_odd_float(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return not isinstance(value, int) or -_MOST < value < _MOST
 
 
 def _is_device(value: object) -> bool:

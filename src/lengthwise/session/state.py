@@ -95,7 +95,7 @@ def take_state(
             groups = [{k: v for k, v in group.items() if k != MEMBERS} for group in given[GROUPS]]
             kinds = {number: sorted(states_of(given, number)) for number in optimizer.numbers.values()}
             sent |= {
-                "steps": int(state.get("steps", 0)),
+                "steps": int((state or {}).get("steps", 0)),
                 "groups": plain_values(groups),
                 "keys": kinds,
                 "weights": weights is not None,
