@@ -94,19 +94,24 @@ def test_what_shows_only_in_use_is_refused_then(tmp_path):
 
     class Mean(PlannedTrainerMixin, Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return model(**inputs).loss
+            return model(**inputs).loss / num_items_in_batch
+
+    class Sum(PlannedTrainerMixin, Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs, num_items_in_batch=1.0).loss
 
     class Own(PlannedTrainerMixin, Trainer):
         def get_train_dataloader(self):
             return torch.utils.data.DataLoader(self.train_dataset, batch_size=4, collate_fn=padded)
 
     for kind, said in (
-        (Mean, "half the loss where num_items_in_batch is twice as much"),
+        (Mean, "of two equal ones"),
+        (Sum, "half the loss where num_items_in_batch is twice as much"),
         (Own, "get_train_dataloader"),
     ):
         with pytest.raises(ConfigError, match=said):
             trained(kind, arguments(tmp_path), capacity_tokens=2 * CAPACITY)
-    with pytest.raises(ConfigError, match="half the loss"):
+    with pytest.raises(ConfigError, match="of two equal ones"):
         planned(arguments(tmp_path), compute_loss_func=lambda outputs, *_, **__: outputs.logits.mean()).train()
     with pytest.raises(ConfigError, match="predict"):
         planned(arguments(tmp_path)).predict(data())

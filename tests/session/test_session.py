@@ -556,6 +556,134 @@ def test_a_loss_that_is_a_mean_and_gradients_of_one_rank_are_refused_on_all(tmp_
         assert norms[1:] == pytest.approx([norms[0], norms[0], 2 * norms[0]])
 
 
+def test_a_loss_that_becomes_a_mean_is_refused_whatever_it_is_made_of():
+    """Of the same code each time; and what checks it draws no random numbers, and says that it is a check."""
+
+    def of(outputs, tokens, reduction):
+        seen.append(tokens.is_check)
+        return F.cross_entropy(outputs.logits[0], tokens.shift_labels, ignore_index=-100, reduction=reduction)
+
+    class Loss(torch.nn.Module):
+        reduction = "sum"
+
+        def forward(self, outputs, tokens):
+            return of(outputs, tokens, self.reduction)
+
+    def changed(reduction):
+        module.reduction = reduction
+        return module
+
+    def zero_sum(outputs, tokens):
+        logits = outputs.logits[0].float()
+        return (logits - logits.detach()).sum() + torch.where(tokens.position_ids % 2 == 0, 1.1, -1.1).sum()
+
+    def drawing(outputs, tokens):
+        noise = torch.rand(len(tokens.input_ids), 1, dtype=torch.float64)
+        return (outputs.logits[0] * noise).sum()
+
+    model, rows, module, seen = small_model(), rows_of([20, 30], 1), Loss(), list[bool]()
+    kinds = [lambda word: partial(of, reduction=word), lambda word: lambda *given: of(*given, word), changed]
+    with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
+        for made in (*kinds, lambda word: changed(word).forward):
+            session.backward(rows, loss=made("sum"))
+            with pytest.raises(LengthwiseError, match="the sum over a microbatch's tokens"):
+                session.backward(rows, loss=made("mean"))
+        assert seen.count(False) == 8, "of 8 calls"
+        session.backward(rows, loss=zero_sum)
+        torch.manual_seed(0)
+        session.backward(rows, loss=drawing)
+        found = torch.rand(1)
+        torch.manual_seed(0)
+        torch.rand(sum(len(row["input_ids"]) for row in rows), 1, dtype=torch.float64)
+        session.optimizer.zero_grad()
+    assert found == torch.rand(1)
+
+
+@pytest.mark.parametrize(("options", "ranks"), [({}, 2), ({"shard": "zero3"}, 2), ({"stages": 2}, 2), more({}, 1)])
+def test_a_compute_loss_that_is_a_mean_is_refused_on_all_ranks_when_it_becomes_one(options, ranks, tmp_path):
+    """And is called for this when it is new, in which its divisor does not count."""
+
+    def of(model, inputs, divisor, word):
+        calls.append(inputs["labels"].numel())
+        found = model(**inputs, num_items_in_batch=divisor if word == "sum" else None).loss
+        return found if word == "sum" else found / divisor
+
+    def work(rank):
+        model, rows = small_model(), rows_of([20, 30], 1)
+        with Session(model, SGD(model.parameters()), capacity_tokens=128, **options) as session:
+            session.backward(rows, compute_loss=partial(of, divisor=50.0, word="sum"))
+            first = len(calls)
+            for divisor in (40.0, 30.0):
+                session.backward(rows, compute_loss=partial(of, divisor=divisor, word="sum"))
+            later = len(calls) - first
+            word = f"mean of rank {rank}"
+            with pytest.raises(LengthwiseError, match="compute_loss: expected a microbatch's share"):
+                session.evaluate(rows, compute_loss=partial(of, divisor=50.0, word=word))
+            return first, later
+
+    calls: list[int] = []
+    for first, later in in_ranks(in_double(work), ranks, tmp_path):
+        assert (first, later) in ((3, 2), (0, 0)), "none but on the last stage"
+
+
+def test_batches_of_an_iterator_that_a_loop_left_come_later_and_a_list_begins_anew(tmp_path):
+    """Left by break and by an error of the loop or a row; several times; another one between."""
+
+    def work(_rank):
+        def numbers():
+            for number in range(1, 10):
+                yield [[1] * number, [1000] if number == 7 else [2, 3]]
+
+        model, rows, found = small_model(), numbers(), list[list[int]]()
+        with Session(model, SGD(model.parameters()), capacity_tokens=64) as session:
+
+            def take(batches, most):
+                taken = []
+                found.append(taken)
+                for step in session.batches(batches):
+                    taken.append(step.plan.tokens[0])
+                    if len(taken) == most:
+                        break
+                    if taken[-1] == 5:
+                        raise ZeroDivisionError
+
+            listed = [[[1] * 11], [[1] * 12], [[1] * 13]]
+            take(rows, 2)
+            take(listed, 1)
+            take(rows, 1)
+            for error, said in ((ZeroDivisionError, None), (LengthwiseError, "sequence 1, input_ids")):
+                with pytest.raises(error, match=said):
+                    take(rows, 9)
+            take(listed, 3)
+            take(rows, 9)
+            take(rows, 9)
+        return found
+
+    for found in in_ranks(work, 2, tmp_path):
+        assert found == [[1, 2], [11], [3], [4, 5], [6], [11, 12, 13], [8, 9], []]
+
+
+def test_an_iterator_that_raises_does_so_on_all_ranks(tmp_path):
+    def work(rank):
+        model, said = small_model(), ""
+        with Session(model, SGD(model.parameters()), capacity_tokens=64, timeout_seconds=20) as session:
+            rows = (1 / 0 if rank == 0 else [[1, 2]] for _ in range(2))
+            try:
+                list(session.batches(rows))
+            except (ZeroDivisionError, LengthwiseError) as error:
+                said = str(error)
+            return said, session.backward([[1, 2, 3]]).num_tokens
+
+    assert in_ranks(work, 2, tmp_path) == [
+        ("division by zero", 3),
+        (
+            "error[plan] rank 0, step 1: expected a batch of the loop's iterator; got ZeroDivisionError: division by "
+            "zero. Look at the error of rank 0.",
+            3,
+        ),
+    ]
+
+
 def test_a_model_that_was_moved_is_named():
     model = small_model()
     with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:

@@ -221,3 +221,149 @@ def test_a_model_with_a_value_that_is_not_finite_is_refused_by_its_name_on_all_r
             Session(model, SGD(model.parameters()), capacity_tokens=64, **layout)
 
     in_ranks(work, 2, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("block", "wanted"),
+    [
+        (torch.no_grad, "backward: expected gradients to be enabled; got torch.no_grad"),
+        (torch.inference_mode, "backward: expected gradients to be enabled; got torch.inference_mode"),
+        (partial(torch.autocast, "cpu", torch.float16), "backward: expected no torch.autocast, or one to bfloat16"),
+    ],
+)
+def test_a_block_in_which_nothing_trains_is_named(block, wanted):
+    model = small_model(torch.float32)
+    with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
+        with block():
+            assert wanted in said(lambda: session.backward(ROWS))
+            session.evaluate(ROWS)
+        assert said(lambda: session.backward(ROWS)) == ""
+
+
+def test_a_model_in_evaluation_mode_is_named_where_layers_are_to_be_recomputed():
+    model = small_model(torch.float32).eval()
+    with Session(model, SGD(model.parameters()), capacity_tokens=128, recompute="layer") as session:
+        assert "expected a model in training mode, for recomputation" in said(lambda: session.backward(ROWS))
+        model.train()
+        assert said(lambda: session.backward(ROWS)) == ""
+
+
+ODD_ROWS = [
+    (None, "sequences: expected a list of rows"),
+    ("abc", "sequences: expected a list of rows"),
+    (({} for _ in range(2)), "sequences: expected a list of rows"),
+    ([{"input_ids": [1, 2], 7: [1, 2]}], "names of columns that are text"),
+    ([torch.tensor([1, 2]).to_sparse()], "sequence 0, input_ids: expected one number per token"),
+    ([{"input_ids": [1], "x": torch.ones(1, n)} for n in (2, 3)], "sequence 1, x: expected (2,) a token"),
+]
+ODD_ARGUMENTS = [
+    ("loss", "sum", "loss: expected a function of outputs and tokens, or None; got 'sum'"),
+    ("loss", lambda outputs: 1, "loss: expected a function of outputs and tokens"),
+    ("compute_loss", 5, "compute_loss: expected a function of model and inputs"),
+    ("normalizer", "x", "normalizer: expected a finite normalizer above 0; got 'x'"),
+    ("loss", lambda *_: None, "loss: expected a tensor of one number, computed of the model's outputs; got None"),
+    ("loss", lambda *_: 1.0, "loss: expected a tensor of one number"),
+    ("loss", lambda *_: torch.tensor(1), "loss: expected a tensor of one number"),
+    ("loss", lambda outputs, _: outputs.logits.sum().detach(), "which does not depend on the model's outputs"),
+    ("loss", lambda outputs, _: outputs.logits.sum(-1), "loss: expected a tensor of one number"),
+]
+ODD_COMBINES = [
+    ({"combine": 5}, "combine: expected a function of the values"),
+    ({"combine": lambda values: 1.0}, "combine: expected a tensor of one number, computed of the values"),
+    ({"combine": lambda values: values.sum(), "per": "word"}, "per: expected sequence or token"),
+    ({"combine": lambda values: values.sum(), "values": lambda *_: None}, "values: expected one value per token"),
+]
+
+
+def test_odd_rows_arguments_and_losses_are_named_and_the_next_step_is_right():
+    model = small_model(torch.float32)
+    with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
+        assert session.clip_grad_norm_(1.0) == 0, "as torch's, of no gradients"
+        expected = session.backward(ROWS).loss
+        for rows, wanted in ODD_ROWS:
+            assert wanted in said(partial(session.backward, rows))
+        for name, value, wanted in ODD_ARGUMENTS:
+            assert wanted in said(partial(session.backward, ROWS, **{name: value}))
+        for given, wanted in ODD_COMBINES:
+            assert wanted in said(partial(session.backward_by_sequence, ROWS, **given))
+        assert "limit: expected a number of 0 or more" in said(lambda: session.clip_grad_norm_(-1.0))
+        assert "numbers: expected a dense tensor" in said(lambda: session.sum_over_ranks([1.0]))
+        assert "batches: expected an iterable" in said(lambda: list(session.batches(5)))
+        narrow = [{name: values.numpy().astype("uint16") for name, values in row.items()} for row in ROWS[-1:]]
+        assert session.evaluate(narrow).loss == session.evaluate(ROWS[-1:]).loss
+        session.optimizer.zero_grad()
+        assert session.backward(ROWS).loss == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ranks_per_node": "x", "heads": None, "measurements": 5, "device": "gpu"},
+        {"seed": "x", "timeout_seconds": -1},
+        {"model": None},
+    ],
+)
+def test_settings_of_the_wrong_kind_are_named_together(settings):
+    model = small_model(torch.float32)
+    given = {"model": model, "optimizer": SGD(model.parameters()), **settings}
+    lines = said(lambda: Session(**given)).splitlines()
+    assert [line.split()[1] for line in lines] == [f"{name}:" for name in settings]
+
+
+def set_to(value, *keys):
+    """Return what changes a state there."""
+
+    def change(state):
+        for key in keys[:-1]:
+            state = state[key]
+        state[keys[-1]] = value
+
+    return change
+
+
+ODD_STATES = [
+    (set_to("3", "steps"), "state, steps: expected a whole number of 0 or more; got '3'"),
+    (set_to(torch.full((64, 32), torch.inf), "optimizer", "state", 0, "exp_avg_sq"), "exp_avg_sq: expected finite"),
+    (set_to(torch.ones(32, 64), "optimizer", "state", 0, "exp_avg"), "exp_avg: expected (64, 32), 2048 entries; got"),
+    (set_to(torch.ones(64, 32).long(), "optimizer", "state", 0, "exp_avg"), "expected a floating-point tensor"),
+    (
+        set_to(torch.tensor(-1.0), "optimizer", "state", 0, "step"),
+        "step: expected a whole number of 0 or more; got -1.0",
+    ),
+    (set_to({"step": 1}, "optimizer", "state", 0), "expected exp_avg, exp_avg_sq, step; got step"),
+    (set_to({}, "optimizer", "state", "0"), "state, '0': expected numbers of parameters, 0 to 20"),
+    (set_to("x", "optimizer", "param_groups", 0, "lr"), "state, param_groups, 0, lr: expected a finite number"),
+    (set_to([{"lr": 1.0}], "optimizer", "param_groups"), "state, param_groups: expected a list of groups with params"),
+    (
+        set_to(SGD([torch.nn.Parameter(torch.ones(1)) for _ in range(21)]).state_dict(), "optimizer"),
+        "0, betas: expected 2",
+    ),
+    (set_to([], "master_weights"), "state, master_weights: expected tensors by the names of parameters; got a list"),
+    (set_to([1.0], "master_weights", "lm_head.weight"), "lm_head.weight: expected a floating-point tensor (64, 32)"),
+]
+
+
+def test_a_state_of_the_wrong_kind_is_named_on_all_ranks_and_changes_nothing(tmp_path):
+    def work(rank):
+        model = small_model(torch.float32)
+        with Session(model, torch.optim.AdamW(model.parameters()), capacity_tokens=128, shard="zero1") as session:
+            session.backward(ROWS)
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+            state, found = session.state_dict(), []
+            for change, _ in ODD_STATES:
+                other = copy.deepcopy(state)
+                if rank == 0:
+                    change(other)
+                found.append(said(partial(session.load_state_dict, other)))
+            norms = [session.backward(ROWS).grad_norm]
+            session.optimizer.zero_grad()
+            session.load_state_dict(state)
+            norms.append(session.backward(ROWS).grad_norm)
+            session.optimizer.zero_grad()
+        return found, norms
+
+    for found, norms in in_ranks(work, 2, tmp_path):
+        for line, (_, wanted) in zip(found, ODD_STATES, strict=True):
+            assert wanted in line
+        assert norms[0] == norms[1]

@@ -50,7 +50,8 @@ class RankResult:
     `ring_wait_seconds` is what it waited for transfers that no work hid (`busy_seconds` leave out what it waited in
     collectives, too, for parameters that still arrived, say), `offload_wait_seconds` for copies of the
     `offloaded_bytes` of all its microbatches. On a GPU these are seconds of its stream, from when that came to the
-    first microbatch (what the step before left to do is not counted) until it has done the last.
+    first microbatch (what the step before left to do is not counted) until it has done the last. `loss_check` is
+    what it found of a loop's own loss.
     """
 
     loss_sum: float
@@ -59,6 +60,7 @@ class RankResult:
     ring_wait_seconds: float = 0.0
     offloaded_bytes: int = 0
     offload_wait_seconds: float = 0.0
+    loss_check: float = 0.0
 
 
 def run_plan(

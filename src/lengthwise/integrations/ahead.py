@@ -27,8 +27,12 @@ class PlannedUpdates:
     ) -> None:
         self._batches, self._rows_of = batches, rows_of
         self._given: SimpleQueue[Sequence[Row] | None] = SimpleQueue()
-        self._steps = session.batches(iter(self._given.get, None))
+        self._steps = session.batches(self)
         self._read: deque[list[Examples]] = deque()
+
+    def __iter__(self) -> Iterator[Sequence[Row]]:
+        """Iterate over what is to be planned."""
+        return iter(self._given.get, None)
 
     def next(self, size: int) -> tuple[list[Examples], PlannedStep] | None:
         """Return the next `size` batches (fewer at the end) and the plan of all of them; None: none is left."""

@@ -38,6 +38,7 @@ from lengthwise.models import check_adapters
 from lengthwise.session import Session, StepResult
 from lengthwise.session.request import SessionRequest, request_problems
 from lengthwise.session.rows import Row
+from lengthwise.session.share_check import KnownShare
 
 _PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")  # accelerate's names of what is plain data parallelism
 
@@ -281,9 +282,13 @@ class PlannedTrainerMixin(_Base):
         """Run forward and backward of an update; return its loss."""
         if not self._loss_is_checked:
             self._check_loss(normalizer)
-        compute_loss = partial(self._share_of_loss, normalizer=normalizer)
+        compute_loss = self._compute_share(normalizer)
         result = self._trained().backward(self._planned, compute_loss=compute_loss, normalizer=normalizer)
         return result.loss, result
+
+    def _compute_share(self, normalizer: float) -> partial[Tensor]:
+        kind = KnownShare if self._divides_by_items() else partial
+        return kind(self._share_of_loss, normalizer=normalizer)
 
     def _share_of_loss(self, model: nn.Module, inputs: Mapping[str, Any], normalizer: float) -> Tensor:
         """Return what Trainer's own compute_loss makes of a microbatch, its model casting by itself."""
@@ -308,7 +313,7 @@ class PlannedTrainerMixin(_Base):
             raise ConfigError("compute_loss", expected=expected, got=got, remedy=remedy)
 
     def _evaluated(self, sequences: Any, normalizer: float) -> float:
-        compute_loss = partial(self._share_of_loss, normalizer=normalizer)
+        compute_loss = self._compute_share(normalizer)
         return self._trained().evaluate(sequences, compute_loss=compute_loss, normalizer=normalizer).loss
 
     def _clip_grad_norm(self, model: nn.Module) -> float:

@@ -26,6 +26,7 @@ from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.models import has_dropout
 from lengthwise.session import Session, StepResult
 from lengthwise.session.rows import Row
+from lengthwise.session.share_check import KnownShare
 
 Result = TypeVar("Result")
 _OFFLOADING: Refusal = (OFF, "its hooks would see a plan's microbatches")
@@ -264,14 +265,14 @@ class DPOTrainer(PlannedTrainerMixin, trl.DPOTrainer):
         found = dict(zip(names, sums, strict=True))
         return {name: values > 0.5 if name == "is_top1" else values for name, values in found.items()}
 
-    def _plain(self, compute_loss: Callable[[Any, dict[str, Any]], Tensor]) -> Callable[[Any, dict[str, Any]], Tensor]:
+    def _plain(self, compute_loss: Callable[[Any, dict[str, Any]], Tensor]) -> KnownShare:
         """Return the same without the session's autocast: accelerate has put one around the model."""
 
         def plain(model: Any, inputs: dict[str, Any]) -> Tensor:
             with torch.autocast(self.args.device.type, enabled=False):
                 return compute_loss(model, inputs)
 
-        return plain
+        return KnownShare(plain)
 
 
 class _Answers:

@@ -73,6 +73,11 @@ def _recomputing(
             context_fn=lambda: (layer.running(planned, second=False), _second_run(layer, planned, as_here(), again)),
         )
 
+    if not all(module.training for module in wrapped):
+        got = "one in evaluation mode, as from_pretrained leaves it: Hugging Face recomputes nothing in it"
+        remedy = "Call model.train(), or train with `recompute: none`."
+        expected = "a model in training mode, for recomputation"
+        raise ModelRefused(f"model {type(model).__name__}", expected=expected, got=got, remedy=remedy)
     for module in wrapped:
         module._gradient_checkpointing_func, module.gradient_checkpointing = run, True
     try:

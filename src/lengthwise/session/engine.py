@@ -127,6 +127,11 @@ class Engine:
                 dropout=DropoutKey(seed=self.seed, step=step),
             )
 
+    def summed_loss(self, name: str, planned: PlannedStep, objective: Objective, *, step: int) -> float:
+        """Return the sum over all ranks of what an objective gives, without gradients. Collective."""
+        own = self.run(planned, name, step=step, train=False, objective=objective)
+        return sum(self.each_rank(own.loss_sum))
+
     def each_rank(self, number: float) -> list[float]:
         """Return the number of each rank. Collective."""
         return share_numbers(self.transport, [number])[:, 0].tolist()

@@ -6,11 +6,9 @@ there, so that it is exact under any cut. What is not (a mean, a collective, a s
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,100 +19,10 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.data import NO_LOSS
 from lengthwise.engine.objective import ForwardPass, NextToken, Objective
 from lengthwise.models.adapter import planned_output, run_planned
+from lengthwise.session.loss_checks import SumCheck, one_number
 from lengthwise.session.model import refuse_balance
 from lengthwise.session.rows import RowBatch
-
-_UNEQUAL = 2e-2  # relative: half of a mean is far more, rounding in bf16 less
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
-    """This rank's tokens of a microbatch, all (tokens,), in the order of the model's outputs.
-
-    shift_labels: what the model should say after each, -100 where it has no loss. sequences: which of the step's rows
-    each is of. columns: the rows' other columns, (tokens, ...) each.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    shift_labels: Tensor
-    sequences: Tensor
-    columns: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def part(self, part: slice) -> Tokens:
-        """Return some of the tokens."""
-        return Tokens(
-            input_ids=self.input_ids[part],
-            position_ids=self.position_ids[part],
-            shift_labels=self.shift_labels[part],
-            sequences=self.sequences[part],
-            columns={name: values[part] for name, values in self.columns.items()},
-        )
-
-
-TokenLoss: TypeAlias = Callable[[Any, Tokens], Tensor]
-"""Takes the model's outputs, `logits` (1, tokens, vocabulary) among them, and `Tokens`; returns a sum over them."""
-ComputeLoss: TypeAlias = Callable[[nn.Module, dict[str, Any]], Tensor]
-"""Takes a model and what it is called with, as Trainer's `compute_loss` does; returns its share of the step's loss."""
-TokenValues: TypeAlias = Callable[[Any, Tokens], Tensor]
-"""Takes outputs and tokens as `TokenLoss` does; returns one value per token, (tokens,), or several, (tokens, k)."""
-
-
-@dataclass(slots=True)
-class SumCheck:
-    """Whether a `TokenLoss` is a sum over tokens: of the first microbatch here that has two, whole and in halves."""
-
-    whole: float | None = None
-    halves: tuple[float, ...] = ()
-
-    def compare(self, loss: TokenLoss, output: Any, tokens: Tokens, whole: Tensor) -> None:
-        """Call the loss on both halves of the tokens; one that cannot take them is not checked."""
-        num_tokens = len(tokens.input_ids)
-        if self.whole is not None or num_tokens < 2:
-            return
-        parts = (slice(0, num_tokens // 2), slice(num_tokens // 2, num_tokens))
-        try:
-            with torch.no_grad():
-                halves = [float(loss(_part_of(output, num_tokens, part), tokens.part(part))) for part in parts]
-        except Exception:  # noqa: BLE001 - it is the user's, and may ask for what halves do not have
-            return
-        self.whole, self.halves = float(whole.detach()), tuple(halves)
-
-    @property
-    def is_wrong(self) -> bool:
-        """Whether the halves do not add up."""
-        if self.whole is None or not math.isfinite(self.whole):
-            return False
-        return not abs(self.whole - sum(self.halves)) <= _UNEQUAL * (abs(self.whole) + sum(map(abs, self.halves)))
-
-    def refuse(self, *, found: bool) -> None:
-        """Raise where any rank found the halves not to add up; the others know no numbers.
-
-        Raises:
-            ConfigError: some rank did.
-        """
-        if found:
-            got = f"{self.whole:g} of all, {sum(self.halves):g} of both halves" if self.is_wrong else "none, by another"
-            remedy = 'Return a sum, reduction="sum" for example; the session divides it once.'
-            raise ConfigError("loss", expected="the sum over a microbatch's tokens", got=got, remedy=remedy)
-
-
-def _part_of(output: Any, num_tokens: int, part: slice) -> Any:
-    """Return a model's outputs for some of their tokens: of every tensor (1, tokens, ...) or (tokens, ...)."""
-
-    def cut(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(cut, value))
-        if not isinstance(value, Tensor):
-            return value
-        if tuple(value.shape[:2]) == (1, num_tokens):
-            return value[:, part]
-        return value[part] if value.dim() and len(value) == num_tokens else value
-
-    cut_output = copy.copy(output)
-    for name, value in output.items():
-        cut_output[name] = cut(value)
-    return cut_output
+from lengthwise.session.tokens import ComputeLoss, TokenLoss, Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,14 +36,18 @@ class OfOutputs:
     rows_beyond: int = 0
 
     def __call__(self, forward: ForwardPass) -> Tensor:
-        """Return the sum over the rank's tokens."""
+        """Return the sum over the rank's tokens.
+
+        Raises:
+            ConfigError: the loss is no number that depends on the model.
+        """
         output = planned_output(forward.model, forward.planned, forward.input_ids, forward.position_ids)
         if forward.collect_router is not None:
             forward.collect_router([logits.flatten(0, -2) for logits in output.router_logits])
         tokens = tokens_of(self.batch, forward)
-        found = self.loss(output, tokens)
-        if self.check is not None:
-            self.check.compare(self.loss, output, tokens, found)
+        found = one_number("loss", self.loss(output, tokens), forward.input_ids.device)
+        if self.check is not None and self.check.is_due:
+            self.check.compare(self.loss, output, tokens, self.batch.tensors(forward.segments)[2].numpy())
         return found
 
 
@@ -156,7 +68,11 @@ class OfModel:
     rows_beyond: int = 1
 
     def __call__(self, forward: ForwardPass) -> Tensor:
-        """Return this rank's part of the loss."""
+        """Return this rank's part of the loss.
+
+        Raises:
+            ConfigError: it is no number that depends on the model.
+        """
         assert forward.collect_router is None, "the session refuses models with a balance loss here"
         planned, device = forward.planned, forward.input_ids.device
         padding = planned.num_rows - planned.num_tokens
@@ -173,7 +89,8 @@ class OfModel:
             "lengthwise": planned,
             **{name: row(to_device(self.batch.column(name, forward.segments), device)) for name in self.batch.columns},
         }
-        return run_planned(forward.model, planned, lambda: self.compute_loss(self.model, inputs), once=False)
+        found = run_planned(forward.model, planned, lambda: self.compute_loss(self.model, inputs), once=False)
+        return one_number("compute_loss", found, device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

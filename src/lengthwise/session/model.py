@@ -28,10 +28,10 @@ def names_in_wrap(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, T
     return {prefix + name: each for name, each in values.items()}
 
 
-def names_inside(model: nn.Module, values: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
-    """Undo `names_in_wrap`; names that are those of the Hugging Face model stay. None: there are no values."""
+def names_inside(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Undo `names_in_wrap`; names that are those of the Hugging Face model stay."""
     prefix = _prefix(model)
-    return None if values is None else {name.removeprefix(prefix): each for name, each in values.items()}
+    return {name.removeprefix(prefix): each for name, each in values.items()}
 
 
 def num_words(model: Any) -> int:

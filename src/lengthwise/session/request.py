@@ -17,9 +17,11 @@ from lengthwise.core.errors import Collector, ConfigError, LengthwiseError
 from lengthwise.core.sizes import parse_tokens, read_whole
 from lengthwise.cost import Cost
 from lengthwise.planner.registry import unknown_planner
+from lengthwise.session.misuse import check_kinds
 from lengthwise.session.stages import not_with_stages
 
 LOCK_STEP_PLANNER = "lengthwise"
+_OF_KINDS = ("ranks_per_node", "heads", "planner", "measurements", "device")
 _BESIDE_STAGES = ("shard", "capacity_tokens", "ranks_per_node")
 
 
@@ -47,6 +49,9 @@ def request_problems(asked: SessionRequest, *, trains: bool) -> list[LengthwiseE
     """Return all that is wrong with a request, whatever the model; trains: whether there is an optimizer."""
     shard, planner, heads, ranks_per_node = asked.shard, asked.planner, asked.heads, asked.ranks_per_node
     problems = Collector()
+    problems.attempt(partial(check_kinds, **{name: getattr(asked, name) for name in _OF_KINDS}))
+    if problems.problems:
+        return problems.problems
 
     def refuse(key: str, expected: str, got: object, remedy: str = "Take one of them.") -> None:
         problems.add(ConfigError(key, expected=expected, got=f"{got!r}", remedy=remedy))

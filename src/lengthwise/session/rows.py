@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +21,7 @@ from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.data.rows import LEAST_WEIGHT, MOST_WEIGHT
 from lengthwise.engine.batch import StepBatch
 from lengthwise.program import Segment
+from lengthwise.session.misuse import shown
 
 Row: TypeAlias = Mapping[str, Any] | Sequence[int] | np.ndarray | Tensor
 """One sequence: `input_ids` [length] and per-token columns, or the ids alone."""
@@ -27,6 +29,13 @@ Row: TypeAlias = Mapping[str, Any] | Sequence[int] | np.ndarray | Tensor
 _IDS, _LABELS, _MASK, _POSITIONS = "input_ids", "labels", "attention_mask", "position_ids"
 _WEIGHTS = "weights"
 _SHOWN = 10  # problems of one step
+_KEPT_AS = {  # what torch has few functions for
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+}
 
 
 class RowBatch(StepBatch):
@@ -40,6 +49,7 @@ class RowBatch(StepBatch):
             got = f"a mapping of {', '.join(map(str, rows))}: a collated batch"
             remedy = "Leave rows as they are: DataLoader(..., collate_fn=list)."
             raise DataError("sequences", expected="a list of rows, one per sequence", got=got, remedy=remedy)
+        rows = _listed(rows)
         problems: list[LengthwiseError] = []
         builder, columns = DatasetBuilder(), list[dict[str, Tensor]]()
         builder.start_source("sequences", "sequence", None)
@@ -62,6 +72,7 @@ class RowBatch(StepBatch):
         raise_problems(problems[:_SHOWN])
         super().__init__(builder.finish(), range(len(rows)))
         self.columns = _by_name(columns)
+        _refuse_unequal(self.columns)
 
     @property
     def identity(self) -> object:
@@ -80,9 +91,36 @@ class RowBatch(StepBatch):
         return torch.cat([none, *(values[segment.sequence][segment.start : segment.stop] for segment in segments)])
 
 
+def _listed(rows: Any) -> Sequence[Row]:
+    """Return rows that can be counted, whatever held them."""
+    remedy = "Give a list: [ids, ids, ...] or [{'input_ids': ids}, ...]."
+    if isinstance(rows, str | bytes | set | frozenset) or not hasattr(rows, "__len__"):
+        raise DataError("sequences", expected="a list of rows, one per sequence", got=shown(rows), remedy=remedy)
+    if isinstance(rows, Tensor) and not rows.dim():
+        raise DataError("sequences", expected="a list of rows, one per sequence", got="one number", remedy=remedy)
+    return list(rows)
+
+
+def _refuse_unequal(columns: Mapping[str, Sequence[Tensor]]) -> None:
+    """Refuse a column whose tokens have other shapes in one row than in another."""
+    problems = [
+        _wrong(
+            f"sequence {number}, {name}",
+            f"{tuple(first.shape[1:])} a token, as sequence 0",
+            f"{tuple(each.shape[1:])}",
+        )
+        for name, (first, *others) in columns.items()
+        for number, each in enumerate(others, 1)
+        if each.shape[1:] != first.shape[1:]
+    ]
+    raise_problems(problems[:_SHOWN])
+
+
 def _read(row: Row, where: str) -> tuple[np.ndarray, np.ndarray | None, dict[str, Tensor]]:
     """Return ids, labels where there are some, and the other columns of a row, without what it masks as padding."""
     columns = dict(row) if isinstance(row, Mapping) else {_IDS: row}
+    if not all(isinstance(name, str) for name in columns):
+        raise _wrong(where, "names of columns that are text", ", ".join(map(repr, columns)))
     if columns.get(_IDS) is None:
         raise _wrong(where, f"a column {_IDS}", ", ".join(map(str, columns)) or "no column")
     tensors = {name: _tensor(values, f"{where}, {name}") for name, values in columns.items() if values is not None}
@@ -108,9 +146,16 @@ def _read(row: Row, where: str) -> tuple[np.ndarray, np.ndarray | None, dict[str
 
 def _tensor(values: Any, where: str) -> Tensor:
     try:
-        tensor = torch.as_tensor(values).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise _wrong(where, "one number per token", str(error).splitlines()[0]) from None
+        if isinstance(values, np.ndarray) and not (values.flags.writeable and all(s >= 0 for s in values.strides)):
+            values = values.copy()
+        tensor = torch.as_tensor(values).detach()
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+            raise TypeError("a sparse, nested or quantized tensor")
+        tensor = tensor.cpu()
+        tensor = tensor.to(_KEPT_AS.get(tensor.dtype, tensor.dtype))
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        got = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise _wrong(where, "one number per token", got) from None
     if tensor.dim() == 0:
         raise _wrong(where, "one value per token", "a single number")
     return tensor
@@ -160,7 +205,8 @@ def _by_name(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, list[Tensor]]
         for name in sorted(names - each.keys())
     ]
     raise_problems(problems[:_SHOWN])
-    return {name: [each[name] for each in columns] for name in names}
+    kinds = {name: reduce(torch.promote_types, (each[name].dtype for each in columns)) for name in names}
+    return {name: [each[name].to(kind) for each in columns] for name, kind in kinds.items()}
 
 
 def _wrong(where: str, expected: str, got: str, remedy: str = "Correct the rows that the loop passes.") -> DataError:

@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Any, TypeVar
 
 from lengthwise.comm import Transport, share_numbers
-from lengthwise.core.errors import NumericError
+from lengthwise.core.errors import ConfigError, NumericError
 from lengthwise.core.names import counted
 from lengthwise.core.plan import Plan
 from lengthwise.engine.memory import reporting_update
@@ -24,6 +24,7 @@ from lengthwise.models import has_balance_loss
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.report.figures import seconds
 from lengthwise.session.engine import Engine
+from lengthwise.session.loss_checks import LossCheck
 from lengthwise.session.source import PlannedStep
 
 Numbers = TypeVar("Numbers", bound=RankResult)
@@ -116,11 +117,12 @@ class StepRunner:
         name: str | None = None,
         before: RankResult | None = None,
         loss: float | None = None,
+        check: LossCheck | None = None,
     ) -> StepResult:
         """Run a step forward and backward, and reduce its gradients. Collective.
 
         objective: None: the next token's loss. name: of the step, in messages. before: what this rank ran for the step
-        before. loss: of the step, where the objective is another number.
+        before. loss: of the step, where the objective is another number. check: of a loss of the loop's.
 
         Returns:
             The step, without `grad_norm` where `end` leaves its update out.
@@ -128,7 +130,9 @@ class StepRunner:
         self.steps, self.grad_norm, ids = self.steps + 1, None, planned.batch.ids
         step, parameters, transport = self.steps, self.engine.parameters, self.engine.transport
         assert parameters is not None, "of what trains"
-        ranks, result = self._run(planned, objective, name or f"step {step}", train=True, before=before, loss=loss)
+        ranks, result = self._run(
+            planned, objective, name or f"step {step}", train=True, before=before, loss=loss, check=check
+        )
         if (
             self.end.takes(step, ranks)
             and self.end.holds(step, "loss", result.loss, ids)
@@ -139,13 +143,17 @@ class StepRunner:
             self.grad_norm = norm if self.end.holds(step, "norm of the gradient", norm, ids) else None
         return replace(result, grad_norm=self.grad_norm)
 
-    def evaluate(self, planned: PlannedStep, objective: Objective | None = None) -> StepResult:
+    def evaluate(
+        self, planned: PlannedStep, objective: Objective | None = None, check: LossCheck | None = None
+    ) -> StepResult:
         """Return the loss of sequences, without gradients and dropout. Collective."""
-        return self._run(planned, objective, f"evaluation after step {self.steps}", train=False)[1]
+        return self._run(planned, objective, f"evaluation after step {self.steps}", train=False, check=check)[1]
 
     def clip_grad_norm_(self, limit: float) -> float:
         """Scale the gradients as torch.nn.utils.clip_grad_norm_ does; return their norm before."""
-        assert self.grad_norm is not None, "backward comes before it"
+        if self.grad_norm is None:
+            remedy = "Call backward before it."
+            raise ConfigError("clip_grad_norm_", expected="gradients of a backward", got="none", remedy=remedy)
         assert self.engine.parameters is not None, "of what trains"
         scale = self.scale_gradients or self.engine.parameters.grad_shard.mul_
         scale(clip_factor(limit, self.grad_norm))
@@ -160,6 +168,7 @@ class StepRunner:
         train: bool,
         before: RankResult | None = None,
         loss: float | None = None,
+        check: LossCheck | None = None,
     ) -> tuple[list[RankResult], StepResult]:
         """Run the microbatches and share the numbers of all ranks, in fp64. Collective."""
         engine, batch, start = self.engine, planned.batch, time.perf_counter()
@@ -169,8 +178,12 @@ class StepRunner:
             busy, waited = before.busy_seconds, before.ring_wait_seconds
             seconds = {"busy_seconds": busy + own.busy_seconds, "ring_wait_seconds": waited + own.ring_wait_seconds}
             own = replace(own, **seconds)
+        if check is not None:
+            own = replace(own, loss_check=check.number)
         engine.transport.phase = f"{name}, step end"
         ranks = share_record(engine.transport, self.end.numbers(self.steps, own) if train else own)
+        if check is not None:
+            check.found = any(rank.loss_check for rank in ranks)
         return ranks, StepResult(
             loss=sum(rank.loss_sum for rank in ranks) / objective.divisor if loss is None else loss,
             plan=planned.plan,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,9 @@ from lengthwise.models import check_adapters, has_dropout
 from lengthwise.planner import PACKED_DP
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.agreement import Agreement
-from lengthwise.session.losses import ComputeLoss, SumCheck, TokenLoss, TokenValues, log_probabilities, objective_of
+from lengthwise.session.loss_checks import LossCheck, SumCheck
+from lengthwise.session.losses import OfModel, log_probabilities, objective_of
+from lengthwise.session.misuse import check_kinds, refuse_modes
 from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside, num_words
 from lengthwise.session.request import SessionRequest
 from lengthwise.session.rows import Row, RowBatch
@@ -38,11 +40,13 @@ from lengthwise.session.runner import StepResult, StepRunner, first_step_sentenc
 from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
 from lengthwise.session.settings import check_settings, cost_of, planning_of
 from lengthwise.session.sharded import ShardedInPlace
-from lengthwise.session.source import PlannedStep
+from lengthwise.session.share_check import KnownShare, ShareCheck
+from lengthwise.session.source import PlannedStep, StepsOfIterators
 from lengthwise.session.stages import from_stages, state_of_stages
 from lengthwise.session.start import start_engine, take_model
 from lengthwise.session.state import take_state, whole_state
 from lengthwise.session.step_end import SessionStepEnd
+from lengthwise.session.tokens import ComputeLoss, TokenLoss, TokenValues
 from lengthwise.session.values import Combine, Per, ValuesOfTokens, combined, gather, rows_of
 
 
@@ -102,6 +106,7 @@ class Session:
         seed: int = 0,
         timeout_seconds: float = 600.0,
     ) -> None:
+        check_kinds(model=model, seed=seed, timeout_seconds=timeout_seconds)
         check_adapters(model)
         self.model, self.optimizer, self._inner = model, optimizer, hugging_face_model(model)
         asked = SessionRequest(
@@ -123,8 +128,8 @@ class Session:
         settings = check_settings(self._inner, optimizer, asked)
         cost = cost_of(self._inner.config, settings)
         self._num_words = num_words(self._inner)
+        self._known_losses, self._iterators = set[object](), StepsOfIterators()
         self._closing, self._is_closed, self._has_said = ExitStack(), False, False
-        self._checked_losses = set[object]()
         world = session_world(settings.device)
         self._transport = join(world, timeout_seconds=timeout_seconds)
         self._closing.callback(self._transport.close)
@@ -197,14 +202,16 @@ class Session:
         Raises:
             NumericError: loss or gradients are not finite; no update was made.
         """
+        check_kinds(loss=loss, compute_loss=compute_loss, normalizer=normalizer)
+        refuse_modes("backward", self._engine.cast_dtype())
         trained = self._trained("backward")
         start, name = time.perf_counter(), f"step {self.steps + 1}"
         planned = self._planned(sequences, name)
         objective, check = self._objective(planned, loss, compute_loss, normalizer)
         self._agreement.reach(name)
         with trained.collecting():
-            result = self._runner.backward(planned, objective)
-            self._refuse_means(check, loss, name)
+            result = self._runner.backward(planned, objective, check=check)
+            self._finish(check, name)
         return self._made(result, start)
 
     def backward_by_sequence(
@@ -229,6 +236,8 @@ class Session:
         Raises:
             ModelRefused: a model with dropout: the two passes would differ.
         """
+        check_kinds(combine=combine, values=values, per=per)
+        refuse_modes("backward_by_sequence", self._engine.cast_dtype())
         trained = self._trained("backward_by_sequence")
         if has_dropout(self._inner) and self._inner.training:
             remedy = "Set the model's dropout to 0."
@@ -247,6 +256,7 @@ class Session:
         self, sequences: Sequence[Row] | PlannedStep, values: TokenValues = log_probabilities
     ) -> list[Tensor]:
         """Return what `values` gives of every token, (length, ...) a sequence, on every rank. Collective."""
+        check_kinds(values=values)
         name = f"values after step {self.steps}"
         planned = self._planned(sequences, name)
         self._agreement.reach(name)
@@ -262,30 +272,37 @@ class Session:
         normalizer: float | None = None,
     ) -> StepResult:
         """Return the loss of sequences, as `backward` has it, without gradients and dropout. Collective."""
+        check_kinds(loss=loss, compute_loss=compute_loss, normalizer=normalizer)
         start, name = time.perf_counter(), f"evaluation after step {self.steps}"
         planned = self._planned(sequences, name)
         objective, check = self._objective(planned, loss, compute_loss, normalizer)
         self._agreement.reach(name)
-        result = self._runner.evaluate(planned, objective)
-        self._refuse_means(check, loss, name)
+        result = self._runner.evaluate(planned, objective, check=check)
+        self._finish(check, name)
         refuse_not_finite(f"{name}, loss", result.loss)
         return replace(result, step_seconds=time.perf_counter() - start)
 
     def batches(self, batches: Iterable[Sequence[Row]]) -> Generator[PlannedStep, None, None]:
-        """Yield a planned step for each list of sequences, planned while those before it run. Collective."""
-        steps = self._engine.steps(RowBatch(rows, self._num_words) for rows in batches)
-        try:
+        """Yield a planned step for each list of sequences, planned while those before it run. Collective.
+
+        A later call with an iterator that the loop left goes on where it was left, though more of it was read; a list
+        or a loader begins anew.
+        """
+        self._refuse_closed()
+        check_kinds(batches=batches)
+        read = iter(batches)
+        start = partial(self._engine.steps, map(partial(RowBatch, num_words=self._num_words), read))
+        with self._iterators.of(read, start) if read is batches else closing(start()) as steps:
             number = self.steps
             while (planned := steps.next(f"step {(number := number + 1)}")) is not None:
                 yield planned
-        finally:
-            steps.close()
 
     def clip_grad_norm_(self, limit: float) -> float:
         """Scale the gradients as torch.nn.utils.clip_grad_norm_ does; return their norm before. Collective.
 
         The norm is that of the gradients as they are, after earlier clips and what the loop did to them.
         """
+        check_kinds(limit=limit)
         trained = self._trained("clip_grad_norm_")
         self._agreement.reach(f"clip_grad_norm_ after step {self.steps}", limit=limit)
         norm = gradient_norm(trained.parameters.grad_shard, self._transport)
@@ -318,12 +335,8 @@ class Session:
         Raises:
             ConfigError, Problems: it is of another model or optimizer; nothing was changed.
         """
-        given = state or {}
-        trained, weights = self._trained("load_state_dict"), names_inside(self.model, given.get("master_weights"))
-        take_state(trained, self._transport, given.get("optimizer"), weights)
-        numbers = torch.tensor([given.get("steps", 0) if not self.rank else 0])
-        self._transport.broadcast(numbers, 0)
-        self._runner.steps = int(numbers)
+        trained = self._trained("load_state_dict")
+        self._runner.steps = take_state(trained, self._transport, state, partial(names_inside, self.model))
         trained.publish()
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -349,12 +362,14 @@ class Session:
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
         """Replace a loop's own numbers by their sums over the ranks; return them. Collective, between steps."""
+        check_kinds(numbers=numbers)
         self._transport.all_reduce(numbers)
         return numbers
 
     def close(self) -> None:
         """Leave the ranks and end the planner; the model and its values stay. Collective."""
         self._is_closed = True
+        self._iterators.close()
         self._closing.close()
 
     def __enter__(self) -> Session:
@@ -388,25 +403,25 @@ class Session:
 
     def _objective(
         self, planned: PlannedStep, loss: TokenLoss | None, compute_loss: ComputeLoss | None, normalizer: float | None
-    ) -> tuple[Objective, SumCheck | None]:
-        """Return what a step computes, and what checks a loss the first time that one is given."""
-        check = SumCheck() if loss is not None and _code_of(loss) not in self._checked_losses else None
+    ) -> tuple[Objective, LossCheck | None]:
+        """Return what a step computes, and what checks its loss."""
+        check = None if loss is None else SumCheck()
         objective = objective_of(
             self.model,
             self._inner,
             rows_of(planned),
             loss=loss,
             compute_loss=compute_loss,
-            normalizer=normalizer,
+            normalizer=None if normalizer is None else float(normalizer),
             check=check,
         )
+        if isinstance(objective, OfModel) and not isinstance(compute_loss, KnownShare):
+            return objective, ShareCheck(self._known_losses, objective, planned, self._engine.device)
         return objective, check
 
-    def _refuse_means(self, check: SumCheck | None, loss: TokenLoss | None, name: str) -> None:
+    def _finish(self, check: LossCheck | None, name: str) -> None:
         if check is not None:
-            self._transport.phase = f"{name}, check of the loss"
-            check.refuse(found=any(self._engine.each_rank(check.is_wrong)))
-            self._checked_losses.add(_code_of(loss))
+            check.finish(partial(self._engine.summed_loss, f"{name}, check of the loss", step=self.steps))
 
     def _made(self, result: StepResult, start: float) -> StepResult:
         """Finish a step that trains; say, once, what its plan was."""
@@ -415,8 +430,3 @@ class Session:
             self._has_said = True
             print(first_step_sentence(result, self._planning), flush=True)
         return result
-
-
-def _code_of(loss: TokenLoss | None) -> object:
-    """Return what a loss is known by: a loop may make its function anew each step."""
-    return getattr(loss, "__code__", type(loss))

@@ -6,6 +6,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lengthwise.comm import Transport, agree, broadcast_bytes
@@ -15,6 +16,7 @@ from lengthwise.engine.batch import StepBatch
 from lengthwise.program import lower_plan, refuse_unsupported
 
 STEPS_AHEAD = 2  # that are planned and read while one runs; a plan's costs are that much older
+_ITERATORS = 8  # that a loop has left and may go on with
 _START_SECONDS = 60.0  # more for the first plan: a planner that is a new process imports first
 
 _SAME_ROWS = (
@@ -104,14 +106,16 @@ class PlanAhead:
         if not self._transport.rank:
             try:
                 made = self._made(name)
-            except LengthwiseError as raised:
+            except Exception as raised:  # noqa: BLE001 - the iterator is the loop's; others would wait
                 error = raised
-        problems = [] if error is None else error.problems if isinstance(error, Problems) else (error,)
+        problems = _problems_of(error, name)
         message = {
             "plans": made,
             "problems": [(problem.where, problem.expected, problem.got, problem.remedy) for problem in problems],
         }
         sent = json.loads(broadcast_bytes(self._transport, json.dumps(message).encode()))
+        if sent["problems"]:
+            self._making.popleft()  # a loop that goes on gets the next one
         if error is not None:
             raise error
         raise_problems([PlanError(where, expected=one, got=got, remedy=do) for where, one, got, do in sent["problems"]])
@@ -163,3 +167,53 @@ class PlanAhead:
             expected = f"a plan within {seconds:g} s"
             remedy = "Use a simpler planner, or raise {timeout_seconds}."
             raise RankError(where, expected=expected, got="none", remedy=remedy) from None
+
+
+@dataclass
+class _Steps:
+    batches: object
+    ahead: PlanAhead
+    users: int = 0
+
+
+class StepsOfIterators:
+    """Steps planned ahead of iterators that a loop may leave: a later call with the same one goes on where it was left.
+
+    The last few that were left are held, with the batches that were read of them.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, _Steps] = {}
+
+    @contextmanager
+    def of(self, batches: object, start: Callable[[], PlanAhead]) -> Iterator[PlanAhead]:
+        """Give the steps of an iterator; where the block ends by itself, so has the iterator."""
+        steps = self._kept.get(id(batches)) or _Steps(batches, start())
+        self._kept[id(batches)] = steps
+        steps.users += 1
+        try:
+            yield steps.ahead
+            self._end(id(batches))
+        finally:
+            steps.users -= 1
+            for key in [key for key, each in self._kept.items() if not each.users][:-_ITERATORS]:
+                self._end(key)
+
+    def close(self) -> None:
+        """Let go of all."""
+        for key in list(self._kept):
+            self._end(key)
+
+    def _end(self, key: int) -> None:
+        if key in self._kept:
+            self._kept.pop(key).ahead.close()
+
+
+def _problems_of(error: Exception | None, name: str) -> Sequence[LengthwiseError]:
+    """Return what the other ranks are to say of what rank 0 raised."""
+    if error is None:
+        return ()
+    if isinstance(error, LengthwiseError):
+        return error.problems if isinstance(error, Problems) else (error,)
+    got, remedy = f"{type(error).__name__}: {error}", "Look at the error of rank 0."
+    return (PlanError(f"rank 0, {name}", expected="a batch of the loop's iterator", got=got, remedy=remedy),)

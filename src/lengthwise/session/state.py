@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lengthwise.comm import Transport, broadcast_bytes
-from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
+from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.engine.gathering import gather_to_first, set_master_weights
 from lengthwise.engine.parameters import Parameters
 from lengthwise.session.sharded import ShardedInPlace, plain_value
-
-_SHOWN = 10  # parameters that differ
-STATE, GROUPS, _MEMBERS = "state", "param_groups", "params"
+from lengthwise.session.state_checks import (
+    GROUPS,
+    MEMBERS,
+    STATE,
+    problems_of_form,
+    problems_of_optimizer,
+    problems_of_weights,
+    states_of,
+)
 
 
 def whole_state(optimizer: ShardedInPlace, transport: Transport) -> dict[str, Any]:
@@ -60,26 +66,36 @@ def whole_state(optimizer: ShardedInPlace, transport: Transport) -> dict[str, An
 def take_state(
     optimizer: ShardedInPlace,
     transport: Transport,
-    given: Mapping[str, Any] | None,
-    weights: Mapping[str, Tensor] | None,
-) -> None:
+    state: Mapping[str, Any] | None,
+    names_inside: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+) -> int:
     """Give each rank its slices of what rank 0 was given: a whole optimizer's state dict, and weights by name.
 
-    Without weights those that there are stay. transport: of all ranks, which may be stages. Collective.
+    Without weights those that there are stay. names_inside: of the model in its wrap. transport: of all ranks,
+    which may be stages. Collective.
 
     Raises:
         ConfigError, Problems: it is of other parameters or groups; nothing was changed.
+
+    Returns:
+        The steps that were made.
     """
     parameters, rank = optimizer.parameters, optimizer.rank
     places = {name: place for place, name in enumerate(parameters.names)}
     sent: dict[str, Any] = {"problems": []}
+    given = weights = None
     if not transport.rank:
-        problems = [*_problems(given, optimizer), *_other_weights(weights, optimizer.shapes)]
+        problems = problems_of_form(state)
+        if state is not None and not problems:
+            given, weights = state["optimizer"], state.get("master_weights")
+            weights = None if weights is None else names_inside(weights)
+            problems = [*problems_of_optimizer(given, optimizer), *problems_of_weights(weights, optimizer.shapes)]
         sent["problems"] = [(problem.where, problem.expected, problem.got, problem.remedy) for problem in problems]
         if given is not None and not problems:
-            groups = [{k: v for k, v in group.items() if k != _MEMBERS} for group in given[GROUPS]]
-            kinds = {number: sorted(given[STATE].get(number, {})) for number in optimizer.numbers.values()}
+            groups = [{k: v for k, v in group.items() if k != MEMBERS} for group in given[GROUPS]]
+            kinds = {number: sorted(states_of(given, number)) for number in optimizer.numbers.values()}
             sent |= {
+                "steps": int((state or {}).get("steps", 0)),
                 "groups": [{k: plain_value(v) for k, v in group.items()} for group in groups],
                 "keys": kinds,
                 "weights": weights is not None,
@@ -90,15 +106,16 @@ def take_state(
     for name, number in optimizer.numbers.items():
         states, place, entries = dict[str, Tensor](), places.get(name), math.prod(optimizer.shapes[name])
         for key in sent["keys"][str(number)]:
-            value = None if given is None or transport.rank else torch.as_tensor(given[STATE][number][key])
+            value = None if given is None else torch.as_tensor(given[STATE][number][key])
             states[key] = _sent(value, entries, parameters, transport)
         if place is not None:
             optimizer.set_states(place, states)
         if sent["weights"]:
-            own = None if weights is None or transport.rank else weights[name]
+            own = None if weights is None else weights[name]
             whole = _sent(own, entries, parameters, transport)
             if place is not None:
                 set_master_weights(parameters, rank, place, whole)
+    return sent["steps"]
 
 
 def _kinds(optimizer: ShardedInPlace, transport: Transport) -> tuple[list[str], list[str]]:
@@ -129,41 +146,3 @@ def _sent(value: Tensor | None, entries: int, parameters: Parameters, transport:
         whole.copy_(value.reshape(-1))
     transport.broadcast(whole, 0)
     return whole
-
-
-def _problems(given: Mapping[str, Any] | None, optimizer: ShardedInPlace) -> list[LengthwiseError]:
-    remedy = "Give rank 0 the result of state_dict for this model and optimizer."
-    if given is None or not {STATE, GROUPS} <= given.keys():
-        got = "nothing" if given is None else ", ".join(map(str, given)) or "an empty one"
-        return [ConfigError("state", expected=f"{STATE} and {GROUPS}, on rank 0", got=got, remedy=remedy)]
-    problems: list[LengthwiseError] = []
-    wanted, got = ([group[_MEMBERS] for group in groups] for groups in (optimizer.plain_groups(), given[GROUPS]))
-    if wanted != got:
-        shown = [f"{len(each)} groups of {', '.join(str(len(one)) for one in each)}" for each in (wanted, got)]
-        problems.append(ConfigError("state, param_groups", expected=shown[0], got=shown[1], remedy=remedy))
-    for name, number in optimizer.numbers.items():
-        size = math.prod(optimizer.shapes[name])
-        for key, value in given[STATE].get(number, {}).items():
-            if isinstance(value, Tensor) and value.dim() and value.numel() != size:
-                where, shape = f"state, {name}, {key}", tuple(value.shape)
-                problems.append(ConfigError(where, expected=f"{size} entries", got=f"{shape}", remedy=remedy))
-    return problems
-
-
-def _other_weights(
-    weights: Mapping[str, Tensor] | None, wanted: Mapping[str, tuple[int, ...]]
-) -> list[LengthwiseError]:
-    if weights is None:
-        return []
-    found = {name: tuple(each.shape) for name, each in weights.items()}
-    wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-    remedy = "Give the result of state_dict for this model."
-    return [
-        ConfigError(
-            f"state, master_weights, {name}",
-            expected=str(wanted.get(name, "no such parameter")),
-            got=str(found.get(name, "nothing")),
-            remedy=remedy,
-        )
-        for name in wrong[:_SHOWN]
-    ]

@@ -22,10 +22,13 @@ from lengthwise.engine.objective import ForwardPass
 from lengthwise.engine.step import RankResult
 from lengthwise.models.adapter import planned_output
 from lengthwise.session.engine import Engine
-from lengthwise.session.losses import Tokens, TokenValues, tokens_of
+from lengthwise.session.loss_checks import one_number
+from lengthwise.session.losses import tokens_of
+from lengthwise.session.misuse import shown
 from lengthwise.session.model import refuse_balance
 from lengthwise.session.rows import RowBatch
 from lengthwise.session.source import PlannedStep
+from lengthwise.session.tokens import Tokens, TokenValues
 
 Per: TypeAlias = Literal["sequence", "token"]
 Combine: TypeAlias = Callable[[Tensor], Tensor] | Callable[[list[Tensor]], Tensor]
@@ -88,10 +91,14 @@ class ValuesOfTokens:
         output = planned_output(forward.model, forward.planned, input_ids, forward.position_ids)
         tokens = tokens_of(self.gathered.batch, forward)
         values = self.values(output, tokens)
-        if not values.dim() or len(values) != len(input_ids):
+        is_one = isinstance(values, Tensor) and not values.is_meta and not values.is_complex()
+        needs = self.weights is not None and is_one and not values.requires_grad
+        if not is_one or needs or not values.dim() or len(values) != len(input_ids):
             expected = f"one value per token, ({len(input_ids)},) or ({len(input_ids)}, k)"
             remedy = "Return values that are not summed; `combine` sums them."
-            raise ConfigError("values", expected=expected, got=f"{tuple(values.shape)}", remedy=remedy)
+            raise ConfigError(
+                "values", expected=expected, got=f"{shown(values)}{', without a gradient' * needs}", remedy=remedy
+            )
         if self.weights is None:
             self.gathered.add(tokens, values)
             return torch.zeros((), dtype=self.gathered.dtype, device=input_ids.device)
@@ -131,9 +138,11 @@ def combined(gathered: Gathered, sums: Tensor, combine: Combine) -> tuple[float,
     leaf = sums.detach().requires_grad_()
     with torch.enable_grad():
         loss = combine(gathered.handed_on(leaf))  # type: ignore[arg-type] - which of the two, `per` says
-    if loss.numel() != 1 or not loss.requires_grad:
-        got = f"{tuple(loss.shape)}{'' if loss.requires_grad else ', which does not depend on them'}"
-        remedy = "Return the mean or sum over sequences."
+        loss = one_number(
+            "combine", loss, leaf.device, of="the values", remedy="Return the mean or sum over sequences."
+        )
+    (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
+    if gradient is None:
+        remedy, got = "Return the mean or sum over sequences.", "one that does not depend on them"
         raise ConfigError("combine", expected="one number, computed of the values", got=got, remedy=remedy)
-    (gradient,) = torch.autograd.grad(loss, leaf)
     return loss.item(), gradient

@@ -1,0 +1,146 @@
+"""What a method of a session is given and called in that it cannot use, refused before anything is done with it.
+
+Every argument of one kind stands in one table; what depends on other arguments is checked where these are known.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from numbers import Integral, Real
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.core.errors import ConfigError, raise_problems
+from lengthwise.cost import Cost
+
+_MOST = 10**300  # of a whole number that a float can hold
+_LONGEST = 1e8  # seconds, which clocks of the system can add to now
+
+Kind: TypeAlias = tuple[Callable[[Any], bool], str]
+"""Whether a value is of the kind, and what is, in words."""
+
+
+def is_whole(value: object) -> bool:
+    """Return whether it is a whole number; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Return whether it is a number of Python, NumPy or torch, (), that a float can hold; True and False are none."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not (value.is_complex() or value.is_meta or value.dtype == torch.bool)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return not isinstance(value, int) or -_MOST < value < _MOST
+
+
+def _is_device(value: object) -> bool:
+    if value is None or isinstance(value, torch.device):
+        return True
+    try:
+        return isinstance(value, str) and bool(torch.device(value))
+    except RuntimeError:
+        return False
+
+
+def _is_usable(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+
+
+def _is_iterable(value: object) -> bool:
+    return hasattr(value, "__iter__") or hasattr(value, "__getitem__")
+
+
+def _takes(count: int, value: object) -> bool:
+    """Return whether it is a function that can be called with so many arguments, as far as it says."""
+    if not callable(value):
+        return False
+    try:
+        inspect.signature(value).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:  # of a function in C, which does not say
+        return True
+    return True
+
+
+def _function(*arguments: str) -> Kind:
+    return partial(_takes, len(arguments)), f"a function of {' and '.join(arguments)}"
+
+
+def _or_none(kind: Kind) -> Kind:
+    return lambda value: value is None or kind[0](value), f"{kind[1]}, or None"
+
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "model": (lambda value: isinstance(value, nn.Module), "a Hugging Face causal language model"),
+        "ranks_per_node": (lambda value: value is None or is_whole(value), "a whole number, or None"),
+        "heads": (lambda value: isinstance(value, str) or is_whole(value), "auto, off, or ranks of a group"),
+        "planner": (lambda value: isinstance(value, str), "the name of a planner"),
+        "measurements": (lambda value: value is None or isinstance(value, str | Path | Cost), "a file, costs, or None"),
+        "device": (_is_device, "a device of torch, for example cuda:0, or None"),
+        "seed": (lambda value: is_whole(value) and 0 <= value < 1 << 63, "a whole number from 0 to 2**63 - 1"),
+        "timeout_seconds": (lambda value: is_number(value) and 0 < value <= _LONGEST, "seconds, more than 0"),
+        "loss": _or_none(_function("outputs", "tokens")),
+        "compute_loss": _or_none(_function("model", "inputs")),
+        "combine": _function("the values"),
+        "values": _function("outputs", "tokens"),
+        "per": (lambda value: isinstance(value, str) and value in ("sequence", "token"), "sequence or token"),
+        "normalizer": (
+            lambda value: value is None or (is_number(value) and 0 < float(value) < math.inf),
+            "a finite normalizer above 0",
+        ),
+        "limit": (lambda value: is_number(value) and float(value) >= 0, "a number of 0 or more"),
+        "batches": (_is_iterable, "an iterable of lists of rows"),
+        "numbers": (_is_usable, "a dense tensor with values"),
+    }
+)
+
+
+def check_kinds(**given: object) -> None:
+    """Refuse arguments, by name, that are not of their kind.
+
+    Raises:
+        ConfigError, Problems: all that are not.
+    """
+    raise_problems(
+        [
+            ConfigError(name, expected=KINDS[name][1], got=shown(value), remedy=f"Correct {name}.")
+            for name, value in given.items()
+            if not KINDS[name][0](value)
+        ]
+    )
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it: short, and a tensor or an object by its kind."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
+        return f"{value.item()!r}"
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    if value is None or isinstance(value, str | bytes | Real | torch.device):
+        return f"{value!r:.80}"
+    return f"a {type(value).__name__}"
+
+
+def refuse_modes(what: str, cast: torch.dtype | None) -> None:
+    """Refuse a method that trains inside of a block in which nothing can. cast: dtype of mixed precision, if any.
+
+    Raises:
+        ConfigError: torch records no gradients, or would cast to fp16.
+    """
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        got = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
+        remedy = "Call it outside of that block, or use evaluate."
+        raise ConfigError(what, expected="gradients to be enabled", got=got, remedy=remedy)
+    if cast == torch.float16:
+        expected, got = "no torch.autocast, or one to bfloat16", "one to float16"
+        raise ConfigError(what, expected=expected, got=got, remedy="fp16 needs a loss scale; use bfloat16.")
