@@ -91,15 +91,17 @@ def choose_shard(
     """
     if device_bytes is None:
         return ShardChoice(shard="zero1", why="how much memory there is could not be found")
-    layouts = {shard: replace(memory, shard=shard) for shard in _shards(memory, keeps_whole)}
+    layouts: dict[Shard, StepMemory] = {shard: replace(memory, shard=shard) for shard in _shards(memory, keeps_whole)}
     room = device_bytes * (1 - RESERVED)
-    held = {shard: max(tokens_within(laid, room, kind, offload) for kind in kinds) for shard, laid in layouts.items()}
+    held: dict[Shard, int] = {
+        shard: max(tokens_within(laid, room, kind, offload) for kind in kinds) for shard, laid in layouts.items()
+    }
     most = max(held, key=lambda shard: held[shard])
     if not held[most]:
         raise _nothing_fits(
             layouts["zero1"], layouts.get("zero3"), device_bytes, kinds, keeps_whole, can_offload=can_offload
         )
-    fitting = [shard for shard in layouts if held[shard] >= tokens] or [most]
+    fitting: list[Shard] = [shard for shard in layouts if held[shard] >= tokens] or [most]
     if seconds is not None and len(fitting) > 1:
         took = {shard: seconds(layouts[shard]) for shard in fitting}
         best = min(fitting, key=lambda shard: took[shard] * (1 - margin * (shard == fitting[0])))

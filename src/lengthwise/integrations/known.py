@@ -165,6 +165,7 @@ def _lists(rows: Any, name: str) -> Iterator[tuple[np.ndarray, Callable[[], np.n
     """Yield, of parts of a `datasets.Dataset`, how long the lists of a column are, and what reads their numbers."""
     if not isinstance(rows, datasets.Dataset) or rows.format["type"] == "custom" or name not in rows.column_names:
         return
+    table: Any
     for table in rows.select_columns([name]).with_format("arrow").iter(_AT_ONCE):
         column = table.column(name)
         kind, nulls = column.type, column.null_count

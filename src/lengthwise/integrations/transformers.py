@@ -351,8 +351,10 @@ class PlannedTrainerMixin(_Base):
             self.accelerator.prepare_model(self.model)
             session = self._start_session(None)
         if not self.is_in_train:
-            rows, collate = (getattr(dataloader, name, None) for name in ("dataset", "collate_fn"))
-            check_rows([KnownRows(where="eval_dataset", rows=rows, collate=collate)] * (collate is not None), session)
+            loader: Any = dataloader
+            rows, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+            known = [] if collate is None else [KnownRows(where="eval_dataset", rows=rows, collate=collate)]
+            check_rows(known, session)
         self.model.eval()
         self.callback_handler.eval_dataloader = dataloader
         total = weight = examples = 0.0

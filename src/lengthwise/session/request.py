@@ -45,11 +45,16 @@ class SessionRequest:
     device: torch.device | str | None = None
 
 
+def check_request_kinds(asked: SessionRequest) -> None:
+    """Refuse values of a request that are of a wrong kind, all together."""
+    check_kinds(**{name: getattr(asked, name) for name in _OF_KINDS})
+
+
 def request_problems(asked: SessionRequest, *, trains: bool) -> list[LengthwiseError]:
     """Return all that is wrong with a request, whatever the model; trains: whether there is an optimizer."""
     shard, planner, heads, ranks_per_node = asked.shard, asked.planner, asked.heads, asked.ranks_per_node
     problems = Collector()
-    problems.attempt(partial(check_kinds, **{name: getattr(asked, name) for name in _OF_KINDS}))
+    problems.attempt(partial(check_request_kinds, asked))
     if problems.problems:
         return problems.problems
 

@@ -34,7 +34,13 @@ from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.session.capacity import measured_of
 from lengthwise.session.engine import Engine
 from lengthwise.session.model import PRECISIONS, check_session_model
-from lengthwise.session.request import SessionRequest, read_capacity, read_offload, request_problems
+from lengthwise.session.request import (
+    SessionRequest,
+    check_request_kinds,
+    read_capacity,
+    read_offload,
+    request_problems,
+)
 from lengthwise.session.sharded import ShardedInPlace, check_optimizer
 
 _STATES = 2  # an entry, of most optimizers; amsgrad and centered keep one more
@@ -68,6 +74,7 @@ def check_settings(model: Any, optimizer: Any, asked: SessionRequest) -> Session
     """
     trains, recompute, inner = optimizer is not None, asked.recompute, None
     offloads, is_measured = asked.offload_optimizer and trains, asked.capacity_tokens == "auto"
+    check_request_kinds(asked)
     problems = Collector()
     for each in request_problems(asked, trains=trains):
         problems.add(each)

@@ -319,9 +319,9 @@ class ShardedInPlace:
 
     def _order_hooks(self) -> None:
         """Let the loop's own hooks of a step, whenever they were registered, find guarded slices."""
-        pre, post = self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks
-        pre.move_to_end(self._before_step.id)
-        post.move_to_end(self._after_step.id, last=False)
+        optimizer: Any = self.optimizer  # torch has no method for the order of hooks
+        optimizer._optimizer_step_pre_hooks.move_to_end(self._before_step.id)
+        optimizer._optimizer_step_post_hooks.move_to_end(self._after_step.id, last=False)
 
     def release(self) -> None:
         """Leave the model's gradients to a plain loop, and let the optimizer refuse steps."""
