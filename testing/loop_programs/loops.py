@@ -119,10 +119,19 @@ class Loop:
                 found[id(each)] = each
         yield from found.values()
 
-    def scale_groups(self, group: int | None, factor: float) -> Numbers:
-        for each in self.groups(group):
-            if each.grad is not None:
-                each.grad.mul_(factor)
+    def scale_groups(self, group: int | None, factor: float, how: str) -> Numbers:
+        found = [(each, each.grad) for each in self.groups(group) if each.grad is not None]
+        if how == "foreach" and found:
+            torch._foreach_mul_([gradient for _, gradient in found], factor)
+        for each, gradient in found if how != "foreach" else ():
+            if how == "anew":
+                each.grad = gradient * factor
+            else:
+                (gradient.data if how == "data" else gradient).mul_(factor)
+        return []
+
+    def clip_values_of_groups(self, group: int | None, limit: float) -> Numbers:
+        nn.utils.clip_grad_value_(list(self.groups(group)), limit)
         return []
 
     def set_gradients_of_groups(self, group: int | None, value: float | None) -> Numbers:
@@ -164,19 +173,24 @@ class Loop:
         self.scheduler.step()
         return [each["lr"] for each in self.optimizer.param_groups]
 
-    def write_groups(self, group: int | None, edit: str) -> Numbers:
-        return self._write(self.groups(group), edit)
+    def write_groups(self, group: int | None, how: str) -> Numbers:
+        return self._write(self.groups(group), how)
 
-    def write_named(self, name: str, edit: str) -> Numbers:
-        return self._write((each for each in self.named(name) if each.requires_grad), edit)
+    def write_named(self, name: str, how: str) -> Numbers:
+        return self._write((each for each in self.named(name) if each.requires_grad), how)
 
-    def _write(self, parameters: Iterator[nn.Parameter], edit: str) -> Numbers:
+    def _write(self, parameters: Iterator[nn.Parameter], how: str = "in place") -> Numbers:
         with torch.no_grad():
-            for each in parameters:
-                if edit == "clamp":
+            found = list[Tensor](parameters)
+            if how == "foreach" and found:
+                torch._foreach_mul_(found, 0.8)
+            for each in found if how != "foreach" else ():
+                if how == "clamp":
                     each.clamp_(-0.2, 0.2)
+                elif how == "copy":
+                    each.copy_(each * 0.8)
                 else:
-                    each.mul_(0.8)
+                    (each.data if how == "data" else each).mul_(0.8)
         return []
 
     def swap_groups(self, lengths: Sequence[int], seed: int) -> Numbers:
@@ -189,7 +203,7 @@ class Loop:
         """Evaluate with other weights, as loops do with averages of weights."""
         with torch.no_grad():
             kept = [each.clone() for each in parameters()]
-            self._write(parameters(), "shrink")
+            self._write(parameters())
             found = self.evaluate(lengths, seed)
             for each, before in zip(parameters(), kept, strict=True):
                 each.copy_(before)
@@ -198,9 +212,9 @@ class Loop:
     def hook(self, when: str, what: str) -> Numbers:
         def run(*_: object) -> None:
             if what == "weights":
-                self.write_groups(None, "shrink")
+                self.write_groups(None, "in place")
             else:
-                self.scale_groups(None, 0.5)
+                self.scale_groups(None, 0.5, "in place")
 
         register = getattr(self.optimizer, f"register_step_{when}_hook")
         register(run)
@@ -347,11 +361,11 @@ class PlannedLoop(Loop):
         elif is_own and what == "lr":
             self.scale_lr(None, 0.5)
         elif is_own and what == "weights of groups":
-            self.write_groups(None, "shrink")
+            self.write_groups(None, "in place")
         elif is_own and what == "weights by name":
-            self.write_named("", "shrink")
+            self.write_named("", "in place")
         elif is_own and what == "gradients of groups":
-            self.scale_groups(None, 0.5)
+            self.scale_groups(None, 0.5, "in place")
         elif is_own:
             self.optimizer.zero_grad()
         return []
