@@ -53,13 +53,17 @@ def _slices(session: Session) -> list[nn.Parameter]:
 
 
 def _instead(name: str, mutant: Callable[..., Any]) -> Defect:
-    """Replace a method of `Session` by one that is given the original first."""
-    original = getattr(Session, name)
+    """Replace a method of `Session` by one that is given what was there first."""
 
-    def method(self: Session, *arguments: Any, **options: Any) -> Any:
-        return mutant(original, self, *arguments, **options)
+    def applied() -> AbstractContextManager[object]:
+        original = getattr(Session, name)
 
-    return lambda: mock.patch.object(Session, name, method)
+        def method(self: Session, *arguments: Any, **options: Any) -> Any:
+            return mutant(original, self, *arguments, **options)
+
+        return mock.patch.object(Session, name, method)
+
+    return applied
 
 
 def _before(name: str, act: Callable[[Session], object]) -> Defect:

@@ -66,4 +66,4 @@ def test_random_programs_find_each_mutant(name):
         found = verdicts(programs)
     failing = [each for each, verdict in zip(programs, found, strict=True) if verdict.kind == "failed"]
     assert failing
-    assert any(each.kind != "failed" for each in verdicts(failing[:3])), "they fail without it, too"
+    assert any(each.kind != "failed" for each in verdicts(failing)), "they fail without it, too"
