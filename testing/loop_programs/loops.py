@@ -32,6 +32,7 @@ _SIZES = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }
 _DECAY, _GAMMA = 0.1, 0.7
+_SUM_SCALE = 1e4  # of squares of sums over sequences, so that no loop diverges and rounding stays rounding
 Numbers = list[float]
 
 
@@ -283,7 +284,7 @@ class PlainLoop(Loop):
             logits = self.model(input_ids=row["input_ids"][None], use_cache=False).logits[0, :-1]
             each.append(F.cross_entropy(logits, row["labels"][1:], ignore_index=-100, reduction="none"))
         if loss == "by sequence":
-            return torch.stack([one.sum() for one in each]).square().mean()
+            return torch.stack([one.sum() for one in each]).square().mean() / _SUM_SCALE
         found = torch.cat(each)
         return (found.square() if loss == "squares" else found).sum() / (normalizer or loss_tokens(rows))
 
@@ -327,7 +328,7 @@ class PlannedLoop(Loop):
     def backward(self, lengths: Sequence[int], seed: int, loss: str, normalizer: float | None) -> Numbers:
         rows = make_rows(lengths, seed)
         if loss == "by sequence":
-            result = self.session.backward_by_sequence(rows, combine=lambda sums: sums.square().mean())
+            result = self.session.backward_by_sequence(rows, combine=lambda sums: sums.square().mean() / _SUM_SCALE)
         elif loss == "compute_loss":
             divisor = loss_tokens(rows)
             result = self.session.backward(

@@ -125,7 +125,7 @@ def _rows(draw: random.Random) -> dict[str, Any]:
 
 def _backward(draw: random.Random) -> dict[str, Any]:
     loss = draw.choices(LOSSES, (6, 2, 1, 1))[0]
-    normalizer = draw.choice((None, None, 7.0)) if loss in LOSSES[:2] else None
+    normalizer = draw.choice((None, None, 50.0)) if loss in LOSSES[:2] else None
     return {**_rows(draw), "loss": loss, "normalizer": normalizer}
 
 
