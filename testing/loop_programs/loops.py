@@ -32,6 +32,7 @@ _SIZES = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }
 _DECAY, _GAMMA = 0.1, 0.7
+_SUM_SCALE = 1e4  # of squares of sums over sequences, so that no loop diverges and rounding stays rounding
 Numbers = list[float]
 
 
@@ -53,12 +54,12 @@ def make_model(kind: str) -> nn.Module:
 
 
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of two groups, of which one decays."""
+    """Return an optimizer of two groups with other arguments; both decay, so that gradients of zero move weights."""
     trained = [each for each in model.parameters() if each.requires_grad]
     rate = 0.05 if kind == "sgd" else 1e-2
     groups = [
         {"params": trained[::2], "lr": rate, "weight_decay": _DECAY},
-        {"params": trained[1::2], "lr": 2 * rate, "weight_decay": 0.0},
+        {"params": trained[1::2], "lr": 2 * rate, "weight_decay": _DECAY / 2},
     ]
     if kind == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=0.9)
@@ -119,10 +120,21 @@ class Loop:
                 found[id(each)] = each
         yield from found.values()
 
-    def scale_groups(self, group: int | None, factor: float) -> Numbers:
-        for each in self.groups(group):
-            if each.grad is not None:
-                each.grad.mul_(factor)
+    def scale_groups(self, group: int | None, factor: float, how: str) -> Numbers:
+        found = [(each, each.grad) for each in self.groups(group) if each.grad is not None]
+        if how == "foreach" and found:
+            torch._foreach_mul_([gradient for _, gradient in found], factor)
+        for each, gradient in found if how != "foreach" else ():
+            if how == "anew":
+                each.grad = gradient * factor
+            else:
+                (gradient.data if how == "data" else gradient).mul_(factor)
+        return []
+
+    def clip_values_of_groups(self, group: int | None, limit: float) -> Numbers:
+        found = [each for each in self.groups(group) if each.grad is not None]
+        if found:  # torch raises where there is none
+            nn.utils.clip_grad_value_(found, limit)
         return []
 
     def set_gradients_of_groups(self, group: int | None, value: float | None) -> Numbers:
@@ -164,19 +176,24 @@ class Loop:
         self.scheduler.step()
         return [each["lr"] for each in self.optimizer.param_groups]
 
-    def write_groups(self, group: int | None, edit: str) -> Numbers:
-        return self._write(self.groups(group), edit)
+    def write_groups(self, group: int | None, how: str) -> Numbers:
+        return self._write(self.groups(group), how)
 
-    def write_named(self, name: str, edit: str) -> Numbers:
-        return self._write((each for each in self.named(name) if each.requires_grad), edit)
+    def write_named(self, name: str, how: str) -> Numbers:
+        return self._write((each for each in self.named(name) if each.requires_grad), how)
 
-    def _write(self, parameters: Iterator[nn.Parameter], edit: str) -> Numbers:
+    def _write(self, parameters: Iterator[nn.Parameter], how: str = "in place") -> Numbers:
         with torch.no_grad():
-            for each in parameters:
-                if edit == "clamp":
+            found = list[Tensor](parameters)
+            if how == "foreach" and found:
+                torch._foreach_mul_(found, 0.8)
+            for each in found if how != "foreach" else ():
+                if how == "clamp":
                     each.clamp_(-0.2, 0.2)
+                elif how == "copy":
+                    each.copy_(each * 0.8)
                 else:
-                    each.mul_(0.8)
+                    (each.data if how == "data" else each).mul_(0.8)
         return []
 
     def swap_groups(self, lengths: Sequence[int], seed: int) -> Numbers:
@@ -189,7 +206,7 @@ class Loop:
         """Evaluate with other weights, as loops do with averages of weights."""
         with torch.no_grad():
             kept = [each.clone() for each in parameters()]
-            self._write(parameters(), "shrink")
+            self._write(parameters())
             found = self.evaluate(lengths, seed)
             for each, before in zip(parameters(), kept, strict=True):
                 each.copy_(before)
@@ -198,9 +215,9 @@ class Loop:
     def hook(self, when: str, what: str) -> Numbers:
         def run(*_: object) -> None:
             if what == "weights":
-                self.write_groups(None, "shrink")
+                self.write_groups(None, "in place")
             else:
-                self.scale_groups(None, 0.5)
+                self.scale_groups(None, 0.5, "in place")
 
         register = getattr(self.optimizer, f"register_step_{when}_hook")
         register(run)
@@ -267,7 +284,7 @@ class PlainLoop(Loop):
             logits = self.model(input_ids=row["input_ids"][None], use_cache=False).logits[0, :-1]
             each.append(F.cross_entropy(logits, row["labels"][1:], ignore_index=-100, reduction="none"))
         if loss == "by sequence":
-            return torch.stack([one.sum() for one in each]).square().mean()
+            return torch.stack([one.sum() for one in each]).square().mean() / _SUM_SCALE
         found = torch.cat(each)
         return (found.square() if loss == "squares" else found).sum() / (normalizer or loss_tokens(rows))
 
@@ -311,7 +328,7 @@ class PlannedLoop(Loop):
     def backward(self, lengths: Sequence[int], seed: int, loss: str, normalizer: float | None) -> Numbers:
         rows = make_rows(lengths, seed)
         if loss == "by sequence":
-            result = self.session.backward_by_sequence(rows, combine=lambda sums: sums.square().mean())
+            result = self.session.backward_by_sequence(rows, combine=lambda sums: sums.square().mean() / _SUM_SCALE)
         elif loss == "compute_loss":
             divisor = loss_tokens(rows)
             result = self.session.backward(
@@ -347,11 +364,11 @@ class PlannedLoop(Loop):
         elif is_own and what == "lr":
             self.scale_lr(None, 0.5)
         elif is_own and what == "weights of groups":
-            self.write_groups(None, "shrink")
+            self.write_groups(None, "in place")
         elif is_own and what == "weights by name":
-            self.write_named("", "shrink")
+            self.write_named("", "in place")
         elif is_own and what == "gradients of groups":
-            self.scale_groups(None, 0.5)
+            self.scale_groups(None, 0.5, "in place")
         elif is_own:
             self.optimizer.zero_grad()
         return []

@@ -125,7 +125,7 @@ def _rows(draw: random.Random) -> dict[str, Any]:
 
 def _backward(draw: random.Random) -> dict[str, Any]:
     loss = draw.choices(LOSSES, (6, 2, 1, 1))[0]
-    normalizer = draw.choice((None, None, 7.0)) if loss in LOSSES[:2] else None
+    normalizer = draw.choice((None, None, 50.0)) if loss in LOSSES[:2] else None
     return {**_rows(draw), "loss": loss, "normalizer": normalizer}
 
 
@@ -153,8 +153,12 @@ def _to_none(draw: random.Random) -> dict[str, Any]:
     return {"to_none": draw.random() < 0.5}
 
 
-def _edit(draw: random.Random) -> dict[str, Any]:
-    return {"edit": draw.choice(("clamp", "shrink"))}
+def _how_to_write(draw: random.Random) -> dict[str, Any]:
+    return {"how": draw.choices(("in place", "clamp", "copy", "data", "foreach"), (3, 3, 1, 2, 1))[0]}
+
+
+def _how_to_scale(draw: random.Random) -> dict[str, Any]:
+    return {"how": draw.choices(("in place", "anew", "data", "foreach"), (4, 1, 1, 1))[0]}
 
 
 def _hook(draw: random.Random) -> dict[str, Any]:
@@ -176,7 +180,8 @@ def _of(*draws: Draw) -> Draw:
 OPERATIONS: Mapping[str, Kind] = {
     "backward": Kind(draw=_backward, places="gradients", weight=8),
     "clip": Kind(draw=_limit, places="gradients", weight=8),
-    "scale_groups": Kind(draw=_of(_group, _factor), places="gradients", weight=4),
+    "scale_groups": Kind(draw=_of(_group, _factor, _how_to_scale), places="gradients", weight=4),
+    "clip_values_of_groups": Kind(draw=_of(_group, _limit), places="gradients", weight=1, rule="may"),
     "set_gradients_of_groups": Kind(draw=_of(_group, _value), places="gradients", weight=2),
     "zero_grad": Kind(draw=_to_none, places="gradients closed", weight=4),
     "zero_grad_of_model": Kind(draw=_to_none, places="gradients closed", weight=2),
@@ -185,11 +190,11 @@ OPERATIONS: Mapping[str, Kind] = {
     "scheduler_step": Kind(draw=lambda _: {}, places="closed", weight=4),
     "evaluate": Kind(draw=_rows, places="open gradients closed", weight=4),
     "reload": Kind(draw=lambda _: {}, places="closed", weight=2),
-    "write_named": Kind(draw=_of(_name, _edit), places="open gradients closed", weight=3, rule="whole"),
+    "write_named": Kind(draw=_of(_name, _how_to_write), places="open gradients closed", weight=3, rule="whole"),
     "load_model": Kind(draw=_factor, places="open closed", weight=1.5, rule="whole"),
     "swap_named": Kind(draw=_rows, places="open closed", weight=1.5, rule="whole"),
     "swap_groups": Kind(draw=_rows, places="open closed", weight=1.5, rule="may"),
-    "write_groups": Kind(draw=_of(_group, _edit), places="open gradients closed", weight=2.5, rule="may"),
+    "write_groups": Kind(draw=_of(_group, _how_to_write), places="open gradients closed", weight=2.5, rule="may"),
     "hook": Kind(draw=_hook, places="open", weight=1.5, rule="may"),
     "step_closure": Kind(draw=_backward, places="gradients open", weight=1.5, rule="may"),
     "clip_groups": Kind(draw=_of(_group, _limit), places="gradients", weight=2, rule="may"),
@@ -209,7 +214,7 @@ ENDS_TAINT = "step"  # a refusal of an operation may come until this one has use
 def draw_program(seed: int, *, most_ranks: int = 3) -> Program:
     """Return the program of a seed."""
     draw = random.Random(seed)
-    ranks = draw.randint(1, most_ranks)
+    ranks = 1 + seed % most_ranks
     layout = draw.choice([name for name, each in LAYOUTS.items() if ranks in each.ranks])
     model = draw.choices(MODELS, (4, 4, 2, 1))[0]
     is_bold, operations = draw.random() < _BOLD, list[Operation]()
