@@ -222,17 +222,21 @@ def unreached(model):
 
 def differences(options):
     """Return of every program how far weights and numbers are from the plain loop's."""
-    found = {}
-    for work in PROGRAMS:
-        model = unreached(small_model(tie_word_embeddings=True))
-        plain, planned = Plain(copy.deepcopy(model)), Planned(model, options)
+    model, found = unreached(small_model(tie_word_embeddings=True)), {}
+    before = copy.deepcopy(model)
+    planned = Planned(model, options)
+    start = planned.session.state_dict()
+    for work in sorted(PROGRAMS, key=lambda each: each is clamp_in_hooks):  # hooks stay
+        plain, planned.numbers = Plain(copy.deepcopy(before)), []
         for loop in (plain, planned):
             work(loop)
             loop.step()
-        pairs = [(a, plain.weights()[name]) for name, a in planned.weights().items()]
+        pairs = [(each, plain.weights()[name]) for name, each in planned.weights().items()]
         pairs += [(torch.tensor(a), torch.tensor(b)) for a, b in zip(planned.numbers, plain.numbers, strict=True)]
         found[work.__name__] = max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
-        planned.session.close()
+        planned.session.load_state_dict(start)
+        planned.optimizer.zero_grad()
+    planned.session.close()
     return found
 
 

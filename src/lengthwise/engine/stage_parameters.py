@@ -147,38 +147,30 @@ class StageParameters(FlatParameters):
             self.published()
             self._give_values()
 
-    def _give_values(self) -> None:
+    def _give_values(self, *, from_first: bool = True) -> None:
         assert self._tied is not None
-        values, world = self._tied.data, self.mesh.world  # data: no change as autograd counts changes
-        if self.mesh.is_last:
-            world.exchange([], [(values, self.mesh.rank_of_stage(0))]).wait()
+        values, mesh = self._tied.data, self.mesh  # data: no change as autograd counts changes
+        message = [(values, mesh.rank_of_stage(0 if mesh.is_last else mesh.stages - 1))]
+        if mesh.is_last == from_first:
+            mesh.world.exchange([], message).wait()
         else:
-            world.exchange([(values, self.mesh.rank_of_stage(self.mesh.stages - 1))], []).wait()
+            mesh.world.exchange(message, []).wait()
 
     @property
     def tied(self) -> nn.Parameter | None:
         """The tied weight that trains, on the stages that have it or its copy."""
         return self._tied
 
-    def share_tied(self, *, first: bool, last: bool) -> bool:
-        """Make both copies of a tied weight the one that somebody changed, on the first or the last stage, or both.
+    def tied_norm(self) -> float:
+        """Return the norm of a tied weight, the same to the bit on both stages that have it; 0.0 on others."""
+        if self._tied is None:
+            return 0.0
+        return torch.linalg.vector_norm(self._tied.detach(), dtype=torch.float64).item()
 
-        Return whether both were changed, and differ. Collective of the two stages.
-        """
-        if self._tied is None or not (first or last):
-            return False
-        if not last:
-            self._give_values()
-            return False
-        values, world = self._tied.data, self.mesh.world
-        if self.mesh.is_last:
-            world.exchange([(values, self.mesh.rank_of_stage(0))], []).wait()
-            return False
-        arriving = torch.empty_like(values)
-        world.exchange([], [(arriving, self.mesh.rank_of_stage(self.mesh.stages - 1))]).wait()
-        differs = not torch.equal(arriving, values)
-        values.copy_(arriving)
-        return first and differs
+    def share_tied(self, *, from_first: bool) -> None:
+        """Give one of the two stages that have a tied weight the values of the other. Collective of the two."""
+        if self._tied is not None:
+            self._give_values(from_first=from_first)
 
     def clear_gradients(self) -> None:
         """Set the gradients of this rank to zero."""

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lengthwise.comm import Transport, share_numbers
@@ -23,6 +24,7 @@ _GROUPS = "arguments of the optimizer's groups, such as learning rates"
 _SLICES = "changes to slices in optimizer.param_groups"
 _VALUES = "changes to the model's own parameters"
 _GRADIENTS = "parameters that have a gradient"
+_OWN = 3  # numbers of a rank before its digests
 
 
 class Agreement:
@@ -60,7 +62,10 @@ class Agreement:
         self._transport.phase = f"{name}, comparing the ranks"
         tied = None if self._stages is None else self._stages.tied
         is_tied = tied is not None and any(self._parameters[each] is tied for each in changed)
-        rows = share_numbers(self._transport, [float(wrong is not None), float(is_tied), *map(_digest, did.values())])
+        norm = 0.0 if self._stages is None else self._stages.tied_norm()
+        own = [float(wrong is not None), float(is_tied), norm]
+        assert len(own) == _OWN, own
+        rows = share_numbers(self._transport, [*own, *map(_digest, did.values())])
         if wrong is not None:
             raise wrong
         self._refuse_others(rows, did)
@@ -69,40 +74,38 @@ class Agreement:
                 expected, got = "changes through optimizer.param_groups, or to the model's parameters", "both at once"
                 raise ConfigError("weights", expected=expected, got=got, remedy="Change them in one of the two ways.")
             updates.publish()
-        elif self._stages is not None and rows[:, 1].any():
-            self._share_tied(self._stages, rows[:, 1])
+        elif self._stages is not None:
+            self._share_tied(self._stages, rows[:, 1], rows[:, 2])
         self._versions = self._counted()
 
     def _refuse_others(self, rows: Tensor, did: Mapping[str, Any]) -> None:
         """Raise on all ranks where one has another digest than the first rank that has the same parameters."""
-        stages = 1 if self._stages is None else self._stages.mesh.stages
+        where = f"rank {self._transport.rank}, {self._transport.phase}"
         if rows[:, 0].any():
-            where, got = (
-                f"rank {self._transport.rank}, {self._transport.phase}",
-                "a gradient that the session did not make",
-            )
-            remedy = "Its own message says which and what to do."
-            raise RankError(
-                where, expected="ranks that go on", got=f"{got}, on rank {int(rows[:, 0].argmax())}", remedy=remedy
-            )
-        for column, (what, own) in enumerate(did.items(), start=2):
+            got = f"a gradient that the session did not make, on rank {int(rows[:, 0].argmax())}"
+            raise RankError(where, expected="ranks that go on", got=got, remedy="That rank's own message says more.")
+        stages = 1 if self._stages is None else self._stages.mesh.stages
+        for column, (what, own) in enumerate(did.items(), start=_OWN):
             apart = 1 if what == _GROUPS else stages
             others = [rank for rank in range(len(rows)) if rows[rank, column] != rows[rank % apart, column]]
             if others:
-                where, shown = f"rank {self._transport.rank}, {self._transport.phase}", f"{own}"[:200]
                 ranks = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others[:10]))}"
+                got = f"others on {ranks}; on this one {own}"[:400]
                 remedy = "Let every rank run the same loop, with the same settings."
-                got = f"others on {ranks}; on this one {shown}"
                 raise RankError(where, expected=f"the same {what} on all ranks", got=got, remedy=remedy)
 
-    def _share_tied(self, parameters: StageParameters, changed: Tensor) -> None:
-        """Make both copies of a tied weight the same, of which the loop changed one, or both alike."""
+    def _share_tied(self, parameters: StageParameters, changed: Tensor, norms: Tensor) -> None:
+        """Make both copies of a tied weight the one that the loop has changed, where they differ."""
         stages = parameters.mesh.stages
-        first, last = bool(changed[::stages].any()), bool(changed[stages - 1 :: stages].any())
-        differs = parameters.share_tied(first=first, last=last)
-        if first and last and share_numbers(self._transport, [float(differs)]).any():
-            expected, got = "one change of a tied weight", "others on the first and the last stage, which have copies"
-            raise ConfigError("weights", expected=expected, got=got, remedy="Change the embedding's weight alone.")
+        first, last = norms[::stages], norms[stages - 1 :: stages]
+        if torch.allclose(first, last, rtol=0.0, atol=0.0, equal_nan=True):
+            return
+        from_first, from_last = bool(changed[::stages].any()), bool(changed[stages - 1 :: stages].any())
+        if from_first == from_last:
+            expected, got = "one change of a tied weight", "copies that differ on the first and the last stage"
+            remedy = "Change the embedding's weight alone, and not its .data, whose changes are not counted."
+            raise ConfigError("weights", expected=expected, got=got, remedy=remedy)
+        parameters.share_tied(from_first=from_first)
 
 
 def _stages(updates: ShardedInPlace) -> StageParameters | None:
