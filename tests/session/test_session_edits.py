@@ -9,6 +9,7 @@ import torch
 from loops import in_double, in_ranks, loss_tokens, plain_losses, rows_of, small_model
 
 from lengthwise import Session
+from lengthwise.core.errors import LengthwiseError
 from tiers import more
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -245,3 +246,124 @@ def test_what_a_loop_does_beside_backward_is_as_in_the_plain_loop(layout, tmp_pa
     ranks, options = LAYOUTS[layout]
     for found in in_ranks(in_double(lambda _rank: differences(options)), ranks, tmp_path):
         assert {name: far for name, far in found.items() if far > 1e-10} == {}
+
+
+def norm_of_slices(loop):
+    return sum(parameter.norm() for parameter in members(loop))
+
+
+def own_backward(loop):
+    loop.model(input_ids=torch.tensor([[5, 6, 7]])).logits.sum().backward()
+
+
+def own_backward_before(loop):
+    loop.optimizer.zero_grad()
+    own_backward(loop)
+    loop.backward(FIRST)
+
+
+def own_backward_alone(loop):
+    loop.optimizer.zero_grad()
+    own_backward(loop)
+    loop.step()
+
+
+def set_by_name(loop):
+    loop.model.lm_head.weight.grad = torch.zeros_like(loop.model.lm_head.weight)
+    loop.step()
+
+
+def norm_in_a_hook(loop):
+    handle = loop.optimizer.register_step_post_hook(lambda *_: norm_of_slices(loop))
+    try:
+        loop.step()
+    finally:
+        handle.remove()
+
+
+def write_both_ways(loop):
+    clamp_weights(loop)
+    loop.model.lm_head.weight.detach().mul_(0.5)
+    loop.step()
+
+
+def run_the_model_while_slices_are_newer(loop):
+    clamp_weights(loop)
+    with torch.no_grad():
+        loop.model(input_ids=torch.tensor([[5, 6, 7]]))
+
+
+REFUSED = [
+    (lambda loop: torch.nn.utils.clip_grad_norm_(members(loop), 1.0), r"Call session\.clip_grad_norm_"),
+    (lambda loop: [parameter.grad.clone().sum() for parameter in members(loop)], "sum of a slice"),
+    (lambda loop: [parameter.ndim for parameter in members(loop)], "ndim of a slice"),
+    (norm_of_slices, "norm of a slice"),
+    (norm_in_a_hook, "norm of a slice"),
+    (own_backward, "backward outside of the session"),
+    (own_backward_before, "a gradient of .* that a plain backward made"),
+    (own_backward_alone, "a gradient of .* that a plain backward made"),
+    (set_by_name, "a gradient of .* set by hand"),
+    (run_the_model_while_slices_are_newer, "changes to slices in optimizer.param_groups"),
+    (write_both_ways, "both at once"),
+]
+
+
+@pytest.mark.parametrize("ranks", [more(1), 2])
+def test_what_slices_cannot_have_is_refused_in_words(ranks, tmp_path):
+    def work(_rank):
+        loop = Planned(small_model(torch.bfloat16), {"shard": "zero1"})
+        with loop.session:
+            for refused, words in REFUSED:
+                loop.backward(FIRST)
+                with pytest.raises(LengthwiseError, match=words):
+                    refused(loop)
+                loop.optimizer.zero_grad()
+
+    in_ranks(work, ranks, tmp_path)
+
+
+def other_rate(loop):
+    loop.optimizer.param_groups[0]["lr"] = 0.5
+    return loop.step
+
+
+def other_limit(loop):
+    return partial(loop.clip, 0.5)
+
+
+def load_weights(loop):
+    loop.model.load_state_dict(loop.model.state_dict())
+    return loop.step
+
+
+def scale_slices(loop):
+    halve_gradients(loop)
+    return partial(loop.backward, FIRST)
+
+
+def clear_one(loop):
+    loop.model.lm_head.weight.grad = None
+    return loop.step
+
+
+def own_gradient(loop):
+    loop.model.lm_head.weight.grad = torch.zeros_like(loop.model.lm_head.weight)
+    return loop.step
+
+
+@pytest.mark.parametrize("alone", [other_rate, other_limit, load_weights, scale_slices, clear_one, own_gradient])
+def test_what_one_rank_does_alone_is_named_before_the_next_step(alone, tmp_path):
+    def work(rank):
+        loop = Planned(small_model(), {"shard": "zero1", "timeout_seconds": 20.0})
+        loop.backward(FIRST)
+        before = {name: each.detach().clone() for name, each in loop.model.named_parameters()}
+        others = {other_limit: partial(loop.clip, 1.0), scale_slices: partial(loop.backward, FIRST)}
+        goes_on = alone(loop) if rank == 1 else others.get(alone, loop.step)
+        with pytest.raises(LengthwiseError) as caught:
+            goes_on()
+        assert all(torch.equal(each, before[name]) for name, each in loop.model.named_parameters())
+        return str(caught.value)
+
+    first, second = in_ranks(work, 2, tmp_path)
+    assert "rank 1" in first
+    assert "rank 1" in second or "lm_head.weight" in second
