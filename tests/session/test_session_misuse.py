@@ -339,6 +339,7 @@ ODD_STATES = [
         "0, betas: expected 2",
     ),
     (set_to([], "master_weights"), "state, master_weights: expected tensors by the names of parameters; got a list"),
+    (set_to(5, "optimizer", "param_groups", 0, "params"), "state: expected the result of state_dict; got TypeError"),
     (set_to([1.0], "master_weights", "lm_head.weight"), "lm_head.weight: expected a floating-point tensor (64, 32)"),
 ]
 

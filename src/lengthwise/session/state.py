@@ -1,33 +1,34 @@
 """What a session saves and takes back: whole tensors by parameter, in the form of the loop's own optimizer.
 
 So a state fits any number of ranks, and a plain loop: its optimizer loads it, and a session loads that of a plain loop.
-Tensors pass one bucket or parameter at a time, and rank 0 alone keeps them, in the host's memory.
+Tensors pass one bucket or parameter at a time, and rank 0 alone keeps them, in the host's memory. It is checked whole
+before anything changes: what the optimizer keeps of a parameter is found by one step of it over two entries.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lengthwise.comm import Transport, broadcast_bytes
-from lengthwise.core.errors import ConfigError, raise_problems
+from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.engine.gathering import gather_to_first, set_master_weights
 from lengthwise.engine.parameters import Parameters
+from lengthwise.session.misuse import is_number, is_whole, shown
 from lengthwise.session.sharded import ShardedInPlace, plain_value
-from lengthwise.session.state_checks import (
-    GROUPS,
-    MEMBERS,
-    STATE,
-    problems_of_form,
-    problems_of_optimizer,
-    problems_of_weights,
-    states_of,
-)
+
+STATE, GROUPS, MEMBERS = "state", "param_groups", "params"
+_SHOWN = 10  # parameters that differ
+_NEVER_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf")
+_REMEDY = "Give rank 0 the result of state_dict for this model and optimizer."
 
 
 def whole_state(optimizer: ShardedInPlace, transport: Transport) -> dict[str, Any]:
@@ -82,24 +83,17 @@ def take_state(
     """
     parameters, rank = optimizer.parameters, optimizer.rank
     places = {name: place for place, name in enumerate(parameters.names)}
-    sent: dict[str, Any] = {"problems": []}
+    sent: dict[str, Any] = {}
     given = weights = None
     if not transport.rank:
-        problems = problems_of_form(state)
-        if state is not None and not problems:
-            given, weights = state["optimizer"], state.get("master_weights")
-            weights = None if weights is None else names_inside(weights)
-            problems = [*problems_of_optimizer(given, optimizer), *problems_of_weights(weights, optimizer.shapes)]
+        problems, read = list[LengthwiseError](), None
+        try:
+            problems, read = _checked(state, optimizer, names_inside)
+        except Exception as error:  # noqa: BLE001 - of a form that nobody thought of; the others would wait
+            problems.append(_wrong("state", "the result of state_dict", f"{type(error).__name__}: {error}"))
         sent["problems"] = [(problem.where, problem.expected, problem.got, problem.remedy) for problem in problems]
-        if given is not None and not problems:
-            groups = [{k: v for k, v in group.items() if k != MEMBERS} for group in given[GROUPS]]
-            kinds = {number: sorted(states_of(given, number)) for number in optimizer.numbers.values()}
-            sent |= {
-                "steps": int((state or {}).get("steps", 0)),
-                "groups": [{k: plain_value(v) for k, v in group.items()} for group in groups],
-                "keys": kinds,
-                "weights": weights is not None,
-            }
+        if read is not None:
+            sent, given, weights = sent | read[0], *read[1:]
     sent = json.loads(broadcast_bytes(transport, json.dumps(sent).encode()))
     raise_problems([ConfigError(where, expected=a, got=b, remedy=c) for where, a, b, c in sent["problems"]])
     optimizer.set_groups(sent["groups"])
@@ -116,6 +110,28 @@ def take_state(
             if place is not None:
                 set_master_weights(parameters, rank, place, whole)
     return sent["steps"]
+
+
+def _checked(
+    state: Any, optimizer: ShardedInPlace, names_inside: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+) -> tuple[list[LengthwiseError], tuple[dict[str, Any], Mapping[str, Any], Mapping[str, Tensor] | None] | None]:
+    """Return why a state cannot be loaded; else what all ranks learn of it, its optimizer's state, and its weights."""
+    problems = _problems_of_form(state)
+    if problems:
+        return problems, None
+    given, weights = state["optimizer"], state.get("master_weights")
+    weights = None if weights is None else names_inside(weights)
+    problems = [*_problems_of_optimizer(given, optimizer), *_problems_of_weights(weights, optimizer.shapes)]
+    if problems:
+        return problems, None
+    groups = [{key: plain_value(value) for key, value in each.items() if key != MEMBERS} for each in given[GROUPS]]
+    sent = {
+        "steps": int(state.get("steps", 0)),
+        "groups": groups,
+        "keys": {number: sorted(_states_of(given, number)) for number in optimizer.numbers.values()},
+        "weights": weights is not None,
+    }
+    return [], (sent, given, weights)
 
 
 def _kinds(optimizer: ShardedInPlace, transport: Transport) -> tuple[list[str], list[str]]:
@@ -146,3 +162,163 @@ def _sent(value: Tensor | None, entries: int, parameters: Parameters, transport:
         whole.copy_(value.reshape(-1))
     transport.broadcast(whole, 0)
     return whole
+
+
+def _problems_of_form(state: object) -> list[LengthwiseError]:
+    """Return what is wrong with the outer form of a session's state: its parts, and the count of steps."""
+    if not isinstance(state, Mapping):
+        return [_wrong("state", "the result of state_dict, on rank 0", shown(state))]
+    problems: list[LengthwiseError] = []
+    steps, weights, optimizer = state.get("steps", 0), state.get("master_weights"), state.get("optimizer")
+    count = steps.item() if isinstance(steps, Tensor) and steps.numel() == 1 and not steps.is_meta else steps
+    if not is_whole(count) or not 0 <= count < 1 << 63:
+        problems.append(_wrong("state, steps", "a whole number of 0 or more", shown(steps)))
+    if weights is not None and (not isinstance(weights, Mapping) or not all(isinstance(each, str) for each in weights)):
+        problems.append(_wrong("state, master_weights", "tensors by the names of parameters", shown(weights)))
+    if not isinstance(optimizer, Mapping) or not {STATE, GROUPS} <= optimizer.keys():
+        got = ", ".join(map(str, optimizer)) or "an empty one" if isinstance(optimizer, Mapping) else shown(optimizer)
+        problems.append(_wrong("state, optimizer", f"{STATE} and {GROUPS}", got))
+    elif not isinstance(optimizer[STATE], Mapping):
+        problems.append(
+            _wrong("state, optimizer, state", "states by the number of a parameter", shown(optimizer[STATE]))
+        )
+    elif not _are_groups(optimizer[GROUPS]):
+        problems.append(_wrong(f"state, {GROUPS}", f"a list of groups with {MEMBERS}", shown(optimizer[GROUPS])))
+    return problems
+
+
+def _are_groups(groups: object) -> bool:
+    return isinstance(groups, list | tuple) and all(isinstance(each, Mapping) and MEMBERS in each for each in groups)
+
+
+def _problems_of_optimizer(given: Mapping[str, Any], optimizer: ShardedInPlace) -> list[LengthwiseError]:
+    """Return why the states and groups of an optimizer cannot be loaded."""
+    own_groups, groups = optimizer.plain_groups(), given[GROUPS]
+    wanted, got = ([list(group[MEMBERS]) for group in each] for each in (own_groups, groups))
+    if wanted != got:
+        counts = [f"{len(each)} groups of {', '.join(str(len(one)) for one in each)}" for each in (wanted, got)]
+        return [_wrong(f"state, {GROUPS}", counts[0], counts[1])]
+    problems: list[LengthwiseError] = [
+        _wrong(f"state, {GROUPS}, {number}, {key}", expected, shown(group.get(key)))
+        for number, (own, group) in enumerate(zip(own_groups, groups, strict=True))
+        for key, expected in _wrong_arguments(own, group)
+    ]
+    if problems:
+        return problems
+    known = {number: name for name, number in optimizer.numbers.items()}
+    kept = [_kept_of(optimizer.optimizer, {**own, **group}) for own, group in zip(own_groups, groups, strict=True)]
+    kept_by = {number: kept[place] for place, own in enumerate(own_groups) for number in own[MEMBERS]}
+    for number, states in given[STATE].items():
+        if number not in known:
+            problems.append(
+                _wrong(f"state, {number!r}", f"numbers of parameters, {min(known)} to {max(known)}", repr(number))
+            )
+        elif not isinstance(states, Mapping):
+            problems.append(_wrong(f"state, {known[number]}", "what the optimizer keeps, by name", shown(states)))
+        else:
+            name = known[number]
+            problems += _wrong_states(name, _states_of(given, number), optimizer.shapes[name], kept_by[number])
+    return problems[:_SHOWN]
+
+
+def _states_of(given: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return what a state has of a parameter; torch keeps None where an optimizer keeps nothing."""
+    return {key: value for key, value in given[STATE].get(number, {}).items() if value is not None}
+
+
+def _kept_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, bool] | None:
+    """Return what an optimizer keeps of a parameter by these arguments, and whether for each entry; None: unknown."""
+    probe, parameter = copy.copy(optimizer), nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    plain = {key: value for key, value in group.items() if key not in ("fused", "capturable", "foreach")}
+    probe.param_groups = [{**plain, "fused": False, "capturable": False, "foreach": False, MEMBERS: [parameter]}]
+    probe.state = defaultdict(dict)
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(probe, name, OrderedDict())
+    try:
+        with torch.enable_grad():
+            type(optimizer).step(probe)
+    except Exception:  # noqa: BLE001 - an optimizer of the loop's, which may need more
+        return None
+    found = probe.state[parameter].items()
+    return {key: isinstance(each, Tensor) and each.dim() > 0 for key, each in found if each is not None}
+
+
+def _wrong_arguments(own: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the arguments of a group that are not of the optimizer's kind, and what they should be."""
+    for key, value in own.items():
+        if key == MEMBERS:
+            continue
+        if isinstance(value, tuple | list):
+            each = given.get(key)
+            if not isinstance(each, tuple | list) or len(each) != len(value) or not all(map(_is_positive, each)):
+                yield key, f"{len(value)} numbers of 0 or more"
+        elif is_number(value) and not _is_positive(given.get(key)):
+            yield key, "a finite number of 0 or more"
+    for key, value in given.items():
+        plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        try:
+            json.dumps(plain)
+        except (TypeError, ValueError):
+            yield key, "a number, a word, or several"
+
+
+def _is_positive(value: object) -> bool:
+    return is_number(value) and 0 <= float(value) < math.inf  # type: ignore[arg-type] - it is a number
+
+
+def _wrong_states(
+    name: str, states: Mapping[str, Any], shape: Sequence[int], kept: Mapping[str, bool] | None
+) -> Iterator[LengthwiseError]:
+    """Yield what is wrong with what a state has of a parameter."""
+    if kept is not None and states and states.keys() != kept.keys():
+        expected = ", ".join(sorted(kept)) or "nothing, as this optimizer keeps nothing"
+        yield _wrong(f"state, {name}", expected, ", ".join(sorted(map(str, states))))
+        return
+    for key, value in states.items():
+        by_entry = isinstance(value, Tensor) and value.dim() > 0 if kept is None else kept[key]
+        where = f"state, {name}, {key}"
+        if not by_entry:
+            number = float(value) if is_number(value) else math.nan
+            if not math.isfinite(number) or (key == "step" and not (number >= 0 and number.is_integer())):
+                expected = "a whole number of 0 or more" if key == "step" else "a finite number"
+                yield _wrong(where, expected, shown(value))
+        else:
+            yield from _wrong_tensor(where, value, shape, least=0.0 if key in _NEVER_NEGATIVE else -math.inf)
+
+
+def _wrong_tensor(
+    where: str, value: object, shape: Sequence[int], least: float = -math.inf
+) -> Iterator[LengthwiseError]:
+    """Yield why a value cannot be taken as finite floating-point numbers of a shape, none below `least`."""
+    is_floating = isinstance(value, Tensor) and value.is_floating_point() and value.layout == torch.strided
+    if not isinstance(value, Tensor) or not is_floating or value.is_meta:
+        got = shown(value) + " on the meta device" * (isinstance(value, Tensor) and value.is_meta)
+        yield _wrong(where, f"a floating-point tensor {tuple(shape)}", got)
+    elif tuple(value.shape) != tuple(shape):
+        yield _wrong(where, f"{tuple(shape)}, {math.prod(shape)} entries", f"{tuple(value.shape)}")
+    elif value.numel() and not (value.isfinite().all() and value.min() >= least):
+        expected = "finite numbers" + (" of 0 or more" if least == 0 else "")
+        yield _wrong(where, expected, f"numbers from {value.min():g} to {value.max():g}")
+
+
+def _problems_of_weights(
+    weights: Mapping[str, Any] | None, wanted: Mapping[str, Sequence[int]]
+) -> list[LengthwiseError]:
+    """Return why weights by name cannot be loaded."""
+    problems: list[LengthwiseError] = []
+    if weights is None:
+        return []
+    for name in sorted(wanted.keys() | weights.keys()):
+        where = f"state, master_weights, {name}"
+        if name not in wanted:
+            problems.append(_wrong(where, "no such parameter", shown(weights[name])))
+        elif name not in weights:
+            problems.append(_wrong(where, str(tuple(wanted[name])), "nothing"))
+        else:
+            problems += _wrong_tensor(where, weights[name], wanted[name])
+    return problems[:_SHOWN]
+
+
+def _wrong(where: str, expected: str, got: str) -> ConfigError:
+    return ConfigError(where, expected=expected, got=got, remedy=_REMEDY)
