@@ -14,8 +14,8 @@ from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.cost import StepMemory, check_host, costs, named_shape, shape_from_config
 from lengthwise.cost.measured import base_cost
-from lengthwise.session import layouts as session_layouts
 from lengthwise.session import settings as session_settings
+from lengthwise.session import start as session_start
 from lengthwise.session.settings import step_planning
 from tiers import more
 
@@ -120,12 +120,12 @@ def test_of_layouts_that_fit_the_fastest_is_taken_as_rank_0_reckons(monkeypatch,
     shape = shape_from_config(model.config.to_dict())
     plain = base_cost(shape, "h100", precision="bf16")
     late = replace(plain, reduced_bytes=1e12)  # whose step's end takes long with whole parameters
-    monkeypatch.setattr(session_layouts, "free_bytes", lambda *_: 80e9)
+    monkeypatch.setattr(session_start, "free_bytes", lambda *_: 80e9)
 
     def chosen(rank, cost, least):
-        monkeypatch.setattr(session_layouts, "least", lambda _, own: least(list(own)))
+        monkeypatch.setattr(session_start, "least", lambda _, own: least(list(own)))
         there = SimpleNamespace(world_size=8, rank=rank, device_ranks=1)
-        return session_layouts.shard_of(model, there, settings, cost, local_ranks=8)[0]
+        return session_start.shard_of(model, there, settings, cost, local_ranks=8)[0]
 
     assert chosen(0, late, lambda own: numbers.append(own) or own) == "zero3"
     assert "shard zero3: a step takes" in capsys.readouterr().out
@@ -140,16 +140,16 @@ def test_a_layout_is_taken_by_what_stays_on_the_gpu(offloads, shard, monkeypatch
     model = small_model(torch.bfloat16, hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
     size = sum(each.numel() for each in model.parameters())
     room = {"cuda": (6 + 1.5) * size / 0.9, "cpu": 1e12}
-    monkeypatch.setattr(session_layouts, "free_bytes", lambda device, _: room[device.type])
-    monkeypatch.setattr(session_layouts, "least", lambda _, numbers: list(numbers))
+    monkeypatch.setattr(session_start, "free_bytes", lambda device, _: room[device.type])
+    monkeypatch.setattr(session_start, "least", lambda _, numbers: list(numbers))
     settings = on_gpu(model, ADAMW(model.parameters()), offload_optimizer=offloads)
     there = SimpleNamespace(world_size=8, rank=1, device_ranks=1)
     cost = base_cost(shape_from_config(model.config.to_dict()), "h100", precision="bf16")
-    assert session_layouts.shard_of(model, there, settings, cost, local_ranks=8)[0] == shard
-    session_layouts.check_host_optimizer(model, there, settings, local_ranks=8)
+    assert session_start.shard_of(model, there, settings, cost, local_ranks=8)[0] == shard
+    session_start.check_host_optimizer(model, there, settings, local_ranks=8)
     room["cpu"] = 15.0 * size
     with pytest.raises(LengthwiseError, match="8 ranks") if offloads else nullcontext():
-        session_layouts.check_host_optimizer(model, there, settings, local_ranks=8)
+        session_start.check_host_optimizer(model, there, settings, local_ranks=8)
 
 
 def test_stages_say_too_where_an_optimizer_on_the_host_saves_nothing(tmp_path):

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError, ModelRefused
 from lengthwise.cost import costs
-from lengthwise.session import layouts as session_layouts
+from lengthwise.session import start as session_start
 from tiers import more
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -174,7 +174,7 @@ def test_a_layout_is_taken_by_what_the_poorest_rank_has(tmp_path, monkeypatch, c
     size = sum(each.nbytes for each in model.parameters())
 
     def work(rank, times):
-        monkeypatch.setattr(session_layouts, "free_bytes", lambda *_: (times + 10 * rank) * size)
+        monkeypatch.setattr(session_start, "free_bytes", lambda *_: (times + 10 * rank) * size)
         own = copy.deepcopy(model)
         with Session(own, torch.optim.AdamW(own.parameters()), capacity_tokens=128) as session:
             return session.shard

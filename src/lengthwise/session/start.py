@@ -1,23 +1,41 @@
-"""The start of a session: its engine, and what becomes of the loop's model, whole, cut or in stages."""
+"""The start of a session: its engine, and what becomes of the loop's model: whole, cut as asked for, or in stages."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
+from math import inf
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lengthwise.comm import Transport, broadcast_bytes
 from lengthwise.core.errors import ModelRefused
-from lengthwise.cost import Cost, shape_from_config
+from lengthwise.cost import (
+    ZERO3_ALONE,
+    Cost,
+    LayoutSeconds,
+    StepMemory,
+    check_host,
+    choose_shard,
+    ranks_of_node,
+    shape_from_config,
+    wanted_tokens,
+)
+from lengthwise.engine.memory import free_bytes
 from lengthwise.models import Computing, compute_so
 from lengthwise.models.weights import first_names, is_finite
+from lengthwise.session.capacity import kinds_of, least
 from lengthwise.session.engine import Engine
-from lengthwise.session.layouts import check_host_optimizer, shard_of
 from lengthwise.session.parameters import take_over
-from lengthwise.session.settings import SessionSettings
+from lengthwise.session.request import LOCK_STEP_PLANNER
+from lengthwise.session.settings import SessionSettings, states_an_entry
 from lengthwise.session.sharded import ShardedInPlace
 from lengthwise.session.stages import join_stages, take_stage
+from lengthwise.simulator import MODEL_ERROR
+from lengthwise.simulator.layouts import layout_seconds, usual_lengths
 
 
 def start_engine(
@@ -76,3 +94,119 @@ def _refuse_not_finite(model: nn.Module, transport: Transport) -> None:
         where, got = f"model {type(model).__name__}", f"NaN or infinity in {found}"
         remedy = "Load the model again, or take an earlier checkpoint."
         raise ModelRefused(where, expected="finite parameters", got=got, remedy=remedy)
+
+
+def shard_of(
+    model: nn.Module, transport: Transport, settings: SessionSettings, cost: Cost, *, local_ranks: int
+) -> tuple[str, int]:
+    """Return how the parameters of a model lie over the ranks, and how many neighbouring ranks share them. Collective.
+
+    As asked for, or the fastest for which there is room, by `cost`. What model and optimizer hold already counts as
+    free: it moves. Rank 0 says why, where parameters are cut. local_ranks: of this machine, which are a node where
+    nothing else was asked for.
+
+    Raises:
+        ConfigError: nodes do not divide the ranks.
+        MemoryShortage: the model fits in no way.
+    """
+    ranks, shard = transport.world_size, settings.asked.shard
+    least_here, most_here = least(transport, [local_ranks, -local_ranks])  # the same on all ranks, or no node
+    here = int(least_here) if least_here == -most_here else ranks
+    node = ranks_of_node(settings.asked.ranks_per_node, here, ranks, is_asked=shard == "hybrid")
+    within = {"zero1": 1, "zero3": ranks, "hybrid": node or ranks}
+    if shard == "auto" and ranks > 1:
+        shard = _chosen(model, transport, settings, _memory(model, settings, ranks, node), cost)
+    if ranks == 1:
+        if shard == "zero3":
+            print(f"lengthwise: {ZERO3_ALONE}", flush=True)
+        return "zero1", 1
+    if shard == "hybrid" and node == ranks:
+        if not transport.rank:
+            print("lengthwise: shard hybrid: all ranks are on one node, where it is zero3", flush=True)
+        shard = "zero3"
+    return shard, within[shard]
+
+
+def check_host_optimizer(model: nn.Module, transport: Transport, settings: SessionSettings, local_ranks: int) -> None:
+    """Refuse an offloaded optimizer that is more than hosts have free; rank 0 says where it saves nothing. Collective.
+
+    local_ranks: of this machine.
+
+    Raises:
+        MemoryShortage: it is more.
+    """
+    if settings.offloads_optimizer and settings.device.type == "cuda":
+        free, fewest = least(transport, [free_bytes(torch.device("cpu"), 1), -local_ranks])
+        memory = _memory(model, settings, transport.world_size)
+        check_host(memory, int(-fewest), free, key="offload_optimizer")
+    elif settings.offloads_optimizer and not transport.rank:
+        print("lengthwise: offload_optimizer saves no memory without GPUs", flush=True)
+
+
+def _memory(model: nn.Module, settings: SessionSettings, ranks: int, node: int | None = None) -> StepMemory:
+    """Return what a step of the model holds, under zero1."""
+    config: Any = model.config
+    parameters, optimizer = list(model.parameters()), settings.optimizer
+    widths = Counter[int]()
+    for parameter in parameters:
+        widths[parameter.element_size()] += parameter.numel()
+    count = sum(widths.values())
+    trained = 0 if optimizer is None else sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    return StepMemory(
+        shape=shape_from_config(config.to_dict()),
+        dtype_bytes=widths.most_common(1)[0][0],
+        parameters=count,
+        trained=None if trained == count else trained,
+        ranks=ranks,
+        ranks_per_node=node,
+        states=0 if optimizer is None else states_an_entry(optimizer),
+        offloads=settings.offloads_optimizer and settings.device.type == "cuda",
+        ties=bool(getattr(config, "tie_word_embeddings", False)),
+    )
+
+
+def _chosen(model: nn.Module, transport: Transport, settings: SessionSettings, memory: StepMemory, cost: Cost) -> str:
+    """Return the fastest layout that what is free allows, and say why. Collective."""
+    device, planner, optimizer = settings.device, settings.asked.planner, settings.optimizer
+    states = () if optimizer is None else optimizer.state.values()
+    held = [*model.parameters(), *(each for part in states for each in part.values())]
+    own = sum(each.nbytes for each in held if isinstance(each, Tensor) and each.device.type == device.type)
+    (free,) = least(transport, [free_bytes(device, transport.device_ranks) + own])
+    kinds = kinds_of(model.config, settings.recompute)
+    choice = choose_shard(
+        memory,
+        free or None,
+        tokens=settings.capacity_tokens or wanted_tokens(transport.world_size),
+        kinds=kinds,
+        offload=0.0 if settings.offload is None else 1.0,
+        keeps_whole=None if planner == LOCK_STEP_PLANNER else f"planner {planner}",
+        can_offload=optimizer is not None and device.type == "cuda",
+        seconds=_layout_seconds(transport, settings, cost, free, kinds),
+        margin=MODEL_ERROR,  # a loop that reads the model between steps is worth more than what costs cannot tell
+    )
+    if choice.shard != "zero1" and not transport.rank:
+        print(f"lengthwise: shard {choice.shard}: {choice.why}", flush=True)
+    return choice.shard
+
+
+def _layout_seconds(
+    transport: Transport, settings: SessionSettings, cost: Cost, free: float, kinds: Sequence[str]
+) -> LayoutSeconds | None:
+    """Return how long a step takes with a layout, by the costs of rank 0, for all. The result is collective, too.
+
+    None: nothing trains, costs know no transfers, or there is no GPU: on CPUs transfers and computing share cores.
+    """
+    trains = settings.optimizer is not None and settings.device.type == "cuda"
+    if not trains or not least(transport, [float(cost.prices_choices and free > 0)])[0]:
+        return None
+    tokens, section = settings.capacity_tokens, settings.offload
+    of_rank_0 = layout_seconds(
+        usual_lengths(transport.world_size, tokens),
+        cost,
+        free,
+        kinds=kinds,
+        capacity_tokens=tokens,
+        offload="off" if section is None else section.ratio,
+        heads=settings.asked.heads,
+    )
+    return lambda memory: least(transport, [inf if transport.rank else of_rank_0(memory)])[0]
