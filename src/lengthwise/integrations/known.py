@@ -1,7 +1,7 @@
-"""Rows of a Trainer that no step could take or learn from, found before the first one where the data tell.
+"""Rows of a Trainer that no step could take or learn from, found before the first one.
 
 Lengths and labels are read where rows are a list, or a `datasets.Dataset`, with a column `input_ids`; of labels the
-first 16M tokens, which takes about a second. What rows that look wrong become, the collator says, of at most 100.
+first 16M tokens, which takes about a second. At most 100 rows that look wrong are collated, to see what they become.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class KnownRows:
     collate: Callable[[list[Any]], Any]
 
     def too_long(self, limit: int, *, held: str) -> DataError | None:
-        """Return the error for rows of more than `limit` tokens, held: by what."""
+        """Return the error for rows of more than `limit` tokens. held: what holds so many, in words."""
         suspects = np.flatnonzero(_lengths(self.rows) > limit)
         found = self._collated(suspects, lambda row: max(map(_length, row.rows), default=0))
         named = [(number, tokens) for number, tokens in found if tokens > limit]
@@ -64,13 +64,13 @@ class KnownRows:
         if len(counts) == len(self.rows) and not (counts > 0).any():
             got, remedy = f"none in {counted(len(suspects), 'row')}", "Give labels that are not -100."
             return DataError(self.where, expected="a token with a label", got=got, remedy=remedy)
-        told = f"{self.where}: {counted(len(suspects), 'row')} without a label, which add nothing to a loss: {numbers}"
         if warns:
-            warnings.warn(told, stacklevel=3)
+            what = f"{counted(len(suspects), 'row')} without a label, which add nothing to a loss"
+            warnings.warn(f"{self.where}: {what}: {numbers}", stacklevel=3)
         return None
 
     def _collated(self, numbers: np.ndarray, of: Callable[[Examples], int]) -> list[tuple[int, int]]:
-        """Return what `of` says of some rows as the collator makes them, with their numbers."""
+        """Return numbers of rows, and what `of` gives of each as the collator makes it."""
         found = list[tuple[int, int]]()
         with torch.random.fork_rng(devices=[]):  # the collator may draw
             for number in map(int, numbers[:_MOST_COLLATED]):
@@ -98,6 +98,12 @@ def rows_of_training(trainer: Any) -> list[KnownRows]:
     return found
 
 
+def rows_of_loader(loader: Any) -> list[KnownRows]:
+    """Return the rows of a loader that evaluation reads, where it says how it collates them."""
+    rows, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+    return [] if collate is None else [KnownRows(where="eval_dataset", rows=rows, collate=collate)]
+
+
 def check_rows(given: Sequence[KnownRows], session: Session) -> None:
     """Look at rows before a step has any.
 
@@ -114,10 +120,10 @@ def check_rows(given: Sequence[KnownRows], session: Session) -> None:
 
 
 def warn_of_no_label(trainer: Any) -> bool:
-    """Say that no token of an update has a label, on rank 0; return True."""
+    """Warn that no token of an update has a label, on rank 0; return True."""
     if not trainer.args.process_index:
-        told = "no token of the batch has a label: gradients are 0 there, and in other batches like it"
-        warnings.warn(f"step {trainer.state.global_step + 1}: {told}", stacklevel=2)
+        what = "no token of the batch has a label: gradients are 0 there, and in other batches like it"
+        warnings.warn(f"step {trainer.state.global_step + 1}: {what}", stacklevel=2)
     return True
 
 
@@ -126,16 +132,16 @@ def _length(row: Mapping[str, np.ndarray]) -> int:
 
 
 def _lengths(rows: Any) -> np.ndarray:
-    """Return the tokens of each row, (rows,), before the collator; none where they are not at hand."""
+    """Return the tokens of each row, (rows,), before the collator; empty where they are not at hand."""
     if _is_list(rows, _IDS):
         return np.array([len(row[_IDS]) for row in rows])
     return np.concatenate([np.zeros(0, int), *(lengths for lengths, _ in _lists(rows, _IDS))])
 
 
 def _label_counts(rows: Any) -> np.ndarray:
-    """Return how many tokens of each of the first rows have a label, all but a row's first; -1: there is no other.
+    """Return how many tokens of each of the first rows have a label, without a row's first; -1 for rows of one token.
 
-    None are returned where they are not at hand.
+    The result is empty where labels are not at hand.
     """
     found, tokens = [np.zeros(0, int)], 0
     if _is_list(rows, _LABELS):

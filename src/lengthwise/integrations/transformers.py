@@ -32,13 +32,13 @@ from lengthwise.integrations.arguments import (
     refuse_with_parts,
 )
 from lengthwise.integrations.checkpoints import load_state, save_state
-from lengthwise.integrations.known import KnownRows, check_rows, rows_of_training, warn_of_no_label
+from lengthwise.integrations.known import check_rows, rows_of_loader, rows_of_training, warn_of_no_label
 from lengthwise.integrations.rows import Examples, RowCollator
 from lengthwise.models import check_adapters
 from lengthwise.session import Session, StepResult
+from lengthwise.session.loss_checks import KnownShare
 from lengthwise.session.request import SessionRequest, request_problems
 from lengthwise.session.rows import Row
-from lengthwise.session.share_check import KnownShare
 
 _PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")  # accelerate's names of what is plain data parallelism
 
@@ -325,7 +325,8 @@ class PlannedTrainerMixin(_Base):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with what the last step's plan was, where a loss is."""
         if "loss" in logs and self._last is not None:
-            logs = {**logs, **_of_plan(self._last)}
+            of_plan = {name: getattr(self._last, name) for name in ("ring_token_ratio", "imbalance_ratio")}
+            logs = {**logs, **of_plan}
         super().log(logs, *args, **kwargs)
 
     # Evaluation.
@@ -351,10 +352,7 @@ class PlannedTrainerMixin(_Base):
             self.accelerator.prepare_model(self.model)
             session = self._start_session(None)
         if not self.is_in_train:
-            loader: Any = dataloader
-            rows, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
-            known = [] if collate is None else [KnownRows(where="eval_dataset", rows=rows, collate=collate)]
-            check_rows(known, session)
+            check_rows(rows_of_loader(dataloader), session)
         self.model.eval()
         self.callback_handler.eval_dataloader = dataloader
         total = weight = examples = 0.0
@@ -394,12 +392,3 @@ class PlannedTrainerMixin(_Base):
 
 class Trainer(PlannedTrainerMixin, transformers.Trainer):
     """transformers' `Trainer` with planned steps; see `PlannedTrainerMixin`."""
-
-
-def _of_plan(step: StepResult) -> dict[str, float]:
-    """Return what is logged of a step beside Trainer's, in the words of our metrics."""
-    mean = sum(step.busy_seconds) / len(step.busy_seconds)
-    return {
-        "ring_token_ratio": step.ring_token_ratio,
-        "imbalance_ratio": max(step.busy_seconds) / mean if mean else 1.0,
-    }

@@ -25,8 +25,8 @@ from lengthwise.integrations.rows import Examples, refuse_dropped
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.models import has_dropout
 from lengthwise.session import Session, StepResult
+from lengthwise.session.loss_checks import KnownShare
 from lengthwise.session.rows import Row
-from lengthwise.session.share_check import KnownShare
 
 Result = TypeVar("Result")
 _OFFLOADING: Refusal = (OFF, "its hooks would see a plan's microbatches")

@@ -1,9 +1,8 @@
 """Planned steps in a loop of somebody else's: their model, optimizer, scheduler and data."""
 
-from lengthwise.session.losses import log_probabilities
+from lengthwise.session.losses import ComputeLoss, TokenLoss, Tokens, TokenValues, log_probabilities
 from lengthwise.session.rows import Row
 from lengthwise.session.runner import StepResult
 from lengthwise.session.session import Session
-from lengthwise.session.tokens import ComputeLoss, TokenLoss, Tokens, TokenValues
 
 __all__ = ["ComputeLoss", "Row", "Session", "StepResult", "TokenLoss", "TokenValues", "Tokens", "log_probabilities"]

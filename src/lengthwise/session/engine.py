@@ -132,6 +132,16 @@ class Engine:
         own = self.run(planned, name, step=step, train=False, objective=objective)
         return sum(self.each_rank(own.loss_sum))
 
+    def planned(self, batch: StepBatch, name: str) -> PlannedStep:
+        """Return a batch with its plan. Collective. name: of the step, in words."""
+        steps = self.steps(iter([batch]))
+        try:
+            planned = steps.next(name)
+        finally:
+            steps.close()
+        assert planned is not None, "it has one batch"
+        return planned
+
     def each_rank(self, number: float) -> list[float]:
         """Return the number of each rank. Collective."""
         return share_numbers(self.transport, [number])[:, 0].tolist()

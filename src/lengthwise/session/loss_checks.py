@@ -1,34 +1,47 @@
-"""What a session checks of a loss: that it is a number, and a sum over tokens, whoever made it and however.
+"""What a session checks of a loss: that it is a sum over tokens, or a share of one, whoever made it and however.
 
 A mean would be right on one microbatch alone. Every step calls a `TokenLoss` on a few tokens of a rank's first
 microbatch, whole and in halves: nothing about the function has to be known or remembered for it. What a rank finds is
-in the numbers of the step's end. A `ComputeLoss` runs the model, and is checked when it is new (`share_check`).
+in the numbers of the step's end.
+
+A `ComputeLoss` runs the model, so it is checked when it is new: a function of other code, or the same that refers to
+other functions, words or switches. Numbers may differ, as what it divides by does from step to step. Of two equal rows
+it must return twice what it returns of one.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+from itertools import chain, islice
+from numbers import Number
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lengthwise.attention import to_device
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data import NO_LOSS
-from lengthwise.engine.objective import Objective
-from lengthwise.session.misuse import shown
+from lengthwise.engine.objective import NextToken, Objective
+from lengthwise.session.losses import ComputeLoss, OfModel, OfOutputs, TokenLoss, Tokens
+from lengthwise.session.model import refuse_balance
+from lengthwise.session.rows import RowBatch, rows_of
 from lengthwise.session.source import PlannedStep
-from lengthwise.session.tokens import TokenLoss, Tokens
 
-UNEQUAL = 2e-2  # relative: half of a mean is far more, rounding in bf16 less
-ROUNDINGS = 512  # of a number of order 1: what sums that cancel differ by
+_UNEQUAL = 2e-2  # relative: half of a mean is far more, rounding in bf16 less
+_ROUNDINGS = 512  # of a number of order 1: what sums that cancel differ by
 _CHECKED_TOKENS = 128
+_ROW_TOKENS = 64  # of the row that a `ComputeLoss` is checked on
+_DEPTH, _MOST = 4, 256  # of what is looked at in what a function refers to
 
 Evaluate: TypeAlias = Callable[[PlannedStep, Objective], float]
 """Returns the loss of a step. Collective."""
@@ -46,7 +59,7 @@ class LossCheck:
         raise NotImplementedError
 
     def finish(self, evaluate: Evaluate) -> None:
-        """Refuse the loss after the step, on all ranks, where it is none. Collective.
+        """Refuse the loss after the step, on all ranks, where it is no sum. Collective.
 
         Raises:
             ConfigError: it is no sum.
@@ -56,17 +69,20 @@ class LossCheck:
 
 @dataclass(kw_only=True)
 class SumCheck(LossCheck):
-    """Whether a `TokenLoss` is a sum over tokens: of some of the first microbatch here that has two."""
+    """The check of a `TokenLoss`, on tokens of the first microbatch here that has two."""
 
     sums: Tensor | None = None  # of all these tokens and of both halves, (3,), in fp64
     least: float = 0.0  # difference that is none of rounding
     is_due: bool = True
 
-    def compare(self, loss: TokenLoss, output: Any, tokens: Tokens, labels: np.ndarray) -> None:
+    def compare(self, loss: TokenLoss, output: Any, tokens: Tokens, labels_of: Callable[[], Tensor]) -> None:
         """Call the loss on tokens that have labels, whole and in halves; one that cannot take a part is not checked.
 
-        labels: of the tokens, on the host, so that the device is not waited for.
+        labels_of: returns the labels of the tokens, on the host, so that the device is not waited for.
         """
+        if not self.is_due:
+            return
+        labels = labels_of().numpy()
         numbers = np.flatnonzero(labels != NO_LOSS)
         numbers = numbers if len(numbers) > 1 else np.arange(len(labels))
         if len(numbers) < 2:
@@ -78,25 +94,25 @@ class SumCheck(LossCheck):
             for each in (numbers, *np.array_split(numbers, 2))
         ]
         device, found = tokens.input_ids.device, list[Tensor]()
-        before = random_states(device)
-        with torch.no_grad(), random_states_kept(device), suppress(Exception):
+        before = _random_states(device)
+        with torch.no_grad(), _random_states_kept(device), suppress(Exception):
             for part in parts:  # the function is the user's, and may ask for what a part does not have
                 found.append(loss(_part_of(output, len(labels), part), tokens.part(part)).detach().double().reshape(()))
-                if not all(map(torch.equal, before, random_states(device))):
+                if not all(map(torch.equal, before, _random_states(device))):
                     return  # random numbers differ from part to part
             self.sums = torch.stack(found)
-            self.least = ROUNDINGS * torch.finfo(torch.promote_types(output.logits.dtype, torch.float32)).eps
+            self.least = _ROUNDINGS * torch.finfo(torch.promote_types(output.logits.dtype, torch.float32)).eps
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the halves do not add up."""
+        """Whether the halves do not add up to the whole."""
         whole, *halves = self._numbers()
         apart = abs(whole - sum(halves))
-        return math.isfinite(whole) and not apart <= max(UNEQUAL * (abs(whole) + sum(map(abs, halves))), self.least)
+        return math.isfinite(whole) and not apart <= max(_UNEQUAL * (abs(whole) + sum(map(abs, halves))), self.least)
 
     @property
     def number(self) -> float:
-        """1 where they do not."""
+        """1 where the halves do not add up."""
         return float(self.is_wrong)
 
     def finish(self, evaluate: Evaluate) -> None:
@@ -116,13 +132,97 @@ class SumCheck(LossCheck):
         return [math.nan] * 3 if self.sums is None else self.sums.tolist()
 
 
-def random_states(device: torch.device) -> list[Tensor]:
+class KnownShare(partial[Tensor]):
+    """A `ComputeLoss` that is known to return a share, and is not checked."""
+
+
+@dataclass
+class ShareCheck(LossCheck):
+    """The check of one step. known: what functions that passed are made of. planned: the step."""
+
+    known: set[object]
+    objective: OfModel
+    planned: PlannedStep
+    device: torch.device
+    made_of: object = None
+
+    def __post_init__(self) -> None:
+        self.made_of = _parts_of(self.objective.compute_loss)
+
+    @property
+    def number(self) -> float:
+        """1 where this rank has not checked the function."""
+        return float(self.made_of not in self.known)
+
+    def finish(self, evaluate: Evaluate) -> None:
+        """Call the function on a row of the step, once and twice, where it is new on some rank."""
+        if not self.found:
+            return
+        losses = []
+        for times in (1, 2):
+            before = _random_states(self.device)
+            with _random_states_kept(self.device):
+                step = _short_step(self.planned, self.objective.batch, times)
+                losses.append(evaluate(step, replace(self.objective, batch=step.batch)))
+                if not all(map(torch.equal, before, _random_states(self.device))):
+                    losses[-1] = math.nan  # random numbers differ between the two
+        once, twice = losses
+        apart, least = abs(twice - 2 * once), _ROUNDINGS * torch.finfo(torch.float32).eps / self.objective.normalizer
+        if apart > max(_UNEQUAL * (abs(twice) + 2 * abs(once)), least):
+            got = f"{once:g} of a row, {twice:g} of two equal ones"
+            expected = "a microbatch's share of the step's loss: a sum over tokens, divided by one number of the step"
+            remedy = (
+                "Divide a sum by the loss tokens of the step, model(**inputs, num_items_in_batch=n).loss for example."
+            )
+            raise ConfigError("compute_loss", expected=expected, got=got, remedy=remedy)
+        self.known.add(self.made_of)
+
+
+def objective_of(
+    model: nn.Module,
+    inner: nn.Module,
+    planned: PlannedStep,
+    *,
+    loss: TokenLoss | None,
+    compute_loss: ComputeLoss | None,
+    normalizer: float | None,
+    known: set[object],
+    device: torch.device,
+) -> tuple[Objective, LossCheck | None]:
+    """Return what a step minimizes, one of the losses or the next token's, and what checks its loss.
+
+    inner: the model in peft's wrap. known: what functions that passed are made of.
+
+    Raises:
+        ConfigError: two losses, or nothing to divide by.
+        ModelRefused: a balance loss that `compute_loss` would not count right.
+    """
+    if loss is not None and compute_loss is not None:
+        raise ConfigError("loss", expected="loss or compute_loss", got="both", remedy="Leave one out.")
+    batch = rows_of(planned)
+    divisor = batch.loss_weight if normalizer is None else float(normalizer)
+    if not 0 < divisor < math.inf:
+        expected = "a token with a label in the step" if normalizer is None else "a finite normalizer above 0"
+        remedy = "Give normalizer, or other sequences."
+        raise ConfigError("normalizer", expected=expected, got=f"{divisor:g}", remedy=remedy)
+    if compute_loss is not None:
+        refuse_balance(inner, "compute_loss")
+        objective = OfModel(batch=batch, compute_loss=compute_loss, model=model, normalizer=divisor)
+        is_known = isinstance(compute_loss, KnownShare)
+        return objective, None if is_known else ShareCheck(known, objective, planned, device)
+    if loss is not None:
+        check = SumCheck()
+        return OfOutputs(batch=batch, loss=loss, divisor=divisor, check=check.compare), check
+    return NextToken(batch=batch, divisor=divisor), None
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
     """Return the states of the generators that a loss may draw from."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
-def random_states_kept(device: torch.device) -> AbstractContextManager[None]:
-    """Leave those states as they are."""
+def _random_states_kept(device: torch.device) -> AbstractContextManager[None]:
+    """Restore those states at the end of the block."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
@@ -144,22 +244,72 @@ def _part_of(output: Any, num_tokens: int, part: Tensor) -> Any:
     return cut_output
 
 
-_IN_GRAPH = "Return the sum over the tokens, in the graph of the outputs: no .item(), .detach() or torch.no_grad()."
+def _short_step(planned: PlannedStep, batch: RowBatch, times: int) -> PlannedStep:
+    """Return a step in which each rank has the end of the same row so many times, in one microbatch."""
+    plan, row = planned.plan, _short_row(batch)
+    ranks = range(plan.ranks)
+    length = len(row["input_ids"])
+    pieces = (Piece(ranks=(rank,), sequences=tuple(range(rank * times, (rank + 1) * times))) for rank in ranks)
+    return PlannedStep(
+        batch=RowBatch([row] * (times * plan.ranks)),
+        plan=Plan(
+            ranks=plan.ranks,
+            layers=plan.layers,
+            capacity=times * length,
+            tokens=(length,) * (times * plan.ranks),
+            microbatches=(Microbatch(pieces=tuple(pieces)),),
+            schedule=plan.schedule,
+        ),
+        plan_seconds=0.0,
+    )
 
 
-def one_number(
-    what: str, found: object, device: torch.device, *, of: str = "the model's outputs", remedy: str = _IN_GRAPH
-) -> Tensor:
-    """Return what a function of the loop's gave as a tensor (), on the device.
+def _short_row(batch: RowBatch) -> dict[str, Any]:
+    """Return the last tokens of a row that has labels there, or all labels."""
+    found: dict[str, Any] = {}
+    for number, length in enumerate(batch.lengths):
+        ids, shift_labels = batch.whole(number)
+        start = max(0, length - _ROW_TOKENS)
+        labels = torch.cat([ids[:1] * 0 + NO_LOSS, shift_labels[:-1]])
+        found = {"input_ids": ids[start:], "labels": labels[start:]}
+        found |= {name: values[number][start:] for name, values in batch.columns.items()}
+        if (found["labels"][1:] != NO_LOSS).any():
+            return found
+    return found | {"labels": found["input_ids"]}
 
-    Raises:
-        ConfigError: it is none, or has no gradient where one is asked for.
+
+def _parts_of(value: object, depth: int = _DEPTH, seen: set[int] | None = None) -> object:
+    """Return what a function is made of, to be compared: code, and the functions, words and switches it refers to.
+
+    Of anything else, and of what was seen before, the type.
     """
-    got = shown(found)
-    if isinstance(found, Tensor):
-        needs = torch.is_grad_enabled() and not found.requires_grad
-        if found.numel() == 1 and found.is_floating_point() and not found.is_meta and not needs:
-            return found.reshape(()).to(device)
-        got = f"{str(found.dtype).removeprefix('torch.')} of {tuple(found.shape)}"
-        got += " on the meta device" if found.is_meta else f", which does not depend on {of}" if needs else ""
-    raise ConfigError(what, expected=f"a tensor of one number, computed of {of}", got=got, remedy=remedy)
+    if value is None or isinstance(value, str | bool | bytes | types.CodeType | torch.dtype | Enum | type):
+        return value
+    seen = set() if seen is None else seen
+    if not depth or id(value) in seen or isinstance(value, Number | Tensor):
+        return type(value)
+    seen.add(id(value))
+    return type(value), *(_parts_of(each, depth - 1, seen) for each in islice(_inside(value), _MOST))
+
+
+def _inside(value: object) -> Iterator[object]:
+    """Yield what an object refers to; a model, tensors and modules of Python make no mean of a sum."""
+    if isinstance(value, types.MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, types.FunctionType):
+        code = value.__code__
+        yield from (code, value.__defaults__, value.__kwdefaults__)
+        yield from (cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType())
+        yield from (value.__globals__[name] for name in code.co_names if name in value.__globals__)
+    elif isinstance(value, partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, Mapping):
+        yield from chain.from_iterable(value.items())
+    elif isinstance(value, list | tuple):  # without what a function counts in it
+        yield from (each for each in value if isinstance(each, bool) or not isinstance(each, Number | Tensor))
+    elif (isinstance(value, nn.Module) and next(value.parameters(), None) is None) or _is_plain(value):
+        yield vars(value)
+
+
+def _is_plain(value: object) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | types.ModuleType)

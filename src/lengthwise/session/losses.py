@@ -6,9 +6,9 @@ there, so that it is exact under any cut. What is not (a mean, a collective, a s
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -17,22 +17,58 @@ from torch import Tensor, nn
 from lengthwise.attention import to_device
 from lengthwise.core.errors import ConfigError
 from lengthwise.data import NO_LOSS
-from lengthwise.engine.objective import ForwardPass, NextToken, Objective
+from lengthwise.engine.objective import ForwardPass, Objective
 from lengthwise.models.adapter import planned_output, run_planned
-from lengthwise.session.loss_checks import SumCheck, one_number
-from lengthwise.session.model import refuse_balance
+from lengthwise.session.misuse import shown
 from lengthwise.session.rows import RowBatch
-from lengthwise.session.tokens import ComputeLoss, TokenLoss, Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """This rank's tokens of a microbatch, all (tokens,), in the order of the model's outputs.
+
+    shift_labels: what the model should say after each, -100 where it has no loss. sequences: which of the step's rows
+    each is of. columns: the rows' other columns, (tokens, ...) each. is_check: the call only checks, on some of the
+    tokens, that the loss is a sum; numbers that a loop counts for itself leave it out.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    shift_labels: Tensor
+    sequences: Tensor
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    is_check: bool = False
+
+    def part(self, part: Tensor) -> Tokens:
+        """Return the tokens of these numbers, for a check."""
+        return Tokens(
+            input_ids=self.input_ids[part],
+            position_ids=self.position_ids[part],
+            shift_labels=self.shift_labels[part],
+            sequences=self.sequences[part],
+            columns={name: values[part] for name, values in self.columns.items()},
+            is_check=True,
+        )
+
+
+TokenLoss: TypeAlias = Callable[[Any, Tokens], Tensor]
+"""Takes the model's outputs, `logits` (1, tokens, vocabulary) among them, and `Tokens`; returns a sum over them."""
+ComputeLoss: TypeAlias = Callable[[nn.Module, dict[str, Any]], Tensor]
+"""Takes a model and what it is called with, as Trainer's `compute_loss` does; returns its share of the step's loss."""
+TokenValues: TypeAlias = Callable[[Any, Tokens], Tensor]
+"""Takes outputs and tokens as `TokenLoss` does; returns one value per token, (tokens,), or several, (tokens, k)."""
+CheckLoss: TypeAlias = Callable[[TokenLoss, Any, Tokens, Callable[[], Tensor]], None]
+"""Checks a `TokenLoss` where that is due, by outputs, tokens, and what returns their labels on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfOutputs:
-    """An `Objective` that a `TokenLoss` computes of the model's outputs. check: of the loss, where it is due."""
+    """An `Objective` that a `TokenLoss` computes of the model's outputs."""
 
     batch: RowBatch
     loss: TokenLoss
     divisor: float
-    check: SumCheck | None = None
+    check: CheckLoss | None = None
     rows_beyond: int = 0
 
     def __call__(self, forward: ForwardPass) -> Tensor:
@@ -46,8 +82,8 @@ class OfOutputs:
             forward.collect_router([logits.flatten(0, -2) for logits in output.router_logits])
         tokens = tokens_of(self.batch, forward)
         found = one_number("loss", self.loss(output, tokens), forward.input_ids.device)
-        if self.check is not None and self.check.is_due:
-            self.check.compare(self.loss, output, tokens, self.batch.tensors(forward.segments)[2].numpy())
+        if self.check is not None:
+            self.check(self.loss, output, tokens, lambda: self.batch.tensors(forward.segments)[2])
         return found
 
 
@@ -117,37 +153,6 @@ class Autocasting:
             return self.inner(forward)
 
 
-def objective_of(
-    model: nn.Module,
-    inner: nn.Module,
-    batch: RowBatch,
-    *,
-    loss: TokenLoss | None,
-    compute_loss: ComputeLoss | None,
-    normalizer: float | None,
-    check: SumCheck | None = None,
-) -> Objective:
-    """Return what a step minimizes: one of the losses, or the next token's. `inner`: the model in peft's wrap.
-
-    Raises:
-        ConfigError: two losses, or nothing to divide by.
-        ModelRefused: a balance loss that `compute_loss` would not count right.
-    """
-    if loss is not None and compute_loss is not None:
-        raise ConfigError("loss", expected="loss or compute_loss", got="both", remedy="Leave one out.")
-    divisor = batch.loss_weight if normalizer is None else normalizer
-    if not divisor > 0 or not math.isfinite(divisor):
-        expected = "a token with a label in the step" if normalizer is None else "a finite normalizer above 0"
-        remedy = "Give normalizer, or other sequences."
-        raise ConfigError("normalizer", expected=expected, got=f"{divisor:g}", remedy=remedy)
-    if compute_loss is not None:
-        refuse_balance(inner, "compute_loss")
-        return OfModel(batch=batch, compute_loss=compute_loss, model=model, normalizer=divisor)
-    if loss is not None:
-        return OfOutputs(batch=batch, loss=loss, divisor=divisor, check=check)
-    return NextToken(batch=batch, divisor=divisor)
-
-
 def tokens_of(batch: RowBatch, forward: ForwardPass) -> Tokens:
     """Return what a loss gets of a rank's part."""
     device, segments = forward.input_ids.device, forward.segments
@@ -165,3 +170,24 @@ def log_probabilities(output: Any, tokens: Tokens) -> Tensor:
     logits = output.logits[0]
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return -F.cross_entropy(wide, tokens.shift_labels, ignore_index=NO_LOSS, reduction="none")
+
+
+_IN_GRAPH = "Return the sum over the tokens, in the graph of the outputs: no .item(), .detach() or torch.no_grad()."
+
+
+def one_number(
+    what: str, found: object, device: torch.device, *, of: str = "the model's outputs", remedy: str = _IN_GRAPH
+) -> Tensor:
+    """Return what a function of the loop's gave as a tensor (), on the device.
+
+    Raises:
+        ConfigError: it is none, or has no gradient where one is asked for.
+    """
+    got = shown(found)
+    if isinstance(found, Tensor):
+        needs = torch.is_grad_enabled() and not found.requires_grad
+        if found.numel() == 1 and found.is_floating_point() and not found.is_meta and not needs:
+            return found.reshape(()).to(device)
+        got = f"{str(found.dtype).removeprefix('torch.')} of {tuple(found.shape)}"
+        got += " on the meta device" if found.is_meta else f", which does not depend on {of}" if needs else ""
+    raise ConfigError(what, expected=f"a tensor of one number, computed of {of}", got=got, remedy=remedy)

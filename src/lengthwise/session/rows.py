@@ -22,6 +22,7 @@ from lengthwise.data.rows import LEAST_WEIGHT, MOST_WEIGHT
 from lengthwise.engine.batch import StepBatch
 from lengthwise.program import Segment
 from lengthwise.session.misuse import shown
+from lengthwise.session.source import PlannedStep
 
 Row: TypeAlias = Mapping[str, Any] | Sequence[int] | np.ndarray | Tensor
 """One sequence: `input_ids` [length] and per-token columns, or the ids alone."""
@@ -89,6 +90,12 @@ class RowBatch(StepBatch):
         values = self.columns[name]
         none = values[0][:0]  # in lock-step a rank may have no segment
         return torch.cat([none, *(values[segment.sequence][segment.start : segment.stop] for segment in segments)])
+
+
+def rows_of(planned: PlannedStep) -> RowBatch:
+    """Return the rows of a step that a session planned."""
+    assert isinstance(planned.batch, RowBatch), "who planned it"
+    return planned.batch
 
 
 def _listed(rows: Any) -> Sequence[Row]:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from lengthwise.comm import Transport, share_numbers
@@ -64,6 +65,12 @@ class StepResult:
     def ring_token_ratio(self) -> float:
         """Share of the tokens in sequences that several ranks share."""
         return self.plan.ring_tokens / self.num_tokens
+
+    @property
+    def imbalance_ratio(self) -> float:
+        """Longest over mean busy time of the ranks."""
+        mean = sum(self.busy_seconds) / len(self.busy_seconds)
+        return max(self.busy_seconds) / mean if mean else 1.0
 
     @property
     def idle_ratio(self) -> float:
@@ -141,13 +148,17 @@ class StepRunner:
             with reporting_update(transport):
                 norm = reduce_gradients(parameters, transport)
             self.grad_norm = norm if self.end.holds(step, "norm of the gradient", norm, ids) else None
+        self._finish(check, name or f"step {step}")
         return replace(result, grad_norm=self.grad_norm)
 
     def evaluate(
         self, planned: PlannedStep, objective: Objective | None = None, check: LossCheck | None = None
     ) -> StepResult:
         """Return the loss of sequences, without gradients and dropout. Collective."""
-        return self._run(planned, objective, f"evaluation after step {self.steps}", train=False, check=check)[1]
+        name = f"evaluation after step {self.steps}"
+        _, result = self._run(planned, objective, name, train=False, check=check)
+        self._finish(check, name)
+        return result
 
     def clip_grad_norm_(self, limit: float) -> float:
         """Scale the gradients as torch.nn.utils.clip_grad_norm_ does; return their norm before."""
@@ -158,6 +169,10 @@ class StepRunner:
         scale = self.scale_gradients or self.engine.parameters.grad_shard.mul_
         scale(clip_factor(limit, self.grad_norm))
         return self.grad_norm
+
+    def _finish(self, check: LossCheck | None, name: str) -> None:
+        if check is not None:
+            check.finish(partial(self.engine.summed_loss, f"{name}, check of the loss", step=self.steps))
 
     def _run(
         self,

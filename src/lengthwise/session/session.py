@@ -21,17 +21,15 @@ from torch import Tensor, nn
 
 from lengthwise.comm import join, session_world
 from lengthwise.config.settings import Attention, Heads, Recompute, Shard
-from lengthwise.core.errors import ConfigError, ModelRefused
+from lengthwise.core.errors import ConfigError
 from lengthwise.cost import Cost
-from lengthwise.engine.gathering import gather_to_first
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.objective import Objective
-from lengthwise.models import check_adapters, has_dropout
-from lengthwise.planner import PACKED_DP
+from lengthwise.models import check_adapters
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.agreement import Agreement
-from lengthwise.session.loss_checks import LossCheck, SumCheck
-from lengthwise.session.losses import OfModel, log_probabilities, objective_of
+from lengthwise.session.loss_checks import LossCheck, objective_of
+from lengthwise.session.losses import ComputeLoss, TokenLoss, TokenValues, log_probabilities
 from lengthwise.session.misuse import check_kinds, refuse_modes
 from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside, num_words
 from lengthwise.session.request import SessionRequest
@@ -40,14 +38,12 @@ from lengthwise.session.runner import StepResult, StepRunner, first_step_sentenc
 from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
 from lengthwise.session.settings import check_settings, cost_of, planning_of
 from lengthwise.session.sharded import ShardedInPlace
-from lengthwise.session.share_check import KnownShare, ShareCheck
 from lengthwise.session.source import PlannedStep, StepsOfIterators
-from lengthwise.session.stages import from_stages, state_of_stages
+from lengthwise.session.stages import whole_states
 from lengthwise.session.start import start_engine, take_model
-from lengthwise.session.state import take_state, whole_state
+from lengthwise.session.state import take_state
 from lengthwise.session.step_end import SessionStepEnd
-from lengthwise.session.tokens import ComputeLoss, TokenLoss, TokenValues
-from lengthwise.session.values import Combine, Per, ValuesOfTokens, combined, gather, rows_of
+from lengthwise.session.values import Combine, Per, ValuesOfTokens, combined, gather, refuse_dropout
 
 
 class Session:
@@ -147,7 +143,6 @@ class Session:
             )
             self._agreement = Agreement(self._inner, self._transport, self._sharded)
             if self._sharded is not None:
-                stages = settings.asked.stages
                 self._runner.end = SessionStepEnd(updates=self._sharded, transport=self._transport, stages=stages)
                 self._sharded.compare = self._agreement.reach
             self._planning = planning_of(self._engine, self._sharded, cost, settings)
@@ -176,9 +171,7 @@ class Session:
     @property
     def longest_tokens(self) -> int:
         """Tokens of the longest sequence that the ranks hold, or one rank, where the planner cuts none."""
-        planning = self._planning
-        sharing = 1 if planning.options.planner == PACKED_DP else planning.ranks
-        return sharing * planning.most_held_tokens
+        return self._planning.longest_tokens
 
     def backward(
         self,
@@ -202,16 +195,14 @@ class Session:
         Raises:
             NumericError: loss or gradients are not finite; no update was made.
         """
-        check_kinds(loss=loss, compute_loss=compute_loss, normalizer=normalizer)
-        refuse_modes("backward", self._engine.cast_dtype())
-        trained = self._trained("backward")
+        how: dict[str, Any] = {"loss": loss, "compute_loss": compute_loss, "normalizer": normalizer}
+        trained = self._training("backward", **how)
         start, name = time.perf_counter(), f"step {self.steps + 1}"
         planned = self._planned(sequences, name)
-        objective, check = self._objective(planned, loss, compute_loss, normalizer)
+        objective, check = self._objective(planned, **how)
         self._agreement.reach(name)
         with trained.collecting():
             result = self._runner.backward(planned, objective, check=check)
-            self._finish(check, name)
         return self._made(result, start)
 
     def backward_by_sequence(
@@ -236,12 +227,8 @@ class Session:
         Raises:
             ModelRefused: a model with dropout: the two passes would differ.
         """
-        check_kinds(combine=combine, values=values, per=per)
-        refuse_modes("backward_by_sequence", self._engine.cast_dtype())
-        trained = self._trained("backward_by_sequence")
-        if has_dropout(self._inner) and self._inner.training:
-            remedy = "Set the model's dropout to 0."
-            raise ModelRefused("dropout", expected="none: the model runs twice", got="some", remedy=remedy)
+        trained = self._training("backward_by_sequence", combine=combine, values=values, per=per)
+        refuse_dropout(self._inner)
         start, step = time.perf_counter(), self.steps + 1
         planned = self._planned(sequences, f"step {step}")
         self._agreement.reach(f"step {step}")
@@ -272,13 +259,13 @@ class Session:
         normalizer: float | None = None,
     ) -> StepResult:
         """Return the loss of sequences, as `backward` has it, without gradients and dropout. Collective."""
-        check_kinds(loss=loss, compute_loss=compute_loss, normalizer=normalizer)
+        how: dict[str, Any] = {"loss": loss, "compute_loss": compute_loss, "normalizer": normalizer}
+        check_kinds(**how)
         start, name = time.perf_counter(), f"evaluation after step {self.steps}"
         planned = self._planned(sequences, name)
-        objective, check = self._objective(planned, loss, compute_loss, normalizer)
+        objective, check = self._objective(planned, **how)
         self._agreement.reach(name)
         result = self._runner.evaluate(planned, objective, check=check)
-        self._finish(check, name)
         refuse_not_finite(f"{name}, loss", result.loss)
         return replace(result, step_seconds=time.perf_counter() - start)
 
@@ -317,13 +304,7 @@ class Session:
         """
         trained = self._trained("state_dict")
         self._agreement.reach(f"state_dict after step {self.steps}")
-        parameters, pipeline = trained.parameters, self._engine.pipeline
-        over = self._transport if pipeline is None else pipeline.mesh.replicas
-        optimizer = whole_state(trained, over)
-        weights = gather_to_first(parameters, parameters.master_weights, over)
-        if pipeline is not None:
-            optimizer = state_of_stages(pipeline.mesh, optimizer, self._engine.device)
-            weights = from_stages(pipeline.mesh, weights, self._engine.device)
+        optimizer, weights = whole_states(trained, self._engine)
         weights = names_in_wrap(self.model, weights)
         return {} if self.rank else {"steps": self.steps, "optimizer": optimizer, "master_weights": weights}
 
@@ -389,39 +370,22 @@ class Session:
             raise ConfigError("optimizer", expected=f"an optimizer for {what}", got="none", remedy=remedy)
         return self._sharded
 
+    def _training(self, what: str, **given: object) -> ShardedInPlace:
+        """Check a method that trains, and its arguments."""
+        check_kinds(**given)
+        refuse_modes(what, self._engine.cast_dtype())
+        return self._trained(what)
+
     def _planned(self, sequences: Sequence[Row] | PlannedStep, name: str) -> PlannedStep:
         self._refuse_closed()
         if isinstance(sequences, PlannedStep):
             return sequences
-        steps = self._engine.steps(iter([RowBatch(sequences, self._num_words)]))
-        try:
-            planned = steps.next(name)
-        finally:
-            steps.close()
-        assert planned is not None, "it has one batch"
-        return planned
+        return self._engine.planned(RowBatch(sequences, self._num_words), name)
 
-    def _objective(
-        self, planned: PlannedStep, loss: TokenLoss | None, compute_loss: ComputeLoss | None, normalizer: float | None
-    ) -> tuple[Objective, LossCheck | None]:
+    def _objective(self, planned: PlannedStep, **how: Any) -> tuple[Objective, LossCheck | None]:
         """Return what a step computes, and what checks its loss."""
-        check = None if loss is None else SumCheck()
-        objective = objective_of(
-            self.model,
-            self._inner,
-            rows_of(planned),
-            loss=loss,
-            compute_loss=compute_loss,
-            normalizer=None if normalizer is None else float(normalizer),
-            check=check,
-        )
-        if isinstance(objective, OfModel) and not isinstance(compute_loss, KnownShare):
-            return objective, ShareCheck(self._known_losses, objective, planned, self._engine.device)
-        return objective, check
-
-    def _finish(self, check: LossCheck | None, name: str) -> None:
-        if check is not None:
-            check.finish(partial(self._engine.summed_loss, f"{name}, check of the loss", step=self.steps))
+        known, device = self._known_losses, self._engine.device
+        return objective_of(self.model, self._inner, planned, known=known, device=device, **how)
 
     def _made(self, result: StepResult, start: float) -> StepResult:
         """Finish a step that trains; say, once, what its plan was."""

@@ -15,14 +15,16 @@ from lengthwise.comm import Mesh, Transport, broadcast_bytes, share_numbers
 from lengthwise.core.errors import ConfigError
 from lengthwise.cost import Cost, shape_from_config
 from lengthwise.cost.analytic import layer_flops, layer_seconds
+from lengthwise.engine.gathering import gather_to_first
 from lengthwise.engine.pipeline import Pipeline
 from lengthwise.engine.stage_parameters import StageParameters
 from lengthwise.models import ModelStage
 from lengthwise.program.stage_program import cut_layers
+from lengthwise.session.engine import Engine
 from lengthwise.session.model import hugging_face_model
 from lengthwise.session.parameters import point_at_slices
 from lengthwise.session.sharded import ShardedInPlace
-from lengthwise.session.state import GROUPS, STATE
+from lengthwise.session.state import GROUPS, STATE, whole_state
 
 
 def not_with_stages(
@@ -122,7 +124,7 @@ def take_stage(
     return Pipeline(stage=stage, mesh=mesh, virtual=virtual), parameters, updates
 
 
-def from_stages(mesh: Mesh, own: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def _from_stages(mesh: Mesh, own: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Return on rank 0 the tensors of all stages of the first replica, by name; {} on other ranks. Collective.
 
     device: through which they travel, one at a time; they lie on the host.
@@ -144,11 +146,24 @@ def from_stages(mesh: Mesh, own: Mapping[str, Tensor], device: torch.device) -> 
     return {} if world.rank else found
 
 
-def state_of_stages(mesh: Mesh, state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def whole_states(updates: ShardedInPlace, engine: Engine) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return on rank 0 the optimizer's state, as `whole_state` does, and the weights by name; {} on others. Collective.
+
+    Of all stages, where there are some.
+    """
+    parameters, pipeline = updates.parameters, engine.pipeline
+    over = engine.transport if pipeline is None else pipeline.mesh.replicas
+    state, weights = whole_state(updates, over), gather_to_first(parameters, parameters.master_weights, over)
+    if pipeline is None:
+        return state, weights
+    return _state_of_stages(pipeline.mesh, state, engine.device), _from_stages(pipeline.mesh, weights, engine.device)
+
+
+def _state_of_stages(mesh: Mesh, state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return on rank 0 the states of all stages in one, each as `whole_state` returns it. Collective."""
     own = {json.dumps([n, key]): each for n, keys in state.get(STATE, {}).items() for key, each in keys.items()}
     found: dict[int, dict[str, Tensor]] = {}
-    for name, each in from_stages(mesh, own, device).items():
+    for name, each in _from_stages(mesh, own, device).items():
         number, key = json.loads(name)
         found.setdefault(number, {})[key] = each
     return {} if mesh.world.rank else {STATE: found, GROUPS: state[GROUPS]}

@@ -15,20 +15,19 @@ from itertools import accumulate
 from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lengthwise.core.errors import ConfigError
+from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.engine.objective import ForwardPass
 from lengthwise.engine.step import RankResult
+from lengthwise.models import has_dropout
 from lengthwise.models.adapter import planned_output
 from lengthwise.session.engine import Engine
-from lengthwise.session.loss_checks import one_number
-from lengthwise.session.losses import tokens_of
+from lengthwise.session.losses import Tokens, TokenValues, one_number, tokens_of
 from lengthwise.session.misuse import shown
 from lengthwise.session.model import refuse_balance
-from lengthwise.session.rows import RowBatch
+from lengthwise.session.rows import RowBatch, rows_of
 from lengthwise.session.source import PlannedStep
-from lengthwise.session.tokens import Tokens, TokenValues
 
 Per: TypeAlias = Literal["sequence", "token"]
 Combine: TypeAlias = Callable[[Tensor], Tensor] | Callable[[list[Tensor]], Tensor]
@@ -106,6 +105,17 @@ class ValuesOfTokens:
         return (wide * self.weights[self.gathered.slots(tokens)].to(wide.dtype)).sum()
 
 
+def refuse_dropout(model: nn.Module) -> None:
+    """Refuse a model that drops out: its two passes would differ.
+
+    Raises:
+        ModelRefused: it does.
+    """
+    if has_dropout(model) and model.training:
+        remedy = "Set the model's dropout to 0."
+        raise ModelRefused("dropout", expected="none: the model runs twice", got="some", remedy=remedy)
+
+
 def gather(
     engine: Engine, planned: PlannedStep, values: TokenValues, per: Per, name: str, *, step: int
 ) -> tuple[Gathered, Tensor, RankResult]:
@@ -121,12 +131,6 @@ def gather(
         gathered.sums = torch.zeros(gathered.num_slots, *shape, dtype=wide, device=engine.device)
     engine.transport.all_reduce(gathered.sums)
     return gathered, gathered.sums, work
-
-
-def rows_of(planned: PlannedStep) -> RowBatch:
-    """Return the rows of a step that a session planned."""
-    assert isinstance(planned.batch, RowBatch), "who planned it"
-    return planned.batch
 
 
 def combined(gathered: Gathered, sums: Tensor, combine: Combine) -> tuple[float, Tensor]:

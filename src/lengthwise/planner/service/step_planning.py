@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import Plan
 from lengthwise.cost import Cost
-from lengthwise.planner import PLANNING_SHARE, PlanOptions, plan_recomputed
+from lengthwise.planner import PACKED_DP, PLANNING_SHARE, PlanOptions, plan_recomputed
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.program import check_plan
 
@@ -59,6 +59,11 @@ class StepPlanning:
             self.cost.choosing(replace(self.options, recompute=kind).choices(capacity)).most_held_tokens(capacity)
             for kind, capacity in self._held().items()
         )
+
+    @property
+    def longest_tokens(self) -> int:
+        """The tokens of the longest sequence that the ranks hold, or one rank, where the planner cuts none."""
+        return (1 if self.options.planner == PACKED_DP else self.ranks) * self.most_held_tokens
 
     def _held(self) -> dict[str, int]:
         kept = kept_ratio(self.offload_ratio or 0.0, self.options.layers)
