@@ -230,7 +230,7 @@ class PlanCommand:
         return replace(asked, cost=cost, options=replace(asked.options, mode=mode)), "\n".join(why)
 
     def _in_stages(self, config: RunConfig | None) -> bool:
-        """Whether the stages of pipelines are those of a run file, and ranks as training counts them."""
+        """Return whether the stages of pipelines are those of a run file, and ranks as training counts them."""
         given = (self.stages, self.planning.mode, self.planning.virtual, self.cost)
         return config is not None and config.stages > 1 and given == (None,) * len(given)
 

@@ -39,10 +39,10 @@ class LengthwiseError(Exception):
     def render(self, names: Mapping[str, str]) -> str:
         """Return the line with options called by `names`; one that is not in it keeps its own."""
         where = f"{self.place} {names.get(self.key, self.key)}{self.where[len(self.key) :]}"
-        told = self._told(_filled(self.expected, names), _filled(self.remedy, names))
-        return printable(" ".join(f"error[{self.code}] {where}: {told}".split()))
+        text = self._text(_filled(self.expected, names), _filled(self.remedy, names))
+        return printable(" ".join(f"error[{self.code}] {where}: {text}".split()))
 
-    def _told(self, expected: str, remedy: str) -> str:
+    def _text(self, expected: str, remedy: str) -> str:
         return f"expected {expected}; got {self.got}. {remedy}"
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class ConfigError(LengthwiseError):
 class KeyProblem(ConfigError):  # noqa: N818 - one of a run file's
     """A key or value of a run file that cannot be used; in its line an arrow leads from what is there to the remedy."""
 
-    def _told(self, expected: str, remedy: str) -> str:
+    def _text(self, expected: str, remedy: str) -> str:
         return f"{self.got} -> {remedy or expected}"
 
 

@@ -36,13 +36,13 @@ def towers(config: Mapping[str, Any]) -> list[str]:
 
 
 def text_part(config: Mapping[str, Any]) -> str | None:
-    """Return the family of the text part of a model with towers; None: it has no such part, or no tower."""
+    """Return the family of the text part of a model with towers, or None where it lacks one of the two."""
     text = config.get("text_config")
     return str(text.get("model_type")) if towers(config) and isinstance(text, Mapping) else None
 
 
 def family_refusal(config: Mapping[str, Any], where: str) -> ModelRefused | None:
-    """Return why this version does not train a config's family, and what to do; None: it does, or none is named."""
+    """Return why this version does not train a config's family, and what to do; or None."""
     family = config.get("model_type")
     kinds = {str(kind) for key in _LAYER_KEYS for kind in _listed(config.get(key))} - set(LAYER_TYPES)
     if family is None or (family in FAMILIES and not kinds):

@@ -61,7 +61,7 @@ def check_trained(name: str) -> None:
 
 
 def _known_name(name: str) -> str | None:
-    """Return our name of a model whose sizes are known here; None: it is another, or a path that is there."""
+    """Return our name of a model whose sizes are known here, or None; a path that is there comes first."""
     known = name if name in _SHAPES else _published_name(name)
     return None if known != name and Path(name).expanduser().exists() else known
 

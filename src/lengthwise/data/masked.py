@@ -77,7 +77,7 @@ def refuse_twice(tokenizer: Any, ids: Sequence[int], *, chat: bool = False) -> N
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the added token that the chat template writes first after an assistant's answer; None: there is none."""
+    """Return the added token that the chat template writes first after an assistant's answer, or None."""
     messages = tuple({"role": role, "content": MARKER} for role in ("user", "assistant"))
     chat = Chat(where="", messages=messages, values={})
     try:

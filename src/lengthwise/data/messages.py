@@ -54,7 +54,7 @@ class Chat:
 
 
 def chat_of(values: Mapping[str, Any], where: str) -> Chat | None:
-    """Return the chat of a row with `messages`, `prompt`, `instruction` or `conversations`; None: it is of two texts.
+    """Return the chat of a row with `messages`, `prompt`, `instruction` or `conversations`, or None for two texts.
 
     Raises DataError for what is no chat, and for a column of `BESIDE` that it cannot take.
     """

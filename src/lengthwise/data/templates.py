@@ -182,7 +182,7 @@ def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
 
 
 def _first_of_each(messages: Sequence[Message]) -> set[int]:
-    """Return the first message of each role with each of what a message says: a template does the same to others."""
+    """Return the first message of every role with the same kinds of parts: a template does the same to others."""
     kinds = [
         (each["role"], bool(text_of(each)), bool(each.get("tool_calls")), any(map(each.get, REASONING)))
         for each in messages

@@ -1,6 +1,6 @@
-"""What a method of a session is given and called in that it cannot use, refused before anything is done with it.
+"""Checks of the arguments of a session and its methods, and of the blocks that these are called in.
 
-Every argument of one kind stands in one table; what depends on other arguments is checked where these are known.
+One table says of every argument what it may be; what depends on other arguments is checked where these are known.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST = 10**300  # of a whole number that a float can hold
 _LONGEST = 1e8  # seconds, which clocks of the system can add to now
 
 Kind: TypeAlias = tuple[Callable[[Any], bool], str]
-"""Whether a value is of the kind, and what is, in words."""
+"""A test of values, and words for what passes it."""
 
 
 def is_whole(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""What a session is asked for, and all that can be said of it before there is a model."""
+"""The arguments of a session as a record, and all checks of them that need no model; trainers make them, too."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BESIDE_STAGES = ("shard", "capacity_tokens", "ranks_per_node")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRequest:
-    """What a session is asked for, in the words of `Session`; not checked yet."""
+    """Arguments of `Session`, not checked yet."""
 
     capacity_tokens: int | str
     shard: str
@@ -93,7 +93,7 @@ def request_problems(asked: SessionRequest, *, trains: bool) -> list[LengthwiseE
 
 
 def read_capacity(given: int | str) -> int | None:
-    """Read capacity_tokens as run files have it, a number, or a text as 16K; None: auto."""
+    """Read capacity_tokens as run files have it: a number, or a text as 16K; return None for auto."""
     where = "capacity_tokens"
     if given == "auto":
         return None
@@ -104,7 +104,7 @@ def read_offload(offload: Mapping[str, Any] | None) -> OffloadConfig | None:
     """Read the section `offload` of a run file.
 
     Raises:
-        ConfigError, Problems: it is none.
+        ConfigError, Problems: values that a run file refuses, too.
     """
     if offload is None:
         return None

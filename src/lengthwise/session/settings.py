@@ -1,4 +1,4 @@
-"""What a session is asked for, checked; and what then plans its steps: costs, and the tokens that a rank holds."""
+"""Checked settings of a session; and what then plans its steps: costs, and the tokens that a rank holds."""
 
 from __future__ import annotations
 
