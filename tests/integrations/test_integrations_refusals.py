@@ -19,6 +19,7 @@ from lengthwise.integrations.arguments import CALLABLES, KEPT, REFUSED, WITHOUT_
 from lengthwise.integrations.rows import rows_of
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.integrations.transformers import Trainer as PlannedTrainer
+from tiers import more
 
 
 def planned(args, **options):
@@ -135,7 +136,7 @@ def test_wrong_arguments_of_the_session_are_refused_beside_the_trainers_when_it_
 TABLES = {"list": lambda rows: rows, "datasets": Dataset.from_list}
 
 
-@pytest.mark.parametrize("table", list(TABLES))
+@pytest.mark.parametrize("table", ["datasets", more("list")])
 def test_rows_that_the_ranks_do_not_hold_are_named_before_the_first_step(tmp_path, table):
     """In train and eval data, in one message; a row that packs shorter ones is none of them."""
     kept = Kept()
@@ -168,7 +169,7 @@ def in_documents(examples):
     return {**{name: [row[name]] for name in ("input_ids", "labels")}, "position_ids": [[*range(half), *range(half)]]}
 
 
-@pytest.mark.parametrize("table", list(TABLES))
+@pytest.mark.parametrize("table", ["list", more("datasets")])
 def test_rows_without_a_label_are_named_before_the_first_step(tmp_path, table):
     none = [{**row, "labels": [7] + [-100] * (len(row["labels"]) - 1)} for row in data([4, 9])]  # nothing is before it
     args = arguments(tmp_path, max_steps=1)
