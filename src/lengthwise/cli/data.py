@@ -204,7 +204,7 @@ class Data:
 
         assert asked.meshes is not None, "asked for"
         if config is not None and asked.batch_tokens is None:
-            return [int(dataset.lengths[i]) for i in next(iter(Batches(dataset, config))).ids]
+            return Batches(dataset, config).first_lengths
         lengths = dataset.lengths[dataset.ids].tolist()
         most = min(sum(lengths), _TOKENS_A_GPU * asked.meshes.question.devices)
         (batch,), _ = KnownLengths(name="data", lengths=lengths).batches(asked.batch_tokens or most, 1, None)

@@ -110,6 +110,11 @@ class Batches:
         return max((math.ceil(weight) for _, weight in self._weights), default=1)
 
     @property
+    def first_lengths(self) -> list[int]:
+        """The lengths of the first global batch."""
+        return self._lengths[next(iter(self)).ids].tolist()
+
+    @property
     def most_tokens(self) -> int:
         """The most tokens that a global batch can have."""
         lengths, asked = np.sort(self._lengths[self._ids])[::-1], self._config.global_batch

@@ -192,7 +192,7 @@ class Job:
         """The lengths of the run's first global batch; None: rows are read meanwhile, and none is known."""
         if self.known is not self.dataset:
             return None
-        return [int(self.dataset.lengths[i]) for i in next(iter(Batches(self.dataset, self.config))).ids]
+        return Batches(self.dataset, self.config).first_lengths
 
     @property
     def shard(self) -> str:
