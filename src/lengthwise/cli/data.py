@@ -15,6 +15,7 @@ import tyro
 
 from lengthwise.cli.options import PlanChoices, named_alike
 from lengthwise.cli.output import plain_console, refuse_unwritable_file, write_atomically
+from lengthwise.cli.simulate_meshes import TOKENS_A_DEVICE, MeshChoices, Meshes, answered
 from lengthwise.cli.sources import KnownLengths, asked_sources, is_run_file
 from lengthwise.core.errors import Collector, ConfigError, DataError, printable
 from lengthwise.core.names import counted
@@ -26,14 +27,12 @@ from lengthwise.report.lengths import length_histogram, summarize_lengths
 if TYPE_CHECKING:
     import numpy as np
 
-    from lengthwise.cli.simulate_meshes import Meshes
     from lengthwise.config import RunConfig
     from lengthwise.data import Dataset, Tokenizer
     from lengthwise.data.survey import Survey
 
 _NAMED, _SHOWN_TOKENS, _SHOWN_BAD = 5, 2000, 5
 _OF_A_STREAM = 1000  # sequences that are read
-_TOKENS_A_GPU = 128 * 1024  # of a simulated step whose size nothing says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +158,6 @@ class Data:
         tokens = None if text is None else attempt(partial(parse_tokens, text, "--batch-tokens"))
         meshes = None
         if self.model is not None and self.gpus is not None:
-            from lengthwise.cli.simulate_meshes import MeshChoices
-
             choices = MeshChoices(model=self.model, gpus=self.gpus, hardware=self.hardware)
             meshes = choices.read(PlanChoices(), "none", problems)
         elif self.model is not None or (self.gpus is not None and self.capacity is None):
@@ -185,7 +182,6 @@ class Data:
             yield f"  and {length - _SHOWN_TOKENS} more tokens"
 
     def _simulated(self, asked: Asked, dataset: Dataset, units: list[str]) -> str:
-        from lengthwise.cli.simulate import answered
         from lengthwise.config import load_config
         from lengthwise.cost.sharding import lora_params
         from lengthwise.report.answer import answer_sentence
@@ -206,7 +202,7 @@ class Data:
         if config is not None and asked.batch_tokens is None:
             return Batches(dataset, config).first_lengths
         lengths = dataset.lengths[dataset.ids].tolist()
-        most = min(sum(lengths), _TOKENS_A_GPU * asked.meshes.question.devices)
+        most = min(sum(lengths), TOKENS_A_DEVICE * asked.meshes.question.devices)
         (batch,), _ = KnownLengths(name="data", lengths=lengths).batches(asked.batch_tokens or most, 1, None)
         return batch
 

@@ -7,7 +7,6 @@ folder with such files but without that one is refused.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +17,7 @@ import tyro
 
 from lengthwise.cli.options import PlanChoices, named_alike, refuse_beside, refuse_but_one
 from lengthwise.cli.output import plain_console, refuse_unwritable, write_atomically
-from lengthwise.cli.simulate_meshes import MeshChoices, Meshes
+from lengthwise.cli.simulate_meshes import TOKENS_A_DEVICE, MeshChoices, Meshes, answered
 from lengthwise.cli.sources import KnownLengths, lengths_of_data, listed_lengths, refuse_data
 from lengthwise.core.errors import Collector, ConfigError, ModelRefused, OutputError, raise_problems
 from lengthwise.core.files import read_json
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 _FIGURES, _PAGE = "simulation.json", "report.html"
 _USUAL = ("packed-dp", "static", "single-degree", "power-of-two", "bytescale", "lengthwise")
-_TOKENS_A_DEVICE = 128 * 1024  # of a step whose size is not given
 _NAMES = named_alike("mode virtual offload heads recompute kernel hardware model tokenizer capacity ranks data") | {
     "planner": "--planners",
     "stages": "--pp",
@@ -243,7 +241,7 @@ class Simulate:
         problems.raise_all()
         if not (planners and meshes):
             raise AssertionError("what is None or empty was reported")
-        wanted = wanted or _TOKENS_A_DEVICE * meshes.question.devices
+        wanted = wanted or TOKENS_A_DEVICE * meshes.question.devices
         return SimulationInput(
             planners=planners, known=lengths, wanted_tokens=wanted, context_tokens=context, meshes=meshes
         )
@@ -325,31 +323,6 @@ class Simulate:
             "longest_tokens": max(map(max, batches)),
             "loader": self.loader,
         }
-
-
-def answered(
-    meshes: Meshes,
-    batches: list[list[int]],
-    *,
-    adapters: int | None = None,
-    recompute: str | None = None,
-    offloads: bool = False,
-) -> Answer:
-    """Compare FSDP2 and Lengthwise on these batches; MemoryShortage: `offloads`, and hosts have too little for it."""
-    from lengthwise.cost import check_host
-    from lengthwise.report.progress import showing
-    from lengthwise.simulator import Question, answer
-
-    asked = meshes.question
-    question = Question(
-        shape=asked.shape, hardware=asked.hardware, devices=asked.devices, adapters=adapters,
-        capacity_tokens=asked.capacity_tokens, kinds=None if recompute in (None, "auto") else [recompute],
-        cost=asked.cost, offloads=offloads,
-    )  # fmt: skip
-    memory, node = question.memory("zero1"), min(asked.devices, asked.hardware.ranks_per_node)
-    check_host(memory, node, asked.hardware.host_bytes, key="--offload-optimizer")
-    with showing("comparing FSDP2 and Lengthwise, each at its best settings", sys.stderr):
-        return answer(batches, question)
 
 
 def _refuse_others_files(folder: Path) -> None:

@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from lengthwise.core.shape import ModelShape
     from lengthwise.cost import Cost, Hardware
     from lengthwise.planner import PlanOptions
-    from lengthwise.simulator import Best, MeshQuestion, RankMesh
+    from lengthwise.simulator import Answer, Best, MeshQuestion, RankMesh
 
 MESHES = ("best", "same")
-_TOLD_EVERY_SECONDS = 0.2
+TOKENS_A_DEVICE = 128 * 1024  # of a step whose size is not given
+_SHOWN_EVERY_SECONDS = 0.2
 _SLOW = ("lengthwise", "bytescale", "single-degree")
 _MANY_DEVICES = 2048  # above, a planner takes seconds for each of its tries
 
@@ -258,7 +259,7 @@ def _searched_in_processes(
         searches = {pool.submit(_search_and_tell, planner): planner for planner in slowest_first}
         waiting = set(searches)
         while waiting:
-            done, waiting = wait(waiting, timeout=_TOLD_EVERY_SECONDS, return_when=FIRST_COMPLETED)
+            done, waiting = wait(waiting, timeout=_SHOWN_EVERY_SECONDS, return_when=FIRST_COMPLETED)
             for search in done:
                 search.result()
             while not reports.empty():
@@ -305,3 +306,27 @@ def _search_and_tell(planner: str) -> Best:
 
 def _doing(mesh: RankMesh, tried: int) -> str:
     return f"plan {tried + 1} (TP {mesh.tensor}, PP {mesh.stages}, {mesh.capacity_share:g} of what fits)"
+
+
+def answered(
+    meshes: Meshes,
+    batches: list[list[int]],
+    *,
+    adapters: int | None = None,
+    recompute: str | None = None,
+    offloads: bool = False,
+) -> Answer:
+    """Compare FSDP2 and Lengthwise on these batches; MemoryShortage: `offloads`, and hosts have too little for it."""
+    from lengthwise.cost import check_host
+    from lengthwise.simulator import Question, answer
+
+    asked = meshes.question
+    question = Question(
+        shape=asked.shape, hardware=asked.hardware, devices=asked.devices, adapters=adapters,
+        capacity_tokens=asked.capacity_tokens, kinds=None if recompute in (None, "auto") else [recompute],
+        cost=asked.cost, offloads=offloads,
+    )  # fmt: skip
+    memory, node = question.memory("zero1"), min(asked.devices, asked.hardware.ranks_per_node)
+    check_host(memory, node, asked.hardware.host_bytes, key="--offload-optimizer")
+    with showing("comparing FSDP2 and Lengthwise, each at its best settings", sys.stderr):
+        return answer(batches, question)
