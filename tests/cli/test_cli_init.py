@@ -142,7 +142,9 @@ def test_a_family_that_is_not_trained_is_named_by_each_verb(tmp_path, capsys, ca
             assert "Only the text part is priced: ./model is gemma3" in " ".join(found.out.split())
         else:
             assert found.err.startswith("error[model]")
-            assert found.err.count("\n") == 1
+            code = [line for line in found.err.splitlines()[1:] if line.startswith("    ")]
+            assert found.err.count("\n") == 1 + len(code), "one line, and those of code"
+            assert bool(code) == (case == "images")
             assert told in found.err
             assert "plain TRL" in found.err or case == "images"
     assert not (tmp_path / "run.yaml").exists()

@@ -7,10 +7,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lengthwise.config import RunConfig
+from lengthwise.core.errors import ConfigError
 from lengthwise.core.files import read_json_object
 from lengthwise.core.host_memory import free_host_bytes
 from lengthwise.core.shape import ModelShape
-from lengthwise.cost import DTYPE_BYTES, Cost, Hardware, StepMemory, choose_shard_of_run, ranks_of_node
+from lengthwise.cost import (
+    DTYPE_BYTES,
+    Cost,
+    Hardware,
+    StepMemory,
+    check_trained,
+    choose_shard_of_run,
+    named_shape,
+    ranks_of_node,
+    shape_from_config,
+)
 from lengthwise.cost.memory import logits_at_once
 from lengthwise.simulator.layouts import layout_seconds_of_run
 
@@ -78,3 +89,25 @@ def ties_of(model: str) -> bool | None:
     """Return whether a model's head and embedding are the same; None: it has no config.json here that says so."""
     path = Path(model) / "config.json"
     return read_json_object(str(path)).get("tie_word_embeddings") if path.is_file() else None
+
+
+def adapters_of(config: RunConfig) -> int | None:
+    """Count the parameters that train in place of the model's own; None: all train."""
+    if config.lora is None:
+        return None
+    from lengthwise.models import check_lora, find_model
+
+    return check_lora(find_model(config.model, weights=config.weights), config.lora)
+
+
+def shape_of_run(config: RunConfig) -> ModelShape:
+    """Read the shape of a run file's model without torch."""
+    if config.model == "tiny":
+        return named_shape("tiny")
+    path = Path(config.model) / "config.json"
+    if not path.is_file():
+        expected = "tiny, or a local folder with config.json, to know its costs"
+        remedy = "Add --model-shape llama-7b --hardware h100, or other named ones."
+        raise ConfigError("model", expected=expected, got=config.model, remedy=remedy)
+    check_trained(str(path))
+    return shape_from_config(read_json_object(str(path)))  # by its family's name, as training calls it

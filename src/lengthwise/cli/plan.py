@@ -201,7 +201,7 @@ class PlanCommand:
         self, asked: PlanInput, config: RunConfig, hardware: Hardware, lengths: list[int], *, longest: int, batch: int
     ) -> tuple[PlanInput, str]:
         """Return (mode and costs of how training lays parameters over the ranks; why, where that was left open)."""
-        from lengthwise.cli.layout import layout_of_run, ties_of
+        from lengthwise.cli.layout import adapters_of, layout_of_run, ties_of
         from lengthwise.cost import offloaded_cost, sharded_cost
 
         if asked.shape is None or config.stages > 1:
@@ -217,7 +217,7 @@ class PlanCommand:
             lengths=None if config.data[0].streaming else lengths,
             longest=longest,
             batch=batch,
-            trained=_adapters_of(config),
+            trained=adapters_of(config),
             ties=None if self.model_shape else ties_of(config.model),
         )
         cost = sharded_cost(asked.cost, layout.memory, group=layout.ranks_in_step)
@@ -251,6 +251,7 @@ class PlanCommand:
         return (ratio, None) if isinstance(ratio, str) else ("off", ratio)
 
     def _measured(self, config: RunConfig | None) -> Measurements:
+        from lengthwise.cli.layout import adapters_of, shape_of_run
         from lengthwise.cost.measured import misfits, read_measurements
 
         assert self.measurements is not None, "only asked for where there is a file"
@@ -259,9 +260,9 @@ class PlanCommand:
         expected = "nothing beside --measurements, which are of one model on one kind of machine"
         problems.attempt(partial(refuse_beside, unused, expected, "Leave out {option} or --measurements."))
         found = problems.attempt(partial(read_measurements, self.measurements))
-        shape = problems.attempt(partial(_shape_of, config)) if config else None
+        shape = problems.attempt(partial(shape_of_run, config)) if config else None
         if found and config and shape:
-            where, adapters = str(self.measurements), problems.attempt(partial(_adapters_of, config))
+            where, adapters = str(self.measurements), problems.attempt(partial(adapters_of, config))
             precision = found.precision if config.precision == "auto" else config.precision
             for each in misfits(found, where, shape, precision=precision, adapters=adapters):
                 problems.add(each)
@@ -309,15 +310,17 @@ class PlanCommand:
         return {"--model-shape": self.model_shape, "--ranks-per-node": self.ranks_per_node}
 
     def _shape(self, config: RunConfig | None, measured: Measurements | None) -> ModelShape | None:
+        from lengthwise.cli.layout import shape_of_run
         from lengthwise.cost import named_shape
         from lengthwise.cost.measured import measured_shape
 
         if self.measurements and not self.cost:
             return measured_shape(measured) if measured else None
         if self.cost is None:
-            return _shape_of(config) if config and not self.model_shape else named_shape(self.model_shape or "llama-7b")
+            is_runs = config is not None and not self.model_shape
+            return shape_of_run(config) if is_runs else named_shape(self.model_shape or "llama-7b")
         known = config is not None and (config.model == "tiny" or (Path(config.model) / "config.json").is_file())
-        return _shape_of(config) if config and known else None
+        return shape_of_run(config) if config and known else None
 
     def _hardware(self) -> Hardware:
         from lengthwise.cost import named_hardware
@@ -344,6 +347,7 @@ class PlanCommand:
         measured: Measurements | None,
     ) -> Cost | None:
         """Make the costs; None where the model or the hardware has a problem, which was reported."""
+        from lengthwise.cli.layout import adapters_of
         from lengthwise.cost import costs
         from lengthwise.cost.measured import base_cost, measured_cost
 
@@ -359,7 +363,7 @@ class PlanCommand:
             return None
         if config is not None and self._plans_as_training:
             precision = config.precision_on(gpus=hardware.compute_dtype_bytes == 2)
-            return base_cost(shape, hardware.name, precision=precision, adapters=_adapters_of(config), stages=stages)
+            return base_cost(shape, hardware.name, precision=precision, adapters=adapters_of(config), stages=stages)
         return costs(shape, hardware, stages=stages)
 
     def _lengths(self, asked: PlanInput) -> tuple[list[int], int | None, int]:
@@ -384,28 +388,3 @@ class PlanCommand:
             longest = max(source.max_tokens or 0 for source in config.data)
             return lengths, longest, max(longest * (size.sequences or 1), size.tokens or 0)
         return lengths, int(dataset.lengths.max()), batches.most_tokens
-
-
-def _adapters_of(config: RunConfig) -> int | None:
-    """Count the parameters that train in place of the model's own; None: all train."""
-    if config.lora is None:
-        return None
-    from lengthwise.models import check_lora, find_model
-
-    return check_lora(find_model(config.model, weights=config.weights), config.lora)
-
-
-def _shape_of(config: RunConfig) -> ModelShape:
-    """Read the shape of a run file's model without torch."""
-    from lengthwise.core.files import read_json_object
-    from lengthwise.cost import check_trained, named_shape, shape_from_config
-
-    if config.model == "tiny":
-        return named_shape("tiny")
-    path = Path(config.model) / "config.json"
-    if not path.is_file():
-        expected = "tiny, or a local folder with config.json, to know its costs"
-        remedy = "Add --model-shape llama-7b --hardware h100, or other named ones."
-        raise ConfigError("model", expected=expected, got=config.model, remedy=remedy)
-    check_trained(str(path))
-    return shape_from_config(read_json_object(str(path)))  # by its family's name, as training calls it
