@@ -19,7 +19,7 @@ def plain_console() -> Console:
 
 
 def fit_terminal(text: str, stream: TextIO) -> str:
-    """Return text with lines that end at words where `stream` is a terminal; lines of code, and of a file, are whole."""
+    """Return text with lines that end at words where `stream` is a terminal; those of code and of a file are whole."""
     if not stream.isatty():
         return text
     from lengthwise.report.tables import wrapped
