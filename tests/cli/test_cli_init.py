@@ -6,7 +6,9 @@ import re
 import pytest
 import yaml
 
+from lengthwise.cli.layout import layout_of_run
 from lengthwise.config import load_config
+from lengthwise.cost import costs, named_hardware, named_shape
 from run.small_runs import call, losses, make_rows, write_model
 
 
@@ -80,8 +82,19 @@ def test_a_model_that_fits_no_gpu_is_sharded(tmp_path, capsys):
     assert "lora" not in text
     assert call(*command, 1, "--force") == 2
     assert "under shard: zero3" in " ".join(capsys.readouterr().err.split())
-    assert call("init", "--model", "qwen3-8b", "--data", data, "--gpus", 64, "--force") == 0
-    assert "shard" not in (tmp_path / "run.yaml").read_text()
+
+
+@pytest.mark.parametrize(("rows_of", "length", "shard"), [(1, 400_000, "zero3"), (64, 300, "zero1")])
+def test_the_layout_is_the_one_that_training_takes(tmp_path, rows_of, length, shard):
+    (tmp_path / "rows.jsonl").write_text((json.dumps({"input_ids": [1] * length}) + "\n") * rows_of)
+    assert call("init", "--model", "qwen3-8b", "--data", "rows.jsonl", "--gpus", 64) == 0
+    said = re.search(r"# shard: auto  # by estimate (\w+)", (tmp_path / "run.yaml").read_text())
+    assert (said[1] if said else "zero1") == shard
+    config, shape, hardware = load_config(tmp_path / "run.yaml", []), named_shape("qwen3-8b"), named_hardware("h100")
+    batch = [length] * (config.global_batch.sequences or 1)
+    sizes = {"lengths": batch, "longest": length, "batch": sum(batch), "trained": None, "ties": None}
+    taken = layout_of_run(config, shape, hardware, costs(shape, hardware), ranks=64, **sizes)
+    assert taken.memory.shard == shard
 
 
 def test_all_that_is_wrong_is_told_and_nothing_is_replaced(tmp_path, capsys):
@@ -142,7 +155,9 @@ def test_a_family_that_is_not_trained_is_named_by_each_verb(tmp_path, capsys, ca
             assert "Only the text part is priced: ./model is gemma3" in " ".join(found.out.split())
         else:
             assert found.err.startswith("error[model]")
-            assert found.err.count("\n") == 1
+            code = [line for line in found.err.splitlines()[1:] if line.startswith("    ")]
+            assert found.err.count("\n") == 1 + len(code), "one line, and those of code"
+            assert bool(code) == (case == "images")
             assert told in found.err
             assert "plain TRL" in found.err or case == "images"
     assert not (tmp_path / "run.yaml").exists()

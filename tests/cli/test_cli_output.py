@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from lengthwise.cli import train
-from lengthwise.cli.output import refuse_unwritable_file, write_atomically
+from lengthwise.cli.output import fit_terminal, refuse_unwritable_file, write_atomically
 from lengthwise.cli.train import StepLines
 from lengthwise.core.errors import OutputError
 from run.small_runs import Command, make_rows, read_lines, write_run
@@ -28,6 +28,16 @@ def test_devices_are_refused_and_stay(path: str) -> None:
     with pytest.raises(OutputError, match="a device or a pipe"):
         refuse_unwritable_file(Path(path))
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_errors_wrap_at_words_on_a_terminal_and_are_whole_lines_in_a_file(monkeypatch) -> None:
+    path, code = "/a/" + "long-name" * 12, "    " + "x = 1; " * 20
+    text = f"error[config] {path}: {'some words ' * 12}\n{code}"
+    monkeypatch.setenv("COLUMNS", "80")
+    assert fit_terminal(text, SimpleNamespace(isatty=lambda: False)) == text
+    lines = fit_terminal(text, SimpleNamespace(isatty=lambda: True)).splitlines()
+    assert [line for line in lines if len(line) > 80] == [f"  {path}:", code]
+    assert " ".join(" ".join(lines).split()) == " ".join(text.split())
 
 
 def test_pipes_are_refused_and_stay(tmp_path) -> None:

@@ -138,7 +138,8 @@ def test_config_each_optimizer_has_its_own_defaults_and_is_read_back(folder):
         ("offload={ratio: 1.5}", "offload.ratio", "1.5 (a number) -> auto or off or at most 1"),
         ("eval={}", "eval.data", "it has no default"),
         ("steeps=3", "steeps", "`steps`"),
-        ("optimizer.learning=1", "optimizer.learning", "-> one of betas, eps"),
+        ("optimizer.learning=1", "optimizer.learning", "-> `optimizer.lr`"),
+        ("optimizer.zzz=1", "optimizer.zzz", "-> one of betas, eps"),
         ("data.0.pth=x", "data.0.pth", "`path`"),
         ("eval={data: [{path: train.jsonl, max_token: 4}]}", "eval.data.0.max_token", "`max_tokens`"),
         ("data.0.python_stdlib=true", "data.0", ""),
@@ -241,12 +242,19 @@ zzz: 2
     found = problems_of(write(folder, text), ["x", "data.9.path=y"])
     path = folder / "run.yaml"
     assert set(found) == {
-        f"{path}:5", f"{path}:7", "overrides x", "overrides data.9", "modle", "model", "output", "data.0.path",
+        f"{path}:5", f"{path}:7", "overrides x", "overrides data.9", "modle", "output", "data.0.path",
         "data.1.too_long", "data.2", "steps", "optimizer.lr", "tokenizer", "global_batch", "wandb", "zzz",
     }  # fmt: skip
     lines = [int(at[1]) for told in found.values() if (at := re.search(rf"{re.escape(str(path))}:(\d+)", told))]
     assert lines == sorted(lines)
-    assert len(lines) == len(found) - 4, "all but the overrides and two keys that are not there"
+    assert len(lines) == len(found) - 3, "all but the overrides and a key that is not there; `model` is `modle`"
+
+
+def test_config_rules_of_a_run_file_are_arrows_as_wrong_keys_are(folder):
+    path = write(folder, f"{MINIMAL}\nsteps: 3\nepochs: 2\noutput_dir: x\n".replace("output: out", ""))
+    line = problems_of(path)["steps"]
+    assert "steps: both -> at most one of `steps` and `epochs`. Take one of them out" in line
+    assert set(problems_of(path)) == {"steps", "output_dir"}, "a key that is there by another's name is not missing"
 
 
 def test_config_wrong_keys_are_a_short_line_each_with_file_and_line(folder):

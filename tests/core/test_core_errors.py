@@ -57,6 +57,11 @@ def test_collector_keeps_every_problem_once_and_lets_other_errors_through() -> N
         collector.attempt(lambda: 1 / 0)
 
 
+def test_code_of_a_remedy_keeps_its_lines_and_names_with_line_ends_do_not() -> None:
+    made = ConfigError("a\nb", expected="c", got="d\ne", remedy="Run:\n    x = 1\n    f(x, \x1b)")
+    assert str(made) == "error[config] a b: expected c; got d e. Run:\n    x = 1\n    f(x, \\x1b)"
+
+
 def test_control_characters_of_names_do_not_reach_the_terminal():
     name = "a\x1b[31m\x07\u202e\udc80é東.json"
     line = str(ConfigError(name, expected="a file", got=name, remedy=f"Correct {name}."))

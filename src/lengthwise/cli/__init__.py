@@ -17,6 +17,7 @@ from lengthwise.cli.demo import Demo
 from lengthwise.cli.init import Init
 from lengthwise.cli.launch import Launch
 from lengthwise.cli.machine import prepare_environment
+from lengthwise.cli.output import fit_terminal
 from lengthwise.cli.plan import PlanCommand
 from lengthwise.cli.prepare import Prepare
 from lengthwise.cli.profile import Profile
@@ -116,7 +117,7 @@ def _status(arguments: list[str]) -> int:
             return command.run()
         except LengthwiseError as error:
             names = {} if command is None or isinstance(command, Demo) else command.names()
-            print(error.render(names), file=sys.stderr)
+            print(fit_terminal(error.render(names), sys.stderr), file=sys.stderr)
             return error.exit_status
     except ModuleNotFoundError as error:
         if (missing := missing_package(error)) is None:

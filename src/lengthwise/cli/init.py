@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from lengthwise.cli.options import named_alike
-from lengthwise.cli.sources import KnownLengths, lengths_of_data, refuse_data
+from lengthwise.cli.sources import KnownLengths, drawn_batch, lengths_of_data, refuse_data
 from lengthwise.core.errors import Collector, ConfigError, DataError, LengthwiseError, Problems
 from lengthwise.core.names import NO_TEMPLATE, counted
 from lengthwise.core.sizes import read_whole
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from lengthwise.core.shape import ModelShape
     from lengthwise.cost.first_settings import FirstSettings
     from lengthwise.cost.hardware import Hardware
+    from lengthwise.cost.memory import StepMemory
+    from lengthwise.cost.sharding import LayoutSeconds
 
 _MOST_GPUS = 12_288
 _BATCH_TOKENS, _WIDTH = 1 << 19, 118  # of an optimizer step; of a line
@@ -52,6 +55,7 @@ class Init:
         from lengthwise.cost.first_settings import first_settings
         from lengthwise.cost.hardware import named_hardware
         from lengthwise.cost.shapes import check_trained, named_shape
+        from lengthwise.simulator.layouts import usual_lengths
 
         problems = Collector()
         problems.attempt(lambda: read_whole("gpus", self.gpus, most=_MOST_GPUS))
@@ -67,7 +71,16 @@ class Init:
         assert hardware is not None, "it has no problem"
         known, unknown = self._lengths()
         longest = max(known.lengths) if known else 1
-        chosen = first_settings(shape, hardware, self.gpus, longest, batch_tokens=_batch_tokens(known))
+        batch = _batch_tokens(known)
+        lengths = drawn_batch(known.lengths, batch, 0) if known else usual_lengths(self.gpus)
+        chosen = first_settings(
+            shape,
+            hardware,
+            self.gpus,
+            longest,
+            batch_tokens=batch,
+            seconds=partial(_layout_seconds, hardware, lengths) if hardware.name != "cpu" else None,
+        )
         self.out.write_text(self._text(shape, hardware, known, unknown, chosen), encoding="utf-8")
         what = "adapters (LoRA)" if chosen.adapters else "the whole model"
         print(f"{self.out}: {what} on {self.gpus} x {hardware.name}")
@@ -123,12 +136,12 @@ class Init:
         ]
         if chosen.shard != "zero1":
             lines += [
-                f"# shard: auto  # by estimate {chosen.shard}: every rank holds a part of them,",
+                f"# shard: auto  # by estimate {chosen.shard}: a rank holds its part of weights, gradients and states,",
                 "#   and gathers each layer when it runs; docs/sharding.md",
             ]
         if chosen.adapters:
             lines += [
-                f"# The whole model would take {_gigabytes(chosen.whole_bytes)} of {device}; adapters take {state}.",
+                f"# The whole model takes {_gigabytes(chosen.whole_bytes)} of a GPU's {device}; adapters: {state}.",
                 "lora: {r: 16, lora_alpha: 32}  # pip install 'peft>=0.21'",
             ]
         lines += [
@@ -142,6 +155,15 @@ class Init:
             "# eval: {data: [{path: held-out.jsonl}], every_steps: 100}",
         ]
         return "\n".join(lines) + "\n"
+
+
+def _layout_seconds(hardware: Hardware, lengths: Sequence[int], memory: StepMemory) -> LayoutSeconds:
+    """Return what times the layouts of a model on this hardware by a step of these lengths, as training chooses."""
+    from lengthwise.cost import all_terms_cost
+    from lengthwise.simulator.layouts import layout_seconds
+
+    cost = all_terms_cost(memory.shape, hardware, adapters=memory.trained)
+    return layout_seconds(lengths, cost, hardware.device_bytes)
 
 
 def _gigabytes(num_bytes: float) -> str:

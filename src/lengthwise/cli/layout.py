@@ -100,8 +100,8 @@ def adapters_of(config: RunConfig) -> int | None:
     return check_lora(find_model(config.model, weights=config.weights), config.lora)
 
 
-def shape_of(config: RunConfig) -> ModelShape:
-    """Read the shape of a run file's model."""
+def shape_of_run(config: RunConfig) -> ModelShape:
+    """Read the shape of a run file's model without torch."""
     if config.model == "tiny":
         return named_shape("tiny")
     path = Path(config.model) / "config.json"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 
@@ -14,6 +16,16 @@ from lengthwise.core.files import replace_file
 def plain_console() -> Console:
     """Make a console that prints names of files as they are, and cuts nothing."""
     return Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+
+def fit_terminal(text: str, stream: TextIO) -> str:
+    """Return text with lines that end at words where `stream` is a terminal; those of code and of a file are whole."""
+    if not stream.isatty():
+        return text
+    from lengthwise.report.tables import wrapped
+
+    width = shutil.get_terminal_size().columns
+    return "\n".join(line if line.startswith("    ") else wrapped(line, width, "  ") for line in text.split("\n"))
 
 
 def refuse_unwritable(folder: Path) -> None:

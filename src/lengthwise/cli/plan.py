@@ -251,7 +251,7 @@ class PlanCommand:
         return (ratio, None) if isinstance(ratio, str) else ("off", ratio)
 
     def _measured(self, config: RunConfig | None) -> Measurements:
-        from lengthwise.cli.layout import adapters_of, shape_of
+        from lengthwise.cli.layout import adapters_of, shape_of_run
         from lengthwise.cost.measured import misfits, read_measurements
 
         assert self.measurements is not None, "only asked for where there is a file"
@@ -260,7 +260,7 @@ class PlanCommand:
         expected = "nothing beside --measurements, which are of one model on one kind of machine"
         problems.attempt(partial(refuse_beside, unused, expected, "Leave out {option} or --measurements."))
         found = problems.attempt(partial(read_measurements, self.measurements))
-        shape = problems.attempt(partial(shape_of, config)) if config else None
+        shape = problems.attempt(partial(shape_of_run, config)) if config else None
         if found and config and shape:
             where, adapters = str(self.measurements), problems.attempt(partial(adapters_of, config))
             precision = found.precision if config.precision == "auto" else config.precision
@@ -310,16 +310,17 @@ class PlanCommand:
         return {"--model-shape": self.model_shape, "--ranks-per-node": self.ranks_per_node}
 
     def _shape(self, config: RunConfig | None, measured: Measurements | None) -> ModelShape | None:
-        from lengthwise.cli.layout import shape_of
+        from lengthwise.cli.layout import shape_of_run
         from lengthwise.cost import named_shape
         from lengthwise.cost.measured import measured_shape
 
         if self.measurements and not self.cost:
             return measured_shape(measured) if measured else None
         if self.cost is None:
-            return shape_of(config) if config and not self.model_shape else named_shape(self.model_shape or "llama-7b")
+            is_runs = config is not None and not self.model_shape
+            return shape_of_run(config) if is_runs else named_shape(self.model_shape or "llama-7b")
         known = config is not None and (config.model == "tiny" or (Path(config.model) / "config.json").is_file())
-        return shape_of(config) if config and known else None
+        return shape_of_run(config) if config and known else None
 
     def _hardware(self) -> Hardware:
         from lengthwise.cost import named_hardware

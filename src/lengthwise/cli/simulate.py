@@ -66,7 +66,7 @@ class Simulate:
     lengths: Annotated[str | None, tyro.conf.arg(metavar="RECIPE|FILE.json", help_behavior_hint="")] = None
     """Lengths to draw batches from: a published set (github, byted, wikipedia, prolong, wlb_like), or a JSON list."""
     data: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE.jsonl|FOLDER ...", help_behavior_hint="")] = ()
-    """Your own data, in place of --lengths: files of rows {"text": ...} or {"input_ids": ...}, or folders of texts."""
+    """Your own data, in place of --lengths: files of rows as for training (chats need --tokenizer), or folders."""
     tokenizer: Annotated[str, tyro.conf.arg(metavar="NAME|FOLDER")] = "bytes"
     """The tokenizer for --data: bytes (counts four to five times too many for English), or a Hugging Face one."""
     empty: Annotated[str, tyro.conf.arg(metavar="error|skip", help_behavior_hint="(default: error)")] = "error"

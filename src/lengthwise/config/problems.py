@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,9 @@ from lengthwise.core.names import nearest_name
 from lengthwise.core.packages import PLANNER_PACKAGES, missing_package_of
 
 _MOST_TOLD = 100
+_UNKNOWN, _MISSING = "unknown key", "nothing"  # what was got
+_NAMED = re.compile(r"`([\w.]+)")  # the key with which a remedy begins
+_CLOSE_FOREIGN = 0.7  # as `learning` is to `learning_rate`
 
 _EXPECTED: Mapping[str, Callable[[dict], str]] = {
     "bool_type": lambda _: "true or false",
@@ -53,7 +57,7 @@ def find_problems(values: Mapping[str, object]) -> list[ConfigError]:
         listed: set[type[Settings]] = set()  # the sections whose keys a message has listed already
         details = [each for each in error.errors(include_url=False) if not _reported_elsewhere(each)]
         once = _once_a_field(details)
-        problems += [_to_problem(detail, listed) for detail in once[:_MOST_TOLD]]
+        problems += _without_misspelled([_to_problem(detail, listed) for detail in once[:_MOST_TOLD]])
         if len(once) > _MOST_TOLD:
             got, remedy = f"{len(once) - _MOST_TOLD:,} more problems", "Correct these first."
             problems.append(ConfigError("run file", expected="the keys of a run", got=got, remedy=remedy))
@@ -80,6 +84,16 @@ def _usable(values: Mapping[str, object], details: Sequence[ErrorDetails]) -> di
         if near is not None and near not in inside:
             inside[near] = value
     return kept
+
+
+def _without_misspelled(problems: Sequence[ConfigError]) -> list[ConfigError]:
+    """Leave out the keys that are missing because a misspelled or foreign one stands for them."""
+    meant = set[str]()
+    for each in problems:
+        name = _NAMED.match(each.remedy) if each.got == _UNKNOWN else None
+        if name is not None:
+            meant |= {name[1], f"{each.where.rpartition('.')[0]}.{name[1]}"}
+    return [each for each in problems if each.got != _MISSING or each.where not in meant]
 
 
 def shown(value: object) -> str:
@@ -124,10 +138,10 @@ def _to_problem(detail: ErrorDetails, listed: set[type[Settings]]) -> ConfigErro
     where = ".".join(map(str, loc)) or "run file"
     if kind == "extra_forbidden":
         remedy = _unknown_remedy(str(loc[-1]), _section(loc[:-1]) or RunConfig, listed)
-        return KeyProblem(where, expected="a known key", got="unknown key", remedy=remedy)
+        return KeyProblem(where, expected="a known key", got=_UNKNOWN, remedy=remedy)
     if loc == ("planner",) and isinstance(value, str) and value in PLANNER_PACKAGES:
         return missing_package_of(where, value)
-    got = "nothing" if kind == "missing" else shown(value)
+    got = _MISSING if kind == "missing" else shown(value)
     return KeyProblem(where, expected=expected_value(detail), got=got, remedy=_remedy(detail))
 
 
@@ -150,6 +164,8 @@ def _unknown_remedy(key: str, section: type[Settings], listed: set[type[Settings
     near = nearest_name(key, section.model_fields)
     if near is not None:
         return f"`{near}`"
+    if foreign := difflib.get_close_matches(key, FOREIGN_NAMES, n=1, cutoff=_CLOSE_FOREIGN):
+        return FOREIGN_NAMES[foreign[0]].removeprefix("Here it is ")
     if section is RunConfig or section in listed:
         return "take it out (docs/run-file.md has all keys)"
     listed.add(section)

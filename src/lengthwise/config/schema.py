@@ -114,8 +114,8 @@ class RunConfig(Settings):
         default="auto",
         description="zero1: every rank has all parameters and gradients, and its shard of the optimizer states; zero3: "
         "every rank has its shard of all three and gathers a layer when it runs, all ranks in lock-step; hybrid: "
-        "parameters and gradients are sharded inside each node, the optimizer states over all ranks; auto: the first "
-        "of zero1, hybrid and zero3 that fits with room for tokens, by estimate; default auto",
+        "parameters and gradients are sharded inside each node, the optimizer states over all ranks; auto: the fastest "
+        "that fits, by estimate, on CPUs the first of zero1, hybrid and zero3; default auto",
     )
     ranks_per_node: int | None = Field(
         default=None,

@@ -12,11 +12,12 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
+_CODE_LINE = re.compile(r"\n(?=    )")  # of a remedy
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)(?:\|([^{}]+))?\}")
 
 
 class LengthwiseError(Exception):
-    """One problem, reported in one line.
+    """One problem, reported in one line; lines of code in a remedy, indented by 4, keep their own.
 
     where: a file and row (`train.jsonl:3`), a config path (`optimizer.lr`), or a rank, step and phase.
     expected, remedy: name other options in braces, "{capacity_tokens}", or with other words where no command has such
@@ -25,7 +26,7 @@ class LengthwiseError(Exception):
 
     code = "error"  # short and stable, to search for
     exit_status = 1
-    place = ""  # of a run file's key: file and line, before `where`
+    place = ""  # of a run file's key: file and line, before `where`; an arrow then leads from what is there
 
     def __init__(self, where: str, *, expected: str, got: str, remedy: str) -> None:
         super().__init__(where, expected, got, remedy)
@@ -40,9 +41,12 @@ class LengthwiseError(Exception):
         """Return the line with options called by `names`; one that is not in it keeps its own."""
         where = f"{self.place} {names.get(self.key, self.key)}{self.where[len(self.key) :]}"
         text = self._text(_filled(self.expected, names), _filled(self.remedy, names))
-        return printable(" ".join(f"error[{self.code}] {where}: {text}".split()))
+        first, *code = _CODE_LINE.split(f"error[{self.code}] {where}: {text}")
+        return "\n".join(map(printable, [" ".join(first.split()), *(line.rstrip() for line in code)]))
 
     def _text(self, expected: str, remedy: str) -> str:
+        if self.place:
+            return f"{self.got} -> {expected}. {remedy}"
         return f"expected {expected}; got {self.got}. {remedy}"
 
     def __str__(self) -> str:
@@ -73,7 +77,7 @@ class ConfigError(LengthwiseError):
 
 
 class KeyProblem(ConfigError):  # noqa: N818 - one of a run file's
-    """A key or value of a run file that cannot be used; in its line an arrow leads from what is there to the remedy."""
+    """A key or value of a run file that cannot be used; its remedy stands for what was expected."""
 
     def _text(self, expected: str, remedy: str) -> str:
         return f"{self.got} -> {remedy or expected}"

@@ -19,15 +19,14 @@ USE_OTHERS = "Not supported yet: train it with plain TRL or Transformers"
 
 _TOWERS = re.compile(r"\w*(vision|image|audio|speech|vq)\w*_config")
 _LAYER_KEYS = ("layer_types", "layers_block_type")
-_SAVE_TEXT = (
-    "Images and sounds are not supported. To train the text part, save it first: "
-    'full = AutoModelForImageTextToText.from_pretrained(NAME, dtype="auto"); '
-    "text = AutoModelForCausalLM.from_config(full.config.text_config, dtype=full.dtype); "
-    "text.model.load_state_dict(full.model.language_model.state_dict()); "
-    "text.lm_head.load_state_dict(full.lm_head.state_dict()); "
-    "text.save_pretrained(FOLDER); AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
-)
-_NOT_FROM_PRETRAINED = "(from_pretrained of the text class leaves every weight random)"
+_SAVE_TEXT = """Images and sounds are not supported. To train the text part, save it first (from_pretrained of the \
+text class would leave every weight random):
+    full = AutoModelForImageTextToText.from_pretrained(NAME, dtype="auto")
+    text = AutoModelForCausalLM.from_config(full.config.text_config, dtype=full.dtype)
+    text.model.load_state_dict(full.model.language_model.state_dict())
+    text.lm_head.load_state_dict(full.lm_head.state_dict())
+    text.save_pretrained(FOLDER)
+    AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"""
 
 
 def towers(config: Mapping[str, Any]) -> list[str]:
@@ -51,7 +50,7 @@ def family_refusal(config: Mapping[str, Any], where: str) -> ModelRefused | None
     if found := towers(config):
         got, text = f"{family}, a model of more than text ({', '.join(found)})", text_part(config)
         if text is not None and family_refusal(config["text_config"], where) is None:
-            remedy = f"{_SAVE_TEXT} {_NOT_FROM_PRETRAINED}."
+            remedy = _SAVE_TEXT
         elif text is not None:
             remedy = f"Neither images nor its text part, {text}, are supported yet: use plain TRL or Transformers."
     elif kinds:

@@ -5,7 +5,7 @@ Learning rates are those with which published recipes of fine-tuning begin.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -15,7 +15,14 @@ from lengthwise.core.shape import ModelShape
 from lengthwise.cost.capacity import recompute_capacities, step_memory
 from lengthwise.cost.hardware import Hardware
 from lengthwise.cost.memory import StepMemory
-from lengthwise.cost.sharding import choose_shard, more_ranks, wanted_tokens, with_adapters
+from lengthwise.cost.sharding import (
+    LayoutSeconds,
+    choose_shard,
+    more_ranks,
+    ranks_of_node,
+    wanted_tokens,
+    with_adapters,
+)
 
 _LORA_RATE = 2e-4
 _RATES = ((3e9, 2e-5), (2e10, 1e-5), (float("inf"), 5e-6))  # of whole models, by parameters below
@@ -38,16 +45,24 @@ class FirstSettings:
 
 
 def first_settings(
-    shape: ModelShape, hardware: Hardware, ranks: int, longest_tokens: int, *, batch_tokens: float = inf
+    shape: ModelShape,
+    hardware: Hardware,
+    ranks: int,
+    longest_tokens: int,
+    *,
+    batch_tokens: float = inf,
+    seconds: Callable[[StepMemory], LayoutSeconds] | None = None,
 ) -> FirstSettings:
-    """Choose the whole model where it and the longest row fit on so many ranks (`shard: auto`), else adapters.
+    """Choose the whole model where it and the longest row fit on so many ranks, else adapters.
+
+    seconds: what times the layouts of a model that holds so much, as for `choose_shard`.
 
     Raises:
         ConfigError: not even adapters fit; names the fewest ranks that do, by powers of two.
     """
-    whole = step_memory(shape, hardware, ranks)
+    whole = _whole(shape, hardware, ranks)
     for memory in (whole, with_adapters(whole)):
-        if (found := _fitting(memory, hardware, longest_tokens, batch_tokens)) is not None:
+        if (found := _fitting(memory, hardware, longest_tokens, batch_tokens, seconds)) is not None:
             laid, capacities = found
             adapters = memory.trained is not None
             rates = (rate for most, rate in _RATES if shape.total_params < most)
@@ -69,22 +84,33 @@ def first_settings(
     raise ConfigError("--gpus", expected=expected, got=got, remedy=f"{remedy} Or take a smaller model.")
 
 
+def _whole(shape: ModelShape, hardware: Hardware, ranks: int) -> StepMemory:
+    node = ranks_of_node(None, min(ranks, hardware.ranks_per_node), ranks, is_asked=False)
+    return replace(step_memory(shape, hardware, ranks), ranks_per_node=node)
+
+
 def _kept(memory: StepMemory) -> float:
     return memory.state_bytes() + memory.gathered_bytes()
 
 
 def _fits(shape: ModelShape, hardware: Hardware, ranks: int, longest_tokens: int) -> bool:
-    whole = step_memory(shape, hardware, ranks)
+    whole = _whole(shape, hardware, ranks)
     return any(_fitting(each, hardware, longest_tokens) is not None for each in (whole, with_adapters(whole)))
 
 
 def _fitting(
-    memory: StepMemory, hardware: Hardware, longest_tokens: int, batch_tokens: float = inf
+    memory: StepMemory,
+    hardware: Hardware,
+    longest_tokens: int,
+    batch_tokens: float = inf,
+    seconds: Callable[[StepMemory], LayoutSeconds] | None = None,
 ) -> tuple[StepMemory, Mapping[str, int]] | None:
     """Return the settings that a run chooses, and its capacities; None: it cannot hold the longest row."""
     try:
         tokens = wanted_tokens(memory.ranks, longest=longest_tokens, batch=batch_tokens)
-        laid = replace(memory, shard=choose_shard(memory, hardware.device_bytes, tokens=tokens).shard)
+        timed = seconds and seconds(memory)
+        choice = choose_shard(memory, hardware.device_bytes, tokens=tokens, seconds=timed)
+        laid = replace(memory, shard=choice.shard)
         capacities = recompute_capacities(laid, hardware)
     except (ConfigError, MemoryShortage):
         return None
