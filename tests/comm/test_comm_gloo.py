@@ -130,7 +130,7 @@ def gpus_replaced(monkeypatch):
     """Take the path of NCCL with gloo in its place: groups, watch, waits of the stream, all but the device itself."""
     groups, new_group = [], dist.new_group
 
-    def gloo_group(ranks, *, timeout, backend, device_id=None, pg_options=None, use_local_synchronization):
+    def gloo_group(ranks, *, timeout, backend, device_id=None, pg_options=None, use_local_synchronization=False):
         groups.append((backend, str(device_id), timeout.total_seconds(), pg_options))
         return new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=use_local_synchronization)
 
