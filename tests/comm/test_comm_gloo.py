@@ -130,7 +130,7 @@ def gpus_replaced(monkeypatch):
     """Take the path of NCCL with gloo in its place: groups, watch, waits of the stream, all but the device itself."""
     groups, new_group = [], dist.new_group
 
-    def gloo_group(ranks, *, timeout, backend, device_id=None, pg_options=None, use_local_synchronization):
+    def gloo_group(ranks, *, timeout, backend, device_id=None, pg_options=None, use_local_synchronization=False):
         groups.append((backend, str(device_id), timeout.total_seconds(), pg_options))
         return new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=use_local_synchronization)
 
@@ -362,3 +362,21 @@ def test_a_rank_that_nobody_meets_says_so(tmp_path):
     alone = World(rank=0, world_size=2, local_rank=0, local_size=2, rendezvous=tmp_path / "ranks", gpus=0)
     with pytest.raises(TransferError, match="rank 0, start: expected all ranks to answer within 1 s"):
         join(alone, timeout_seconds=1.0)
+
+
+@pytest.mark.parametrize(("device", "claimed"), [("cuda:3", 3), ("cuda", 1)])
+def test_a_loops_process_computes_on_the_device_of_its_model(device, claimed, monkeypatch):
+    """Clocks, peaks of memory and transfers are those of the current device, which a loop may have left at another."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(comm_world, "gloo_group", lambda _: None)
+    monkeypatch.setattr(World, "_ask", lambda *_: (2, False, 1))
+    world = comm_world.session_world(torch.device(device))
+    assert world.attached
+    world.connect(timedelta(seconds=1))
+    assert chosen == [torch.device("cuda", claimed)]

@@ -81,10 +81,14 @@ def test_conversions_and_pickles_are_refused_before_anything_changes(shard, tmp_
 
 
 def test_a_second_session_over_nodes_meets_in_the_same_world(tmp_path):
-    """Its groups of ranks are not those of the first, whose addresses the loop's store still has."""
+    """Its groups of ranks are not those of the first, whose addresses the loop's store still has.
+
+    Nor are they named by how many groups a process knows: the loop has made one of some ranks.
+    """
 
     def work(_rank):
         found = []
+        torch.distributed.new_group([0])
         for _ in range(3):
             model = small_model(torch.float32)
             options = {"shard": "hybrid", "ranks_per_node": 2, "timeout_seconds": 20.0}

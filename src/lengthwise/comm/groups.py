@@ -9,8 +9,9 @@ NCCL's watchdog counts from when a call is posted, perhaps a step early: `Watch`
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,28 +25,45 @@ DEFAULTS = {"NCCL_NCHANNELS_PER_NET_PEER": "4", "NCCL_LAUNCH_ORDER_IMPLICIT": "1
 WATCHDOG_GRACE = timedelta(days=1)
 
 
-def gloo_group(timeout: timedelta, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """Make a group of `ranks` for host memory, by default of all; they alone call it."""
-    some = None if ranks is None else list(ranks)
-    return _made(dist.new_group(some, timeout=timeout, backend="gloo", use_local_synchronization=some is not None))
+def gloo_group(timeout: timedelta) -> dist.ProcessGroup:
+    """Make a group of all ranks for host memory."""
+    return _made(dist.new_group(None, timeout=timeout, backend="gloo"))
+
+
+def gloo_groups(timeout: timedelta, groups: Sequence[Sequence[int]], *, is_owned: bool) -> dist.ProcessGroup:
+    """Make the groups that divide the ranks, for host memory; return this rank's (see `_own_of`)."""
+    return _own_of(groups, partial(dist.new_group, timeout=timeout, backend="gloo"), is_owned=is_owned)
 
 
 def nccl_group(
-    timeout: timedelta, device: torch.device, *, for_transfers: bool, ranks: Sequence[int] | None = None
+    timeout: timedelta,
+    device: torch.device,
+    *,
+    for_transfers: bool,
+    groups: Sequence[Sequence[int]] | None = None,
+    is_owned: bool = True,
 ) -> dist.ProcessGroup:
-    """Make and connect a group of `ranks` for GPUs, by default of all; `timeout` is that of `Watch`."""
+    """Make and connect a group of all ranks for GPUs, or this rank's of `groups`; `timeout` is that of `Watch`."""
     set_defaults(os.environ)
     longer = timeout + WATCHDOG_GRACE
     options = nccl_options(longer, dist.ProcessGroupNCCL.Options, os.environ, for_transfers=for_transfers)
-    made = dist.new_group(
-        None if ranks is None else list(ranks),
-        timeout=longer,
-        backend="nccl",
-        pg_options=options,
-        use_local_synchronization=ranks is not None,
-        device_id=device,
-    )
-    return _made(made)
+    make = partial(dist.new_group, timeout=longer, backend="nccl", pg_options=options, device_id=device)
+    return _made(make(None)) if groups is None else _own_of(groups, make, is_owned=is_owned)
+
+
+def _own_of(groups: Sequence[Sequence[int]], make: Callable[..., Any], *, is_owned: bool) -> dist.ProcessGroup:
+    """Make the group of this rank, of those that divide the ranks.
+
+    In a world of ours its members alone make it: with thousands of groups all ranks would wait for each other as often.
+    torch then names it by its members and by how many groups this process knows. In a world of a loop that has made
+    groups of its own, these counts may differ, so there all ranks make all groups, which torch numbers alike.
+    """
+    rank, own = dist.get_rank(), None
+    for ranks in groups:
+        if rank in ranks or not is_owned:
+            made = make(list(ranks), use_local_synchronization=is_owned)
+            own = made if rank in ranks else own
+    return _made(own)
 
 
 def set_defaults(environment: MutableMapping[str, str]) -> None:

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lengthwise.comm.checked import CheckedTransport, Exchange, checks_transfers
 from lengthwise.comm.clock import Clock
-from lengthwise.comm.groups import gloo_group, nccl_group, refuse_large
+from lengthwise.comm.groups import gloo_group, gloo_groups, nccl_group, refuse_large
 from lengthwise.comm.solo import SoloTransport
 from lengthwise.comm.staged import StagedTransport
 from lengthwise.comm.transport import Done, Key, Message, Pending, Transport, lies_on_a_device
@@ -174,9 +174,11 @@ class TorchTransport:
     def among(self, groups: Sequence[Sequence[int]]) -> Transport:
         """Return the collectives of this rank's group (see `Transport.among`)."""
         own, timeout = next(ranks for ranks in groups if self.rank in ranks), timedelta(seconds=self._timeout_seconds)
-        made = {_HOST: self._guard(lambda: gloo_group(timeout, own), own)}
+        how: dict[str, Any] = {"groups": groups, "is_owned": self._owned}
+        made = {_HOST: self._guard(lambda: gloo_groups(timeout, **how), own)}
         if _GPUS in self._groups:
-            made[_GPUS] = self._guard(lambda: nccl_group(timeout, self._device, for_transfers=False, ranks=own), own)
+            make = partial(nccl_group, timeout, self._device, for_transfers=False, **how)
+            made[_GPUS] = self._guard(make, own)
         for name, group in made.items():
             self._groups[f"{name} among {own}"] = group  # which ends them
         return _Among(self, own, made)
@@ -187,10 +189,7 @@ class TorchTransport:
             torch.cuda.synchronize(self._device)
             self._watch.close()
         if dist.is_initialized() and self._groups:
-            # torch names a group of some ranks by these and by the number of groups. The store of the loop's world
-            # keeps the addresses of a name that is taken again, so groups on the host stay, and the number grows.
-            ours = [each for name, each in self._groups.items() if not name.startswith(f"{_HOST} among")]
-            for group in [None] if self._owned else ours:
+            for group in [None] if self._owned else self._groups.values():
                 dist.destroy_process_group(group)
         # Gloo's threads end with the last reference to their group. One that lets go of a tensor while Python ends
         # aborts the process.

@@ -61,12 +61,12 @@ class World:
 
     def connect(self, timeout: timedelta) -> Met:
         """Join the gloo group of all ranks, or the existing one; return who shares a GPU. RankError: some have none."""
-        if self.attached:  # its process chose its device when it made the model
+        self.claim_device()  # also where a loop's process has another one: clocks and memory are those of the current
+        if self.attached:
             host = gloo_group(timeout)
             on_gpu, shares_gpus, device_ranks = self._ask(host)
             self._refuse_some(on_gpu)
             return Met(shares_gpus=shares_gpus, device_ranks=device_ranks, host=host, owned=False)
-        self.claim_device()
         if self.rendezvous is None:
             store, *_ = next(iter(rendezvous("env://", self.rank, self.world_size, timeout=timeout)))
             # torchrun may keep one store for all its starts: what ranks wrote that are dead would be met there. Nodes
@@ -180,7 +180,9 @@ def _take_from_mpi() -> None:
 def session_world(device: torch.device) -> World:
     """Return the world of a loop whose model is on `device`; ConfigError: a launcher's variables are incomplete."""
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    local = device.index or 0
+    local = 0
+    if device.type == "cuda":
+        local = torch.cuda.current_device() if device.index is None else device.index
     if dist.is_available() and dist.is_initialized():
         size = dist.get_world_size()
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or size)
