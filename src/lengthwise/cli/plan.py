@@ -317,8 +317,9 @@ class PlanCommand:
         if self.measurements and not self.cost:
             return measured_shape(measured) if measured else None
         if self.cost is None:
-            is_runs = config is not None and not self.model_shape
-            return shape_of_run(config) if is_runs else named_shape(self.model_shape or "llama-7b")
+            if config is not None and not self.model_shape:
+                return shape_of_run(config)
+            return named_shape(self.model_shape or "llama-7b")
         known = config is not None and (config.model == "tiny" or (Path(config.model) / "config.json").is_file())
         return shape_of_run(config) if config and known else None
 

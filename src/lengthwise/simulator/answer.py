@@ -34,6 +34,7 @@ from lengthwise.cost import (
     wanted_tokens,
 )
 from lengthwise.planner import PLANNING_SHARE, PlanOptions, arithmetic_seconds, plan_step
+from lengthwise.simulator.layouts import MOST_RANKS, layout_seconds
 from lengthwise.simulator.rivals import LockStep, lock_step, packed, padded, recomputing
 from lengthwise.simulator.step import simulate_plan
 from lengthwise.simulator.ways import (
@@ -97,17 +98,24 @@ class Question:
         is_node = self.devices <= self.costs.ranks_per_node
         return LAYOUTS[:1] if self.devices == 1 else LAYOUTS[:2] if is_node else LAYOUTS
 
-    def auto(self, longest: int, rows: Sequence[WayRow]) -> str:
-        """Return the layout that a run takes by itself, whose steps take as `rows` say; "": none without offload."""
+    def auto(self, batch: Sequence[int], longest: int, rows: Sequence[WayRow]) -> str:
+        """Return the layout that a run takes by itself, whose steps take as `rows` say; "": none without offload.
+
+        For more ranks than a run plans when it chooses, by what it goes by, of one batch.
+        """
         tokens, kinds = self.capacity_tokens or wanted_tokens(self.devices, longest=longest), self.kinds
+        kinds = RECOMPUTE_KINDS if kinds is None else kinds
         took = {row.layout: row.mean_seconds for row in rows if row.settings and not row.settings.offloads}
+        estimated = layout_seconds(
+            batch, self.costs, self.hardware.device_bytes, kinds=kinds, capacity_tokens=self.capacity_tokens
+        )
         try:
             found = choose_shard(
                 self.memory("zero1"),
                 self.hardware.device_bytes,
                 tokens=tokens,
-                kinds=RECOMPUTE_KINDS if kinds is None else kinds,
-                seconds=lambda laid: took.get(laid.shard, inf),
+                kinds=kinds,
+                seconds=estimated if self.devices > MOST_RANKS else lambda laid: took.get(laid.shard, inf),
             )
         except MemoryShortage:
             return ""
@@ -135,7 +143,7 @@ def answer(batches: Sequence[Sequence[int]], question: Question) -> Answer:
         by_work = [_rival(name, batches, heaviest, longest, question, in_order=True) for name in (PACKED, ONE_RING)]
         rows.append(replace(_quickest(by_work), name=BY_WORK))
     layouts = compare_layouts(batches, question)
-    auto = question.auto(longest, layouts)
+    auto = question.auto(batches[0], longest, layouts)
     taken = [row for row in layouts if auto and row.layout == auto]
     return Answer(
         rows=(*rows, _quickest(taken or layouts)),

@@ -1,7 +1,8 @@
 """How long steps take with each layout of parameters: what `shard: auto` goes by, beside memory.
 
-A batch is planned and simulated as in training, once a layout that fits. A second or less; for 512 ranks and 60M tokens
-five seconds a layout.
+A batch is planned and simulated as in training, once a layout that fits, which takes a second or less. Of more than
+`MOST_RANKS` ranks so many are planned, with their share of the batch, and costs of all: planning thousands of waves for
+512 ranks takes minutes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from lengthwise.planner import PlanOptions
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.simulator.step import simulate_plan
 
+MOST_RANKS = 64
 _RANK_TOKENS, _LONGEST, _SEED = 16_384, 32_768, 0
 
 
@@ -48,12 +50,14 @@ def layout_seconds(
     capacity_tokens: of a rank; None: what each layout leaves. offload: off, auto, or the ratio of a run file.
     """
     ratio = None if isinstance(offload, str) else offload
+    longest_first = sorted(lengths, reverse=True)
 
     def seconds(memory: StepMemory) -> float:
         laid, room = laid_cost(cost, memory), device_bytes * (1 - RESERVED)
         held = {kind: capacity_tokens or tokens_within(memory, room, kind) for kind in kinds}
+        share = -(-memory.ranks // MOST_RANKS)
         planning = StepPlanning(
-            ranks=memory.ranks,
+            ranks=memory.ranks // share,
             cost=laid,
             capacities={kind: tokens for kind, tokens in held.items() if tokens},
             options=PlanOptions(
@@ -65,7 +69,8 @@ def layout_seconds(
             offload_ratio=ratio,
         )
         try:
-            return simulate_plan(planning.plan(lengths), laid).step_seconds if planning.capacities else inf
+            own = lengths if share == 1 else longest_first[::share]
+            return simulate_plan(planning.plan(own), laid).step_seconds if planning.capacities else inf
         except LengthwiseError:  # what training will refuse, too
             return inf
 
