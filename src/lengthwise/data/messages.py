@@ -81,7 +81,9 @@ def chat_of(values: Mapping[str, Any], where: str) -> Chat | None:
         said = [message["content"].strip(), message.get("tool_calls"), *(message.get(name) for name in REASONING)]
         if message["role"] == "assistant" and not any(said):
             expected = "an assistant's message with content, reasoning or tool_calls"
-            raise refuse_row(where, expected, f"messages[{number}] with none", "Write what it says, or take it out.")
+            got = 'an empty "output"' if history and number + 1 == len(turns) else f"messages[{number}] with none"
+            remedy = "Write what it says, take it out, or {skip_bad|set `bad_rows: skip`} to leave such rows out."
+            raise refuse_row(where, expected, got, remedy)
     tools = values.get("tools")
     tools = tuple(_parsed(tools, list, "tools", where)) or None if tools is not None else None
     context += len(system) * (context > 0)
