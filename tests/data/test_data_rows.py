@@ -218,8 +218,8 @@ OF_ANOTHER_KIND = {
         (b"PK\x03\x04" + b"\n\xe4" * 50, "a file of zip"),
         (b"PK\x03\x04" + b"xl/workbook.xml" * 50, "a file of Excel"),
         (b"\x1f\x8b\x08" + b"\n\xe4" * 50, "a whole file of gzip"),
-        (bz2.compress(b"{}"), "a file of bzip2.*bunzip2 train"),
-        (lzma.compress(b"{}"), "a file of xz.*unxz train"),
+        (bz2.compress(b"{}"), "a file of bzip2.*bunzip2 < train > train.plain"),
+        (lzma.compress(b"{}"), "a file of xz.*unxz < train > train.plain"),
         ('{"text": "a"}'.encode("utf-16"), "a file of UTF-16.*iconv"),
         (b"train.jsonl".ljust(257, b"\0") + b"ustar", "a file of tar"),
         (gzip.compress(b"train.jsonl".ljust(257, b"\0") + b"ustar"), "a file of tar"),
@@ -227,6 +227,11 @@ OF_ANOTHER_KIND = {
     ],
     "train.csv": [(b"text\na\n", "JSON lines .*, Parquet or Arrow; got a file of CSV.*read_csv.*train.jsonl")],
     "train.csv.gz": [(gzip.compress(b"text\na\n"), "a file of CSV.*read_csv.*train.jsonl")],
+    "train.jsonl": [
+        (b'"text","no."\r\n"a","1"\r\n', "a file of CSV.*read_csv.*train.plain.jsonl"),
+        (b"text;id\na;1\n", "a file of CSV.*sep=';'"),
+        (b"text\tid\na\t1\n", "a file of TSV.*sep='.t'"),
+    ],
     "train.TSV": [(b"text\tid\na\t1\n", "a file of TSV.*sep='.t'")],
     "train.txt": [(b"once upon", "a file of plain text.*name its folder")],
     "train.parquet": [(b"PAR0", "a file of no Parquet")],
@@ -246,13 +251,14 @@ def test_file_of_another_kind_is_one_line_that_names_it(tmp_path, name, raw, sai
         numbered(Listing(root=tmp_path / name, label=name), None)
 
 
-def test_a_table_of_text_is_rows_by_the_command_that_its_error_has(tmp_path):
-    (tmp_path / "train.csv").write_text('text,id\n"a, b\nc",007\nNA,8\n')
+@pytest.mark.parametrize(("name", "made"), [("train.csv", "train.jsonl"), ("train.jsonl", "train.plain.jsonl")])
+def test_a_table_of_text_is_rows_by_the_command_that_its_error_has(tmp_path, name, made):
+    (tmp_path / name).write_text('text,id\n"a, b\nc",007\nNA,8\n')
     with pytest.raises(DataError) as caught:
-        load_dataset([DataSource(path=tmp_path / "train.csv")], tokenizer=ByteTokenizer, vocab_size=None)
+        load_dataset([DataSource(path=tmp_path / name)], tokenizer=ByteTokenizer, vocab_size=None)
     command = caught.value.remedy.removeprefix("Convert it: ").replace("python", sys.executable, 1)
     subprocess.run(command, shell=True, check=True, cwd=tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / made).read_text().splitlines()]
     assert rows == [{"text": "a, b\nc", "id": "007"}, {"text": "NA", "id": "8"}]
 
 
@@ -352,8 +358,9 @@ def test_rows_any_line_is_a_row_or_an_error_of_ours(line):
             [("user", "a"), ("assistant", "b")],
         ),
         ({"conversations": [{"role": "user", "content": "a"}]}, [("user", "a")]),
+        ({"instruction": "", "input": "b", "output": "c"}, [("user", "b"), ("assistant", "c")]),
     ],
-    ids=["alpaca", "alpaca with system", "sharegpt", "messages by another name"],
+    ids=["alpaca", "alpaca with system", "sharegpt", "messages by another name", "alpaca of input alone"],
 )
 def test_rows_of_alpaca_and_sharegpt_are_chats(row, chat):
     wanted = tuple({"role": role, "content": content} for role, content in chat)
@@ -396,6 +403,25 @@ def test_null_is_nothing_in_lines_and_tables_but_in_json_text_it_stays():
     chat = both_ways({"messages": messages, "tools": '[{"x": null}]'})
     assert chat.tools == ({"x": None},)
     assert chat.messages[1]["tool_calls"] == [{"name": "f", "arguments": {"a": None}}]
+
+
+@pytest.mark.parametrize(
+    "call", [{"name": "f"}, {"name": "f", "arguments": None}, {"name": "f", "arguments": ""}], ids=str
+)
+def test_a_call_without_arguments_has_none_of_them(call):
+    calls = [{"type": "function", "function": call}, call]
+    for written in (calls, json.dumps(calls)):
+        found = both_ways({"messages": [{"role": "assistant", "tool_calls": written}]}).messages[0]["tool_calls"]
+        assert found == [
+            {"type": "function", "function": {"name": "f", "arguments": {}}},
+            {"name": "f", "arguments": {}},
+        ]
+
+
+@pytest.mark.parametrize("nothing", [None, [], "", "[]"], ids=repr)
+def test_no_tools_and_no_documents_are_nothing_also_as_json_text(nothing):
+    chat = both_ways({"messages": ANSWERED, "tools": nothing, "documents": nothing})
+    assert (chat.tools, chat.values) == (None, {})
 
 
 ANSWERED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -444,7 +470,7 @@ def test_history_beside_an_instruction_is_earlier_turns():
         ({**FORMS["alpaca"], "history": [["x"]]}, '"history" to be a list of pairs'),
         ({"instruction": "a"}, '"output" beside "instruction"'),
         ({"messages": [*ANSWERED, {"role": "assistant", "content": None}]}, r"messages\[2\] with none"),
-        ({"instruction": "a", "output": None}, r"messages\[1\] with none"),
+        ({"instruction": "a", "output": None}, 'an empty "output".*bad_rows: skip'),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x"}]}]},
             '"arguments" of a call',

@@ -89,6 +89,14 @@ def test_the_word_none_of_a_row_stays(encode):
         assert text == '<user> None <end> <assistant> f {"x": "None"} <end> <tool> null <end> <assistant> b <end>'
 
 
+def test_a_template_of_parts_alone_is_given_parts_whatever_else_it_leaves_out(encode):
+    asked = {"role": "user", "content": "None"}
+    assert encode({"messages": [asked, {**ANSWER, "content": "null"}]}, OF_PARTS)[1] == "null <end>"
+    with pytest.warns(UserWarning, match="leaves out a tool call"):
+        text, _ = encode({"messages": [asked, {**CALL, "content": "b"}]}, OF_PARTS.replace(CALLS, ""))
+    assert text == "<user> None <end> <assistant> b <end>"
+
+
 LAST_THOUGHT = template(
     "{% if loop.last and m.reasoning_content %}<think> {{ m.reasoning_content }} </think> {% endif %}{{ m.content }} "
 )

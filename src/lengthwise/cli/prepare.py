@@ -80,7 +80,7 @@ class Prepare:
         names = named_alike("workers overwrite out")
         if is_run_file(self.inputs):
             return names
-        return names | {"tokenizer": "--tokenizer", "skip_empty": "add --empty skip"}
+        return names | {"tokenizer": "--tokenizer", "skip_empty": "add --empty skip", "skip_bad": "add --bad-rows skip"}
 
     def _asked(self) -> NamedSources:
         problems, of_run = Collector(), is_run_file(self.inputs)

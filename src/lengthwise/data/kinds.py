@@ -29,8 +29,8 @@ _BEGINS = (
     (ARROW_STREAM, "Arrow", _SOURCE),
     (GZIP, "gzip", "gunzip NAME"),
     (ZSTANDARD, "Zstandard", "unzstd NAME"),
-    (b"BZh91AY&SY", "bzip2", "bunzip2 NAME"),
-    (b"\xfd7zXZ\x00", "xz", "unxz NAME"),
+    (b"BZh91AY&SY", "bzip2", "bunzip2 < NAME > PLAIN"),
+    (b"\xfd7zXZ\x00", "xz", "unxz < NAME > PLAIN"),
     (b"\x04\x22\x4d\x18", "LZ4", "unlz4 NAME"),
     (b"7z\xbc\xaf\x27\x1c", "7-Zip", "7z x NAME"),
     (b"Rar!\x1a", "RAR", "unrar x NAME"),
@@ -60,6 +60,12 @@ _ENDS = {
     ".parquet": ("no Parquet, as its name ends", "write or copy it again."),
     ".arrow": ("no Arrow, as its name ends", "write or copy it again."),
 }
+_CELL = rb'"?\w[\w .-]*"?'
+_HEADERS = (  # first lines of tables by another name
+    (re.compile(_CELL + rb"(,%s)+\r?" % _CELL), "CSV", _CSV),
+    (re.compile(_CELL + rb"(;%s)+\r?" % _CELL), "CSV", _CSV.replace("'NAME'", "'NAME', sep=';'")),
+    (re.compile(_CELL + rb"(\t%s)+\r?" % _CELL), "TSV", _TSV),
+)
 
 
 def check_head(head: bytes, path: Path, shown: str, *, rows: bool) -> None:
@@ -83,9 +89,13 @@ def check_lines(file: BufferedReader, path: Path) -> None:
     if begin not in (b"", b"{") and ending in _ENDS:
         kind, remedy = _ENDS[ending]
         raise _refuse(path, shown, READ, f"a file of {kind}", remedy)
+    for header, kind, remedy in _HEADERS:
+        if header.fullmatch(head.partition(b"\n")[0]):
+            raise _refuse(path, shown, READ, f"a file of {kind}", remedy)
 
 
 def _refuse(path: Path, shown: str, expected: str, got: str, remedy: str) -> DataError:
     plain = re.sub(r"\.\w+(\.(gz|zst))?$", "", path.name)
+    plain = f"{plain}.plain" if path.name in (plain, f"{plain}.jsonl") else plain  # what is converted stays
     remedy = remedy.replace("NAME", path.name).replace("PLAIN", plain)
     return DataError(shown, expected=expected, got=got, remedy=f"Convert it: {remedy}")

@@ -81,9 +81,11 @@ def chat_of(values: Mapping[str, Any], where: str) -> Chat | None:
         said = [message["content"].strip(), message.get("tool_calls"), *(message.get(name) for name in REASONING)]
         if message["role"] == "assistant" and not any(said):
             expected = "an assistant's message with content, reasoning or tool_calls"
-            raise refuse_row(where, expected, f"messages[{number}] with none", "Write what it says, or take it out.")
+            got = 'an empty "output"' if history and number + 1 == len(turns) else f"messages[{number}] with none"
+            remedy = "Write what it says, take it out, or {skip_bad|set `bad_rows: skip`} to leave such rows out."
+            raise refuse_row(where, expected, got, remedy)
     tools = values.get("tools")
-    tools = None if tools is None else tuple(_parsed(tools, list, "tools", where))
+    tools = tuple(_parsed(tools, list, "tools", where)) or None if tools is not None else None
     context += len(system) * (context > 0)
     return Chat(where=where, messages=messages, tools=tools, context=context, values=_template_values(values, where))
 
@@ -116,7 +118,8 @@ def _alpaca(values: Mapping[str, Any], where: str) -> list[Any]:
     right = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
     if not right or not all(isinstance(text, str) for pair in pairs for text in pair):
         raise refuse_row(where, '"history" to be a list of pairs of texts', shown(pairs))
-    texts = [*(text for pair in pairs for text in pair), f"{instruction}\n\n{more}" if more else instruction, output]
+    asked = "\n\n".join(filter(None, (instruction, more)))
+    texts = [*(text for pair in pairs for text in pair), asked, output]
     return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
 
 
@@ -188,14 +191,12 @@ def _text_of(content: Any, number: int, where: str) -> str:
 
 
 def _call(call: Any, number: int, where: str) -> Any:
-    """Return a tool call, its arguments as an object."""
+    """Return a tool call, its arguments as an object; null or absent ones are none."""
     if not isinstance(call, dict):
         raise refuse_row(where, f'"tool_calls" of messages[{number}] to be objects', shown(call))
     holder = call["function"] if isinstance(call.get("function"), dict) else call
-    if "arguments" not in holder:
-        return call
     name = f'"arguments" of a call of messages[{number}]'
-    holder = {**holder, "arguments": _parsed(holder["arguments"] or {}, dict, name, where)}
+    holder = {**holder, "arguments": _parsed(holder.get("arguments") or {}, dict, name, where)}
     return {**call, "function": holder} if isinstance(call.get("function"), dict) else holder
 
 
@@ -225,8 +226,8 @@ def _template_values(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         if name in _RESERVED or not name.isidentifier():
             got = f'"{name}" in it, which is no variable of a template'
             raise refuse_row(where, '"chat_template_kwargs" of variables of the template', got, "Take it out.")
-    if "documents" in values:
-        found = {**found, "documents": _parsed(values["documents"], list, "documents", where)}
+    if "documents" in values and (documents := _parsed(values["documents"], list, "documents", where)):
+        found = {**found, "documents": documents}
     return found
 
 

@@ -2,7 +2,7 @@
 
 Templates differ in what they read. Most write `content` as it is, so none of it has to be the empty text; some write
 calls only where `content` is null; some write `arguments` only as text; some read parts of content alone. The first
-form counts of which nothing is left out. Whether something is in a text shows when it is replaced: the text changes.
+form counts of which least is left out. Whether something is in a text shows when it is replaced: the text changes.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Template:
         return rendered[0], [(int(first), int(last)) for first, last in marked[0]] if marks else []
 
     def fitted(self, messages: Sequence[Message]) -> Written:
-        """Return messages in the form that the template writes whole; without one, in the first that it takes."""
-        best, refused, plain = None, None, ""
+        """Return messages in the form of which the template leaves out least, the first of several."""
+        best, least, refused, plain = None, 0, None, ""
         for form in _forms(messages):
             try:
                 text, marked = self._render(form, marks=self.is_marked, prompt=False)
@@ -94,9 +94,11 @@ class Template:
                 plain = text
             elif _writes_null(form, text, plain):
                 continue
-            if all(what == _REASONING for _, what, _ in self._lost(found, {}, _first_of_each(form))):
-                return found
-            best = best or found
+            lost = sum(what != _REASONING for _, what, _ in self._lost(found, {}, _first_of_each(form)))
+            if best is None or lost < least:
+                best, least = found, lost
+            if not lost:
+                break
         if best is None:
             assert refused is not None, "the first form was rendered, or refused"
             raise refused
@@ -195,9 +197,9 @@ def _is_call_alone(message: Message) -> bool:
 
 
 def _writes_null(form: Sequence[Message], text: str, plain: str) -> bool:
-    """Return whether a text has null as a word more often than it had without, and than the calls have it."""
+    """Return whether null content became a word: a text has it more often than without, and than the calls do."""
     calls = json.dumps([message.get("tool_calls") for message in form if message.get("content") is None])
-    return any(text.count(word) > plain.count(word) + calls.count(word) for word in _NULLS)
+    return calls != "[]" and any(text.count(word) > plain.count(word) + calls.count(word) for word in _NULLS)
 
 
 def _parts(message: Message) -> Iterator[tuple[str, str, Message]]:
