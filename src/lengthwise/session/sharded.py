@@ -31,6 +31,7 @@ from lengthwise.session.guards import (
     WEIGHTS,
     Slice,
     WithheldGradient,
+    by_owner,
     guarded_gradient,
     guarded_slice,
     is_guarded,
@@ -226,6 +227,7 @@ class ShardedInPlace:
         else:
             self.has_edited_weights = True
 
+    @by_owner
     def settle(self) -> None:
         """Take in what the loop has done to gradients since the session last ran: set, cleared or changed them.
 
@@ -273,12 +275,17 @@ class ShardedInPlace:
             remedy = "Close the session, then make a new optimizer and another session."
             raise ConfigError("optimizer.param_groups", expected=expected, got=got, remedy=remedy)
 
+    @by_owner
     def withhold_gradients(self) -> None:
         """Show the loop which parameters have gradients: the model's own are out of reach, slices have theirs."""
         for name, parameter, withheld in self._all_withheld():
-            parameter.grad = withheld if name in self.with_gradient else None
+            shown = withheld if name in self.with_gradient else None
+            if parameter.grad is not shown:
+                parameter.grad = shown
         for name, guarded in self._guarded.items():
-            guarded.grad = self._gradient_of[name] if name in self.with_gradient else None
+            shown = self._gradient_of[name] if name in self.with_gradient else None
+            if guarded.grad is not shown:
+                guarded.grad = shown
 
     # A backward of the session.
 
@@ -356,22 +363,26 @@ class ShardedInPlace:
         """Give the optimizer its slices, with the weights and gradients that the loop has left. Collective."""
         self.compare("optimizer.step")
         self.take_changes()
-        state = self.optimizer.state
-        for name, piece in self._pieces.items():
-            if (guarded := self._guarded[name]) in state:
-                kept = state.pop(guarded)
-                state[piece] = {key: plain(each) if is_guarded(each) else each for key, each in kept.items()}
+        self._key_states(to_pieces=True)
         self._put_into_groups(self._lists[True])
         self._give_gradients()
 
     def after_step(self) -> None:
         """Publish what the optimizer updated."""
-        state = self.optimizer.state
-        for name, piece in self._pieces.items():
-            if piece in state:
-                state[self._guarded[name]] = state.pop(piece)
+        self._key_states(to_pieces=False)
         self._put_into_groups(self._lists[False])
         self.publish()
+
+    @by_owner
+    def _key_states(self, *, to_pieces: bool) -> None:
+        """Keep states by the slices that are in the groups, so that a loop finds, and forgets, those of a parameter."""
+        state = self.optimizer.state
+        for name, piece in self._pieces.items():
+            guarded = self._guarded[name]
+            old, new = (guarded, piece) if to_pieces else (piece, guarded)
+            if old in state:
+                kept = state.pop(old)
+                state[new] = {key: plain(each) if is_guarded(each) else each for key, each in kept.items()}
 
     def _put_into_groups(self, lists: Sequence[Sequence[nn.Parameter]]) -> None:
         """Put slices into the groups: as tensors while the optimizer steps, guarded at other times."""
