@@ -370,7 +370,7 @@ def layouts_table(gpus: Sequence[int]) -> Iterator[str]:
                 found = dict(zip(LAYOUTS, layouts, strict=False))
                 times = [row.mean_seconds for row in found.values() if row.step_seconds]
                 cells = [_layout_cell(found.get(layout), min(times, default=0.0)) for layout in LAYOUTS]
-                yield [model, f"{devices}", question.auto(max(tokens), layouts) or "none", *cells]
+                yield [model, f"{devices}", question.auto(tokens, max(tokens), layouts) or "none", *cells]
 
     return markdown("model | GPUs | `auto` | zero1 | zero3 | hybrid", rows())
 

@@ -8,7 +8,7 @@ import torch
 from loops import in_double, in_ranks, loss_tokens, plain_losses, rows_of, small_model
 
 from lengthwise import Session
-from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.errors import LengthwiseError, NumericError
 from tiers import more
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -168,6 +168,80 @@ def evaluate_between(loop):
     loop.clip(0.05)
 
 
+@program
+def set_data(loop):
+    for rows in (FIRST, SECOND):
+        loop.backward(rows)
+        for parameter in members(loop):
+            if parameter.grad is not None:
+                parameter.grad.data = parameter.grad.data * 0.5
+        loop.step()
+        for parameter in members(loop):
+            parameter.data = parameter.data.clamp(-0.02, 0.02)
+
+
+@program
+def write_by_out(loop):
+    loop.backward(FIRST)
+    for parameter in members(loop):
+        if parameter.grad is not None:
+            torch.mul(parameter.grad, 0.5, out=parameter.grad)
+    loop.clip(0.05)
+    with torch.no_grad():
+        for parameter in members(loop):
+            torch.mul(parameter, 0.9, out=parameter)
+    loop.backward(SECOND)
+
+
+@program
+def scale_in_a_closure(loop):
+    def closure():
+        loop.optimizer.zero_grad()
+        loop.backward(SECOND)
+        for parameter in members(loop):
+            parameter.grad = None if parameter.grad is None else parameter.grad * 0.5
+        members(loop)[0].grad = None
+
+    loop.optimizer.step(closure)
+
+
+@program
+def forget_states(loop):
+    loop.backward(FIRST)
+    loop.step()
+    for parameter in members(loop):
+        loop.optimizer.state[parameter].pop("exp_avg", None)
+        loop.optimizer.state[parameter] = {}
+    loop.optimizer.zero_grad()
+    loop.backward(SECOND)
+    loop.step()
+    loop.optimizer.state[members(loop)[2]]["exp_avg"].mul_(0.5)  # 1 is not reached
+
+
+@program
+def clear_the_second_name(loop):
+    loop.backward(FIRST)
+    for name, parameter in loop.model.named_parameters(remove_duplicate=False):
+        if name.startswith("lm_head"):
+            parameter.grad = None
+    loop.clip(0.05)
+
+
+@program
+def fail_and_go_on(loop):
+    loop.fail(FIRST)
+    loop.step()
+    loop.backward(SECOND)
+    loop.clip(0.05)
+
+
+@program
+def go_on_from_its_state(loop):
+    loop.backward(FIRST)
+    loop.step()
+    loop.reload()
+
+
 class Plain:
     """The loop in one process, of whole rows one after the other."""
 
@@ -187,6 +261,12 @@ class Plain:
 
     def clip(self, limit):
         self.numbers.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item())
+
+    def fail(self, rows):
+        self.optimizer.zero_grad()
+
+    def reload(self):
+        pass
 
     def weights(self):
         return {name: each.detach() for name, each in self.model.named_parameters()}
@@ -209,6 +289,14 @@ class Planned(Plain):
 
     def clip(self, limit):
         self.numbers.append(self.session.clip_grad_norm_(limit))
+
+    def fail(self, rows):
+        self.backward(rows)
+        with pytest.raises(NumericError):
+            self.session.backward(rows, loss=lambda outputs, tokens: outputs.logits.sum() * float("nan"))
+
+    def reload(self):
+        self.session.load_state_dict(self.session.state_dict())
 
     def weights(self):
         return self.session.state_dict().get("master_weights", {})
@@ -291,6 +379,68 @@ def norm_in_a_hook(loop):
         handle.remove()
 
 
+def norm_in_a_later_hook(loop):
+    handle = loop.optimizer.register_step_pre_hook(lambda *_: norm_of_slices(loop))
+    try:
+        loop.step()
+    finally:
+        handle.remove()
+
+
+def norm_in_a_closure(loop):
+    loop.optimizer.step(lambda: norm_of_slices(loop))
+
+
+def other_members(loop):
+    group = loop.optimizer.param_groups[0]
+    try:
+        kept = [*group["params"]]
+        del group["params"][0]
+        loop.step()
+    finally:
+        group["params"] = kept
+
+
+def another_group(loop):
+    loop.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    try:
+        loop.step()
+    finally:
+        loop.optimizer.param_groups.pop()
+
+
+def freeze_a_slice(loop):
+    members(loop)[0].requires_grad = False
+    try:
+        loop.backward(FIRST)
+    finally:
+        members(loop)[0].requires_grad = True
+
+
+def whole_mask(loop):
+    members(loop)[0].grad.mul_(torch.ones(loop.model.lm_head.weight.shape))
+
+
+def other_data(loop):
+    weight = loop.model.lm_head.weight
+    before = weight.data
+    weight.data = weight.data * 0.5
+    try:
+        loop.step()
+    finally:
+        weight.data = before
+
+
+def write_data_both_ways(loop):
+    clamp_weights(loop)
+    loop.model.lm_head.weight.data.mul_(0.5)
+    try:
+        loop.step()
+    finally:
+        loop.model.lm_head.weight.data.mul_(2.0)
+        loop.session.evaluate(FIRST)
+
+
 def write_both_ways(loop):
     clamp_weights(loop)
     loop.model.lm_head.weight.detach().mul_(0.5)
@@ -309,6 +459,14 @@ REFUSED = [
     (lambda loop: [parameter.ndim for parameter in members(loop)], "ndim of a slice"),
     (norm_of_slices, "norm of a slice"),
     (norm_in_a_hook, "norm of a slice"),
+    (norm_in_a_later_hook, "norm of a slice"),
+    (norm_in_a_closure, "norm of a slice"),
+    (other_members, "other parameters in them"),
+    (another_group, "other groups"),
+    (freeze_a_slice, "which was frozen"),
+    (whole_mask, "this rank's entries"),
+    (other_data, r"lm_head.weight: expected its \.data in place"),
+    (write_data_both_ways, "both at once"),
     (own_backward, "backward outside of the session"),
     (own_backward_before, "a gradient of .* that a plain backward made"),
     (own_backward_alone, "a gradient of .* that a plain backward made"),
@@ -322,12 +480,13 @@ REFUSED = [
 def test_what_slices_cannot_have_is_refused_in_words(ranks, tmp_path):
     def work(_rank):
         loop = Planned(small_model(torch.bfloat16), {"shard": "zero1"})
-        with loop.session:
-            for refused, words in REFUSED:
-                loop.backward(FIRST)
-                with pytest.raises(LengthwiseError, match=words):
-                    refused(loop)
-                loop.optimizer.zero_grad()
+        for refused, words in REFUSED:
+            loop.backward(FIRST)
+            with pytest.raises(LengthwiseError, match=words):
+                refused(loop)
+            loop.optimizer.zero_grad()
+        with pytest.raises(LengthwiseError, match="both at once"):  # the last, which would be lost
+            loop.session.close()
 
     in_ranks(work, ranks, tmp_path)
 
@@ -339,6 +498,15 @@ def other_rate(loop):
 
 def other_limit(loop):
     return partial(loop.clip, 0.5)
+
+
+def other_mode(loop):
+    loop.model.eval()
+    return partial(loop.backward, FIRST)
+
+
+def other_normalizer(loop):
+    return partial(loop.session.backward, FIRST, normalizer=7.0)
 
 
 def load_weights(loop):
@@ -361,12 +529,13 @@ def own_gradient(loop):
     return loop.step
 
 
-ALONE = [other_rate, other_limit, load_weights, scale_slices, clear_one, own_gradient]
+ALONE = [other_rate, other_limit, load_weights, scale_slices, clear_one, own_gradient, other_mode, other_normalizer]
 
 
 def test_what_one_rank_does_alone_is_named_before_the_next_step(tmp_path):
     def work_of_others(loop, alone):
-        return {other_limit: partial(loop.clip, 1.0), scale_slices: partial(loop.backward, FIRST)}.get(alone, loop.step)
+        again = dict.fromkeys((scale_slices, other_mode, other_normalizer), partial(loop.backward, FIRST))
+        return {other_limit: partial(loop.clip, 1.0), **again}.get(alone, loop.step)
 
     def message(alone, rank):
         loop = Planned(small_model(), {"shard": "zero1", "timeout_seconds": 20.0})
@@ -382,3 +551,56 @@ def test_what_one_rank_does_alone_is_named_before_the_next_step(tmp_path):
     first, second = in_ranks(lambda rank: [message(alone, rank) for alone in ALONE], 2, tmp_path)
     assert [each for each in first if "rank 1" not in each] == []
     assert [each for each in second if "rank 1" not in each and "lm_head.weight" not in each] == []
+
+
+@pytest.mark.parametrize("layout", ["zero3", more("stages")])
+def test_parameters_that_a_loop_kept_are_refused_where_the_model_has_others(layout, tmp_path):
+    ranks, options = LAYOUTS[layout]
+
+    def work(_rank):
+        model = small_model()
+        kept = list(model.parameters())
+        loop = Planned(model, options)
+        loop.backward(FIRST)
+        with pytest.raises(LengthwiseError, match="gradient of a parameter"):
+            torch.nn.utils.clip_grad_norm_(kept, 1.0)
+        with pytest.raises(LengthwiseError, match="norm of a parameter"):
+            [each.norm() for each in kept]
+        loop.session.close()
+
+    in_ranks(in_double(work), ranks, tmp_path)
+
+
+def test_hooks_of_parameters_that_the_model_would_lose_are_refused(tmp_path):
+    def work(_rank):
+        model = small_model()
+        model.lm_head.weight.register_hook(lambda gradient: gradient * 0.5)
+        with pytest.raises(LengthwiseError, match=r"lm_head\.weight: expected no hook"):
+            Planned(model, {"shard": "zero3"})
+
+    in_ranks(work, 2, tmp_path)
+
+
+def test_weights_that_slices_have_when_a_session_closes_stay(tmp_path):
+    def work(_rank):
+        with (loop := Planned(small_model(), {"shard": "zero1"})).session:
+            loop.backward(FIRST)
+            loop.step()
+            clamp_weights(loop)
+        return max(each.detach().abs().max().item() for each in loop.model.parameters())
+
+    assert max(in_ranks(work, 2, tmp_path)) <= 0.02
+
+
+def test_slices_have_what_a_loop_wrote_by_name(tmp_path):
+    def work(_rank):
+        loop = Planned(small_model(), {"shard": "zero1"})
+        with torch.no_grad():
+            for each in loop.model.parameters():
+                each.fill_(0.5)
+        unlike = [parameter != 0.5 for parameter in members(loop)]
+        loop.session.close()
+        return [bool(each.as_subclass(torch.Tensor).any()) for each in unlike]
+
+    for found in in_ranks(work, 2, tmp_path):
+        assert not any(found)

@@ -59,6 +59,7 @@ class FlatParameters:
         self._arriving: dict[int, Pending] = {}  # values of buckets
         self._hooks: list[RemovableHandle] = []  # of the model's parameters
         self.names, parameters = zip(*trainable(model), strict=True)
+        refuse_hooks({name: each for name, each in trainable(model) if each.is_meta})
         where: torch.device = parameters[0].device if device is None else device
         assert device is not None or where.type != "meta", "a model without storage needs a device"
         frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -282,6 +283,13 @@ class FlatParameters:
                 there = changed.to(kept.device)
                 kept[there] = own[changed].to(kept)
 
+    def norm_of_values(self) -> float:
+        """Return the norm of this rank's slices of the values; 0.0 where they are the master weights."""
+        if self.values is self.master_weights:
+            return 0.0
+        own = [self.values[self.layout.in_whole(each, self._transport.rank)] for each in range(self.layout.num_buckets)]
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(own, 2, dtype=torch.float64))).item()
+
     def tensors(self) -> list[Tensor]:
         """Return the flat buffers."""
         return [self.values, self.grads, self.grad_shard, self.master_weights]
@@ -317,6 +325,21 @@ def replaced(model: nn.Module, *, expected: int, got: int) -> ModelRefused:
         got=f"{got}, some of them elsewhere",
         remedy=remedy,
     )
+
+
+def refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters with hooks of their gradients where the model gets others in their place.
+
+    Raises:
+        ModelRefused: there are some.
+    """
+    hooked = [n for n, p in parameters.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+    if hooked:
+        expected, remedy = (
+            "no hook of its gradient yet: the model gets new parameters",
+            "Register it after the session.",
+        )
+        raise ModelRefused(f"parameter {hooked[0]}", expected=expected, got=f"{len(hooked)} with one", remedy=remedy)
 
 
 def share_values(

@@ -30,7 +30,7 @@ from lengthwise.comm import Pending, Transport
 from lengthwise.engine.flat_layout import FlatLayout, lay_out
 from lengthwise.engine.gathering import gathered
 from lengthwise.engine.parameters import MASTER_WEIGHTS, Shard, brought, refuse_parts, shards_of
-from lengthwise.engine.replicated import replace_parameters, replaced, share_values, trainable
+from lengthwise.engine.replicated import refuse_hooks, replace_parameters, replaced, share_values, trainable
 from lengthwise.engine.units import ModelUnit, UnitPart, units_of
 from lengthwise.engine.waves import Waves
 
@@ -68,6 +68,7 @@ class ShardedParameters:
         wide = torch.promote_types(dtype, torch.float32)
         share_values(model, transport, (), dtype=dtype, device=device)
         given = dict(model.named_parameters())
+        refuse_hooks({name: given[name] for name in sorted(learns)})
         units = units_of(model, layers)
         node: dict[str, Any] = {"transport": transport, "node_of_rank": node_of_rank, "device": device}
         trained = _Slices(units, given, learns, dtype=dtype, kept=wide, trains=True, exact_on=exact_on, **node)

@@ -134,6 +134,13 @@ def _without_values() -> frozenset[Any]:
 _WITHOUT_VALUES = _without_values()
 
 
+def let_go(parameter: Any) -> None:
+    """Take the values from a parameter that a sharded model has no more, for those who have kept it."""
+    value = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+    parameter.data = value.expand(parameter.shape)
+    parameter.__class__, parameter.comes_to = FreedParameter, value
+
+
 class UnitPart:
     """Parameters of a unit that all train, or all do not: views of one buffer, which has storage while it is gathered.
 

@@ -24,14 +24,15 @@ _GROUPS = "arguments of the optimizer's groups, such as learning rates"
 _SLICES = "changes to slices in optimizer.param_groups"
 _VALUES = "changes to the model's own parameters"
 _GRADIENTS = "parameters that have a gradient"
-_OWN = 3  # numbers of a rank before its digests
+_MODE = "mode of the model, as train() and eval() set it"
+_OWN = 5  # numbers of a rank before its digests
 
 
 class Agreement:
     """Compares the ranks of a session. updates: None: nothing trains."""
 
     def __init__(self, model: nn.Module, transport: Transport, updates: ShardedInPlace | None) -> None:
-        self._transport, self._updates = transport, updates
+        self._transport, self._updates, self._model = transport, updates, model
         self._stages = None if updates is None else _stages(updates)
         self._parameters = dict(model.named_parameters())
         self._versions = self._counted()
@@ -40,7 +41,7 @@ class Agreement:
         """Return how often each parameter was changed in place, as autograd counts it."""
         return {name: parameter._version for name, parameter in self._parameters.items()}
 
-    def reach(self, name: str, **numbers: float) -> None:
+    def reach(self, name: str, **numbers: float | None) -> None:
         """Compare the ranks before they run `name`, and `numbers` that it was given. Collective.
 
         What the loop has changed is then published.
@@ -56,23 +57,27 @@ class Agreement:
             except ConfigError as error:  # raised once no rank waits for this one
                 wrong = error
         changed = {each: count - self._versions[each] for each, count in now.items() if count != self._versions[each]}
-        did: dict[str, Any] = {_VALUES: changed, **numbers}
+        did: dict[str, Any] = {_VALUES: changed, _MODE: self._model.training, **numbers}
         if updates is not None:
             did |= {_SLICES: updates.edits, _GRADIENTS: sorted(updates.with_gradient), _GROUPS: updates.arguments()}
         self._transport.phase = f"{name}, comparing the ranks"
         tied = None if self._stages is None else self._stages.tied
         is_tied = tied is not None and any(self._parameters[each] is tied for each in changed)
         norm = 0.0 if self._stages is None else self._stages.tied_norm()
-        own = [float(wrong is not None), float(is_tied), norm]
+        without = tied is not None and updates is not None and updates.name_of(tied) not in updates.with_gradient
+        is_both = updates is not None and updates.has_edited_weights and (bool(changed) or updates.has_edited_both())
+        own = [float(wrong is not None), float(is_tied), norm, float(without), float(is_both)]
         assert len(own) == _OWN, own
         rows = share_numbers(self._transport, [*own, *map(_digest, did.values())])
         if wrong is not None:
             raise wrong
         self._refuse_others(rows, did)
+        if tied is not None and updates is not None and rows[:, 3].any() and not without:
+            updates.clear(updates.name_of(tied))  # by its other name, on the other stage
+        if rows[:, 4].any():
+            expected, got = "changes through optimizer.param_groups, or to the model's parameters", "both at once"
+            raise ConfigError("weights", expected=expected, got=got, remedy="Change them in one of the two ways.")
         if updates is not None and updates.has_edited_weights:
-            if changed:
-                expected, got = "changes through optimizer.param_groups, or to the model's parameters", "both at once"
-                raise ConfigError("weights", expected=expected, got=got, remedy="Change them in one of the two ways.")
             updates.publish()
         elif self._stages is not None:
             self._share_tied(self._stages, rows[:, 1], rows[:, 2])
@@ -82,11 +87,11 @@ class Agreement:
         """Raise on all ranks where one has another digest than the first rank that has the same parameters."""
         where = f"rank {self._transport.rank}, {self._transport.phase}"
         if rows[:, 0].any():
-            got = f"a gradient that the session did not make, on rank {int(rows[:, 0].argmax())}"
+            got = f"what the session cannot use, on rank {int(rows[:, 0].argmax())}"
             raise RankError(where, expected="ranks that go on", got=got, remedy="That rank's own message says more.")
         stages = 1 if self._stages is None else self._stages.mesh.stages
         for column, (what, own) in enumerate(did.items(), start=_OWN):
-            apart = 1 if what == _GROUPS else stages
+            apart = stages if what in (_VALUES, _SLICES, _GRADIENTS) else 1  # a stage has some of the parameters
             others = [rank for rank in range(len(rows)) if rows[rank, column] != rows[rank % apart, column]]
             if others:
                 ranks = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others[:10]))}"
@@ -114,5 +119,10 @@ def _stages(updates: ShardedInPlace) -> StageParameters | None:
 
 def _digest(did: object) -> float:
     """Return a number that is another where what was done is another."""
-    text = json.dumps(did, sort_keys=True, default=str).encode()
+    text = json.dumps(did, sort_keys=True, default=_shown).encode()
     return float(int.from_bytes(hashlib.sha256(text).digest()[: _BITS // 8], "big"))
+
+
+def _shown(value: object) -> object:
+    """Return what stands for an argument of a group that is no number: the same on all ranks, without its address."""
+    return value.tolist() if isinstance(value, Tensor) else type(value).__name__

@@ -8,8 +8,9 @@ a shape of a slice is not that of the whole, and raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
+from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from lengthwise.core.errors import ConfigError
 
 GRADIENTS, WEIGHTS = "gradients", "weights"
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class WithheldGradient(Tensor):
@@ -77,17 +80,22 @@ class _Guarded(Tensor):
             expected = "what treats each entry by itself: optimizer.param_groups have this rank's slices"
             where, remedy = f"{kind} in optimizer.param_groups", _REMEDIES[kind]
             raise ConfigError(where, expected=expected, got=f"{name} of a slice", remedy=remedy)
-        for kind, owner in {each.kind: each.owner for each in guarded if each.owner is not None}.items():
+        _refuse_whole(name, given, guarded)
+        for kind, owner in _owners(guarded):
             if name not in _METADATA:
                 owner.before_use(kind)
+        sets_data = name == "data" and func.__name__ == "__set__"
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
-        if (name.endswith("_") and not name.endswith("__")) or name in _OPERATORS_IN_PLACE:
-            for kind, owner in {
-                each.kind: each.owner for each in _guarded(given[:1]) if each.owner is not None
-            }.items():
+            # The memory stays that of the slice.
+            found = args[0].detach().copy_(args[1]) if sets_data else func(*args, **(kwargs or {}))
+        written = [(kwargs or {}).get("out")]
+        is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _OPERATORS_IN_PLACE
+        if (is_in_place and name not in _METADATA) or sets_data:
+            written.append(given[0])
+        if any(each is not None for each in written):
+            for kind, owner in _owners(_guarded(written)):
                 owner.changed(kind)
-            return found
+            return None if sets_data else found
         alias = guarded[0] if name in _ALIASES else None
         return found if name in _METADATA else _as_guarded(found, guarded[0].kind, alias)
 
@@ -118,6 +126,22 @@ def guarded_gradient(owner: SliceOwner, gradient: Tensor) -> SliceGradient:
     return made
 
 
+def by_owner(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let a method of the slices' owner use them unguarded, which costs a tenth of a guarded use."""
+
+    @wraps(method)
+    def unguarded(*args: _P.args, **options: _P.kwargs) -> _T:
+        with torch._C.DisableTorchFunctionSubclass():
+            return method(*args, **options)
+
+    return unguarded
+
+
+def is_guarded(value: object) -> bool:
+    """Return whether it is a slice, or what was computed of slices."""
+    return isinstance(value, _Guarded)
+
+
 def plain(values: Tensor) -> Tensor:
     """Return a slice as a tensor that is not guarded."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -136,6 +160,35 @@ def _guarded(values: Any) -> Iterator[_Guarded]:
             yield each
         elif isinstance(each, list | tuple):
             yield from _guarded(each)
+
+
+def _owners(guarded: Iterable[_Guarded]) -> list[tuple[str, SliceOwner]]:
+    return list({each.kind: (each.kind, each.owner) for each in guarded if each.owner is not None}.values())
+
+
+def _refuse_whole(name: str, given: Sequence[Any], guarded: Sequence[_Guarded]) -> None:
+    """Refuse a tensor of other entries beside a slice: of a whole parameter, for example.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    entries = {tuple(_shape(each)) for each in guarded}
+    others = [
+        tuple(each.shape)
+        for each in given
+        if isinstance(each, Tensor) and not isinstance(each, _Guarded | WithheldGradient) and each.numel() != 1
+    ]
+    wrong = next((shape for shape in others if shape not in entries), None)
+    if wrong is not None and guarded:
+        expected = "numbers, or tensors computed of slices: a slice has this rank's entries, in one dimension"
+        remedy = "Write to the model's own parameters between steps, or change the loss."
+        where = f"{guarded[0].kind} in optimizer.param_groups"
+        raise ConfigError(where, expected=expected, got=f"{name} with a tensor {wrong}", remedy=remedy)
+
+
+def _shape(values: Tensor) -> Sequence[int]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return values.shape
 
 
 def _as_guarded(found: Any, kind: str, alias: _Guarded | None) -> Any:

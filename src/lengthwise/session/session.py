@@ -200,7 +200,7 @@ class Session:
         start, name = time.perf_counter(), f"step {self.steps + 1}"
         planned = self._planned(sequences, name)
         objective, check = self._objective(planned, **how)
-        self._agreement.reach(name)
+        self._agreement.reach(name, normalizer=None if normalizer is None else float(normalizer))
         with trained.collecting():
             result = self._runner.backward(planned, objective, check=check)
         return self._made(result, start)
@@ -264,7 +264,7 @@ class Session:
         start, name = time.perf_counter(), f"evaluation after step {self.steps}"
         planned = self._planned(sequences, name)
         objective, check = self._objective(planned, **how)
-        self._agreement.reach(name)
+        self._agreement.reach(name, normalizer=None if normalizer is None else float(normalizer))
         result = self._runner.evaluate(planned, objective, check=check)
         refuse_not_finite(f"{name}, loss", result.loss)
         return replace(result, step_seconds=time.perf_counter() - start)
@@ -349,6 +349,13 @@ class Session:
 
     def close(self) -> None:
         """Leave the ranks and end the planner; the model and its values stay. Collective."""
+        try:
+            if not self._is_closed and self._sharded is not None and self._sharded.has_edited_weights:
+                self._agreement.reach(f"close after step {self.steps}")
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         self._is_closed = True
         self._iterators.close()
         self._closing.close()
@@ -356,8 +363,8 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close() if kind is None else self._end()  # after an error no rank waits for another
 
     def _refuse_closed(self) -> None:
         if self._is_closed:

@@ -25,7 +25,18 @@ from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.engine.flat_layout import Run
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.session.guards import GRADIENTS, Slice, WithheldGradient, guarded_gradient, guarded_slice, plain
+from lengthwise.engine.units import let_go
+from lengthwise.session.guards import (
+    GRADIENTS,
+    WEIGHTS,
+    Slice,
+    WithheldGradient,
+    by_owner,
+    guarded_gradient,
+    guarded_slice,
+    is_guarded,
+    plain,
+)
 
 BY_ENTRY: Mapping[str, tuple[str, ...]] = {  # classes by the package that has them
     "torch": (
@@ -106,10 +117,10 @@ class ShardedInPlace:
         self._members = [[counted[id(each)] for each in group["params"]] for group in optimizer.param_groups]
         self._frozen = {number: each for number, each in enumerate(members) if not each.requires_grad}
         self._before = {name: (tuple(each.shape), optimizer.state.get(each, {})) for name, each in trainable.items()}
-        self._slices: list[tuple[Run, nn.Parameter]] = []
+        self._given = trainable
         self.edits, self.has_edited_weights = {"gradients": 0, "weights": 0}, False
         self.with_gradient, self.reached = set[str](), set[str]()  # names of parameters
-        self._is_running = self._is_stepping = False
+        self._folded: tuple[int, float] | None = None  # of the model's own values, when slices took them in
         self._is_behind = self._is_ahead = False  # the gradients on the host, of those on the device
 
     def point_at(self, parameters: Parameters, rank: int) -> None:
@@ -122,41 +133,70 @@ class ShardedInPlace:
         self.optimizer.state.clear()
         runs = {parameters.names[run.parameter]: run for run in parameters.layout.runs(rank)}
         self._guarded, self._gradient_of, nothing = dict[str, Slice](), dict[str, Tensor](), slice(0, 0)
+        self._pieces = dict[str, nn.Parameter]()
         for name in self.numbers:
-            place = slice(runs[name].start, runs[name].stop) if name in runs else nothing
+            run = runs.get(name)
+            place = nothing if run is None else slice(run.start, run.stop)
             self._guarded[name] = guarded_slice(self, parameters.master_weights[place])
             self._gradient_of[name] = guarded_gradient(self, self._gradients[place])
-        for name, run in runs.items():
-            piece = nn.Parameter(parameters.master_weights[run.start : run.stop])
+            self._pieces[name] = piece = nn.Parameter(parameters.master_weights[place])
             shape, state = self._before[name]
             if state:
-                entries = slice(run.entry, run.entry + run.stop - run.start)
+                entries = nothing if run is None else slice(run.entry, run.entry + run.stop - run.start)
                 kept = {key: _sliced(value, shape, entries) for key, value in state.items()}
-                self.optimizer.state[piece] = {key: self._placed(value, piece) for key, value in kept.items()}
-            self._slices.append((run, piece))
+                self.optimizer.state[self._guarded[name]] = {k: self._placed(v, piece) for k, v in kept.items()}
             own[self._groups[name]].append(piece)
+        self._runs = list(runs.values())
         by_number = {self.numbers[name]: each for name, each in self._guarded.items()} | self._frozen
         self._lists = {True: own, False: [[by_number[number] for number in each] for each in self._members]}
-        self._withheld = {
-            name: (each, WithheldGradient(each))
-            for name, each in self._model.named_parameters()
-            if name in self.numbers
-        }
+        own_now = {name: each for name, each in self._model.named_parameters() if name in self.numbers}
+        self._withheld = {name: (each, WithheldGradient(each)) for name, each in own_now.items()}
+        self._left = self._take_from_the_loop()
+        self._places = {name: each.data_ptr() for name, each in self._own() if isinstance(parameters, FlatParameters)}
         self._before.clear()
         self._frozen.clear()
-        self._let_step(False)
+        self._put_into_groups(self._lists[False])
         self.optimizer.zero_grad = self.zero_grad
         self.optimizer.register_state_dict_pre_hook(lambda *_: _refuse_slices("state_dict"))
         self.optimizer.register_load_state_dict_pre_hook(lambda *_: _refuse_slices("load_state_dict"))
         self._hooks = [each.register_post_accumulate_grad_hook(partial(self._note, name)) for name, each in self._own()]
-        self._before_step = self.optimizer.register_step_pre_hook(lambda *_: self.before_step())
+        self._before_step = self.optimizer.register_step_pre_hook(self._begin_step)
         self._after_step = self.optimizer.register_step_post_hook(lambda *_: self.after_step())
+        self._order_hooks()
         self.withhold_gradients()
+
+    def _take_from_the_loop(self) -> list[tuple[str, nn.Parameter, WithheldGradient]]:
+        """Return the parameters that the model had, and has no more under their names, with what stands for gradients.
+
+        A loop may have kept them: their values are let go, and any use of these or of gradients is refused.
+        """
+        now, left = {id(each) for each in self._model.parameters()}, list[tuple[str, nn.Parameter, WithheldGradient]]()
+        for name, each in self._given.items():
+            if name in self._withheld and self._withheld[name][0] is each:
+                continue
+            left.append((name, each, WithheldGradient(each)))
+            if id(each) not in now:
+                let_go(each)
+        self._given = {}
+        return left
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Return the name in the whole model of a parameter that trains, or of its copy."""
+        every = [
+            *((name, each) for name, (each, _) in self._withheld.items()),
+            *((n, each) for n, each, _ in self._left),
+        ]
+        return next(name for name, each in every if each is parameter)
 
     def _own(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the model's parameters that train here, by name."""
         for name, (parameter, _) in self._withheld.items():
             yield name, parameter
+
+    def _all_withheld(self) -> Iterator[tuple[str, nn.Parameter, WithheldGradient]]:
+        for name, (parameter, withheld) in self._withheld.items():
+            yield name, parameter, withheld
+        yield from self._left
 
     def _placed(self, value: Any, piece: nn.Parameter) -> Any:
         """Return what was kept of a parameter where its slice now is updated."""
@@ -169,10 +209,15 @@ class ShardedInPlace:
     # What the loop does to slices in the optimizer's groups.
 
     def before_use(self, kind: str) -> None:
-        """Have the sum of the gradients where the loop reads it."""
+        """Have the sum of the gradients where the loop reads it, and in weights what it wrote to the model's own."""
         if kind == GRADIENTS and self._is_behind:
             self._gradients.copy_(self.parameters.grad_shard)  # which waits for it
             self._is_behind = False
+        elif kind == WEIGHTS and not self.has_edited_weights and isinstance(self.parameters, FlatParameters):
+            versions = sum(each._version for _, each in self._own())
+            if self._folded is None or self._folded[0] != versions:
+                self.take_changes()
+                self._folded = versions, self.parameters.norm_of_values()
 
     def changed(self, kind: str) -> None:
         """Count a change of slices."""
@@ -182,13 +227,15 @@ class ShardedInPlace:
         else:
             self.has_edited_weights = True
 
+    @by_owner
     def settle(self) -> None:
         """Take in what the loop has done to gradients since the session last ran: set, cleared or changed them.
 
         Raises:
-            ConfigError: it gave the model's own parameters gradients.
+            ConfigError: it gave the model's own parameters gradients, or changed what is in the optimizer's groups.
         """
-        for name, (parameter, withheld) in self._withheld.items():
+        self._check_groups()
+        for name, parameter, withheld in self._all_withheld():
             found = parameter.grad
             if found is None and name in self.with_gradient:
                 self._guarded[name].grad = None
@@ -215,30 +262,51 @@ class ShardedInPlace:
             self._is_ahead = False
         self.withhold_gradients()
 
+    def _check_groups(self) -> None:
+        groups, made = self.optimizer.param_groups, self._lists[False]
+        is_same = len(groups) == len(made) and all(
+            len(group["params"]) == len(own) and all(a is b for a, b in zip(group["params"], own, strict=True))
+            for group, own in zip(groups, made, strict=True)
+        )
+        frozen = next((name for name, each in self._guarded.items() if not each.requires_grad), None)
+        if not is_same or frozen is not None:
+            got = "other groups, or other parameters in them" if frozen is None else f"{frozen}, which was frozen"
+            expected = "the parameters, in the groups, that the session was made with, and all of them to train"
+            remedy = "Close the session, then make a new optimizer and another session."
+            raise ConfigError("optimizer.param_groups", expected=expected, got=got, remedy=remedy)
+
+    @by_owner
     def withhold_gradients(self) -> None:
         """Show the loop which parameters have gradients: the model's own are out of reach, slices have theirs."""
-        for name, (parameter, withheld) in self._withheld.items():
-            parameter.grad = withheld if name in self.with_gradient else None
+        for name, parameter, withheld in self._all_withheld():
+            shown = withheld if name in self.with_gradient else None
+            if parameter.grad is not shown:
+                parameter.grad = shown
         for name, guarded in self._guarded.items():
-            guarded.grad = self._gradient_of[name] if name in self.with_gradient else None
+            shown = self._gradient_of[name] if name in self.with_gradient else None
+            if guarded.grad is not shown:
+                guarded.grad = shown
 
     # A backward of the session.
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Add what backwards make inside to what there is; `reach` says of which parameters."""
+        """Add what backwards make inside to what there is; `reach` says of which parameters.
+
+        A backward that fails clears all gradients: what it has left of a sum is no gradient of any loss.
+        """
         self.parameters.keep_sum()
         self.reached.clear()
         self.parameters.attach_gradients()
         try:
             yield
-        finally:
+        except BaseException:
             self.parameters.detach_gradients()
-            self._is_behind = self.offloads
-            self._order_hooks()
-            self.withhold_gradients()
-            if self._is_stepping:
-                self._give_gradients()
+            self.zero_grad()
+            raise
+        self.parameters.detach_gradients()
+        self._is_behind = self.offloads
+        self.withhold_gradients()
 
     @property
     def num_missing(self) -> int:
@@ -249,12 +317,15 @@ class ShardedInPlace:
         """Give these parameters of the whole model gradients."""
         self.with_gradient.update(names)
 
+    def clear(self, name: str) -> None:
+        """Take its gradient from a parameter, as `settle` does where the loop has set it to None."""
+        self._guarded[name].grad = None
+        self.settle()
+
     def scale_gradients(self, factor: float) -> None:
         """Multiply the sum of the gradients."""
         self.parameters.grad_shard.mul_(factor)
         self._is_behind = self.offloads
-        if self._is_stepping:
-            self._give_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients of this rank: those of the slices, and those from which the slices are summed."""
@@ -266,44 +337,90 @@ class ShardedInPlace:
         self._gradients.zero_()
         self._is_behind = self._is_ahead = False
         self.withhold_gradients()
-        if self._is_stepping:
-            self._give_gradients()
 
     # A step of the optimizer, and what the loop did to weights before.
+
+    def _begin_step(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Prepare a step; of one with a closure, which finds guarded slices, once that has run. Collective.
+
+        Returns:
+            The arguments of the step, args[0] being the optimizer; None: as they are.
+        """
+        closure = options.get("closure") if len(args) < 2 else args[1]
+        if closure is None:
+            self.before_step()
+            return None
+
+        def run() -> Any:
+            found = closure()
+            with torch.no_grad():  # an optimizer calls closures with gradients
+                self.before_step()
+            return found
+
+        return (args, {**options, "closure": run}) if len(args) < 2 else ((args[0], run, *args[2:]), options)
 
     def before_step(self) -> None:
         """Give the optimizer its slices, with the weights and gradients that the loop has left. Collective."""
         self.compare("optimizer.step")
         self.take_changes()
-        self._let_step(True)
+        self._key_states(to_pieces=True)
+        self._put_into_groups(self._lists[True])
         self._give_gradients()
 
     def after_step(self) -> None:
         """Publish what the optimizer updated."""
-        self._let_step(False)
+        self._key_states(to_pieces=False)
+        self._put_into_groups(self._lists[False])
         self.publish()
 
-    def _let_step(self, steps: bool) -> None:
+    @by_owner
+    def _key_states(self, *, to_pieces: bool) -> None:
+        """Keep states by the slices that are in the groups, so that a loop finds, and forgets, those of a parameter."""
+        state = self.optimizer.state
+        for name, piece in self._pieces.items():
+            guarded = self._guarded[name]
+            old, new = (guarded, piece) if to_pieces else (piece, guarded)
+            if old in state:
+                kept = state.pop(old)
+                state[new] = {key: plain(each) if is_guarded(each) else each for key, each in kept.items()}
+
+    def _put_into_groups(self, lists: Sequence[Sequence[nn.Parameter]]) -> None:
         """Put slices into the groups: as tensors while the optimizer steps, guarded at other times."""
-        self._is_stepping = steps
-        for group, members in zip(self.optimizer.param_groups, self._lists[steps], strict=True):
-            group["params"] = members
+        for group, members in zip(self.optimizer.param_groups, lists, strict=True):
+            group["params"] = list(members)  # which the loop may change
 
     def _give_gradients(self) -> None:
         self.before_use(GRADIENTS)
-        for run, piece in self._slices:
-            has_one = self.parameters.names[run.parameter] in self.with_gradient
-            piece.grad = self._gradients[run.start : run.stop] if has_one else None
+        for name, piece in self._pieces.items():
+            piece.grad = plain(self._gradient_of[name]) if name in self.with_gradient else None
 
     def take_changes(self) -> None:
-        """Take what the loop wrote into whole parameters since the last step."""
+        """Take what the loop wrote into whole parameters since the last step.
+
+        Raises:
+            ConfigError: a parameter has other data than it had, whose values the slices would miss.
+        """
         if isinstance(self.parameters, FlatParameters):
+            moved = [name for name, each in self._own() if each.data_ptr() != self._places[name]]
+            if moved:
+                expected, got = (
+                    "its .data in place, as the session laid it out",
+                    f"another tensor, of {len(moved)} in all",
+                )
+                remedy = "Write p.data.copy_(values) instead of p.data = values, or put the first .data back."
+                raise ConfigError(f"parameter {moved[0]}", expected=expected, got=got, remedy=remedy)
             self.parameters.take_changes()
 
     def publish(self) -> None:
         """Give all ranks the weights of the slices. Collective."""
         self.parameters.publish()
-        self.has_edited_weights = False
+        self.has_edited_weights, self._folded = False, None
+
+    def has_edited_both(self) -> bool:
+        """Return whether the loop wrote to the model's own values after it had changed or read slices."""
+        if self._folded is None or not isinstance(self.parameters, FlatParameters):
+            return False
+        return self._folded[1] != self.parameters.norm_of_values()
 
     def refuse_unpublished(self) -> None:
         """Refuse a use of the model's own values while slices are newer.
@@ -318,8 +435,16 @@ class ShardedInPlace:
             raise ConfigError("model", expected=expected, got=got, remedy=remedy)
 
     def _order_hooks(self) -> None:
-        """Let the loop's own hooks of a step, whenever they were registered, find guarded slices."""
+        """Let the loop's own hooks of a step, whenever it registers them, find guarded slices."""
         optimizer: Any = self.optimizer  # torch has no method for the order of hooks
+        register = optimizer.register_step_pre_hook
+
+        def register_before(hook: Any) -> Any:
+            handle = register(hook)
+            optimizer._optimizer_step_pre_hooks.move_to_end(self._before_step.id)
+            return handle
+
+        optimizer.register_step_pre_hook = register_before
         optimizer._optimizer_step_pre_hooks.move_to_end(self._before_step.id)
         optimizer._optimizer_step_post_hooks.move_to_end(self._after_step.id, last=False)
 
@@ -327,13 +452,14 @@ class ShardedInPlace:
         """Leave the model's gradients to a plain loop, and let the optimizer refuse steps."""
         for each in (*self._hooks, self._before_step):
             each.remove()
+        vars(self.optimizer).pop("register_step_pre_hook")
         self.with_gradient.clear()
         self.withhold_gradients()
 
     def states(self) -> Iterator[tuple[Run, dict[str, Any]]]:
         """Yield what the optimizer keeps of each slice."""
-        for run, piece in self._slices:
-            yield run, self.optimizer.state[piece]
+        for run in self._runs:
+            yield run, self.optimizer.state[self._guarded[self.parameters.names[run.parameter]]]
 
     def plain_groups(self) -> list[dict[str, Any]]:
         """Return the groups as torch's `state_dict` does, with the numbers of the whole parameters."""
@@ -352,12 +478,13 @@ class ShardedInPlace:
 
     def set_states(self, parameter: int, states: Mapping[str, Tensor]) -> None:
         """Replace what is kept of a parameter by this rank's slices of `states`, (entries,) or () each."""
-        group = self.optimizer.param_groups[self._groups[self.parameters.names[parameter]]]
-        for run, piece in self._slices:
+        name = self.parameters.names[parameter]
+        group, piece = self.optimizer.param_groups[self._groups[name]], self._pieces[name]
+        for run in self._runs:
             if run.parameter == parameter:
                 entries = slice(run.entry, run.entry + run.stop - run.start)
                 counts_on = piece.device if group.get("fused") or group.get("capturable") else "cpu"
-                self.optimizer.state[piece] = {
+                self.optimizer.state[self._guarded[name]] = {
                     key: value[entries].to(piece.device, copy=True) if value.dim() else value.to(counts_on, copy=True)
                     for key, value in states.items()
                 }
@@ -365,7 +492,7 @@ class ShardedInPlace:
 
 def plain_value(value: Any) -> Any:
     """Return an argument of a group as a number; a learning rate may be a tensor."""
-    return value.item() if isinstance(value, Tensor) else value
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def _refuse_slices(name: str) -> None:

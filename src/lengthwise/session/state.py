@@ -37,15 +37,18 @@ def whole_state(optimizer: ShardedInPlace, transport: Transport) -> dict[str, An
     parameters = optimizer.parameters
     sizes = parameters.layout.sizes
     vectors, numbers = _kinds(optimizer, transport)
-    table = torch.full((len(sizes), len(numbers)), math.nan, dtype=torch.float64)
+    table = torch.full((len(sizes), 1 + len(numbers)), math.nan, dtype=torch.float64)
     for run, state in optimizer.states():
-        for column, key in enumerate(numbers):
+        if state:
+            table[run.parameter, 0] = 1.0
+        for column, key in enumerate(numbers, start=1):
             if key in state:
                 table[run.parameter, column] = float(state[key])
     rows = torch.empty(transport.world_size, *table.shape, dtype=torch.float64)
-    if table.numel():
+    if sizes:
         transport.all_gather(rows.view(-1), table.view(-1))
     found: dict[int, dict[str, Any]] = {}
+    kept = {name for name, is_kept in zip(parameters.names, (~rows[:, :, 0].isnan()).any(0), strict=True) if is_kept}
     for key in vectors:
         shard = torch.zeros_like(parameters.master_weights)
         for run, state in optimizer.states():
@@ -53,10 +56,12 @@ def whole_state(optimizer: ShardedInPlace, transport: Transport) -> dict[str, An
                 shard[run.start : run.stop].copy_(state[key])
         whole = gather_to_first(parameters, shard, transport)
         for name, values in whole.items():
+            if name not in kept:
+                continue  # no loss has reached it
             found.setdefault(optimizer.numbers[name], {})[key] = values
     if transport.rank:
         return {}
-    for column, key in enumerate(numbers):
+    for column, key in enumerate(numbers, start=1):
         for place, values in enumerate(rows[:, :, column].T):
             known = values[~values.isnan()]
             if len(known):
@@ -135,7 +140,7 @@ def _checked(
 
 
 def _kinds(optimizer: ShardedInPlace, transport: Transport) -> tuple[list[str], list[str]]:
-    """Return what rank 0's states are named that have one number an entry, and the others."""
+    """Return what states of all ranks are named that have one number an entry, and the others."""
     vectors, numbers = set[str](), set[str]()
     for run, state in optimizer.states():
         for key, value in state.items():
@@ -143,9 +148,11 @@ def _kinds(optimizer: ShardedInPlace, transport: Transport) -> tuple[list[str], 
             if value is not None:
                 (vectors if by_entry else numbers).add(key)
     numbers -= vectors
-    sent = json.dumps([sorted(vectors), sorted(numbers)]).encode()
-    first, second = json.loads(broadcast_bytes(transport, sent))
-    return first, second
+    own = json.dumps([sorted(vectors), sorted(numbers)]).encode()
+    for source in range(transport.world_size):  # each may have states of parameters that others have none of
+        found = json.loads(broadcast_bytes(transport, own if source == transport.rank else None, source=source))
+        vectors, numbers = vectors | set(found[0]), numbers | set(found[1])
+    return sorted(vectors), sorted(numbers - vectors)
 
 
 def _sent(value: Tensor | None, entries: int, parameters: Parameters, transport: Transport) -> Tensor:
