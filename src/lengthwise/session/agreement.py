@@ -64,7 +64,8 @@ class Agreement:
         tied = None if self._stages is None else self._stages.tied
         is_tied = tied is not None and any(self._parameters[each] is tied for each in changed)
         norm = 0.0 if self._stages is None else self._stages.tied_norm()
-        without = tied is not None and updates is not None and updates.name_of(tied) not in updates.with_gradient
+        tied_name = "" if tied is None or updates is None else updates.withheld.name_of(tied)
+        without = updates is not None and tied_name not in {"", *updates.with_gradient}
         is_both = updates is not None and updates.has_edited_weights and (bool(changed) or updates.has_edited_both())
         own = [float(wrong is not None), float(is_tied), norm, float(without), float(is_both)]
         assert len(own) == _OWN, own
@@ -72,8 +73,8 @@ class Agreement:
         if wrong is not None:
             raise wrong
         self._refuse_others(rows, did)
-        if tied is not None and updates is not None and rows[:, 3].any() and not without:
-            updates.clear(updates.name_of(tied))  # by its other name, on the other stage
+        if updates is not None and tied_name and rows[:, 3].any() and not without:
+            updates.clear(tied_name)  # by its other name, on the other stage
         if rows[:, 4].any():
             expected, got = "changes through optimizer.param_groups, or to the model's parameters", "both at once"
             raise ConfigError("weights", expected=expected, got=got, remedy="Change them in one of the two ways.")

@@ -48,7 +48,7 @@ class WithheldGradient(Tensor):
 
 
 class SliceOwner(Protocol):
-    """Who has the slices: called before any use of those of `kind`, and after each change of entries."""
+    """The owner of slices, which is called before any use of those of `kind`, and after each change of entries."""
 
     def before_use(self, kind: str) -> None:
         """Have the entries where the loop reads them."""

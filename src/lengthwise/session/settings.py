@@ -34,6 +34,7 @@ from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.session.capacity import measured_of
 from lengthwise.session.engine import Engine
 from lengthwise.session.model import PRECISIONS, check_session_model
+from lengthwise.session.optimizers import check_optimizer
 from lengthwise.session.request import (
     SessionRequest,
     check_request_kinds,
@@ -41,7 +42,7 @@ from lengthwise.session.request import (
     read_offload,
     request_problems,
 )
-from lengthwise.session.sharded import ShardedInPlace, check_optimizer
+from lengthwise.session.sharded import ShardedInPlace
 
 _STATES = 2  # an entry, of most optimizers; amsgrad and centered keep one more
 

@@ -21,71 +21,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
+from lengthwise.core.errors import ConfigError
 from lengthwise.engine.flat_layout import Run
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.units import let_go
 from lengthwise.session.guards import (
     GRADIENTS,
     WEIGHTS,
     Slice,
-    WithheldGradient,
     by_owner,
     guarded_gradient,
     guarded_slice,
     is_guarded,
     plain,
 )
-
-BY_ENTRY: Mapping[str, tuple[str, ...]] = {  # classes by the package that has them
-    "torch": (
-        *("AdamW", "Adam", "Adamax", "NAdam", "RAdam", "SGD", "ASGD", "RMSprop", "Rprop", "Adagrad", "Adadelta"),
-    ),
-    "lion_pytorch": ("Lion",),
-    "lengthwise": ("Lion",),
-}
-_WHY_NOT = {
-    "Adafactor": "its update of an entry depends on the rows and columns of the matrix",
-    "Muon": "its update of an entry depends on the whole matrix",
-    "SparseAdam": "it is for sparse gradients",
-    "LBFGS": "it takes several forward passes a step, and a global history",
-}
-_OF_FEW_BITS = "its states may be of 8 or 4 bits, which share a scale in blocks that would lie over two ranks"
-_WHY_NONE_OF: Mapping[str, str] = {"bitsandbytes": _OF_FEW_BITS, "torchao": _OF_FEW_BITS}  # by package
-
-
-def check_optimizer(optimizer: Any, model: nn.Module, *, offloads: bool = False) -> Optimizer:
-    """Return torch's optimizer under what a library has put around it, if it can be sharded, and offloaded.
-
-    Raises:
-        ConfigError, Problems: it is of another kind, or its parameters are not those of the model that train.
-    """
-    inner = optimizer
-    while isinstance(getattr(inner, "optimizer", None), Optimizer):  # as accelerate's has it
-        inner = inner.optimizer
-    if not isinstance(inner, Optimizer):
-        raise _refuse("a torch.optim.Optimizer", f"a {type(optimizer).__name__}")
-    problems: list[LengthwiseError] = []
-    kind, package = type(inner).__name__, type(inner).__module__.partition(".")[0]
-    if kind not in BY_ENTRY.get(package, ()):
-        known = ", ".join(f"{package}'s {' '.join(names)}" for package, names in BY_ENTRY.items() if names)
-        why = _WHY_NONE_OF.get(package) or _WHY_NOT.get(kind, "it is not known to compute each entry by itself")
-        expected = f"an optimizer that computes each entry by itself, so that slices change nothing: {known}"
-        problems.append(_refuse(expected, f"{type(inner).__module__}.{kind}: {why}"))
-    if offloads and any(group.get("capturable") for group in inner.param_groups):
-        problems.append(_refuse("capturable=False beside offload_optimizer: the host updates", "True", "Take it out."))
-    names = {id(each): name for name, each in model.named_parameters()}
-    others = sum(id(each) not in names for group in inner.param_groups for each in group["params"])
-    if others:
-        problems.append(_refuse("parameters of the model alone", f"{others} that are not"))
-    trained = {id(each) for group in inner.param_groups for each in group["params"]}
-    left = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in trained]
-    if left:
-        got = f"{len(left)} trainable parameters in none, first {left[0]}"
-        problems.append(_refuse("every trainable parameter in a group", got, "Freeze the others, or add them."))
-    raise_problems(problems)
-    return inner
+from lengthwise.session.optimizers import plain_value, sliced
+from lengthwise.session.withheld import WithheldGradients
 
 
 class ShardedInPlace:
@@ -143,60 +94,33 @@ class ShardedInPlace:
             shape, state = self._before[name]
             if state:
                 entries = nothing if run is None else slice(run.entry, run.entry + run.stop - run.start)
-                kept = {key: _sliced(value, shape, entries) for key, value in state.items()}
+                kept = {key: sliced(value, shape, entries) for key, value in state.items()}
                 self.optimizer.state[self._guarded[name]] = {k: self._placed(v, piece) for k, v in kept.items()}
             own[self._groups[name]].append(piece)
         self._runs = list(runs.values())
         by_number = {self.numbers[name]: each for name, each in self._guarded.items()} | self._frozen
         self._lists = {True: own, False: [[by_number[number] for number in each] for each in self._members]}
-        own_now = {name: each for name, each in self._model.named_parameters() if name in self.numbers}
-        self._withheld = {name: (each, WithheldGradient(each)) for name, each in own_now.items()}
-        self._left = self._take_from_the_loop()
-        self._places = {name: each.data_ptr() for name, each in self._own() if isinstance(parameters, FlatParameters)}
+        self.withheld = WithheldGradients(self._model, self._given)
+        self._given, self._own = dict[str, nn.Parameter](), self.withheld.own
+        is_flat = isinstance(parameters, FlatParameters)
+        self._places = {name: each.data_ptr() for name, each in self._own.items() if is_flat}
         self._before.clear()
         self._frozen.clear()
         self._put_into_groups(self._lists[False])
+        self._hook_in()
+        self.withhold_gradients()
+
+    def _hook_in(self) -> None:
+        """Take part in what the loop calls of its optimizer, and in the model's backwards."""
         self.optimizer.zero_grad = self.zero_grad
         self.optimizer.register_state_dict_pre_hook(lambda *_: _refuse_slices("state_dict"))
         self.optimizer.register_load_state_dict_pre_hook(lambda *_: _refuse_slices("load_state_dict"))
-        self._hooks = [each.register_post_accumulate_grad_hook(partial(self._note, name)) for name, each in self._own()]
+        self._hooks = [
+            each.register_post_accumulate_grad_hook(partial(self._note, name)) for name, each in self._own.items()
+        ]
         self._before_step = self.optimizer.register_step_pre_hook(self._begin_step)
         self._after_step = self.optimizer.register_step_post_hook(lambda *_: self.after_step())
         self._order_hooks()
-        self.withhold_gradients()
-
-    def _take_from_the_loop(self) -> list[tuple[str, nn.Parameter, WithheldGradient]]:
-        """Return the parameters that the model had, and has no more under their names, with what stands for gradients.
-
-        A loop may have kept them: their values are let go, and any use of these or of gradients is refused.
-        """
-        now, left = {id(each) for each in self._model.parameters()}, list[tuple[str, nn.Parameter, WithheldGradient]]()
-        for name, each in self._given.items():
-            if name in self._withheld and self._withheld[name][0] is each:
-                continue
-            left.append((name, each, WithheldGradient(each)))
-            if id(each) not in now:
-                let_go(each)
-        self._given = {}
-        return left
-
-    def name_of(self, parameter: nn.Parameter) -> str:
-        """Return the name in the whole model of a parameter that trains, or of its copy."""
-        every = [
-            *((name, each) for name, (each, _) in self._withheld.items()),
-            *((n, each) for n, each, _ in self._left),
-        ]
-        return next(name for name, each in every if each is parameter)
-
-    def _own(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the model's parameters that train here, by name."""
-        for name, (parameter, _) in self._withheld.items():
-            yield name, parameter
-
-    def _all_withheld(self) -> Iterator[tuple[str, nn.Parameter, WithheldGradient]]:
-        for name, (parameter, withheld) in self._withheld.items():
-            yield name, parameter, withheld
-        yield from self._left
 
     def _placed(self, value: Any, piece: nn.Parameter) -> Any:
         """Return what was kept of a parameter where its slice now is updated."""
@@ -214,7 +138,7 @@ class ShardedInPlace:
             self._gradients.copy_(self.parameters.grad_shard)  # which waits for it
             self._is_behind = False
         elif kind == WEIGHTS and not self.has_edited_weights and isinstance(self.parameters, FlatParameters):
-            versions = sum(each._version for _, each in self._own())
+            versions = sum(each._version for each in self._own.values())
             if self._folded is None or self._folded[0] != versions:
                 self.take_changes()
                 self._folded = versions, self.parameters.norm_of_values()
@@ -235,15 +159,8 @@ class ShardedInPlace:
             ConfigError: it gave the model's own parameters gradients, or changed what is in the optimizer's groups.
         """
         self._check_groups()
-        for name, parameter, withheld in self._all_withheld():
-            found = parameter.grad
-            if found is None and name in self.with_gradient:
-                self._guarded[name].grad = None
-            elif found is not None and found is not withheld:
-                expected = "gradients of the session alone, which sums them over the ranks"
-                got = f"a gradient of {name} that a plain backward made, or that was set by hand"
-                remedy = "Put that loss into session.backward, or change slices in optimizer.param_groups."
-                raise ConfigError("gradient of a parameter", expected=expected, got=got, remedy=remedy)
+        for name in self.withheld.cleared(self.with_gradient):
+            self._guarded[name].grad = None
         for name, guarded in self._guarded.items():
             found, own = guarded.grad, self._gradient_of[name]
             if found is (own if name in self.with_gradient else None):
@@ -278,10 +195,7 @@ class ShardedInPlace:
     @by_owner
     def withhold_gradients(self) -> None:
         """Show the loop which parameters have gradients: the model's own are out of reach, slices have theirs."""
-        for name, parameter, withheld in self._all_withheld():
-            shown = withheld if name in self.with_gradient else None
-            if parameter.grad is not shown:
-                parameter.grad = shown
+        self.withheld.show(self.with_gradient)
         for name, guarded in self._guarded.items():
             shown = self._gradient_of[name] if name in self.with_gradient else None
             if guarded.grad is not shown:
@@ -311,7 +225,7 @@ class ShardedInPlace:
     @property
     def num_missing(self) -> int:
         """Count the parameters here that no loss of this rank has reached since the backward began."""
-        return len(self._withheld) - len(self.reached)
+        return len(self._own) - len(self.reached)
 
     def reach(self, names: Iterable[str]) -> None:
         """Give these parameters of the whole model gradients."""
@@ -401,12 +315,9 @@ class ShardedInPlace:
             ConfigError: a parameter has other data than it had, whose values the slices would miss.
         """
         if isinstance(self.parameters, FlatParameters):
-            moved = [name for name, each in self._own() if each.data_ptr() != self._places[name]]
+            moved = [name for name, each in self._own.items() if each.data_ptr() != self._places[name]]
             if moved:
-                expected, got = (
-                    "its .data in place, as the session laid it out",
-                    f"another tensor, of {len(moved)} in all",
-                )
+                expected, got = "its .data in place, as the session laid it out", f"another tensor, {len(moved)} in all"
                 remedy = "Write p.data.copy_(values) instead of p.data = values, or put the first .data back."
                 raise ConfigError(f"parameter {moved[0]}", expected=expected, got=got, remedy=remedy)
             self.parameters.take_changes()
@@ -490,22 +401,6 @@ class ShardedInPlace:
                 }
 
 
-def plain_value(value: Any) -> Any:
-    """Return an argument of a group as a number; a learning rate may be a tensor."""
-    return value.tolist() if isinstance(value, Tensor) else value
-
-
 def _refuse_slices(name: str) -> None:
     got, remedy = f"optimizer.{name}, which has this rank's slices only", f"Call session.{name}."
     raise ConfigError(f"optimizer.{name}", expected=f"session.{name}", got=got, remedy=remedy)
-
-
-def _sliced(value: Any, shape: tuple[int, ...], entries: slice) -> Any:
-    """Return a slice of what is kept of each entry of a parameter, and a copy of any other tensor."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.reshape(-1)[entries].clone() if tuple(value.shape) == shape else value.clone()
-
-
-def _refuse(expected: str, got: str, remedy: str = "Take another optimizer.") -> ConfigError:
-    return ConfigError("optimizer", expected=expected, got=got, remedy=remedy)

@@ -23,7 +23,8 @@ from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.engine.gathering import gather_to_first, set_master_weights
 from lengthwise.engine.parameters import Parameters
 from lengthwise.session.misuse import is_number, is_whole, shown
-from lengthwise.session.sharded import ShardedInPlace, plain_value
+from lengthwise.session.optimizers import plain_value
+from lengthwise.session.sharded import ShardedInPlace
 
 STATE, GROUPS, MEMBERS = "state", "param_groups", "params"
 _SHOWN = 10  # parameters that differ
