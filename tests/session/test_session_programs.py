@@ -8,8 +8,7 @@ from testing.loop_programs.judge import Ran, judge, verdicts
 from testing.loop_programs.mutants import MUTANTS
 from testing.loop_programs.program import Operation, Program, draw_program, is_sound
 
-DRAWN = [draw_program(seed) for seed in range(20)]
-PROGRAMS = list({(each.ranks, each.layout): each for each in DRAWN}.values())  # one of each
+PROGRAMS = [draw_program(seed) for seed in range(20)]
 BACKWARD = Operation("backward", {"lengths": [3], "seed": 0, "loss": "next token", "normalizer": None})
 SCALE = Operation("scale_groups", {"group": None, "factor": 0.5, "how": "in place"})
 STEP = Operation("step", {})
@@ -21,7 +20,7 @@ def test_random_programs_are_the_plain_loop_or_refused(ranks):
     found = verdicts(programs)
     for program, verdict in zip(programs, found, strict=True):
         assert verdict.kind != "failed", f"{verdict.why}\n{program}\n{program.to_json()}"
-    assert sum(each.kind == "same" for each in found) >= len(found) / 2, "few refusals, or programs show nothing"
+    assert sum(each.kind == "same" for each in found) > len(found) / 2, "few refusals, or programs show nothing"
 
 
 def judged(operations, *ranks, layout="zero1", plain=()):
