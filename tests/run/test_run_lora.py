@@ -135,8 +135,8 @@ def test_lora_goes_on_from_the_adapter_that_it_saved(tmp_path):
         ({"target_modules": "v_prj"}, "Did you mean `v_proj`?"),
         ({"modules_to_save": ["lm_head"]}, "lora.modules_to_save"),
         ({"bias": "all"}, "lora.bias"),
-        ({"adapter": "nowhere"}, "lora.adapter: expected an existing folder"),
-        ({"adapter": "model", "r": 4}, "lora.adapter: expected no r or"),
+        ({"adapter": "nowhere"}, "nothing there -> an existing folder"),
+        ({"adapter": "model", "r": 4}, "lora.adapter: r -> no r or"),
         ({"adapter": "model"}, "adapter_config.json"),
     ],
 )

@@ -60,7 +60,7 @@ def test_a_run_plans_with_a_file_and_refuses_one_of_another_model(tmp_path, capf
     assert f"place: threads: expected {threads_of_each(2)}, as in the run" in capfd.readouterr().err
     keys["measurements"] = "nothing.json"
     assert call("train", write_run(tmp_path, rows, **keys), "--ranks", 2) == 2
-    assert "measurements: expected auto, off or an existing file" in capfd.readouterr().err
+    assert "nothing there -> auto, off or an existing file" in capfd.readouterr().err
 
 
 @pytest.mark.exhaustive

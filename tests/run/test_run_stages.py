@@ -77,9 +77,9 @@ def test_routers_are_counted_through_the_stages(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("ranks", "keys", "said"), [
     (3, {"stages": 2}, "ranks: expected a multiple of the 2 stages; got 3"),
     (8, {"stages": 4}, "stages: expected stages x virtual of at most the 3 layers; got 4 x 1"),
-    (2, {"virtual": 2}, "virtual: expected 1 without `stages`; got 2"),
-    (2, {"stages": 2, "capacity_tokens": "auto"}, "capacity_tokens: expected a number beside `stages: 2`; got auto"),
-    (2, {"stages": 2, "shard": "zero3"}, "shard: expected auto or zero1"),
+    (2, {"virtual": 2}, "virtual: 2 -> 1 without `stages`"),
+    (2, {"stages": 2, "capacity_tokens": "auto"}, "capacity_tokens: auto -> a number beside `stages: 2`"),
+    (2, {"stages": 2, "shard": "zero3"}, "shard: zero3 -> auto or zero1"),
     (
         4,
         {"stages": 2, "capacity_tokens": 16, "offload": {"store": "disk", "path": ".", "ratio": 1.0}},

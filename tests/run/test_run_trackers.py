@@ -146,7 +146,7 @@ def test_trackers_without_their_package_are_refused_before_anything_is_written(t
     ("names", "message"),
     [
         (["wandb", "mlflw"], r"report_to\.1: 'mlflw' \(text\) -> `mlflow`, of tensorboard, "),
-        (["wandb", "wandb"], "report_to: expected each tracker once; got wandb, wandb"),
+        (["wandb", "wandb"], "report_to: wandb, wandb -> each tracker once"),
         (3, "report_to: 3 \\(a whole number\\) -> a list"),
     ],
 )

@@ -24,6 +24,7 @@ _GROUPS = "arguments of the optimizer's groups, such as learning rates"
 _SLICES = "changes to slices in optimizer.param_groups"
 _VALUES = "changes to the model's own parameters"
 _GRADIENTS = "parameters that have a gradient"
+_CLEARS = "calls of zero_grad"
 _MODE = "mode of the model, as train() and eval() set it"
 _OWN = 5  # numbers of a rank before its digests
 
@@ -59,7 +60,8 @@ class Agreement:
         changed = {each: count - self._versions[each] for each, count in now.items() if count != self._versions[each]}
         did: dict[str, Any] = {_VALUES: changed, _MODE: self._model.training, **numbers}
         if updates is not None:
-            did |= {_SLICES: updates.edits, _GRADIENTS: sorted(updates.with_gradient), _GROUPS: updates.arguments()}
+            did |= {_SLICES: updates.edits, _GRADIENTS: sorted(updates.with_gradient), _CLEARS: updates.clears}
+            did[_GROUPS] = updates.arguments()
         self._transport.phase = f"{name}, comparing the ranks"
         tied = None if self._stages is None else self._stages.tied
         is_tied = tied is not None and any(self._parameters[each] is tied for each in changed)

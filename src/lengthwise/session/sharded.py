@@ -46,7 +46,8 @@ class ShardedInPlace:
     where they are updated by gradients that are copied there. parameters: that were cut. numbers:
     which of the optimizer's parameters, as torch counts them, each that trains is, by its name in the whole model.
     shapes: of each of them. rank: of this one among those over which `parameters` lie. edits: changes that the loop
-    made to slices of gradients and of weights. has_edited_weights: some of them are not published. reached: names of
+    made to slices of gradients and of weights. clears: calls of zero_grad. has_edited_weights: some changes are not
+    published. reached: names of
     the parameters that a loss of this rank has reached in the last backward. with_gradient: those that have one, as a
     loss of some rank has reached them since gradients were cleared. compare: compares the ranks, takes in what the loop
     did to gradients and publishes what it did to weights (`session.agreement`).
@@ -69,7 +70,7 @@ class ShardedInPlace:
         self._frozen = {number: each for number, each in enumerate(members) if not each.requires_grad}
         self._before = {name: (tuple(each.shape), optimizer.state.get(each, {})) for name, each in trainable.items()}
         self._given = trainable
-        self.edits, self.has_edited_weights = {"gradients": 0, "weights": 0}, False
+        self.edits, self.has_edited_weights, self.clears = {"gradients": 0, "weights": 0}, False, 0
         self.with_gradient, self.reached = set[str](), set[str]()  # names of parameters
         self._folded: tuple[int, float] | None = None  # of the model's own values, when slices took them in
         self._is_behind = self._is_ahead = False  # the gradients on the host, of those on the device
@@ -243,6 +244,7 @@ class ShardedInPlace:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients of this rank: those of the slices, and those from which the slices are summed."""
+        self.clears += 1
         if set_to_none:
             self.with_gradient.clear()
         else:
