@@ -200,7 +200,7 @@ class Session:
         start, name = time.perf_counter(), f"step {self.steps + 1}"
         planned = self._planned(sequences, name)
         objective, check = self._objective(planned, **how)
-        self._agreement.reach(name, normalizer=None if normalizer is None else float(normalizer))
+        self._agreement.reach(name, normalizer=normalizer)
         with trained.collecting():
             result = self._runner.backward(planned, objective, check=check)
         return self._made(result, start)
@@ -264,7 +264,7 @@ class Session:
         start, name = time.perf_counter(), f"evaluation after step {self.steps}"
         planned = self._planned(sequences, name)
         objective, check = self._objective(planned, **how)
-        self._agreement.reach(name, normalizer=None if normalizer is None else float(normalizer))
+        self._agreement.reach(name, normalizer=normalizer)
         result = self._runner.evaluate(planned, objective, check=check)
         refuse_not_finite(f"{name}, loss", result.loss)
         return replace(result, step_seconds=time.perf_counter() - start)
