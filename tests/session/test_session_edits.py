@@ -338,7 +338,7 @@ def differences(expected, options):
     return found
 
 
-@pytest.mark.parametrize("layout", ["zero1", "stages", *map(more, ("alone", "host", "zero3", "hybrid", "replicas"))])
+@pytest.mark.parametrize("layout", ["zero1", *map(more, ("alone", "host", "zero3", "hybrid", "stages", "replicas"))])
 def test_what_a_loop_does_beside_backward_is_as_in_the_plain_loop(layout, tmp_path):
     ranks, options = LAYOUTS[layout]
     expected = in_double(lambda _rank: plain_results())(0)
