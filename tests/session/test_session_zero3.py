@@ -227,3 +227,18 @@ def test_what_is_gathered_is_priced_by_the_parameters_that_there_are(tmp_path):
     (whole, summed, count, cost), (_, alone, *_) = in_ranks(work, 2, tmp_path)[0]
     assert whole == pytest.approx(4 * count / 2 / cost.near.bytes_per_second)
     assert alone < 0.5 * summed
+
+
+def test_values_that_a_pass_has_left_gathered_are_out_of_reach(tmp_path):
+    """Of a tied model the unit of embedding and head stays for a microbatch; what a loop wrote there would be lost."""
+
+    def work(_rank):
+        model = small_model(tie_word_embeddings=True)
+        optimizer, rows = torch.optim.SGD(model.parameters(), lr=0.1), steps_of([[20, 30]])[0]
+        with Session(model, optimizer, capacity_tokens=64, shard="zero3") as session:
+            for run in (session.backward, session.evaluate, session.token_values):
+                run(rows)
+                with pytest.raises(ModelRefused, match="data of a parameter"):
+                    model.lm_head.weight.data.mul_(0.5)
+
+    in_ranks(work, 2, tmp_path)

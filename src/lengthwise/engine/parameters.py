@@ -126,6 +126,10 @@ class Parameters(Protocol):
         """Wait until all values are there: before a transfer, and before they are read outside of a forward."""
         ...
 
+    def free(self) -> None:
+        """Free the values that a pass has left gathered: what somebody wrote there would be lost."""
+        ...
+
     def whole_on_first(self, *, trained_only: bool) -> AbstractContextManager[None]:
         """See that the model of rank 0 has whole parameters inside the block, to be saved. Collective.
 

@@ -205,6 +205,9 @@ class FlatParameters:
         """Wait for the values of all buckets."""
         self._arrive(range(self.layout.num_buckets))
 
+    def free(self) -> None:
+        """Do nothing: values stay."""
+
     @contextmanager
     def whole_on_first(self, *, trained_only: bool) -> Iterator[None]:
         """Wait for all values: every rank's model has them whole."""

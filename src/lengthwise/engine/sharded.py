@@ -152,11 +152,15 @@ class ShardedParameters:
 
     def publish(self) -> None:
         """Free what was gathered of the values before, and share the new ones between nodes."""
-        self._waves.let_go()
+        self.free()
         self._share_updates()
 
     def published(self) -> None:
         """Do nothing: units are gathered when they run."""
+
+    def free(self) -> None:
+        """Free the units that stay after a pass."""
+        self._waves.let_go()
 
     def publish_bytes(self) -> int:
         """Count the bytes of a slice in the compute dtype, where another node needs it so, or the host has another."""

@@ -98,34 +98,17 @@ class Engine:
             self._offloading.begin_step()
         # Only forwards are cast, by the objective: backward follows what they did.
         with self.attending(), torch.autocast(kind, enabled=False):
+            how: dict[str, Any] = {"name": name, "train": train, "objective": objective}
+            how |= {"offloading": self._offloading, "parameters": self.parameters}
+            how["dropout"] = DropoutKey(seed=self.seed, step=step)
             if self.pipeline is not None:
-                return run_stage(
-                    self.pipeline.stage,
-                    planned.plan,
-                    planned.batch,
-                    self.pipeline.mesh,
-                    kernel,
-                    name=name,
-                    train=train,
-                    objective=objective,
-                    offloading=self._offloading,
-                    parameters=self.parameters,
-                    dropout=DropoutKey(seed=self.seed, step=step),
-                    autocast=dtype,
-                )
-            return run_plan(
-                self.model,
-                planned.plan,
-                planned.batch,
-                self.transport,
-                kernel,
-                name=name,
-                train=train,
-                objective=objective,
-                offloading=self._offloading,
-                parameters=self.parameters,
-                dropout=DropoutKey(seed=self.seed, step=step),
-            )
+                stage, mesh = self.pipeline.stage, self.pipeline.mesh
+                result = run_stage(stage, planned.plan, planned.batch, mesh, kernel, autocast=dtype, **how)
+            else:
+                result = run_plan(self.model, planned.plan, planned.batch, self.transport, kernel, **how)
+        if not train and self.parameters is not None:
+            self.parameters.free()
+        return result
 
     def summed_loss(self, name: str, planned: PlannedStep, objective: Objective, *, step: int) -> float:
         """Return the sum over all ranks of what an objective gives, without gradients. Collective."""

@@ -220,6 +220,7 @@ class ShardedInPlace:
             self.zero_grad()
             raise
         self.parameters.detach_gradients()
+        self.parameters.free()
         self._is_behind = self.offloads
         self.withhold_gradients()
 
