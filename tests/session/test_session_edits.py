@@ -604,3 +604,23 @@ def test_slices_have_what_a_loop_wrote_by_name(tmp_path):
 
     for found in in_ranks(work, 2, tmp_path):
         assert not any(found)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_both_copies_of_a_frozen_tied_weight_are_changed_by_either_name(name, tmp_path):
+    def work(_rank):
+        model = small_model(tie_word_embeddings=True)
+        model.lm_head.weight.requires_grad_(False)
+        plain = Plain(small_model(tie_word_embeddings=True))
+        optimizer = ADAMW([each for each in model.parameters() if each.requires_grad])
+        with torch.no_grad():
+            plain.model.lm_head.weight.mul_(0.5)
+        plain.evaluate(FIRST)
+        with Session(model, optimizer, capacity_tokens=64, stages=2) as session:
+            holder = model.model.embed_tokens if name == "embed_tokens" else model.lm_head
+            with torch.no_grad():
+                for each in holder.parameters():
+                    each.mul_(0.5)
+            return session.evaluate(FIRST).loss - plain.numbers[0]
+
+    assert in_ranks(in_double(work), 2, tmp_path) == pytest.approx([0.0, 0.0], abs=1e-12)

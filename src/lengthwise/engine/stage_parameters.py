@@ -61,10 +61,10 @@ class StageParameters(FlatParameters):
             keeps_frozen=keeps_frozen,
             exact_on=exact_on,
         )
-        self._tied = stage.tied_weight() if is_tied else None
+        self._tied = stage.tied_weight()
         if is_tied:
             self._tied_gradient = self._begin_copy() if is_copy else self._embedding_gradient()
-            self._give_values()
+        self.share_tied(from_first=True)
 
         self.saved = self._join_saved()
         self._is_saving = mesh.stages == 1
@@ -143,7 +143,7 @@ class StageParameters(FlatParameters):
     def publish(self) -> None:
         """Give every rank of the stage its parameters, and the last stage those of a tied head."""
         super().publish()
-        if self._tied is not None:
+        if self._tied_gradient is not None:
             self.published()
             self._give_values()
 
@@ -158,7 +158,7 @@ class StageParameters(FlatParameters):
 
     @property
     def tied(self) -> nn.Parameter | None:
-        """The tied weight that trains, on the stages that have it or its copy."""
+        """The tied weight, on the stages that have it or its copy."""
         return self._tied
 
     def tied_norm(self) -> float:

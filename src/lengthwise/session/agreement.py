@@ -67,7 +67,9 @@ class Agreement:
         tied = None if self._stages is None else self._stages.tied
         is_tied = tied is not None and any(self._parameters[each] is tied for each in changed)
         norm = 0.0 if self._stages is None else self._stages.tied_norm()
-        tied_name = "" if tied is None or updates is None else updates.withheld.name_of(tied)
+        tied_name = ""
+        if updates is not None and tied is not None and tied.requires_grad:
+            tied_name = updates.withheld.name_of(tied)
         without = updates is not None and tied_name not in {"", *updates.with_gradient}
         is_both = updates is not None and updates.has_edited_weights and (bool(changed) or updates.has_edited_both())
         own = [float(wrong is not None), float(is_tied), norm, float(without), float(is_both)]
