@@ -9,7 +9,7 @@ from testing.recording import Call, RecordingTransport
 from testing.sequences import make_batch
 from testing.steps import run_step
 from testing.stores import CountingStore, DelayedStore
-from testing.tiny import MODEL_TYPES, SIZES, VARIANTS, tiny_family_config
+from testing.tiny import MODEL_TYPES, SIZES, VARIANTS, put_forwards, tiny_family_config
 
 __all__ = [
     "MODEL_TYPES",
@@ -28,6 +28,7 @@ __all__ = [
     "family_difference",
     "make_batch",
     "make_plan",
+    "put_forwards",
     "random_plan",
     "relative_error",
     "rounding_floor",

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lengthwise.models import ROUTER_FAMILIES, coefficient_key
+from lengthwise.models.computing import Layers
 
 MODEL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 VOCAB = 48
@@ -176,3 +177,10 @@ def _kinds(base: Any, names: set[str]) -> list[str]:
     if kinds == {"full_attention"} and "sliding_window" in names:
         kinds.add("sliding_attention")
     return sorted(kinds, reverse=True)
+
+
+def put_forwards(model, chosen):
+    """Let a model compute by forwards that were chosen for it; return what was said of them."""
+    forwards, said = chosen
+    Layers(model=model, forwards=forwards, experts=None).put()
+    return said

@@ -58,7 +58,7 @@ def test_gpu_kernel_is_chosen_and_said_why(dtype, head_dim, capability, has, nam
 def test_a_name_is_taken_and_nothing_else(name, kind):
     kernel, said = gpu_kernel(GpuAbilities(capability=(9, 0), **EVERYTHING), BF16, implementation=name)
     assert type(kernel) is kind
-    assert said == "the run file asks for it"
+    assert said == "it is asked for"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_on_the_cpu_the_reference_can_be_named_and_kernels_of_gpus_cannot():
     assert kernel.token_multiple == 1
     assert said == [
         f"attention kernel: {chosen.name}; because the run computes on the CPU",
-        "attention kernel: reference (matrix products); because the run file asks for it",
+        "attention kernel: reference (matrix products); because it is asked for",
     ]
     with pytest.raises(ConfigError, match="expected auto or reference on the CPU; got flash3"):
         choose_kernel(CPU, implementation="flash3")

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from testing import RecordingTransport, make_batch, make_plan, run_ranks, tiny_family_config
+from testing import RecordingTransport, make_batch, make_plan, put_forwards, run_ranks, tiny_family_config
 from testing.strict import StrictWorld
 from transformers import AutoModelForCausalLM
 
@@ -18,7 +18,7 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import keep_double, wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
-from lengthwise.models.computing import compile_layers
+from lengthwise.models.computing import compiled_forwards
 from lengthwise.program import all_end_alone
 from tiers import some
 
@@ -71,9 +71,15 @@ def train(inner, family, dtype, recompute, *, overlaps, compiles=False):
     transport = RecordingTransport(inner)
     model = copy.deepcopy(built(family))
     if compiles:
-        compile_layers(model, backend="eager")
+        put_forwards(model, compiled_forwards(model, backend="eager"))
     flat = FlatParameters(
-        model, transport, dtype=dtype, layers=wrapped_layers(model), bucket_entries=1, overlaps=overlaps
+        model,
+        transport,
+        dtype=dtype,
+        layers=wrapped_layers(model),
+        bucket_entries=1,
+        overlaps=overlaps,
+        values_late=overlaps,
     )
     assert flat.layout.num_buckets > 2
     optimizer = ShardedOptimizer(flat, OptimizerConfig(max_grad_norm=0.1), transport)
@@ -146,7 +152,7 @@ def test_values_are_waited_for_layer_by_layer(monkeypatch):
     def work(inner):
         model = copy.deepcopy(built("llama"))
         layers = wrapped_layers(model)
-        flat = FlatParameters(model, inner, dtype=torch.float32, layers=layers, bucket_entries=1, overlaps=True)
+        flat = FlatParameters(model, inner, dtype=torch.float32, layers=layers, bucket_entries=1, values_late=True)
         optimizer = ShardedOptimizer(flat, OptimizerConfig(), inner)
         optimizer.rehearse()
         counts, order = [len(flat._arriving)], list(flat._arriving)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch._dynamo
-from testing import enliven, make_batch, make_plan
+from testing import enliven, make_batch, make_plan, put_forwards
 from testing.tiny import VOCAB, tiny_family_config
 from torch._dynamo.utils import counters
 
@@ -17,7 +17,7 @@ from lengthwise.engine.activations import Offloading
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import Computing, ModelSource, build_model, compute_so, keep_double
-from lengthwise.models.computing import compile_layers
+from lengthwise.models.computing import compiled_forwards
 from lengthwise.offload import CopyStore
 from tiers import more
 
@@ -97,7 +97,7 @@ def check(compiled, plain, bar, **options):
 def pair(family, *, backend="eager", **changes):
     model = built(family, **changes)
     compiled = copy.deepcopy(model)
-    said = compile_layers(compiled, backend=backend)
+    said = put_forwards(compiled, compiled_forwards(compiled, backend=backend))
     assert said.startswith(f"{model.config.num_hidden_layers} layers are compiled around their attention")
     return Trained(compiled), Trained(model)
 
@@ -142,7 +142,7 @@ def test_an_evaluation_is_a_class_of_its_own_traced_once():
 @pytest.mark.exhaustive
 def test_a_copy_of_a_compiled_model_runs_its_own_layers():
     model, lengths = built("llama"), LENGTHS[0]
-    compile_layers(model, backend="eager")
+    put_forwards(model, compiled_forwards(model, backend="eager"))
     other = copy.deepcopy(model)
     for parameter in other.model.layers.parameters():
         parameter.data.zero_()
@@ -159,14 +159,16 @@ def test_a_copy_of_a_compiled_model_runs_its_own_layers():
 )
 def test_models_that_are_not_compiled_say_so_and_stay_as_they_are(family, said):
     model = built(family)
-    assert compile_layers(model, backend="eager") == f"no layer is compiled: {said}"
+    assert compiled_forwards(model, backend="eager") == ({}, f"no layer is compiled: {said}")
     Trained(model).run(plan_of(LENGTHS[0], layers=model.config.num_hidden_layers), LENGTHS[0])
     assert not graphs()
 
 
 def test_the_run_files_key_compiles_and_its_default_does_not(monkeypatch):
     asked, said = [], []
-    monkeypatch.setattr("lengthwise.models.computing.compile_layers", lambda model: asked.append(model) or "done")
+    monkeypatch.setattr(
+        "lengthwise.models.computing.compiled_forwards", lambda model: asked.append(model) or ({}, "done")
+    )
     model = built("llama")
     compute_so(model, Computing(), CPU, dtype=torch.float64, say=said.append)
     assert (asked, said) == ([], [])

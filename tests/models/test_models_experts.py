@@ -64,8 +64,8 @@ def test_grouped_products_give_what_experts_one_by_one_give(family, precision):
         return
     one_by_one, grouped = (run(family, experts, precision) for experts in ("eager", "grouped_mm"))
     assert [each[2] for each in (one_by_one, grouped)] == [
-        ["experts: eager; because the run file asks for it"],
-        ["experts: grouped_mm; because the run file asks for it"],
+        ["experts: eager; because it is asked for"],
+        ["experts: grouped_mm; because it is asked for"],
     ]
     exact = one_by_one if precision == "fp32" else run(family, "eager", "fp32")
     errors = [distance(each, exact) for each in (one_by_one, grouped)]
@@ -94,15 +94,15 @@ def needs(**changes):
         ("auto", {"rows_bytes": (60, 64)}, "eager", "want rows of whole 16 bytes, and this model's have (60, 64)"),
         ("auto", {"capability": (7, 5)}, "eager", "need compute capability 8.0, and this GPU has 7.5"),
         ("auto", {"replaceable": False}, "eager", "this family computes its experts itself"),
-        ("grouped_mm", {"on_gpu": False}, "grouped_mm", "the run file asks for it"),
-        ("eager", {}, "eager", "the run file asks for it"),
+        ("grouped_mm", {"on_gpu": False}, "grouped_mm", "it is asked for"),
+        ("eager", {}, "eager", "it is asked for"),
     ],
 )
 def test_which_experts_and_why(asked, changes, implementation, reason):
     found, said = choose_experts(asked, needs(**changes))
     assert found == implementation
     assert said.endswith(reason)
-    if implementation == "eager" and reason not in ("this is not bf16 on a GPU", "the run file asks for it"):
+    if implementation == "eager" and reason not in ("this is not bf16 on a GPU", "it is asked for"):
         with pytest.raises(ConfigError, match=r"Set experts: auto, or eager\."):
             choose_experts("grouped_mm", needs(**changes))
 

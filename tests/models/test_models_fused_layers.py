@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
-from testing import build_pair, family_difference, make_plan, tiny_family_config
+from testing import build_pair, family_difference, make_plan, put_forwards, tiny_family_config
 from transformers.models.llama import modeling_llama
 
 from lengthwise.core.errors import ConfigError
@@ -21,7 +21,7 @@ from lengthwise.models.fused_layers import (
     FusedKernels,
     FusedNeeds,
     choose_fused,
-    fuse_layers,
+    fused_forwards,
     liger_kernels,
 )
 from tiers import some
@@ -76,7 +76,7 @@ class PlainKernels:
 def test_fused_layers_of_a_family_give_what_plain_hugging_face_gives(family):
     """In fp64, over a ring and a pack: each formula, offset and epsilon, and that each module was exchanged."""
     pair, plain = build_pair(family, tiny_family_config(family)), PlainKernels()
-    said = fuse_layers(pair["planned"], plain.kernels)
+    said = put_forwards(pair["planned"], fused_forwards(pair["planned"], plain.kernels))
     found = family_difference(pair, PLAN, LENGTHS, precision="fp64")
     assert found.loss < 1e-13
     assert found.gradient < 1e-12
@@ -90,7 +90,7 @@ def test_fused_layers_of_a_family_give_what_plain_hugging_face_gives(family):
 
 def test_fused_layers_run_again_in_backward():
     pair, plain = build_pair("qwen3", tiny_family_config("qwen3")), PlainKernels()
-    fuse_layers(pair["planned"], plain.kernels)
+    put_forwards(pair["planned"], fused_forwards(pair["planned"], plain.kernels))
     microbatches = tuple(replace(each, recompute="layer") for each in PLAN.microbatches)
     found = family_difference(pair, replace(PLAN, microbatches=microbatches), LENGTHS, precision="fp64")
     assert found.gradient < 1e-12
@@ -101,7 +101,7 @@ def test_only_this_model_is_changed_and_a_copy_runs_its_own_modules():
     """`verify` has a plain model beside it, and Liger's own patches would change both."""
     pair, plain = build_pair("llama", tiny_family_config("llama")), PlainKernels()
     rope = modeling_llama.apply_rotary_pos_emb
-    fuse_layers(pair["planned"], plain.kernels)
+    put_forwards(pair["planned"], fused_forwards(pair["planned"], plain.kernels))
     assert modeling_llama.apply_rotary_pos_emb is rope
     assert not any("forward" in vars(module) for module in pair["plain"].modules())
     other = copy.deepcopy(pair["planned"])
@@ -121,7 +121,7 @@ def needs(**changes):
     [
         ({"on_gpu": False}, "Liger's kernels are for GPUs"),
         ({"compiled": True}, "compile: true joins the same operations"),
-        ({"dtype": torch.float64}, "Liger's kernels compute in fp32, and this run in float64"),
+        ({"dtype": torch.float64}, "Liger's kernels compute in fp32, and this model in float64"),
         ({"family": "gpt_oss"}, "gpt_oss is none of the families known to be right (gemma, gemma3_text, granite,"),
         ({"liger": None}, "liger-kernel is not installed"),
         ({"liger": "0.7.0.dev20260101+cu13"}, "liger-kernel 0.7.0.dev20260101+cu13 is older than 0.8.5"),
@@ -140,7 +140,7 @@ def test_liger_is_taken_where_it_is_installed_on_a_gpu():
     for version in ("0.8.5", "0.9", "1.0.0+cu130"):
         for asked in ("auto", "liger"):
             assert choose_fused(asked, needs(liger=version)) == ("liger", f"liger-kernel {version} is installed")
-    assert choose_fused("off", needs()) == ("off", "the run file asks for it")
+    assert choose_fused("off", needs()) == ("off", "it is asked for")
 
 
 def test_every_family_of_the_table_is_one_that_is_proved():

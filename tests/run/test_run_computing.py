@@ -53,7 +53,7 @@ def test_a_compiled_run_says_so_and_gives_the_same(tmp_path, capfd, monkeypatch,
     path = write_run(tmp_path, make_rows(LENGTHS), device="cpu", recompute="layer", lora=lora)
     default = losses(train(path, "--ranks", 2))
     capfd.readouterr()
-    monkeypatch.setattr(computing, "compile_layers", partial(computing.compile_layers, backend="eager"))
+    monkeypatch.setattr(computing, "compiled_forwards", partial(computing.compiled_forwards, backend="eager"))
     other = losses(train(path, "--ranks", 2, "--overwrite", "--set", "compile=true"))
     said = " ".join("".join(capfd.readouterr()).split())
     assert "compile: 2 layers are compiled around their attention" in said
@@ -71,7 +71,7 @@ def test_a_run_by_the_reference_is_said_and_gives_the_same(tmp_path, capfd):
     assert said.count("attention kernel: torch flash attention for CPU; because the run computes on the CPU\n") == 1
     other = losses(train(path, "--ranks", 2, "--overwrite", "--set", "attention=reference"))
     said = " ".join("".join(capfd.readouterr()).split())
-    assert "attention kernel: reference (matrix products); because the run file asks for it" in said
+    assert "attention kernel: reference (matrix products); because it is asked for" in said
     assert all(relative(a, b) < 1e-12 for a, b in zip(other, default, strict=True))
     assert call("verify", path, "--ranks", 2, "--set", "attention=reference") == 0
     assert "attention kernel: reference" in " ".join("".join(capfd.readouterr()).split())

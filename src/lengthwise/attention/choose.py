@@ -103,7 +103,7 @@ def _chosen(
         against = faults.get(implementation) or (abilities and obstacle(implementation, abilities, needs))
         if against:
             raise _refuse(implementation, against)
-        return implementation, "the run file asks for it"
+        return implementation, "it is asked for"
     if abilities is None:
         against = {name: faults.get(name) for name in _CPU_ORDER}
     else:

@@ -23,7 +23,16 @@ from lengthwise.config.sections import (
     read_meanwhile,
     scheme_of,
 )
-from lengthwise.config.settings import Attention, PathSetting, Recompute, Settings, Shard, Tokens
+from lengthwise.config.settings import (
+    Attention,
+    Experts,
+    FusedLayers,
+    PathSetting,
+    Recompute,
+    Settings,
+    Shard,
+    Tokens,
+)
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import BYTES_TOKENIZER, PLANNER_GROUP
 from lengthwise.core.packages import PLANNER_PACKAGES, has_package
@@ -158,13 +167,13 @@ class RunConfig(Settings):
         description="true compiles decoder layers around their attention (torch.compile), except in mixtures of "
         "experts; the first step takes some seconds longer; default false",
     )
-    fused_layers: Literal["auto", "off", "liger"] = Field(
+    fused_layers: FusedLayers = Field(
         default="auto",
         description="fused norms, RoPE and MLPs of Liger Kernel: liger (on GPUs, for families whose results were "
         "checked, not together with compile), off, or auto: liger if that is possible and liger-kernel is "
         "installed; default auto",
     )
-    experts: Literal["auto", "eager", "grouped_mm"] = Field(
+    experts: Experts = Field(
         default="auto",
         description="how the experts of a mixture are computed: eager (one by one), grouped_mm (all in one product, "
         "bf16 and fp32), or auto: grouped_mm in bf16 on GPUs, else eager; default auto",

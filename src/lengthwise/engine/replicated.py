@@ -32,9 +32,9 @@ class FlatParameters:
     What rank 0 has of the model counts, buffers as well, wherever it lies; the others' parameters may be without
     storage (on the meta device).
     device: where the buffers are; None: where the model is. layers: the decoder's, whose parameters stay together.
-    overlaps: whether sums and values of buckets travel while backward and forward run. keeps_frozen: what does not
-    train keeps its dtype, and is not made to compute in `dtype`. exact_on: where master weights are, apart from all
-    else; None: where the model is.
+    overlaps: whether sums of buckets travel while backward runs. values_late: whether published values travel while the
+    next forward runs, which waits for what it reads. keeps_frozen: what does not train keeps its dtype, and is not made
+    to compute in `dtype`. exact_on: where master weights are, apart from all else; None: where the model is.
     """
 
     ranks_in_step = 1
@@ -49,11 +49,13 @@ class FlatParameters:
         layers: Sequence[nn.Module] = (),
         bucket_entries: int = BUCKET_ENTRIES,
         overlaps: bool = False,
+        values_late: bool = False,
         keeps_frozen: bool = False,
         exact_on: torch.device | None = None,
     ) -> None:
         self._transport, self._model = transport, model
         self._overlaps = overlaps and transport.world_size > 1
+        self._are_late = values_late and transport.world_size > 1
         self._order: BucketOrder | None = None  # of the sums of this step
         self._sums: list[Pending] = []
         self._arriving: dict[int, Pending] = {}  # values of buckets
@@ -85,7 +87,7 @@ class FlatParameters:
         self.master_weights = torch.empty_like(self.grad_shard, device=exact_on) if is_apart else self.values
         self._casts = not self._is_exact or exact_on is not None  # what is gathered is a copy
         self._take_in(model, parameters)
-        if self._overlaps:
+        if self._are_late:
             self._wait_before(model, layers)
 
     def _take_in(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
@@ -196,7 +198,7 @@ class FlatParameters:
         """Give every rank the parameters that each has updated in its shard."""
         self.published()
         for bucket, pending in self._gather(self.values, self.master_weights):
-            if self._overlaps:
+            if self._are_late:
                 self._arriving[bucket] = pending
             else:
                 pending.wait()
@@ -219,7 +221,7 @@ class FlatParameters:
         """Count the bytes of a slice in the compute dtype, where its master weights are not that, or in the host."""
         slices = [self.layout.in_shard(bucket) for bucket in range(self.layout.num_buckets)]
         sizes = [each.stop - each.start for each in slices]
-        return 0 if not self._casts else self.values.element_size() * (sum if self._overlaps else max)(sizes)
+        return 0 if not self._casts else self.values.element_size() * (sum if self._are_late else max)(sizes)
 
     def _gather(self, whole: Tensor, shard: Tensor) -> Iterator[tuple[int, Pending]]:
         """Begin to gather one bucket after the other; yield it with what to wait for."""
@@ -228,7 +230,9 @@ class FlatParameters:
             yield bucket, self._transport.all_gather_async(whole[self.layout.bucket(bucket)], own)
 
     def clear_gradients(self) -> None:
-        """Set the gradients of this rank to zero."""
+        """Set the gradients of this rank to zero, once sums that are under way have ended."""
+        if self._order is not None:  # of a step that goes no further: the other ranks wait in these sums, too
+            self.reduce_gradients()
         self.grads.zero_()
         self.grad_shard.zero_()
         self._is_summed = False

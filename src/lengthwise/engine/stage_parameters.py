@@ -39,6 +39,7 @@ class StageParameters(FlatParameters):
         device: torch.device | None = None,
         bucket_entries: int = BUCKET_ENTRIES,
         overlaps: bool = False,
+        values_late: bool = False,
         keeps_frozen: bool = False,
         exact_on: torch.device | None = None,
     ) -> None:
@@ -58,6 +59,7 @@ class StageParameters(FlatParameters):
             layers=layers,
             bucket_entries=bucket_entries,
             overlaps=overlaps,
+            values_late=values_late,
             keeps_frozen=keeps_frozen,
             exact_on=exact_on,
         )

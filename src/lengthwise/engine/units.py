@@ -120,11 +120,12 @@ class FreedParameter(nn.Parameter):
 
 def _without_values() -> frozenset[Any]:
     attributes = "shape dtype device layout ndim grad grad_fn requires_grad is_leaf nbytes itemsize retains_grad"
-    flags = "is_meta is_cuda is_cpu is_mps is_xpu is_sparse is_quantized is_nested _version _is_view _backward_hooks"
+    flags = "is_meta is_cuda is_cpu is_mps is_xpu is_sparse is_quantized is_nested _version _is_view"
+    hooks = "_backward_hooks _post_accumulate_grad_hooks"
     methods = "size dim ndimension numel nelement element_size get_device requires_grad_ __len__"
     asked = "is_floating_point is_complex register_hook register_post_accumulate_grad_hook __format__"
     tensor: Any = Tensor
-    of_tensor = [getattr(tensor, name) for name in f"{attributes} {flags} {methods} {asked}".split()]
+    of_tensor = [getattr(tensor, name) for name in f"{attributes} {flags} {hooks} {methods} {asked}".split()]
     read = [each.__get__ if hasattr(each, "__set__") else each for each in of_tensor]
     written = [tensor.grad.__set__, tensor.grad.__delete__, tensor.requires_grad.__set__]
     is_asked = (torch.is_floating_point, torch.is_complex, torch.numel)

@@ -26,7 +26,7 @@ metric_for_best_model greater_is_better ignore_data_skip restore_callback_states
 seed data_seed use_cpu dataloader_drop_last dataloader_num_workers dataloader_persistent_workers
 dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order remove_unused_columns ddp_backend
 ddp_timeout skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank accelerator_config
-average_tokens_across_devices use_cache
+average_tokens_across_devices use_cache use_liger_kernel
 """
 KEPT = frozenset(_KEPT.split())
 """Fields that mean what they mean in a plain Trainer of one process."""
@@ -44,7 +44,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "logging_nan_inf_filter": "a loss that is not finite ends the training",
     "dataloader_pin_memory": "rows are read on the host",
     "length_column_name": "lengths are those of the rows",
-    "liger_kernel_config": "use_liger_kernel is refused",
     "torch_compile_backend": "torch_compile is refused",
     "torch_compile_mode": "torch_compile is refused",
     "fsdp_config": "fsdp is refused",
@@ -63,8 +62,8 @@ REFUSED: Mapping[str, Refusal] = {
     "fp16_full_eval": (OFF, "it would convert the model"),
     "bf16_full_eval": (OFF, "it would convert the model"),
     "auto_find_batch_size": (OFF, "one rank alone would restart; capacity_tokens bounds the memory"),
-    "torch_compile": (OFF, "torch.compile cannot capture planned attention"),
-    "use_liger_kernel": (OFF, "it has not been compared with the plain model here"),
+    "torch_compile": (OFF, "it cannot capture planned attention; here compile=True of the trainer compiles around it"),
+    "liger_kernel_config": (OFF, "fused layers are those that are known to be right for the model's family"),
     "neftune_noise_alpha": (OFF, "its noise would depend on the plan"),
     "train_sampling_strategy": (("random", "sequential"), "the plan balances unequal lengths itself"),
     "batch_eval_metrics": (OFF, "it needs logits of whole sequences"),

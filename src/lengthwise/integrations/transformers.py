@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from lengthwise.config.settings import Attention, Heads, Shard
+from lengthwise.config.settings import Attention, Experts, FusedLayers, Heads, Shard
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.integrations.ahead import PlannedUpdates, checked
 from lengthwise.integrations.arguments import (
@@ -59,7 +59,8 @@ class PlannedTrainerMixin(_Base):
         offload, offload_optimizer: as in `Session`.
         planner: as in `Session`.
         measurements: as in `Session`.
-        attention: as in `Session`.
+        attention, compile, fused_layers, experts, overlap: as in `Session`; use_liger_kernel of the Trainer's arguments
+            is fused_layers="liger".
         **kwargs: those of the Trainer.
 
     Raises:
@@ -78,6 +79,10 @@ class PlannedTrainerMixin(_Base):
         planner: str = "lengthwise",
         measurements: Any = None,
         attention: Attention = "auto",
+        compile: bool = False,
+        fused_layers: FusedLayers = "auto",
+        experts: Experts = "auto",
+        overlap: bool | None = None,
         **kwargs: Any,
     ) -> None:
         self.session: Session | None = None
@@ -91,6 +96,10 @@ class PlannedTrainerMixin(_Base):
             "planner": planner,
             "measurements": measurements,
             "attention": attention,
+            "compile": compile,
+            "fused_layers": fused_layers,
+            "experts": experts,
+            "overlap": overlap,
         }
         self._reading: Iterator[Any] | None = None
         self._updates: PlannedUpdates | None = None
@@ -138,17 +147,23 @@ class PlannedTrainerMixin(_Base):
     # Its arguments.
 
     def _own(self, arguments: Any, callables: list[str]) -> Any:
-        """Return a copy of the arguments that asks the plan, and not the model, for activation checkpointing."""
+        """Return a copy of the arguments that leaves activation checkpointing and fused layers to the session."""
         if "recompute" in self._session_options:
             return arguments
         problems = problems_of(arguments, callables=callables, refused=self._refused)
+        if arguments.use_liger_kernel and self._session_options["fused_layers"] == "off":
+            expected, remedy = "auto or liger beside use_liger_kernel", "Take one of them out."
+            problems.append(ConfigError("fused_layers", expected=expected, got="off", remedy=remedy))
         raise_problems([*problems, *self._wrong_options()])
         if self._session_options["shard"] in ("zero3", "hybrid") and arguments.world_size > 1:
             refuse_with_parts(arguments)
         if self._session_options["shard"] == "auto" and any(getattr(arguments, name, False) for name in WITH_PARTS):
             self._session_options["shard"] = "zero1"
         self._session_options["recompute"] = recompute_of(arguments)
+        if arguments.use_liger_kernel:
+            self._session_options["fused_layers"] = "liger"
         arguments = copy.copy(arguments)
+        arguments.use_liger_kernel = False  # else Trainer patches transformers for the whole process
         arguments.activation_checkpointing = arguments.gradient_checkpointing = False
         arguments.average_tokens_across_devices = False  # else compute_loss multiplies, for the mean that DDP takes
         return arguments

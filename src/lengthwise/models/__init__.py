@@ -3,7 +3,13 @@
 from lengthwise.models.adapter import model_loss, model_router_logits, plain_output, run_chunk, run_layers
 from lengthwise.models.adapter_kinds import check_adapters
 from lengthwise.models.checkpointing import apply_policy, check_recompute, wrapped_layers
-from lengthwise.models.computing import Computing, check_computing, choose_model_kernel, compute_so
+from lengthwise.models.computing import (
+    Computing,
+    check_computing,
+    choose_layers,
+    choose_model_kernel,
+    compute_so,
+)
 from lengthwise.models.double import keep_double
 from lengthwise.models.dropout import (
     ANY_KEY,
@@ -53,6 +59,7 @@ __all__ = [
     "check_model_config",
     "check_recompute",
     "check_weights",
+    "choose_layers",
     "choose_model_kernel",
     "coefficient_key",
     "compute_so",

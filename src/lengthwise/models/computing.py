@@ -1,13 +1,14 @@
-"""How a model computes, chosen once for a run: all that runs it (training, `verify`, profiles, memory) sees the same.
+"""How a model computes, chosen once for a run or a session: training, `verify`, profiles and memory see the same.
 
-The keys of the run file change speed and memory, and results by rounding alone. The attention kernel is chosen apart.
+These settings change speed and memory, and results by rounding alone. The attention kernel is chosen apart.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,14 @@ from lengthwise.models.checkpointing import wrapped_layers
 from lengthwise.models.dropout import asks_for_dropout, has_dropout
 from lengthwise.models.experts import choose_experts, experts_of, needs_of
 from lengthwise.models.families import attention_heads, has_windows, largest_head_dim
-from lengthwise.models.fused_layers import FusedNeeds, choose_fused, fuse_layers, installed_liger, liger_kernels
+from lengthwise.models.fused_layers import (
+    Forwards,
+    FusedNeeds,
+    choose_fused,
+    fused_forwards,
+    installed_liger,
+    liger_kernels,
+)
 from lengthwise.models.load import build_skeleton
 
 _MOST_VARIANTS = 32  # of one function: windows, training or not, one row; torch would stop compiling after 8
@@ -32,7 +40,7 @@ _WRAPS_FORWARD = "__init_subclass__" in vars(GradientCheckpointingLayer)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computing:
-    """The run file's keys of the same names, with their defaults."""
+    """The settings of the same names of run files and sessions, with their defaults."""
 
     attention: str = "auto"
     compile: bool = False
@@ -75,6 +83,41 @@ def choose_model_kernel(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """How the layers of one model compute, apart from attention. experts: None: as they do without."""
+
+    model: Any
+    forwards: Forwards
+    experts: str | None
+
+    def kept(self) -> Layers:
+        """Return them for the modules that the model still has, of which a stage keeps some."""
+        modules = set(self.model.modules())
+        return replace(self, forwards={each: forward for each, forward in self.forwards.items() if each in modules})
+
+    def put(self) -> None:
+        """Let the model compute so from now on; a forward that somebody has put on a module stays."""
+        if self.experts is not None:
+            self.model.set_experts_implementation(self.experts)
+        for module, forward in self.forwards.items():
+            vars(module).setdefault("forward", forward)
+
+    @contextmanager
+    def put_inside(self) -> Iterator[None]:
+        """Let the model compute so inside the block, and as before outside of it."""
+        before = self.model.config._experts_implementation
+        self.put()
+        try:
+            yield
+        finally:
+            for module, forward in self.forwards.items():
+                if vars(module).get("forward") is forward:
+                    del module.forward  # which is then its class's
+            if self.experts is not None:
+                self.model.config._experts_implementation = before
+
+
 def compute_so(
     model: Any,
     computing: Computing,
@@ -83,30 +126,45 @@ def compute_so(
     dtype: torch.dtype,
     say: Callable[[str], None] | None = None,
 ) -> None:
-    """Let a model compute on `device`, in `dtype`, as asked; `say` reports each choice that was made.
+    """Let a model compute as `choose_layers` chooses, with its arguments and errors."""
+    choose_layers(model, computing, device, dtype=dtype, say=say).put()
+
+
+def choose_layers(
+    model: Any,
+    computing: Computing,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    say: Callable[[str], None] | None = None,
+) -> Layers:
+    """Return how the layers of a model compute on `device`, in `dtype`, as asked; `say` reports each choice.
 
     Raises:
-        ConfigError: layers or experts that cannot compute as the run file says on this device.
+        ConfigError: layers or experts that cannot compute on this device as asked.
     """
     report, on_gpu = say or (lambda _: None), device.type == "cuda"
+    experts, forwards = None, dict[nn.Module, Callable[..., Any]]()
     if experts_of(model):
         capability = torch.cuda.get_device_capability(device) if on_gpu else None
         needs = needs_of(model, dtype, on_gpu=on_gpu, capability=capability)
         implementation, reason = choose_experts(computing.experts, needs)
-        if needs.replaceable:
-            model.set_experts_implementation(implementation)
+        experts = implementation if needs.replaceable else None
         report(f"experts: {implementation}; because {reason}")
     fused, reason = choose_fused(
         computing.fused_layers, _fused_needs(model.config, computing, dtype=dtype, on_gpu=on_gpu)
     )
     if fused == "liger":
-        report(f"fused layers: liger ({fuse_layers(model, liger_kernels())}); because {reason}")
+        forwards, done = fused_forwards(model, liger_kernels())
+        report(f"fused layers: liger ({done}); because {reason}")
     elif on_gpu:  # on the CPU there are none to go without
         report(f"fused layers: off; because {reason}")
     if computing.compile:
         if has_dropout(model):
             raise _refuse_compiled_dropout()
-        report(f"compile: {compile_layers(model)}")
+        forwards, done = compiled_forwards(model)
+        report(f"compile: {done}")
+    return Layers(model=model, forwards=forwards, experts=experts)
 
 
 def _refuse_compiled_dropout() -> ConfigError:
@@ -120,23 +178,24 @@ def _fused_needs(config: Any, computing: Computing, *, dtype: torch.dtype, on_gp
     )
 
 
-def compile_layers(model: Any, *, backend: str = "inductor") -> str:
-    """Compile the decoder layers of a model in place; return what was done, or why it was not."""
-    layers = wrapped_layers(model)
+def compiled_forwards(model: Any, *, backend: str = "inductor") -> tuple[Forwards, str]:
+    """Return compiled forwards of the decoder layers of a model, and what was done, or why it was not."""
+    layers = [layer for layer in wrapped_layers(model) if "forward" not in vars(layer)]  # else it is the user's
     if not layers:
-        return "no layer is compiled: this family has no wrap around its layers"
+        return {}, "no layer is compiled: this family has no wrap around its layers"
     if experts_of(model):  # whose tokens an expert gets is data: a break for each expert
-        return "no layer is compiled: experts are not traced yet"
+        return {}, "no layer is compiled: experts are not traced yet"
     torch._dynamo.config.recompile_limit = max(_MOST_VARIANTS, torch._dynamo.config.recompile_limit)
     # Tracing asks every input for its gradient, and warns of its own question.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     leave_attention_eager()
     compiled = {kind: torch.compile(_own_forward(kind), dynamic=True, backend=backend) for kind in map(type, layers)}
+    forwards = dict[nn.Module, Callable[..., Any]]()
     for layer in layers:
         run = partial(compiled[type(layer)], layer)
         # Partial functions, not closures: a copy of the model then runs its own layers.
-        layer.forward = partial(_run_wrapped, layer, run) if _WRAPS_FORWARD else run
-    return f"{len(layers)} layers are compiled around their attention, each shape class when it first comes"
+        forwards[layer] = partial(_run_wrapped, layer, run) if _WRAPS_FORWARD else run
+    return forwards, f"{len(layers)} layers are compiled around their attention, each shape class when it first comes"
 
 
 def _own_forward(kind: type[nn.Module]) -> Callable[..., Any]:

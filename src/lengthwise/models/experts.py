@@ -63,7 +63,7 @@ def choose_experts(asked: str, needs: ExpertsNeeds) -> tuple[str, str]:
             "experts", expected="auto, eager, or a model and precision for it", got=against, remedy=remedy
         )
     if asked != "auto":
-        return asked, "the run file asks for it"
+        return asked, "it is asked for"
     if against is not None:
         return ONE_BY_ONE, against
     if needs.on_gpu and needs.dtype == torch.bfloat16:

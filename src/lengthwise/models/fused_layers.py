@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,11 @@ from lengthwise.core.errors import ConfigError
 
 LEAST_LIGER = (0, 8, 5)  # the one whose functions were read and run
 
+Forwards: TypeAlias = Mapping[nn.Module, Callable[..., Any]]
+"""What computes in place of the forward of a module's class."""
+
 _ROPE = "apply_rotary_pos_emb"
+_KNOWN_MODULES = ("transformers.", "liger_kernel.")  # whose classes compute as their family does
 _INSTALL = f"pip install 'liger-kernel>={'.'.join(map(str, LEAST_LIGER))}'"
 
 
@@ -68,7 +72,7 @@ class FusedNeeds:
 def choose_fused(asked: str, needs: FusedNeeds) -> tuple[str, str]:
     """Return (`liger` or `off`, why) for `auto` or the one that is asked for; ConfigError: not available here."""
     if asked == "off":
-        return "off", "the run file asks for it"
+        return "off", "it is asked for"
     against = _against_liger(needs)
     if against is None:
         return "liger", f"liger-kernel {needs.liger} is installed"
@@ -85,7 +89,7 @@ def _against_liger(needs: FusedNeeds) -> tuple[str, str] | None:
     if needs.compiled:
         return "compile: true joins the same operations", "Set one of the two."
     if needs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"Liger's kernels compute in fp32, and this run in {str(needs.dtype).removeprefix('torch.')}", off
+        return f"Liger's kernels compute in fp32, and this model in {str(needs.dtype).removeprefix('torch.')}", off
     if needs.family not in FUSED_FAMILIES:
         return f"{needs.family} is none of the families known to be right ({', '.join(sorted(FUSED_FAMILIES))})", off
     if needs.liger is None:
@@ -115,24 +119,29 @@ def liger_kernels() -> FusedKernels:
     )
 
 
-def fuse_layers(model: Any, kernels: FusedKernels) -> str:
-    """Let the norms, MLPs and attentions of a model of a known family run fused; return what was exchanged."""
+def fused_forwards(model: Any, kernels: FusedKernels) -> tuple[Forwards, str]:
+    """Return the fused forwards of the norms, MLPs and attentions of a model of a known family, and what they replace.
+
+    Modules that compute otherwise than their family's, by a class or a forward of the user's, keep what they have.
+    """
     kind, gate = FUSED_FAMILIES[model.config.model_type], _gate(model.config)
-    found = Counter[str]()
+    found, forwards = Counter[str](), dict[nn.Module, Callable[..., Any]]()
     # Partial functions, not closures: a copy of the model then runs its own modules.
     for module in model.modules():
         name = type(module).__name__
+        if "forward" in vars(module) or not type(module).__module__.startswith(_KNOWN_MODULES):
+            continue
         if name.endswith("RMSNorm"):
-            module.forward = partial(_norm, module, kernels.rms_norm, kind)
+            forwards[module] = partial(_norm, module, kernels.rms_norm, kind)
             found["norms"] += 1
         elif gate is not None and name.endswith("MLP") and hasattr(module, "down_proj"):
             halves = _halves_of_one if hasattr(module, "gate_up_proj") else _two_halves
-            module.forward = partial(_gated, module, getattr(kernels, gate), halves)
+            forwards[module] = partial(_gated, module, getattr(kernels, gate), halves)
             found["gated MLPs"] += 1
         elif _ROPE in _names(module):
-            module.forward = partial(_with_global(_forward(module), _ROPE, partial(_rope, kernels.rope)), module)
+            forwards[module] = partial(_with_global(_forward(module), _ROPE, partial(_rope, kernels.rope)), module)
             found["attentions (RoPE)"] += 1
-    return ", ".join(f"{number} {what}" for what, number in found.items())
+    return forwards, ", ".join(f"{number} {what}" for what, number in found.items()) or "no layer of this model"
 
 
 def _gate(config: Any) -> str | None:

@@ -54,7 +54,7 @@ def build_trained(
 
     `say` is called with how the model computes. `draws_both`: as for `build_adapted`.
     """
-    dtype, overlap = DTYPES[job.config.precision], job.config.overlap
+    dtype, overlaps = DTYPES[job.config.precision], _overlaps(job, world)
     exact_on = torch.device("cpu") if job.config.optimizer.offload else None
     transport.phase = "start, taking the model of rank 0 in"
     build = partial(build_adapted, job.model, job.config.lora, seed=job.config.seed, draws_both=draws_both)
@@ -83,7 +83,8 @@ def build_trained(
         dtype=dtype,
         device=world.device,
         layers=layers,
-        overlaps=world.device.type == "cuda" if overlap is None else overlap,
+        overlaps=overlaps,
+        values_late=overlaps,
         exact_on=exact_on,
     )
     return model, parameters
@@ -119,9 +120,9 @@ def _build_stage(
         of_stage = [chunks[each :: config.stages] for each in range(config.stages)]
         cut = " | ".join(", ".join(map(_written, each)) for each in of_stage)
         say(f"stages: {config.stages} with {counted(mesh.num_replicas, 'rank')} a stage, of layers {cut}")
-    overlaps = world.device.type == "cuda" if config.overlap is None else config.overlap
-    options: dict[str, Any] = {"dtype": dtype, "device": world.device, "overlaps": overlaps, "exact_on": exact_on}
-    return model, StageParameters(stage, mesh, **options)
+    overlaps = _overlaps(job, world)
+    options: dict[str, Any] = {"dtype": dtype, "device": world.device, "exact_on": exact_on}
+    return model, StageParameters(stage, mesh, overlaps=overlaps, values_late=overlaps, **options)
 
 
 def engine_of(
@@ -145,6 +146,11 @@ def engine_of(
         if isinstance(parameters, StageParameters)
         else None,
     )
+
+
+def _overlaps(job: Job, world: World) -> bool:
+    asked = job.config.overlap
+    return world.device.type == "cuda" if asked is None else asked
 
 
 def _written(layers: range) -> str:

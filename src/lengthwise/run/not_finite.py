@@ -89,7 +89,6 @@ class FinitePolicy:
         self._in_a_row += 1
         if self._in_a_row > MOST_IN_A_ROW:
             self._stop(found, f"The {MOST_IN_A_ROW} steps before it made no update either: lower optimizer.lr.")
-        self.parameters.reduce_gradients()  # some may be on their way
         self.parameters.clear_gradients()
         if asked == "skip":
             self.skipped += 1

@@ -6,7 +6,7 @@ The transport, the steps planned ahead, the microbatches of one, and the numbers
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from lengthwise.engine.small_pass import Casting
 from lengthwise.engine.step import RankResult, run_plan
 from lengthwise.models import Computing, DropoutKey, choose_model_kernel
 from lengthwise.models.adapter import attending_by_plan
+from lengthwise.models.computing import Layers
 from lengthwise.session.losses import Autocasting
 from lengthwise.session.source import PlanAhead, PlannedStep, StepPlanner
 
@@ -38,7 +39,8 @@ class Engine:
     autocast: of mixed precision; None: that of a surrounding torch.autocast, if any. logits_at_once: that the next
     token's loss makes; None: all. seed: of dropout. offload: of
     activations, as in a run file. parameters: that take the gradients, once they are there; None: nothing trains.
-    pipeline: of which this rank is a stage; None: it has the whole model.
+    pipeline: of which this rank is a stage; None: it has the whole model. layers: how the model computes in planned
+    passes alone; None: as it does anyhow.
     """
 
     model: nn.Module
@@ -55,6 +57,7 @@ class Engine:
     offload: OffloadConfig | None = None
     parameters: Parameters | None = None
     pipeline: Pipeline | None = None
+    layers: Layers | None = None
     _offloading: Offloading | None = field(default=None, init=False)
     _kernels: dict[torch.dtype, BlockKernel] = field(default_factory=dict, init=False)
 
@@ -129,9 +132,11 @@ class Engine:
         """Return the number of each rank. Collective."""
         return share_numbers(self.transport, [number])[:, 0].tolist()
 
-    def attending(self) -> AbstractContextManager[None]:
-        """Let the model attend by the plan inside."""
-        return attending_by_plan(self.model)
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Let the model attend by the plan, and compute as asked, inside."""
+        with attending_by_plan(self.model), nullcontext() if self.layers is None else self.layers.put_inside():
+            yield
 
     def kernel(self, dtype: torch.dtype, say: Callable[[str], None] | None = None) -> BlockKernel:
         """Return the attention kernel for queries and keys of this dtype; say which it is when it is chosen.

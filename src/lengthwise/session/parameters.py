@@ -32,11 +32,12 @@ def take_over(
     device: torch.device,
     closing: ExitStack,
     offloads: bool = False,
+    overlaps: bool = False,
 ) -> tuple[Parameters | None, ShardedInPlace | None]:
     """Give all ranks the values of rank 0; return the parameters, if they are cut, and their optimizer. Collective.
 
     shard, ranks_in_step: as `shard_of` returns them. closing: what ends with the session. offloads: master weights and
-    the optimizer's states are on the host.
+    the optimizer's states are on the host. overlaps: gradients are summed while the last backward runs.
     """
     inner = hugging_face_model(model)
     updates = None if optimizer is None else ShardedInPlace(optimizer, inner, offloads=offloads)  # reads what there was
@@ -51,7 +52,7 @@ def take_over(
         share_values(inner, transport, inner.parameters(), dtype=None, device=device)
         return None, None
     else:
-        parameters = flat = FlatParameters(inner, transport, **options)
+        parameters = flat = FlatParameters(inner, transport, overlaps=overlaps, **options)
         _hook(inner.register_load_state_dict_post_hook, flat.take_values, model, closing)
     if updates is not None:
         point_at_slices(updates, parameters, transport.rank, (model, inner), closing)

@@ -12,7 +12,7 @@ import torch
 
 from lengthwise.config import OffloadConfig
 from lengthwise.config.problems import find_problems
-from lengthwise.config.settings import Attention, Recompute, Shard
+from lengthwise.config.settings import Attention, Experts, FusedLayers, Recompute, Shard
 from lengthwise.core.errors import Collector, ConfigError, LengthwiseError
 from lengthwise.core.sizes import parse_tokens, read_whole
 from lengthwise.cost import Cost
@@ -22,7 +22,7 @@ from lengthwise.session.stages import not_with_stages
 
 LOCK_STEP_PLANNER = "lengthwise"
 _OF_KINDS = ("ranks_per_node", "heads", "planner", "measurements", "device")
-_BESIDE_STAGES = ("shard", "capacity_tokens", "ranks_per_node")
+_BESIDE_STAGES = ("shard", "capacity_tokens", "ranks_per_node", "compile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,10 @@ class SessionRequest:
     measurements: str | Path | Cost | None
     precision: str | None = None
     attention: str = "auto"
+    compile: bool = False
+    fused_layers: str = "auto"
+    experts: str = "auto"
+    overlap: bool | None = None
     device: torch.device | str | None = None
 
 
@@ -69,11 +73,15 @@ def request_problems(asked: SessionRequest, *, trains: bool) -> list[LengthwiseE
         ("recompute", asked.recompute, get_args(Recompute)),
         ("shard", shard, get_args(Shard)),
         ("attention", asked.attention, get_args(Attention)),
+        ("fused_layers", asked.fused_layers, get_args(FusedLayers)),
+        ("experts", asked.experts, get_args(Experts)),
     ):
         if value not in known:
             refuse(key, " or ".join(known), value)
-    if not isinstance(asked.offload_optimizer, bool):
-        refuse("offload_optimizer", "True or False", asked.offload_optimizer, "Correct it.")
+    for key in ("offload_optimizer", "compile", "overlap"):
+        value, expected = getattr(asked, key), "True or False" + ", or None" * (key == "overlap")
+        if not isinstance(value, bool) and (key != "overlap" or value is not None):
+            refuse(key, expected, value, "Correct it.")
     if heads not in ("auto", "off") and (isinstance(heads, bool) or not isinstance(heads, int) or heads < 1):
         refuse("heads", "auto, off, or ranks of a group", heads)
     problems.attempt(partial(read_offload, asked.offload))
@@ -86,6 +94,8 @@ def request_problems(asked: SessionRequest, *, trains: bool) -> list[LengthwiseE
     elif shard in ("zero3", "hybrid") and planner != LOCK_STEP_PLANNER:
         expected = f"{LOCK_STEP_PLANNER} under shard {shard}, the only one that plans in lock-step"
         refuse("planner", expected, planner, "Take planner out.")
+    if shard in ("zero3", "hybrid") and asked.compile is True:
+        refuse("compile", f"False under shard {shard}", True, "Take compile out.")
     beside = {name: getattr(asked, name) for name in _BESIDE_STAGES}
     for each in not_with_stages(asked.stages, asked.virtual, beside, trains=trains):
         problems.add(each)

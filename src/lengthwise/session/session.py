@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.comm import join, session_world
-from lengthwise.config.settings import Attention, Heads, Recompute, Shard
+from lengthwise.config.settings import Attention, Experts, FusedLayers, Heads, Recompute, Shard
 from lengthwise.core.errors import ConfigError
 from lengthwise.cost import Cost
 from lengthwise.engine.norm import clip_factor, gradient_norm
@@ -70,6 +70,9 @@ class Session:
         precision: "bf16": mixed precision over fp32 weights, as torch.autocast has it; None: that of a surrounding
             torch.autocast, if any.
         attention: the attention implementation, as in a run file.
+        compile, fused_layers, experts: how layers compute in planned steps, as in a run file; the model itself stays as
+            it is.
+        overlap: gradients are summed while a rank's last backward runs, where it is in no ring; None: on GPUs only.
         device: where steps run; None: where the model is. Where parameters are cut the model may lie in the host's
             memory, and that of ranks other than 0 on the meta device.
         seed: start of the random numbers of dropout.
@@ -98,6 +101,10 @@ class Session:
         measurements: str | Path | Cost | None = None,
         precision: Literal["bf16"] | None = None,
         attention: Attention = "auto",
+        compile: bool = False,
+        fused_layers: FusedLayers = "auto",
+        experts: Experts = "auto",
+        overlap: bool | None = None,
         device: torch.device | str | None = None,
         seed: int = 0,
         timeout_seconds: float = 600.0,
@@ -119,6 +126,10 @@ class Session:
             measurements=measurements,
             precision=precision,
             attention=attention,
+            compile=compile,
+            fused_layers=fused_layers,
+            experts=experts,
+            overlap=overlap,
             device=device,
         )
         settings = check_settings(self._inner, optimizer, asked)
@@ -134,7 +145,7 @@ class Session:
             self._planner = None if self.rank else self._closing.enter_context(PlannerProcess())
             if self._planner is not None:
                 weakref.finalize(self, self._planner.close)  # of a session that nobody closes
-            how: dict[str, Any] = {"attention": attention, "seed": seed, "timeout_seconds": timeout_seconds}
+            how: dict[str, Any] = {"seed": seed, "timeout_seconds": timeout_seconds}
             self._engine = start_engine(self._inner, self._transport, settings, **how)
             self._closing.callback(self._engine.close)
             self._runner = StepRunner(engine=self._engine)

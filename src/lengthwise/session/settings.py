@@ -27,7 +27,7 @@ from lengthwise.cost import (
 from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.engine.activations import check_offload
 from lengthwise.engine.norm import norm_bytes
-from lengthwise.models import check_cut
+from lengthwise.models import Computing, check_computing, check_cut
 from lengthwise.planner import PlanOptions
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.planner.service.step_planning import StepPlanning
@@ -53,7 +53,7 @@ class SessionSettings:
 
     dtype: of the parameters. autocast: of mixed precision. capacity_tokens: None: to be measured. recompute: a kind, or
     auto. offload: of activations. optimizer: torch's own; None: nothing trains. offloads_optimizer: masters and its
-    states are on the host. device: where steps run.
+    states are on the host. device: where steps run. computing: how the model computes there.
     """
 
     asked: SessionRequest
@@ -65,6 +65,12 @@ class SessionSettings:
     optimizer: Optimizer | None
     offloads_optimizer: bool
     device: torch.device
+    computing: Computing
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients are summed while a rank's last backward runs."""
+        return self.device.type == "cuda" if self.asked.overlap is None else self.asked.overlap
 
 
 def check_settings(model: Any, optimizer: Any, asked: SessionRequest) -> SessionSettings:
@@ -90,6 +96,11 @@ def check_settings(model: Any, optimizer: Any, asked: SessionRequest) -> Session
     if trains:
         inner = problems.attempt(partial(check_optimizer, optimizer, model, offloads=offloads))
     section = problems.attempt(partial(_offload_of, model, asked.offload, where))
+    computing = Computing(
+        attention=asked.attention, compile=asked.compile, fused_layers=asked.fused_layers, experts=asked.experts
+    )
+    if not problems.problems and dtype is not None:
+        problems.attempt(partial(check_computing, model.config, computing, dtype=dtype, on_gpus=where.type == "cuda"))
     if not problems.problems and asked.stages > 1:
         problems.attempt(partial(check_cut, model.config, asked.stages, asked.virtual))
     problems.raise_all()
@@ -104,6 +115,7 @@ def check_settings(model: Any, optimizer: Any, asked: SessionRequest) -> Session
         optimizer=inner,
         offloads_optimizer=offloads,
         device=where,
+        computing=computing,
     )
 
 

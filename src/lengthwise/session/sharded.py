@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from lengthwise.session.guards import (
     plain,
 )
 from lengthwise.session.optimizers import plain_value, sliced
-from lengthwise.session.withheld import WithheldGradients
+from lengthwise.session.withheld import WithheldGradients, refuse_hooks
 
 
 class ShardedInPlace:
@@ -47,10 +46,9 @@ class ShardedInPlace:
     which of the optimizer's parameters, as torch counts them, each that trains is, by its name in the whole model.
     shapes: of each of them. rank: of this one among those over which `parameters` lie. edits: changes that the loop
     made to slices of gradients and of weights. clears: calls of zero_grad. has_edited_weights: some changes are not
-    published. reached: names of
-    the parameters that a loss of this rank has reached in the last backward. with_gradient: those that have one, as a
-    loss of some rank has reached them since gradients were cleared. compare: compares the ranks, takes in what the loop
-    did to gradients and publishes what it did to weights (`session.agreement`).
+    published. with_gradient: names of the parameters that have a gradient, as a loss of some rank has reached them
+    since gradients were cleared. compare: compares the ranks, takes in what the loop did to gradients and publishes
+    what it did to weights (`session.agreement`).
     """
 
     parameters: Parameters
@@ -65,13 +63,14 @@ class ShardedInPlace:
         trainable = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self._groups = {name: group_of[id(each)] for name, each in trainable.items()}
         self.numbers = {name: counted[id(each)] for name, each in trainable.items()}
+        refuse_hooks(trainable)
         self.shapes = {name: tuple(each.shape) for name, each in trainable.items()}
         self._members = [[counted[id(each)] for each in group["params"]] for group in optimizer.param_groups]
         self._frozen = {number: each for number, each in enumerate(members) if not each.requires_grad}
         self._before = {name: (tuple(each.shape), optimizer.state.get(each, {})) for name, each in trainable.items()}
         self._given = trainable
         self.edits, self.has_edited_weights, self.clears = {"gradients": 0, "weights": 0}, False, 0
-        self.with_gradient, self.reached = set[str](), set[str]()  # names of parameters
+        self.with_gradient = set[str]()  # names of parameters
         self._folded: tuple[int, float] | None = None  # of the model's own values, when slices took them in
         self._is_behind = self._is_ahead = False  # the gradients on the host, of those on the device
 
@@ -116,9 +115,6 @@ class ShardedInPlace:
         self.optimizer.zero_grad = self.zero_grad
         self.optimizer.register_state_dict_pre_hook(lambda *_: _refuse_slices("state_dict"))
         self.optimizer.register_load_state_dict_pre_hook(lambda *_: _refuse_slices("load_state_dict"))
-        self._hooks = [
-            each.register_post_accumulate_grad_hook(partial(self._note, name)) for name, each in self._own.items()
-        ]
         self._before_step = self.optimizer.register_step_pre_hook(self._begin_step)
         self._after_step = self.optimizer.register_step_post_hook(lambda *_: self.after_step())
         self._order_hooks()
@@ -126,10 +122,6 @@ class ShardedInPlace:
     def _placed(self, value: Any, piece: nn.Parameter) -> Any:
         """Return what was kept of a parameter where its slice now is updated."""
         return value.to(piece.device) if self.offloads and isinstance(value, Tensor) else value
-
-    def _note(self, name: str, _parameter: Tensor) -> None:
-        """Note that a loss has made a gradient of a parameter."""
-        self.reached.add(name)
 
     # What the loop does to slices in the optimizer's groups.
 
@@ -210,8 +202,8 @@ class ShardedInPlace:
 
         A backward that fails clears all gradients: what it has left of a sum is no gradient of any loss.
         """
+        self.withheld.begin()
         self.parameters.keep_sum()
-        self.reached.clear()
         self.parameters.attach_gradients()
         try:
             yield
@@ -227,7 +219,7 @@ class ShardedInPlace:
     @property
     def num_missing(self) -> int:
         """Count the parameters here that no loss of this rank has reached since the backward began."""
-        return len(self._own) - len(self.reached)
+        return len(self._own) - len(self.withheld.reached)
 
     def reach(self, names: Iterable[str]) -> None:
         """Give these parameters of the whole model gradients."""
@@ -364,8 +356,8 @@ class ShardedInPlace:
 
     def release(self) -> None:
         """Leave the model's gradients to a plain loop, and let the optimizer refuse steps."""
-        for each in (*self._hooks, self._before_step):
-            each.remove()
+        self.withheld.release()
+        self._before_step.remove()
         vars(self.optimizer).pop("register_step_pre_hook")
         self.with_gradient.clear()
         self.withhold_gradients()

@@ -42,6 +42,7 @@ def not_with_stages(
         "shard": (beside["shard"] in ("auto", "zero1"), "auto or zero1"),
         "capacity_tokens": (beside["capacity_tokens"] != "auto", "a number"),
         "ranks_per_node": (beside["ranks_per_node"] is None, "None"),
+        "compile": (beside["compile"] is not True, "False"),
         "optimizer": (trains, "an optimizer: a session that only evaluates has no stages"),
     }
     for key, (is_kept, expected) in wanted.items():
@@ -108,6 +109,7 @@ def take_stage(
     device: torch.device,
     closing: ExitStack,
     offloads: bool = False,
+    overlaps: bool = False,
 ) -> tuple[Pipeline, StageParameters, ShardedInPlace]:
     """Leave of a model this rank's stage alone, with the values of the first replica. Collective.
 
@@ -119,7 +121,8 @@ def take_stage(
     chunks = cut_stages(mesh.world, inner.config, mesh.stages * virtual, [tokens], capacity=tokens, cost=cost)
     stage = ModelStage(inner, chunks, stages=mesh.stages, stage=mesh.stage)
     exact_on = torch.device("cpu") if offloads else None
-    parameters = StageParameters(stage, mesh, dtype=dtype, device=device, keeps_frozen=True, exact_on=exact_on)
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "overlaps": overlaps, "exact_on": exact_on}
+    parameters = StageParameters(stage, mesh, keeps_frozen=True, **how)
     point_at_slices(updates, parameters, mesh.replica, (model, inner), closing)
     return Pipeline(stage=stage, mesh=mesh, virtual=virtual), parameters, updates
 

@@ -25,7 +25,7 @@ from lengthwise.cost import (
     wanted_tokens,
 )
 from lengthwise.engine.memory import free_bytes
-from lengthwise.models import Computing, compute_so
+from lengthwise.models import choose_layers
 from lengthwise.models.weights import first_names, is_finite
 from lengthwise.session.capacity import kinds_of, least
 from lengthwise.session.engine import Engine
@@ -39,11 +39,10 @@ from lengthwise.simulator.layouts import layout_seconds, usual_lengths
 
 
 def start_engine(
-    model: Any, transport: Transport, settings: SessionSettings, *, attention: str, seed: int, timeout_seconds: float
+    model: Any, transport: Transport, settings: SessionSettings, *, seed: int, timeout_seconds: float
 ) -> Engine:
-    """Return what runs the steps of a Hugging Face model, which computes so from now on."""
-    computing = Computing(attention=attention, fused_layers="off")
-    compute_so(model, computing, settings.device, dtype=settings.dtype)
+    """Return what runs the steps of a Hugging Face model, which computes as asked in them alone."""
+    computing = settings.computing
     return Engine(
         model=model,
         transport=transport,
@@ -56,6 +55,7 @@ def start_engine(
         autocast=settings.autocast,
         seed=seed,
         offload=settings.offload,
+        layers=choose_layers(model, computing, settings.device, dtype=settings.dtype),
     )
 
 
@@ -68,13 +68,15 @@ def take_model(
     """
     transport, optimizer, asked = engine.transport, settings.optimizer, settings.asked
     options: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device, "closing": closing}
-    options["offloads"] = settings.offloads_optimizer
+    options |= {"offloads": settings.offloads_optimizer, "overlaps": settings.overlaps}
     _refuse_not_finite(model, transport)
     check_host_optimizer(engine.model, transport, settings, local_ranks)
     if optimizer is not None and asked.stages > 1:
         mesh, tokens = join_stages(engine.model, transport, asked.stages), settings.capacity_tokens or 1
         options |= {"virtual": asked.virtual, "tokens": tokens, "cost": cost if asked.measurements else None}
         engine.pipeline, engine.parameters, sharded = take_stage(model, optimizer, mesh, **options)
+        assert engine.layers is not None, "chosen at the start"
+        engine.layers = engine.layers.kept()
         return "zero1", sharded
     shard, in_step = shard_of(engine.model, transport, settings, cost, local_ranks=local_ranks)
     options |= {"shard": shard, "ranks_in_step": in_step}
@@ -179,7 +181,11 @@ def _chosen(model: nn.Module, transport: Transport, settings: SessionSettings, m
         tokens=settings.capacity_tokens or wanted_tokens(transport.world_size),
         kinds=kinds,
         offload=0.0 if settings.offload is None else 1.0,
-        keeps_whole=None if planner == LOCK_STEP_PLANNER else f"planner {planner}",
+        keeps_whole=f"planner {planner}"
+        if planner != LOCK_STEP_PLANNER
+        else "compile"
+        if settings.asked.compile
+        else None,
         can_offload=optimizer is not None and device.type == "cuda",
         seconds=_layout_seconds(transport, settings, cost, free, kinds),
         margin=MODEL_ERROR,  # a loop that reads the model between steps is worth more than what costs cannot tell

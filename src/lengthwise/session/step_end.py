@@ -44,7 +44,7 @@ class SessionStepEnd(StepEnd):
             self.updates.reach(self.updates.numbers)
             return True
         names = list(self.updates.numbers)
-        bits = "".join("01"[name in self.updates.reached] for name in names)
+        bits = "".join("01"[name in self.updates.withheld.reached] for name in names)
         numbers = [float(int(bits[first : first + _BITS], 2)) for first in range(0, len(bits), _BITS)]
         self.transport.phase = f"step {step}, sharing which parameters the losses reached"
         for row in share_numbers(self.transport, numbers).tolist():

@@ -1,0 +1,137 @@
+"""How a session's planned steps compute and sum: fused and compiled layers in them alone, gradients summed early."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import both_loops, in_double, in_ranks, small_model, steps_of
+
+from lengthwise.core.errors import LengthwiseError, NumericError
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.models import computing
+from lengthwise.models.fused_layers import FusedKernels
+from lengthwise.session import Session
+from tiers import more
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+ROWS = steps_of()[0]
+
+
+def is_plain(model):
+    return not any("forward" in vars(module) for module in model.modules())
+
+
+def twice_as_much(model, x):
+    return 2.0 * type(model).forward(model, x)
+
+
+class Seen(FusedKernels):
+    """Plain formulas that count their calls."""
+
+    calls = 0
+
+
+def plain_kernels():
+    def norm(x, weight, eps, offset, casting, in_place):
+        Seen.calls += 1
+        return (weight + offset) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+    def rope(q, k, cos, sin, unsqueeze_dim=1):
+        def turned(x):
+            half = torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
+            return x * cos.unsqueeze(unsqueeze_dim) + half * sin.unsqueeze(unsqueeze_dim)
+
+        return turned(q), turned(k)
+
+    return FusedKernels(rms_norm=norm, swiglu=lambda a, b: F.silu(a) * b, geglu=None, rope=rope)
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        ({"fused_layers": "liger"}, 2),
+        more({"compile": True}, 1),
+        more({"fused_layers": "liger", "stages": 2}, 2),
+        more({"fused_layers": "liger", "shard": "zero3"}, 2),
+    ],
+)
+def test_layers_compute_as_asked_in_steps_alone(options, ranks, tmp_path, monkeypatch):
+    """A forward that the user has put on a module stays; between steps the model is plain."""
+    monkeypatch.setattr(computing, "compiled_forwards", partial(computing.compiled_forwards, backend="eager"))
+    monkeypatch.setattr(computing, "choose_fused", lambda asked, _: ("liger" if asked == "liger" else "off", "a test"))
+    monkeypatch.setattr(computing, "liger_kernels", plain_kernels)
+
+    def work(_rank):
+        model = small_model()
+        norm = model.model.layers[0].input_layernorm
+        norm.forward = partial(twice_as_much, norm)
+        put, inside = computing.Layers.put, []
+        monkeypatch.setattr(computing.Layers, "put", lambda self: (put(self), inside.append(len(self.forwards)))[0])
+        found = both_loops(SGD, model=model, capacity=64 if options == {"fused_layers": "liger"} else 128, **options)
+        kept = vars(norm).pop("forward", None)
+        return *found, max(inside), kept is not None or "stages" in options, is_plain(model), Seen.calls
+
+    for loss, norm, weights, forwards, is_kept, plain, calls in in_ranks(in_double(work), ranks, tmp_path):
+        assert loss < 1e-13
+        assert norm < 1e-12
+        assert weights < 1e-11
+        assert forwards >= 2
+        assert is_kept
+        assert plain
+        assert bool(calls) == ("fused_layers" in options)
+
+
+@pytest.mark.parametrize(("options", "ranks"), [({}, 3), more({"stages": 2}, 4)])
+def test_gradients_are_summed_while_the_last_backward_runs(options, ranks, tmp_path, monkeypatch):
+    """Whole values are there when a step of the optimizer returns, as a loop may read them."""
+
+    def work(_rank):
+        sums, begun = FlatParameters._sum, [0]
+
+        def counted(self, buckets):
+            begun[0] += len(buckets) * (torch._C._current_graph_task_id() != -1)  # in a backward
+            sums(self, buckets)
+
+        monkeypatch.setattr(FlatParameters, "_sum", counted)
+        return *both_loops(SGD, steps=steps_of([[30, 29, 31, 2], [97, 3]]), overlap=True, **options), begun[0]
+
+    found = in_ranks(in_double(work), ranks, tmp_path)
+    for loss, norm, weights, _ in found:
+        assert loss < 1e-13
+        assert norm < 1e-12
+        assert weights < 1e-11
+    if not options:
+        assert any(begun for *_, begun in found)
+
+
+def test_sums_that_were_begun_end_with_a_step_that_is_refused(tmp_path):
+    """A loss that is not finite is known once sums are under way: the next step is none the worse."""
+
+    def work(_rank):
+        model = small_model()
+        with Session(model, SGD(model.parameters()), capacity_tokens=64, shard="zero1", overlap=True) as session:
+            wanted = session.backward(ROWS).grad_norm
+            session.optimizer.zero_grad()
+            with pytest.raises(NumericError):
+                session.backward(ROWS, loss=lambda outputs, _: outputs.logits.sum() * float("nan"))
+            return wanted, session.backward(ROWS).grad_norm
+
+    for wanted, got in in_ranks(in_double(work), 2, tmp_path):
+        assert got == wanted
+
+
+def test_hooks_that_would_see_a_part_of_a_gradient_are_refused():
+    model = small_model()
+    options = {"capacity_tokens": 128}
+    handle = model.lm_head.weight.register_post_accumulate_grad_hook(lambda each: each.grad.mul_(0.5))
+    said = r"lm_head\.weight: expected no register_post_accumulate_grad_hook"
+    with pytest.raises(LengthwiseError, match=said):
+        Session(model, SGD(model.parameters()), **options)
+    handle.remove()
+    with Session(model, SGD(model.parameters()), **options) as session:
+        session.backward(ROWS)
+        session.optimizer.zero_grad()
+        model.lm_head.weight.register_post_accumulate_grad_hook(lambda each: each.grad.mul_(0.5))
+        with pytest.raises(LengthwiseError, match=said):
+            session.backward(ROWS)
