@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch
-from lengthwise.planner.baselines.power_of_two import Group, pack_groups, write_sub_batch
+from lengthwise.planner.baselines.power_of_two import Group, write_sub_batch
 from lengthwise.planner.problem.request import PlanRequest
 
 _SCHEDULER_MODULE = "megatron.core.pipeline_parallel.hybrid_cp_schedule"
@@ -35,7 +35,7 @@ def plan_megatron_core(request: PlanRequest) -> list[Microbatch]:
     """Plan one step by the installed scheduler; ConfigError: Megatron-Core has none."""
     microbatches: list[Microbatch] = []
     for groups in megatron_sub_batches(request.lengths, request.cluster.ranks, request.most_held_tokens):
-        microbatches += write_sub_batch(groups, pack_groups(request, groups), is_first=not microbatches)
+        microbatches += write_sub_batch(request, groups, is_first=not microbatches)
     return microbatches
 
 
