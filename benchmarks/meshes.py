@@ -38,12 +38,14 @@ from lengthwise.simulator import (
     tensors_to_try,
 )
 from pages import Findings, markdown, parse_options, verdict
+from rival_planners import register_rivals
 
 MODEL, HARDWARE = "llama-7b", "h100"
 SETTINGS = "8:64K:1M,16:64K:2M,32:128K:2M,64:256K:4M,128:512K:4M,256:1M:8M"
 RIVALS = ("packed-dp", "static", "single-degree", "power-of-two", "bytescale", OURS)
 OTHERS = ("packed-dp", "static")  # that the aim is over
-_ORDER = ("packed-dp", "static", "single-degree", "power-of-two", "megatron-core", "bytescale-naive", "bytescale", OURS)
+_LAST = ("bytescale-naive", "bytescale", OURS)
+_ORDER = ("packed-dp", "static", "single-degree", "power-of-two", "megatron-core", "flexsp", *_LAST)
 HEADS = ("set", "GPUs", "longest", "step")
 
 
@@ -294,6 +296,7 @@ def main() -> None:
         rows=Path("runs/meshes.jsonl"), tables_only=(False, "of the rows that there are"),
     )  # fmt: skip
     findings = Findings("meshes")
+    register_rivals(arguments.planners.split(","))
     rows = [MeshRow.from_json(line) for line in read_lines(arguments.rows)]
     known = {(row.place, row.planner) for row in rows}
     asked = (arguments.settings, arguments.recipes, arguments.planners)

@@ -8,7 +8,7 @@ by `score`. Bounds of two kinds differ, so the second table holds makespans over
 the model cannot tell them apart. Plan times are process seconds of one core for a whole `plan_step`, bound and score
 included (median over seeds); a planner that refuses a batch of a row has - there.
 `--seeds 1 --rows short-64,launch-32` takes half a minute; everything about half an hour of one core, most of it the
-200 programs of `tiny`.
+200 programs of `tiny`. Planners may also be those of `rival_planners`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import CUTTING_PLANNERS, PLANNERS, PlanOptions, plan_step, score
-from lengthwise.planner.baselines.flexsp import plan_flexsp
-from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
 from pages import Findings, markdown, modelled_gain, parse_options, verdict
+from rival_planners import register_rivals
 
 OURS = "lengthwise"
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
@@ -50,7 +49,7 @@ class Row:
     most_ms: float
     sequences: int = 0  # or tokens
     tokens: int = 0
-    planners: tuple[str, ...] = PLANNERS
+    only: tuple[str, ...] = ()  # planners that are quick enough; none: all
 
     def batch(self, seed: int) -> list[int]:
         if self.sequences:
@@ -76,7 +75,7 @@ def rows() -> Iterator[Row]:
                 cluster = Cluster(ranks=ranks, capacity_tokens=16384)
                 yield Row(f"long-{ranks}{kind}", source, cluster, cost, aim, ms * slower, tokens=2**25)
     huge = Cluster(ranks=12288, capacity_tokens=16384)
-    yield Row("huge-12288", "byted", huge, COMPUTE, 1.002, 1000, tokens=384 * 2**20, planners=FAST)
+    yield Row("huge-12288", "byted", huge, COMPUTE, 1.002, 1000, tokens=384 * 2**20, only=FAST)
     few = Cluster(ranks=32, capacity_tokens=8192)
     yield Row("launch-32", "wikipedia", few, TERMS, 1.02, 30, sequences=512)
     heads = named_shape("llama-7b")
@@ -118,7 +117,7 @@ class Found:
 
 def run_row(row: Row, planners: Sequence[str], seeds: int) -> dict[str, Found]:
     """Plan every batch of a row with every planner; those that refuse one of them are left out."""
-    found = {name: Found([], [], []) for name in planners if name in row.planners}
+    found = {name: Found([], [], []) for name in planners if name in (row.only or planners)}
     for seed in range(seeds):
         tokens = row.batch(seed)
         for name, of_planner in list(found.items()):
@@ -195,18 +194,17 @@ def tiny_table(cases: int) -> Iterator[str]:
     """Yield gaps to the oracle, of every planner and of FlexSP, over tiny steps with all four terms."""
     from exact.oracle import plan_oracle
 
+    register_rivals(["flexsp"])
     gaps: dict[str, list[float]] = {name: [] for name in (*PLANNERS, "flexsp")}
     proven = 0
     for seed in range(cases):
         tokens, cluster = tiny_batch(seed)
         best = plan_oracle(tokens, cluster, TERMS)
         proven += best.bound_seconds >= best.makespan_seconds * (1 - 2e-3)
-        asked = {name: plan_if_held(tokens, cluster, TERMS, name) for name in PLANNERS}
-        plans = {name: plan for name, plan in asked.items() if plan is not None}
-        request = PlanRequest(tokens=best.plan.tokens, cluster=cluster, cost=TERMS)
-        plans["flexsp"] = replace(best.plan, microbatches=tuple(plan_flexsp(request)))
-        for name, plan in plans.items():
-            gaps[name].append(100 * (makespan(plan, TERMS) / best.makespan_seconds - 1))
+        for name, of_planner in gaps.items():
+            plan = plan_if_held(tokens, cluster, TERMS, name)
+            if plan is not None:
+                of_planner.append(100 * (makespan(plan, TERMS) / best.makespan_seconds - 1))
     yield f"{cases} steps; the oracle's plan is proven to be within 0.2 % of the best in {proven} of them."
     yield ""
     values = {name: of_planner for name, of_planner in gaps.items() if of_planner}
@@ -231,6 +229,7 @@ def main() -> None:
     if unknown := set(asked) - set(names):
         raise SystemExit(f"no rows {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     planners, start = arguments.planners.split(","), time.process_time()
+    register_rivals(planners)
     findings = Findings("planners")
     parts = {"waves": waves_table(arguments.seeds), "tiny": tiny_table(arguments.tiny_cases)}
     if set(asked) - set(parts):

@@ -1,1 +1,1 @@
-"""Integer programs for small steps, solved by HiGHS: the oracle that planners are held against, and FlexSP."""
+"""Integer programs of small steps, solved by HiGHS: `milp` writes them, `oracle` is what planners are compared with."""

@@ -1,7 +1,7 @@
 """The best plan there is, for tiny steps: an exact mixed-integer program, the yardstick of the planners.
 
 `bounds.bound_seconds` says what no plan can beat; where few sequences share few ranks, often none reaches it. This
-tells how far a planner really is from the best. Nothing that runs imports it; HiGHS solves it (`milp`).
+tells how far a planner really is from the best. HiGHS solves it (`milp`).
 
 Plans considered: every set of microbatches of one piece each. A piece holds any sequences over any number of ranks that
 hold them by the rule of the plan file (so must each of its sequences, and each with the longest of them, without the
@@ -39,13 +39,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from exact.milp import Program
 from lengthwise.core.errors import PlanError
 from lengthwise.core.held import held_tokens
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner import CUTTING_PLANNERS, PlanOptions, plan_step
-from lengthwise.planner.baselines.milp import Program
 from lengthwise.planner.problem.score import score
 from lengthwise.program.check import check_plan
 

@@ -234,17 +234,3 @@ def test_simulate_prints_its_table_whole_on_narrow_terminals(tmp_path) -> None:
         assert "…" not in done.stdout
         said[columns] = sorted(set(done.stdout.split()))
     assert said["30"] == said["60"] == said["300"]
-
-
-def test_simulate_asks_flexsp_by_itself_only_for_steps_that_it_can_solve(tmp_path, capsys) -> None:
-    pytest.importorskip("highspy")
-    named = {}
-    for count in (5, 120):
-        lengths, out = tmp_path / "lengths.json", tmp_path / "out"
-        lengths.write_text(json.dumps([900 + 10 * i for i in range(count)]))
-        arguments = ("--model", "llama-7b", "--lengths", lengths, "--ranks", 2, "--mesh", "same", "--capacity", "4K")
-        simulate(capsys, *arguments, "--batch-tokens", 900 * count, "--batches", 1, "--out", out)
-        named[count] = list(json.loads((out / "simulation.json").read_text())["planners"])
-    assert "flexsp" in named[5]
-    assert "flexsp" not in named[120]
-    assert set(named[120]) < set(named[5])

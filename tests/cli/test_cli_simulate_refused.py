@@ -1,7 +1,5 @@
 """`lengthwise simulate`: what it refuses, and in which words."""
 
-from importlib.metadata import PackageNotFoundError
-
 import pytest
 
 from cli.simulate_calls import OWN, SMALL, simulate
@@ -55,30 +53,6 @@ def test_simulate_refuses_an_output_that_takes_no_file_before_it_plans(tmp_path,
         status, _, error = simulate(capsys, *SMALL, "--lengths", "github", "--out", out)
         assert status == 2
         assert told in error.replace("\n", " ")
-
-
-def test_simulate_refuses_batches_too_large_for_flexsp_before_anyone_plans(tmp_path, capsys, monkeypatch) -> None:
-    pytest.importorskip("highspy")
-    monkeypatch.setattr("lengthwise.simulator.best_mesh", lambda *_, **__: pytest.fail("planned"))
-    (tmp_path / "lengths.json").write_text("[9000, 4000, 900, 300]")
-    rest = ("--lengths", tmp_path / "lengths.json", "--planners", "flexsp,lengthwise", "--out", tmp_path / "out")
-    status, _, error = simulate(capsys, "--model", "llama-7b", "--gpus", 8, "--batch-tokens", "4M", "--all", *rest)
-    assert status == 2
-    assert "at most 96 ranks x sequences; got 1 rank x " in error
-    assert "less of --batch-tokens" in error
-
-
-def test_simulate_says_how_to_install_what_a_planner_needs(tmp_path, capsys, monkeypatch) -> None:
-    def missing(name: str) -> None:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr("lengthwise.core.packages.distribution", missing)
-    rest = ("--lengths", "github", "--planners", "megatron-core,flexsp", "--out", tmp_path / "out")
-    status, _, error = simulate(capsys, *SMALL, *rest)
-    assert status == 2
-    assert "--planners: expected the package megatron-core, which planner megatron-core needs" in error
-    assert "pip install --no-deps megatron-core==" in error
-    assert "pip install 'lengthwise[bench]'" in error
 
 
 def test_simulate_tells_all_that_is_wrong_with_a_command_line_at_once(tmp_path, capsys) -> None:

@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -190,30 +189,6 @@ def test_config_takes_the_planner_of_an_installed_package(folder, monkeypatch):
     assert config.planner == "mine"
     assert build_config(config.model_dump(), folder) == config
     assert "planner" in problems_of(path, ["planner=others"])
-
-
-@pytest.mark.parametrize(
-    ("planner", "package", "install"),
-    [
-        ("megatron-core", "megatron-core", "pip install --no-deps megatron-core=="),
-        ("flexsp", "highspy", "pip install 'lengthwise[bench]'"),
-    ],
-)
-def test_config_takes_a_planner_where_its_package_is_installed_and_says_how_to_install_it(
-    folder, monkeypatch, planner, package, install
-):
-    path = write(folder, MINIMAL)
-    monkeypatch.setattr("lengthwise.core.packages.distribution", lambda name: name)
-    assert load_config(path, [f"planner={planner}"]).planner == planner
-
-    def missing(name):
-        assert name == package
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr("lengthwise.core.packages.distribution", missing)
-    told = problems_of(path, [f"planner={planner}"])["planner"]
-    assert f"no {package} installed" in told
-    assert install in told
 
 
 @pytest.mark.parametrize("key", ["capacity_tokens", "data.0.max_tokens"])

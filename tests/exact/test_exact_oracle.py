@@ -161,5 +161,5 @@ def test_oracle_refuses_what_is_not_tiny_and_tells_that_its_solver_is_missing(mo
     with pytest.raises(PlanError, match="at most 8 ranks and 10 sequences; got 9 ranks and 1 sequences"):
         plan_oracle([5], Cluster(ranks=9, capacity_tokens=10), Cost(linear_seconds=1.0))
     monkeypatch.setitem(sys.modules, "highspy", None)
-    with pytest.raises(ConfigError, match="bench"):
+    with pytest.raises(ConfigError, match="pip install highspy"):
         plan_oracle([5], Cluster(ranks=2, capacity_tokens=10), Cost(linear_seconds=1.0))

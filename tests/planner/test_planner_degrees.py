@@ -13,6 +13,7 @@ from lengthwise.cost import Choices, Cost, all_terms_cost, named_hardware, named
 from lengthwise.cost.links import crosses_node
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import plan_step
+from lengthwise.planner.portfolio import write_offload
 from lengthwise.planner.problem.degrees import (
     DegreeTable,
     cheapest_degrees,
@@ -21,7 +22,6 @@ from lengthwise.planner.problem.degrees import (
     most_degrees,
     useful_degrees,
 )
-from lengthwise.planner.problem.finish import write_offload
 from lengthwise.planner.problem.topology import Topology
 from lengthwise.program import check_plan, ring_order
 from properties import costly

@@ -11,7 +11,8 @@ from lengthwise.core.errors import LengthwiseError, PlanError
 from lengthwise.core.plan import Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Choice, Cost, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import CUTTING_PLANNERS, PLANNERS, PlanOptions, plan_step, score, split_heads
+from lengthwise.planner import CUTTING_PLANNERS, PLANNERS, PlanOptions, plan_step, score
+from lengthwise.planner.portfolio import split_heads
 from lengthwise.program import check_plan, ring_order
 from lengthwise.simulator import simulate_plan
 from properties import costliest, costly

@@ -9,10 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.planner.placement.level_ends import NO_ROOMS, LocalPack, Rooms, fill_gaps, level_ends
+from lengthwise.planner.placement.level_ends import (
+    NO_ROOMS,
+    Bin,
+    LocalPack,
+    Rooms,
+    fill_gaps,
+    level_by_swaps,
+    level_ends,
+)
 from lengthwise.planner.placement.line import Gaps
 from lengthwise.planner.placement.short_sequences import ShortSequences, full_packs
-from lengthwise.planner.placement.swaps import Bin, level_by_swaps
 
 
 def _short(lengths: list[int]) -> ShortSequences:

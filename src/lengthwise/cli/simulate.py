@@ -89,8 +89,7 @@ class Simulate:
     version plans but does not train."""
     planners: Annotated[str | None, tyro.conf.arg(metavar="NAME,...", help_behavior_hint="")] = None
     """Planners to compare in the details; every planner is compared with the best other one. Default:
-    packed-dp,static,single-degree,power-of-two,bytescale,lengthwise, and those whose package is installed:
-    megatron-core (its own scheduler), flexsp (HiGHS; steps of few sequences on few devices, which it can solve)."""
+    packed-dp,static,single-degree,power-of-two,bytescale,lengthwise. Installed packages may have more planners."""
     batches: Annotated[int, tyro.conf.arg(metavar="N")] = 4
     """Batches to simulate, each with its own seed."""
     loader: Annotated[str, tyro.conf.arg(metavar="none|local|remote")] = "none"
@@ -114,7 +113,7 @@ class Simulate:
         asked = self._read()
         known = asked.known or lengths_of_data(self.data, self.tokenizer, self.empty)
         batches, context = known.batches(asked.wanted_tokens, self.batches, asked.context_tokens)
-        planners = self._taking_part(asked, batches) if self.is_detailed else []
+        planners = asked.planners if self.is_detailed else []
         meshes = replace(asked.meshes, question=replace(asked.meshes.question, context_tokens=context))
         found, console = self._answer(meshes, batches), plain_console()
         sentence, notes = answer_sentence(found, known.unit), [*self._text_alone(), *answer_notes(found)]
@@ -260,28 +259,16 @@ class Simulate:
         return None
 
     def _planner_names(self) -> list[str]:
-        from lengthwise.planner.registry import optional_planners, unknown_planner
+        from lengthwise.planner.registry import unknown_planner
 
         if self.planners is None:
-            return [*_USUAL[:-1], *optional_planners(), _USUAL[-1]]
+            return list(_USUAL)
         names = [name.strip() for name in self.planners.split(",") if name.strip()]
         raise_problems([error for name in names if (error := unknown_planner("--planners", name)) is not None])
         if not names or len(set(names)) < len(names):
             got, remedy = repr(self.planners), "Give at least one, once."
             raise ConfigError("--planners", expected="each planner once", got=got, remedy=remedy)
         return names
-
-    def _taking_part(self, asked: SimulationInput, batches: list[list[int]]) -> list[str]:
-        """Return the planners; FlexSP, where not named, if its program is small. PlanError: named, but too large."""
-        from lengthwise.planner.baselines.flexsp import is_solvable, refuse_large
-
-        question, largest = asked.meshes.question, max(map(len, batches))
-        most, fewest = (question.devices // (question.tensors[end] * question.stages[end]) for end in (0, -1))  # ranks
-        if self.planners is not None:
-            if "flexsp" in asked.planners:
-                refuse_large(max(1, fewest), largest)
-            return asked.planners
-        return [name for name in asked.planners if name != "flexsp" or is_solvable(most, largest)]
 
     def _about(self, meshes: Meshes, batches: list[list[int]], known: KnownLengths) -> str:
         question = meshes.question
@@ -328,7 +315,9 @@ class Simulate:
 def _refuse_others_files(folder: Path) -> None:
     """Raise OutputError where the folder cannot be written or has files that are not of a simulation."""
     refuse_unwritable(folder)
-    ours = {_FIGURES, _PAGE, *map(_trace_name, _known_planners())}
+    from lengthwise.planner import planner_names
+
+    ours = {_FIGURES, _PAGE, *map(_trace_name, planner_names())}
     there = sorted(name for name in ours if (folder / name).exists())
     if there and _earlier_planners(folder) is None:
         where, expected = str(folder), "an empty folder, or that of an earlier simulation, which is then replaced"
@@ -353,6 +342,7 @@ def _write_simulation(folder: Path, figures: str, page: str, traces: Mapping[str
 
 
 def _earlier_planners(folder: Path) -> list[str] | None:
+    from lengthwise.planner import planner_names
     from lengthwise.report.simulation import SCHEMA
 
     try:
@@ -361,14 +351,8 @@ def _earlier_planners(folder: Path) -> list[str] | None:
         return None
     is_ours = isinstance(figures, dict) and figures.get("schema") == SCHEMA
     planners = figures.get("planners") if is_ours else None
-    return [planner for planner in _known_planners() if planner in planners] if isinstance(planners, dict) else None
+    return [planner for planner in planner_names() if planner in planners] if isinstance(planners, dict) else None
 
 
 def _trace_name(planner: str) -> str:
     return f"trace-{planner}.json"
-
-
-def _known_planners() -> tuple[str, ...]:
-    from lengthwise.planner.registry import OPTIONAL_PLANNERS, planner_names
-
-    return tuple(dict.fromkeys((*planner_names(), *OPTIONAL_PLANNERS)))

@@ -17,7 +17,6 @@ from lengthwise.config.schema import SECTIONS, RunConfig
 from lengthwise.config.settings import Settings
 from lengthwise.core.errors import ConfigError, KeyProblem
 from lengthwise.core.names import nearest_name
-from lengthwise.core.packages import PLANNER_PACKAGES, missing_package_of
 
 _MOST_TOLD = 100
 _UNKNOWN, _MISSING = "unknown key", "nothing"  # what was got
@@ -139,8 +138,6 @@ def _to_problem(detail: ErrorDetails, listed: set[type[Settings]]) -> ConfigErro
     if kind == "extra_forbidden":
         remedy = _unknown_remedy(str(loc[-1]), _section(loc[:-1]) or RunConfig, listed)
         return KeyProblem(where, expected="a known key", got=_UNKNOWN, remedy=remedy)
-    if loc == ("planner",) and isinstance(value, str) and value in PLANNER_PACKAGES:
-        return missing_package_of(where, value)
     got = _MISSING if kind == "missing" else shown(value)
     return KeyProblem(where, expected=expected_value(detail), got=got, remedy=_remedy(detail))
 

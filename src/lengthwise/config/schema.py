@@ -35,7 +35,6 @@ from lengthwise.config.settings import (
 )
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import BYTES_TOKENIZER, PLANNER_GROUP
-from lengthwise.core.packages import PLANNER_PACKAGES, has_package
 
 DEFAULT_STEPS = 100
 TINY_MODEL = "tiny"
@@ -47,7 +46,7 @@ def _take_planner(value: object, of_ours: Callable[[object], str]) -> str:
     try:
         return of_ours(value)
     except ValidationError:
-        if isinstance(value, str) and _is_installed(value):
+        if isinstance(value, str) and value in entry_points(group=PLANNER_GROUP).names:
             return value
         raise
 
@@ -55,12 +54,6 @@ def _take_planner(value: object, of_ours: Callable[[object], str]) -> str:
 def _as_names(value: object) -> object:
     """Read one name as a list of it, and null or none as an empty one."""
     return () if value in (None, "none") else (value,) if isinstance(value, str) else value
-
-
-def _is_installed(planner: str) -> bool:
-    if planner in PLANNER_PACKAGES:
-        return has_package(planner)
-    return planner in entry_points(group=PLANNER_GROUP).names
 
 
 class RunConfig(Settings):
@@ -105,8 +98,7 @@ class RunConfig(Settings):
         default="lengthwise",
         description="lengthwise plans each step from its lengths; static (one fixed mesh), single-degree, "
         "bytescale-naive, bytescale, power-of-two and packed-dp (no sequence is cut) are baselines to "
-        "compare with; megatron-core and flexsp need their packages; other packages may register more "
-        "planners; default lengthwise",
+        "compare with; other packages may register more planners; default lengthwise",
     )
     recompute: Recompute = Field(
         default="auto",

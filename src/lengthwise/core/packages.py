@@ -1,38 +1,11 @@
-"""Optional packages, of planners and trackers: whether they are there; none is imported, as some take seconds."""
+"""Optional packages, of trackers and of Ray: whether they are there; none is imported, as some take seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, distribution
-from typing import NamedTuple
 
 from lengthwise.core.errors import ConfigError, raise_problems
-
-
-class PlannerPackage(NamedTuple):
-    """The distribution that a planner needs, and the command that installs it."""
-
-    distribution: str
-    install: str
-
-
-PLANNER_PACKAGES: Mapping[str, PlannerPackage] = {  # by planner
-    "megatron-core": PlannerPackage("megatron-core", "pip install --no-deps megatron-core==0.16.1 packaging"),
-    "flexsp": PlannerPackage("highspy", "pip install 'lengthwise[bench]'"),
-}
-
-
-def has_package(planner: str) -> bool:
-    """Return whether a planner of `PLANNER_PACKAGES` can be asked; nothing is imported, Megatron-Core takes seconds."""
-    return is_installed(PLANNER_PACKAGES[planner].distribution)
-
-
-def missing_package_of(where: str, planner: str) -> ConfigError:
-    """Return the error for a planner of `PLANNER_PACKAGES` whose package is not installed."""
-    package, install = PLANNER_PACKAGES[planner]
-    expected, got = f"the package {package}, which planner {planner} needs", f"no {package} installed"
-    return ConfigError(where, expected=expected, got=got, remedy=f"{install}, or choose another planner.")
-
 
 TRACKER_PACKAGES: Mapping[str, tuple[str, ...]] = {  # by tracker: distributions, one of which it needs
     "tensorboard": ("tensorboard",),

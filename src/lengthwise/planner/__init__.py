@@ -8,7 +8,6 @@ from lengthwise.planner.api import PlanStep, arithmetic_seconds, plan_recomputed
 from lengthwise.planner.baselines.single_degree import PACKED_DP
 from lengthwise.planner.options import PlanOptions
 from lengthwise.planner.problem.bounds import bound_seconds
-from lengthwise.planner.problem.finish import split_heads
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import Score, score
 from lengthwise.planner.registry import CUTTING_PLANNERS, PLANNERS, planner_names, register_planner
@@ -29,5 +28,4 @@ __all__ = [
     "planner_names",
     "register_planner",
     "score",
-    "split_heads",
 ]

@@ -12,11 +12,8 @@ from typing import TypeAlias
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError, Problems, raise_problems
 from lengthwise.core.names import PLANNER_GROUP, unknown_name
-from lengthwise.core.packages import PLANNER_PACKAGES, has_package, missing_package_of
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.planner.baselines.bytescale import plan_bytescale, plan_bytescale_naive
-from lengthwise.planner.baselines.flexsp import plan_flexsp
-from lengthwise.planner.baselines.megatron_core import plan_megatron_core
 from lengthwise.planner.baselines.power_of_two import plan_power_of_two
 from lengthwise.planner.baselines.single_degree import PACKED_DP, plan_packed_dp, plan_single_degree
 from lengthwise.planner.baselines.static import plan_static
@@ -36,9 +33,7 @@ _BUILT_IN: Mapping[str, Planner] = {
     "power-of-two": plan_power_of_two,
     PACKED_DP: plan_packed_dp,
 }
-_OPTIONAL: Mapping[str, Planner] = {"megatron-core": plan_megatron_core, "flexsp": plan_flexsp}
 PLANNERS = tuple(_BUILT_IN)
-OPTIONAL_PLANNERS = tuple(PLANNER_PACKAGES)
 CUTTING_PLANNERS = tuple(name for name in PLANNERS if name != PACKED_DP)  # these plan any lengths
 BASELINES = (plan_single_degree, plan_static, plan_bytescale, plan_bytescale_naive, plan_power_of_two)
 _registered: dict[str, Planner] = {}
@@ -49,20 +44,15 @@ def register_planner(name: str, function: Planner) -> None:
     if not callable(function):
         expected, got = "a function from a PlanRequest to microbatches", f"a {type(function).__name__}"
         raise ConfigError(f"planner {name}", expected=expected, got=got, remedy="Register a function.")
-    if not name or name in _BUILT_IN or name in _OPTIONAL:
-        remedy = f"Register it under a name other than {', '.join((*PLANNERS, *_OPTIONAL))}."
+    if not name or name in _BUILT_IN:
+        remedy = f"Register it under a name other than {', '.join(PLANNERS)}."
         raise ConfigError("planner", expected="a name of its own", got=repr(name), remedy=remedy)
     _registered[name] = function
 
 
 def planner_names() -> tuple[str, ...]:
     """Return all names that `PlanOptions.planner` may have, ours first."""
-    return tuple(dict.fromkeys((*PLANNERS, *optional_planners(), *_registered, *sorted(_installed()))))
-
-
-def optional_planners() -> tuple[str, ...]:
-    """Return those of `planner_names()` that another package is needed for, which is installed."""
-    return tuple(filter(has_package, OPTIONAL_PLANNERS))
+    return tuple(dict.fromkeys((*PLANNERS, *_registered, *sorted(_installed()))))
 
 
 def unknown_planner(where: str, name: str) -> ConfigError | None:
@@ -70,9 +60,7 @@ def unknown_planner(where: str, name: str) -> ConfigError | None:
     if name in PLANNERS:
         return None
     known = planner_names()  # asks all packages: 50 ms
-    if name in known:
-        return None
-    return missing_package_of(where, name) if name in OPTIONAL_PLANNERS else unknown_name(where, name, known)
+    return None if name in known else unknown_name(where, name, known)
 
 
 def find_planner(name: str) -> Planner:
@@ -99,10 +87,7 @@ def _named(name: str, error: LengthwiseError) -> PlanError:
 
 def _asked(name: str, request: PlanRequest) -> list[Microbatch]:
     """Call a planner that is not ours; whatever it raises or returns, the error names it."""
-    if name in _OPTIONAL:
-        function = _OPTIONAL[name]
-    else:
-        function = _registered[name] if name in _registered else _loaded(_installed()[name])
+    function = _registered[name] if name in _registered else _loaded(_installed()[name])
     try:
         microbatches = list(function(request))
         _refuse_outside(name, microbatches, request)
@@ -144,5 +129,4 @@ def _broken(name: str, expected: str, got: str) -> PlanError:
 
 
 def _installed() -> dict[str, EntryPoint]:
-    known = {*_BUILT_IN, *_OPTIONAL}
-    return {point.name: point for point in entry_points(group=PLANNER_GROUP) if point.name not in known}
+    return {point.name: point for point in entry_points(group=PLANNER_GROUP) if point.name not in _BUILT_IN}

@@ -45,7 +45,7 @@ def plan_power_of_two(request: PlanRequest) -> list[Microbatch]:
         groups = next_sub_batch(left, lengths, degrees, work, ranks)
         taken = {sequence for group in groups for sequence in group.sequences}
         left = [sequence for sequence in left if sequence not in taken]
-        microbatches += write_sub_batch(groups, pack_groups(request, groups), is_first=not microbatches)
+        microbatches += write_sub_batch(request, groups, is_first=not microbatches)
     return microbatches
 
 
@@ -119,27 +119,24 @@ def _widen(groups: list[Group], empty: int, ranks: int) -> None:
         group.degree = wider
 
 
-def pack_groups(request: PlanRequest, groups: Sequence[Group]) -> list[list[list[int]]]:
-    """Pack what each group holds, in its order, first fit up to the capacity; return the packs of each group."""
-    packs = []
-    for group in groups:
-        room = room_tokens(request.lengths[group.sequences], group.degree)
-        capacity = group.degree * request.cluster.capacity_tokens
-        filled = first_fit_packs(np.minimum(room, capacity), capacity)  # what is longer fills a pack by itself
-        packs.append([[group.sequences[i] for i in pack] for pack in filled])
-    return packs
-
-
-def write_sub_batch(groups: Sequence[Group], packs: Sequence[list[list[int]]], *, is_first: bool) -> list[Microbatch]:
+def write_sub_batch(request: PlanRequest, groups: Sequence[Group], *, is_first: bool) -> list[Microbatch]:
     """Write the packs of each group; the first packs of all groups are one microbatch, where all ranks meet."""
     heads: list[Piece] = []
     rest: list[Microbatch] = []
     first = 0
-    for group, of_group in zip(groups, packs, strict=True):
+    for group in groups:
         ranks = ring_order(first, group.degree)
         first += group.degree
-        pieces = [Piece(ranks=ranks, sequences=tuple(pack)) for pack in of_group]
+        pieces = [Piece(ranks=ranks, sequences=tuple(pack)) for pack in _packs(request, group)]
         heads.append(pieces[0])
         rest += [Microbatch(pieces=(piece,)) for piece in pieces[1:]]
     meeting = [Microbatch(pieces=(piece,)) for piece in heads] if is_first else [Microbatch(pieces=tuple(heads))]
     return meeting + rest
+
+
+def _packs(request: PlanRequest, group: Group) -> list[list[int]]:
+    """Pack what a group holds, in its order, first fit up to the capacity."""
+    room = room_tokens(request.lengths[group.sequences], group.degree)
+    capacity = group.degree * request.cluster.capacity_tokens
+    filled = first_fit_packs(np.minimum(room, capacity), capacity)  # what is longer fills a pack by itself
+    return [[group.sequences[i] for i in pack] for pack in filled]

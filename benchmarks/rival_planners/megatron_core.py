@@ -1,4 +1,4 @@
-"""A baseline where it is installed: Megatron-Core's own `BalancedCPScheduler` of hybrid context parallelism.
+"""Megatron-Core's own `BalancedCPScheduler` of hybrid context parallelism, where it is installed.
 
 Its samples of each rank and sub-batch become a plan, packed as `power-of-two` packs, which is faster than unpacked.
 """
@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.core.errors import PlanError
-from lengthwise.core.packages import PLANNER_PACKAGES
+from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch
-from lengthwise.planner.baselines.power_of_two import Group, pack_groups, write_sub_batch
+from lengthwise.planner.baselines.power_of_two import Group, write_sub_batch
 from lengthwise.planner.problem.request import PlanRequest
 
 _SCHEDULER_MODULE = "megatron.core.pipeline_parallel.hybrid_cp_schedule"
@@ -33,10 +32,10 @@ class _FakeGroup:
 
 
 def plan_megatron_core(request: PlanRequest) -> list[Microbatch]:
-    """Plan one step by the installed scheduler; PlanError: Megatron-Core has none."""
+    """Plan one step by the installed scheduler; ConfigError: Megatron-Core has none."""
     microbatches: list[Microbatch] = []
     for groups in megatron_sub_batches(request.lengths, request.cluster.ranks, request.most_held_tokens):
-        microbatches += write_sub_batch(groups, pack_groups(request, groups), is_first=not microbatches)
+        microbatches += write_sub_batch(request, groups, is_first=not microbatches)
     return microbatches
 
 
@@ -63,5 +62,5 @@ def load_scheduler() -> Any:
             return importlib.import_module(_SCHEDULER_MODULE).BalancedCPScheduler
     except (ImportError, AttributeError) as error:
         expected, got = f"BalancedCPScheduler in {_SCHEDULER_MODULE}, as Megatron-Core 0.16 has it", str(error)
-        remedy = f"{PLANNER_PACKAGES['megatron-core'].install}, or compare without it."
-        raise PlanError("megatron-core", expected=expected, got=got, remedy=remedy) from error
+        remedy = "pip install --no-deps megatron-core==0.16.1 packaging, or compare without it."
+        raise ConfigError("megatron-core", expected=expected, got=got, remedy=remedy) from error

@@ -1,4 +1,4 @@
-"""A baseline for small steps: FlexSP's integer program (arXiv 2412.01523), solved by HiGHS (`milp`).
+"""A planner of small steps: FlexSP's integer program (arXiv 2412.01523), solved by HiGHS (`milp`).
 
 Sequences by length are cut into M micro-batches of about equal tokens, the best of three M. Of each, m[p] says whether
 group p of d[p] ranks (powers of two, or all) is used and a[k,p] how many sequences of length k it gets: minimize T with
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from exact.milp import Program
 from lengthwise.core.errors import PlanError
 from lengthwise.core.names import counted
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.cost import Cost
-from lengthwise.planner.baselines.milp import Program
 from lengthwise.planner.baselines.single_degree import room_tokens
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import ring_order
@@ -31,7 +31,7 @@ Group = tuple[int, list[int]]  # degree, sequences
 def plan_flexsp(request: PlanRequest) -> list[Microbatch]:
     """Plan one small step; ConfigError: highspy is not installed; PlanError: too many ranks or sequences."""
     cluster, lengths = request.cluster, request.lengths
-    refuse_large(cluster.ranks, len(lengths))
+    _refuse_large(cluster.ranks, len(lengths))
     order = np.lexsort((np.arange(len(lengths)), -lengths))
     tried: list[tuple[float, list[Microbatch]]] = []
     least = -(-int(lengths.sum()) // (cluster.ranks * request.most_held_tokens))
@@ -46,19 +46,13 @@ def plan_flexsp(request: PlanRequest) -> list[Microbatch]:
     return min(tried, key=lambda plan: plan[0])[1]  # one sequence a micro-batch is always solved
 
 
-def is_solvable(ranks: int, sequences: int) -> bool:
-    """Whether a step is small enough for `plan_flexsp`."""
-    return ranks * sequences <= _MOST_CELLS
-
-
-def refuse_large(ranks: int, sequences: int) -> None:
-    """Raise PlanError for a step that `is_solvable` is false of."""
-    if not is_solvable(ranks, sequences):
+def _refuse_large(ranks: int, sequences: int) -> None:
+    if ranks * sequences > _MOST_CELLS:
         raise PlanError(
             "flexsp",
             expected=f"a step whose program is solved in seconds: at most {_MOST_CELLS} ranks x sequences",
             got=f"{counted(ranks, 'rank')} x {counted(sequences, 'sequence')}",
-            remedy="Give it less of {tokens|a step}, or compare such steps with the other planners.",
+            remedy="Give it smaller steps, or compare these with the other planners.",
         )
 
 

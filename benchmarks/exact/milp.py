@@ -1,4 +1,4 @@
-"""Small mixed-integer linear programs, solved by HiGHS (PyPI `highspy`, MIT, extra `bench`), imported when needed.
+"""Small mixed-integer linear programs, solved by HiGHS (PyPI `highspy`, MIT), imported when needed.
 
 One thread, a fixed seed and a limit in branch-and-bound nodes: the same program gives the same answer.
 """
@@ -33,11 +33,7 @@ class Program:
     """Minimize a linear objective over variables and rows, which are added one by one; ConfigError: no highspy."""
 
     def __init__(self) -> None:
-        try:
-            self._highspy: Any = importlib.import_module("highspy")
-        except ImportError:
-            expected, remedy = "the HiGHS solver", "pip install 'lengthwise[bench]'"
-            raise ConfigError("highspy", expected=expected, got="no package highspy", remedy=remedy) from None
+        self._highspy = load_solver()
         self._solver, self._variables = _quiet_solver(self._highspy), 0
 
     def add_variable(
@@ -73,6 +69,15 @@ class Program:
         found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         values = np.array(solver.getSolution().col_value) if found else None
         return Solution(values=values, bound=float(info.mip_dual_bound))
+
+
+def load_solver() -> Any:
+    """Import the solver's package; ConfigError: it is not installed."""
+    try:
+        return importlib.import_module("highspy")
+    except ImportError:
+        expected, remedy = "the HiGHS solver", "pip install highspy"
+        raise ConfigError("highspy", expected=expected, got="no package highspy", remedy=remedy) from None
 
 
 def _quiet_solver(highspy: Any) -> Any:
