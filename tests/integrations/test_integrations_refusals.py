@@ -72,6 +72,16 @@ def test_all_that_cannot_be_kept_is_refused_in_one_message(tmp_path):
         assert (problem.where, name in problem.got) == ("optim", True)
 
 
+def test_fused_layers_are_those_of_the_session_and_transformers_is_not_patched(tmp_path):
+    args = arguments(tmp_path, use_liger_kernel=True)
+    trainer = planned(args)
+    assert (args.use_liger_kernel, trainer.args.use_liger_kernel) == (True, False)
+    with pytest.raises(ConfigError, match="fused_layers: .* got Liger's kernels are for GPUs"):
+        trainer.train()
+    with pytest.raises(ConfigError, match="fused_layers: expected auto or liger beside use_liger_kernel; got off"):
+        planned(args, fused_layers="off")
+
+
 def test_an_argument_of_a_later_version_is_refused_unless_it_has_its_default(tmp_path):
     @dataclasses.dataclass
     class Later(TrainingArguments):
