@@ -76,7 +76,7 @@ def test_fused_layers_are_those_of_the_session_and_transformers_is_not_patched(t
     args = arguments(tmp_path, use_liger_kernel=True)
     trainer = planned(args)
     assert (args.use_liger_kernel, trainer.args.use_liger_kernel) == (True, False)
-    with pytest.raises(ConfigError, match="fused_layers: .* got Liger's kernels are for GPUs"):
+    with pytest.raises(ConfigError, match=r"fused_layers: .* got Liger's kernels are for GPUs"):
         trainer.train()
     with pytest.raises(ConfigError, match="fused_layers: expected auto or liger beside use_liger_kernel; got off"):
         planned(args, fused_layers="off")
