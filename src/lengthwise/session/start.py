@@ -42,7 +42,7 @@ def start_engine(
     model: Any, transport: Transport, settings: SessionSettings, *, seed: int, timeout_seconds: float
 ) -> Engine:
     """Return what runs the steps of a Hugging Face model, which computes as asked in them alone."""
-    computing = settings.computing
+    computing, say = settings.computing, None if transport.rank else _say
     return Engine(
         model=model,
         transport=transport,
@@ -55,8 +55,12 @@ def start_engine(
         autocast=settings.autocast,
         seed=seed,
         offload=settings.offload,
-        layers=choose_layers(model, computing, settings.device, dtype=settings.dtype),
+        layers=choose_layers(model, computing, settings.device, dtype=settings.dtype, say=say),
     )
+
+
+def _say(choice: str) -> None:
+    print(f"lengthwise: {choice}", flush=True)
 
 
 def take_model(
