@@ -71,9 +71,9 @@ class RankRun:
         if any(self.engine.each_rank(self.stop.signal or 0)):
             raise KeyboardInterrupt
 
-    def hold_parameters(self) -> None:
+    def check_parameters(self) -> None:
         """Check that parameters are finite before they are used or kept. Collective."""
-        self.end.finite.holds_parameters(self.runner.steps, self.engine.each_rank(self.end.finite.largest))
+        self.end.finite.check_parameters(self.runner.steps, self.engine.each_rank(self.end.finite.largest))
 
     def whole_on_first(self) -> AbstractContextManager[None]:
         """Let rank 0's model be written inside the block. Collective."""
@@ -127,10 +127,8 @@ def set_up(
         note=say,
     )
     finite = FinitePolicy(
-        config=config,
-        transport=transport,
+        skips=config.not_finite == "skip",
         parameters=parameters,
-        checkpoints=checkpoints,
         callbacks=callbacks,
         largest_allowed=torch.finfo(engine.dtype).max,
     )

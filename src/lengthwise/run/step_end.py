@@ -49,12 +49,12 @@ class RunStepEnd(StepEnd):
             asks_for_checkpoint=self.checkpoints.asks,
         )
 
-    def takes(self, step: int, ranks: Sequence[RunNumbers]) -> bool:
+    def takes(self, step: int, ranks: Sequence[RunNumbers]) -> None:
         """Commit a checkpoint that is written, and check what the step before left of the parameters."""
         self.ranks = ranks
         self.memory.start()
         self.checkpoints.settle([rank.checkpoint_progress for rank in ranks])
-        return self.finite.holds_parameters(step - 1, [rank.largest for rank in ranks], within=step)
+        self.finite.check_parameters(step - 1, [rank.largest for rank in ranks])
 
     def holds(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
         """Do as the run's policy says where a value is not finite."""
