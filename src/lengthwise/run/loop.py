@@ -66,6 +66,8 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
             finally:
                 loop.close()
         transport.close()
+        if job.config.report_to:
+            note_phase("the end of the reports to trackers")
         return result
 
 
@@ -176,6 +178,7 @@ class _Loop:
         )
         if said := rank.pricing.observe(RanStep(plan=result.plan, busy_seconds=result.busy_seconds)):
             rank.say(said)
+        self._transport.phase = f"step {number}, reports"
         names = {"num_steps": self._num_steps, "sequences": planned.batch.ids, "plan": result.plan}
         call_back(rank.callbacks, "on_step", FinishedStep(metrics=metrics, **names))
         return metrics, following
