@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 
 from lengthwise.comm import World
-from lengthwise.core.errors import CallbackError, LengthwiseError, RankError, TransferError, TransferMismatch
+from lengthwise.core.errors import CallbackError, LengthwiseError, RankError, TransferError
 from lengthwise.core.processes import end_with_parent, let_threads_end
 from lengthwise.run.stacks import keep_stacks, write_stacks
 
@@ -241,7 +241,7 @@ class _Children:
     def outcome(self, stop: StopRequest, *, asks: bool, stacks: Path | None) -> Any:
         try:
             self._watch(stop, asks=asks)
-            own = [error for _, error in sorted(self._errors.items()) if _is_a_reason(error)]
+            own = [error for _, error in sorted(self._errors.items()) if not isinstance(error, TransferError)]
             timed_out = bool(self._errors) and not own
             # Before stacks are asked for: that lets a rank which was stopped go on for a while.
             seen = [f"last seen in {self._board.last_seen(rank)}" for rank in range(len(self._processes))]
@@ -315,11 +315,6 @@ class _Children:
             pipe.close()
         for file in self._stacks:
             file.close()
-
-
-def _is_a_reason(error: LengthwiseError) -> bool:
-    """Whether it is more than that another rank did not answer."""
-    return isinstance(error, TransferMismatch) or not isinstance(error, TransferError)
 
 
 def _child(
