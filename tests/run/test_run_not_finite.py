@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import lengthwise
 from lengthwise.engine.optimizer import ShardedOptimizer
-from lengthwise.run import not_finite
+from lengthwise.run import step_end
 from lengthwise.session import engine
 from run.small_runs import (
     FailsAfter,
@@ -119,7 +119,7 @@ def test_a_run_that_cannot_be_helped_stops_and_saves_no_model(
     tmp_path, monkeypatch, capfd, ranks, policy, what, steps, told
 ):
     path = write_run(tmp_path, ROWS, steps=9, checkpoint={"every_steps": 4}, **KEYS)
-    monkeypatch.setattr(not_finite, "MOST_IN_A_ROW", 4)
+    monkeypatch.setattr(step_end, "MOST_IN_A_ROW", 4)
     poison(monkeypatch, what, *steps, rank=ranks - 1)
     assert call("train", path, "--ranks", ranks, "--set", f"not_finite={policy}") == 1
     assert told in capfd.readouterr().err

@@ -27,10 +27,9 @@ from lengthwise.run.export import write_model
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import MEASURING_SECONDS, Job
 from lengthwise.run.launch import StopRequest
-from lengthwise.run.not_finite import FinitePolicy
 from lengthwise.run.pricing import Pricing
 from lengthwise.run.readers import reading
-from lengthwise.run.step_end import RunStepEnd
+from lengthwise.run.step_end import FinitePolicy, RunStepEnd
 from lengthwise.session.capacity import capacities_sentence
 from lengthwise.session.engine import Engine
 from lengthwise.session.runner import StepRunner
