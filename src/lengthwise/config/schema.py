@@ -342,7 +342,6 @@ def _not_where_sharded(values: Mapping[str, object]) -> list[ConfigError]:
 
 
 def _not_with_stages(values: Mapping[str, object]) -> list[ConfigError]:
-    """Refuse what does not run beside pipeline stages."""
     stages = values.get("stages", 1)
     if stages == 1:
         more = values.get("virtual", 1)

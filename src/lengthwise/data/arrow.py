@@ -181,7 +181,6 @@ def wrong_rows(folder: Path, on_rows: Callable[[int], None]) -> Iterator[DataErr
 
 
 def _other_tokenizer(folder: Path, made: Prepared, its: UsedTokenizer, tokenizer: Tokenizer) -> list[DataError]:
-    """Return what differs between the tokenizer of a run and the one that data was prepared with."""
     found = []
     for what, is_used, ours, theirs in (
         ("tokenizer", True, tokenizer.digest(), its.digest),
