@@ -51,8 +51,8 @@ def _one_thread():
 
 @pytest.fixture
 def checked_transfers(monkeypatch):
-    """Check each message between ranks (`lengthwise.comm.checked`)."""
-    monkeypatch.setenv("LENGTHWISE_CHECK_TRANSFERS", "1")
+    """Check each message between ranks, in all their processes."""
+    monkeypatch.setenv("LENGTHWISE_TRANSPORT_WRAPPER", "testing.checked:checked")
 
 
 @pytest.fixture(autouse=True)

@@ -2,16 +2,14 @@
 
 import pytest
 import torch
+from testing.checked import CheckedTransport
 
-from lengthwise.comm import CheckedTransport, World, checks_transfers, join
-from lengthwise.comm.checked import VARIABLE
-from lengthwise.core.errors import ConfigError, TransferMismatch
+from lengthwise.comm import World, join
+from lengthwise.comm.torch_transport import WRAPPER
+from lengthwise.core.errors import ConfigError, RankError
 from lengthwise.run.launch import launch
 
-
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "1")
+pytestmark = pytest.mark.usefixtures("checked_transfers")
 
 
 def ran(work, ranks=2, *, timeout_seconds=20.0):
@@ -31,7 +29,7 @@ def refused(send, receive):
         t.phase = "step 1"
         (send if t.rank == 0 else receive)(t)
 
-    with pytest.raises(TransferMismatch) as caught:
+    with pytest.raises(RankError) as caught:
         ran(work)
     return str(caught.value)
 
@@ -105,14 +103,15 @@ def test_a_lost_message_is_found_at_the_next_one():
 
 
 def test_it_is_off_unless_asked_for(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "0")
-    assert not checks_transfers()
-    monkeypatch.delenv(VARIABLE)
-    assert not checks_transfers()
+    monkeypatch.delenv(WRAPPER)
     assert ran(lambda t: type(t).__name__) == "TorchTransport"
-    monkeypatch.setenv(VARIABLE, "yes")
-    with pytest.raises(ConfigError, match="expected 1 or 0; got 'yes'"):
-        checks_transfers()
+
+
+@pytest.mark.parametrize("asked", ["yes", "no.such.module:checked", "testing.checked:nothing", ":checked"])
+def test_a_wrapper_that_is_not_there_is_refused_by_name(monkeypatch, asked):
+    monkeypatch.setenv(WRAPPER, asked)
+    with pytest.raises(ConfigError, match=f"{WRAPPER}: expected module:name that can be imported; got '{asked}'"):
+        join(World(rank=0, world_size=2), timeout_seconds=1)
 
 
 def test_ranks_at_different_collectives_are_refused():
@@ -122,5 +121,5 @@ def test_ranks_at_different_collectives_are_refused():
         kind = "gather" if t.rank == 0 else "reduce"
         t.all_gather_async(torch.empty(8), floats(4), key=(1, f"{kind} of layer 1")).wait()
 
-    with pytest.raises(TransferMismatch, match=r"rank \d, step 1: .*same collective.* of layer 1"):
+    with pytest.raises(RankError, match=r"rank \d, step 1: .*same collective.* of layer 1"):
         ran(work)

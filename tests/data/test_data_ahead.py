@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.stores import load, prepare, write_sources
-from lengthwise.data.ahead import read_ahead
+from lengthwise.data.arrow import read_ahead
 from lengthwise.engine.batch import StepBatch
 from lengthwise.program import Segment
 
@@ -19,7 +19,7 @@ TOKENS = np.zeros(64 * mmap.PAGESIZE // 4, dtype="<i4")
 def test_just_the_pages_of_a_view_are_asked_for(data: st.DataObject) -> None:
     first = data.draw(st.integers(0, len(TOKENS) - 1))
     last = data.draw(st.integers(first + 1, len(TOKENS)))
-    with patch("lengthwise.data.ahead.advise") as advised:
+    with patch("lengthwise.data.arrow.advise") as advised:
         read_ahead(TOKENS[first:last])
     ((begin, count), _) = advised.call_args
     assert begin % mmap.PAGESIZE == 0
@@ -30,7 +30,7 @@ def test_just_the_pages_of_a_view_are_asked_for(data: st.DataObject) -> None:
 def test_the_system_takes_what_is_asked_for_and_nothing_is_asked_of_no_tokens(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_bytes(bytes(3 * mmap.PAGESIZE))
     read_ahead(np.memmap(tmp_path / "tokens", dtype="<i4", mode="r")[5:1500])
-    with patch("lengthwise.data.ahead.advise") as advised:
+    with patch("lengthwise.data.arrow.advise") as advised:
         read_ahead(TOKENS[5:5])
     assert not advised.called
 

@@ -223,6 +223,7 @@ OF_ANOTHER_KIND = {
         ('{"text": "a"}'.encode("utf-16"), "a file of UTF-16.*iconv"),
         (b"train.jsonl".ljust(257, b"\0") + b"ustar", "a file of tar"),
         (gzip.compress(b"train.jsonl".ljust(257, b"\0") + b"ustar"), "a file of tar"),
+        (b"MMIDIDX\0\0\1", "an index of Megatron-LM.*IndexedDataset.*input_ids"),
         (b'[\n  {\n    "text": "a"\n  }\n]\n', "a JSON array"),
     ],
     "train.csv": [(b"text\na\n", "JSON lines .*, Parquet or Arrow; got a file of CSV.*read_csv.*train.jsonl")],
@@ -233,6 +234,7 @@ OF_ANOTHER_KIND = {
         (b"text\tid\na\t1\n", "a file of TSV.*sep='.t'"),
     ],
     "train.TSV": [(b"text\tid\na\t1\n", "a file of TSV.*sep='.t'")],
+    "train.bin": [(b"\1\0\0\0{\0\0\0", "numbers, as Megatron-LM.*IndexedDataset.*input_ids")],
     "train.txt": [(b"once upon", "a file of plain text.*name its folder")],
     "train.parquet": [(b"PAR0", "a file of no Parquet")],
 }

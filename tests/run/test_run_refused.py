@@ -17,7 +17,6 @@ def model(tmp_path_factory):
     ("keys", "said"),
     [
         ({"save": {"best": "eval_loss"}}, "save: none -> `eval` beside it"),
-        ({"not_finite": "roll_back"}, "not_finite: none -> `checkpoint` beside roll_back"),
         ({"heads": 3}, "a number that divides the model's 4 heads"),
         ({"attention": "cudnn"}, "attention: expected auto or reference on the CPU; got cudnn. Set attention: auto"),
         ({"fused_layers": "liger", "precision": "fp32"}, "what Liger can run; got Liger's kernels are for GPUs."),

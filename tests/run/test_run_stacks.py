@@ -1,8 +1,10 @@
 """Stacks only help: where there is no room for them a rank runs, and ends with its own error."""
 
+import os
 import resource
 import signal
 import tempfile
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ import pytest
 from lengthwise.config import build_config
 from lengthwise.core.errors import TransferError, WriteError
 from lengthwise.run.folder import CONFIG, RunFolder
-from lengthwise.run.stacks import with_own_stacks, writing_stacks
+from lengthwise.run.launch import launch
+from lengthwise.run.stacks import with_own_stacks
 from run.small_runs import resume_after
 
 
@@ -18,29 +21,28 @@ def fails():
     raise TransferError("rank 1, step 3", expected="an answer", got="none", remedy="Look at rank 0.")
 
 
-@pytest.mark.parametrize("path", [Path("/dev/full"), Path("/nowhere/rank-00000.txt")])
-def test_a_transfer_error_is_told_though_its_stacks_cannot_be_written(path):
-    with pytest.raises(TransferError, match="rank 1, step 3"), writing_stacks(path):
-        fails()
-    with writing_stacks(path):
-        pass
-
-
-@pytest.mark.parametrize("there_is_a_temporary_folder", [True, False])
 @pytest.mark.parametrize("is_free", [True, False])
-def test_a_rank_runs_without_a_temporary_folder(tmp_path, monkeypatch, there_is_a_temporary_folder, is_free):
-    """Its stacks are kept where they can be; what is raised is its own error in any case."""
-    if not there_is_a_temporary_folder:
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+def test_a_rank_under_torchrun_ends_with_its_own_error_and_keeps_its_stacks_where_it_can(tmp_path, is_free):
     folder = tmp_path / "out"
     if not is_free:
         folder.write_text("")
-    assert with_own_stacks(lambda: 5, folder / "hang", 0) == 5
+    assert with_own_stacks(lambda: 5, folder / "hang", 3) == 5
+    assert not folder.is_dir()
     with pytest.raises(TransferError, match="rank 1, step 3") as caught:
         with_own_stacks(fails, folder / "hang", 3)
-    stacks = folder / "hang/rank-00003.txt"
-    assert str(caught.value).endswith(f"Where each rank stood: {folder}/hang.") == stacks.is_file()
-    assert not (is_free and there_is_a_temporary_folder) or "in fails" in stacks.read_text()
+    assert str(caught.value).endswith(f"Where each rank stood: {folder}/hang.") == is_free
+    assert not is_free or "in fails" in (folder / "hang/rank-00003.txt").read_text()
+
+
+def test_a_launched_rank_with_a_full_disk_ends_with_its_own_error(monkeypatch):
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: FileIO("/dev/full", "r+"))
+    with pytest.raises(TransferError, match="rank 1, step 3"):
+        launch(lambda _world, _note: fails(), 2, stacks=Path("/dev/full"))
+
+
+def test_a_rank_under_torchrun_says_where_it_hangs_when_asked(tmp_path, capfd):
+    with_own_stacks(lambda: os.kill(os.getpid(), signal.SIGUSR1), tmp_path / "hang", 0)
+    assert "in with_own_stacks" in capfd.readouterr().err
 
 
 def test_going_on_with_a_full_disk_leaves_the_config_as_it_was(tmp_path):

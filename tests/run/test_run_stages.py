@@ -34,10 +34,10 @@ def run_file(folder, *, layers=3, tied=False, **keys):
     more(6, ("stages=2", "virtual=2")),
     more(3, ("stages=3",)),
 ])  # fmt: skip
-def test_a_run_in_stages_has_the_numbers_and_the_model_of_one_rank(tmp_path, monkeypatch, ranks, cut):
+def test_a_run_in_stages_has_the_numbers_and_the_model_of_one_rank(tmp_path, request, ranks, cut):
     path = run_file(tmp_path, layers=4, tied=True, eval={"data": [{"path": "train.jsonl"}], "every_steps": 2})
     one, whole = trained(path, "one", ranks=1)
-    monkeypatch.setenv("LENGTHWISE_CHECK_TRANSFERS", "1")
+    request.getfixturevalue("checked_transfers")
     found, model = trained(path, "staged", "--set", *cut, ranks=ranks)
     assert found == pytest.approx(one, rel=1e-12)
     assert largest_difference(model, whole) < 1e-12
@@ -58,13 +58,13 @@ def test_verify_compares_stages_with_one_process(tmp_path, capsys, precision):
     assert said.endswith("PASS")
 
 
-def test_routers_are_counted_through_the_stages(tmp_path, monkeypatch):
+def test_routers_are_counted_through_the_stages(tmp_path, request):
     config = tiny_family_config("qwen3_moe", {"vocab_size": 64, "output_router_logits": True})
     folder = tmp_path / "moe"
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     path = write_run(tmp_path, make_rows(LENGTHS), model=folder, **KEYS)
     one, whole = trained(path, "one", ranks=1)
-    monkeypatch.setenv("LENGTHWISE_CHECK_TRANSFERS", "1")
+    request.getfixturevalue("checked_transfers")
     found, model = trained(path, "staged", "--set", "stages=2", ranks=4)
     assert found == pytest.approx(one, rel=1e-12)
     assert largest_difference(model, whole) < 1e-12

@@ -57,13 +57,14 @@ def test_train_trajectory_of_many_steps_equals_one_process(tmp_path, steps, prec
     assert degrees == set(range(1, ranks + 1))
 
 
-def test_train_twice_gives_the_same_bits_with_each_message_checked_and_without(tmp_path, monkeypatch, capfd):
+def test_train_twice_gives_the_same_bits_with_each_message_checked_and_without(tmp_path, request, capfd):
     found = []
     for asked in ("0", "1"):
-        monkeypatch.setenv("LENGTHWISE_CHECK_TRANSFERS", asked)
+        if asked == "1":
+            request.getfixturevalue("checked_transfers")
         path = write_run(tmp_path / asked, lively_rows(), steps=2, precision="bf16", capacity_tokens=20, heads=2)
         output = train(path, "--ranks", 4)
-        assert ("each message is checked" in capfd.readouterr().out) == (asked == "1")
+        assert ("in testing.checked:checked" in capfd.readouterr().out) == (asked == "1")
         plans = [Plan.from_json(read_plan_text(each)) for each in sorted((output / "plans").iterdir())]
         assert any(piece.degree > 1 for plan in plans for each in plan.microbatches for piece in each.pieces)
         found.append((losses(output), (output / "model/model.safetensors").read_bytes()))

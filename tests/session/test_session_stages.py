@@ -23,9 +23,7 @@ CONSTANT = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
 LAYERS = {"num_hidden_layers": 4}
 
 
-@pytest.fixture(autouse=True)
-def checked_transfers(monkeypatch):
-    monkeypatch.setenv("LENGTHWISE_CHECK_TRANSFERS", "1")
+pytestmark = pytest.mark.usefixtures("checked_transfers")
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,9 @@ def is_run_file(inputs: Sequence[Path]) -> bool:
 
 def wrong_paths(paths: Sequence[Path], key: str) -> list[ConfigError]:
     """Return what is wrong with paths of files and folders of data that were given as `key`."""
-    from lengthwise.data.indexed import indexed_prefix
-
     problems: list[ConfigError] = []
     for path in paths:
-        if not path.is_file() and not path.is_dir() and indexed_prefix(path) is None:
+        if not path.is_file() and not path.is_dir():
             got = f"{path}: {'not a regular file' if path.exists() else 'nothing there'}"
             remedy = "Correct the path."
             problems.append(ConfigError(key, expected="an existing file or folder", got=got, remedy=remedy))

@@ -4,7 +4,6 @@ One interface (`Transport`), made by `join`. No communicator is made for a seque
 one for transfers, and one for the replicas of a pipeline stage (`Mesh`).
 """
 
-from lengthwise.comm.checked import CheckedTransport, checks_transfers
 from lengthwise.comm.devices import built_for_gpus, count_gpus, find_gpus, has_unused_gpu
 from lengthwise.comm.exchange import agree, broadcast_bytes, share_first, share_numbers
 from lengthwise.comm.mesh import Mesh
@@ -15,7 +14,6 @@ from lengthwise.comm.transport import Done, Pending, Transport
 from lengthwise.comm.world import World, session_world, world_from_environment
 
 __all__ = [
-    "CheckedTransport",
     "Done",
     "Mesh",
     "Pending",
@@ -27,7 +25,6 @@ __all__ = [
     "agree",
     "broadcast_bytes",
     "built_for_gpus",
-    "checks_transfers",
     "count_gpus",
     "find_gpus",
     "has_unused_gpu",

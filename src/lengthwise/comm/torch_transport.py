@@ -15,13 +15,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lengthwise.comm.checked import CheckedTransport, Exchange, checks_transfers
 from lengthwise.comm.clock import Clock
 from lengthwise.comm.groups import gloo_group, gloo_groups, nccl_group, refuse_large
 from lengthwise.comm.solo import SoloTransport
@@ -29,10 +29,11 @@ from lengthwise.comm.staged import StagedTransport
 from lengthwise.comm.transport import Done, Key, Message, Pending, Transport, lies_on_a_device
 from lengthwise.comm.watch import Posted, Watch
 from lengthwise.comm.world import World
-from lengthwise.core.errors import TransferError
+from lengthwise.core.errors import ConfigError, TransferError
 from lengthwise.program import line_peers
 
 Result = TypeVar("Result")
+WRAPPER = "LENGTHWISE_TRANSPORT_WRAPPER"
 
 
 def join(
@@ -47,17 +48,34 @@ def join(
     Raises:
         TransferError: not all ranks came.
         RankError: some are on GPUs and some are not.
-        ConfigError: LENGTHWISE_CHECK_TRANSFERS is neither 1 nor 0.
+        ConfigError: see `transport_wrapper`.
     """
     if world.world_size == 1:
         world.claim_device()
         return SoloTransport()
-    checks = checks_transfers()
+    wrap = transport_wrapper()
     transport = TorchTransport(world, timeout_seconds=timeout_seconds, on_phase=on_phase)
     if say is not None:
-        say(f"transfers: {_means(world, transport.shares_gpus)}{'; each message is checked' * checks}")
+        say(f"transfers: {_means(world, transport.shares_gpus)}{'' if wrap is None else f', in {os.environ[WRAPPER]}'}")
     moving = StagedTransport(transport) if transport.shares_gpus else transport
-    return CheckedTransport(moving, transport.beside()) if checks else moving
+    return moving if wrap is None else wrap(moving, transport)
+
+
+def transport_wrapper() -> Callable[[Transport, TorchTransport], Transport] | None:
+    """Return the `module:name` that LENGTHWISE_TRANSPORT_WRAPPER puts around each rank's transport; None: nothing.
+
+    It is called with the transport and the world below it. Tests put `testing.checked` there, in each process of a run.
+
+    Raises:
+        ConfigError: there is no such name.
+    """
+    asked = os.environ.get(WRAPPER, "")
+    module, _, name = asked.partition(":")
+    try:
+        return getattr(import_module(module), name) if asked else None
+    except (ImportError, AttributeError, ValueError) as error:
+        got, remedy = f"{asked!r} ({error})", f"Unset {WRAPPER}."
+        raise ConfigError(WRAPPER, expected="module:name that can be imported", got=got, remedy=remedy) from None
 
 
 def _means(world: World, sharing: bool) -> str:
@@ -122,7 +140,7 @@ class TorchTransport:
         """Post one grouped call (see `Transport.exchange`)."""
         return self._exchange(_TRANSFERS, sends, receives)
 
-    def beside(self) -> Exchange:
+    def beside(self) -> Callable[[Sequence[Message], Sequence[Message]], Pending]:
         """Return how to exchange host tensors apart from all other messages, over a new group. Collective."""
         name = f"beside {len(self._groups)}"
         self._groups[name] = self._guard(lambda: gloo_group(timedelta(seconds=self._timeout_seconds)))

@@ -215,11 +215,10 @@ class RunConfig(Settings):
         description="the trackers to which rank 0 reports steps, one or a list: tensorboard, wandb, trackio, mlflow; "
         "default null (none)",
     )
-    not_finite: Literal["stop", "skip", "roll_back"] = Field(
+    not_finite: Literal["stop", "skip"] = Field(
         default="stop",
-        description="what the run does after a NaN or infinite loss, gradient or parameter: stop, skip (make no update "
-        "in that step) or roll_back (return to the newest checkpoint and drop the steps since); default "
-        "stop",
+        description="what the run does after a NaN or infinite loss or gradient: stop or skip (make no update in that "
+        "step); after such a parameter it stops; default stop",
     )
     optimizer: OptimizerConfig = Field(
         default=OptimizerConfig(), description="the optimizer, AdamW unless you name another; every key has a default"
@@ -258,9 +257,6 @@ class RunConfig(Settings):
         if (scheme := scheme_of(output := values.get("output"))) is not None:
             expected, got = "a folder of this machine", f"{output}: {scheme}:// is not written yet"
             found.append(ConfigError("output", expected=expected, got=got, remedy="Mount it, and name that folder."))
-        if values.get("not_finite") == "roll_back" and values.get("checkpoint") is None:
-            remedy = "Add `checkpoint: {every_steps: 50}`."
-            found.append(ConfigError("not_finite", expected="`checkpoint` beside roll_back", got="none", remedy=remedy))
         return found
 
     def precision_on(self, *, gpus: bool) -> str:
@@ -347,7 +343,6 @@ def _not_where_sharded(values: Mapping[str, object]) -> list[ConfigError]:
 
 
 def _not_with_stages(values: Mapping[str, object]) -> list[ConfigError]:
-    """Refuse what does not run beside pipeline stages."""
     stages = values.get("stages", 1)
     if stages == 1:
         more = values.get("virtual", 1)

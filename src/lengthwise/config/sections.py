@@ -30,8 +30,8 @@ class DataSource(Settings):
     path: PathSetting | None = Field(
         default=None,
         description="a file of JSON lines (plain or gzip), a Parquet or Arrow file, a dataset that save_to_disk wrote, "
-        "an indexed dataset of Megatron-LM, or a folder of text files (one file is one document; links and "
-        "hidden files are left out); relative to the run file's folder",
+        "or a folder of text files (one file is one document; links and hidden files are left out); relative to the "
+        "run file's folder",
     )
     dataset: str | None = Field(
         default=None,

@@ -114,13 +114,9 @@ class WriteError(OutputError):
 
 
 class TransferError(LengthwiseError):
-    """A transfer between ranks that timed out, lost its peer or did not match."""
+    """A transfer between ranks that timed out or lost its peer: it follows from an error elsewhere."""
 
     code = "transfer"
-
-
-class TransferMismatch(TransferError):  # noqa: N818 - the name says what happened
-    """A message that was not what its receiver expected: a reason, where other transfer errors are what follows."""
 
 
 class RankError(LengthwiseError):

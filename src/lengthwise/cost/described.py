@@ -87,7 +87,6 @@ def _arithmetic(found: Measurements, base: Hardware) -> dict[str, Any]:
 
 
 def _links(found: Measurements) -> dict[str, Any]:
-    """Return measured rates and latencies of links and copies."""
     values = {}
     layers = found.model.layers
     keys = {

@@ -12,6 +12,8 @@ rows with their SHA-256; a row's tokens are compared with its digest when they a
 from __future__ import annotations
 
 import bisect
+import ctypes
+import mmap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +22,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lengthwise.core.errors import DataError
-from lengthwise.data.ahead import read_ahead
 from lengthwise.data.columns import Columns
 from lengthwise.data.dataset import TOO_LONG, NumberedRows, digest_of_parts, plain_weights, too_long, write_protect
 from lengthwise.data.digests import row_digest
@@ -180,7 +181,6 @@ def wrong_rows(folder: Path, on_rows: Callable[[int], None]) -> Iterator[DataErr
 
 
 def _other_tokenizer(folder: Path, made: Prepared, its: UsedTokenizer, tokenizer: Tokenizer) -> list[DataError]:
-    """Return what differs between the tokenizer of a run and the one that data was prepared with."""
     found = []
     for what, is_used, ours, theirs in (
         ("tokenizer", True, tokenizer.digest(), its.digest),
@@ -207,3 +207,17 @@ def _other_limits(folder: Path, made: Prepared, source: DataSource, dataset: Arr
         return []
     rows = [int(row) for row in dataset.too_long]
     return [too_long(dataset.name(row), dataset.stored_length(row), source.max_tokens, key) for row in rows]
+
+
+def read_ahead(values: np.ndarray) -> None:
+    """Begin to read what `values`, a view of a mapped file, needs from the disk; nothing where the system cannot."""
+    if not values.size or not hasattr(mmap, "MADV_WILLNEED"):
+        return
+    first = values.ctypes.data
+    start = first - first % mmap.PAGESIZE
+    advise(start, first + values.nbytes - start)
+
+
+def advise(start: int, num_bytes: int) -> None:
+    """Ask the system for mapped pages; a hint, without which the first to read waits."""
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), mmap.MADV_WILLNEED)

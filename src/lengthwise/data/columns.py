@@ -74,7 +74,6 @@ def _column(values: Sequence[Any], kind: Any) -> Any:
 
 
 def _values(row: TokenRow) -> tuple[Any, ...]:
-    """Return what is in `_COLUMNS` of a row."""
     kind = KINDS.index(row.kind if row.is_row else UNREADABLE)
     if row.tokens is None:
         error = row.error and json.dumps([row.error.where, row.error.expected, row.error.got, row.error.remedy])

@@ -21,6 +21,8 @@ _TEXTS = ", dtype=str, keep_default_na=False"  # no cell becomes a number, or nu
 _CSV = f"""python -c "import pandas; pandas.read_csv('NAME'{_TEXTS}){_LINES}\""""
 _TSV = _CSV.replace("'NAME'", r"'NAME', sep='\t'")
 _EXCEL = _CSV.replace("read_csv", "read_excel")
+_IDS = 'write a row {"input_ids": [...]} a line.'
+_DOCUMENTS = f"read it with Megatron's IndexedDataset, and for each of its documents {_IDS}"
 _TO_UTF8 = "iconv -f UTF-16 -t UTF-8 NAME > PLAIN.utf-8"
 # How a file begins that is no text, what it is, and how one makes something of it that is read.
 _BEGINS = (
@@ -38,8 +40,9 @@ _BEGINS = (
     (b"\xd0\xcf\x11\xe0", "Excel or another of Office", _EXCEL),
     (b"Obj\x01", "Avro", "write its rows as Parquet."),
     (b"\x89HDF\r\n", "HDF5", "write its rows as Parquet."),
-    (b"\x93NUMPY", "NumPy", 'write a row {"input_ids": [...]} a line.'),
+    (b"\x93NUMPY", "NumPy", _IDS),
     (b"SQLite format 3\x00", "SQLite", "write its rows as Parquet."),
+    (b"MMIDIDX\x00\x00", "an index of Megatron-LM", _DOCUMENTS),
     (b"%PDF-", "PDF", "pdftotext NAME PLAIN.txt, then name the folder of it."),
     (b"\xff\xfe", "UTF-16", _TO_UTF8),
     (b"\xfe\xff", "UTF-16", _TO_UTF8),
@@ -49,6 +52,7 @@ _ENDS = {
     ".tsv": ("TSV", _TSV),
     ".tab": ("TSV", _TSV),
     ".orc": ("ORC", _CSV.replace(f"read_csv('NAME'{_TEXTS})", "read_orc('NAME')")),
+    ".bin": ("numbers, as Megatron-LM writes ids", _DOCUMENTS),
     ".pkl": ("pickle", "write its rows as Parquet."),
     ".pickle": ("pickle", "write its rows as Parquet."),
     ".xml": ("XML", "write a row a line."),

@@ -359,7 +359,6 @@ _loaded = functools.cache(load_tokenizer)
 
 
 def _part_table(batch: Any, task: FileTask) -> Any:
-    """Return the rows of one part as a table of Arrow."""
     (number,), plan = batch["part"], task.plan
     origin, listing = task.parts[number]
     source = plan.listings[origin][0]

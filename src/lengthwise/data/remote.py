@@ -68,14 +68,11 @@ def shard_specs(
 
 def raw_listings(source: DataSource, key: str, word: str, report: Report) -> list[Listing]:
     """Find the files of a source whose rows are read while a run trains, by the key `word`; tokens are reported."""
-    is_known = source.path is not None and is_prepared(source.path)
-    found = [] if is_known else list_source(source, report)
-    if is_known or any(listing.indexed for listing in found):
-        got = "prepared data" if is_known else "an indexed dataset"
+    if source.path is not None and is_prepared(source.path):
         remedy = f"Take `{word}` out: it has ids, which are read from the disk as they are needed."
-        report(DataError(key, expected=f"raw rows, for `{word}`", got=got, remedy=remedy))
+        report(DataError(key, expected=f"raw rows, for `{word}`", got="prepared data", remedy=remedy))
         return []
-    return found
+    return list_source(source, report)
 
 
 def parts_of(listing: Listing, part_bytes: int) -> list[Listing]:

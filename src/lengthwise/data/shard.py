@@ -206,7 +206,6 @@ class Shard:
         return self._order if may_go_on or self._closed else None
 
     def _take(self, row: int) -> Held:
-        """Return a row that somebody takes a slice of."""
         held = self._taken.get(row)
         if held is None:
             held = self._fresh.pop(row) or self._tokenized(row)

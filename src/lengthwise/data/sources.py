@@ -1,4 +1,4 @@
-"""Data sources to rows: JSON lines, tables, datasets, indexed datasets, folders of text, the Python standard library.
+"""Data sources to rows: JSON lines, tables, datasets, folders of text, the Python standard library.
 
 Files are read in a fixed order, one row in memory at a time. Bad rows are reported and reading goes on, so that a user
 corrects them all at once. A listing may be cut into parts, which are read in any order by any process.
@@ -20,12 +20,9 @@ from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
-
 from lengthwise.core.errors import DataError, OutputError
 from lengthwise.core.names import counted
 from lengthwise.data.hub import hub_files
-from lengthwise.data.indexed import IDS, INDEX, beside, document_starts, indexed_prefix, read_documents
 from lengthwise.data.kinds import GZIP, HEAD, PACKED, check_head, check_lines
 from lengthwise.data.rows import Row, RowParser, decode_utf8
 from lengthwise.data.tables import (
@@ -59,26 +56,23 @@ Report = Callable[[DataError], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """Rows in order: a file of rows, an indexed dataset, or documents.
+    """Rows in order: a file of rows, or documents.
 
-    `names` are files below `root`, one row each; None where `root` is a file of rows, or, with `indexed`, the prefix of
-    an indexed dataset. `part`: which of its rows: of a file of lines those that begin in bytes [first, last), else
-    rows [first, last); None: all. `shown`: what messages call it; None: its path.
+    `names` are files below `root`, one row each; None where `root` is a file of rows. `part`: which of its rows: of a
+    file of lines those that begin in bytes [first, last), else rows [first, last); None: all. `shown`: what messages
+    call it; None: its path.
     """
 
     root: Path
     label: str
     names: tuple[str, ...] | None = None
     python: bool = False
-    indexed: bool = False
     part: tuple[int, int] | None = None
     shown: str | None = None
 
     @property
     def paths(self) -> list[Path]:
         """The files that are read."""
-        if self.indexed:
-            return [beside(self.root, INDEX), beside(self.root, IDS)]
         return [self.root] if self.names is None else [self.root / name for name in self.names]
 
 
@@ -92,8 +86,6 @@ def list_source(source: DataSource, report: Report) -> list[Listing]:
             return _list_hub(source, report)
         assert source.path is not None, "a DataSource has a path, a dataset or python_stdlib"
         root, label = source.path, printable_name(source.path.name)
-        if (prefix := indexed_prefix(root)) is not None:
-            return [Listing(root=prefix, label=printable_name(prefix), indexed=True)]
         if not os.path.isdir(root):
             return [Listing(root=root, label=label)]
         if is_saved_dataset(root):
@@ -101,12 +93,6 @@ def list_source(source: DataSource, report: Report) -> list[Listing]:
         names = _walk(root, frozenset(), report)
     rows = [] if source.python_stdlib else sorted(name for name in names if name.lower().endswith(_ENDINGS_OF_ROWS))
     others = sorted(name for name in names if name not in rows and not _BESIDE_ROWS.fullmatch(name.rpartition("/")[2]))
-    indexed = [name for name in names if name.endswith(".idx") and name[:-4] + ".bin" in names]
-    if indexed:
-        remedy = "Name each as a source of its own, by its .idx file."
-        got = f"{counted(len(indexed), 'indexed dataset')} ({indexed[0]})"
-        report(DataError(printable_name(root), expected="a folder of rows or of texts", got=got, remedy=remedy))
-        return []
     if rows and others:
         got = f"{counted(len(rows), 'file')} of rows ({rows[0]}) and {counted(len(others), 'other')} ({others[0]})"
         remedy = "{name_files|Name each file of rows as a source of its own, or move the others away}."
@@ -145,9 +131,6 @@ def read_rows(listing: Listing, vocab_size: int | None, report: Report) -> Itera
     Ids have to be below `vocab_size`; None: below 2^31.
     """
     parser = RowParser(vocab_size)
-    if listing.indexed:
-        yield from _read_indexed(listing, vocab_size, report)
-        return
     if listing.names is None:
         yield from _read_file(listing, parser, report)
         return
@@ -192,15 +175,6 @@ def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:
             if not name.startswith(".") and os.path.isfile(path) and not os.path.islink(path):
                 names.append(Path(path).relative_to(root).as_posix())
     return names
-
-
-def _read_indexed(listing: Listing, limit: int | None, report: Report) -> Iterator[Row | DataError]:
-    try:
-        yield from read_documents(listing.root, limit, listing.part)
-    except DataError as error:
-        report(error)
-    except OSError as error:
-        report(_unreadable(Path(error.filename or listing.root), error))
 
 
 def _read_file(listing: Listing, parser: RowParser, report: Report) -> Iterator[Row | DataError]:
@@ -260,11 +234,6 @@ def cut_listing(listing: Listing, most_bytes: int, folder: Path) -> list[Listing
     if listing.names is not None:
         sizes = [path.stat().st_size for path in listing.paths]
         return [replace(listing, names=listing.names[first:last]) for first, last in _spans(sizes, most_bytes)]
-    if listing.indexed:
-        starts, kind = document_starts(listing.root)
-        ends = np.searchsorted(starts, np.arange(0, int(starts[-1]), max(1, most_bytes // kind.itemsize)))
-        cuts = np.unique([*ends.tolist(), 0, len(starts) - 1]).tolist()
-        return [replace(listing, part=part) for part in itertools.pairwise(cuts)]
     with open_source(listing.root) as rows, listing.root.open("rb") as file:
         head, size = file.read(HEAD), os.fstat(file.fileno()).st_size
         if head.startswith(PACKED):

@@ -79,7 +79,6 @@ class StreamDataset(ServedDataset):
         yield from super().batches(asked, start)
 
     def _block_of(self, place: int) -> int:
-        """Return the first place of a place's block."""
         return place - place % self._block
 
     def _batch(self, step: int, epoch: int, ids: list[int], end: tuple[int, int]) -> Batch:

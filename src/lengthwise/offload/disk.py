@@ -131,8 +131,6 @@ class DiskStore:
 
 
 class _OnDisk:
-    """Bytes in the file of a `DiskStore`."""
-
     def __init__(self, store: DiskStore, written: Future[None], start: int, size: int, device: torch.device) -> None:
         self._store, self._written, self._device = store, written, device
         self.start, self.size = start, size

@@ -107,8 +107,6 @@ class PinnedStore:
 
 
 class _Pinned:
-    """Bytes in the slabs of a `PinnedStore`."""
-
     def __init__(self, store: PinnedStore, parts: list[Tensor], copied: torch.cuda.Event, place: int) -> None:
         self._store, self._parts, self._copied, self.place = store, parts, copied, place
         self.size = sum(part.numel() for part in parts)

@@ -109,8 +109,6 @@ class CopyStore:
 
 
 class _Copy:
-    """Bytes of a `CopyStore`."""
-
     def __init__(self, values: Tensor) -> None:
         self._bytes, self._device = values.cpu().numpy().tobytes(), values.device
         self._fetched: Tensor | None = None

@@ -80,7 +80,6 @@ def part_of_batch(job: Job) -> Check:
 
 
 def _with_rows(job: Job, rows: Sequence[int], lengths: Sequence[int], capacity: int) -> Job:
-    """Return the job on these rows of its data, cut to these lengths."""
     config = job.config.model_copy(update={"capacity_tokens": capacity})
     dataset = _shortened(job.dataset, rows, lengths)
     return replace(job, config=config, dataset=dataset, known=dataset, eval_dataset=None, measured_capacities=None)

@@ -89,7 +89,7 @@ class Evaluation:
             return
         name = f"evaluation after step {number}"
         self._rank.engine.transport.phase = f"{name}, start"
-        self._rank.hold_parameters()
+        self._rank.check_parameters()
         metrics = self._evaluate(number, name)
         call_back(self._rank.callbacks, "on_eval", metrics)
         if self._rank.job.config.save is not None:

@@ -8,6 +8,7 @@ rank that was killed is named with the step and phase it was last seen in.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import mmap
 import multiprocessing
@@ -19,7 +20,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from io import FileIO
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -28,9 +30,9 @@ from typing import Any, TypeVar
 import torch
 
 from lengthwise.comm import World
-from lengthwise.core.errors import CallbackError, LengthwiseError, RankError, TransferError, TransferMismatch
+from lengthwise.core.errors import CallbackError, LengthwiseError, RankError, TransferError
 from lengthwise.core.processes import end_with_parent, let_threads_end
-from lengthwise.run.stacks import ask_for_stacks, file_of, keep_stacks, stacks_sentence, writing_stacks
+from lengthwise.run.stacks import keep_stacks, write_stacks
 
 Result = TypeVar("Result")
 RankMain = Callable[[World, Callable[[str], None]], Result]
@@ -39,7 +41,7 @@ RankMain = Callable[[World, Callable[[str], None]], Result]
 _GRACE_SECONDS = 3.0
 _ROW_BYTES = 128
 _PLACE, _LOCK = "lengthwise-", "lock"
-_LEFT = re.compile(rf"{_LOCK}|rendezvous|rank-\d+\.txt")  # what a launcher and its ranks write there
+_LEFT = re.compile(rf"{_LOCK}|rendezvous")  # what a launcher and its ranks write there
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -215,7 +217,10 @@ class _Children:
         self._processes: list[ForkProcess] = []
         self._results: dict[int, Any] = {}
         self._errors: dict[int, LengthwiseError] = {}
-        self._stacks = {rank: file_of(rendezvous.parent, rank) for rank in range(ranks)}
+        self._stacks = [
+            tempfile.TemporaryFile(dir=rendezvous.parent, buffering=0)  # noqa: SIM115 - until `_end_all`
+            for _ in range(ranks)
+        ]
         context = multiprocessing.get_context("fork")
         let_threads_end()
         for rank in range(ranks):
@@ -236,11 +241,12 @@ class _Children:
     def outcome(self, stop: StopRequest, *, asks: bool, stacks: Path | None) -> Any:
         try:
             self._watch(stop, asks=asks)
-            own = [error for _, error in sorted(self._errors.items()) if _is_a_reason(error)]
+            own = [error for _, error in sorted(self._errors.items()) if not isinstance(error, TransferError)]
             timed_out = bool(self._errors) and not own
             # Before stacks are asked for: that lets a rank which was stopped go on for a while.
-            seen = {rank: f"last seen in {self._board.last_seen(rank)}" for rank in self._stacks}
-            kept = stacks if stacks is not None and timed_out and self._keep_stacks(stacks, seen) else None
+            seen = [f"last seen in {self._board.last_seen(rank)}" for rank in range(len(self._processes))]
+            alive = {rank: each.pid for rank, each in enumerate(self._processes) if each.pid and each.is_alive()}
+            kept = keep_stacks(self._stacks, seen, alive, stacks) if stacks is not None and timed_out else ""
         finally:
             self._end_all()
         if timed_out:
@@ -249,23 +255,15 @@ class _Children:
             raise own[0]
         return self._results[0]
 
-    def _keep_stacks(self, folder: Path, seen: Mapping[int, str]) -> bool:
-        alive = {rank: process.pid for rank, process in enumerate(self._processes) if process.is_alive()}
-        ask_for_stacks({pid: self._stacks[rank] for rank, pid in alive.items() if pid is not None})
-        return keep_stacks(self._stacks, folder, seen)
-
-    def _with_silent_ranks(
-        self, error: LengthwiseError, seen: Mapping[int, str], stacks: Path | None
-    ) -> LengthwiseError:
+    def _with_silent_ranks(self, error: LengthwiseError, seen: Sequence[str], stacks: str) -> LengthwiseError:
         """Say beside a time-out which ranks never answered, one of them is why, and where stacks are."""
-        beside = "" if stacks is None else f" {stacks_sentence(stacks)}"
         silent = [rank for rank in range(len(self._processes)) if rank not in {*self._results, *self._errors}]
         if not silent:
-            remedy = f"{error.remedy}{beside}"
+            remedy = f"{error.remedy}{stacks}"
             return type(error)(error.where, expected=error.expected, got=error.got, remedy=remedy)
         got = f"{error.got}; no report from {'; '.join(f'rank {rank}, {seen[rank]}' for rank in silent)}"
         them = "this rank is" if len(silent) == 1 else "these ranks are"
-        remedy = f"Find what {them} waiting for, then start again.{beside}"
+        remedy = f"Find what {them} waiting for, then start again.{stacks}"
         return type(error)(error.where, expected=error.expected, got=got, remedy=remedy)
 
     def _watch(self, stop: StopRequest, *, asks: bool) -> None:
@@ -315,28 +313,28 @@ class _Children:
         for process, pipe in zip(self._processes, self._pipes, strict=True):
             process.join()
             pipe.close()
-
-
-def _is_a_reason(error: LengthwiseError) -> bool:
-    """Whether it is more than that another rank did not answer."""
-    return isinstance(error, TransferMismatch) or not isinstance(error, TransferError)
+        for file in self._stacks:
+            file.close()
 
 
 def _child(
-    work: RankMain[Any], world: World, pipe: Connection, board: StatusBoard, launcher: int, stacks: Path
+    work: RankMain[Any], world: World, pipe: Connection, board: StatusBoard, launcher: int, stacks: FileIO
 ) -> None:
     end_with_parent(launcher)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     # A forked child hangs in its first threaded operation if the parent ever ran one: go through one thread first.
     torch.set_num_threads(1)
     torch.set_num_threads(threads_of_each(world.world_size))
     with StopRequest().listening():
         try:
-            with writing_stacks(stacks):
-                result = work(world, lambda phase: board.note(world.rank, phase))
+            result = work(world, lambda phase: board.note(world.rank, phase))
             message = ("result", None if world.rank else result)
         except LengthwiseError as error:
             if isinstance(error, CallbackError) and error.__cause__ is not None:  # the pipe does not carry it
                 traceback.print_exception(error.__cause__)
+            if isinstance(error, TransferError):
+                with contextlib.suppress(OSError):
+                    write_stacks(stacks, error)
             message = ("error", error)
         except KeyboardInterrupt:  # all ranks were asked to stop before they had begun
             message = ("interrupted", None)

@@ -66,6 +66,8 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
             finally:
                 loop.close()
         transport.close()
+        if job.config.report_to:
+            note_phase("the end of the reports to trackers")
         return result
 
 
@@ -111,7 +113,7 @@ class _Loop:
             done.stopped_by = int(max(rank.engine.each_rank(rank.stop.signal or 0))) or None
             is_last = planned is None or done.stopped_by is not None
             if rank.end.checkpoints.is_due(runner.steps, asked=is_last or rank.end.asks_for_checkpoint):
-                rank.hold_parameters()
+                rank.check_parameters()
                 losses = {"first_loss": done.first_loss or 0.0, "loss": done.loss}
                 skipped = rank.end.finite.skipped
                 rank.end.checkpoints.save(runner.steps, **losses, skipped=skipped, position=position)
@@ -176,6 +178,7 @@ class _Loop:
         )
         if said := rank.pricing.observe(RanStep(plan=result.plan, busy_seconds=result.busy_seconds)):
             rank.say(said)
+        self._transport.phase = f"step {number}, reports"
         names = {"num_steps": self._num_steps, "sequences": planned.batch.ids, "plan": result.plan}
         call_back(rank.callbacks, "on_step", FinishedStep(metrics=metrics, **names))
         return metrics, following
@@ -191,7 +194,7 @@ class _Loop:
 
     def _save(self) -> None:
         self._transport.phase = "saving the model"
-        self._rank.hold_parameters()
+        self._rank.check_parameters()
         with self._rank.whole_on_first():
             if not self._rank.rank:
                 self._rank.folder.save_model(self._rank.write_model)

@@ -27,10 +27,9 @@ from lengthwise.run.export import write_model
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import MEASURING_SECONDS, Job
 from lengthwise.run.launch import StopRequest
-from lengthwise.run.not_finite import FinitePolicy
 from lengthwise.run.pricing import Pricing
 from lengthwise.run.readers import reading
-from lengthwise.run.step_end import RunStepEnd
+from lengthwise.run.step_end import FinitePolicy, RunStepEnd
 from lengthwise.session.capacity import capacities_sentence
 from lengthwise.session.engine import Engine
 from lengthwise.session.runner import StepRunner
@@ -71,9 +70,9 @@ class RankRun:
         if any(self.engine.each_rank(self.stop.signal or 0)):
             raise KeyboardInterrupt
 
-    def hold_parameters(self) -> None:
+    def check_parameters(self) -> None:
         """Check that parameters are finite before they are used or kept. Collective."""
-        self.end.finite.holds_parameters(self.runner.steps, self.engine.each_rank(self.end.finite.largest))
+        self.end.finite.check_parameters(self.runner.steps, self.engine.each_rank(self.end.finite.largest))
 
     def whole_on_first(self) -> AbstractContextManager[None]:
         """Let rank 0's model be written inside the block. Collective."""
@@ -127,10 +126,8 @@ def set_up(
         note=say,
     )
     finite = FinitePolicy(
-        config=config,
-        transport=transport,
+        skips=config.not_finite == "skip",
         parameters=parameters,
-        checkpoints=checkpoints,
         callbacks=callbacks,
         largest_allowed=torch.finfo(engine.dtype).max,
     )

@@ -10,103 +10,78 @@ import contextlib
 import faulthandler
 import os
 import signal
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TypeVar
 
 from lengthwise.core.errors import TransferError
 
 Result = TypeVar("Result")
 FOLDER = "hang"  # within the output of a run
-_SECONDS = 1.0  # that a rank which is asked has
+_SECONDS = 1.0  # that ranks which are asked have
+_STDERR = 2
 
 
-def file_of(folder: Path, rank: int) -> Path:
-    """Name a rank's file."""
-    return folder / f"rank-{rank:05d}.txt"
-
-
-@contextlib.contextmanager
-def writing_stacks(path: Path) -> Iterator[None]:
-    """Write the stacks of this process into `path` when it is asked to, and where the block raises a TransferError.
-
-    Where they cannot be written, on a full disk say, the block runs, and ends, as without them.
-    """
-    file = _opened(path)
-    if file is not None:
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-    try:
-        yield
-    except TransferError as error:
-        if file is not None:
-            with contextlib.suppress(OSError):
-                _write_own(file, error)
-        raise
-    finally:
-        if file is not None:
-            faulthandler.unregister(signal.SIGUSR1)
-            with contextlib.suppress(OSError):
-                file.close()
-
-
-def _opened(path: Path) -> TextIO | None:
-    try:
-        return path.open("w", encoding="utf-8")
-    except OSError:
-        return None
-
-
-def _write_own(file: TextIO, error: TransferError) -> None:
-    file.write("".join(traceback.format_exception(error)))
-    file.write("\nall threads, after that:\n")
-    file.flush()
+def write_stacks(file: FileIO, error: TransferError) -> None:
+    """Write where this process raised an error, and where its threads are now; OSError: it cannot be written."""
+    file.write(f"{''.join(traceback.format_exception(error))}\nall threads, after that:\n".encode())
     faulthandler.dump_traceback(file, all_threads=True)
 
 
 def with_own_stacks(work: Callable[[], Result], folder: Path, rank: int) -> Result:
-    """Call `work` on a rank that nobody here watches; keep its stacks in `folder` where a transfer timed out."""
+    """Call `work` on a rank that nobody here watches; keep its stacks in `folder` where a transfer timed out.
+
+    SIGUSR1 then writes the stacks of its threads to stderr, of a rank that hangs elsewhere, too.
+    """
+    faulthandler.register(signal.SIGUSR1, file=_STDERR, all_threads=True)
     try:
-        place = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-    except OSError:  # no room for stacks is no reason not to train
         return work()
-    with place:
-        own = {rank: file_of(Path(place.name), rank)}
-        try:
-            with writing_stacks(own[rank]):
-                return work()
-        except TransferError as error:
-            if not keep_stacks(own, folder, {rank: error.where}):
-                raise
-            remedy = f"{error.remedy} {stacks_sentence(folder)}"
-            raise TransferError(error.where, expected=error.expected, got=error.got, remedy=remedy) from None
+    except TransferError as error:
+        with contextlib.suppress(OSError):  # no room for stacks hides no error
+            with _opened(folder, rank, error.where) as file:
+                write_stacks(file, error)
+            error.remedy += _sentence(folder)
+        raise
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
 
 
-def stacks_sentence(folder: Path) -> str:
-    """Say in an error where stacks are."""
-    return f"Where each rank stood: {folder}."
+def keep_stacks(files: Sequence[FileIO], seen: Sequence[str], alive: Mapping[int, int], folder: Path) -> str:
+    """Copy what each rank wrote into `folder`, under where it was `seen`; return a sentence for an error, or "".
 
-
-def ask_for_stacks(files: Mapping[int, Path]) -> None:
-    """Ask processes, by their pid, for their stacks; return when all have written, or after a second."""
-    for pid in files:
+    alive: the pid of each rank that may still write; it is asked to, and has given its file to `faulthandler.register`
+    for SIGUSR1.
+    """
+    for pid in alive.values():
         for number in (signal.SIGUSR1, signal.SIGCONT):
             with contextlib.suppress(OSError):
                 os.kill(pid, number)
-    end = time.monotonic() + _SECONDS
-    while time.monotonic() < end and not all(path.exists() and path.stat().st_size for path in files.values()):
+    end, kept = time.monotonic() + _SECONDS, ""
+    while time.monotonic() < end and not all(_size(files[rank]) for rank in alive):
         time.sleep(0.02)
-
-
-def keep_stacks(files: Mapping[int, Path], folder: Path, said: Mapping[int, str]) -> bool:
-    """Copy what ranks wrote into `folder`, under what is `said` of each; return whether anything is there now."""
-    written = {rank: path for rank, path in files.items() if path.exists() and path.stat().st_size}
     with contextlib.suppress(OSError):
-        for rank, path in written.items():
-            folder.mkdir(parents=True, exist_ok=True)
-            text = path.read_text(encoding="utf-8", errors="replace")
-            file_of(folder, rank).write_text(f"rank {rank}, {said[rank]}\n\n{text}", encoding="utf-8")
-        return bool(written)
-    return False
+        for rank, source in enumerate(files):
+            if _size(source):
+                with _opened(folder, rank, seen[rank]) as file:
+                    file.write(os.pread(source.fileno(), _size(source), 0))
+                kept = _sentence(folder)
+    return kept
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, rank: int, seen: str) -> Iterator[FileIO]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileIO(folder / f"rank-{rank:05d}.txt", "w") as file:
+        file.write(f"rank {rank}, {seen}\n\n".encode())
+        yield file
+
+
+def _size(file: FileIO) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+def _sentence(folder: Path) -> str:
+    return f" Where each rank stood: {folder}."

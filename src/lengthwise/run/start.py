@@ -15,7 +15,6 @@ from typing import TypeVar
 from lengthwise.comm import (
     World,
     built_for_gpus,
-    checks_transfers,
     count_gpus,
     find_gpus,
     has_unused_gpu,
@@ -78,7 +77,6 @@ def prepare(
     collector.attempt(lambda: ranks is None or read_whole("ranks", ranks, most=MOST_RANKS))
     collector.attempt(lambda: _check_timeout(timeout_seconds))
     collector.attempt(asked_faults)
-    collector.attempt(checks_transfers)
     config = collector.attempt(lambda: _settings(run, overrides))
     gpus = None if config is None else collector.attempt(partial(count_used_gpus, config.device))
     found, chosen = None, {}

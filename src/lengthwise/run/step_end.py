@@ -1,21 +1,28 @@
 """What a run decides at a step's end, by numbers that its ranks share: whether to update, and to save.
 
-Loss and gradient are refused before an update when they are not finite, the parameters that an update left with the
-numbers of the next step (`run/not_finite.py`).
+A loss or gradient that is not finite makes no update: the run leaves the step out, or stops. The parameters that an
+update left are checked with the numbers of the next step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import NoReturn
 
+from torch import Tensor
+
+from lengthwise.core.errors import NumericError
 from lengthwise.core.faults import fault
 from lengthwise.engine.memory import PeakMemory
+from lengthwise.engine.parameters import Parameters, largest_magnitude
 from lengthwise.engine.step import RankResult
-from lengthwise.run.callbacks import StepMetrics
+from lengthwise.run.callbacks import Callback, NotFinite, StepMetrics, call_back
 from lengthwise.run.checkpoints import Checkpoints
-from lengthwise.run.not_finite import FinitePolicy
 from lengthwise.session.runner import StepEnd, StepResult
+
+MOST_IN_A_ROW = 10  # steps without an update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +33,71 @@ class RunNumbers(RankResult):
     largest: float
     checkpoint_progress: float
     asks_for_checkpoint: float
+
+
+@dataclass(slots=True, kw_only=True)
+class FinitePolicy:
+    """What a rank does about values that are not finite.
+
+    skips: whether a step whose loss or gradient is not finite makes no update; else the run ends. largest_allowed:
+    magnitude of a parameter, in its dtype. skipped: steps so far whose sequences changed nothing.
+    """
+
+    skips: bool
+    parameters: Parameters
+    callbacks: Sequence[Callback]
+    largest_allowed: float
+    skipped: int = 0
+    _in_a_row: int = 0
+    _largest: Tensor | None = None
+    _sequences: Sequence[int] = ()
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of any parameter that this rank updates, for `check_parameters`; waits for it."""
+        return 0.0 if self._largest is None else self._largest.item()
+
+    def updated(self, sequences: Sequence[int]) -> None:
+        """Note an update and the sequences it was made of."""
+        self._largest, self._sequences, self._in_a_row = largest_magnitude(self.parameters), sequences, 0
+
+    def check_parameters(self, step: int, largest: Sequence[float]) -> None:
+        """Check that `step` left finite parameters, by the `largest` of each rank.
+
+        Raises:
+            NumericError: it did not; an update that was made cannot be skipped.
+        """
+        wrong = [each for each in largest if not each <= self.largest_allowed]  # NaN too
+        if wrong:
+            value = next(filter(math.isnan, wrong), max(wrong))
+            found = NotFinite(step=step, what="parameter", value=str(value), sequences=tuple(self._sequences))
+            self._stop(found, "Lower optimizer.lr or optimizer.weight_decay. The model is not saved.")
+
+    def holds(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
+        """Whether a value of the step that is under way is finite; else leave the step out. Collective.
+
+        Raises:
+            NumericError: the run ends.
+        """
+        if math.isfinite(value):
+            return True
+        found = NotFinite(step=step, what=what, value=str(value), sequences=tuple(sequences))
+        if not self.skips:
+            remedy = "Lower optimizer.lr, look at these sequences, or set `not_finite: skip`. No update was made."
+            self._stop(found, remedy)
+        self._in_a_row += 1
+        if self._in_a_row > MOST_IN_A_ROW:
+            self._stop(found, f"The {MOST_IN_A_ROW} steps before it made no update either: lower optimizer.lr.")
+        self.parameters.clear_gradients()
+        self.skipped += 1
+        call_back(self.callbacks, "on_not_finite", found)
+        call_back(self.callbacks, "on_note", f"step {step}: {_said(found)}: no update")
+        return False
+
+    def _stop(self, found: NotFinite, remedy: str) -> NoReturn:
+        call_back(self.callbacks, "on_not_finite", found)
+        where, expected = f"step {found.step}", f"a finite {found.what}"
+        raise NumericError(where, expected=expected, got=_said(found), remedy=remedy)
 
 
 @dataclass(kw_only=True)
@@ -49,12 +121,12 @@ class RunStepEnd(StepEnd):
             asks_for_checkpoint=self.checkpoints.asks,
         )
 
-    def takes(self, step: int, ranks: Sequence[RunNumbers]) -> bool:
+    def takes(self, step: int, ranks: Sequence[RunNumbers]) -> None:
         """Commit a checkpoint that is written, and check what the step before left of the parameters."""
         self.ranks = ranks
         self.memory.start()
         self.checkpoints.settle([rank.checkpoint_progress for rank in ranks])
-        return self.finite.holds_parameters(step - 1, [rank.largest for rank in ranks], within=step)
+        self.finite.check_parameters(step - 1, [rank.largest for rank in ranks])
 
     def holds(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
         """Do as the run's policy says where a value is not finite."""
@@ -87,3 +159,8 @@ class RunStepEnd(StepEnd):
             offloaded_bytes=int(sum(rank.offloaded_bytes for rank in self.ranks)),
             peak_memory_bytes=int(max(rank.peak_bytes for rank in self.ranks)),
         )
+
+
+def _said(found: NotFinite) -> str:
+    more = " ..." * (len(found.sequences) > 20)
+    return f"{found.value} over sequences {', '.join(map(str, found.sequences[:20]))}{more}"

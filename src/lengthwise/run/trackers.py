@@ -1,18 +1,16 @@
 """Reports of a run to experiment trackers, through the callbacks of transformers that their users know.
 
-Each tracker has a thread of its own in the process of rank 0, which takes reports from a queue: one that is slow,
-hangs or fails costs training nothing. What went wrong is printed once, and that tracker is called no more. Threads
-start with the first report, when all other processes of the run are there; the end of a run waits some seconds.
+They are called in the loop of rank 0, as their Trainer would: the run waits for one that is slow. One that raises is
+named once and called no more. They begin with the first report: what they start is then not forked with the run's own
+processes.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,20 +22,14 @@ if TYPE_CHECKING:
     from lengthwise.run.job import Job
 
 TENSORBOARD = "tensorboard"  # within the output of a run
-PATIENCE_SECONDS = 60.0  # without an answer, after which a tracker counts as hanging; that the end waits at most
-_FAILED_SECONDS = 5.0  # that the end of a run waits which ended with an error
-_MOST_WAITING = 10_000  # reports
 
 
 class Trackers(Callback):
-    """Reports steps and evaluations to the trackers of `report_to`; `say` prints what is wrong with one, once.
-
-    Methods are called by one thread.
-    """
+    """Reports steps and evaluations to the trackers of `report_to`; `say` prints what is wrong with one, once."""
 
     def __init__(self, job: Job, say: Callable[[str], None]) -> None:
         self._job, self._say = job, say
-        self._open: list[_Tracker] = []
+        self._open = dict[str, _Tracker]()
         self._has_begun = False
 
     def on_step(self, step: FinishedStep) -> None:
@@ -52,31 +44,29 @@ class Trackers(Callback):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
-        deadline = time.monotonic() + (PATIENCE_SECONDS if kind is None else _FAILED_SECONDS)
-        for tracker in self._open:
-            tracker.end(failed=kind is not None)
-        for tracker in self._open:
-            tracker.join(max(0.0, deadline - time.monotonic()))
-            if tracker.is_alive():
-                tracker.problem = tracker.problem or "it did not accept all reports before the run ended"
-        self._tell()
+        for name, tracker in list(self._open.items()):
+            with self._leaving_out(name):
+                tracker.end(failed=kind is not None)
 
     def _report(self, step: int, logs: Mapping[str, float]) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self._open = [_Tracker(name, self._job, first_step=step) for name in self._job.config.report_to]
-            for tracker in self._open:
-                tracker.start()
-        for tracker in self._open:
-            tracker.put(step, logs)
-        self._tell()
+            for name in self._job.config.report_to:
+                with self._leaving_out(name):
+                    self._open[name] = _Tracker(name, self._job, first_step=step)
+        for name, tracker in list(self._open.items()):
+            with self._leaving_out(name):
+                tracker.log(step, logs)
 
-    def _tell(self) -> None:
-        """Say what is wrong with trackers, and leave these out from now on."""
-        failed = [tracker for tracker in self._open if tracker.problem is not None]
-        for tracker in failed:
-            self._open.remove(tracker)
-            self._say(f"no more reports to {tracker.name}: {tracker.problem}; training is not affected")
+    @contextmanager
+    def _leaving_out(self, name: str) -> Iterator[None]:
+        """Call a tracker inside the block; where it raises, say so and call it no more."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+            self._open.pop(name, None)
+            got = " ".join(f"{type(error).__name__}: {error}".split())
+            self._say(f"no more reports to {name}: {got}; training is not affected")
 
 
 def step_logs(metrics: StepMetrics) -> dict[str, float]:
@@ -117,51 +107,10 @@ class RunArguments:
         return json.dumps(self.settings, indent=2)
 
 
-class _Tracker(threading.Thread):
-    """One tracker. `problem`: what ended its reports, None: nothing did."""
-
-    def __init__(self, name: str, job: Job, *, first_step: int) -> None:
-        super().__init__(name=name, daemon=True)
-        self._job, self._first_step = job, first_step
-        self._waiting: queue.Queue[tuple[int, Mapping[str, float]] | bool] = queue.Queue()
-        self._busy_since: float | None = None
-        self.problem: str | None = None
-
-    def put(self, step: int, logs: Mapping[str, float]) -> None:
-        """Hand a report over, and note where the tracker hangs."""
-        since = self._busy_since
-        if since is not None and time.monotonic() - since > PATIENCE_SECONDS:
-            self.problem = self.problem or f"it has not answered for {PATIENCE_SECONDS:.0f} s"
-        elif self._waiting.qsize() >= _MOST_WAITING:
-            self.problem = self.problem or f"it is {_MOST_WAITING:,} steps behind"
-        else:
-            self._waiting.put((step, logs))
-
-    def end(self, *, failed: bool) -> None:
-        """Hand over that there will be no more."""
-        self._waiting.put(failed)
-
-    def run(self) -> None:
-        """Take reports until the end, or until one fails."""
-        try:
-            self._busy_since = time.monotonic()
-            reports = _Reports(self.name, self._job, self._first_step)
-            while True:
-                self._busy_since = None
-                report = self._waiting.get()
-                self._busy_since = time.monotonic()
-                if isinstance(report, bool):
-                    reports.end(failed=report)
-                    return
-                reports.log(*report)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, training goes on
-            self.problem = " ".join(f"{type(error).__name__}: {error}".split())
-
-
-class _Reports:
+class _Tracker:
     """A callback of transformers, called as their Trainer would."""
 
-    def __init__(self, name: str, job: Job, first_step: int) -> None:
+    def __init__(self, name: str, job: Job, *, first_step: int) -> None:
         from transformers import TrainerControl, TrainerState
 
         config = job.config

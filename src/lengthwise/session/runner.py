@@ -86,10 +86,8 @@ class StepEnd:
         del step
         return own
 
-    def takes(self, step: int, ranks: Sequence[Any]) -> bool:
-        """Take in what all ranks share; return whether the step goes on to its update."""
-        del step, ranks
-        return True
+    def takes(self, step: int, ranks: Sequence[Any]) -> None:
+        """Take in what all ranks share."""
 
     def holds(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
         """Return whether a value of the step is finite, and the step goes on to its update.
@@ -140,10 +138,9 @@ class StepRunner:
         ranks, result = self._run(
             planned, objective, name or f"step {step}", train=True, before=before, loss=loss, check=check
         )
-        if (
-            self.end.takes(step, ranks)
-            and self.end.holds(step, "loss", result.loss, ids)
-            and self.end.holds(step, "router loss", result.router_loss or 0.0, ids)
+        self.end.takes(step, ranks)
+        if self.end.holds(step, "loss", result.loss, ids) and self.end.holds(
+            step, "router loss", result.router_loss or 0.0, ids
         ):
             with reporting_update(transport):
                 norm = reduce_gradients(parameters, transport)

@@ -34,7 +34,7 @@ class SessionStepEnd(StepEnd):
         del step
         return SessionNumbers(**asdict(own), missing=self.updates.num_missing)
 
-    def takes(self, step: int, ranks: Sequence[Any]) -> bool:
+    def takes(self, step: int, ranks: Sequence[Any]) -> None:
         """Give the parameters gradients that a loss has reached on any rank, as in a plain loop. Collective.
 
         In nearly all steps one rank has reached all, which the numbers say.
@@ -42,7 +42,7 @@ class SessionStepEnd(StepEnd):
         missing = [rank.missing for rank in ranks]
         if all(min(missing[stage :: self.stages]) == 0 for stage in range(self.stages)):
             self.updates.reach(self.updates.numbers)
-            return True
+            return
         names = list(self.updates.numbers)
         bits = "".join("01"[name in self.updates.withheld.reached] for name in names)
         numbers = [float(int(bits[first : first + _BITS], 2)) for first in range(0, len(bits), _BITS)]
@@ -53,4 +53,3 @@ class SessionStepEnd(StepEnd):
                 for number, first in zip(row, range(0, len(bits), _BITS), strict=True)
             )
             self.updates.reach(name for name, bit in zip(names, of_rank, strict=True) if bit == "1")
-        return True

@@ -1,44 +1,37 @@
-"""A transport around another that checks each message before it is taken, with LENGTHWISE_CHECK_TRANSFERS=1.
+"""A transport around another that checks each message before it is taken.
 
 gloo and NCCL match messages by order alone: of another length, gloo ends the process and NCCL waits or writes on. A
 header goes ahead over a group of its own: number, dtype, shape and phase. Messages move when a call is waited for, so
 nothing overlaps. The key of a collective is compared with that of the rank before.
+
+LENGTHWISE_TRANSPORT_WRAPPER=testing.checked:checked puts it around the transport of each rank of any run.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import struct
 from collections import Counter, deque
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lengthwise.comm import TorchTransport
 from lengthwise.comm.transport import Around, Done, Key, Message, Pending, Transport
-from lengthwise.core.errors import ConfigError, TransferMismatch
+from lengthwise.core.errors import RankError
 
-VARIABLE = "LENGTHWISE_CHECK_TRANSFERS"
 _HEADER = struct.Struct("<q24s64s160s")
 _ROOM = torch.empty(_HEADER.size, dtype=torch.uint8)
 
-
-def checks_transfers() -> bool:
-    """Return whether LENGTHWISE_CHECK_TRANSFERS is 1; ConfigError: it is neither 1 nor 0."""
-    asked = os.environ.get(VARIABLE, "")
-    if asked not in ("", "0", "1"):
-        raise ConfigError(VARIABLE, expected="1 or 0", got=repr(asked), remedy=f"Unset {VARIABLE}.")
-    return asked == "1"
+Exchange = Callable[[Sequence[Message], Sequence[Message]], Pending]
+"""Posts one grouped call of host tensors, apart from all others."""
 
 
-class Exchange(Protocol):
-    """Posts one grouped call of host tensors, apart from all others."""
-
-    def __call__(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """As `Transport.exchange`."""
-        ...
+def checked(transport: Transport, world: TorchTransport) -> CheckedTransport:
+    """Check what `transport` moves, by headers in a group of their own of `world`. Collective."""
+    return CheckedTransport(transport, world.beside())
 
 
 class CheckedTransport(Around):
@@ -86,7 +79,7 @@ class CheckedTransport(Around):
         self._exchange_headers([(header.packed(), after)], [(room, before)]).wait()
         if _unpacked(room) != _unpacked(header.packed()):
             remedy = "This is a defect of lengthwise: please report it."
-            raise TransferMismatch(
+            raise RankError(
                 f"rank {self.rank}, {self.phase}",
                 expected=f"rank {before} in the same collective as rank {self.rank}: {header}",
                 got=str(_unpacked(room)),
@@ -157,7 +150,7 @@ class _CheckedPending:
                 remedy = (
                     f"This is a defect of lengthwise: please report it. Nothing of rank {peer}'s message was taken."
                 )
-                raise TransferMismatch(
+                raise RankError(
                     f"rank {rank}, {self._phase}",
                     expected=f"from rank {peer} to rank {rank}: {expected}",
                     got=str(got),
