@@ -2,8 +2,9 @@
 
 Those of torch that compute each entry by itself, and Lion: how parameters are cut into shards changes no result.
 
-The update goes over the shards in parts, a 64th of them at a time, so that what it needs beside them is small. Or it is
-fused: one kernel for all of a shard, which clips, too, and needs nothing beside it.
+The update is fused where torch has one kernel for all of a shard, on the CPU as on GPUs: it reads and writes each entry
+once, clips, too, and needs nothing beside it. Else it goes over the shards in parts, a 64th of them at a time, so that
+what it needs beside them is small.
 
 Offloaded, master weights and states are in the host's memory, and the update runs there: the rank's sum of gradients is
 copied there once a step, and `Parameters.publish` brings the new values back.
@@ -39,7 +40,7 @@ _MOST_TEMPORARIES = 6
 class ShardedOptimizer:
     """An optimizer over the shards of each rank.
 
-    Its states are made at once: what does not fit shows before the first step. fused: see `FUSED`; None: on GPUs. Of an
+    Its states are made at once: what does not fit shows before the first step. fused: None: where `FUSED` has it. Of an
     offloaded one `parameters` have their master weights on the host.
     """
 
@@ -58,8 +59,7 @@ class ShardedOptimizer:
         self._gradients = gradients
         states_of_part: dict[torch.nn.Parameter, dict[str, Tensor]] = {}
         self._part = part_of(sum(len(shard.weights) for shard in shards))
-        on_gpu = any(shard.weights.is_cuda for shard in shards)
-        self.fused = on_gpu and config.name in FUSED if fused is None else fused
+        self.fused = config.name in FUSED if fused is None else fused
         for shard in shards:
             at_once = len(shard.weights) if self.fused else self._part
             within = slice(shard.start, shard.start + len(shard.weights))
