@@ -35,6 +35,7 @@ _COUNTED = ("adamw", "adam")  # whose update depends on the number of the step
 FUSED = ("adamw", "adam", "sgd")  # of which torch has one kernel for a whole update
 _TEMPORARIES = {"adamw": 2}  # of a part's size in an update that is not fused
 _MOST_TEMPORARIES = 6
+_MOST_AT_ONCE = 1 << 30  # entries that a fused kernel takes: some have counted them in 32 bits
 
 
 class ShardedOptimizer:
@@ -61,7 +62,7 @@ class ShardedOptimizer:
         self._part = part_of(sum(len(shard.weights) for shard in shards))
         self.fused = config.name in FUSED if fused is None else fused
         for shard in shards:
-            at_once = len(shard.weights) if self.fused else self._part
+            at_once = _MOST_AT_ONCE if self.fused else self._part
             within = slice(shard.start, shard.start + len(shard.weights))
             beside = (gradients[within], *(state[within] for state in self._states.values()))
             for part, gradient, *states in zip(
