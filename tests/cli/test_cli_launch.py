@@ -97,6 +97,18 @@ def test_slurm_starts_one_torchrun_a_node(printed, run_file, tmp_path):
     assert_starts(words, "--nnodes 4 --nproc-per-node 8", meeting, train=[str(run_file), "--resume-if-any"])
 
 
+@pytest.mark.parametrize("kind", ["torchrun", "slurm", "skypilot"])
+def test_ranks_share_the_cores_of_a_node_unless_the_user_says_how(printed, tmp_path, kind):
+    """torchrun would give each one thread."""
+    (line,) = (each for each in printed(kind, "--gpus-per-node", "3").splitlines() if "OMP_NUM_THREADS" in each)
+    environment = stand_in(tmp_path / "bin", "nproc", "echo $CORES")
+    environment.pop("OMP_NUM_THREADS", None)
+    for cores, given, expected in (("13", {}, "4"), ("2", {}, "1"), ("13", {"OMP_NUM_THREADS": "6"}, "6")):
+        own = {**environment, "CORES": cores, "SLURM_CPUS_ON_NODE": cores, **given}
+        ask = f"set -eu; {line}\nexec printenv OMP_NUM_THREADS"
+        assert subprocess.check_output(["bash", "-c", ask], env=own, text=True) == f"{expected}\n"
+
+
 @pytest.mark.parametrize(("goes_on", "ends"), [(True, 1), (True, 0), (False, 1)])
 def test_slurm_job_whose_time_is_over_saves_and_is_queued_again(printed, run_file, tmp_path, goes_on, ends):
     """Only where the run has checkpoints, and has not ended; torchrun ends with 1 after SIGTERM."""
@@ -133,6 +145,7 @@ def test_kubernetes_manifest_is_one_job_of_all_nodes(printed, run_file):
     for option in options:
         words = [*container["command"][1:], *(each.replace("$$", "$") for each in container["args"])]
         assert_starts(words, option, train=[str(run_file), "--resume-if-any"])
+    assert {"name": "OMP_NUM_THREADS", "value": "8"} in container["env"]
     assert container["ports"] == [{"name": "pytorchjob-port", "containerPort": 29500}]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
     assert container["volumeMounts"][0]["mountPath"] == str(run_file.parent)

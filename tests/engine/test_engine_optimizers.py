@@ -112,7 +112,7 @@ def test_one_kernel_makes_the_same_update(case, dtype, tolerance):
 
 @pytest.mark.parametrize(("case", "fused"), KERNELS)
 def test_what_goes_on_from_its_state_is_the_same_to_the_bit(case, fused):
-    keys = {"fused": fused or None}
+    keys = {"fused": fused}
     model, flat, optimizer = make(SoloTransport(), case, torch.float32, **keys)
     train(model, optimizer, range(3))
     weights, states = flat.master_weights.clone(), {name: each.clone() for name, each in optimizer.state().items()}
@@ -184,9 +184,9 @@ def test_all_that_is_kept_is_there_before_the_first_step_and_its_end_needs_what_
     assert abs(before - kept_bytes(model, flat, config)) < 1 << 14  # counters of steps
 
 
-def test_fused_is_for_gpus_unless_asked_for():
-    assert not make(SoloTransport(), "adamw")[2].fused
-    assert make(SoloTransport(), "adamw", fused=True)[2].fused
+@pytest.mark.parametrize("case", CASES)
+def test_what_torch_has_fused_is_on_the_cpu_too(case):
+    assert make(SoloTransport(), case)[2].fused == (case in FUSED_CASES)
 
 
 class Silent(SoloTransport):

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testing.strict import StrictWorld
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from lengthwise.comm import SoloTransport
 from lengthwise.engine.live_bytes import LiveBytes
@@ -127,3 +128,43 @@ def test_flat_keeps_fp32_master_weights_of_a_bf16_model_and_adds_gradients_in_fp
         model(torch.tensor([[value, 0, 0]], dtype=torch.bfloat16)).sum().backward()
     assert flat.reduce_gradients()[0] == 258
     assert model.weight.grad is None
+
+
+class Reads(TorchFunctionMode):
+    """Counts what waits for a device, and casts."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads = self.casts = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        self.reads += func.__name__ in ("tolist", "item", "__bool__", "nonzero", "__int__", "__float__")
+        self.casts += func.__name__ == "to" and found.dtype != args[0].dtype
+        return found
+
+
+@pytest.mark.parametrize("exact_on", [None, torch.device("cpu")])
+def test_what_somebody_wrote_into_values_is_taken_into_exact_ones_and_no_other_entry(exact_on):
+    """By `.data` and by `copy_`; where nobody did, with one read of the device at most, and no second cast."""
+    model = nn.Sequential(*(nn.Linear(70, 9) for _ in range(5)))
+    flat = FlatParameters(
+        model, SoloTransport(), dtype=torch.bfloat16, layers=[*model], bucket_entries=1, exact_on=exact_on
+    )
+    exact = flat.views(flat.master_weights)
+    flat.take_changes()
+    for step in range(3):
+        flat.master_weights.mul_(1.01)
+        flat.publish()
+        expected = [each.clone() for each in exact]
+        with Reads() as seen:
+            flat.take_changes()
+        assert (seen.reads, seen.casts) == ((0, 10) if exact_on is None else (1, 0))
+        model[3].weight.data[2, step] = 0.3
+        with torch.no_grad():
+            model[1].bias.copy_(torch.arange(9.0))
+        expected[6][2, step] = torch.tensor(0.3).bfloat16()
+        expected[3].copy_(torch.arange(9.0))
+        for _ in range(2):
+            flat.take_changes()
+            assert all(map(torch.equal, exact, expected))

@@ -35,6 +35,7 @@ from lengthwise.cost.memory import StepMemory, gathered_bytes
 from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.units import UnitPart
+from lengthwise.engine.wave_order import CallKey
 from lengthwise.models import keep_double, wrapped_layers
 from lengthwise.models.families import FAMILIES
 from lengthwise.program import lower_plan
@@ -73,6 +74,24 @@ def test_gradients_are_those_of_one_process(family, changes, ranks, ranks_per_no
     found = family_difference(build_pair(family, config), plan, LENGTHS, precision="fp64", **how)
     assert max(found.loss, found.router_loss) <= 1e-13
     assert found.gradient <= 1e-12
+
+
+def test_a_sum_has_zeros_where_there_is_no_gradient(monkeypatch):
+    """Between parameters, at the end of a unit, and of parameters that a microbatch does not reach; memory is NaN."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **how: empty(*shape, **how).fill_(float("nan")))
+    own, gradient = torch.zeros(192), torch.zeros(192, dtype=torch.float64)
+    shapes, starts = [(3, 5), (7,), (64,)], (0, 64, 128 - 57)  # the last begins where the second ends
+    part = UnitPart(shapes, starts, entries=192, dtype=torch.float32, own=own, gradient=gradient)
+    first, second, third = part.parameters
+    for reached in ([first, third], [second], []):
+        for each in reached:
+            each.grad = torch.full(each.shape, 1.5)
+        part.reduce(SoloTransport(), CallKey(wave=1, is_backward=True, entry=0, number=0, what="reduce"))
+        part.add_sum()
+    expected = torch.zeros(192, dtype=torch.float64)
+    expected[:15] = expected[64:135] = 1.5
+    assert torch.equal(gradient, expected)
 
 
 def test_nodes_skip_waves_of_which_none_of_their_ranks_has_anything():

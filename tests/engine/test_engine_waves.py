@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from testing.order import check_order, rank_groups
 from testing.strict import StrictWorld
 
 from engine.sharded_runs import CPU, KINDS, LENGTHS, WAVES, build, in_waves, run, shard
+from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ModelRefused, TransferError
 from lengthwise.core.plan import Piece
 from lengthwise.engine.sharded import ShardedParameters
@@ -78,6 +80,25 @@ def test_nothing_is_read_before_it_is_there_or_after_it_is_freed(kind, monkeypat
     found = StrictWorld(3).run(lambda t: work(t, LateTransport))
     for name, each in expected[0].items():
         assert torch.equal(found[0][name], each), name
+
+
+def test_what_is_gathered_is_freed_once(monkeypatch):
+    """However many units there are: what is free is not freed again."""
+    plan = in_waves(make_plan(1, (5, 9), [[Piece(ranks=(0,), sequences=(each,))] for each in (0, 1)], layers=5))
+    model, called = build(num_hidden_layers=5), Counter()
+    parameters = shard(model, SoloTransport())
+    for name in ("gather", "free"):
+        method = getattr(UnitPart, name)
+
+        def counted(self, *arguments, name=name, method=method):
+            called[name] += 1
+            method(self, *arguments)
+
+        monkeypatch.setattr(UnitPart, name, counted)
+    run(model, parameters, SoloTransport(), plan, (5, 9))
+    parameters.free()
+    units = 5 + 2  # layers, the embedding, norm and head
+    assert called == {"gather": 2 * (units + 5), "free": 2 * (units + 5)}
 
 
 @pytest.mark.parametrize("where", ["chunk", "backward"])

@@ -4,11 +4,13 @@ import re
 
 import pytest
 import torch
-from testing import LiveBytes, make_batch, run_ranks
+from testing import LiveBytes, build_pair, make_batch, run_ranks, tiny_family_config
 
+from lengthwise import Session
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import World
 from lengthwise.core import host_memory
+from lengthwise.core.errors import ConfigError
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.held import held_by_rank
 from lengthwise.core.plan import Plan
@@ -173,6 +175,32 @@ def test_no_memory_is_said_with_the_bytes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 10_000.0)
     run(tmp_path, status=1)
     assert "error[memory] rank 0, start: expected room for 128 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("door", ["run", "session"])
+def test_a_model_that_keeps_what_it_made_first_is_refused(tmp_path, monkeypatch, capsys, door):
+    """The longer of two passes then held less, and what long ones hold does not follow."""
+    measure, kept = session_capacity.measure_microbatch, []
+
+    def keep(*_):
+        if not kept:
+            kept.append(torch.zeros(2**20))
+
+    def measure_model_that_keeps(model, *arguments, **options):
+        model.register_forward_pre_hook(keep)
+        return measure(model, *arguments, **options)
+
+    monkeypatch.setattr(session_capacity, "measure_microbatch", measure_model_that_keeps)
+    if door == "run":
+        run(tmp_path, ranks=1, status=2)
+        said = capsys.readouterr().err
+    else:
+        model = build_pair("llama", tiny_family_config("llama"))["plain"]
+        with pytest.raises(ConfigError) as refused:
+            Session(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        said = str(refused.value)
+    assert "error[config] capacity_tokens: expected more rows to hold no less" in said
+    assert re.search(r"got (rank 0: )?64 rows that held 4\.\d+MB less than 32\. Give capacity_tokens a number", said)
 
 
 def test_a_plan_made_elsewhere_needs_a_number(tmp_path, capsys):

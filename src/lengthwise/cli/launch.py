@@ -28,6 +28,7 @@ _TORCHRUN = """\
 set -eu
 HEAD=${HEAD:-@head@}  # EDIT: host name or address of one node, the same on all nodes
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240  # seconds that ranks have to save after SIGTERM
+@threads@
 @store@
 exec torchrun --nnodes @nodes@ --nproc-per-node @gpus@ --max-restarts @restarts@ \\
     --rdzv-backend c10d --rdzv-endpoint "$HEAD:29500" --rdzv-id @name@ \\
@@ -54,6 +55,7 @@ set -eu
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=29500
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240  # seconds that ranks have to save after SIGTERM
+@threads_of_slurm@
 @store@
 stopped=0
 # 300 s before the time is over: SIGTERM to the tasks; srun itself would kill them at once if it got one.
@@ -95,6 +97,7 @@ spec:
                  --local-addr, $(POD_IP), -m, lengthwise, train, @quoted_run@@listed_resume@]
               env:
                 - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+                - {name: OMP_NUM_THREADS, value: "8"}  # EDIT: a pod's cores by its GPUs; torchrun would take 1
                 - {name: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, value: "240"}  # seconds to save after SIGTERM
                 - {name: TORCH_DISABLE_SHARE_RDZV_TCP_STORE, value: "1"}  # or nodes do not meet after a restart
               ports: [{name: pytorchjob-port, containerPort: 29500}]
@@ -125,6 +128,7 @@ run: |
   HEAD=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
   HERE=$(echo "$SKYPILOT_NODE_IPS" | sed -n "$((SKYPILOT_NODE_RANK + 1))p")
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240  # seconds that ranks have to save after SIGTERM
+  @threads@
   @store@
   torchrun --nnodes "$SKYPILOT_NUM_NODES" --nproc-per-node "$SKYPILOT_NUM_GPUS_PER_NODE" --max-restarts @restarts@ \\
     --rdzv-backend c10d --rdzv-endpoint "$HEAD:29500" --rdzv-id @name@ --local-addr "$HERE" \\
@@ -185,6 +189,8 @@ class Launch:
             "needs": "# All nodes need the run file, its model and its data at the same paths, and one shared folder\n"
             f"# for its output: {printable(str(config.output))}",
             "store": "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or nodes do not meet after a restart",
+            "threads": _threads("$(nproc)", self.gpus_per_node),
+            "threads_of_slurm": _threads("SLURM_CPUS_ON_NODE", self.gpus_per_node),
             "name": name,
             "nodes": str(self.nodes),
             "others": str(self.nodes - 1),
@@ -201,3 +207,9 @@ class Launch:
             "again": 'scontrol requeue "$SLURM_JOB_ID"' if goes_on else "echo 'no checkpoint: not started again' >&2",
             "policy": "OnFailure" if goes_on else "Never",
         }
+
+
+def _threads(cores: str, ranks: int) -> str:
+    """Return the line of a script that deals out the cores of a node over its ranks, unless its user did."""
+    of_each = f"$(({cores} > {ranks} ? {cores} / {ranks} : 1))"
+    return f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{of_each}}}  # cores of a rank; torchrun would take 1"

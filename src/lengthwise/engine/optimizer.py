@@ -2,8 +2,9 @@
 
 Those of torch that compute each entry by itself, and Lion: how parameters are cut into shards changes no result.
 
-The update goes over the shards in parts, a 64th of them at a time, so that what it needs beside them is small. Or it is
-fused: one kernel for all of a shard, which clips, too, and needs nothing beside it.
+The update is fused where torch has one kernel for all of a shard, on the CPU as on GPUs: it reads and writes each entry
+once, clips, too, and needs nothing beside it. Else it goes over the shards in parts, a 64th of them at a time, so that
+what it needs beside them is small.
 
 Offloaded, master weights and states are in the host's memory, and the update runs there: the rank's sum of gradients is
 copied there once a step, and `Parameters.publish` brings the new values back.
@@ -34,12 +35,13 @@ _COUNTED = ("adamw", "adam")  # whose update depends on the number of the step
 FUSED = ("adamw", "adam", "sgd")  # of which torch has one kernel for a whole update
 _TEMPORARIES = {"adamw": 2}  # of a part's size in an update that is not fused
 _MOST_TEMPORARIES = 6
+_MOST_AT_ONCE = 1 << 30  # entries that a fused kernel takes: some have counted them in 32 bits
 
 
 class ShardedOptimizer:
     """An optimizer over the shards of each rank.
 
-    Its states are made at once: what does not fit shows before the first step. fused: see `FUSED`; None: on GPUs. Of an
+    Its states are made at once: what does not fit shows before the first step. fused: None: where `FUSED` has it. Of an
     offloaded one `parameters` have their master weights on the host.
     """
 
@@ -58,10 +60,9 @@ class ShardedOptimizer:
         self._gradients = gradients
         states_of_part: dict[torch.nn.Parameter, dict[str, Tensor]] = {}
         self._part = part_of(sum(len(shard.weights) for shard in shards))
-        on_gpu = any(shard.weights.is_cuda for shard in shards)
-        self.fused = on_gpu and config.name in FUSED if fused is None else fused
+        self.fused = config.name in FUSED if fused is None else fused
         for shard in shards:
-            at_once = len(shard.weights) if self.fused else self._part
+            at_once = _MOST_AT_ONCE if self.fused else self._part
             within = slice(shard.start, shard.start + len(shard.weights))
             beside = (gradients[within], *(state[within] for state in self._states.values()))
             for part, gradient, *states in zip(

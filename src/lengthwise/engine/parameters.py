@@ -199,12 +199,16 @@ def pickled(module: nn.Module) -> ModelRefused:
     return ModelRefused(f"model {name}", expected="no torch.save, or copy of a rank's part", got="one", remedy=remedy)
 
 
-def brought(values: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return master weights in `dtype` where the model runs; the host's are cast there, and sent from pinned memory."""
-    if values.device.type == device.type:
+def brought(values: Tensor, dtype: torch.dtype, device: torch.device, staged: Tensor | None = None) -> Tensor:
+    """Return master weights in `dtype` where the model runs; the host's are cast there, and sent from pinned memory.
+
+    staged: memory of the host, of as many entries in `dtype`, that keeps what is sent; None: some is taken for it.
+    """
+    if staged is None and values.device.type == device.type:
         return values.to(dtype)
-    staged = torch.empty(values.shape, dtype=dtype, pin_memory=device.type == "cuda").copy_(values)
-    return staged.to(device, non_blocking=True)
+    if staged is None:
+        staged = torch.empty(values.shape, dtype=dtype, pin_memory=device.type == "cuda")
+    return staged.copy_(values).to(device, non_blocking=True)
 
 
 def largest_magnitude(parameters: Parameters) -> Tensor:

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lengthwise.comm import Pending, Transport
 from lengthwise.core.errors import ModelRefused
+from lengthwise.engine.edits import take_edits, take_edits_to_host
 from lengthwise.engine.flat_layout import BUCKET_ENTRIES, BucketOrder, lay_out
 from lengthwise.engine.parameters import MASTER_WEIGHTS, Shard, brought, shards_of
 
@@ -83,9 +84,11 @@ class FlatParameters:
         self.grads = torch.zeros(self.layout.entries, dtype=wide, device=where)
         self.grad_shard = self.grads if alone else torch.zeros(self.layout.shard_entries, dtype=wide, device=where)
         self.values = torch.zeros(self.layout.entries, dtype=dtype, device=where)
-        is_apart = not (alone and self._is_exact) or exact_on is not None
-        self.master_weights = torch.empty_like(self.grad_shard, device=exact_on) if is_apart else self.values
-        self._casts = not self._is_exact or exact_on is not None  # what is gathered is a copy
+        is_shard = alone and self._is_exact and exact_on is None
+        self.master_weights = self.values if is_shard else torch.empty_like(self.grad_shard, device=exact_on)
+        self._is_apart = exact_on is not None
+        self._casts = not self._is_exact or self._is_apart  # what is gathered is a copy
+        self._published: Tensor | None = None  # of master weights apart, as `take_changes` then finds them
         self._take_in(model, parameters)
         if self._are_late:
             self._wait_before(model, layers)
@@ -197,7 +200,7 @@ class FlatParameters:
     def publish(self) -> None:
         """Give every rank the parameters that each has updated in its shard."""
         self.published()
-        for bucket, pending in self._gather(self.values, self.master_weights):
+        for bucket, pending in self._gather(self.values, self.master_weights, self._published):
             if self._are_late:
                 self._arriving[bucket] = pending
             else:
@@ -219,14 +222,14 @@ class FlatParameters:
 
     def publish_bytes(self) -> int:
         """Count the bytes of a slice in the compute dtype, where its master weights are not that, or in the host."""
-        slices = [self.layout.in_shard(bucket) for bucket in range(self.layout.num_buckets)]
-        sizes = [each.stop - each.start for each in slices]
+        sizes = [len(own) for own, _ in self._own()]
         return 0 if not self._casts else self.values.element_size() * (sum if self._are_late else max)(sizes)
 
-    def _gather(self, whole: Tensor, shard: Tensor) -> Iterator[tuple[int, Pending]]:
-        """Begin to gather one bucket after the other; yield it with what to wait for."""
+    def _gather(self, whole: Tensor, shard: Tensor, staged: Tensor | None = None) -> Iterator[tuple[int, Pending]]:
+        """Begin to gather one bucket after the other; yield it with what to wait for. staged: as for `brought`."""
         for bucket in self._gathered:
-            own = brought(shard[self.layout.in_shard(bucket)], whole.dtype, whole.device)
+            place = self.layout.in_shard(bucket)
+            own = brought(shard[place], whole.dtype, whole.device, None if staged is None else staged[place])
             yield bucket, self._transport.all_gather_async(whole[self.layout.bucket(bucket)], own)
 
     def clear_gradients(self) -> None:
@@ -274,28 +277,32 @@ class FlatParameters:
             hook.remove()
         self._hooks.clear()
 
+    def _own(self) -> list[tuple[Tensor, slice]]:
+        """Return this rank's slices of the values, and where each lies in its shard."""
+        layout, rank = self.layout, self._transport.rank
+        return [(self.values[layout.in_whole(each, rank)], layout.in_shard(each)) for each in range(layout.num_buckets)]
+
     def take_values(self) -> None:
         """Make the values that the model has now this rank's master weights."""
-        for bucket in range(self.layout.num_buckets):
-            own = self.values[self.layout.in_whole(bucket, self._transport.rank)]
-            self.master_weights[self.layout.in_shard(bucket)].copy_(own)
+        for own, place in self._own():
+            self.master_weights[place].copy_(own)
 
     def take_changes(self) -> None:
         """Take what somebody changed in the model's values since they were published; other master weights stay."""
-        for bucket in range(self.layout.num_buckets):
-            own = self.values[self.layout.in_whole(bucket, self._transport.rank)]
-            kept = self.master_weights[self.layout.in_shard(bucket)]
-            changed = own != brought(kept, own.dtype, own.device)
-            if changed.any():  # else masters on the host need nothing from the device
-                there = changed.to(kept.device)
-                kept[there] = own[changed].to(kept)
+        if self._is_apart:
+            if self._published is None:  # nobody has changed master weights yet and not published them
+                room = torch.empty(self.master_weights.shape, dtype=self.values.dtype, pin_memory=self.values.is_cuda)
+                self._published = room.copy_(self.master_weights)
+            take_edits_to_host(self._own(), self.master_weights, self._published)
+        elif self.values is not self.master_weights:
+            take_edits(self._own(), self.master_weights)
 
     def norm_of_values(self) -> float:
         """Return the norm of this rank's slices of the values; 0.0 where they are the master weights."""
         if self.values is self.master_weights:
             return 0.0
-        own = [self.values[self.layout.in_whole(each, self._transport.rank)] for each in range(self.layout.num_buckets)]
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(own, 2, dtype=torch.float64))).item()
+        norms = torch._foreach_norm([each for each, _ in self._own()], 2, dtype=torch.float64)
+        return torch.linalg.vector_norm(torch.stack(norms)).item()
 
     def tensors(self) -> list[Tensor]:
         """Return the flat buffers."""

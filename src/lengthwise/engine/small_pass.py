@@ -1,10 +1,12 @@
 """Small forward and backward passes of a model as one rank of any microbatch runs them, and what is there on the way.
 
 1. One sequence is cut as a plan would cut it; this rank runs its part alone, and what others would send is zeros.
-2. All that an operation makes is counted until it is freed, and noted after each one; on GPUs the allocator's peak
-   between two attentions is.
+2. All that an operation makes is counted until it is freed, and noted after each one; on GPUs the most that was asked
+   of the allocator between two attentions is, in a pass that has run once before: what libraries and compiled code
+   allocate the first time is of no microbatch.
 3. Two passes of different length, whose operations are the same, give a line over the rows for each moment
-   (`cost.MicrobatchBytes`); where routing makes them differ, for the highest moment between two attentions.
+   (`cost.MicrobatchBytes`); where routing makes them differ, for the highest moment between two attentions. A line that
+   falls is refused: something else was allocated or freed meanwhile, and what it says of long passes is wrong.
 
 Costs a second or less a pass for a model of 100M parameters. Why lines: docs/decisions/capacity-measured.md.
 """
@@ -24,12 +26,14 @@ from torch import Tensor, nn
 
 from lengthwise.attention import ActivationPolicy, BlockKernel, PlannedAttention
 from lengthwise.comm import Done, Pending, SoloTransport
+from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import MicrobatchBytes, Moments
 from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.models import KeyedDropout, apply_policy, model_loss, rows_dropout, run_layers
 from lengthwise.offload import ActivationSaver, CopyStore, parameter_storages
 from lengthwise.program import lower_microbatch
+from lengthwise.report.figures import count
 
 Segment = list[tuple[object, int]]
 """Operations and the bytes that there were after each, between two attentions."""
@@ -38,6 +42,7 @@ Casting = Callable[[], AbstractContextManager[Any]]
 RunLayers = Callable[[PlannedAttention, Tensor, Tensor], object]
 """Runs layers forward on ids and positions, (rows,)."""
 _CHUNKS = 2
+_FALL_BYTES = 2**21  # that a library's choices among kernels explain between two passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +105,19 @@ class _LiveWatch(LiveBytes):
 
 
 class _CudaWatch:
-    """Notes the allocator's peak between marks."""
+    """Notes the most bytes that were asked of the device's allocator between marks.
 
-    def __init__(self) -> None:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        self._before = torch.cuda.memory_allocated()
+    What was asked for, and not the blocks that were given: one of more than 1 MB may have 1 MB too many, which is as
+    much as a tensor of a small pass.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, is_torch = device, torch.cuda.get_allocator_backend() == "native"
+        self._counted = "requested_bytes.all" if is_torch else "allocated_bytes.all"  # which others do not count
+        torch.cuda.synchronize(device)
+        torch.empty(1, device=device)  # has the allocator take back what streams have done with
+        torch.cuda.reset_peak_memory_stats(device)
+        self._before = torch.cuda.memory_stats(device)[f"{self._counted}.current"]
         self.segments: list[Segment] = []
         self.is_quiet = False
 
@@ -119,9 +131,9 @@ class _CudaWatch:
 
     def mark(self) -> None:
         """End a segment: its peak, and what is there at its end."""
-        held = (torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated())
-        self.segments.append([(None, each - self._before) for each in held])
-        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_stats(self._device)
+        self.segments.append([(None, held[f"{self._counted}.{when}"] - self._before) for when in ("peak", "current")])
+        torch.cuda.reset_peak_memory_stats(self._device)
 
 
 class _QuietSaver(ActivationSaver):
@@ -169,6 +181,18 @@ class _Watched(PlannedAttention):
         gradients = super().backward(*arguments, **options)
         self.mark()
         return gradients
+
+
+class FallingLine(ConfigError):  # noqa: N818 - the name says what happened
+    """Two passes of which the longer held less: what long ones would hold does not follow from them."""
+
+    def __init__(self, got: str) -> None:
+        expected = "more rows to hold no less, in two short passes of the model that measure what memory holds"
+        remedy = "Give {capacity_tokens} a number, or end what else allocates on the device meanwhile."
+        super().__init__("capacity_tokens", expected=expected, got=got, remedy=remedy)
+
+    def __reduce__(self) -> tuple[object, ...]:  # of one argument
+        return FallingLine, (self.got,), {"place": self.place}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +243,8 @@ class SmallPasses:
         """Run forward and backward, of `away` bytes all away from the device; gradients are added to what is there."""
         key = (self.recompute, self.layout, rows, chunked, away)
         if key not in self.done:
+            if _asks_an_allocator(self._device):
+                self._run(rows, chunked=chunked, away=away)  # does not count
             self.done[key] = self._run(rows, chunked=chunked, away=away)
         return self.done[key]
 
@@ -235,7 +261,8 @@ class SmallPasses:
         at_once = len(ids) // _CHUNKS * self._config.vocab_size if chunked else None
         gradients = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
         before = (*self.model.parameters(), *self.model.buffers(), *gradients, ids, positions)
-        with _CudaWatch() if ids.is_cuda else _LiveWatch(*before) as watch:
+        asks = _asks_an_allocator(self._device)
+        with _CudaWatch(self._device) if asks else _LiveWatch(*before) as watch:
             planned.mark, saver.watch, saved_bytes = watch.mark, watch, list[int]()
 
             def decoded() -> None:
@@ -250,7 +277,7 @@ class SmallPasses:
             ):
                 loss = model_loss(self.model, planned, ids, positions, ids, logits_at_once=at_once)
             watch.mark()
-            turn = len(watch.segments) - (0 if ids.is_cuda else 1)
+            turn = len(watch.segments) - (0 if asks else 1)
             (loss / len(ids)).backward()
             del loss
         segments = watch.segments
@@ -266,9 +293,12 @@ class SmallPasses:
     def _config(self) -> Any:
         return self.model.config
 
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
     def _dropout(self, planned: PlannedAttention) -> KeyedDropout | None:
-        device = next(self.model.parameters()).device
-        return rows_dropout(self.model, lambda: torch.arange(planned.num_rows, device=device))
+        return rows_dropout(self.model, lambda: torch.arange(planned.num_rows, device=self._device))
 
     def _start(self, rows: int) -> tuple[_Watched, Tensor, Tensor]:
         layout = self.layout
@@ -283,10 +313,14 @@ class SmallPasses:
         )
         program = lower_microbatch(plan, 0)
         planned = _Watched(program, Lone(layout.position, layout.degree), self.kernel)
-        device = next(self.model.parameters()).device
         segments = program.segments(layout.position)
-        positions = torch.cat([torch.arange(segment.start, segment.stop, device=device) for segment in segments])
+        positions = torch.cat([torch.arange(each.start, each.stop, device=self._device) for each in segments])
         return planned, positions % self._config.vocab_size, positions
+
+
+def _asks_an_allocator(device: torch.device) -> bool:
+    """Whether passes on a device are counted by its allocator, and not tensor by tensor."""
+    return device.type == "cuda"
 
 
 @contextmanager
@@ -309,7 +343,11 @@ def _at_end_of(model: Any, mark: Callable[[], None]) -> Iterator[None]:
 def fitted(
     seen: Sequence[Seen], without: Sequence[Seen], *, layers: int, chunk_tokens: int | None = None
 ) -> MicrobatchBytes:
-    """Return the lines through two passes; `without`: the same passes with all that is saved away, or none."""
+    """Return the lines through two passes; `without`: the same passes with all that is saved away, or none.
+
+    Raises:
+        FallingLine: more rows held less at some moment.
+    """
     smaller, larger = seen
     rows = (smaller.rows, larger.rows)
     a_row = (larger.saved_bytes - smaller.saved_bytes) / (rows[1] - rows[0])
@@ -350,5 +388,8 @@ def _aligned(passes: Sequence[Sequence[Segment]], rows: tuple[int, int]) -> list
             held = [size for _, size in segment]
             column += held if same else [max(held), held[-1]]
     small, large = np.array(columns[::2], dtype=float), np.array(columns[1::2], dtype=float)
-    slope = (large - small) / (rows[1] - rows[0])
+    fall = float((small - large).max())
+    if fall > _FALL_BYTES:
+        raise FallingLine(f"{rows[1]} rows that held {count(fall)}B less than {rows[0]}")
+    slope = np.maximum(0.0, large - small) / (rows[1] - rows[0])
     return list(np.stack([large - slope * rows[1], slope], axis=-1))

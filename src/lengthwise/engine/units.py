@@ -161,6 +161,9 @@ class UnitPart:
     ) -> None:
         self._whole = torch.empty(entries, dtype=dtype, device=own.device)
         self._own, self._gradient, self._starts = own, gradient, starts
+        stops = [start + torch.Size(shape).numel() for start, shape in zip(starts, shapes, strict=True)]
+        borders = zip((0, *stops), (*starts, entries), strict=True)
+        self._gaps = [slice(stop, start) for stop, start in borders if stop < start]  # which no parameter has
         # Of `.data`: what is written to the buffer is no change of a parameter, as autograd counts changes.
         self._views = [view.data for view in self._cut(self._whole, shapes)]
         self._no_value = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=own.device)
@@ -206,9 +209,13 @@ class UnitPart:
         """Begin to sum the gradients that autograd has made, zeros where there are none. Collective."""
         assert self._gradient is not None, "of what trains"
         shapes = [tuple(each.shape) for each in self.parameters]
-        wide = torch.zeros(self._whole.numel(), dtype=self._gradient.dtype, device=self._gradient.device)
+        wide = torch.empty(self._whole.numel(), dtype=self._gradient.dtype, device=self._gradient.device)
+        for gap in self._gaps:
+            wide[gap].zero_()
         for parameter, room in zip(self.parameters, self._cut(wide, shapes), strict=True):
-            if parameter.grad is not None:
+            if parameter.grad is None:
+                room.zero_()
+            else:
                 room.copy_(parameter.grad)
                 parameter.grad = None
         own = torch.empty_like(self._gradient)

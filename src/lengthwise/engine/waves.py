@@ -37,7 +37,8 @@ class Waves:
         self._forward, self._backward = forward_calls(kinds), backward_calls(kinds)
         self._wave, self._is_backward = 0, False
         self._entered = -1  # of the wave: the unit that forward is in; how many entries of backward
-        self._there: set[int] = set()  # gathered, and waited for
+        self._held: set[int] = set()  # gathered, or under way, and not freed
+        self._there: set[int] = set()  # of them those that were waited for
         self._summed: UnitPart | None = None  # whose sum is under way
         model.register_forward_pre_hook(lambda *_: self._begin())
         model.register_forward_hook(lambda *_: self._end_forward())
@@ -52,8 +53,7 @@ class Waves:
 
     def let_go(self) -> None:
         """Free all units."""
-        for number in range(len(self._units)):
-            self._free(number)
+        self._free_from(0)
 
     def _begin(self) -> None:
         """Begin a wave: what is left of one before, of which no backward came, goes."""
@@ -141,8 +141,7 @@ class Waves:
     def _enter_next(self) -> None:
         """Let backward enter the next unit: those after it are done."""
         entered, calls = self._backward[self._entered]
-        for number in range(entered + 1, len(self._units)):
-            self._free(number)
+        self._free_from(entered + 1)
         self._post(calls, self._entered)
         if entered != END:
             self._wait(entered)
@@ -154,6 +153,7 @@ class Waves:
             what = f"{kind} of {self._units[number].kind.name}"
             key = CallKey(wave=self._wave, is_backward=self._is_backward, entry=entry, number=place, what=what)
             if kind == GATHER:
+                self._held.add(number)
                 part.gather(self._transport, key)
             elif part.trains:
                 self._add_sum()  # of one unit at a time there are gradients in the wide dtype
@@ -170,7 +170,14 @@ class Waves:
             part.wait()
         self._there.add(number)
 
+    def _free_from(self, first: int) -> None:
+        """Free what is held of the units from `first` on: a few, and nothing again."""
+        for number in sorted(each for each in self._held if each >= first):
+            self._free(number)
+
     def _free(self, number: int) -> None:
-        for part in self._parts[number]:
-            part.free()
-        self._there.discard(number)
+        if number in self._held:
+            for part in self._parts[number]:
+                part.free()
+            self._held.discard(number)
+            self._there.discard(number)

@@ -206,8 +206,11 @@ def _remove_left(folder: Path) -> None:
 
 
 def threads_of_each(ranks: int) -> int:
-    """Return how many threads each of several local ranks computes with: the cores are dealt out evenly."""
-    return max(1, (os.cpu_count() or 1) // ranks)
+    """Return how many threads each of several local ranks computes with, by OMP_NUM_THREADS or an even share of cores.
+
+    Before anything in this process has set its own.
+    """
+    return torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else max(1, (os.cpu_count() or 1) // ranks)
 
 
 class _Children:
@@ -323,8 +326,9 @@ def _child(
     end_with_parent(launcher)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     # A forked child hangs in its first threaded operation if the parent ever ran one: go through one thread first.
+    threads = threads_of_each(world.world_size)
     torch.set_num_threads(1)
-    torch.set_num_threads(threads_of_each(world.world_size))
+    torch.set_num_threads(threads)
     with StopRequest().listening():
         try:
             result = work(world, lambda phase: board.note(world.rank, phase))

@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from lengthwise.attention import BlockKernel
-from lengthwise.comm import Transport, share_numbers
+from lengthwise.comm import Transport, share_first, share_numbers
 from lengthwise.config import OffloadConfig
 from lengthwise.core.errors import MemoryShortage, ModelRefused
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import RESERVED, STEP_TOKENS, MicrobatchBytes, shape_from_config
 from lengthwise.engine.activations import measure_microbatch
 from lengthwise.engine.memory import SMALLER_STATE, free_bytes, reporting_shortage
-from lengthwise.engine.small_pass import ALONE, Casting, Layout, Seen
+from lengthwise.engine.small_pass import ALONE, Casting, FallingLine, Layout, Seen
 from lengthwise.models import check_recompute
 from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner.service.rank_memory import Capacities, RankMemory
@@ -39,16 +39,18 @@ _AMPLE = 2.0  # times what is needed: rings and split heads need less than that 
 class Measuring:
     """Measures what microbatches of a run need, all ranks the same.
 
-    budget: bytes for a microbatch, the least of all ranks. kinds: of recomputation, to choose from. heads: as in a run
-    file. most_tokens: of a global batch. offloads, leaving_bytes: whether ratios of offload will be asked for, and what
-    their store holds back. casting: the autocast of forwards. done: the passes that were run; copies of this record run
-    them no second time.
+    kept_bytes: that the optimizer has yet to take. end_bytes: that the end of a step needs while no microbatch runs.
+    kinds: of recomputation, to choose from. heads: as in a run file. most_tokens: of a global batch. offloads,
+    leaving_bytes: whether ratios of offload will be asked for, and what their store holds back. casting: the autocast
+    of forwards. done: the passes that were run; copies of this record run them no second time.
     """
 
     model: nn.Module
     kernel: BlockKernel
     transport: Transport
-    budget: float
+    device: torch.device
+    kept_bytes: float
+    end_bytes: float
     kinds: Sequence[str]
     heads: int | str
     most_tokens: int
@@ -59,21 +61,32 @@ class Measuring:
     done: dict[object, Seen] = field(default_factory=dict)
 
     def memory(self) -> RankMemory:
-        """Return what was measured of all kinds of recomputation, over rings too. Collective."""
+        """Return what was measured of all kinds of recomputation, over rings too. Collective.
+
+        Raises:
+            FallingLine: on a rank, of passes of which the longer held less; every rank raises it.
+        """
         kinds, leaving = self.kinds, self.leaving_bytes
         first = self._measured(kinds[0], ALONE)
-        ample = RankMemory(
-            budget_bytes=self.budget / _AMPLE, layouts=dict.fromkeys(kinds, (first,)), leaving_bytes=leaving
-        )
+        budget = self._budget()
+        ample = RankMemory(budget_bytes=budget / _AMPLE, layouts=dict.fromkeys(kinds, (first,)), leaving_bytes=leaving)
         most = max(STEP_TOKENS, self.most_tokens)
         is_ample = ample.peak_bytes(kinds[0], most) <= ample.budget_bytes
         if least(self.transport, [float(is_ample)])[0]:  # all ranks measure alike: they may gather in their passes
-            return RankMemory(budget_bytes=self.budget, layouts=ample.layouts, leaving_bytes=leaving)
+            return RankMemory(budget_bytes=budget, layouts=ample.layouts, leaving_bytes=leaving)
         measured = {}
         for kind in kinds:
             cut = [self._measured(kind, layout) for layout in self._rings()]
             measured[kind] = (first if kind == kinds[0] else self._measured(kind, ALONE), *cut)
-        return RankMemory(budget_bytes=self.budget, layouts=measured, leaving_bytes=leaving)
+        return RankMemory(budget_bytes=self._budget(), layouts=measured, leaving_bytes=leaving)
+
+    def _budget(self) -> float:
+        """Return the bytes for a microbatch, the least of all ranks, once passes have run. Collective.
+
+        What these allocated once, as libraries do, is then not free. Where the end of a step does not fit, nothing is.
+        """
+        free = free_bytes(self.device, self.transport.device_ranks) * (1 - RESERVED) - self.kept_bytes
+        return least(self.transport, [free if self.end_bytes <= free else 0.0])[0]
 
     def capacities(self, *, ratio: float | None = None) -> Capacities:
         """Return the tokens that a rank holds by kind of recomputation, the same on all ranks. Collective.
@@ -95,7 +108,7 @@ class Measuring:
             for part in (found[: len(plain)], found[len(plain) :])
         )
         if not plain:
-            free = count(max(0.0, self.budget))
+            free = count(max(0.0, memory.budget_bytes))
             got = f"{free}B free beside the model, its gradients and optimizer, and a tenth left free"
             remedy = (
                 "Use more ranks (the optimizer is split over them), a smaller model, recompute: auto, or more memory."
@@ -116,6 +129,18 @@ class Measuring:
         return layouts
 
     def _measured(self, kind: str, layout: Layout) -> MicrobatchBytes:
+        """Return what small passes measure. Collective: where that is wrong on one rank, all refuse it."""
+        try:
+            found, wrong = self._measured_here(kind, layout), dict[str, str]()
+        except FallingLine as error:
+            found, wrong = None, {kind: error.got}
+        shared = share_first(self.transport, wrong)
+        if shared:
+            raise FallingLine(shared[kind])
+        assert found is not None, "else it was shared"
+        return found
+
+    def _measured_here(self, kind: str, layout: Layout) -> MicrobatchBytes:
         with reporting_shortage(
             lambda: f"rank {self.transport.rank}, {self.transport.phase}",
             needs=lambda: f"a small pass with recompute {kind}",
@@ -144,18 +169,14 @@ def measuring_of(
     kept_bytes: float = 0.0,
     end_bytes: float,
 ) -> Measuring:
-    """Return what measures an engine's microbatches, in what is free on all ranks beside the rest. Collective.
-
-    kept_bytes: that the optimizer has yet to take. end_bytes: that the end of a step needs while no microbatch runs;
-    where they do not fit, nothing is left.
-    """
-    transport = engine.transport
-    budget = free_bytes(engine.device, transport.device_ranks) * (1 - RESERVED) - kept_bytes
+    """Return what measures an engine's microbatches; kept_bytes, end_bytes: as for `Measuring`."""
     return Measuring(
         model=engine.model,
         kernel=engine.kernel(engine.cast_dtype() or engine.dtype),
-        transport=transport,
-        budget=least(transport, [budget if end_bytes <= budget else 0.0])[0],
+        transport=engine.transport,
+        device=engine.device,
+        kept_bytes=kept_bytes,
+        end_bytes=end_bytes,
         kinds=kinds,
         heads=heads,
         most_tokens=most_tokens,
@@ -176,7 +197,7 @@ def measured_of(
     end_bytes: float,
     trains: bool,
 ) -> Capacities:
-    """Measure what a rank of a session holds; kept_bytes, end_bytes: as for `measuring_of`. Collective.
+    """Measure what a rank of a session holds; kept_bytes, end_bytes: as for `Measuring`. Collective.
 
     A model that does not train holds less than with all layers computed again, and is measured so.
     """

@@ -1,0 +1,139 @@
+"""Small passes measure what a microbatch holds, and nothing else that an allocator does; that of a GPU is a fake."""
+
+import math
+import weakref
+
+import pytest
+import torch
+from testing import LiveBytes, build_pair, run_ranks, tiny_family_config
+
+from lengthwise.attention import choose_kernel
+from lengthwise.comm import SoloTransport
+from lengthwise.engine import small_pass
+from lengthwise.engine.small_pass import FallingLine
+from lengthwise.session import capacity
+from lengthwise.session.capacity import Measuring
+
+CPU, MB = torch.device("cpu"), 2**20
+TOTAL, ONCE, MOST = 4096 * MB, 32 * MB, 10**6
+
+
+class FakeAllocator(LiveBytes):
+    """Says of the tensors of a block what torch.cuda would of the device that they are on, another being the current.
+
+    A first product, or the first of each shape (`of_shapes`), takes `once` bytes for good. block: bytes that what is
+    asked for is rounded up to.
+    """
+
+    def __init__(self, *, once=0, of_shapes=False, block=1):
+        super().__init__()
+        self.kept = self.waste = 0
+        self._once, self._of_shapes, self._block, self._taken_for = once, of_shapes, block, set()
+        self.peaks = [0, 0]
+
+    @property
+    def held(self):
+        """The bytes that were asked for and are there, and those of their blocks."""
+        asked = self.kept + self.now_bytes
+        return [asked, asked + self.waste]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            place = tuple(args[0].shape) * self._of_shapes
+            if place not in self._taken_for:
+                self._taken_for.add(place)
+                self.kept += self._once
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peaks = [max(both) for both in zip(self.peaks, self.held, strict=True)]
+        return result
+
+    def _note(self, tensor, there):
+        before = self._made_bytes
+        super()._note(tensor, there)
+        if self._made_bytes > before:
+            size = self._made_bytes - before
+            waste = math.ceil(size / self._block) * self._block - size
+            self.waste += waste
+            weakref.finalize(tensor.untyped_storage(), self._end_waste, waste)
+
+    def _end_waste(self, waste):
+        self.waste -= waste
+
+    def memory_stats(self, device=None):
+        peaks, held = (self.peaks, self.held) if device == CPU else ([0, 0], [0, 0])
+        names = ("requested_bytes.all", "allocated_bytes.all")
+        of_peaks = {f"{name}.peak": each for name, each in zip(names, peaks, strict=True)}
+        return of_peaks | {f"{name}.current": each for name, each in zip(names, held, strict=True)}
+
+    def reset_peak_memory_stats(self, device=None):
+        if device == CPU:
+            self.peaks = self.held
+
+
+def capacity_with(free):
+    """Return the tokens that a rank holds where so many bytes are free."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capacity, "free_bytes", free)
+        (found,) = measuring(llama(), SoloTransport()).capacities().offloading.values()
+    return found
+
+
+def llama():
+    model = build_pair("llama", tiny_family_config("llama", {"num_hidden_layers": 3}))["planned"]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return model
+
+
+def measuring(model, transport):
+    return Measuring(
+        model=model,
+        kernel=choose_kernel(CPU),
+        transport=transport,
+        device=CPU,
+        kept_bytes=0,
+        end_bytes=0,
+        kinds=("none",),
+        heads="off",
+        most_tokens=MOST,
+        logits_at_once=2**16,
+        offloads=True,
+    )
+
+
+@pytest.mark.parametrize("changes", [{"once": ONCE}, {"once": ONCE, "of_shapes": True}, {"block": 2 * MB}], ids=str)
+def test_what_an_allocator_does_beside_gives_no_token_more(monkeypatch, changes):
+    """Than tensors do, counted one by one: what is taken once is not free; rounding in short passes grows with none."""
+    fake = FakeAllocator(**changes)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    for name in ("memory_stats", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    with monkeypatch.context() as patch, fake:
+        patch.setattr(small_pass, "_asks_an_allocator", lambda _: True)
+        found = capacity_with(lambda *_: TOTAL - fake.kept)
+    exact = capacity_with(lambda *_: TOTAL - fake.kept)
+    assert fake.kept >= changes.get("once", 0)
+    assert found == exact < MOST
+
+
+def test_a_pass_that_held_more_than_a_longer_one_is_refused_by_all_ranks():
+    """As where the model itself keeps something when it first runs; here on one rank."""
+    kept = []
+
+    def keep(*_):
+        if not kept:
+            kept.append(torch.zeros(8 * MB))
+
+    def work(transport):
+        model = llama()
+        if transport.rank == 1:
+            model.register_forward_pre_hook(keep)
+        with pytest.raises(FallingLine) as refused:
+            measuring(model, transport).capacities()
+        return str(refused.value)
+
+    for said in run_ranks(work, 2):
+        assert "error[config] capacity_tokens: expected more rows to hold no less" in said
+        assert "got rank 1: 64 rows that held 33." in said
+        assert "Give capacity_tokens a number" in said
