@@ -1,6 +1,6 @@
 """Make a Hugging Face causal language model obey a plan, and refuse by name what a plan would compute wrongly."""
 
-from lengthwise.models.adapter import model_loss, model_router_logits, plain_output, run_chunk, run_layers
+from lengthwise.models.adapter import LogitsAtOnce, model_loss, model_router_logits, plain_output, run_chunk, run_layers
 from lengthwise.models.adapter_kinds import check_adapters
 from lengthwise.models.checkpointing import apply_policy, check_recompute, wrapped_layers
 from lengthwise.models.computing import Computing, check_computing, choose_model_kernel, compute_so
@@ -39,6 +39,7 @@ __all__ = [
     "Computing",
     "DropoutKey",
     "KeyedDropout",
+    "LogitsAtOnce",
     "ModelSource",
     "ModelStage",
     "RouterBalance",

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 
 from lengthwise.attention import PlannedAttention, planned_attention
 from lengthwise.core.errors import ModelRefused
-from lengthwise.cost import LOGITS_AT_ONCE
+from lengthwise.cost import logits_at_once as logits_by_rule
 from lengthwise.models.loss import DecoderOutput, token_loss
 from lengthwise.models.rope import forget_lengths, sequence_lengths
 
 Result = TypeVar("Result")
+
+LogitsAtOnce: TypeAlias = int | Literal["auto"] | None
+"""How many logits of all words a loss makes at a time; None: all; auto: by `cost.logits_at_once`."""
 
 ATTENTION_NAME = "lengthwise"
 
@@ -56,16 +59,17 @@ def model_loss(
     weights: Tensor | None = None,
     *,
     collect_router: Callable[[list[Tensor]], None] | None = None,
-    logits_at_once: int | None = LOGITS_AT_ONCE,
+    logits_at_once: LogitsAtOnce = "auto",
 ) -> Tensor:
     """Return the summed loss of this rank's tokens in one microbatch, in fp32 or wider.
 
     All three tensors are (tokens,), in the order of `MicrobatchProgram.segments`; `shift_labels[t]` is the label after
     token t, -100 without loss. `weights` (tokens,): what each loss counts; None: 1. `collect_router` gets the router
-    logits, (tokens, experts) of each layer with a router (`output_router_logits`). `logits_at_once`: logits of all
-    words to make at a time; None: all.
+    logits, (tokens, experts) of each layer with a router (`output_router_logits`).
     """
     vocabulary: int = model.config.vocab_size  # type: ignore[union-attr, assignment]
+    if logits_at_once == "auto":
+        logits_at_once = logits_by_rule(vocabulary, on_gpus=input_ids.is_cuda)
     if logits_at_once is None or len(shift_labels) * vocabulary <= logits_at_once:
         output = _run(model, planned, input_ids, position_ids)
         loss = token_loss(output.logits[0, : planned.num_tokens], shift_labels, weights)

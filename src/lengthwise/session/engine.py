@@ -35,10 +35,9 @@ class Engine:
     """Runs planned steps.
 
     planner: of rank 0; None elsewhere. num_heads: of attention, which plans may split. dtype: of the parameters.
-    autocast: of mixed precision; None: that of a surrounding torch.autocast, if any. logits_at_once: that the next
-    token's loss makes; None: all. seed: of dropout. offload: of
-    activations, as in a run file. parameters: that take the gradients, once they are there; None: nothing trains.
-    pipeline: of which this rank is a stage; None: it has the whole model.
+    autocast: of mixed precision; None: that of a surrounding torch.autocast, if any. logits_at_once: that a loss
+    makes; None: all. seed: of dropout. offload: of activations, as in a run file. parameters: that take the gradients,
+    once they are there; None: nothing trains. pipeline: of which this rank is a stage; None: it has the whole model.
     """
 
     model: nn.Module
@@ -49,8 +48,8 @@ class Engine:
     computing: Computing
     device: torch.device
     dtype: torch.dtype
+    logits_at_once: int | None
     autocast: torch.dtype | None = None
-    logits_at_once: int | None = None
     seed: int = 0
     offload: OffloadConfig | None = None
     parameters: Parameters | None = None

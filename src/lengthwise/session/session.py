@@ -391,8 +391,7 @@ class Session:
 
     def _objective(self, planned: PlannedStep, **how: Any) -> tuple[Objective, LossCheck | None]:
         """Return what a step computes, and what checks its loss."""
-        known, device = self._known_losses, self._engine.device
-        return objective_of(self.model, self._inner, planned, known=known, device=device, **how)
+        return objective_of(self._engine, self.model, planned, known=self._known_losses, **how)
 
     def _made(self, result: StepResult, start: float) -> StepResult:
         """Finish a step that trains; say, once, what its plan was."""
