@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from lengthwise.attention import PlannedAttention, planned_attention
 from lengthwise.core.errors import ModelRefused
 from lengthwise.cost import logits_at_once as logits_by_rule
-from lengthwise.models.loss import DecoderOutput, token_loss
+from lengthwise.models.loss import DecoderOutput, token_loss, token_losses
 from lengthwise.models.rope import forget_lengths, sequence_lengths
 
 Result = TypeVar("Result")
@@ -67,20 +67,52 @@ def model_loss(
     token t, -100 without loss. `weights` (tokens,): what each loss counts; None: 1. `collect_router` gets the router
     logits, (tokens, experts) of each layer with a router (`output_router_logits`).
     """
-    vocabulary: int = model.config.vocab_size  # type: ignore[union-attr, assignment]
-    if logits_at_once == "auto":
-        logits_at_once = logits_by_rule(vocabulary, on_gpus=input_ids.is_cuda)
-    if logits_at_once is None or len(shift_labels) * vocabulary <= logits_at_once:
+    chunk_tokens = _chunk_tokens(model, input_ids, logits_at_once)
+    if chunk_tokens is None:
         output = _run(model, planned, input_ids, position_ids)
         loss = token_loss(output.logits[0, : planned.num_tokens], shift_labels, weights)
     else:
         decoded = DecoderOutput(model)
         with decoded.caught():
             output = _run(model, planned, input_ids, position_ids)
-        loss = decoded.loss(shift_labels, max(1, logits_at_once // vocabulary), weights)
+        loss = decoded.loss(shift_labels, chunk_tokens, weights)
     if collect_router is not None:
         collect_router(_own_router_logits(output, planned))
     return loss
+
+
+def model_log_probabilities(
+    model: nn.Module,
+    planned: PlannedAttention,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    shift_labels: Tensor,
+    *,
+    logits_at_once: LogitsAtOnce = "auto",
+) -> Tensor:
+    """Return the log-probability of each label, (tokens,), 0 where there is none, without gradients.
+
+    Arguments as for `model_loss`, which weighs these values with gradients: each is its loss times -1.
+    """
+    chunk_tokens = _chunk_tokens(model, input_ids, logits_at_once)
+    with torch.no_grad():
+        if chunk_tokens is None:
+            output = _run(model, planned, input_ids, position_ids)
+            return -token_losses(output.logits[0, : planned.num_tokens], shift_labels)
+        decoded = DecoderOutput(model)
+        with decoded.caught():
+            _run(model, planned, input_ids, position_ids)
+        return -decoded.losses(shift_labels, chunk_tokens)
+
+
+def _chunk_tokens(model: nn.Module, input_ids: Tensor, logits_at_once: LogitsAtOnce) -> int | None:
+    """Return of how many tokens logits are made at a time; None: of all, which are no more than asked for."""
+    vocabulary: int = model.config.vocab_size  # type: ignore[union-attr, assignment]
+    if logits_at_once == "auto":
+        logits_at_once = logits_by_rule(vocabulary, on_gpus=input_ids.is_cuda)
+    if logits_at_once is None or len(input_ids) * vocabulary <= logits_at_once:
+        return None
+    return max(1, logits_at_once // vocabulary)
 
 
 def model_router_logits(

@@ -29,7 +29,7 @@ from lengthwise.models import check_adapters
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.agreement import Agreement
 from lengthwise.session.loss_checks import LossCheck, objective_of
-from lengthwise.session.losses import ComputeLoss, TokenLoss, TokenValues, log_probabilities
+from lengthwise.session.losses import ComputeLoss, TokenLoss, TokenValues
 from lengthwise.session.misuse import check_kinds, refuse_modes
 from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside, num_words
 from lengthwise.session.request import SessionRequest
@@ -43,7 +43,7 @@ from lengthwise.session.stages import whole_states
 from lengthwise.session.start import start_engine, take_model
 from lengthwise.session.state import take_state
 from lengthwise.session.step_end import SessionStepEnd
-from lengthwise.session.values import Combine, Per, ValuesOfTokens, combined, gather, refuse_dropout
+from lengthwise.session.values import Combine, Per, combined, gather, refuse_dropout
 
 
 class Session:
@@ -210,7 +210,7 @@ class Session:
         sequences: Sequence[Row] | PlannedStep,
         *,
         combine: Combine,
-        values: TokenValues = log_probabilities,
+        values: TokenValues | None = None,
         per: Per = "sequence",
     ) -> StepResult:
         """Run forward and backward of a loss that is no sum over tokens, and reduce its gradients. Collective.
@@ -220,8 +220,8 @@ class Session:
             combine: makes the loss of the values' sums over each sequence, (sequences, ...), in the order of
                 `sequences`; with per="token" of a list of all values, (length, ...) each. It runs on every rank and
                 must return the same on all.
-            values: a function of the model's outputs that returns a value of each token; by default the
-                log-probability of its label, 0 without one.
+            values: a function of the model's outputs that returns a value of each token; None: the log-probability of
+                its label, 0 without one.
             per: sequence or token, see `combine`.
 
         Raises:
@@ -232,23 +232,21 @@ class Session:
         start, step = time.perf_counter(), self.steps + 1
         planned = self._planned(sequences, f"step {step}")
         self._agreement.reach(f"step {step}")
-        gathered, sums, first = gather(self._engine, planned, values, per, f"step {step}", step=step)
-        loss, weights = combined(gathered, sums, combine)
-        objective = ValuesOfTokens(gathered=gathered, values=values, weights=weights)
+        found, sums, first = gather(self._engine, planned, values, per, f"step {step}", step=step)
+        loss, weights = combined(found.gathered, sums, combine)
+        objective = replace(found, weights=weights)
         with trained.collecting():
             result = self._runner.backward(planned, objective, before=first, loss=loss)
         return self._made(result, start)
 
-    def token_values(
-        self, sequences: Sequence[Row] | PlannedStep, values: TokenValues = log_probabilities
-    ) -> list[Tensor]:
+    def token_values(self, sequences: Sequence[Row] | PlannedStep, values: TokenValues | None = None) -> list[Tensor]:
         """Return what `values` gives of every token, (length, ...) a sequence, on every rank. Collective."""
         check_kinds(values=values)
         name = f"values after step {self.steps}"
         planned = self._planned(sequences, name)
         self._agreement.reach(name)
-        gathered, sums, _ = gather(self._engine, planned, values, "token", name, step=self.steps)
-        return list(gathered.handed_on(sums))
+        found, sums, _ = gather(self._engine, planned, values, "token", name, step=self.steps)
+        return list(found.gathered.handed_on(sums))
 
     def evaluate(
         self,
