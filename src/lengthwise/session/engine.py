@@ -62,11 +62,11 @@ class Engine:
         """The model's config."""
         return self.model.config
 
-    def steps(self, batches: Iterator[StepBatch]) -> PlanAhead:
-        """Return the steps of these batches, planned ahead; the same ones on all ranks."""
+    def steps(self, batches: Iterator[StepBatch], planner: StepPlanner | None = None) -> PlanAhead:
+        """Return the steps of these batches, planned ahead, the same on all ranks; planner: in place of its own."""
         return PlanAhead(
             batches,
-            self.planner,
+            planner or self.planner,
             self.transport,
             timeout_seconds=self.timeout_seconds,
             num_heads=self.num_heads,
@@ -114,9 +114,9 @@ class Engine:
         own = self.run(planned, name, step=step, train=False, objective=objective)
         return sum(self.each_rank(own.loss_sum))
 
-    def planned(self, batch: StepBatch, name: str) -> PlannedStep:
-        """Return a batch with its plan. Collective. name: of the step, in words."""
-        steps = self.steps(iter([batch]))
+    def planned(self, batch: StepBatch, name: str, planner: StepPlanner | None = None) -> PlannedStep:
+        """Return a batch with its plan. Collective. name: of the step, in words. planner: as for `steps`."""
+        steps = self.steps(iter([batch]), planner)
         try:
             planned = steps.next(name)
         finally:

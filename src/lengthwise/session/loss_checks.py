@@ -134,7 +134,12 @@ class SumCheck(LossCheck):
 
 
 class KnownShare(partial[Tensor]):
-    """A `ComputeLoss` that is known to return a share, and is not checked."""
+    """A `ComputeLoss` that is known to return a share, and is not checked.
+
+    whole_logits: whether it makes all logits of a microbatch at once.
+    """
+
+    whole_logits = True
 
 
 @dataclass
@@ -177,6 +182,13 @@ class ShareCheck(LossCheck):
             )
             raise ConfigError("compute_loss", expected=expected, got=got, remedy=remedy)
         self.known.add(self.made_of)
+
+
+def takes_whole_logits(loss: TokenLoss | None, compute_loss: ComputeLoss | None) -> bool:
+    """Return whether a step's loss gets all logits of a microbatch at once, or may make them."""
+    if isinstance(compute_loss, KnownShare):
+        return compute_loss.whole_logits
+    return loss is not None or compute_loss is not None
 
 
 def objective_of(
