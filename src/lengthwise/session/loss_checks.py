@@ -134,12 +134,15 @@ class SumCheck(LossCheck):
 
 
 class KnownShare(partial[Tensor]):
-    """A `ComputeLoss` that is known to return a share, and is not checked.
-
-    whole_logits: whether it makes all logits of a microbatch at once.
-    """
+    """A `ComputeLoss` that is known to return a share, and is not checked; it may make all logits of a microbatch."""
 
     whole_logits = True
+
+
+class ShareInChunks(KnownShare):
+    """One that is known to make logits of a few tokens or words at a time."""
+
+    whole_logits = False
 
 
 @dataclass
