@@ -27,7 +27,6 @@ from transformers import LlamaConfig
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import Piece
-from lengthwise.cost import LOGITS_AT_ONCE
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
@@ -101,8 +100,7 @@ class Way:
         plan = make_plan(1, [tokens], [Piece(ranks=(0,), sequences=(0,))], layers=layers)
         microbatch = replace(plan.microbatches[0], recompute=self.recompute, offload=self.offload)
         plan, kernel = replace(plan, microbatches=(microbatch,)), choose_kernel(torch.device("cpu"))
-        options = {"logits_at_once": LOGITS_AT_ONCE, "offloading": self.offloading}
-        run_plan(self.model, plan, batch, SoloTransport(), kernel, name="benchmark", **options)
+        run_plan(self.model, plan, batch, SoloTransport(), kernel, name="benchmark", offloading=self.offloading)
 
     def peak_bytes(self, tokens: int) -> int:
         """Return states and the most that tensors hold beside them."""

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from lengthwise.core.plan import Plan
-from lengthwise.cost import LOGITS_AT_ONCE
 from lengthwise.engine.batch import StepBatch
-from lengthwise.models import DTYPES, ModelSource, build_model, plain_attention
+from lengthwise.models import DTYPES, LogitsAtOnce, ModelSource, build_model, plain_attention
 from lengthwise.run.reference import Reference, plain_gradients
 from lengthwise.run.verify import gradient_differences, relative_difference
 from testing.sequences import make_batch
@@ -61,7 +60,7 @@ def family_difference(
     lengths: Sequence[int],
     *,
     precision: str,
-    logits_at_once: int | None = LOGITS_AT_ONCE,
+    logits_at_once: LogitsAtOnce = "auto",
     **how: Any,
 ) -> Difference:
     """Run a plan by `run_step` and the plain model in one process; return how far apart they are."""

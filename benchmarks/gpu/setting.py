@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from gpu.rows import device_name
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import LOGITS_AT_ONCE, Cost, hardware_of_gpu, named_hardware
+from lengthwise.cost import Cost, hardware_of_gpu, named_hardware
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.models import ModelSource, build_model
 from lengthwise.models.adapter import ATTENTION_NAME
@@ -124,7 +124,7 @@ class Sizes:
     ring_tokens: int = 32 * _K
     logits_model: str = "wide words"
     logits_tokens: int = 17 * _K
-    logits_at_once: int = LOGITS_AT_ONCE
+    logits_at_once: int = 1 << 25
 
     @property
     def where(self) -> torch.device:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from testing import SIZES
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lengthwise.models import keep_double
@@ -19,6 +20,19 @@ from lengthwise.session import Session
 torch.set_num_threads(1)
 VOCAB = 64
 UGLY = [[1, 2, 97, 3], [64, 65, 63, 1, 1, 31], [128, 5], [59, 2, 2, 2]]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Counts the numbers of the largest tensor that operations inside the block make, backward included."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(each, torch.Tensor):
+                self.numbers = max(self.numbers, each.numel())
+        return made
 
 
 def small_model(dtype=torch.float64, **changes):

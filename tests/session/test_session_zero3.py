@@ -218,7 +218,7 @@ def test_what_is_gathered_is_priced_by_the_parameters_that_there_are(tmp_path):
             optimizer = MOMENTUM([each for each in model.parameters() if each.requires_grad])
             cost = replace(costs("llama-7b"), version="one rate")
             with Session(model, optimizer, capacity_tokens=64, shard="zero3", measurements=cost) as session:
-                traffic = session._planning.cost.traffic
+                traffic = session._planning.ahead.cost.traffic
                 count = sum(each.numel() for each in model.parameters())
             gathered = traffic.layers * traffic.gather_seconds + traffic.rest_gather_seconds
             found.append((gathered + traffic.head_gather_seconds, traffic.reduce_seconds, count, cost))

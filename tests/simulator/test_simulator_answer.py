@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.cost import LOGITS_AT_ONCE, logits_at_once, named_hardware, named_shape
+from lengthwise.cost import logits_at_once, named_hardware, named_shape
 from lengthwise.report.answer import answer_notes
 from lengthwise.simulator import Question, WayRow, answer
 from lengthwise.simulator.answer import (
@@ -105,7 +105,8 @@ def test_our_row_is_what_a_run_takes_without_offload() -> None:
 def test_simulated_ranks_hold_what_runs_hold() -> None:
     """The loss of a run on GPUs makes 2,048 tokens at once, of large vocabularies more logits than on CPUs."""
     memory = NODE.memory("zero3")
-    assert memory.logits_at_once == logits_at_once(SHAPE.vocab, on_gpus=True) > LOGITS_AT_ONCE
+    on_gpus, on_cpus = (logits_at_once(SHAPE.vocab, on_gpus=each) for each in (True, False))
+    assert memory.logits_at_once == on_gpus > on_cpus
 
 
 def test_answer_says_what_a_gpu_holds_where_a_sequence_is_too_long() -> None:

@@ -12,7 +12,6 @@ from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, hardware_of_gpu, 
 from lengthwise.cost.links import Link
 from lengthwise.cost.memory import (
     DTYPE_BYTES,
-    LOGITS_AT_ONCE,
     StepMemory,
     logits_at_once,
     loss_bytes,
@@ -40,7 +39,6 @@ from lengthwise.cost.terms import Cost
 __all__ = [
     "DTYPE_BYTES",
     "HARDWARE_NAMES",
-    "LOGITS_AT_ONCE",
     "RESERVED",
     "SHAPE_NAMES",
     "STEP_TOKENS",

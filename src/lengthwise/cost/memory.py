@@ -18,7 +18,7 @@ from lengthwise.core.shape import ModelShape
 from lengthwise.cost.links import Numbers
 from lengthwise.cost.microbatch import WINDOW_LAYERS
 
-LOGITS_AT_ONCE = 1 << 25  # that the chunked loss makes, tokens x words: 128 MB in fp32; GEMMs of 256 rows at 128K words
+_LOGITS_AT_ONCE = 1 << 25  # that a chunked loss makes, tokens x words: 128 MB in fp32; GEMMs of 256 rows at 128K words
 CHUNK_TOKENS_ON_GPUS = 2048  # at least: fewer are launches and reads of the head, no arithmetic (estimated)
 _LOGIT_COPIES = 3
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}  # of a number of the model
@@ -94,8 +94,8 @@ def gathered_bytes(
 
 
 def logits_at_once(words: int, *, on_gpus: bool) -> int:
-    """Return how many logits the chunked loss makes at once, for a vocabulary of so many words."""
-    return max(LOGITS_AT_ONCE, CHUNK_TOKENS_ON_GPUS * words) if on_gpus else LOGITS_AT_ONCE
+    """Return how many logits a chunked loss makes at once, by run files, sessions and trainers alike."""
+    return max(_LOGITS_AT_ONCE, CHUNK_TOKENS_ON_GPUS * words) if on_gpus else _LOGITS_AT_ONCE
 
 
 def loss_bytes(
@@ -144,7 +144,7 @@ class StepMemory:
     tensor: int = 1
     stages: int = 1
     virtual: int = 1
-    logits_at_once: int | None = LOGITS_AT_ONCE
+    logits_at_once: int | None = _LOGITS_AT_ONCE
     fused_norms: bool = False
     shard: str = "zero1"
     ranks_per_node: int | None = None

@@ -9,9 +9,8 @@ from typing import Protocol, TypeAlias
 from torch import Tensor, nn
 
 from lengthwise.attention import PlannedAttention, to_device
-from lengthwise.cost import LOGITS_AT_ONCE
 from lengthwise.engine.batch import StepBatch
-from lengthwise.models import model_loss
+from lengthwise.models import LogitsAtOnce, model_loss
 from lengthwise.program import Segment
 
 CollectRouter: TypeAlias = Callable[[list[Tensor]], None]
@@ -58,11 +57,11 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextToken:
-    """The cross entropy of the next token, by the weights of the batch. `logits_at_once`: as of `model_loss`."""
+    """The cross entropy of the next token, by the weights of the batch."""
 
     batch: StepBatch
     divisor: float
-    logits_at_once: int | None = LOGITS_AT_ONCE
+    logits_at_once: LogitsAtOnce = "auto"
     rows_beyond: int = 0
 
     def __call__(self, forward: ForwardPass) -> Tensor:

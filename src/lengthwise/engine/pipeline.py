@@ -21,7 +21,6 @@ from torch import Tensor
 from lengthwise.attention import ActivationPolicy, BlockKernel, PlannedAttention, to_device
 from lengthwise.comm import Mesh, Pending, SoloTransport
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.cost import LOGITS_AT_ONCE
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_MICROBATCHES, reporting_shortage
@@ -33,6 +32,7 @@ from lengthwise.models import (
     ANY_KEY,
     DropoutKey,
     KeyedDropout,
+    LogitsAtOnce,
     ModelStage,
     RouterBalance,
     apply_policy,
@@ -80,7 +80,7 @@ def run_stage(
     *,
     name: str,
     train: bool = True,
-    logits_at_once: int | None = LOGITS_AT_ONCE,
+    logits_at_once: LogitsAtOnce = "auto",
     objective: Objective | None = None,
     offloading: Offloading | None = None,
     parameters: Parameters | None = None,

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from lengthwise.attention import ActivationPolicy, BlockKernel, PlannedAttention, to_device
 from lengthwise.comm import Transport
 from lengthwise.core.plan import Plan
-from lengthwise.cost import LOGITS_AT_ONCE
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_MICROBATCHES, reporting_shortage
@@ -30,6 +29,7 @@ from lengthwise.models import (
     ANY_KEY,
     DropoutKey,
     KeyedDropout,
+    LogitsAtOnce,
     RouterBalance,
     apply_policy,
     count_choices,
@@ -72,7 +72,7 @@ def run_plan(
     *,
     name: str,
     train: bool = True,
-    logits_at_once: int | None = LOGITS_AT_ONCE,
+    logits_at_once: LogitsAtOnce = "auto",
     objective: Objective | None = None,
     offloading: Offloading | None = None,
     parameters: Parameters | None = None,
@@ -81,7 +81,7 @@ def run_plan(
     """Run the microbatches of this rank and let gradients add up in the model's parameters.
 
     The loss is divided once, by what all loss tokens of the global batch weigh, and made from `logits_at_once` logits
-    at a time (None: all of a microbatch), or it is what `objective` says. No collective is issued before this rank's
+    at a time, or it is what `objective` says. No collective is issued before this rank's
     last transfer: a rank can never wait in one for another that waits for its next ring message. In lock-step ranks
     post both in one order (`engine.wave_order`). `offloading` is what plans that offload need. `parameters`: whose
     values may still arrive, and whose gradients may be summed early, by all ranks alike; None: neither. `dropout`: by

@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,9 +33,9 @@ from lengthwise.integrations.arguments import (
 from lengthwise.integrations.checkpoints import load_state, save_state
 from lengthwise.integrations.known import check_rows, rows_of_loader, rows_of_training, warn_of_no_label
 from lengthwise.integrations.rows import Examples, RowCollator
+from lengthwise.integrations.trainer_loss import is_next_tokens, loss_of
 from lengthwise.models import check_adapters
 from lengthwise.session import Session, StepResult
-from lengthwise.session.loss_checks import KnownShare
 from lengthwise.session.request import SessionRequest, request_problems
 from lengthwise.session.rows import Row
 
@@ -132,6 +131,10 @@ class PlannedTrainerMixin(_Base):
     def _divides_by_items(self) -> bool:
         """Whether the loss is one that is known to divide by num_items_in_batch."""
         return type(self).compute_loss is transformers.Trainer.compute_loss and self.compute_loss_func is None
+
+    def _takes_whole_logits(self) -> bool:
+        """Whether the loss makes, or may make, all logits of a microbatch at once."""
+        return not is_next_tokens(self)
 
     def _check_division(self) -> None:
         """Refuse a loss that is a mean of a microbatch, where that is known before the first."""
@@ -271,6 +274,7 @@ class PlannedTrainerMixin(_Base):
             timeout_seconds=float(self.args.ddp_timeout),
             **self._session_options,
         )
+        session.expect(whole_logits=self._takes_whole_logits())
         if session.shard != "zero1":
             refuse_with_parts(self.args)
         return session
@@ -297,13 +301,9 @@ class PlannedTrainerMixin(_Base):
         """Run forward and backward of an update; return its loss."""
         if not self._loss_is_checked:
             self._check_loss(normalizer)
-        compute_loss = self._compute_share(normalizer)
+        compute_loss = loss_of(self, self._planned, normalizer)
         result = self._trained().backward(self._planned, compute_loss=compute_loss, normalizer=normalizer)
         return result.loss, result
-
-    def _compute_share(self, normalizer: float) -> partial[Tensor]:
-        kind = KnownShare if self._divides_by_items() else partial
-        return kind(self._share_of_loss, normalizer=normalizer)
 
     def _share_of_loss(self, model: nn.Module, inputs: Mapping[str, Any], normalizer: float) -> Tensor:
         """Return what Trainer's own compute_loss makes of a microbatch, its model casting by itself."""
@@ -328,7 +328,7 @@ class PlannedTrainerMixin(_Base):
             raise ConfigError("compute_loss", expected=expected, got=got, remedy=remedy)
 
     def _evaluated(self, sequences: Any, normalizer: float) -> float:
-        compute_loss = self._compute_share(normalizer)
+        compute_loss = loss_of(self, sequences, normalizer)
         return self._trained().evaluate(sequences, compute_loss=compute_loss, normalizer=normalizer).loss
 
     def _clip_grad_norm(self, model: nn.Module) -> float:

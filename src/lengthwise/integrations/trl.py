@@ -25,7 +25,7 @@ from lengthwise.integrations.rows import Examples, refuse_dropped
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.models import has_dropout
 from lengthwise.session import Session, StepResult
-from lengthwise.session.loss_checks import KnownShare
+from lengthwise.session.loss_checks import ShareInChunks
 from lengthwise.session.rows import Row
 
 Result = TypeVar("Result")
@@ -58,6 +58,9 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
 
     def _divides_by_items(self) -> bool:
         return type(self).compute_loss is trl.SFTTrainer.compute_loss and self.compute_loss_func is None
+
+    def _takes_whole_logits(self) -> bool:
+        return not self._divides_by_items() or self.label_smoother is not None
 
     def _share_of_loss(self, model: Any, inputs: Mapping[str, Any], normalizer: float) -> Tensor:
         self._valid.append(float((inputs["labels"][:, 1:] != NO_LOSS).sum()))
@@ -159,6 +162,10 @@ class DPOTrainer(PlannedTrainerMixin, trl.DPOTrainer):
     def _check_division(self) -> None:
         """Accept a mean: TRL is given all pairs of a preference loss at once."""
         _refuse_balance(self)
+
+    def _takes_whole_logits(self) -> bool:
+        """TRL's head makes them for some tokens and words at a time."""
+        return False
 
     def _collator(self, collate: Any) -> Any:
         return PreferenceCollator(collate)
@@ -265,14 +272,14 @@ class DPOTrainer(PlannedTrainerMixin, trl.DPOTrainer):
         found = dict(zip(names, sums, strict=True))
         return {name: values > 0.5 if name == "is_top1" else values for name, values in found.items()}
 
-    def _plain(self, compute_loss: Callable[[Any, dict[str, Any]], Tensor]) -> KnownShare:
+    def _plain(self, compute_loss: Callable[[Any, dict[str, Any]], Tensor]) -> ShareInChunks:
         """Return the same without the session's autocast: accelerate has put one around the model."""
 
         def plain(model: Any, inputs: dict[str, Any]) -> Tensor:
             with torch.autocast(self.args.device.type, enabled=False):
                 return compute_loss(model, inputs)
 
-        return KnownShare(plain)
+        return ShareInChunks(plain)
 
 
 class _Answers:

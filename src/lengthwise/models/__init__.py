@@ -1,6 +1,14 @@
 """Make a Hugging Face causal language model obey a plan, and refuse by name what a plan would compute wrongly."""
 
-from lengthwise.models.adapter import model_loss, model_router_logits, plain_output, run_chunk, run_layers
+from lengthwise.models.adapter import (
+    LogitsAtOnce,
+    model_log_probabilities,
+    model_loss,
+    model_router_logits,
+    plain_output,
+    run_chunk,
+    run_layers,
+)
 from lengthwise.models.adapter_kinds import check_adapters
 from lengthwise.models.checkpointing import apply_policy, check_recompute, wrapped_layers
 from lengthwise.models.computing import (
@@ -33,7 +41,7 @@ from lengthwise.models.load import (
     save_model,
 )
 from lengthwise.models.lora import build_adapted, check_lora, save_adapter
-from lengthwise.models.loss import token_loss
+from lengthwise.models.loss import token_loss, token_losses
 from lengthwise.models.router import ROUTER_FAMILIES, RouterBalance, coefficient_key, count_choices, has_balance_loss
 from lengthwise.models.stages import ModelStage, check_cut
 
@@ -45,6 +53,7 @@ __all__ = [
     "Computing",
     "DropoutKey",
     "KeyedDropout",
+    "LogitsAtOnce",
     "ModelSource",
     "ModelStage",
     "RouterBalance",
@@ -70,6 +79,7 @@ __all__ = [
     "has_dropout",
     "keep_double",
     "largest_head_dim",
+    "model_log_probabilities",
     "model_loss",
     "model_router_logits",
     "plain_attention",
@@ -83,5 +93,6 @@ __all__ = [
     "sequence_dropout",
     "token_keys",
     "token_loss",
+    "token_losses",
     "wrapped_layers",
 ]

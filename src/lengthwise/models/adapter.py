@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 
 from lengthwise.attention import PlannedAttention, planned_attention
 from lengthwise.core.errors import ModelRefused
-from lengthwise.cost import LOGITS_AT_ONCE
-from lengthwise.models.loss import DecoderOutput, token_loss
+from lengthwise.cost import logits_at_once as logits_by_rule
+from lengthwise.models.loss import DecoderOutput, token_loss, token_losses
 from lengthwise.models.rope import forget_lengths, sequence_lengths
 
 Result = TypeVar("Result")
+
+LogitsAtOnce: TypeAlias = int | Literal["auto"] | None
+"""How many logits of all words a loss makes at a time; None: all; auto: by `cost.logits_at_once`."""
 
 ATTENTION_NAME = "lengthwise"
 
@@ -56,27 +59,60 @@ def model_loss(
     weights: Tensor | None = None,
     *,
     collect_router: Callable[[list[Tensor]], None] | None = None,
-    logits_at_once: int | None = LOGITS_AT_ONCE,
+    logits_at_once: LogitsAtOnce = "auto",
 ) -> Tensor:
     """Return the summed loss of this rank's tokens in one microbatch, in fp32 or wider.
 
     All three tensors are (tokens,), in the order of `MicrobatchProgram.segments`; `shift_labels[t]` is the label after
     token t, -100 without loss. `weights` (tokens,): what each loss counts; None: 1. `collect_router` gets the router
-    logits, (tokens, experts) of each layer with a router (`output_router_logits`). `logits_at_once`: logits of all
-    words to make at a time; None: all.
+    logits, (tokens, experts) of each layer with a router (`output_router_logits`).
     """
-    vocabulary: int = model.config.vocab_size  # type: ignore[union-attr, assignment]
-    if logits_at_once is None or len(shift_labels) * vocabulary <= logits_at_once:
+    chunk_tokens = _chunk_tokens(model, input_ids, logits_at_once)
+    if chunk_tokens is None:
         output = _run(model, planned, input_ids, position_ids)
         loss = token_loss(output.logits[0, : planned.num_tokens], shift_labels, weights)
     else:
         decoded = DecoderOutput(model)
         with decoded.caught():
             output = _run(model, planned, input_ids, position_ids)
-        loss = decoded.loss(shift_labels, max(1, logits_at_once // vocabulary), weights)
+        loss = decoded.loss(shift_labels, chunk_tokens, weights)
     if collect_router is not None:
         collect_router(_own_router_logits(output, planned))
     return loss
+
+
+def model_log_probabilities(
+    model: nn.Module,
+    planned: PlannedAttention,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    shift_labels: Tensor,
+    *,
+    logits_at_once: LogitsAtOnce = "auto",
+) -> Tensor:
+    """Return the log-probability of each label, (tokens,), 0 where there is none, without gradients.
+
+    Arguments as for `model_loss`, which weighs these values with gradients: each is its loss times -1.
+    """
+    chunk_tokens = _chunk_tokens(model, input_ids, logits_at_once)
+    with torch.no_grad():
+        if chunk_tokens is None:
+            output = _run(model, planned, input_ids, position_ids)
+            return -token_losses(output.logits[0, : planned.num_tokens], shift_labels)
+        decoded = DecoderOutput(model)
+        with decoded.caught():
+            _run(model, planned, input_ids, position_ids)
+        return -decoded.losses(shift_labels, chunk_tokens)
+
+
+def _chunk_tokens(model: nn.Module, input_ids: Tensor, logits_at_once: LogitsAtOnce) -> int | None:
+    """Return of how many tokens logits are made at a time; None: of all, which are no more than asked for."""
+    vocabulary: int = model.config.vocab_size  # type: ignore[union-attr, assignment]
+    if logits_at_once == "auto":
+        logits_at_once = logits_by_rule(vocabulary, on_gpus=input_ids.is_cuda)
+    if logits_at_once is None or len(input_ids) * vocabulary <= logits_at_once:
+        return None
+    return max(1, logits_at_once // vocabulary)
 
 
 def model_router_logits(

@@ -20,11 +20,17 @@ from lengthwise.core.errors import ModelRefused
 
 def token_loss(logits: Tensor, shift_labels: Tensor, weights: Tensor | None = None) -> Tensor:
     """Sum the cross entropy of logits (tokens, vocab) in fp32 or wider; `weights` (tokens,): of each, None: 1."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
     if weights is None:
+        wide = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(logits.to(wide), shift_labels, ignore_index=-100, reduction="sum")
-    losses = F.cross_entropy(logits.to(wide), shift_labels, ignore_index=-100, reduction="none")
-    return (losses * weights.to(wide)).sum()
+    losses = token_losses(logits, shift_labels)
+    return (losses * weights.to(losses.dtype)).sum()
+
+
+def token_losses(logits: Tensor, shift_labels: Tensor) -> Tensor:
+    """Return the cross entropy of each token, (tokens,), of logits (tokens, vocab) in fp32 or wider."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.to(wide), shift_labels, ignore_index=-100, reduction="none")
 
 
 class DecoderOutput:
@@ -57,9 +63,18 @@ class DecoderOutput:
 
         `weights` and dtype: of `token_loss`.
         """
-        hidden = self._outputs[0].last_hidden_state[0, : len(shift_labels)]
+        hidden = self._hidden(shift_labels)
         outside = _outside(self._model, self._decoder) if torch.is_grad_enabled() else []
         return _ChunkedLoss.apply(hidden, shift_labels, weights, self._logits, chunk_tokens, *outside)  # type: ignore[no-any-return]
+
+    def losses(self, shift_labels: Tensor, chunk_tokens: int) -> Tensor:
+        """Return the loss of each of the first tokens, (tokens,), without gradients."""
+        chunks = zip(self._hidden(shift_labels).split(chunk_tokens), shift_labels.split(chunk_tokens), strict=True)
+        with torch.no_grad():
+            return torch.cat([token_losses(self._logits(hidden), labels) for hidden, labels in chunks])
+
+    def _hidden(self, shift_labels: Tensor) -> Tensor:
+        return self._outputs[0].last_hidden_state[0, : len(shift_labels)]  # type: ignore[no-any-return]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Run what follows the decoder on hidden states (tokens, hidden)."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lengthwise.cost import LOGITS_AT_ONCE
+from lengthwise.cost import logits_at_once
 from lengthwise.models import token_loss
 
 
@@ -22,6 +22,7 @@ def run_head(model: Any, ids: Tensor) -> None:
     """Run the head and the loss of labels (tokens,) forward and backward, with as many logits at once as training."""
     head: Any = model.get_output_embeddings()
     like, width = head.weight, head.weight.shape[-1]
-    for some in ids.split(max(1, LOGITS_AT_ONCE // model.config.vocab_size)):
+    words: int = model.config.vocab_size
+    for some in ids.split(logits_at_once(words, on_gpus=ids.is_cuda) // words or 1):
         hidden = torch.randn(len(some), width, dtype=like.dtype, device=ids.device, requires_grad=True)
         token_loss(head(hidden), some).backward()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -96,6 +96,19 @@ class Measuring:
         Raises:
             MemoryShortage: not even 128, of any kind.
         """
+        found = self.held(ratio=ratio)
+        if not found.plain:
+            free = count(max(0.0, found.memory.budget_bytes))
+            got = f"{free}B free beside the model, its gradients and optimizer, and a tenth left free"
+            remedy = (
+                "Use more ranks (the optimizer is split over them), a smaller model, recompute: auto, or more memory."
+            )
+            where = f"rank {self.transport.rank}, start"
+            raise MemoryShortage(where, expected=f"room for {STEP_TOKENS} tokens", got=got, remedy=remedy)
+        return found
+
+    def held(self, *, ratio: float | None = None) -> Capacities:
+        """Return what `capacities` does; of kinds for which there is no room for 128 tokens, nothing. Collective."""
         memory, plain, offloading = self.memory(), dict[str, int](), dict[str, int]()
         for kind in memory.layouts:
             plain[kind] = memory.most_tokens(kind, self.most_tokens, offload=ratio or 0.0)
@@ -107,14 +120,6 @@ class Measuring:
             {kind: int(tokens) for kind, tokens in zip(plain, part, strict=True) if tokens}
             for part in (found[: len(plain)], found[len(plain) :])
         )
-        if not plain:
-            free = count(max(0.0, memory.budget_bytes))
-            got = f"{free}B free beside the model, its gradients and optimizer, and a tenth left free"
-            remedy = (
-                "Use more ranks (the optimizer is split over them), a smaller model, recompute: auto, or more memory."
-            )
-            where = f"rank {self.transport.rank}, start"
-            raise MemoryShortage(where, expected=f"room for {STEP_TOKENS} tokens", got=got, remedy=remedy)
         return Capacities(plain=plain, offloading=offloading, memory=memory)
 
     def _rings(self) -> list[Layout]:
@@ -196,10 +201,13 @@ def measured_of(
     kept_bytes: float,
     end_bytes: float,
     trains: bool,
-) -> Capacities:
+) -> tuple[Capacities, Capacities]:
     """Measure what a rank of a session holds; kept_bytes, end_bytes: as for `Measuring`. Collective.
 
     A model that does not train holds less than with all layers computed again, and is measured so.
+
+    Returns what it holds where logits are made in chunks, and where all of a microbatch are made at once: that may be
+    nothing.
     """
     offload, kinds = offload if trains else None, kinds_of(engine.config, recompute)
     ratio = offload.ratio if offload else "off"
@@ -219,7 +227,8 @@ def measured_of(
         _in_training(engine.model),
         nullcontext() if trains else _embedding_alone_trains(engine.model),
     ):
-        return measuring.capacities(ratio=ratio if isinstance(ratio, float) else None)
+        of_all = ratio if isinstance(ratio, float) else None
+        return measuring.capacities(ratio=of_all), replace(measuring, logits_at_once=None).held(ratio=of_all)
 
 
 @contextmanager

@@ -36,11 +36,10 @@ class Engine:
     """Runs planned steps.
 
     planner: of rank 0; None elsewhere. num_heads: of attention, which plans may split. dtype: of the parameters.
-    autocast: of mixed precision; None: that of a surrounding torch.autocast, if any. logits_at_once: that the next
-    token's loss makes; None: all. seed: of dropout. offload: of
-    activations, as in a run file. parameters: that take the gradients, once they are there; None: nothing trains.
-    pipeline: of which this rank is a stage; None: it has the whole model. layers: how the model computes in planned
-    passes alone; None: as it does anyhow.
+    autocast: of mixed precision; None: that of a surrounding torch.autocast, if any. logits_at_once: that a loss
+    makes; None: all. seed: of dropout. offload: of activations, as in a run file. parameters: that take the gradients,
+    once they are there; None: nothing trains. pipeline: of which this rank is a stage; None: it has the whole model.
+    layers: how the model computes in planned passes alone; None: as it does anyhow.
     """
 
     model: nn.Module
@@ -51,8 +50,8 @@ class Engine:
     computing: Computing
     device: torch.device
     dtype: torch.dtype
+    logits_at_once: int | None
     autocast: torch.dtype | None = None
-    logits_at_once: int | None = None
     seed: int = 0
     offload: OffloadConfig | None = None
     parameters: Parameters | None = None
@@ -66,11 +65,11 @@ class Engine:
         """The model's config."""
         return self.model.config
 
-    def steps(self, batches: Iterator[StepBatch]) -> PlanAhead:
-        """Return the steps of these batches, planned ahead; the same ones on all ranks."""
+    def steps(self, batches: Iterator[StepBatch], planner: StepPlanner | None = None) -> PlanAhead:
+        """Return the steps of these batches, planned ahead, the same on all ranks; planner: in place of its own."""
         return PlanAhead(
             batches,
-            self.planner,
+            planner or self.planner,
             self.transport,
             timeout_seconds=self.timeout_seconds,
             num_heads=self.num_heads,
@@ -118,9 +117,9 @@ class Engine:
         own = self.run(planned, name, step=step, train=False, objective=objective)
         return sum(self.each_rank(own.loss_sum))
 
-    def planned(self, batch: StepBatch, name: str) -> PlannedStep:
-        """Return a batch with its plan. Collective. name: of the step, in words."""
-        steps = self.steps(iter([batch]))
+    def planned(self, batch: StepBatch, name: str, planner: StepPlanner | None = None) -> PlannedStep:
+        """Return a batch with its plan. Collective. name: of the step, in words. planner: as for `steps`."""
+        steps = self.steps(iter([batch]), planner)
         try:
             planned = steps.next(name)
         finally:

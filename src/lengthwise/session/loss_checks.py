@@ -31,7 +31,8 @@ from lengthwise.attention import to_device
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data import NO_LOSS
-from lengthwise.engine.objective import NextToken, Objective
+from lengthwise.engine.objective import Objective
+from lengthwise.session.engine import Engine
 from lengthwise.session.losses import ComputeLoss, OfModel, OfOutputs, TokenLoss, Tokens
 from lengthwise.session.model import refuse_balance
 from lengthwise.session.rows import RowBatch, rows_of
@@ -133,7 +134,15 @@ class SumCheck(LossCheck):
 
 
 class KnownShare(partial[Tensor]):
-    """A `ComputeLoss` that is known to return a share, and is not checked."""
+    """A `ComputeLoss` that is known to return a share, and is not checked; it may make all logits of a microbatch."""
+
+    whole_logits = True
+
+
+class ShareInChunks(KnownShare):
+    """One that is known to make logits of a few tokens or words at a time."""
+
+    whole_logits = False
 
 
 @dataclass
@@ -178,20 +187,26 @@ class ShareCheck(LossCheck):
         self.known.add(self.made_of)
 
 
+def takes_whole_logits(loss: TokenLoss | None, compute_loss: ComputeLoss | None) -> bool:
+    """Return whether a step's loss gets all logits of a microbatch at once, or may make them."""
+    if isinstance(compute_loss, KnownShare):
+        return compute_loss.whole_logits
+    return loss is not None or compute_loss is not None
+
+
 def objective_of(
+    engine: Engine,
     model: nn.Module,
-    inner: nn.Module,
     planned: PlannedStep,
     *,
     loss: TokenLoss | None,
     compute_loss: ComputeLoss | None,
     normalizer: float | None,
     known: set[object],
-    device: torch.device,
 ) -> tuple[Objective, LossCheck | None]:
     """Return what a step minimizes, one of the losses or the next token's, and what checks its loss.
 
-    inner: the model in peft's wrap. known: what functions that passed are made of.
+    model: that of the engine, in its wrap. known: what functions that passed are made of.
 
     Raises:
         ConfigError: two losses, or nothing to divide by.
@@ -206,14 +221,14 @@ def objective_of(
         remedy = "Give normalizer, or other sequences."
         raise ConfigError("normalizer", expected=expected, got=f"{divisor:g}", remedy=remedy)
     if compute_loss is not None:
-        refuse_balance(inner, "compute_loss")
+        refuse_balance(engine.model, "compute_loss")
         objective = OfModel(batch=batch, compute_loss=compute_loss, model=model, normalizer=divisor)
         is_known = isinstance(compute_loss, KnownShare)
-        return objective, None if is_known else ShareCheck(known, objective, planned, device)
+        return objective, None if is_known else ShareCheck(known, objective, planned, engine.device)
     if loss is not None:
         check = SumCheck()
         return OfOutputs(batch=batch, loss=loss, divisor=divisor, check=check.compare), check
-    return NextToken(batch=batch, divisor=divisor), None
+    return engine.next_token(batch, divisor), None
 
 
 def _random_states(device: torch.device) -> list[Tensor]:

@@ -18,6 +18,7 @@ from lengthwise.attention import to_device
 from lengthwise.core.errors import ConfigError
 from lengthwise.data import NO_LOSS
 from lengthwise.engine.objective import ForwardPass, Objective
+from lengthwise.models import token_losses
 from lengthwise.models.adapter import planned_output, run_planned
 from lengthwise.session.misuse import shown
 from lengthwise.session.rows import RowBatch
@@ -166,10 +167,11 @@ def tokens_of(batch: RowBatch, forward: ForwardPass) -> Tokens:
 
 
 def log_probabilities(output: Any, tokens: Tokens) -> Tensor:
-    """Return the log-probability of each label, (tokens,), in fp32 or wider; 0 where there is none: a `TokenValues`."""
-    logits = output.logits[0]
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return -F.cross_entropy(wide, tokens.shift_labels, ignore_index=NO_LOSS, reduction="none")
+    """Return the log-probability of each label, (tokens,), in fp32 or wider; 0 where there is none: a `TokenValues`.
+
+    For use beside other values: alone they are what `values=None` is, without logits of all tokens at once.
+    """
+    return -token_losses(output.logits[0], tokens.shift_labels)
 
 
 _IN_GRAPH = "Return the sum over the tokens, in the graph of the outputs: no .item(), .detach() or torch.no_grad()."

@@ -92,7 +92,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "loss": _or_none(_function("outputs", "tokens")),
         "compute_loss": _or_none(_function("model", "inputs")),
         "combine": _function("the values"),
-        "values": _function("outputs", "tokens"),
+        "values": _or_none(_function("outputs", "tokens")),
         "per": (lambda value: isinstance(value, str) and value in ("sequence", "token"), "sequence or token"),
         "normalizer": (
             lambda value: value is None or (is_number(value) and 0 < float(value) < math.inf),

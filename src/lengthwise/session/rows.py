@@ -42,7 +42,8 @@ _KEPT_AS = {  # what torch has few functions for
 class RowBatch(StepBatch):
     """The global batch of a step that was given as rows, of ids below `num_words`, the model's vocabulary.
 
-    columns: of the rows beside ids and labels, by name; one tensor (length, ...) a row.
+    columns: of the rows beside ids and labels, by name; one tensor (length, ...) a row. is_plain: whether there are
+    none, and no weights.
     """
 
     def __init__(self, rows: Sequence[Row], num_words: int = 1 << 31) -> None:
@@ -52,7 +53,7 @@ class RowBatch(StepBatch):
             raise DataError("sequences", expected="a list of rows, one per sequence", got=got, remedy=remedy)
         rows = _listed(rows)
         problems: list[LengthwiseError] = []
-        builder, columns = DatasetBuilder(), list[dict[str, Tensor]]()
+        builder, columns, is_weighed = DatasetBuilder(), list[dict[str, Tensor]](), False
         builder.start_source("sequences", "sequence", None)
         for number, row in enumerate(rows):
             try:
@@ -65,6 +66,7 @@ class RowBatch(StepBatch):
             except DataError as error:
                 problems.append(error)
                 continue
+            is_weighed |= _WEIGHTS in others
             builder.add(*_weighed(ids, labels, others.pop(_WEIGHTS, None), f"sequence {number}, {_WEIGHTS}"))
             columns.append(others)
         if not rows:
@@ -73,6 +75,7 @@ class RowBatch(StepBatch):
         raise_problems(problems[:_SHOWN])
         super().__init__(builder.finish(), range(len(rows)))
         self.columns = _by_name(columns)
+        self.is_plain = not self.columns and not is_weighed
         _refuse_unequal(self.columns)
 
     @property

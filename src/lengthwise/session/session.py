@@ -24,12 +24,11 @@ from lengthwise.config.settings import Attention, Experts, FusedLayers, Heads, R
 from lengthwise.core.errors import ConfigError
 from lengthwise.cost import Cost
 from lengthwise.engine.norm import clip_factor, gradient_norm
-from lengthwise.engine.objective import Objective
 from lengthwise.models import check_adapters
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.agreement import Agreement
-from lengthwise.session.loss_checks import LossCheck, objective_of
-from lengthwise.session.losses import ComputeLoss, TokenLoss, TokenValues, log_probabilities
+from lengthwise.session.loss_checks import objective_of, takes_whole_logits
+from lengthwise.session.losses import ComputeLoss, TokenLoss, TokenValues
 from lengthwise.session.misuse import check_kinds, refuse_modes
 from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside, num_words
 from lengthwise.session.request import SessionRequest
@@ -43,7 +42,7 @@ from lengthwise.session.stages import whole_states
 from lengthwise.session.start import start_engine, take_model
 from lengthwise.session.state import take_state
 from lengthwise.session.step_end import SessionStepEnd
-from lengthwise.session.values import Combine, Per, ValuesOfTokens, combined, gather, refuse_dropout
+from lengthwise.session.values import Combine, Per, combined, gather, refuse_dropout
 
 
 class Session:
@@ -162,7 +161,7 @@ class Session:
             self._closing.close()
             raise
         if self._planner is not None:
-            self._engine.planner = partial(self._planner.plan, self._planning)
+            self._engine.planner = self._planning.start(self._planner)
 
     @property
     def steps(self) -> int:
@@ -176,13 +175,18 @@ class Session:
 
     @property
     def capacity_tokens(self) -> int:
-        """What a rank holds in a microbatch, with the recomputation that leaves most room."""
-        return max(self._planning.capacities.values())
+        """What a rank holds in a microbatch, with the recomputation that leaves most room and the loss of last time."""
+        return max(self._planning.ahead.capacities.values())
 
     @property
     def longest_tokens(self) -> int:
         """Tokens of the longest sequence that the ranks hold, or one rank, where the planner cuts none."""
-        return self._planning.longest_tokens
+        return self._planning.ahead.longest_tokens
+
+    def expect(self, *, whole_logits: bool) -> None:
+        """Plan ahead for losses over whole logits (`loss`, `compute_loss`, `values`) or not, as each backward does."""
+        self._planning.of(whole=whole_logits)  # MemoryShortage: there is no room for them
+        self._planning.expects_whole = whole_logits
 
     def backward(
         self,
@@ -208,10 +212,10 @@ class Session:
         """
         how: dict[str, Any] = {"loss": loss, "compute_loss": compute_loss, "normalizer": normalizer}
         trained = self._training("backward", **how)
-        start, name = time.perf_counter(), f"step {self.steps + 1}"
-        planned = self._planned(sequences, name)
-        objective, check = self._objective(planned, **how)
-        self._agreement.reach(name, normalizer=normalizer)
+        start, name, whole = time.perf_counter(), f"step {self.steps + 1}", takes_whole_logits(loss, compute_loss)
+        self.expect(whole_logits=whole)
+        planned = self._planned(sequences, name, whole, normalizer=normalizer)
+        objective, check = objective_of(self._engine, self.model, planned, known=self._known_losses, **how)
         with trained.collecting():
             result = self._runner.backward(planned, objective, check=check)
         return self._made(result, start)
@@ -221,7 +225,7 @@ class Session:
         sequences: Sequence[Row] | PlannedStep,
         *,
         combine: Combine,
-        values: TokenValues = log_probabilities,
+        values: TokenValues | None = None,
         per: Per = "sequence",
     ) -> StepResult:
         """Run forward and backward of a loss that is no sum over tokens, and reduce its gradients. Collective.
@@ -231,8 +235,8 @@ class Session:
             combine: makes the loss of the values' sums over each sequence, (sequences, ...), in the order of
                 `sequences`; with per="token" of a list of all values, (length, ...) each. It runs on every rank and
                 must return the same on all.
-            values: a function of the model's outputs that returns a value of each token; by default the
-                log-probability of its label, 0 without one.
+            values: a function of the model's outputs that returns a value of each token; None: the log-probability of
+                its label, 0 without one.
             per: sequence or token, see `combine`.
 
         Raises:
@@ -240,26 +244,23 @@ class Session:
         """
         trained = self._training("backward_by_sequence", combine=combine, values=values, per=per)
         refuse_dropout(self._inner)
-        start, step = time.perf_counter(), self.steps + 1
-        planned = self._planned(sequences, f"step {step}")
-        self._agreement.reach(f"step {step}")
-        gathered, sums, first = gather(self._engine, planned, values, per, f"step {step}", step=step)
-        loss, weights = combined(gathered, sums, combine)
-        objective = ValuesOfTokens(gathered=gathered, values=values, weights=weights)
+        start, step, whole = time.perf_counter(), self.steps + 1, values is not None
+        self.expect(whole_logits=whole)
+        planned = self._planned(sequences, f"step {step}", whole)
+        found, sums, first = gather(self._engine, planned, values, per, f"step {step}", step=step)
+        loss, weights = combined(found.gathered, sums, combine)
+        objective = replace(found, weights=weights)
         with trained.collecting():
             result = self._runner.backward(planned, objective, before=first, loss=loss)
         return self._made(result, start)
 
-    def token_values(
-        self, sequences: Sequence[Row] | PlannedStep, values: TokenValues = log_probabilities
-    ) -> list[Tensor]:
+    def token_values(self, sequences: Sequence[Row] | PlannedStep, values: TokenValues | None = None) -> list[Tensor]:
         """Return what `values` gives of every token, (length, ...) a sequence, on every rank. Collective."""
         check_kinds(values=values)
         name = f"values after step {self.steps}"
-        planned = self._planned(sequences, name)
-        self._agreement.reach(name)
-        gathered, sums, _ = gather(self._engine, planned, values, "token", name, step=self.steps)
-        return list(gathered.handed_on(sums))
+        planned = self._planned(sequences, name, values is not None)
+        found, sums, _ = gather(self._engine, planned, values, "token", name, step=self.steps)
+        return list(found.gathered.handed_on(sums))
 
     def evaluate(
         self,
@@ -273,9 +274,8 @@ class Session:
         how: dict[str, Any] = {"loss": loss, "compute_loss": compute_loss, "normalizer": normalizer}
         check_kinds(**how)
         start, name = time.perf_counter(), f"evaluation after step {self.steps}"
-        planned = self._planned(sequences, name)
-        objective, check = self._objective(planned, **how)
-        self._agreement.reach(name, normalizer=normalizer)
+        planned = self._planned(sequences, name, takes_whole_logits(loss, compute_loss), normalizer=normalizer)
+        objective, check = objective_of(self._engine, self.model, planned, known=self._known_losses, **how)
         result = self._runner.evaluate(planned, objective, check=check)
         refuse_not_finite(f"{name}, loss", result.loss)
         return replace(result, step_seconds=time.perf_counter() - start)
@@ -394,21 +394,21 @@ class Session:
         refuse_modes(what, self._engine.cast_dtype())
         return self._trained(what)
 
-    def _planned(self, sequences: Sequence[Row] | PlannedStep, name: str) -> PlannedStep:
+    def _planned(
+        self, sequences: Sequence[Row] | PlannedStep, name: str, whole: bool, **numbers: float | None
+    ) -> PlannedStep:
+        """Return a step on which the ranks agree; one that was planned ahead for less than its loss takes, anew."""
         self._refuse_closed()
-        if isinstance(sequences, PlannedStep):
-            return sequences
-        return self._engine.planned(RowBatch(sequences, self._num_words), name)
-
-    def _objective(self, planned: PlannedStep, **how: Any) -> tuple[Objective, LossCheck | None]:
-        """Return what a step computes, and what checks its loss."""
-        known, device = self._known_losses, self._engine.device
-        return objective_of(self.model, self._inner, planned, known=known, device=device, **how)
+        planned, plan = sequences, partial(self._planning.plan, self._engine, name=name, whole=whole)
+        if not isinstance(planned, PlannedStep):
+            planned = plan(RowBatch(sequences, self._num_words))
+        self._agreement.reach(name, **{**numbers, "kind of loss": whole})
+        return planned if self._planning.suits(planned.plan, whole=whole) else plan(planned.batch)
 
     def _made(self, result: StepResult, start: float) -> StepResult:
         """Finish a step that trains; say, once, what its plan was."""
         result = replace(result, step_seconds=time.perf_counter() - start)
         if not self._has_said and not self.rank:
             self._has_said = True
-            print(first_step_sentence(result, self._planning), flush=True)
+            print(first_step_sentence(result, self._planning.ahead), flush=True)
         return result

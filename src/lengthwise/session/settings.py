@@ -35,6 +35,7 @@ from lengthwise.session.capacity import measured_of
 from lengthwise.session.engine import Engine
 from lengthwise.session.model import PRECISIONS, check_session_model
 from lengthwise.session.optimizers import check_optimizer
+from lengthwise.session.planning import SessionPlanning, for_whole_logits
 from lengthwise.session.request import (
     SessionRequest,
     check_request_kinds,
@@ -151,23 +152,25 @@ def cost_of(config: Any, settings: SessionSettings) -> Cost:
     return base_cost(shape, name, precision=precision, stages=settings.asked.stages)
 
 
-def planning_of(engine: Engine, sharded: ShardedInPlace | None, cost: Cost, settings: SessionSettings) -> StepPlanning:
+def planning_of(
+    engine: Engine, sharded: ShardedInPlace | None, cost: Cost, settings: SessionSettings
+) -> SessionPlanning:
     """Return what plans the steps of a session; what memory holds is measured where it is asked for. Collective."""
-    asked, measured = settings.asked, None
+    asked, measured, whole = settings.asked, None, None
     how: dict[str, Any] = {"recompute": settings.recompute, "heads": asked.heads, "offload": settings.offload}
     if settings.capacity_tokens is not None:
         capacities = {settings.recompute: settings.capacity_tokens}
     elif sharded is None:
-        found = measured_of(engine, kept_bytes=0, end_bytes=0, trains=False, **how)
+        found, whole = measured_of(engine, kept_bytes=0, end_bytes=0, trains=False, **how)
         capacities = {"none": max(found.plain.values())}
     else:
         kept, end = _optimizer_bytes(sharded)
         with sharded.collecting():
-            measured = measured_of(engine, kept_bytes=kept, end_bytes=end, trains=True, **how)
+            measured, whole = measured_of(engine, kept_bytes=kept, end_bytes=end, trains=True, **how)
         sharded.zero_grad()
         capacities = dict(measured.plain)
     trained = 0 if sharded is None else sum(math.prod(shape) for shape in sharded.shapes.values())
-    return step_planning(
+    planning = step_planning(
         cost,
         engine.config,
         capacities,
@@ -186,6 +189,7 @@ def planning_of(engine: Engine, sharded: ShardedInPlace | None, cost: Cost, sett
         else None,
         **({"mode": "pipeline", "virtual": asked.virtual} if asked.stages > 1 else {}),
     )
+    return SessionPlanning(chunked=planning, whole=planning if whole is None else for_whole_logits(planning, whole))
 
 
 def step_planning(

@@ -20,6 +20,7 @@ from lengthwise.cost import (
     StepMemory,
     check_host,
     choose_shard,
+    logits_at_once,
     ranks_of_node,
     shape_from_config,
     wanted_tokens,
@@ -52,6 +53,7 @@ def start_engine(
         computing=computing,
         device=settings.device,
         dtype=settings.dtype,
+        logits_at_once=_logits_at_once(model.config, settings),
         autocast=settings.autocast,
         seed=seed,
         offload=settings.offload,
@@ -61,6 +63,10 @@ def start_engine(
 
 def _say(choice: str) -> None:
     print(f"lengthwise: {choice}", flush=True)
+
+
+def _logits_at_once(config: Any, settings: SessionSettings) -> int:
+    return logits_at_once(config.vocab_size, on_gpus=settings.device.type == "cuda")
 
 
 def take_model(
@@ -165,6 +171,7 @@ def _memory(model: nn.Module, settings: SessionSettings, ranks: int, node: int |
         trained=None if trained == count else trained,
         ranks=ranks,
         ranks_per_node=node,
+        logits_at_once=_logits_at_once(config, settings),
         states=0 if optimizer is None else states_an_entry(optimizer),
         offloads=settings.offloads_optimizer and settings.device.type == "cuda",
         ties=bool(getattr(config, "tie_word_embeddings", False)),

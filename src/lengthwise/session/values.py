@@ -4,7 +4,8 @@
 2. The loss is computed of these numbers, on every rank the same, and its gradient by each of them.
 3. All microbatches run forward and backward, each token's value weighted by that gradient: the chain rule, cut there.
 
-Costs one forward pass more, and four bytes a token and value on every rank.
+Costs one forward pass more, and four bytes a token and value on every rank. For log-probabilities of labels logits are
+made in chunks; a function of the loop's own gets all of a microbatch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.engine.objective import ForwardPass
 from lengthwise.engine.step import RankResult
-from lengthwise.models import has_dropout
+from lengthwise.models import has_dropout, model_log_probabilities, model_loss
 from lengthwise.models.adapter import planned_output
 from lengthwise.session.engine import Engine
 from lengthwise.session.losses import Tokens, TokenValues, one_number, tokens_of
@@ -74,11 +75,13 @@ class Gathered:
 class ValuesOfTokens:
     """An `Objective` over what `values` gives of each token: gathered without `weights`, weighted by them with.
 
-    weights: the loss's gradient by each slot, (slots, ...).
+    values: None: the log-probability of its label, 0 without one. logits_at_once: that are made for these. weights: the
+    loss's gradient by each slot, (slots, ...).
     """
 
     gathered: Gathered
-    values: TokenValues
+    values: TokenValues | None
+    logits_at_once: int | None
     weights: Tensor | None = None
     divisor: float = 1.0
     rows_beyond: int = 0
@@ -86,10 +89,21 @@ class ValuesOfTokens:
     def __call__(self, forward: ForwardPass) -> Tensor:
         """Return the weighted sum of the rank's tokens; 0 where they are gathered."""
         assert forward.collect_router is None, "the session refuses models with a balance loss here"
-        input_ids = forward.input_ids
-        output = planned_output(forward.model, forward.planned, input_ids, forward.position_ids)
         tokens = tokens_of(self.gathered.batch, forward)
-        values = self.values(output, tokens)
+        if self.values is None:
+            return self._of_labels(forward, tokens)
+        return self._of_outputs(forward, tokens, self.values)
+
+    def _of_labels(self, forward: ForwardPass, tokens: Tokens) -> Tensor:
+        given = (forward.model, forward.planned, forward.input_ids, forward.position_ids, forward.shift_labels)
+        if self.weights is None:
+            return self._gather(tokens, model_log_probabilities(*given, logits_at_once=self.logits_at_once))
+        weights = self.weights[self.gathered.slots(tokens)]
+        return model_loss(*given, -weights, logits_at_once=self.logits_at_once)
+
+    def _of_outputs(self, forward: ForwardPass, tokens: Tokens, of_outputs: TokenValues) -> Tensor:
+        input_ids = forward.input_ids
+        values = of_outputs(planned_output(forward.model, forward.planned, input_ids, forward.position_ids), tokens)
         is_one = isinstance(values, Tensor) and not values.is_meta and not values.is_complex()
         needs = self.weights is not None and is_one and not values.requires_grad
         if not is_one or needs or not values.dim() or len(values) != len(input_ids):
@@ -99,10 +113,13 @@ class ValuesOfTokens:
                 "values", expected=expected, got=f"{shown(values)}{', without a gradient' * needs}", remedy=remedy
             )
         if self.weights is None:
-            self.gathered.add(tokens, values)
-            return torch.zeros((), dtype=self.gathered.dtype, device=input_ids.device)
+            return self._gather(tokens, values)
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
         return (wide * self.weights[self.gathered.slots(tokens)].to(wide.dtype)).sum()
+
+    def _gather(self, tokens: Tokens, values: Tensor) -> Tensor:
+        self.gathered.add(tokens, values)
+        return torch.zeros((), dtype=self.gathered.dtype, device=values.device)
 
 
 def refuse_dropout(model: nn.Module) -> None:
@@ -117,20 +134,24 @@ def refuse_dropout(model: nn.Module) -> None:
 
 
 def gather(
-    engine: Engine, planned: PlannedStep, values: TokenValues, per: Per, name: str, *, step: int
-) -> tuple[Gathered, Tensor, RankResult]:
-    """Run the microbatches forward, and sum over the ranks what `values` gives of their tokens. Collective."""
+    engine: Engine, planned: PlannedStep, values: TokenValues | None, per: Per, name: str, *, step: int
+) -> tuple[ValuesOfTokens, Tensor, RankResult]:
+    """Run the microbatches forward, and sum over the ranks what `values` gives of their tokens. Collective.
+
+    Returns what gathered them, the sums, and what this rank ran.
+    """
     refuse_balance(engine.model, "values")
     wide = torch.promote_types(engine.dtype, torch.float32)
     gathered = Gathered(rows_of(planned), per, wide, engine.device)
-    work = engine.run(planned, name, step=step, train=False, objective=ValuesOfTokens(gathered=gathered, values=values))
+    objective = ValuesOfTokens(gathered=gathered, values=values, logits_at_once=engine.logits_at_once)
+    work = engine.run(planned, name, step=step, train=False, objective=objective)
     engine.transport.phase = f"{name}, sum of the values"
     widths = engine.each_rank(-1.0 if gathered.sums is None else float(gathered.sums[:1].numel()))
     if gathered.sums is None:  # no microbatch here: as many a slot as the others have
         shape = (int(max(widths)),) if max(widths) > 1 else ()
         gathered.sums = torch.zeros(gathered.num_slots, *shape, dtype=wide, device=engine.device)
     engine.transport.all_reduce(gathered.sums)
-    return gathered, gathered.sums, work
+    return objective, gathered.sums, work
 
 
 def combined(gathered: Gathered, sums: Tensor, combine: Combine) -> tuple[float, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import Plan
@@ -19,7 +19,7 @@ class StepPlanning:
 
     capacities: tokens that a rank's device holds in a microbatch, by the kinds of recomputation to choose from.
     offload_ratio: of every microbatch; None: as much as `options` and each need.
-    measured: whose capacities these are; None: they were given.
+    measured: whose capacities these are; None: they were given. notes: for every plan.
     """
 
     ranks: int
@@ -28,6 +28,7 @@ class StepPlanning:
     options: PlanOptions
     offload_ratio: float | None = None
     measured: Capacities | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     def plan(self, lengths: Sequence[int]) -> Plan:
         """Plan one step; `check_plan` accepts the plan. Raises LengthwiseError where there is none."""
@@ -47,7 +48,7 @@ class StepPlanning:
             memory, narrower = self.measured.memory, replace(self, capacities=self.measured.offloading, measured=None)
             plan = memory.with_offload(plan) or narrower.plan(lengths)
         check_plan(plan)
-        return plan
+        return replace(plan, notes={**plan.notes, **self.notes})
 
     @property
     def most_held_tokens(self) -> int:

@@ -1,0 +1,46 @@
+"""Which loss a Trainer's step minimizes: its own, or the session's where that is the same number, made in chunks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import transformers
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from lengthwise.models import has_balance_loss
+from lengthwise.session.loss_checks import KnownShare, ShareInChunks
+from lengthwise.session.losses import ComputeLoss
+from lengthwise.session.model import hugging_face_model
+from lengthwise.session.rows import rows_of
+from lengthwise.session.source import PlannedStep
+
+
+def loss_of(trainer: Any, planned: PlannedStep, normalizer: float) -> ComputeLoss | None:
+    """Return Trainer's loss of a step; None: it is the session's own.
+
+    normalizer: what the sum over the tokens is divided by.
+    """
+    if is_next_tokens(trainer) and rows_of(planned).is_plain:
+        return None
+    known = KnownShare if trainer._takes_whole_logits() else ShareInChunks
+    kind = known if trainer._divides_by_items() else partial
+    return kind(trainer._share_of_loss, normalizer=normalizer)
+
+
+def is_next_tokens(trainer: Any) -> bool:
+    """Return whether a Trainer's loss is the next token's cross entropy, as Trainer and Hugging Face's models have it.
+
+    Not where the loss, `compute_loss` or the model's `forward` is the user's, labels are smoothed, or routers balanced.
+    """
+    model: Any = hugging_face_model(trainer.model)
+    forward = getattr(model, "_original_forward", model.forward)  # which accelerate has wrapped in autocast
+    return (
+        type(trainer).compute_loss is transformers.Trainer.compute_loss
+        and trainer.compute_loss_func is None
+        and trainer.label_smoother is None
+        and getattr(forward, "__func__", None) is type(model).forward
+        and type(model).forward.__module__.startswith("transformers.models.")
+        and model.loss_function is ForCausalLMLoss
+        and not has_balance_loss(model.config)
+    )

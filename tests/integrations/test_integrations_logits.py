@@ -1,0 +1,78 @@
+"""How many logits a step of a Trainer makes at once."""
+
+from functools import partial
+
+import pytest
+import torch
+from loops import LargestTensor, small_model
+from trainers import arguments, data, padded, trained
+
+pytest.importorskip("trl")  # an extra
+
+from peft import LoraConfig
+from preferences import chats, pairs, tokenizer
+from test_integrations_trl import SETTINGS
+from transformers import LlamaForCausalLM
+from trl import DPOConfig, SFTConfig
+
+from lengthwise.integrations.trainer_loss import is_next_tokens
+from lengthwise.integrations.transformers import Trainer
+from lengthwise.integrations.trl import DPOTrainer, SFTTrainer
+from lengthwise.session import start
+from tiers import some
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated")  # TRL reads it
+
+WORDS = 1 << 16  # TRL makes logits of 32K words at a time
+MODEL = partial(
+    small_model, torch.float32, vocab_size=WORDS, hidden_size=8, num_attention_heads=2, pad_token_id=0, eos_token_id=1
+)
+PLAIN = {"train_dataset": data, "data_collator": lambda: padded}
+TRL = {"processing_class": tokenizer, "data_collator": lambda: None}
+LORA = partial(LoraConfig, r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+ONE_STEP = {**SETTINGS, "max_steps": 1, "per_device_train_batch_size": 1}
+# name: (trainer, makes its arguments, makes what else it is given, whether it makes all logits)
+CASES = {
+    "trainer": (Trainer, partial(arguments, max_steps=1), PLAIN, False),
+    "sft": (SFTTrainer, lambda folder: SFTConfig(str(folder), **ONE_STEP), {**TRL, "train_dataset": chats}, False),
+    "dpo": (
+        DPOTrainer,
+        lambda folder: DPOConfig(str(folder), **ONE_STEP),
+        {**TRL, "train_dataset": pairs, "peft_config": LORA},
+        False,
+    ),
+    "smoothed labels": (Trainer, partial(arguments, max_steps=1, label_smoothing_factor=0.1), PLAIN, True),
+}
+
+
+@pytest.mark.parametrize("case", some(CASES, 0, 1, 2))
+def test_a_step_of_a_trainer_makes_all_logits_where_its_loss_needs_them(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(start, "logits_at_once", lambda words, **_: 8 * words)
+    kind, make, given, whole = CASES[case]
+    kind, given = partial(kind, capacity_tokens=4096), {name: each() for name, each in given.items()}
+    with LargestTensor() as largest:
+        trainer = trained(kind, make(tmp_path), model=MODEL(), **given)["trainer"]
+    assert (largest.numbers > 0.75 * trainer._last.num_tokens * WORDS) == whole
+    assert trainer.session._planning.expects_whole == whole
+    trainer.session.close()
+
+
+class OwnForward(LlamaForCausalLM):
+    """A model whose loss may be any."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("change", ["none", "class", "instance", "loss_function"])
+def test_a_model_with_a_forward_or_loss_of_its_own_keeps_it(change):
+    model = small_model()
+    if change == "class":
+        model = OwnForward(model.config)
+    elif change == "instance":
+        model.forward = lambda **inputs: LlamaForCausalLM.forward(model, **inputs)
+    elif change == "loss_function":
+        model.loss_function = lambda **given: given["logits"].sum()
+    trainer = object.__new__(Trainer)
+    trainer.model, trainer.compute_loss_func, trainer.label_smoother = model, None, None
+    assert is_next_tokens(trainer) == (change == "none")

@@ -1,0 +1,83 @@
+"""How many logits a step of a session makes at once, and what memory holds where a loss asks for all of them."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import LargestTensor, in_ranks, rows_of, small_model
+
+from lengthwise import Session
+from lengthwise.core.errors import MemoryShortage
+from lengthwise.core.held import fullest_tokens
+from lengthwise.session import capacity, start
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+WORDS = 4096
+ROWS = rows_of([150, 40, 3], 5)  # 202 tokens with the one that it adds
+STEPS = {
+    "backward": lambda session: session.backward(ROWS),
+    "evaluate": lambda session: session.evaluate(ROWS),
+    "token_values": lambda session: session.token_values(ROWS),
+    "by sequence": lambda session: session.backward_by_sequence(ROWS, combine=lambda sums: sums.square().mean()),
+    "by token": lambda session: session.backward_by_sequence(
+        ROWS, combine=lambda values: torch.cat(values).square().sum(), per="token"
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def few_at_once(monkeypatch):
+    """Let losses make the logits of eight tokens at once."""
+    monkeypatch.setattr(start, "logits_at_once", lambda words, **_: 8 * words)
+
+
+def test_no_step_of_a_session_makes_all_logits():
+    model = small_model(torch.float32, vocab_size=WORDS)
+    tokens, found = sum(len(row["input_ids"]) for row in ROWS), {}
+    with Session(model, SGD(model.parameters()), capacity_tokens=256) as session:
+        for name, run in STEPS.items():
+            with LargestTensor() as largest:
+                run(session)
+            found[name] = largest.numbers
+    assert max(found.values()) < tokens * WORDS / 2, found  # the largest is the sum of all gradients
+
+
+def by_itself(output, tokens):
+    return F.cross_entropy(output.logits[0], tokens.shift_labels, ignore_index=-100, reduction="sum")
+
+
+def most_tokens(plan):
+    """Return the tokens of the largest microbatch of a rank."""
+    return max(fullest_tokens(plan, microbatch) for microbatch in plan.microbatches)
+
+
+def test_a_loss_over_all_logits_gets_no_more_tokens_than_fit_with_them(monkeypatch, tmp_path):
+    """Also in steps that were planned ahead for losses in chunks, of which a rank holds many times as many."""
+    monkeypatch.setattr(capacity, "free_bytes", lambda *_: 8_000_000.0)
+
+    def work(_rank):
+        model = small_model(torch.float32, vocab_size=WORDS)
+        rows = rows_of([250, 240, 90, 120], 5)
+        with Session(model, SGD(model.parameters()), recompute="none") as session:
+            plain, in_chunks, found = session.evaluate(rows), session.capacity_tokens, []
+            for step, loss in zip(session.batches([rows] * 4), [by_itself, None, by_itself, by_itself], strict=True):
+                result = session.backward(step, loss=loss)
+                session.optimizer.zero_grad()
+                found.append((loss is not None, most_tokens(result.plan), result.loss))
+                assert session.evaluate(step, loss=by_itself).loss == pytest.approx(plain.loss, rel=1e-5)
+            return most_tokens(plain.plan), in_chunks, session.capacity_tokens, found, plain.loss
+
+    for most, in_chunks, whole, found, loss in in_ranks(work, 2, tmp_path):
+        assert whole < most <= in_chunks
+        assert all(tokens <= whole for over_all, tokens, _ in found if over_all)
+        assert [got for _, _, got in found] == pytest.approx([loss] * 4, rel=1e-5)
+
+
+def test_a_loss_over_all_logits_that_do_not_fit_is_refused_and_others_run(monkeypatch):
+    monkeypatch.setattr(capacity, "free_bytes", lambda *_: 3_000_000.0)
+    model = small_model(torch.float32, vocab_size=WORDS)
+    with Session(model, SGD(model.parameters()), recompute="none") as session:
+        with pytest.raises(MemoryShortage, match="all logits of 128 tokens"):
+            session.backward(ROWS, loss=by_itself)
+        assert session.backward(ROWS).loss > 0
