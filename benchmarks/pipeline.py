@@ -84,7 +84,6 @@ class EmulatedStage(EmulatedRank):
         }
         layers, arriving = self._cost.layers // plan.schedule["virtual"], dict[tuple[int, int, bool], Any]()
         turns = stage_turns(plan, self._mesh.replica, self._mesh.stage)
-        self._mesh.connect_stages()
         start = self._until = self._common_start()
         self._sleep(0.0)
         for turn in turns:

@@ -5,6 +5,7 @@ match in the order posted, in shape and dtype, and a collective needs the same c
 and nothing can move, all of them raise at once and name what they wait in: a hang becomes a failed test. A rank with
 collectives under way may post no transfer, and no collective with transfers under way, even where it would go well.
 Only collectives with a key may have transfers beside them: keys must increase on each rank, and be the same on all.
+Messages need an edge that `connect` has met, and collectives with a key one without before them.
 """
 
 from __future__ import annotations
@@ -71,6 +72,11 @@ class StrictWorld:
             self._moved.notify_all()
             return group
 
+    def meet(self, rank: int, peers: Sequence[int]) -> list[int]:
+        """Return those of `peers` that `rank` has not met before."""
+        with self._moved:
+            return self._matcher.meet(rank, peers)
+
     def fail(self, reason: str) -> None:
         """Let every rank that waits raise, with this reason."""
         with self._moved:
@@ -117,9 +123,9 @@ class StrictTransport:
         self._place = rank  # in the world
 
     def connect(self, peers: Sequence[int]) -> None:
-        """Exchange one number with each of these ranks."""
-        if peers:
-            self.exchange(*([(torch.zeros(1), peer) for peer in peers] for _ in range(2))).wait()
+        """Exchange one number with each of these ranks that is new."""
+        new = self._world.meet(self._place, peers)
+        self.exchange(*([(torch.zeros(1), peer) for peer in new] for _ in range(2))).wait()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post one grouped call (see `Transport.exchange`)."""
@@ -169,9 +175,8 @@ class StrictTransport:
         combine: Callable[[list[Tensor]], Sequence[Tensor]],
         key: Key | None = None,
     ) -> Pending:
-        size = (name, key, _size(output), _size(source))
-        payload = (output, source, combine)
-        operation = Operation(kind="collective", size=size, payload=payload, members=self._members)
+        size, payload = (name, _size(output), _size(source)), (output, source, combine)
+        operation = Operation(kind="collective", size=size, key=key, payload=payload, members=self._members)
         if key is not None:
             if self._last_key is not None and key <= self._last_key:
                 self._refuse(f"a call after {self._last_key}", str(key), "Post calls in the order of their keys.")

@@ -51,6 +51,18 @@ def test_a_stages_replicas_are_a_world_of_their_own(transport):
     assert found == [expected(rank) for rank in range(6)]
 
 
+def test_first_stage_has_met_all_that_send_it_a_whole_model():
+    def sends_all(world):
+        mesh, came = Mesh(world, 5), torch.zeros(1)
+        for stage in range(1, 5):
+            if world.rank == stage:
+                mesh.world.exchange([(torch.ones(1), 0)], []).wait()
+            elif world.rank == 0:
+                mesh.world.exchange([], [(came, stage)]).wait()
+
+    StrictWorld(10).run(sends_all)
+
+
 def test_a_rank_in_a_collective_of_its_stage_does_not_match_one_of_all_ranks():
     def differing(world):
         mesh = Mesh(world, 2)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from testing import draw_lengths, make_plan, random_plan
-from testing.order import Operation, StrictMatcher, check_order, rank_groups
+from testing.order import CONNECTIONS, Operation, StrictMatcher, check_order, rank_groups
 
 import lengthwise
 from lengthwise.core.errors import PlanError
@@ -81,6 +81,8 @@ def test_order_d_counting_is_a_sub_step_with_its_rings_before_its_collective(cho
     for rank in range(ranks):
         plain = dict(rank_groups(plan, rank, windows=windows))
         groups = list(rank_groups(plan, rank, windows=windows, counts_routers=True))
+        if CONNECTIONS in plain:
+            assert groups.pop(0) == (CONNECTIONS, plain.pop(CONNECTIONS))
         place = [label for label, _ in groups].index("sum of counts")
         counting, step = groups[:place], groups[place + 1 :]
         assert not any("backward" in label for label, _ in counting)
@@ -165,6 +167,23 @@ def test_order_check_finds_a_rank_that_runs_another_plan(change, said):
             matcher.post(rank, label, operations)
     with pytest.raises(PlanError, match=said):
         list(matcher.progress())
+
+
+@pytest.mark.parametrize(
+    ("label", "said"), [(CONNECTIONS, r"rank 0, microbatch 0, .*; got rank 3"), ("start", "rank 0, .*; got the first of")]
+)
+def test_order_check_finds_calls_that_would_connect_ranks(label, said):
+    """A ring in another order than the line's, and a wave whose gathers are the first of their kind."""
+    plan = make_plan(4, [9], [Piece(ranks=(0, 3, 1, 2), sequences=(0,))])
+    plan = replace(plan, schedule={"kind": "waves"}, requires=("waves",))
+    assert check_order(plan) > 0
+    matcher = StrictMatcher(4)
+    with pytest.raises(PlanError, match=said):
+        for posted, operations in rank_groups(plan, 0, windows=[None]):
+            if posted == CONNECTIONS != label:
+                matcher.meet(0, [each.peer for each in operations])
+            if posted != label:
+                matcher.post(0, posted, operations)
 
 
 def test_order_check_finds_no_deadlock_in_overlapping_rings():
