@@ -109,7 +109,7 @@ class EmulatedStage(EmulatedRank):
         sources = [self._mesh.rank_of_stage(each.stage) for each in turn.receives]
         if not sends and not rooms:
             return {}
-        self._sent.append(self._mesh.world.exchange(sends, list(zip(rooms, sources, strict=True))))
+        self._sent.append(self._mesh.between.exchange(sends, list(zip(rooms, sources, strict=True))))
         keys = [(each.microbatch, each.chunk, each.is_forward) for each in turn.receives]
         return {key: (self._sent[-1], room) for key, room in zip(keys, rooms, strict=True)}
 

@@ -8,7 +8,7 @@ all ranks at once. A plan that completes here completes on every backend. `testi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from lengthwise.engine.wave_order import END, GATHER, REDUCE, UnitKind, backward
 from lengthwise.program.lower import MicrobatchProgram, last_on_all_ranks, lower_plan
 from lengthwise.program.records import Content, Round, Transfer
 from lengthwise.program.ring_order import far_peers, line_peers
-
 
 CONNECTIONS = "connections"  # label of the group that meets ranks
 
@@ -64,32 +63,36 @@ class StrictMatcher:
 
     def __init__(self, world_size: int) -> None:
         self._queues: list[deque[Group]] = [deque() for _ in range(world_size)]
-        self._met = [set(line_peers(rank, world_size)) for rank in range(world_size)]
+        self._met = {("", rank): set(line_peers(rank, world_size)) for rank in range(world_size)}
         self._called: list[set[object]] = [set() for _ in range(world_size)]
 
-    def meet(self, rank: int, peers: Sequence[int]) -> list[int]:
-        """Let `rank` have edges to these ranks; return the new ones, with which it exchanges a message at once."""
-        new = [peer for peer in peers if peer not in self._met[rank]]
-        self._met[rank].update(new)
+    def meet(self, rank: int, peers: Sequence[int], *, order: str = "") -> list[int]:
+        """Let `rank` have edges to these ranks; return the new ones, with which it exchanges a message at once.
+
+        order: of transfers, in which they have edges; "" is the world's.
+        """
+        met = self._met.setdefault((order, rank), set())
+        new = [peer for peer in peers if peer not in met]
+        met.update(new)
         return new
 
-    def post(self, rank: int, label: str, operations: Sequence[Operation]) -> Group:
-        """Queue one group of `rank`.
+    def post(self, rank: int, label: str, operations: Sequence[Operation], *, order: str = "") -> Group:
+        """Queue one group of `rank`; order: as for `meet`.
 
         Raises:
             PlanError: it would make a connection (see the class).
         """
         for each in operations:
-            self._refuse_connecting(rank, label, each)
+            self._refuse_connecting(rank, label, each, self._met.get((order, rank), set()))
         group = Group(label=label, operations=tuple(operations), unmatched=set(range(len(operations))))
         self._queues[rank].append(group)
         return group
 
-    def _refuse_connecting(self, rank: int, label: str, operation: Operation) -> None:
+    def _refuse_connecting(self, rank: int, label: str, operation: Operation, met: Collection[int]) -> None:
         where = f"rank {rank}, {label}"
         if operation.kind != "collective":
-            if operation.peer not in self._met[rank]:
-                expected = f"a message to or from one of ranks {sorted(self._met[rank])}, which it has met"
+            if operation.peer not in met:
+                expected = f"a message to or from one of ranks {sorted(met)}, which it has met"
                 remedy = "Call `connect` on both ranks, before the first message of the step."
                 raise PlanError(where, expected=expected, got=f"rank {operation.peer}", remedy=remedy)
             return

@@ -352,7 +352,7 @@ class _StageStep:
         ]
         rooms = [(self._room(each), each) for each in turn.receives]
         receives = [(room, self.mesh.rank_of_stage(each.stage)) for room, each in rooms]
-        pending = self.mesh.world.exchange(sends, receives)
+        pending = self.mesh.between.exchange(sends, receives)
         self._arriving |= {_key(each): (pending, room) for room, each in rooms}
         self._sent.append(pending)
         while len(self._sent) > 2 * self.mesh.stages:
