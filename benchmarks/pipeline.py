@@ -84,14 +84,13 @@ class EmulatedStage(EmulatedRank):
         }
         layers, arriving = self._cost.layers // plan.schedule["virtual"], dict[tuple[int, int, bool], Any]()
         turns = stage_turns(plan, self._mesh.replica, self._mesh.stage)
-        self._mesh.connect_stages()
         start = self._until = self._common_start()
         self._sleep(0.0)
         for turn in turns:
             if (action := turn.action) is not None:
                 if message := arriving.pop((action.microbatch, action.chunk, action.is_forward), None):
                     message[0].wait()
-                    self._until = max(self._until, float(message[1]))
+                    self._until = max(self._until, float(message[1]), message[2])
                     self._sleep(0.0)
                 forward, *backward = passes[action.microbatch]
                 for layer in layers * ([forward] if action.is_forward else backward):
@@ -104,21 +103,29 @@ class EmulatedStage(EmulatedRank):
         return time.monotonic() - start
 
     def _post_hidden(self, turn: StageTurn, held: dict[int, int]) -> dict[tuple[int, int, bool], Any]:
-        """Post the messages of a turn, of which each says when it arrives; return what to wait for."""
+        """Post the messages of a turn, of which each says when it arrives; return what to wait for.
+
+        A message takes its time from when both sides have come to it: the third of what is returned is for this one.
+        """
         sends = [(self._stamped(held[each.microbatch]), self._mesh.rank_of_stage(each.stage)) for each in turn.sends]
         rooms = [torch.zeros(1, dtype=torch.float64) for _ in turn.receives]
         sources = [self._mesh.rank_of_stage(each.stage) for each in turn.receives]
         if not sends and not rooms:
             return {}
-        self._sent.append(self._mesh.world.exchange(sends, list(zip(rooms, sources, strict=True))))
+        self._sent.append(self._mesh.between.exchange(sends, list(zip(rooms, sources, strict=True))))
         keys = [(each.microbatch, each.chunk, each.is_forward) for each in turn.receives]
-        return {key: (self._sent[-1], room) for key, room in zip(keys, rooms, strict=True)}
+        return {
+            key: (self._sent[-1], room, self._due() + self._send_seconds(held[key[0]]))
+            for key, room in zip(keys, rooms, strict=True)
+        }
 
     def _stamped(self, tokens: int) -> Tensor:
         """Return when hidden states of so many tokens arrive, sent one after the other."""
-        took = float(self._cost.stage_send_seconds(np.array([float(tokens)]))[0])
-        self._link_free = max(self._due(), self._link_free) + took
+        self._link_free = max(self._due(), self._link_free) + self._send_seconds(tokens)
         return torch.tensor([self._link_free], dtype=torch.float64)
+
+    def _send_seconds(self, tokens: int) -> float:
+        return float(self._cost.stage_send_seconds(np.array([float(tokens)]))[0])
 
 
 def emulated_table(asked: Any) -> Iterator[str]:

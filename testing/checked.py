@@ -70,6 +70,10 @@ class CheckedTransport(Around):
         own = next(ranks for ranks in groups if self.rank in ranks)
         return CheckedTransport(self._inner.among(groups), self._exchange_headers, ranks=own)
 
+    def apart(self) -> Transport:
+        """Return itself: headers have one order."""
+        return self
+
     def _compare(self, source: Tensor, key: Key | None) -> None:
         """Send the key of a collective to the next rank, and compare that of the rank before."""
         if key is None or len(self._ranks) == 1:

@@ -27,6 +27,10 @@ class LateTransport(Around):
         """Return the collectives of this rank's group, as late."""
         return LateTransport(self._inner.among(groups))
 
+    def apart(self) -> Transport:
+        """Return the same ranks with transfers of their own, as late."""
+        return LateTransport(self._inner.apart())
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post, with NaN where messages will be."""
         for room, _ in receives:

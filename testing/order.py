@@ -8,30 +8,34 @@ all ranks at once. A plan that completes here completes on every backend. `testi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
-from lengthwise.engine.wave_order import END, UnitKind, backward_calls, forward_calls
+from lengthwise.engine.wave_order import END, GATHER, REDUCE, UnitKind, backward_calls, forward_calls
 from lengthwise.program.lower import MicrobatchProgram, last_on_all_ranks, lower_plan
 from lengthwise.program.records import Content, Round, Transfer
-from lengthwise.program.ring_order import head_peers
+from lengthwise.program.ring_order import far_peers, line_peers
+
+CONNECTIONS = "connections"  # label of the group that meets ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """One side of a message ("send", "receive"), or a rank's part in a "collective".
 
-    `size` (of a collective: which one, and its sizes) and `peer` must agree with the other side; `payload` is carried
-    through untouched. members: the ranks of a collective; empty: all.
+    `size` (of a collective: which one, and its sizes), `key` and `peer` must agree with the other side; `payload` is
+    carried through untouched. members: the ranks of a collective; empty: all. key: of a collective that may run beside
+    messages.
     """
 
     kind: str
     peer: int = -1
     members: tuple[int, ...] = ()
     size: object = 0
+    key: object = None
     payload: Any = None
 
 
@@ -52,17 +56,52 @@ class Group:
 class StrictMatcher:
     """Match grouped operations of all ranks; a rank's next group waits until its present one is complete.
 
-    `post` returns the group and the list of (send, receive) pairs that it completed, for whoever moves the data.
+    NCCL makes connections in the first call that needs them, and the host waits for the other side meanwhile, whatever
+    it holds up. So messages need an edge that was met before: at the start those of the line are. And a collective with
+    a key needs one before it without: of the same kind, sizes and members.
     """
 
     def __init__(self, world_size: int) -> None:
         self._queues: list[deque[Group]] = [deque() for _ in range(world_size)]
+        self._met = {("", rank): set(line_peers(rank, world_size)) for rank in range(world_size)}
+        self._called: list[set[object]] = [set() for _ in range(world_size)]
 
-    def post(self, rank: int, label: str, operations: Sequence[Operation]) -> Group:
-        """Queue one group of `rank`."""
+    def meet(self, rank: int, peers: Sequence[int], *, order: str = "") -> list[int]:
+        """Let `rank` have edges to these ranks; return the new ones, with which it exchanges a message at once.
+
+        order: of transfers, in which they have edges; "" is the world's.
+        """
+        met = self._met.setdefault((order, rank), set())
+        new = [peer for peer in peers if peer not in met]
+        met.update(new)
+        return new
+
+    def post(self, rank: int, label: str, operations: Sequence[Operation], *, order: str = "") -> Group:
+        """Queue one group of `rank`; order: as for `meet`.
+
+        Raises:
+            PlanError: it would make a connection (see the class).
+        """
+        for each in operations:
+            self._refuse_connecting(rank, label, each, self._met.get((order, rank), set()))
         group = Group(label=label, operations=tuple(operations), unmatched=set(range(len(operations))))
         self._queues[rank].append(group)
         return group
+
+    def _refuse_connecting(self, rank: int, label: str, operation: Operation, met: Collection[int]) -> None:
+        where = f"rank {rank}, {label}"
+        if operation.kind != "collective":
+            if operation.peer not in met:
+                expected = f"a message to or from one of ranks {sorted(met)}, which it has met"
+                remedy = "Call `connect` on both ranks, before the first message of the step."
+                raise PlanError(where, expected=expected, got=f"rank {operation.peer}", remedy=remedy)
+            return
+        call = (operation.members, operation.size)
+        if operation.key is None:
+            self._called[rank].add(call)
+        elif call not in self._called[rank]:
+            expected, got = "a call as one before it without a key", f"the first of {operation.size}"
+            raise PlanError(where, expected=expected, got=got, remedy="Make one at the start, beside no messages.")
 
     def progress(self) -> Iterator[tuple[list[Operation], list[Operation]]]:
         """Yield matched operations, senders (or all of a collective) first, until nothing more can be matched.
@@ -130,10 +169,11 @@ class StrictMatcher:
                 return None
             operations.append(head.operations[0])
         for rank, operation in zip(ranks, operations, strict=True):
-            if operation.size != operations[0].size:
-                expected = f"{operations[0].size}, as on rank {ranks[0]}"
+            ours, first = ((each.size, each.key) for each in (operation, operations[0]))
+            if ours != first:
+                expected, got = f"{first}, as on rank {ranks[0]}", str(ours)
                 remedy = "All ranks must make the same collective calls in the same order."
-                raise PlanError(f"rank {rank}, collective", expected=expected, got=str(operation.size), remedy=remedy)
+                raise PlanError(f"rank {rank}, collective", expected=expected, got=got, remedy=remedy)
         for head in heads:
             assert head is not None
             head.unmatched.clear()
@@ -173,6 +213,8 @@ def check_order(
             plan, rank, windows=windows, counts_routers=counts_routers, tied=tied, ranks_per_node=ranks_per_node
         )
         for label, operations in groups:
+            if label == CONNECTIONS:
+                matcher.meet(rank, [each.peer for each in operations])
             matcher.post(rank, label, operations)
     matched = sum(1 for senders, _ in matcher.progress() if senders[0].kind == "send")
     stuck = matcher.stuck()
@@ -198,8 +240,11 @@ def rank_groups(
     in_step = (ranks_per_node or plan.ranks) if gathers else 1
     node = range(rank - rank % in_step, rank - rank % in_step + in_step)
     programs = lower_plan(plan, rank, ranks_in_step=in_step)
-    if peers := head_peers(programs, rank):
-        yield "connections", [Operation(kind=kind, peer=peer) for kind in ("send", "receive") for peer in peers]
+    for unit in {each.name: each for each in units}.values():
+        for kind in (GATHER, REDUCE):
+            yield "start", [_unit_call(kind, unit, node)]
+    if peers := far_peers(programs, rank):
+        yield CONNECTIONS, [Operation(kind=kind, peer=peer) for kind in ("send", "receive") for peer in peers]
     if counts_routers:
         kept = last_on_all_ranks(plan, ranks_in_step=in_step)
         for program in programs:
@@ -237,8 +282,12 @@ def _pass_groups(
     for entered, calls in entries:
         for call in calls:
             label = f"microbatch {program.index}, {name}, {call.kind} of unit {call.unit}"
-            yield label, [Operation(kind="collective", size=label, members=tuple(node))]
+            yield label, [_unit_call(call.kind, units[call.unit], node, key=label)]
         yield from rounds.get(entered - 1, ()) if entered != END else ()
+
+
+def _unit_call(kind: str, unit: UnitKind, node: range, key: str | None = None) -> Operation:
+    return Operation(kind="collective", size=(kind, unit.name), key=key, members=tuple(node))
 
 
 def _layer_groups(

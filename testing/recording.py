@@ -67,6 +67,10 @@ class RecordingTransport(Around):
         """Return the collectives of this rank's group, recorded with the others."""
         return RecordingTransport(self._inner.among(groups), self.calls)
 
+    def apart(self) -> Transport:
+        """Return the same ranks with transfers of their own, recorded with the others."""
+        return RecordingTransport(self._inner.apart(), self.calls)
+
     def _collective(self, name: str, key: Key | None = None) -> None:
         self.calls.append(Call(name=name, phase=self.phase, key=key))
 

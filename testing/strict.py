@@ -5,6 +5,7 @@ match in the order posted, in shape and dtype, and a collective needs the same c
 and nothing can move, all of them raise at once and name what they wait in: a hang becomes a failed test. A rank with
 collectives under way may post no transfer, and no collective with transfers under way, even where it would go well.
 Only collectives with a key may have transfers beside them: keys must increase on each rank, and be the same on all.
+Messages need an edge that `connect` has met, and collectives with a key one without before them.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ class StrictWorld:
             raise min(errors.items(), key=lambda item: (isinstance(item[1], TransferError), item[0]))[1]
         return results
 
-    def post(self, rank: int, label: str, operations: Sequence[Operation]) -> Group:
-        """Queue a group of `rank` and move whatever can be moved."""
+    def post(self, rank: int, label: str, operations: Sequence[Operation], *, order: str) -> Group:
+        """Queue a group of `rank` and move whatever can be moved; order: whose edges its messages need."""
         with self._moved:
-            group = self._matcher.post(rank, label, operations)
+            group = self._matcher.post(rank, label, operations, order=order)
             try:
                 for senders, receivers in self._matcher.progress():
                     _move(senders, receivers)
@@ -70,6 +71,11 @@ class StrictWorld:
                 self._failure = self._failure or str(error)
             self._moved.notify_all()
             return group
+
+    def meet(self, rank: int, peers: Sequence[int], *, order: str) -> list[int]:
+        """Return those of `peers` that `rank` has not met before in an order of transfers."""
+        with self._moved:
+            return self._matcher.meet(rank, peers, order=order)
 
     def fail(self, reason: str) -> None:
         """Let every rank that waits raise, with this reason."""
@@ -114,12 +120,13 @@ class StrictTransport:
         self._last_key: Key | None = None
         self._under_way: dict[str, list[_StrictPending]] = {"transfer": [], "collective": []}
         self._members: tuple[int, ...] = ()
+        self._order = ""
         self._place = rank  # in the world
 
     def connect(self, peers: Sequence[int]) -> None:
-        """Exchange one number with each of these ranks."""
-        if peers:
-            self.exchange(*([(torch.zeros(1), peer) for peer in peers] for _ in range(2))).wait()
+        """Exchange one number with each of these ranks that is new."""
+        new = self._world.meet(self._place, peers, order=self._order)
+        self.exchange(*([(torch.zeros(1), peer) for peer in new] for _ in range(2))).wait()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post one grouped call (see `Transport.exchange`)."""
@@ -158,6 +165,10 @@ class StrictTransport:
         members = next(tuple(ranks) for ranks in groups if self._place in ranks)
         return _Among(self, members)
 
+    def apart(self) -> Transport:
+        """Return the same ranks, which have not met; one queue has the transfers of both: that is stricter."""
+        return _Among(self, tuple(range(self.world_size)), order=f"{self._order} apart")
+
     def close(self) -> None:
         """Nothing to leave: the thread ends."""
 
@@ -169,9 +180,8 @@ class StrictTransport:
         combine: Callable[[list[Tensor]], Sequence[Tensor]],
         key: Key | None = None,
     ) -> Pending:
-        size = (name, key, _size(output), _size(source))
-        payload = (output, source, combine)
-        operation = Operation(kind="collective", size=size, payload=payload, members=self._members)
+        size, payload = (name, _size(output), _size(source)), (output, source, combine)
+        operation = Operation(kind="collective", size=size, key=key, payload=payload, members=self._members)
         if key is not None:
             if self._last_key is not None and key <= self._last_key:
                 self._refuse(f"a call after {self._last_key}", str(key), "Post calls in the order of their keys.")
@@ -189,7 +199,8 @@ class StrictTransport:
             got = f"{len(unfinished)} not waited for, the first of them posted in {unfinished[0].group.label}"
             self._refuse(f"no {other} under way when a {kind} is posted", got, f"Wait for every {other} first.")
         label = self.phase if key is None else f"{self.phase}, {key}"
-        pending = _StrictPending(self, self._world.post(self._place, label, operations), self._under_way[kind], key)
+        group = self._world.post(self._place, label, operations, order=self._order)
+        pending = _StrictPending(self, group, self._under_way[kind], key)
         self._under_way[kind].append(pending)
         return pending
 
@@ -200,13 +211,13 @@ class StrictTransport:
 
 
 class _Among(StrictTransport):
-    """The collectives of some ranks, under the same rules beside transfers and other collectives."""
+    """The collectives of some ranks, or transfers of all, under the same rules beside transfers and collectives."""
 
-    def __init__(self, world: StrictTransport, members: tuple[int, ...]) -> None:
+    def __init__(self, world: StrictTransport, members: tuple[int, ...], *, order: str = "") -> None:
         self._place, self.rank, self.world_size = world._place, members.index(world._place), len(members)
         self.device_ranks = world.device_ranks
         self.clock, self._world, self._last_key, self._under_way = world.clock, world._world, None, world._under_way
-        self._parent, self._members = world, members
+        self._parent, self._members, self._order = world, members, order
 
     @property
     def phase(self) -> str:

@@ -21,9 +21,11 @@ def work(world):
     came = torch.empty(3)
     after, before = (mesh.replica + 1) % size, (mesh.replica - 1) % size
     mesh.replicas.exchange([(own, after)], [(came, before)]).wait()
+    other = torch.empty(3)
+    mesh.between.exchange(*([(each, mesh.rank_of_stage(1 - mesh.stage))] for each in (own, other))).wait()
     everyone = torch.ones(1)
     world.all_reduce(everyone)
-    return [each.tolist() for each in (total, gathered, part, first, came, everyone)]
+    return [each.tolist() for each in (total, gathered, part, first, came, other, everyone)]
 
 
 def expected(rank):
@@ -35,6 +37,7 @@ def expected(rank):
         [float(3 * replica + sum(ranks))],
         [float(ranks[1])] * 3,
         [float(ranks[(replica - 1) % 3])] * 3,
+        [float(rank - stage + (1 - stage))] * 3,
         [6.0],
     ]
 
@@ -49,6 +52,18 @@ def test_a_stages_replicas_are_a_world_of_their_own(transport):
         )
         found = StrictWorld(6).run(lambda world: work(around(world)))
     assert found == [expected(rank) for rank in range(6)]
+
+
+def test_first_stage_has_met_all_that_send_it_a_whole_model():
+    def sends_all(world):
+        mesh, came = Mesh(world, 5), torch.zeros(1)
+        for stage in range(1, 5):
+            if world.rank == stage:
+                mesh.between.exchange([(torch.ones(1), 0)], []).wait()
+            elif world.rank == 0:
+                mesh.between.exchange([], [(came, stage)]).wait()
+
+    StrictWorld(10).run(sends_all)
 
 
 def test_a_rank_in_a_collective_of_its_stage_does_not_match_one_of_all_ranks():

@@ -67,6 +67,7 @@ def test_messages_of_any_size_arrive_whole_in_a_few_slabs(choose, ranks, calls, 
     pinned = [Pinned() for _ in range(ranks)]
 
     def work(inner):
+        inner.connect([each for each in range(ranks) if each != inner.rank])
         t, waits, rooms, own = staged(inner, pinned[inner.rank], most), [], {}, random.Random(seed + inner.rank)
         for call in range(calls):
             sends, receives = [], []

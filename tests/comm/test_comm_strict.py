@@ -7,7 +7,7 @@ import torch
 from testing.strict import StrictWorld
 
 from lengthwise.comm import SoloTransport, agree, broadcast_bytes
-from lengthwise.core.errors import RankError, TransferError
+from lengthwise.core.errors import PlanError, RankError, TransferError
 
 
 def full(value, size=2, dtype=torch.float32):
@@ -76,6 +76,8 @@ def scatter(t):
 
 
 def gather(t, **how):
+    if how:
+        t.all_gather(full(1), full(1, 1))
     return t.all_gather_async(full(1), full(1, 1), **how)
 
 
@@ -118,6 +120,45 @@ REFUSED = [
     (lambda t: gather(t, key=(1 + t.rank,)).wait(), SAME),
     (lambda t: (gather(t, key=(2,)).wait(), gather(t, key=(1,)).wait()), "order of their keys"),
 ]
+
+
+def far_message(t):
+    """Rank 0 sends to rank 3, which it meets only where both of them connect."""
+    if t.rank == 3:
+        t.exchange([], [(full(0), 0)]).wait()
+    elif t.rank == 0:
+        t.exchange([(full(1), 3)], []).wait()
+
+
+def reduces_after_gather(t):
+    gather(t, key=(1,)).wait()
+    t.reduce_scatter_async(full(1, 1), full(1), key=(2,)).wait()
+
+
+def gathers_more(t):
+    gather(t, key=(1,)).wait()
+    t.all_gather_async(full(1, 4), full(1), key=(2,)).wait()
+
+
+@pytest.mark.parametrize(
+    ("work", "ranks", "said"),
+    [
+        (far_message, 4, r"one of ranks \[1, 2\], which it has met; got rank 3"),
+        (reduces_after_gather, 2, "as one before it without a key; got the first of .'reduce_scatter'"),
+        (gathers_more, 2, r"got the first of .'all_gather', \(\(4,\)"),
+    ],
+)
+def test_strict_refuses_calls_that_would_connect_ranks(work, ranks, said):
+    with pytest.raises(PlanError, match=said):
+        StrictWorld(ranks).run(work)
+
+
+def test_strict_takes_messages_between_ranks_that_have_met():
+    def work(t):
+        t.connect({0: [3, 1], 3: [0]}.get(t.rank, []))
+        return far_message(t)
+
+    assert StrictWorld(4).run(work) == [None] * 4
 
 
 @pytest.mark.parametrize(("work", "said"), REFUSED)
@@ -169,6 +210,7 @@ def test_world_of_one_needs_no_one():
 def test_strict_lets_transfers_beside_collectives_with_a_key():
     def work(t):
         everyone = torch.zeros(2)
+        t.all_gather(everyone, full(t.rank, 1))
         gather = t.all_gather_async(everyone, full(t.rank, 1), key=(1, 0))
         got = full(-1, 1)
         t.exchange([(full(t.rank, 1), 1 - t.rank)], [(got, 1 - t.rank)]).wait()

@@ -4,50 +4,68 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from testing.fake_nccl import Call, Compute, FakeNccl, Item, Wait
+from testing.order import Operation
 
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape, sharded_cost, sharded_traffic, step_memory
 from lengthwise.cost.ending import Traffic
-from lengthwise.engine.wave_order import END, GATHER, UnitCall, UnitKind, backward_calls, forward_calls
+from lengthwise.engine.wave_order import END, GATHER, REDUCE, UnitCall, UnitKind, backward_calls, forward_calls
 
 SHAPE, H100 = named_shape("llama-3.1-8b"), named_hardware("h100")
 
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_a_wave_takes_what_the_posted_calls_take_one_after_the_other(ties: bool) -> None:
-    """One queue of calls beside the layers, posted where `wave_order` says."""
+    """One queue of calls beside the layers of two ranks, posted where `wave_order` says."""
     times = product((1, 2, 5), (0.0, 1.0, 3.0), (0.5, 2.0), (1.0, 4.0), (0.0, 2.5), (0.7, 3.5))
     for layers, work, gather, reduce, rest, head in times:
         head = 0.0 if ties else head
-        seconds = {GATHER: [rest, *[gather] * layers], "reduce": [2 * rest, *[reduce] * layers]}
+        seconds = {GATHER: [rest, *[gather] * layers], REDUCE: [2 * rest, *[reduce] * layers]}
         units = [UnitKind(name="rest", stays=ties), *[UnitKind(name="layer", again=True)] * layers]
         if not ties:
             units.append(UnitKind(name="head", stays=True))
             seconds[GATHER].append(head)
-            seconds["reduce"].append(1.5 * head)
+            seconds[REDUCE].append(1.5 * head)
         traffic = Traffic(
             layers=layers, gather_seconds=gather, reduce_seconds=reduce, rest_gather_seconds=rest,
             rest_reduce_seconds=2 * rest, head_gather_seconds=head, head_reduce_seconds=1.5 * head,
         )  # fmt: skip
-        assert traffic.wave_seconds(work * layers, 2 * work * layers) == pytest.approx(_run(units, seconds, work))
+        took = _run(units, seconds, work).seconds
+        assert traffic.wave_seconds(work * layers, 2 * work * layers) == pytest.approx(took)
 
 
-def _run(units: list[UnitKind], seconds: dict[str, list[float]], work: float) -> float:
-    """Run a wave whose layers take `work` forward and twice that backward, all other units nothing."""
-    now, link = 0.0, 0.0
-    done: dict[UnitCall, float] = {}
+def test_what_a_wave_exposes_is_its_ends() -> None:
+    """Where layers outlast what travels beside them: the first gathers of both passes, and the last sums."""
+    units = [UnitKind(name="rest"), *[UnitKind(name="layer", again=True)] * 4]
+    ran = _run(units, {GATHER: [3.0, *[1.0] * 4], REDUCE: [6.0, *[2.0] * 4]}, 2.0)
+    exposed = 3 + 1 + 1 + 2 + 6
+    assert (ran.seconds, ran.waited) == (4 * 2 + 4 * 4 + exposed, [exposed, exposed + 4 * 1 + 4 * 2])
 
-    def enter(calls: list[UnitCall], unit: int, takes: float) -> None:
-        nonlocal now, link
-        for call in calls:
-            link = max(link, now) + seconds[call.kind][call.unit]
-            done[call] = link
-        now = max(now, done.get(UnitCall(GATHER, unit), 0.0)) + takes
 
-    for number, calls in enumerate(forward_calls(units)):
-        enter(calls, number, work if units[number].again else 0.0)
-    for number, calls in backward_calls(units):
-        enter(calls, number, 0.0 if number == END else 2 * work)
-    return max(now, link)
+def _run(units: list[UnitKind], seconds: dict[str, list[float]], work: float) -> FakeNccl:
+    """Run a wave whose layers take `work` forward and twice that backward, half of it on the other rank."""
+    return FakeNccl([_wave(units, seconds, work), _wave(units, seconds, work / 2)])
+
+
+def _wave(units: list[UnitKind], seconds: dict[str, list[float]], work: float) -> list[Item]:
+    """List what `engine.waves` gives a device."""
+    items, calls = list[Item](), list[Call]()
+
+    def enter(posted: list[UnitCall], unit: int, takes: float) -> None:
+        for each in posted:
+            if each.kind == REDUCE:  # one at a time
+                items.extend(Wait(call=call) for call in calls if call.label[0] == REDUCE)
+            operation = Operation(kind="collective", size=each, payload=seconds[each.kind][each.unit])
+            calls.append(Call(communicator="gpus", operations=[operation], ctas=16, label=each))
+            items.append(calls[-1])
+        items.extend(Wait(call=call) for call in calls if call.label == (GATHER, unit))
+        items.append(Compute(label=len(items), seconds=takes))
+
+    for number, posted in enumerate(forward_calls(units)):
+        enter(posted, number, work if units[number].again else 0.0)
+    for number, posted in backward_calls(units):
+        enter(posted, number, 0.0 if number == END else 2 * work)
+    return [*items, *(Wait(call=call) for call in calls)]
 
 
 def test_costs_of_sharded_ranks_have_no_sum_at_the_end_but_that_of_copies() -> None:

@@ -32,7 +32,7 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import apply_policy, check_recompute, model_loss
 from lengthwise.planner import PlanOptions, plan_step
-from lengthwise.program import check_plan, head_peers, lower_plan, refuse_unsupported
+from lengthwise.program import check_plan, far_peers, lower_plan, refuse_unsupported
 from models.test_models_parity import (
     BATCH,
     CONFIGS,
@@ -109,7 +109,7 @@ def test_messages_are_those_that_the_order_check_counts(family, split, kind):
 
     run_planned(family, plan, BATCH, "fp64", around=around)
     sent = sum(len(call.sends) for each in recorded.values() for call in each.calls)
-    met = sum(len(head_peers(lower_plan(plan, rank), rank)) for rank in range(plan.ranks))
+    met = sum(len(far_peers(lower_plan(plan, rank), rank)) for rank in range(plan.ranks))
     assert met == 2 * split  # ranks 0 and 3
     assert sent + met == check_order(plan, windows=windows) > 0
     if split:

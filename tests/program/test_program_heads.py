@@ -11,7 +11,7 @@ from lengthwise.program import (
     Content,
     HeadRange,
     RankRound,
-    head_peers,
+    far_peers,
     line_peers,
     lower_microbatch,
     lower_plan,
@@ -102,9 +102,9 @@ def test_groups_exchange_every_part_of_every_token_once_and_bring_it_home(choose
 
 
 @given(choose=RANDOM, ranks=st.integers(2, 12), count=st.integers(1, 6))
-def test_order_c_both_ends_of_an_edge_of_split_heads_name_it_before_the_first_round(choose, ranks, count):
+def test_order_c_both_ends_of_an_edge_beyond_the_line_name_it_before_the_first_round(choose, ranks, count):
     plan = drawn(choose, ranks, count)
-    peers = {rank: set(head_peers(lower_plan(plan, rank), rank)) for rank in range(ranks)}
+    peers = {rank: set(far_peers(lower_plan(plan, rank), rank)) for rank in range(ranks)}
     for rank, those in peers.items():
         assert all(rank in peers[peer] and abs(peer - rank) > 2 for peer in those)
         line = {peer for peer in range(ranks) if 0 < abs(peer - rank) <= 2}
@@ -113,8 +113,7 @@ def test_order_c_both_ends_of_an_edge_of_split_heads_name_it_before_the_first_ro
             contents = [program.exchange_of(rank, content) for content in (*INTO, *HOME)]
             for each in (*contents, *program.forward_rounds_of(rank), *program.backward_rounds_of(rank)):
                 for t in (*each.sends, *each.receives):
-                    if program.microbatch.pieces[t.piece].heads > 1:
-                        assert {t.source, t.target} - {rank} <= line | those
+                    assert {t.source, t.target} - {rank} <= line | those
         first = next(iter(rank_groups(plan, rank, windows=[None])))[0]
         assert (first == "connections") == bool(those)
 
@@ -125,7 +124,7 @@ def test_order_c_rings_over_groups_reach_no_further_than_two_groups(heads):
         ranks = ring_order(first, groups * heads, heads)
         plan = make_plan(16 * heads, [900], [Piece(ranks=ranks, sequences=(0,), heads=heads)])
         for rank in ranks:
-            peers = head_peers(lower_plan(plan, rank), rank)
+            peers = far_peers(lower_plan(plan, rank), rank)
             assert all(abs(peer - rank) <= 2 * heads for peer in peers)
             assert len(peers) <= heads + 1
 

@@ -2,14 +2,17 @@
 
 import ast
 import re
+from collections import deque
 from dataclasses import replace
+from functools import partial
+from itertools import starmap
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from testing import draw_lengths, make_plan, random_plan
-from testing.order import Operation, StrictMatcher, check_order, rank_groups
+from testing.order import CONNECTIONS, Operation, StrictMatcher, check_order, rank_groups
 
 import lengthwise
 from lengthwise.core.errors import PlanError
@@ -81,6 +84,8 @@ def test_order_d_counting_is_a_sub_step_with_its_rings_before_its_collective(cho
     for rank in range(ranks):
         plain = dict(rank_groups(plan, rank, windows=windows))
         groups = list(rank_groups(plan, rank, windows=windows, counts_routers=True))
+        if CONNECTIONS in plain:
+            assert groups.pop(0) == (CONNECTIONS, plain.pop(CONNECTIONS))
         place = [label for label, _ in groups].index("sum of counts")
         counting, step = groups[:place], groups[place + 1 :]
         assert not any("backward" in label for label, _ in counting)
@@ -165,6 +170,22 @@ def test_order_check_finds_a_rank_that_runs_another_plan(change, said):
             matcher.post(rank, label, operations)
     with pytest.raises(PlanError, match=said):
         list(matcher.progress())
+
+
+@pytest.mark.parametrize(
+    ("left_out", "said"),
+    [(CONNECTIONS, "rank 0, microbatch 0, .*; got rank 3"), ("start", "rank 0, .*; got the first")],
+)
+def test_order_check_finds_calls_that_would_connect_ranks(left_out, said):
+    """A ring in another order than the line's, and a wave whose gathers are the first of their kind."""
+    plan = make_plan(4, [9], [Piece(ranks=(0, 3, 1, 2), sequences=(0,))])
+    plan = replace(plan, schedule={"kind": "waves"}, requires=("waves",))
+    assert check_order(plan) > 0
+    groups = [(label, each) for label, each in rank_groups(plan, 0, windows=[None]) if label != left_out]
+    matcher = StrictMatcher(4)
+    matcher.meet(0, [each.peer for label, posted in groups for each in posted if label == CONNECTIONS])
+    with pytest.raises(PlanError, match=said):
+        deque(starmap(partial(matcher.post, 0), groups), maxlen=0)
 
 
 def test_order_check_finds_no_deadlock_in_overlapping_rings():

@@ -1,14 +1,17 @@
-"""Stages on the clock: the formula of equal microbatches, and a second executor that knows no ticks."""
+"""Stages on the clock: the formula of equal microbatches, and what devices do with the calls that the engine posts."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from testing.stage_actions import device_actions
+from testing import make_plan
+from testing.fake_nccl import FakeNccl
+from testing.pipelines import as_pipeline
+from testing.stage_actions import stage_items
 
-from lengthwise.core.plan import Microbatch, Piece
+from lengthwise.core.plan import Piece
 from lengthwise.program.stage_clocks import stage_clocks
-from lengthwise.program.stage_order import stage_order
+from properties import costly
 from tiers import more
 
 
@@ -37,6 +40,7 @@ def test_one_microbatch_takes_its_time_once_a_stage() -> None:
         assert clocks.end.max() == pytest.approx(4 * 3)
 
 
+@costly
 @given(
     rows=st.lists(
         st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(1, 50), st.integers(1, 50), st.integers(0, 20)),
@@ -46,56 +50,38 @@ def test_one_microbatch_takes_its_time_once_a_stage() -> None:
     stages=st.sampled_from([1, 2, 3, 5]),
     virtual=st.sampled_from([1, 2]),
 )
-def test_clocks_are_those_of_an_executor_that_follows_each_stages_list(
+def test_clocks_are_those_of_devices_that_run_what_the_engine_posts(
     rows: list[tuple[int, int, int, int, int]], stages: int, virtual: int
 ) -> None:
+    """Nothing waits for ever, whichever rings pipelines share."""
     ranks_of = [tuple(range(first, first + width)) for first, width, *_ in rows]
-    counts = [len(ranks) for ranks in ranks_of]
-    per_row = [np.repeat([float(row[column]) for row in rows], counts) for column in (2, 3, 4)]
-    per_row[0] = per_row[0] + np.arange(sum(counts)) % 3  # ranks of a ring need not take equally long
-    clocks = stage_clocks(ranks_of, *per_row[:2], stages=stages, virtual=virtual, send_seconds=per_row[2])
-    ends = _followed(ranks_of, *per_row, stages, virtual)
+    pieces = [Piece(ranks=ranks, sequences=(number,)) for number, ranks in enumerate(ranks_of)]
+    plan = as_pipeline(make_plan(6, [9] * len(rows), pieces), stages, virtual)
+
+    def forward(number: int, rank: int) -> float:
+        return (rows[number][2] + rank % 3) / virtual  # ranks of a ring need not take equally long
+
+    def backward(number: int, rank: int) -> float:
+        return rows[number][3] / virtual
+
+    def send(number: int, rank: int) -> float:
+        return rows[number][4] + rank % 2
+
+    per_row = [
+        np.array([each(number, rank) for number, ranks in enumerate(ranks_of) for rank in ranks], dtype=float)
+        for each in (forward, backward, send)
+    ]
+    passes = [virtual * each for each in per_row[:2]]
+    clocks = stage_clocks(ranks_of, *passes, stages=stages, virtual=virtual, send_seconds=per_row[2])
+    ends, chunks = FakeNccl(stage_items(plan, forward, backward, send)).ends, [*range(stages * virtual)]
+    assert len(ends) == clocks.end.size
     row = 0
     for number, ranks in enumerate(ranks_of):
         for rank in ranks:
-            assert clocks.end[:, row].tolist() == pytest.approx([ends[rank, number, j] for j in range(len(clocks.end))])
+            actions = [*((each, True) for each in chunks), *((each, False) for each in chunks[::-1])]
+            found = [ends[rank * stages + chunk % stages, (number, chunk, way)] for chunk, way in actions]
+            assert clocks.end[:, row].tolist() == pytest.approx(found)
             row += 1
-
-
-def _followed(ranks_of, forward, backward, send, stages, virtual) -> dict[tuple[int, int, int], float]:
-    """Run each stage's own list, head by head; ends by (rank, microbatch, action)."""
-    microbatches = [Microbatch(pieces=(Piece(ranks=ranks, sequences=(i,)),)) for i, ranks in enumerate(ranks_of)]
-    order = stage_order(ranks_of, stages, virtual)
-    actions, stage_of = device_actions(microbatches, order), order.action_stages.tolist()
-    row_of = {}
-    for number, ranks in enumerate(ranks_of):
-        for rank in ranks:
-            row_of[rank, number] = len(row_of)
-    place, free, link = dict.fromkeys(actions, 0), dict.fromkeys(actions, 0.0), dict.fromkeys(actions, 0.0)
-    ends, come = {}, {}
-    moved = True
-    while moved:
-        moved = False
-        for device, listed in actions.items():
-            if place[device] == len(listed):
-                continue
-            number, j = listed[place[device]]
-            stage, ranks = stage_of[j], ranks_of[number]
-            heads = [actions[r, stage][place[r, stage]] for r in ranks if place[r, stage] < len(actions[r, stage])]
-            if heads != [(number, j)] * len(ranks) or (j and any((r, number, j) not in come for r in ranks)):
-                continue
-            moved = True
-            start = max(max(free[r, stage], come.get((r, number, j), 0.0)) for r in ranks)
-            for r in ranks:
-                row = row_of[r, number]
-                end = start + (forward if j < stages * virtual else backward)[row] / virtual
-                ends[r, number, j] = free[r, stage] = end
-                place[r, stage] += 1
-                if j + 1 < len(stage_of) and stage_of[j + 1] != stage:
-                    end = link[r, stage] = max(end, link[r, stage]) + send[row]
-                come[r, number, j + 1] = end
-    assert all(place[device] == len(listed) for device, listed in actions.items())
-    return ends
 
 
 def _fill(seconds: np.ndarray, stages: int) -> float:

@@ -137,14 +137,13 @@ def test_emulated_steps_take_what_is_simulated_and_broken_ones_do_not(broken):
 
 
 class _NoHidden(EmulatedStage):
-    def _stamped(self, tokens: int) -> torch.Tensor:
-        del tokens
-        return torch.tensor([self._due()], dtype=torch.float64)
+    def _send_seconds(self, tokens: int) -> float:
+        return 0.0 * tokens
 
 
 class _SlowHidden(EmulatedStage):
-    def _stamped(self, tokens: int) -> torch.Tensor:
-        return super()._stamped(3 * tokens)
+    def _send_seconds(self, tokens: int) -> float:
+        return super()._send_seconds(3 * tokens)
 
 
 def test_emulated_pipelines_take_what_is_simulated_and_broken_ones_do_not() -> None:

@@ -1,7 +1,8 @@
 """A mesh with named axes: ranks as (replica, stage), the stages of a replica next to each other, inside a node.
 
 `Mesh.replicas` has the replicas of this rank's stage as its ranks: the world's transfers in the world's order, and
-collectives over the replicas alone.
+collectives over the replicas alone. `Mesh.between` is for what stages send each other: a grouped call of NCCL ends when
+both neighbours have come, and rings of the next action would wait behind it. All edges of both are met when it is made.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lengthwise.comm.transport import Around, Message, Pending, Transport
+from lengthwise.program import line_peers
 from lengthwise.program.stage_program import rank_of
 
 
@@ -22,6 +24,9 @@ class Mesh:
         self.replica, self.stage = divmod(world.rank, stages)
         of_stage = [[rank_of(each, stage, stages) for each in range(self.num_replicas)] for stage in range(stages)]
         self.replicas: Transport = _Replicas(world, world.among(of_stage), of_stage[self.stage])
+        self.between = world.apart()
+        self.replicas.connect(line_peers(self.replica, self.num_replicas))
+        self.between.connect(sorted(self._peers()))
 
     @property
     def is_first(self) -> bool:
@@ -33,14 +38,16 @@ class Mesh:
         """Whether this stage has the head."""
         return self.stage == self.stages - 1
 
-    def connect_stages(self) -> None:
-        """Meet the stages before and after this one, of this replica, the first of the last and back. Collective."""
-        others = {(self.stage - 1) % self.stages, (self.stage + 1) % self.stages} - {self.stage}
-        self.world.connect(sorted(self.rank_of_stage(other) for other in others))
-
     def rank_of_stage(self, stage: int) -> int:
         """Return the rank of another stage of this replica."""
         return rank_of(self.replica, stage, self.stages)
+
+    def _peers(self) -> set[int]:
+        """Return the ranks of the stages that this one exchanges messages with."""
+        stages = {(self.stage - 1) % self.stages, (self.stage + 1) % self.stages}  # the first one, of the last
+        if self.replica == 0:  # its first stage collects what the others have
+            stages.update(range(self.stages) if self.is_first else (0,))
+        return {self.rank_of_stage(each) for each in stages - {self.stage}}
 
 
 class _Replicas(Around):

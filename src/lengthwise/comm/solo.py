@@ -59,5 +59,9 @@ class SoloTransport:
         assert [list(group) for group in groups] == [[0]], f"a world of one has no groups {groups}"
         return self
 
+    def apart(self) -> Transport:
+        """Return itself: there are no transfers."""
+        return self
+
     def close(self) -> None:
         """Nothing to leave."""

@@ -99,6 +99,10 @@ class StagedTransport(Around):
         """Return the collectives of this rank's group, through host memory, too."""
         return StagedTransport(self._inner.among(groups), stages=self._stages, slabs=self._slabs)
 
+    def apart(self) -> Transport:
+        """Return itself: rounds of two orders, of which each waits for the other's slabs, could stop both."""
+        return self
+
     def _in_place(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
         if not self._stages(tensor):
             call(tensor)

@@ -104,19 +104,15 @@ class TorchTransport:
         self._groups, self._owned = {_HOST: met.host}, met.owned
         self._device = torch.device("cpu") if self.shares_gpus else world.device
         self._watch = None
-        if self._device.type == "cpu":
-            self._groups[_TRANSFERS] = self._guard(lambda: gloo_group(timeout))
-        else:
-            for name in (_TRANSFERS, _GPUS):
-                make = partial(nccl_group, timeout, self._device, for_transfers=name == _TRANSFERS)
-                self._groups[name] = self._guard(make)
+        self._groups[_TRANSFERS] = self._make_transfers()
+        if self._device.type != "cpu":
+            make = partial(nccl_group, timeout, self._device, for_transfers=False)
+            self._groups[_GPUS] = self._guard(make)
             # A thread begins on GPU 0, whatever its process uses.
             self._watch = Watch(
                 timeout_seconds, self._give_up, begin=partial(torch.cuda.set_device, self._device), ends_frozen=True
             )
         self._connected: set[int] = set()
-        # One collective before the first transfer: NCCL wants all ranks in the first call of a communicator.
-        self._guard(lambda: dist.all_reduce(_zero(self._device), group=self._groups[_TRANSFERS]))
         self.connect(line_peers(self.rank, self.world_size))
 
     @property
@@ -129,6 +125,15 @@ class TorchTransport:
         self._phase = phase
         if self._on_phase is not None:
             self._on_phase(phase)
+
+    def _make_transfers(self) -> dist.ProcessGroup:
+        """Make a group for transfers between all ranks."""
+        timeout, is_on_gpus = timedelta(seconds=self._timeout_seconds), self._device.type != "cpu"
+        make = partial(nccl_group, timeout, self._device, for_transfers=True)
+        group = self._guard(make if is_on_gpus else partial(gloo_group, timeout))
+        # One collective before the first transfer: NCCL wants all ranks in the first call of a communicator.
+        self._guard(lambda: dist.all_reduce(_zero(self._device), group=group))
+        return group
 
     def connect(self, peers: Sequence[int]) -> None:
         """Exchange one number with each of these ranks that is new; on NCCL that makes the connection."""
@@ -201,6 +206,11 @@ class TorchTransport:
             self._groups[f"{name} among {own}"] = group  # which ends them
         return _Among(self, own, made)
 
+    def apart(self) -> Transport:
+        """Return the same ranks with a group for transfers of its own (see `Transport.apart`)."""
+        group = self._groups[f"transfers {len(self._groups)}"] = self._make_transfers()
+        return _Among(self, range(self.world_size), {**self._groups, _TRANSFERS: group})
+
     def close(self) -> None:
         """Leave the world, without which torch warns at exit, or our groups in one that is not ours."""
         if self._watch is not None:
@@ -272,13 +282,14 @@ class TorchTransport:
 
 
 class _Among(TorchTransport):
-    """The collectives of some ranks of a world; no transfers."""
+    """Some ranks of a world, by the groups that are given: for collectives, or with all ranks for transfers, too."""
 
     def __init__(self, world: TorchTransport, ranks: Sequence[int], groups: Mapping[str, dist.ProcessGroup]) -> None:
         self._world = world
         self.rank, self.world_size, self.device_ranks = ranks.index(world.rank), len(ranks), world.device_ranks
         self.clock, self._watch, self._timeout_seconds = world.clock, world._watch, world._timeout_seconds
         self._groups, self._everyone = dict(groups), self._named(ranks)
+        self._device, self._connected = world._device, set[int]()
 
     @property
     def phase(self) -> str:

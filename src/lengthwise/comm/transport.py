@@ -92,6 +92,13 @@ class Transport(Protocol):
         """Return the collectives of this rank's group, of ranks from 0; `groups` divide the world. Collective."""
         ...
 
+    def apart(self) -> Transport:
+        """Return the same ranks with transfers in an order of their own, which no other waits behind. Collective.
+
+        Ranks still post these in one order with all others. No two have met.
+        """
+        ...
+
     def close(self) -> None:
         """Leave the world."""
 
@@ -153,6 +160,10 @@ class Around:
     def among(self, groups: Sequence[Sequence[int]]) -> Transport:
         """Return the collectives of this rank's group (see `Transport.among`)."""
         return self._inner.among(groups)
+
+    def apart(self) -> Transport:
+        """Return the same ranks with transfers of their own (see `Transport.apart`)."""
+        return self._inner.apart()
 
     def close(self) -> None:
         """Leave the world."""

@@ -42,7 +42,7 @@ from lengthwise.models import (
     model_router_logits,
     run_chunk,
 )
-from lengthwise.program import MicrobatchProgram, head_peers, lower_plan
+from lengthwise.program import MicrobatchProgram, far_peers, lower_plan
 from lengthwise.program.stage_program import StageAction, StageMessage, StageTurn, stage_turns
 
 
@@ -104,8 +104,7 @@ def run_stage(
     copied = 0.0 if offloading is None else offloading.store.waited_seconds
     programs = {program.index: program for program in lower_plan(plan, mesh.replica)}
     transport.phase = f"{name}, connecting"
-    transport.connect(head_peers(tuple(programs.values()), mesh.replica))
-    mesh.connect_stages()
+    transport.connect(far_peers(tuple(programs.values()), mesh.replica))
     run = _StageStep(
         stage=stage,
         batch=batch,
@@ -353,7 +352,7 @@ class _StageStep:
         ]
         rooms = [(self._room(each), each) for each in turn.receives]
         receives = [(room, self.mesh.rank_of_stage(each.stage)) for room, each in rooms]
-        pending = self.mesh.world.exchange(sends, receives)
+        pending = self.mesh.between.exchange(sends, receives)
         self._arriving |= {_key(each): (pending, room) for room, each in rooms}
         self._sent.append(pending)
         while len(self._sent) > 2 * self.mesh.stages:

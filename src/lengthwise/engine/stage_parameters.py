@@ -134,11 +134,11 @@ class StageParameters(FlatParameters):
         """Add the gradient of a tied head to that of the embedding, then begin the sums, where `overlaps`."""
         gradient = self._tied_gradient
         if gradient is not None and self.mesh.is_last:
-            self.mesh.world.exchange([(gradient, self.mesh.rank_of_stage(0))], []).wait()
+            self.mesh.between.exchange([(gradient, self.mesh.rank_of_stage(0))], []).wait()
             gradient.zero_()  # it has been added there: a session may run another backward before it updates
         elif gradient is not None:
             arriving = torch.empty_like(gradient)
-            self.mesh.world.exchange([], [(arriving, self.mesh.rank_of_stage(self.mesh.stages - 1))]).wait()
+            self.mesh.between.exchange([], [(arriving, self.mesh.rank_of_stage(self.mesh.stages - 1))]).wait()
             gradient.add_(arriving)
         super().begin_reducing()
 
@@ -154,9 +154,9 @@ class StageParameters(FlatParameters):
         values, mesh = self._tied.data, self.mesh  # data: no change as autograd counts changes
         message = [(values, mesh.rank_of_stage(0 if mesh.is_last else mesh.stages - 1))]
         if mesh.is_last == from_first:
-            mesh.world.exchange([], message).wait()
+            mesh.between.exchange([], message).wait()
         else:
-            mesh.world.exchange(message, []).wait()
+            mesh.between.exchange(message, []).wait()
 
     @property
     def tied(self) -> nn.Parameter | None:
@@ -230,10 +230,10 @@ def collect_stages(
     found, like = dict(own), next(iter(own.values()))
     if mesh.stage:
         for name in of_stages[mesh.stage]:
-            mesh.world.exchange([(own[name].detach().contiguous(), 0)], []).wait()
+            mesh.between.exchange([(own[name].detach().contiguous(), 0)], []).wait()
         return found
     for stage in range(1, mesh.stages):
         for name, (shape, dtype) in of_stages[stage].items():
             found[name] = torch.empty(shape, dtype=dtype, device=like.device)
-            mesh.world.exchange([], [(found[name], mesh.rank_of_stage(stage))]).wait()
+            mesh.between.exchange([], [(found[name], mesh.rank_of_stage(stage))]).wait()
     return found

@@ -181,7 +181,12 @@ class UnitPart:
         """Whether they have gradients."""
         return self._gradient is not None
 
-    def gather(self, transport: Transport, key: CallKey) -> None:
+    @property
+    def size(self) -> tuple[object, ...]:
+        """What its collectives are alike by: entries, their dtype, whether there is a sum."""
+        return self._whole.numel(), self._whole.dtype, self.trains
+
+    def gather(self, transport: Transport, key: CallKey | None) -> None:
         """Begin to gather what each rank has of the values. Collective."""
         storage = self._whole.untyped_storage()
         storage.resize_(self._whole.numel() * self._whole.element_size())
@@ -205,7 +210,7 @@ class UnitPart:
             parameter.__class__, parameter.comes_to = FreedParameter, view
         self._whole.untyped_storage().resize_(0)
 
-    def reduce(self, transport: Transport, key: CallKey) -> None:
+    def reduce(self, transport: Transport, key: CallKey | None) -> None:
         """Begin to sum the gradients that autograd has made, zeros where there are none. Collective."""
         assert self._gradient is not None, "of what trains"
         shapes = [tuple(each.shape) for each in self.parameters]

@@ -50,6 +50,17 @@ class Waves:
         for part in (each for of_unit in parts for each in of_unit if each.trains):
             for parameter in part.parameters:
                 parameter.register_post_accumulate_grad_hook(lambda _: self._begin_backward())
+        self._connect()
+
+    def _connect(self) -> None:
+        """Gather and sum a unit of each size, with no transfer beside: the first call may connect ranks. Collective."""
+        sizes = {part.size: part for of_unit in self._parts for part in of_unit}
+        for part in sizes.values():
+            part.gather(self._transport, key=None)
+            part.free()
+            if part.trains:
+                part.reduce(self._transport, key=None)
+                part.add_sum()
 
     def let_go(self) -> None:
         """Free all units."""

@@ -292,6 +292,7 @@ class RankProfiler:
             target, source = first + (me - first + 1) % node, first + (me - first - 1) % node
         else:
             target, source = (me + node) % size, (me - node) % size
+        self._plain.connect(sorted({target, source}))
         sent, received = (torch.zeros(run.num_bytes // 4, device=self._world.device) for _ in range(2))
 
         def time_it() -> tuple[float, float, float]:

@@ -12,7 +12,7 @@ from lengthwise.program.records import (
     Segment,
     Transfer,
 )
-from lengthwise.program.ring_order import head_peers, line_peers, ring_order
+from lengthwise.program.ring_order import far_peers, line_peers, ring_order
 
 __all__ = [
     "ALL_HEADS",
@@ -26,8 +26,8 @@ __all__ = [
     "Transfer",
     "all_end_alone",
     "check_plan",
+    "far_peers",
     "features_of",
-    "head_peers",
     "last_on_all_ranks",
     "line_peers",
     "lower_microbatch",

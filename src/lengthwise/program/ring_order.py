@@ -1,8 +1,9 @@
 """In which order a ring visits its ranks, so that no rank ever meets more than four others.
 
 Evens of the interval upward, then odds downward, by the rank's own parity: 1..4 as 2, 4, 3, 1. Messages go two ranks
-along the line, at its ends one, so connections are made once, at the start. Groups that split heads are visited so; a
-step with such edges first connects them in one grouped call, which all ranks know from the plan.
+along the line, at its ends one, so connections are made once, at the start. Groups that split heads are visited so, and
+a planner may have an order of its own; a step with edges beyond the line first connects them in one grouped call, which
+all ranks know from the plan.
 """
 
 from __future__ import annotations
@@ -48,14 +49,13 @@ def line_peers(rank: int, ranks: int) -> tuple[int, ...]:
     return tuple(peer for peer in range(max(0, rank - _LINE), min(ranks, rank + _LINE + 1)) if peer != rank)
 
 
-def head_peers(programs: Iterable[MicrobatchProgram], rank: int) -> tuple[int, ...]:
-    """List the ranks farther away that `rank` talks to in pieces that split heads, ascending."""
+def far_peers(programs: Iterable[MicrobatchProgram], rank: int) -> tuple[int, ...]:
+    """List the ranks beyond `line_peers` that `rank` talks to in these microbatches, ascending."""
     peers: set[int] = set()
     for program in programs:
         for _, piece, position in program.pieces_of(rank):
-            if piece.heads > 1:
-                first = position - position % piece.heads
-                near = [first + place for place in range(piece.heads)]
-                near += [(position + step) % piece.degree for step in (-piece.heads, piece.heads)]
-                peers.update(piece.ranks[each] for each in near)
+            first = position - position % piece.heads
+            near = [first + place for place in range(piece.heads)]
+            near += [(position + step) % piece.degree for step in (-piece.heads, piece.heads)]
+            peers.update(piece.ranks[each] for each in near)
     return tuple(sorted(peer for peer in peers if abs(peer - rank) > _LINE))

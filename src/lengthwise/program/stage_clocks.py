@@ -1,7 +1,9 @@
 """The clocks of every stage of every rank: a `StageOrder` executed, tick by tick.
 
-An action starts when the stage is free on all ranks of its microbatch and its input has come. Activations travel while
-the sender computes on. 1,024 ranks with 40 microbatches each in 8 stages take 0.2 s.
+An action starts when the stage is free on all ranks of its microbatch and its input has come. What a stage sends and
+receives at a tick is one grouped call (`stage_program`), which begins when its action and the call before are done, and
+ends as a whole, when both sides of each message have begun it. The sender computes on; a ring waits until the call has
+begun (NCCL_LAUNCH_ORDER_IMPLICIT). 1,024 ranks with 40 microbatches each in 8 stages take 0.2 s.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def stage_clocks(
     rank = np.array([each for ranks in ranks_of for each in ranks], dtype=np.int64)
     num_ranks = int(rank.max(initial=0)) + 1
     free = np.zeros((stages, num_ranks))
-    link_free = np.zeros((stages, num_ranks))
+    call_begin, call_end = np.zeros((stages, num_ranks)), np.zeros((stages, num_ranks))
     ready = np.zeros(len(rank))
     took = np.stack((forward_seconds, backward_seconds)) / virtual
     begin, end = np.empty((2 * chunks, len(rank))), np.empty((2 * chunks, len(rank)))
@@ -61,17 +63,24 @@ def stage_clocks(
         rows = np.arange(int(width.sum())) + np.repeat(first_row[numbers] - groups, width)
         step = np.repeat(steps, width)
         where = stage[step], rank[rows]
-        latest = np.maximum.reduceat(np.maximum(ready[rows], free[where]), groups)
-        start = np.repeat(latest, width)
+        earliest = np.maximum(ready[rows], free[where])
+        earliest = np.where(np.repeat(width, width) > 1, np.maximum(earliest, call_begin[where]), earliest)
+        start = np.repeat(np.maximum.reduceat(earliest, groups), width)
         done = start + took[np.where(step < chunks, 0, 1), rows]
         begin[step, rows], end[step, rows], free[where] = start, done, done
-        if send_seconds is None:
-            ready[rows] = done
-            continue
+        ready[rows] = done
         onward = (step != chunks - 1) & (step != 2 * chunks - 1) & (stages > 1)  # the last chunk turns where it is
-        sent = np.maximum(done, link_free[where]) + send_seconds[rows]
-        link_free[where] = np.where(onward, sent, link_free[where])
-        ready[rows] = np.where(onward, sent, done)
+        if send_seconds is None or not onward.any():
+            continue
+        sending = rows[onward]
+        source = where[0][onward], where[1][onward]
+        target = stage[step[onward] + 1], source[1]
+        begun = np.maximum(free, call_end)
+        sent = np.maximum(begun[source], begun[target]) + send_seconds[sending]
+        for side in (source, target):
+            call_begin[side] = begun[side]
+            np.maximum.at(call_end, side, sent)
+        ready[sending] = call_end[target]
     return StageClocks(stage=stage, begin=begin, end=end)
 
 

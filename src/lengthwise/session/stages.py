@@ -141,10 +141,10 @@ def _from_stages(mesh: Mesh, own: Mapping[str, Tensor], device: torch.device) ->
     for stage in range(1, mesh.stages):
         for name, shape, dtype in sent[stage]:
             if world.rank == stage:
-                world.exchange([(own[name].to(device).contiguous(), 0)], []).wait()
+                mesh.between.exchange([(own[name].to(device).contiguous(), 0)], []).wait()
             elif not world.rank:
                 arriving = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-                world.exchange([], [(arriving, stage)]).wait()
+                mesh.between.exchange([], [(arriving, stage)]).wait()
                 found[name] = arriving.cpu()
     return {} if world.rank else found
 

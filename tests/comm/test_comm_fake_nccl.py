@@ -1,0 +1,74 @@
+"""Calls on clocks: whole groups, queues of a communicator, CTAs; what that does to pipelines, and what never ends."""
+
+import pytest
+from testing import make_plan
+from testing.fake_nccl import Call, Compute, FakeNccl, Wait
+from testing.order import Operation
+from testing.pipelines import as_pipeline
+from testing.stage_actions import stage_items
+
+from lengthwise.core.errors import TransferError
+from lengthwise.core.plan import Piece
+
+
+def swap(*peers, on="transfers", ctas=8):
+    """Exchange a message each way with these ranks, for a second."""
+    both = [Operation(kind=kind, peer=peer, payload=1.0) for kind in ("send", "receive") for peer in peers]
+    return Call(communicator=on, operations=both, label=f"a swap with {peers}", ctas=ctas)
+
+
+@pytest.mark.parametrize(("on", "waited"), [("transfers", [12.0, 12.0, 1.0]), ("other", [1.0, 1.0, 1.0])])
+def test_a_call_ends_as_a_whole_and_holds_up_the_next_of_its_communicator(on, waited):
+    """Rank 2 comes ten seconds late to a call of rank 0, which then has another one with rank 1."""
+    calls = [[swap(1, 2), swap(1, on=on)], [swap(0), swap(0, on=on)], [Compute(label="work", seconds=10.0), swap(0)]]
+    ran = FakeNccl([[*own, Wait(call=own[-1])] for own in calls])
+    assert (ran.waited, ran.seconds) == (waited, max(11.0, *waited))
+
+
+def test_calls_wait_for_ctas():
+    def calls(peer):
+        return [swap(peer, on="a", ctas=16), swap(peer, on="b")]
+
+    assert FakeNccl([calls(1), calls(0)], ctas=24).seconds == 1.0
+    assert FakeNccl([calls(1), calls(0)], ctas=23).seconds == 2.0
+
+
+def _collective(name):
+    return [Call(communicator="a", operations=[Operation(kind="collective", size=name, payload=1.0)])]
+
+
+@pytest.mark.parametrize(
+    ("items", "said"),
+    [
+        # Kernels of two communicators that do not fit together, in two orders.
+        (
+            [[swap(1, on="a"), swap(1, on="b")], [swap(0, on="b"), swap(0, on="a")]],
+            "rank 0 in .* on a waits for rank 1 in .* on a; rank 1",
+        ),
+        # Each waits for a call that the other has posted behind its own.
+        ([[swap(1), swap(2)], [swap(2), swap(0)], [swap(0), swap(1)]], r"a deadlock: rank 0 in a swap with \(1,\)"),
+        ([[swap(1)], []], "rank 0 in a swap with .* whose other side is never posted"),
+        ([_collective("x"), _collective("y")], "expected .; got . of rank"),
+    ],
+)
+def test_calls_that_would_never_end_are_refused(items, said):
+    with pytest.raises(TransferError, match=said):
+        FakeNccl(items, ctas=15)
+
+
+def test_messages_between_stages_hold_up_rings_on_one_communicator():
+    """Two replicas in four stages: rings of ten seconds among packs of one to nine."""
+    tokens = [10, 1, 9, 3, 10, 7, 2, 10, 5, 5, 10, 1, 8, 10, 4, 6]
+    ranks = [(0, 1) if each == 10 else (number % 2,) for number, each in enumerate(tokens)]
+    plan = make_plan(2, tokens, [Piece(ranks=each, sequences=(number,)) for number, each in enumerate(ranks)])
+
+    def taken(virtual, *, apart):
+        def seconds(number, _):
+            return tokens[number] / virtual
+
+        return FakeNccl(
+            stage_items(as_pipeline(plan, 4, virtual), seconds, seconds, lambda *_: 0.0, apart=apart)
+        ).seconds
+
+    assert (taken(1, apart=False), taken(1, apart=True)) == (266.0, 266.0)
+    assert (taken(2, apart=False), taken(2, apart=True)) == (250.5, 210.0)
