@@ -79,6 +79,7 @@ def run_pipeline(
     precision: str = "fp64",
     make_store: Callable[[int], ActivationStore] | None = None,
     watches: bool = False,
+    around: Callable[[Transport], Transport] = lambda transport: transport,
     **options: Any,
 ) -> list[PipelineRank]:
     """Run a plan of kind `pipeline` on threads as ranks. make_store: of a rank, for what the plan offloads."""
@@ -86,7 +87,7 @@ def run_pipeline(
 
     def work(transport: Transport) -> PipelineRank:
         model: Any = copy.deepcopy(planned_model)
-        mesh, layers = Mesh(transport, stages), [1.0] * model.config.num_hidden_layers
+        mesh, layers = Mesh(around(transport), stages), [1.0] * model.config.num_hidden_layers
         chunks = cut_layers(layers, stages * plan.schedule["virtual"])
         stage = ModelStage(model, chunks, stages=stages, stage=mesh.stage)
         parameters = StageParameters(stage, mesh, dtype=dtype)

@@ -56,10 +56,10 @@ class Waves:
         """Gather and sum a unit of each size, with no transfer beside: the first call may connect ranks. Collective."""
         sizes = {part.size: part for of_unit in self._parts for part in of_unit}
         for part in sizes.values():
-            part.gather(self._transport, key=None)
+            part.gather(self._transport, None)
             part.free()
             if part.trains:
-                part.reduce(self._transport, key=None)
+                part.reduce(self._transport, None)
                 part.add_sum()
 
     def let_go(self) -> None:
