@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lengthwise.core.processes import end_with_parent, let_threads_end
-from lengthwise.run.launch import launch
+from lengthwise.run.launch import launch, threads_of_each
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 FORKS_AFTER_THREADS = """
@@ -69,6 +69,15 @@ def test_ranks_are_forked_after_the_wait(monkeypatch):
     waits = []
     monkeypatch.setattr("lengthwise.run.launch.let_threads_end", lambda: waits.append(os.getpid()))
     assert launch(lambda world, _: list(waits) if world.rank == 0 else None, 2) == [os.getpid()]
+
+
+def test_ranks_share_the_cores_unless_the_environment_says_how_many_threads(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # as torch does at its import what this says
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert threads_of_each(2) == 2
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert (threads_of_each(2), threads_of_each(8)) == (3, 1)
 
 
 def test_a_child_whose_parent_is_gone_ends():

@@ -12,6 +12,7 @@ from engine.optimizer_cases import CASES, keys_of, plain_optimizer
 from lengthwise.comm import SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.config.optimizer import OPTIMIZERS
+from lengthwise.engine import optimizer as optimizer_module
 from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.optimizer import FUSED, ShardedOptimizer, kept_bytes, step_end_bytes
 from lengthwise.engine.replicated import FlatParameters
@@ -96,6 +97,42 @@ def test_slices_make_the_update_of_whole_parameters(case, fused, ranks, max_grad
         for got, expected, before in zip(found, wanted, start.parameters(), strict=True):
             torch.testing.assert_close(got, expected.detach(), rtol=1e-12, atol=1e-14)
             assert not torch.equal(got, before)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_entry_is_updated_to_the_same_bits_however_parameters_are_cut(case, monkeypatch):
+    """Vectors of a CPU round otherwise than one entry: no entry is left over at the end of a slice, or of a part."""
+    gradients = [torch.randn(each.shape, generator=torch.Generator().manual_seed(1)) for each in make_parameters()]
+
+    def updated(ranks):
+        found = [torch.full((each.numel(),), float("nan")) for each in gradients]
+        for rank in range(ranks):
+            transport, model = Silent(), nn.ModuleList(nn.ParameterList([each]) for each in make_parameters())
+            transport.rank, transport.world_size = rank, ranks
+            flat = FlatParameters(model, transport, dtype=torch.bfloat16, layers=[*model], bucket_entries=1)
+            optimizer = ShardedOptimizer(flat, OptimizerConfig.model_validate(keys_of(case)), transport)
+            for step in range(4):
+                for run in flat.layout.runs(rank):
+                    own = gradients[run.parameter].flatten()[run.entry : run.entry + run.stop - run.start]
+                    flat.grad_shard[run.start : run.stop] = own
+                optimizer.scale_gradients(0.3)
+                optimizer.update(LR / (step + 1))
+            for run in flat.layout.runs(rank):
+                own = flat.master_weights[run.start : run.stop]
+                found[run.parameter][run.entry : run.entry + run.stop - run.start] = own
+        return found
+
+    whole = updated(1)
+    assert not any(each.isnan().any() for each in whole)
+    assert all(map(torch.equal, updated(5), whole))
+    monkeypatch.setattr(optimizer_module, "_MOST_AT_ONCE", 32)
+    assert all(map(torch.equal, updated(1), whole))
+
+
+def make_parameters():
+    random = torch.Generator().manual_seed(0)
+    shapes = [(3, 37), (103,), (2, 90), (5,)] * 15
+    return [nn.Parameter(torch.randn(*shape, generator=random)) for shape in shapes]
 
 
 @pytest.mark.parametrize("case", FUSED_CASES)

@@ -2,7 +2,7 @@
 
 Parameters lie in the model's order, each from a border of 128 bytes on: kernels of matrix products read views of a
 buffer as fast as tensors of their own. They are cut into buckets where a layer ends, and every bucket evenly over the
-ranks, so that each can be gathered or reduced by itself. Costs up to 126 bytes a parameter, 16 a bucket and rank.
+ranks, so that each can be gathered or reduced by itself. Costs up to 126 bytes a parameter, 30 a bucket and rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from math import lcm
 from typing import NamedTuple
 
 ALIGNMENT = 64  # entries: 128 bytes in the narrowest dtype, which has two
-SLICE_MULTIPLE = 8  # entries of a rank's slice of a bucket: 16 bytes
+SLICE_MULTIPLE = 16  # entries of a rank's slice of a bucket: as many as a CPU's vector, which rounds otherwise than one
 BUCKET_ENTRIES = 1 << 24  # of a bucket at least, where the model has as many: shorter messages do not fill a link
 
 

@@ -159,18 +159,18 @@ def shards_of(
 ) -> list[Shard]:
     """Cut what a rank updates, (entries,) each, where weight decay changes.
 
-    Unused entries between two parameters go with them.
+    Unused entries after a parameter go with it: a part is then of whole vectors of a CPU, and which entries it has
+    changes no rounding.
     """
-    segments: list[tuple[int, int, bool]] = []
+    segments = list[tuple[int, bool]]()  # where one begins
     for run in layout.runs(rank):
         decayed = len(shapes[run.parameter]) >= 2
-        if segments and segments[-1][2] == decayed:
-            segments[-1] = (segments[-1][0], run.stop, decayed)
-        else:
-            segments.append((run.start, run.stop, decayed))
+        if not segments or segments[-1][1] != decayed:
+            segments.append((run.start, decayed))
+    stops = [*(start for start, _ in segments[1:]), len(weights)]
     return [
         Shard(start=start, weights=weights[start:stop], gradient=gradient[start:stop], decayed=decayed)
-        for start, stop, decayed in segments
+        for (start, decayed), stop in zip(segments, stops, strict=False)  # one stop without segments
     ]
 
 
