@@ -388,9 +388,8 @@ class Session:
     ) -> PlannedStep:
         """Return a step on which the ranks agree; one that was planned ahead for less than its loss takes, anew."""
         self._refuse_closed()
-        planned, plan = sequences, partial(self._planning.plan, self._engine, name=name, whole=whole)
-        if not isinstance(planned, PlannedStep):
-            planned = plan(RowBatch(sequences, self._num_words))
+        plan = partial(self._planning.plan, self._engine, name=name, whole=whole)
+        planned = sequences if isinstance(sequences, PlannedStep) else plan(RowBatch(sequences, self._num_words))
         self._agreement.reach(name, **{**numbers, "kind of loss": whole})
         return planned if self._planning.suits(planned.plan, whole=whole) else plan(planned.batch)
 
