@@ -87,7 +87,7 @@ SFT = {
 }
 
 
-@pytest.mark.parametrize("case", some(SFT, 1, list(SFT).index("over the ranks")))
+@pytest.mark.parametrize("case", some(SFT, list(SFT).index("over the ranks")))
 def test_sft_is_trls(case, tmp_path):
     data, changes = SFT[case]
 

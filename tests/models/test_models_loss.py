@@ -10,7 +10,7 @@ from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.cost import loss_bytes, shape_from_config
-from lengthwise.models import ModelSource, build_adapted, build_model, keep_double, model_loss
+from lengthwise.models import ModelSource, build_adapted, build_model, keep_double, model_log_probabilities, model_loss
 from lengthwise.models.lora import LoraConfig
 from lengthwise.program import lower_plan
 from tiers import some
@@ -23,16 +23,20 @@ TOLERANCES = {torch.float64: 1e-13, torch.float32: 3e-6}
 FAMILIES = ("llama", "gemma", "gemma3_text", "cohere", "granite", "opt", "qwen3_moe")
 
 
+def microbatch():
+    batch = make_batch(LENGTHS, vocab=VOCAB, seed=1, masked=0.2)
+    (program,) = lower_plan(ROUNDS, 0)
+    planned = PlannedAttention(program, SoloTransport(), choose_kernel(CPU))
+    return planned, batch.tensors(program.segments(0))
+
+
 def loss_and_gradients(model, *, tokens_at_once, dtype=torch.float64, grad=True, weighed=False):
     """Run one microbatch; None: whole logits."""
     model = model.to(dtype)
     model.zero_grad(set_to_none=True)
-    batch = make_batch(LENGTHS, vocab=VOCAB, seed=1, masked=0.2)
-    (program,) = lower_plan(ROUNDS, 0)
-    planned = PlannedAttention(program, SoloTransport(), choose_kernel(CPU))
+    planned, tensors = microbatch()
     at_once = None if tokens_at_once is None else tokens_at_once * model.config.vocab_size
     with torch.set_grad_enabled(grad), keep_double(dtype):
-        tensors = batch.tensors(program.segments(0))
         weights = 0.25 + (torch.arange(len(tensors[0])) % 5) if weighed else None
         found = model_loss(model, planned, *tensors, weights, logits_at_once=at_once)
         if grad:
@@ -59,6 +63,21 @@ def test_chunked_loss_equals_whole(family, dtype):
             assert (gradient is None) == (chunked[name] is None), name
             if gradient is not None:
                 assert relative_error(chunked[name], gradient, floor=floor) < TOLERANCES[dtype], name
+
+
+@pytest.mark.parametrize("family", some(FAMILIES, 2, 4))
+def test_log_probabilities_in_chunks_are_those_of_all_logits_and_less_the_loss(family):
+    model = tiny(family).double()
+    (planned, tensors), found = microbatch(), []
+    with keep_double(torch.float64):
+        for tokens_at_once in (71, 7):
+            at_once = tokens_at_once * model.config.vocab_size
+            found.append(model_log_probabilities(model, planned, *tensors, logits_at_once=at_once))
+            planned, _ = microbatch()
+        loss = model_loss(model, planned, *tensors)
+    assert relative_error(found[1], found[0]) < 1e-14
+    assert relative_error(-found[0].sum(), loss.detach()) < 1e-14
+    assert not found[1][tensors[2] == -100].any()
 
 
 def test_chunked_loss_counts_weights_as_the_whole():

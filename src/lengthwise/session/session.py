@@ -400,8 +400,7 @@ class Session:
         """Return a step on which the ranks agree; one that was planned ahead for less than its loss takes, anew."""
         self._refuse_closed()
         plan = partial(self._planning.plan, self._engine, name=name, whole=whole)
-        is_planned = isinstance(sequences, PlannedStep)
-        planned = sequences if is_planned else plan(RowBatch(sequences, self._num_words))
+        planned = sequences if isinstance(sequences, PlannedStep) else plan(RowBatch(sequences, self._num_words))
         self._agreement.reach(name, **{**numbers, "kind of loss": whole})
         return planned if self._planning.suits(planned.plan, whole=whole) else plan(planned.batch)
 
