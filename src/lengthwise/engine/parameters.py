@@ -203,7 +203,7 @@ def brought(values: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return master weights in `dtype` where the model runs; the host's are cast there, and sent from pinned memory."""
     if values.device.type == device.type:
         return values.to(dtype)
-    staged = torch.empty(values.shape, dtype=dtype, pin_memory=device.type == "cuda").copy_(values)
+    staged = torch.empty(values.shape, dtype=dtype, pin_memory=device.type != "cpu").copy_(values)
     return staged.to(device, non_blocking=True)
 
 
