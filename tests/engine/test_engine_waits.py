@@ -15,7 +15,7 @@ from sharded_runs import KINDS, in_waves
 from testing import make_batch, make_plan, tiny_family_config
 from testing.on_meta import META, OneOfMany, device_without_values, pinned_store_on_meta
 from testing.pipelines import as_pipeline
-from testing.tiny import VOCAB
+from testing.tiny import VARIANTS, VOCAB
 from transformers import AutoModelForCausalLM
 
 from lengthwise.attention import choose_kernel, planned, to_device
@@ -66,6 +66,7 @@ class Case:
     end: tuple = ()
 
 
+BALANCE = {**VARIANTS["mixtral, router loss"][1], "sliding_window": None}
 FULL = {"use_sliding_window": False}
 UPDATE_ON_HOST = "copy to the host: optimizer.update"
 CASES = {
@@ -74,6 +75,9 @@ CASES = {
     "windows": Case(family="gemma3_text", recompute=KINDS, rank=2),
     "sinks": Case(family="gpt_oss", experts="grouped_mm", recompute=("layer",)),
     "grouped experts": Case(family="qwen3_moe", changes=FULL, experts="grouped_mm", recompute=KINDS),
+    "balance loss of routers": Case(family="mixtral", changes=BALANCE, experts="grouped_mm"),
+    "dynamic rope": Case(changes=VARIANTS["llama, rope dynamic"][1]),
+    "longrope": Case(changes=VARIANTS["llama, rope longrope"][1]),
     "adapters": Case(adapters=True),
     "zero3": Case(node=4, recompute=KINDS),
     "hybrid, grouped experts": Case(family="qwen3_moe", changes=FULL, experts="grouped_mm", node=2, recompute=KINDS),
@@ -87,7 +91,7 @@ CASES = {
 
 def model_of(case):
     register_attention()
-    config = tiny_family_config(case.family, {"max_position_embeddings": 1 << 20, **case.changes})
+    config = tiny_family_config(case.family, {"max_position_embeddings": 1 << 20} | case.changes)
     how = {"attn_implementation": ATTENTION_NAME}
     if case.experts != "eager":
         how["experts_implementation"] = case.experts
