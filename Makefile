@@ -47,8 +47,8 @@ test-newest:
 	.venv-newest/bin/python -m pip list | grep -E '^(torch|transformers|accelerate|peft|trl|datasets) '
 	.venv-newest/bin/python -m pytest -n 2 tests/integrations tests/session tests/models tests/data
 
-# On a machine with a GPU: all parts, then the page from what they wrote, whatever failed.
-# Elsewhere: one line, status 2.
+# On a machine with a GPU: all parts, then the page from what they wrote, whatever failed; where torch cannot start it,
+# the reason alone. Elsewhere: one line. Both with status 2.
 gpu-check:
 	@test -e /dev/nvidiactl || test -e /dev/dxg || test -e /dev/kfd || \
 	  { echo "gpu-check: no GPU on this machine; nothing was run or written" >&2; exit 2; }

@@ -38,7 +38,6 @@ from lengthwise.profiler.profile import ProfileSettings, profile
 from lengthwise.simulator import simulate_plan
 from lengthwise.simulator.rounds import microbatch_clocks
 
-PLANNERS = ("static", "single-degree", "bytescale", "lengthwise")
 Seconds = Mapping[tuple[int, int], float]
 """Of a rank in a microbatch, by (rank, index of the microbatch)."""
 
@@ -55,11 +54,11 @@ def replay(sizes: Sizes, records: Records) -> None:
     records.keep("replay-measurements.json", measured.to_json())
     for line in loop.said:
         records.add("note", said=line)
-    for ranks in sizes.replay_ranks:
+    for ranks, planners in sizes.replay_plans.items():
         cluster = Cluster(ranks=ranks, capacity_tokens=sizes.replay_capacity_tokens)
         lengths = sizes.replay_batch(ranks).lengths()
         batch = random_batch(lengths, vocab=config.vocab_size)
-        for planner in PLANNERS:
+        for planner in planners:
             plan = plan_for(lengths, cost, cluster, planner=planner, layers=config.num_hidden_layers)
             seconds = replayed_seconds(loop, plan, batch)
             makespan, simulated = makespan_of(plan, seconds, cost), simulate_plan(plan, cost).work_end_seconds.max()

@@ -30,6 +30,7 @@ TITLES = {
     "copy": "Copies on the device",
     "matrix product": "Matrix products",
     "attention": "Attention, causal, forward and backward",
+    "many": "Layouts of parameters, stages, offload and trainers on several ranks",
     "replay": "Whole plans of many ranks, replayed on this device",
     "step": "Whole steps of one rank, beside plain Hugging Face",
     "hardware": "The device as `--hardware` describes it (`hardware.json` of the folder)",
@@ -37,7 +38,11 @@ TITLES = {
     "ring parity": "Rings in bf16 beside one call, both against fp32",
     "logits": "Over 2^31 logits",
 }
+_LATEST = {"step": ("model", "batch", "loop")}
+"""Tables of which a later row replaces one that is alike in these columns."""
 _NOTES = {
+    "many": "Small models: whether it works, not how fast. *Loss difference*: the largest of five steps, from those of "
+    "the first configuration.",
     "replay": "Arithmetic measured, transfers modelled; *simulation error* is of the simulator's makespan against this "
     "one (aim: 5 %).",
     "step": "MFU by the bf16 rate of the data sheet, recomputation not counted (`benchmarks/gpu/setting.py`); *times "
@@ -144,7 +149,7 @@ def page_of(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the text of the page."""
     lines, names = _places(rows), {str(row["table"]) for row in rows} - set(_NOT_TABLES)
     for name in (*TITLES, *sorted(names - set(TITLES))):
-        of_table = [row for row in rows if row["table"] == name]
+        of_table = _latest(name, [row for row in rows if row["table"] == name])
         if of_table:
             note = [_NOTES[name], ""] if name in _NOTES else []
             columns = list(dict.fromkeys(key for row in of_table for key in row if key not in _HIDDEN))
@@ -152,6 +157,13 @@ def page_of(rows: Sequence[Mapping[str, Any]]) -> str:
             table = markdown(" | ".join(column.replace("_", " ") for column in columns), cells)
             lines += [f"### {TITLES.get(name, name.capitalize())}", "", *note, *table, ""]
     return "\n".join(lines)
+
+
+def _latest(table: str, rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Leave out rows that later ones replace."""
+    if table not in _LATEST:
+        return list(rows)
+    return list({tuple(row[column] for column in _LATEST[table]): row for row in rows}.values())
 
 
 def _cell(key: str, value: object) -> str:
@@ -163,7 +175,7 @@ def _cell(key: str, value: object) -> str:
         return f"{value / 1e12:.3g} TFLOP/s"
     if key.endswith(("_bytes", "_per_second")):
         return count(float(value)) + "B" * ("bytes" in key) + "/s" * key.endswith("_per_second")
-    if key.endswith(("share", "spread", "error", "mfu")):
+    if key.endswith(("share", "spread", "error", "mfu", "difference")):
         return f"{100 * value:.1f} %" if abs(value) >= 1e-3 or not value else f"{value:.1e}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 

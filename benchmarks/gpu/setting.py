@@ -78,22 +78,26 @@ def plan_for(
 
 
 _K = 1024
-_STEPS = {
-    "llama-1b": (
-        BatchKind(name="uniform", tokens=32 * _K, longest_tokens=16 * _K),
-        BatchKind(name="github", tokens=32 * _K, longest_tokens=32 * _K, recompute="layer"),
-        BatchKind(name="prolong", tokens=32 * _K, longest_tokens=32 * _K, recompute="layer"),
-        BatchKind(name="one long", tokens=72 * _K, longest_tokens=64 * _K, recompute="layer"),
-    ),
-    "llama-8b, 8 layers": (BatchKind(name="uniform", tokens=16 * _K, longest_tokens=16 * _K),),
-    "llama-3b": (BatchKind(name="uniform", tokens=16 * _K, longest_tokens=16 * _K, recompute="layer"),),
+_STEP_PARTS = {
+    "steps": {
+        "llama-1b": (
+            BatchKind(name="uniform", tokens=32 * _K, longest_tokens=16 * _K),
+            BatchKind(name="github", tokens=32 * _K, longest_tokens=32 * _K, recompute="layer"),
+            BatchKind(name="prolong", tokens=32 * _K, longest_tokens=32 * _K, recompute="layer"),
+        )
+    },
+    "steps_64k": {"llama-1b": (BatchKind(name="one long", tokens=72 * _K, longest_tokens=64 * _K, recompute="layer"),)},
+    "steps_large": {
+        "llama-8b, 8 layers": (BatchKind(name="uniform", tokens=16 * _K, longest_tokens=16 * _K),),
+        "llama-3b": (BatchKind(name="uniform", tokens=16 * _K, longest_tokens=16 * _K, recompute="layer"),),
+    },
 }
-_TINY_STEPS = {
-    "tiny": (
-        BatchKind(name="uniform", tokens=64, longest_tokens=32),
-        BatchKind(name="one long", tokens=100, longest_tokens=64, recompute="layer"),
-    )
+_TINY_STEP_PARTS = {
+    "steps": {"tiny": (BatchKind(name="uniform", tokens=64, longest_tokens=32),)},
+    "steps_64k": {"tiny": (BatchKind(name="one long", tokens=100, longest_tokens=64, recompute="layer"),)},
+    "steps_large": {"tiny, wide": (BatchKind(name="uniform", tokens=64, longest_tokens=32, recompute="layer"),)},
 }
+PLANNERS = ("static", "single-degree", "bytescale", "lengthwise")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,17 +112,21 @@ class Sizes:
     attention_tokens: tuple[int, ...] = (1024, 4096, 16384, 65536)
     attention_heads: int = 16
     replay_model: str = "llama-1b"
-    replay_ranks: tuple[int, ...] = (8, 16, 32)
+    replay_plans: Mapping[int, tuple[str, ...]] = field(
+        default_factory=lambda: {8: PLANNERS, 16: PLANNERS, 32: ("static", "lengthwise")}
+    )
     replay_capacity_tokens: int = 16 * _K
     replay_tokens_a_rank: int = 20 * _K
     replay_profile_seconds: float = 20.0
-    step_models: Mapping[str, tuple[BatchKind, ...]] = field(default_factory=lambda: _STEPS)
+    step_parts: Mapping[str, Mapping[str, tuple[BatchKind, ...]]] = field(default_factory=lambda: _STEP_PARTS)
     step_repeats: int = 2
     step_compiled: bool = True
     pack_tokens: int = 16 * _K
     profile_model: str = "llama-1b"
-    profile_seconds: float = 30.0
+    profile_seconds: float = 20.0
     profile_tokens: int = 16 * _K
+    many_model: str = "many"
+    many_capacity_tokens: int = 1024
     ring_heads: tuple[int, int, int] = (8, 2, 128)
     ring_degree: int = 3
     ring_tokens: int = 32 * _K
@@ -145,9 +153,10 @@ class Sizes:
 FULL = Sizes()
 TINY = replace(
     FULL, precision="fp32", repeats=1, copy_bytes=1 << 16, product_sizes=(64,), attention_tokens=(32,),
-    attention_heads=2, replay_model="tiny", replay_ranks=(2, 4), replay_capacity_tokens=64, replay_tokens_a_rank=96,
-    replay_profile_seconds=1.0, step_models=_TINY_STEPS, step_repeats=1, step_compiled=False, pack_tokens=64,
-    profile_model="tiny", profile_seconds=0.5, profile_tokens=64, ring_heads=(4, 2, 8), ring_tokens=50,
+    attention_heads=2, replay_model="tiny", replay_plans={2: PLANNERS, 4: ("static", "lengthwise")},
+    replay_capacity_tokens=64, replay_tokens_a_rank=96, replay_profile_seconds=1.0, step_parts=_TINY_STEP_PARTS,
+    step_repeats=2, step_compiled=False, pack_tokens=64, profile_model="tiny", profile_seconds=0.5, profile_tokens=64,
+    many_model="many, tiny", many_capacity_tokens=64, ring_heads=(4, 2, 8), ring_tokens=50,
     logits_model="wide words, tiny", logits_tokens=40, logits_at_once=4 * 512,
 )  # fmt: skip
 
@@ -166,6 +175,9 @@ _SHAPES = {
     "llama-3b": (28, 3072, 8192, 24, 8, 128, 128_256),
     "llama-8b, 8 layers": (8, 4096, 14_336, 32, 8, 128, 128_256),
     "tiny": (2, 32, 64, 4, 2, 8, 256),
+    "tiny, wide": (2, 64, 128, 4, 2, 16, 256),
+    "many": (4, 256, 512, 4, 2, 64, 512),
+    "many, tiny": (4, 32, 64, 4, 2, 8, 64),
     "wide words": (1, 256, 256, 4, 4, 64, 128_256),
     "wide words, tiny": (1, 32, 64, 4, 2, 8, 512),
 }
@@ -191,10 +203,14 @@ def draw_model(name: str, device: torch.device, *, attention: str = ATTENTION_NA
 
 def step_flops(config: Any, parameters: int, lengths: Sequence[int]) -> float:
     """Count the FLOPs of a step as MFU counts them (see above)."""
-    embedding = config.vocab_size * config.hidden_size
     squares = float(sum(length**2 for length in lengths))
     attention = 6.0 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * squares
-    return 6.0 * (parameters - embedding) * sum(lengths) + attention
+    return linear_flops(config, parameters, lengths) + attention
+
+
+def linear_flops(config: Any, parameters: int, lengths: Sequence[int]) -> float:
+    """Count those of them that are not of attention."""
+    return 6.0 * (parameters - config.vocab_size * config.hidden_size) * sum(lengths)
 
 
 def hardware_here(device: torch.device) -> str:

@@ -1,8 +1,6 @@
-"""What the device itself does, whole steps beside plain Hugging Face's, what is right there, `lengthwise profile`.
+"""What the device itself does, what is right there, `lengthwise profile`.
 
 - `ceilings`: copies, matrix products, and torch's own causal attention, forward and backward, by length and backend.
-- `steps`: tokens a second, MFU, memory beside the state. Loops are built one after the other and again in the opposite
-  order, so that a drift of the clocks meets all alike. Nobody has fused kernels of Liger.
 - `parity`: errors are relative, L2. A ring in bf16 is held to one call of the same kernel, both against plain matrix
   products in fp32 on the same rounded inputs: rounding of partial results may add a little, a wrong block adds a lot.
   The loss in chunks is held to the whole one, whose logits need 64-bit indices.
@@ -11,12 +9,10 @@
 
 from __future__ import annotations
 
-import gc
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +23,18 @@ from testing.oracles import relative_error
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gpu.loops import OurLoop, PlainLoop
-from gpu.rows import Records, clocks, middle, seconds_of
-from gpu.setting import BatchKind, Sizes, hardware_here, model_config, peak_flops_per_second, plan_for, step_flops
+from gpu.loops import OurLoop
+from gpu.rows import Records, middle, seconds_of
+from gpu.setting import Sizes, model_config
 from lengthwise.attention import Block, BlockKernel, ReferenceKernel, Saved, choose_kernel
 from lengthwise.cli import main
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.core.shape import Cluster
-from lengthwise.cost import named_hardware, shape_from_config
-from lengthwise.cost.measured import base_cost, read_measurements
+from lengthwise.cost import named_hardware
+from lengthwise.cost.measured import read_measurements
 from lengthwise.engine.batch import random_batch
-from lengthwise.engine.memory import PeakMemory
 from lengthwise.engine.step import run_plan
-from lengthwise.models import Computing
 
-OURS, COMPILED, ONE_BY_ONE, PACKED = "lengthwise", "lengthwise, compiled", "HF one by one", "HF + varlen"
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -85,84 +77,6 @@ def ceilings(sizes: Sizes, records: Records) -> None:
             add("attention", run, "flops", 0.5 * 3.5 * 4 * tokens**2 * dim * heads, backend=name, tokens=tokens)
         except RuntimeError as error:  # this torch or this device has no such kernel
             records.add("attention", backend=name, tokens=tokens, refused=str(error).splitlines()[0][:200])
-
-
-def steps(sizes: Sizes, records: Records) -> None:
-    """Write rows `step` of lengthwise and of plain Hugging Face."""
-    names = [OURS, *([COMPILED] if sizes.step_compiled else []), ONE_BY_ONE, PACKED]
-    for model, batches in sizes.step_models.items():
-        took: dict[tuple[str, str], list[float]] = {}
-        for turn, loop in enumerate([*names, *reversed(names)]):
-            for kind, row in _rows_of(sizes, model, loop, batches):
-                took.setdefault((loop, kind.name), []).extend(row.pop("all_seconds", []))
-                records.add("step, each turn", turn=turn, model=model, loop=loop, batch=kind.name, **row)
-            _let_go(sizes)
-        for kind in batches:
-            _summary(sizes, records, model, kind, {loop: took.get((loop, kind.name), []) for loop in names})
-
-
-def _let_go(sizes: Sizes) -> None:
-    """Give back what a loop held, which nobody has any more."""
-    gc.collect()
-    if sizes.device == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _summary(sizes: Sizes, records: Records, model: str, kind: BatchKind, took: Mapping[str, Sequence[float]]) -> None:
-    """Write the medians of a batch over all turns."""
-    config, lengths = model_config(model), kind.lengths()
-    flops = step_flops(config, shape_from_config(config.to_dict()).total_params, lengths)
-    for loop, found in ((loop, middle(seconds)) for loop, seconds in took.items() if seconds):
-        records.add(
-            "step", model=model, batch=kind.name, longest_tokens=max(lengths), recompute=kind.recompute, loop=loop,
-            **found, tokens_per_second=sum(lengths) / found["seconds"],
-            mfu=flops / found["seconds"] / peak_flops_per_second(sizes.where),
-            times_lengthwise=found["seconds"] / statistics.median(took[OURS]) if took[OURS] else None,
-        )  # fmt: skip
-
-
-def _rows_of(
-    sizes: Sizes, model: str, name: str, batches: Sequence[BatchKind]
-) -> Iterator[tuple[BatchKind, dict[str, Any]]]:
-    """Build a loop and run every batch; yield seconds, bytes and the loss of the first step, or why there are none."""
-    if name in (OURS, COMPILED):
-        computing = Computing(compile=name == COMPILED, fused_layers="off")
-        loop = OurLoop(model, sizes.where, sizes.dtype, computing=computing)
-    else:
-        loop = PlainLoop(model, sizes.where, sizes.dtype, packed=name == PACKED, pack_tokens=sizes.pack_tokens)
-    for kind in batches:
-        try:
-            row = _run_batch(sizes, loop, kind)
-        except torch.OutOfMemoryError as error:
-            row = {"refused": str(error).splitlines()[0][:200]}
-        except MemoryShortage as error:
-            row = {"refused": error.got[:200]}
-        loop.parameters.clear_gradients()
-        yield kind, row
-        _let_go(sizes)
-
-
-def _run_batch(sizes: Sizes, loop: OurLoop | PlainLoop, kind: BatchKind) -> dict[str, Any]:
-    """Run a batch on one rank that holds its longest document, or a pack."""
-    device, lengths, memory = sizes.where, kind.lengths(), PeakMemory()
-    config: Any = loop.model.config
-    cost = base_cost(shape_from_config(config.to_dict()), hardware_here(device), precision=sizes.precision)
-    cluster = Cluster(ranks=1, capacity_tokens=max(sizes.pack_tokens, *lengths))
-    plan = plan_for(lengths, cost, cluster, layers=config.num_hidden_layers, recompute=kind.recompute)
-    batch = random_batch(lengths, vocab=config.vocab_size)
-    on_gpu, first_loss = device.type == "cuda", loop.step(plan, batch)
-    state = torch.cuda.memory_allocated(device) if on_gpu else 0
-    memory.start()
-    seconds = seconds_of(lambda: loop.step(plan, batch), device, repeats=sizes.step_repeats, warm_up=0)
-    return {
-        "all_seconds": seconds,
-        "first_loss": first_loss,
-        "state_bytes": state,
-        "beside_state_bytes": memory.peak_bytes() - state,
-        "num_alloc_retries": int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if on_gpu else 0,
-        "clocks": clocks(),
-        "said": "; ".join(loop.said),
-    }
 
 
 def parity(sizes: Sizes, records: Records) -> None:

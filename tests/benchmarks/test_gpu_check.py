@@ -1,17 +1,23 @@
 """The checks of a GPU machine without one: tables run tiny, what fails or hangs stops no other, a page is made."""
 
 import os
+import re
 import sys
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 import gpu_check
 from gpu import tables
+from gpu.limits import MARGIN, PARTS
 from gpu.rows import TITLES, Records, read_rows
 from gpu.setting import sizes_of
 from lengthwise.attention import ReferenceKernel
+from lengthwise.comm.devices import Gpus
 
+pytest_plugins = "pytester"
 PAGE = "# Page\n" + gpu_check.MARK + "\nold rows\n"
 TINY = ("--device", "cpu", "--tiny")
 
@@ -60,7 +66,7 @@ def test_what_fails_or_hangs_stops_no_other_part(tmp_path, monkeypatch, capsys):
         "steps": "print('fine')",
     }
     monkeypatch.setattr(gpu_check, "command_of", lambda name, _: python(codes[name]))
-    monkeypatch.setitem(gpu_check.TABLES, "ceilings", 0.5)
+    monkeypatch.setitem(PARTS, "ceilings", replace(PARTS["ceilings"], limit_seconds=0.5))
     start = time.monotonic()
     with pytest.raises(SystemExit, match="gpu_check: place, ceilings failed"):
         check(monkeypatch, *codes, "--out", tmp_path, *TINY)
@@ -91,13 +97,46 @@ def test_a_page_is_made_from_partial_results(tmp_path):
         gpu_check.write_page(folder, page)
 
 
-def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu_check, "count_gpus", lambda: 0)
+@pytest.mark.parametrize("here", [["--here"], []])
+def test_without_a_gpu_the_reason_comes_first_and_nothing_runs(tmp_path, monkeypatch, capsys, here):
+    why = "The NVIDIA driver on your system is too old (found version 12080)"
+    monkeypatch.setattr(gpu_check, "find_gpus", lambda: Gpus(number=0, why_none=why))
     with pytest.raises(SystemExit) as ended:
-        check(monkeypatch, "place", "--here", "--out", tmp_path / "found")
+        check(monkeypatch, "place", "test_gpu_kernels", *here, "--out", tmp_path / "found")
     assert ended.value.code == 2
-    assert "no GPU" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert said.err.startswith(f"gpu_check: torch starts no GPU: {why}. ")
+    assert not said.out
     assert not (tmp_path / "found").exists()
+
+
+def test_a_skip_fails_where_a_gpu_was_asked_for(pytester, monkeypatch):
+    conftest = (gpu_check.ROOT / "tests" / "gpu" / "conftest.py").read_text()
+    pytester.makeconftest(conftest.replace("torch.cuda.is_available()", "False"))
+    pytester.makepyfile("def test_it(device):\n    pass")
+    options = ("-p", "no:cacheprovider", "-W", "ignore::pytest.PytestUnknownMarkWarning")
+    monkeypatch.delenv("LENGTHWISE_TEST_GPU")
+    pytester.runpytest_inprocess(*options).assert_outcomes(passed=1, skipped=1)
+    monkeypatch.setenv("LENGTHWISE_TEST_GPU", "1")
+    found = pytester.runpytest_inprocess(*options)
+    found.assert_outcomes(passed=1, errors=1)
+    found.stdout.fnmatch_lines(["*test_it?cuda? was skipped, where every case must run: *no GPU (make gpu-check)*"])
+
+
+def test_parts_fit_their_limits_and_the_page_says_them():
+    sizes, page = sizes_of("cuda", tiny=False), (gpu_check.ROOT / "docs" / "gpu.md").read_text()
+    for name, part in PARTS.items():
+        assert 0 < part.estimate(sizes) <= MARGIN * part.limit_seconds, name
+        assert re.search(rf"^\| `{name}` \| {part.limit_seconds:g} s \| ", page, re.MULTILINE), name
+    minutes = re.search(r"in at most (\d+) minutes", page)
+    assert sum(part.limit_seconds for part in PARTS.values()) <= 60 * int(minutes.group(1))
+    said = gpu_check.expected_lines(["place", "replay"], SimpleNamespace(device="cuda", tiny=False))
+    assert said[1] == f"replay: about {PARTS['replay'].estimate(sizes):.0f} s, at most 250 s"
+    assert list(PARTS)[-1] == "replay"
+    commands = [re.findall(r"\w+", line) for line in re.findall(r"gpu_check.py (\w.*?) --out", page)]
+    assert sorted(name for each in commands for name in each) == sorted(PARTS)
+    for each in commands:
+        assert sum(PARTS[name].limit_seconds for name in each) <= 600
 
 
 class WrongKernel(ReferenceKernel):

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testing import make_plan
 
-from gpu import replay
 from gpu.loops import OurLoop
 from gpu.replay import ReplayTransport, makespan_of, replayed_seconds
-from gpu.setting import plan_for
+from gpu.setting import PLANNERS, plan_for
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
@@ -28,7 +27,7 @@ COST = all_terms_cost(named_shape("llama-7b"), replace(named_hardware("h100"), n
 @given(
     lengths=st.lists(st.integers(1, 60_000), min_size=1, max_size=12),
     ranks=st.sampled_from([1, 3, 8]),
-    planner=st.sampled_from(replay.PLANNERS),
+    planner=st.sampled_from(PLANNERS),
 )
 def test_microbatches_as_simulated_make_the_simulated_makespan(lengths, ranks, planner):
     cluster = Cluster(ranks=ranks, capacity_tokens=max(8192, -(-max(lengths) // ranks) + 1))

@@ -1,87 +1,211 @@
-"""The host gives a device work without waiting for it: no number is read between microbatches, no copy waited for."""
+"""A step on tensors without values, with the calls of a GPU: it runs, and the host waits for the device where it must.
+
+Lengths are those of long contexts, which cost nothing here, so that all kernels of a Hopper GPU are chosen by length.
+"""
+
+import itertools
+from dataclasses import dataclass, field, replace
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from sharded_runs import KINDS, in_waves
 from testing import make_batch, make_plan, tiny_family_config
-from testing.tiny import VOCAB
-from torch.utils._python_dispatch import TorchDispatchMode
+from testing.on_meta import HOPPER, META, OneOfMany, device_without_values, pinned_store_on_meta
+from testing.pipelines import as_pipeline
+from testing.tiny import VARIANTS, VOCAB
 from transformers import AutoModelForCausalLM
 
 from lengthwise.attention import choose_kernel, planned, to_device
-from lengthwise.comm import SoloTransport
+from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
+from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.engine.pipeline import run_stage
 from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.sharded import ShardedParameters
+from lengthwise.engine.stage_parameters import StageParameters
 from lengthwise.engine.step import run_plan
-from lengthwise.models import ModelSource, build_model
-from lengthwise.models.adapter import ATTENTION_NAME, register_attention
-
-LENGTHS = (9, 12, 5, 7, 8, 3)
-READS = ("_local_scalar_dense", "nonzero", "equal", "unique", "masked_select")
-
-
-class Reads(TorchDispatchMode):
-    """Counts operations whose result the host needs, or whose shape depends on values: on a GPU it waits for them."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(name in str(func) for name in READS):
-            self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def reads(model_type, microbatches, *, experts="eager"):
-    """Return the reads of the microbatches of a step, and those of its end."""
-    register_attention()
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        tiny_family_config(model_type), attn_implementation=ATTENTION_NAME, experts_implementation=experts
-    ).train()
-    transport = SoloTransport()
-    flat = FlatParameters(model, transport, dtype=torch.float32)
-    optimizer = ShardedOptimizer(flat, OptimizerConfig(), transport, fused=True)
-    plan = make_plan(1, LENGTHS, [[Piece(ranks=(0,), sequences=each)] for each in microbatches])
-    kernel = choose_kernel(torch.device("cpu"))
-    with Reads() as during:
-        run_plan(model, plan, make_batch(LENGTHS, vocab=48), transport, kernel, name="step")
-    with Reads() as after:
-        optimizer.end_step(1e-3)
-    return during.found, after.found
-
-
-@pytest.mark.parametrize(
-    ("model_type", "experts"),
-    [("gemma3_text", "eager"), ("qwen3_moe", "grouped_mm")],
+from lengthwise.models import (
+    FAMILIES,
+    Computing,
+    ModelSource,
+    ModelStage,
+    build_model,
+    choose_model_kernel,
+    wrapped_layers,
 )
-def test_nothing_is_read_between_microbatches(model_type, experts):
-    """The sums of losses are read once, when all of a step was posted, and once the norm of the gradient."""
-    for microbatches in ([tuple(range(6))], [(0, 1), (2, 3), (4, 5)], [(i,) for i in range(6)]):
-        during, after = reads(model_type, microbatches, experts=experts)
-        assert during == []
-        assert len(after) == 1
-    assert experts == "eager" or reads(model_type, [tuple(range(6))])[0], "eager experts are read: this sees them"
+from lengthwise.models.adapter import ATTENTION_NAME, register_attention
+from lengthwise.models.experts import choose_experts, needs_of
+from lengthwise.program.stage_program import cut_layers
+
+BF16 = torch.bfloat16
+PACKS = ((9, 12, 6000, 7), [[Piece(ranks=(0,), sequences=(0, 1, 3))], [Piece(ranks=(0,), sequences=(2,))]])
+RINGS = (
+    (100_000, 5000, 30, 7, 20_000),
+    [
+        [Piece(ranks=(0, 2, 1), sequences=(0,))],
+        [Piece(ranks=(3,), sequences=(1,)), Piece(ranks=(0,), sequences=(2, 3))],
+        [Piece(ranks=(2, 0, 1, 3), sequences=(4,), heads=2)],
+    ],
+)
+FLASH, CUDNN = "_flash_attention", "_scaled_dot_product_cudnn_attention"
+STEP = ["copy to the host: step.run_plan", "event: clock._seconds_between"]
+STEP_OF_STAGE = ["copy to the host: pipeline.run_stage", "event: clock._seconds_between"]
+NORM = ["number: norm.gradient_norm"]
 
 
-def test_copies_to_a_gpu_go_through_pinned_memory_and_are_not_waited_for():
-    called = []
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step of a rank, and what it waits for at its end beside the norm."""
 
-    class Host:
-        def pin_memory(self):
-            called.append("pin")
-            return self
+    family: str = "llama"
+    changes: dict = field(default_factory=dict)
+    plan: tuple = RINGS
+    rank: int = 0
+    recompute: tuple = ("none",)
+    node: int = 0  # ranks that share parameters; 0: each has all
+    stages: int = 1
+    adapters: bool = False
+    offload: float = 0.0  # of activations
+    host_optimizer: bool = False
+    end: tuple = ()
 
-        def to(self, device, *, non_blocking=False):
-            called.append((device.type, non_blocking))
 
-    to_device(Host(), torch.device("cuda", 0))
-    assert called == ["pin", ("cuda", True)]
-    here = torch.ones(3)
-    assert to_device(here, torch.device("cpu")) is here
+BALANCE = {**VARIANTS["mixtral, router loss"][1], "sliding_window": None}
+FULL = {"use_sliding_window": False}
+UPDATE_ON_HOST = "copy to the host: optimizer.update"
+CASES = {
+    "packs": Case(plan=PACKS),
+    "rings, split heads, every kind of recomputation": Case(recompute=KINDS),
+    "windows": Case(family="gemma3_text", recompute=KINDS, rank=2),
+    "sinks": Case(family="gpt_oss", recompute=("layer",)),
+    "grouped experts": Case(family="qwen3_moe", changes=FULL, recompute=KINDS),
+    "balance loss of routers": Case(family="mixtral", changes=BALANCE),
+    "dynamic rope": Case(changes=VARIANTS["llama, rope dynamic"][1]),
+    "longrope": Case(changes=VARIANTS["llama, rope longrope"][1]),
+    "adapters": Case(adapters=True),
+    "zero3": Case(node=4, recompute=KINDS),
+    "hybrid, grouped experts": Case(family="qwen3_moe", changes=FULL, node=2, recompute=KINDS),
+    "first of two stages": Case(stages=2, recompute=KINDS),
+    "last of two stages": Case(stages=2, recompute=KINDS, rank=1),
+    "activations on the host": Case(changes={"num_hidden_layers": 4}, offload=0.5),
+    "optimizer on the host": Case(host_optimizer=True, end=(UPDATE_ON_HOST,)),
+    "optimizer on the host, zero3": Case(node=4, host_optimizer=True, end=(UPDATE_ON_HOST,)),
+}
+
+
+def model_of(case):
+    register_attention()
+    config = tiny_family_config(case.family, {"max_position_embeddings": 1 << 20} | case.changes)
+    with META:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).train()
+        if case.adapters:
+            model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).get_base_model()
+    experts = needs_of(model, BF16, on_gpu=True, capability=HOPPER.capability)
+    if experts.replaceable:
+        model.set_experts_implementation(choose_experts("auto", experts)[0])
+    return model
+
+
+def plan_of(case, layers):
+    lengths, pieces = case.plan
+    ranks = 1 + max(rank for each in pieces for piece in each for rank in piece.ranks)
+    plan = make_plan(ranks, lengths, pieces, layers=layers)
+    kinds = itertools.cycle(case.recompute)
+    microbatches = (replace(each, recompute=next(kinds), offload=case.offload) for each in plan.microbatches)
+    plan = replace(plan, microbatches=tuple(microbatches))
+    if case.stages > 1:
+        return as_pipeline(plan, case.stages, recompute=case.recompute)
+    return in_waves(plan, *case.recompute) if case.node else plan
+
+
+def prepare(case, model, transport):
+    """Cut a model as the case says; return its parameters, and what runs a plan of it."""
+    host = torch.device("cpu") if case.host_optimizer else None
+    how = {"dtype": BF16, "device": META, "exact_on": host}
+    if case.stages > 1:
+        mesh, chunks = Mesh(transport, case.stages), cut_layers([1.0] * 2, case.stages)
+        stage = ModelStage(model, chunks, stages=case.stages, stage=mesh.stage)
+        with patch.object(StageParameters, "_join_saved"):  # which asks the other stages
+            return StageParameters(stage, mesh, **how), partial(run_stage, stage), mesh
+    how["layers"] = wrapped_layers(model)
+    if case.node:
+        return ShardedParameters(model, transport, ranks_per_node=case.node, **how), partial(run_plan, model), transport
+    return FlatParameters(model, transport, overlaps=True, **how), partial(run_plan, model), transport
+
+
+def run_case(case):
+    """Run a step; return what it waits for in its microbatches, and at its end, and the operators of both."""
+    model = model_of(case)
+    plan, batch = plan_of(case, model.config.num_hidden_layers), make_batch(case.plan[0], vocab=VOCAB)
+    with device_without_values() as waits:
+        kernel = choose_model_kernel(model.config, Computing(), META, dtype=BF16)
+        transport = OneOfMany(case.rank, plan.ranks * case.stages)
+        parameters, run, there = prepare(case, model, transport)
+        optimizer = ShardedOptimizer(parameters, OptimizerConfig(offload=case.host_optimizer), transport)
+        offloading = Offloading(model, kernel, pinned_store_on_meta()) if case.offload else None
+        waits.found.clear()
+        run(plan, batch, there, kernel, name="step", parameters=parameters, offloading=offloading)
+        during = waits.take()
+        optimizer.end_step(1e-3)
+        return during, waits.take(), waits.operators
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_waits_for_its_device_where_it_must(name):
+    """The sums of losses are read once, when all of a step was posted, with its clock, and the norm at its end."""
+    case = CASES[name]
+    during, end, operators = run_case(case)
+    assert during == (STEP if case.stages == 1 else STEP_OF_STAGE)
+    assert end == [*NORM, *case.end]
+    for kernel in (FLASH, CUDNN):
+        assert {f"{kernel}_forward", f"{kernel}_backward"} & operators, kernel
+
+
+ASKING = "jetmoe"  # cannot run without the numbers that its experts ask for
+WAITING = ("longcat_flash",)  # whose layers ask which experts have tokens
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {ASKING}))
+def test_no_layer_of_a_family_waits(family):
+    during, end, _ = run_case(Case(family=family, plan=((9, 12, 40, 7), PACKS[1])))
+    assert (during == STEP) == (family not in WAITING)
+    assert end == NORM
+
+
+HOST = torch.arange(8.0)
+WAITS = {
+    "number": lambda x: float(x.sum()),
+    "copy to the host": lambda x: x.tolist(),
+    "copy to the device": lambda _: HOST.to(META),
+    "copy to the device: not behind it": lambda _: HOST.pin_memory().to(META),
+    "index by a mask": lambda x: x[x > 0],
+    "index_put_ by a mask": lambda x: x.__setitem__(x > 0, x[:1]),
+    "nonzero": lambda x: x.nonzero(),
+    "bincount": lambda x: x.long().bincount(minlength=3),
+    "histc": lambda x: x.histc(3),
+    "_unique2": lambda x: x.unique(),
+    "index of a host tensor": lambda x: x[HOST.long()],
+}
+
+
+def test_waits_are_seen():
+    with device_without_values() as waits:
+        x = torch.empty(8, device=META)
+        for what, call in WAITS.items():
+            call(x)
+            assert waits.take() == [f"{what.partition(':')[0]}: test_engine_waits.<lambda>"]
+        to_device(HOST, META)
+        x.histc(3, min=0, max=3)
+        x[x.long()] = x * HOST[3]
+        assert waits.take() == []
 
 
 @pytest.mark.parametrize("train", [True, False])

@@ -71,6 +71,6 @@ def pack_of(tasks: Sequence[BlockTask], *, window: int | None, device: torch.dev
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to `device`, to a GPU through pinned memory, so that the host does not wait for the stream."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)

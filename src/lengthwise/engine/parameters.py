@@ -207,7 +207,7 @@ def brought(values: Tensor, dtype: torch.dtype, device: torch.device, staged: Te
     if staged is None and values.device.type == device.type:
         return values.to(dtype)
     if staged is None:
-        staged = torch.empty(values.shape, dtype=dtype, pin_memory=device.type == "cuda")
+        staged = torch.empty(values.shape, dtype=dtype, pin_memory=device.type != "cpu")
     return staged.copy_(values).to(device, non_blocking=True)
 
 

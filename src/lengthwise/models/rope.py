@@ -1,7 +1,8 @@
 """RoPE whose frequencies depend on a sequence's length (dynamic, longrope), made from each sequence's own.
 
 Hugging Face takes the largest position in a row for the length, but ours is a pack or a shard: inside
-`sequence_lengths` such a module runs once a sequence, with its last position appended.
+`sequence_lengths` such a module runs once a sequence, with positions whose largest is known. So the device is not
+waited for, as Hugging Face does four times a sequence.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def sequence_lengths(model: nn.Module, spans: Sequence[tuple[int, int]]) -> Iter
     """
     modules = _length_rope(model)
     for module in modules:
-        module.forward = _by_sequence(module.forward, spans)
+        module.forward = _by_sequence(module, spans)
     try:
         yield
     finally:
@@ -64,21 +65,46 @@ def _length_rope(model: nn.Module) -> list[Any]:
     return found
 
 
-def _by_sequence(forward: Callable[..., Any], spans: Sequence[tuple[int, int]]) -> Callable[..., Any]:
+class _Positions(Tensor):
+    """Positions (1, tokens) of a sequence, of which perhaps only some are here; the largest of all is known."""
+
+    largest: Tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the largest where it is asked for; compute with positions as with any tensor."""
+        del types
+        if func in (torch.max, Tensor.max) and len(args) == 1 and not kwargs:
+            return args[0].largest
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _positions(positions: Tensor, length: int, *, on_host: bool) -> _Positions:
+    made = positions.as_subclass(_Positions)
+    made.largest = torch.full((), length - 1, device="cpu" if on_host else positions.device)
+    return made
+
+
+def _by_sequence(module: Any, spans: Sequence[tuple[int, int]]) -> Callable[..., Any]:
+    forward: Callable[..., Any] = module.forward
+
     def run(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         options = {} if layer_type is None else {"layer_type": layer_type}
+        kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
+        on_host = kind == "dynamic"  # which compares lengths there; longrope does so where its frequencies are
         sizes = [tokens for tokens, _ in spans]
         *parts, padding = position_ids.split([*sizes, position_ids.shape[-1] - sum(sizes)], dim=-1)
         made = []
         for positions, length in [*zip(parts, (length for _, length in spans), strict=True), (padding, 1)]:
             if not positions.shape[-1]:
                 continue
-            # A dynamic one remembers the longest row since it last saw a short one: show it position 0 alone.
-            forward(x, torch.zeros_like(positions[:, :1]), **options)
-            last = torch.full_like(positions[:, :1], length - 1)
-            made.append(forward(x, torch.cat((positions, last), dim=-1), **options))
+            with x.device:  # whatever makes frequencies makes them there: a copy would wait for the device
+                # A dynamic one remembers the longest row since it last saw a short one: show it position 0 alone.
+                forward(x, _positions(torch.zeros_like(positions[:, :1]), 1, on_host=on_host), **options)
+                made.append(forward(x, _positions(positions, length, on_host=on_host), **options))
         if isinstance(made[0], Tensor):
-            return torch.cat([part[:, :-1] for part in made], dim=1)
-        return tuple(torch.cat([part[:, :-1] for part in each], dim=1) for each in zip(*made, strict=True))
+            return torch.cat(made, dim=1)
+        return tuple(torch.cat(each, dim=1) for each in zip(*made, strict=True))
 
     return run

@@ -38,8 +38,8 @@ def count_choices(model: Any, router_logits: Sequence[Tensor]) -> Tensor:
     counts = torch.zeros(model.num_experts + 1, dtype=torch.int64, device=device)
     for logits in map(Tensor.detach, router_logits):
         # As Hugging Face's loss has it: by the probabilities, in the logits' dtype, whatever the router itself goes by.
-        chosen = torch.softmax(logits, dim=-1).topk(model.num_experts_per_tok, dim=-1).indices
-        counts[:-1] += torch.bincount(chosen.flatten(), minlength=model.num_experts)
+        chosen = torch.softmax(logits, dim=-1).topk(model.num_experts_per_tok, dim=-1).indices.flatten()
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount would wait for the device to know its size
         counts[-1] += len(logits)
     return counts
 
@@ -50,7 +50,7 @@ class RouterBalance:
     def __init__(self, model: Any, counts: Tensor) -> None:
         """Take `count_choices` of every row, summed over all ranks."""
         self.coefficient: float = getattr(model.config, coefficient_key(model.config.model_type))
-        self._num_rows = int(counts[-1])
+        self._num_rows = counts[-1]  # on its device, which is not waited for
         # In fp32 as in Hugging Face, also under fp64, where the division would else differ from it by 6e-8.
         self._frequency = counts[:-1].float() / self._num_rows
 

@@ -185,11 +185,13 @@ def one_number(
     Raises:
         ConfigError: it is none, or has no gradient where one is asked for.
     """
-    got = shown(found)
+    got = None  # what is shown of a tensor waits for the device
     if isinstance(found, Tensor):
         needs = torch.is_grad_enabled() and not found.requires_grad
         if found.numel() == 1 and found.is_floating_point() and not found.is_meta and not needs:
             return found.reshape(()).to(device)
         got = f"{str(found.dtype).removeprefix('torch.')} of {tuple(found.shape)}"
         got += " on the meta device" if found.is_meta else f", which does not depend on {of}" if needs else ""
-    raise ConfigError(what, expected=f"a tensor of one number, computed of {of}", got=got, remedy=remedy)
+    raise ConfigError(
+        what, expected=f"a tensor of one number, computed of {of}", got=got or shown(found), remedy=remedy
+    )

@@ -1,0 +1,167 @@
+"""Whole steps beside plain Hugging Face's: tokens a second, MFU, memory beside the state.
+
+Loops are built one after the other and again in the opposite order, so that a drift of the clocks meets all alike; what
+compiles comes last, once. A row `step` is written as soon as a loop has two repeats, and again with more: the last one
+of a loop and a batch counts. An error of a loop is its row, and the next loop runs. Nobody has fused kernels of Liger.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpu.loops import OurLoop, PlainLoop
+from gpu.rows import Records, clocks, middle, seconds_of
+from gpu.setting import (
+    BatchKind,
+    Sizes,
+    hardware_here,
+    model_config,
+    peak_flops_per_second,
+    plan_for,
+    step_flops,
+)
+from lengthwise.core.errors import MemoryShortage
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import shape_from_config
+from lengthwise.cost.measured import base_cost
+from lengthwise.engine.batch import random_batch
+from lengthwise.engine.memory import PeakMemory
+from lengthwise.models import Computing
+
+OURS, COMPILED, ONE_BY_ONE, PACKED = "lengthwise", "lengthwise, compiled", "HF one by one", "HF + varlen"
+EAGER = (OURS, ONE_BY_ONE, PACKED)
+_LEAST_REPEATS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A loop that is built and runs all batches of a model."""
+
+    model: str
+    loop: str
+
+
+def turns_of(sizes: Sizes, part: str) -> list[Turn]:
+    """List the turns of a part, in order."""
+    models = sizes.step_parts[part]
+    turns = [Turn(model=model, loop=loop) for model in models for loop in (*EAGER, *reversed(EAGER))]
+    if part == "steps" and sizes.step_compiled:
+        turns += [Turn(model=model, loop=COMPILED) for model in models]
+    return turns
+
+
+def steps(sizes: Sizes, records: Records, part: str = "steps") -> None:
+    """Write rows `step` of lengthwise and of plain Hugging Face.
+
+    Raises:
+        SystemExit: a loop raised; its row and the log say what.
+    """
+    took, wrong = dict[tuple[str, str, str], list[float]](), dict[str, None]()
+    for number, turn in enumerate(turns_of(sizes, part)):
+        for kind, row in _rows_of(sizes, turn, sizes.step_parts[part][turn.model]):
+            found = took.setdefault((turn.model, kind.name, turn.loop), [])
+            found.extend(row.pop("all_seconds", []))
+            records.add("step, each turn", turn=number, model=turn.model, loop=turn.loop, batch=kind.name, **row)
+            if "raised" in row:
+                wrong[turn.loop] = None
+            if len(found) >= _LEAST_REPEATS or "refused" in row or "raised" in row:
+                ours = took.get((turn.model, kind.name, OURS), [])
+                _summary(sizes, records, turn, kind, found, ours, row)
+        _let_go(sizes)
+    if wrong:
+        raise SystemExit(f"{part}: {', '.join(wrong)} raised; the other loops were measured")
+
+
+def _let_go(sizes: Sizes) -> None:
+    """Give back what a loop held, which nobody has any more."""
+    gc.collect()
+    if sizes.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _summary(
+    sizes: Sizes,
+    records: Records,
+    turn: Turn,
+    kind: BatchKind,
+    took: Sequence[float],
+    ours: Sequence[float],
+    row: Mapping[str, Any],
+) -> None:
+    """Write the medians of a loop and a batch over all turns so far, or why there are none."""
+    config, lengths = model_config(turn.model), kind.lengths()
+    about: dict[str, Any] = {"model": turn.model, "batch": kind.name, "longest_tokens": max(lengths)}
+    about |= {"recompute": kind.recompute, "loop": turn.loop}
+    if len(took) < _LEAST_REPEATS:
+        records.add("step", **about, refused=row.get("raised") or row["refused"])
+        return
+    flops = step_flops(config, shape_from_config(config.to_dict()).total_params, lengths)
+    found = middle(took)
+    records.add(
+        "step", **about, **found, repeats=len(took), tokens_per_second=sum(lengths) / found["seconds"],
+        mfu=flops / found["seconds"] / peak_flops_per_second(sizes.where),
+        times_lengthwise=found["seconds"] / statistics.median(ours) if ours else None,
+    )  # fmt: skip
+
+
+def _rows_of(sizes: Sizes, turn: Turn, batches: Sequence[BatchKind]) -> Iterator[tuple[BatchKind, dict[str, Any]]]:
+    """Build a loop and run every batch; yield seconds, bytes and the loss of the first step, or why there are none."""
+    loop = None
+    for kind in batches:
+        try:
+            loop = loop or _build(sizes, turn)
+            row = _run_batch(sizes, loop, kind)
+        except torch.OutOfMemoryError as error:
+            row = {"refused": _first_line(error)}
+        except MemoryShortage as error:
+            row = {"refused": error.got[:200]}
+        except Exception as error:  # noqa: BLE001 - whatever a loop raises, the others are measured
+            traceback.print_exc()
+            row = {"raised": f"{type(error).__name__}: {_first_line(error)}"}
+            loop = None  # which may be in any state
+        if loop is not None:
+            loop.parameters.clear_gradients()
+        yield kind, row
+        _let_go(sizes)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")[:200]
+
+
+def _build(sizes: Sizes, turn: Turn) -> OurLoop | PlainLoop:
+    if turn.loop in (OURS, COMPILED):
+        computing = Computing(compile=turn.loop == COMPILED, fused_layers="off")
+        return OurLoop(turn.model, sizes.where, sizes.dtype, computing=computing)
+    packed = turn.loop == PACKED
+    return PlainLoop(turn.model, sizes.where, sizes.dtype, packed=packed, pack_tokens=sizes.pack_tokens)
+
+
+def _run_batch(sizes: Sizes, loop: OurLoop | PlainLoop, kind: BatchKind) -> dict[str, Any]:
+    """Run a batch on one rank that holds its longest document, or a pack."""
+    device, lengths, memory = sizes.where, kind.lengths(), PeakMemory()
+    config: Any = loop.model.config
+    cost = base_cost(shape_from_config(config.to_dict()), hardware_here(device), precision=sizes.precision)
+    cluster = Cluster(ranks=1, capacity_tokens=max(sizes.pack_tokens, *lengths))
+    plan = plan_for(lengths, cost, cluster, layers=config.num_hidden_layers, recompute=kind.recompute)
+    batch = random_batch(lengths, vocab=config.vocab_size)
+    on_gpu, first_loss = device.type == "cuda", loop.step(plan, batch)
+    state = torch.cuda.memory_allocated(device) if on_gpu else 0
+    memory.start()
+    seconds = seconds_of(lambda: loop.step(plan, batch), device, repeats=sizes.step_repeats, warm_up=0)
+    return {
+        "all_seconds": seconds,
+        "first_loss": first_loss,
+        "state_bytes": state,
+        "beside_state_bytes": memory.peak_bytes() - state,
+        "num_alloc_retries": int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if on_gpu else 0,
+        "clocks": clocks(),
+        "said": "; ".join(loop.said),
+    }

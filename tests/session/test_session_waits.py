@@ -1,0 +1,82 @@
+"""A session's step on tensors without values, with the calls of a GPU: it waits for the device where it must."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from testing import SIZES
+from testing.on_meta import META, device_without_values
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lengthwise import Session
+from lengthwise.session import session as session_module
+
+LENGTHS = (300, 40, 200, 7)
+FORWARD = ["copy to the host: step.run_plan", "event: clock._seconds_between"]
+NORM = ["number: norm.gradient_norm"]
+ON_HOST = ["copy to the host: sharded.before_use"]  # of gradients
+MOST_CHANGES = 5  # waits for what the loop may have written into the model's values
+
+
+def summed(output, tokens):
+    return F.cross_entropy(output.logits[0].float(), tokens.shift_labels, reduction="sum")
+
+
+LOSSES = {
+    "next token": (lambda session, rows: session.backward(rows), FORWARD),
+    "own loss": (
+        lambda session, rows: session.backward(rows, loss=summed),
+        [*FORWARD, "copy to the host: loss_checks._numbers"],
+    ),
+    "by sequence": (
+        lambda session, rows: session.backward_by_sequence(rows, combine=torch.mean),
+        [*FORWARD, "number: values.combined", *FORWARD],
+    ),
+}
+
+
+def model_of(adapters):
+    with META:
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).train()
+        return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])) if adapters else model
+
+
+def on_meta(model, optimizer, asked):
+    """Return the settings of a GPU, for the meta device in its place."""
+    return replace(check_settings(model, optimizer, replace(asked, device="cuda:0")), device=META)
+
+
+check_settings = session_module.check_settings
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        ("next token", {"recompute": "layer"}),
+        ("next token", {"precision": "bf16", "adapters": True}),
+        ("own loss", {}),
+        ("by sequence", {"offload_optimizer": True}),
+    ],
+)
+def test_a_step_of_a_session_waits_for_its_device_where_it_must(monkeypatch, loss, options):
+    model, (backward, expected) = model_of(options.pop("adapters", False)), LOSSES[loss]
+    rows = [{"input_ids": torch.arange(length) % SIZES["vocab_size"]} for length in LENGTHS]
+    monkeypatch.setattr(session_module, "check_settings", on_meta)
+    with device_without_values() as waits:
+        trained = [each for each in model.parameters() if each.requires_grad]
+        optimizer = torch.optim.AdamW(trained, fused="offload_optimizer" not in options)
+        with Session(model, optimizer, capacity_tokens=512, **options) as session:
+            for _ in range(2):  # the first looks for what it keeps from then on
+                waits.take()
+                backward(session, rows)
+                found = waits.take()
+                session.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert found == [*expected, *NORM]
+    end = [each for each in waits.found if not each.endswith(".take_changes")]
+    assert end == [*NORM, *(ON_HOST if "offload_optimizer" in options else [])]
+    assert len(waits.found) - len(end) <= MOST_CHANGES
