@@ -15,7 +15,7 @@ from torch import Tensor
 from lengthwise.attention import Block, BlockKernel, PlannedAttention
 from lengthwise.comm import Transport
 from lengthwise.core.plan import Plan
-from lengthwise.program import lower_plan
+from lengthwise.program import far_peers, lower_plan
 from testing.strict import StrictWorld
 
 Rows = Sequence[Tensor]
@@ -67,7 +67,9 @@ def _run_rank(
     """Return (sequence, start, stop, [out, dq, dk, dv]) of this rank's segments, and its gradient of the sinks."""
     pieces, of_sinks = [], None if sinks is None else torch.zeros_like(sinks)
     heads = tuple(rows[0][n].shape[1] for n in range(3))
-    for program in lower_plan(plan, transport.rank):
+    programs = lower_plan(plan, transport.rank)
+    transport.connect(far_peers(programs, transport.rank))
+    for program in programs:
         segments = program.segments(transport.rank)
         q, k, v, grad = (
             torch.cat([rows[each.sequence][n][each.start : each.stop] for each in segments])
