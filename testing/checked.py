@@ -2,7 +2,8 @@
 
 gloo and NCCL match messages by order alone: of another length, gloo ends the process and NCCL waits or writes on. A
 header goes ahead over a group of its own: number, dtype, shape and phase. Messages move when a call is waited for, so
-nothing overlaps. The key of a collective is compared with that of the rank before.
+nothing overlaps. The key of a collective is compared with that of the rank before. Ranks that have not met exchange
+nothing: NCCL would connect them then, and hold up the host.
 
 LENGTHWISE_TRANSPORT_WRAPPER=testing.checked:checked puts it around the transport of each rank of any run.
 """
@@ -21,7 +22,9 @@ from torch import Tensor
 from lengthwise.comm import TorchTransport
 from lengthwise.comm.transport import Around, Done, Key, Message, Pending, Transport
 from lengthwise.core.errors import RankError
+from lengthwise.program import line_peers
 
+_DEFECT = "This is a defect of lengthwise: please report it."
 _HEADER = struct.Struct("<q24s64s160s")
 _ROOM = torch.empty(_HEADER.size, dtype=torch.uint8)
 
@@ -41,13 +44,26 @@ class CheckedTransport(Around):
         super().__init__(inner)
         self._ranks = ranks or range(inner.world_size)  # as the headers' exchange counts them
         self._exchange_headers = exchange_headers
+        self._met = {*line_peers(inner.rank, inner.world_size)}  # at the start
         self._sent, self._received = Counter[int](), Counter[int]()  # messages so far, by peer
         self._under_way: deque[_CheckedPending] = deque()
+
+    def connect(self, peers: Sequence[int]) -> None:
+        """Meet these ranks."""
+        self._inner.connect(peers)
+        self._met.update(peers)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post the headers of one grouped call; its messages follow when it is waited for, in the order posted."""
         if not sends and not receives:
             return Done()
+        if strangers := {peer for _, peer in (*sends, *receives)} - self._met:
+            raise RankError(
+                f"rank {self.rank}, {self.phase}",
+                expected=f"messages with ranks that it has met: {sorted(self._met)}",
+                got=f"one with {sorted(strangers)}",
+                remedy=_DEFECT,
+            )
         out = [(self._header(tensor, peer, self._sent).packed(), peer) for tensor, peer in sends]
         expected = [self._header(tensor, peer, self._received) for tensor, peer in receives]
         rooms = [(torch.empty(_HEADER.size, dtype=torch.uint8), peer) for _, peer in receives]
@@ -82,12 +98,11 @@ class CheckedTransport(Around):
         header, room = _Header(0, str(source.dtype), str(list(source.shape)), str(key)), torch.empty_like(_ROOM)
         self._exchange_headers([(header.packed(), after)], [(room, before)]).wait()
         if _unpacked(room) != _unpacked(header.packed()):
-            remedy = "This is a defect of lengthwise: please report it."
             raise RankError(
                 f"rank {self.rank}, {self.phase}",
                 expected=f"rank {before} in the same collective as rank {self.rank}: {header}",
                 got=str(_unpacked(room)),
-                remedy=remedy,
+                remedy=_DEFECT,
             )
 
     def _header(self, tensor: Tensor, peer: int, counts: Counter[int]) -> _Header:
@@ -151,9 +166,7 @@ class _CheckedPending:
         for expected, (room, peer) in zip(self._expected, self._rooms, strict=True):
             got = _unpacked(room)
             if got.compared() != _unpacked(expected.packed()).compared():
-                remedy = (
-                    f"This is a defect of lengthwise: please report it. Nothing of rank {peer}'s message was taken."
-                )
+                remedy = f"{_DEFECT} Nothing of rank {peer}'s message was taken."
                 raise RankError(
                     f"rank {rank}, {self._phase}",
                     expected=f"from rank {peer} to rank {rank}: {expected}",

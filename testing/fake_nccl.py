@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from lengthwise.core.errors import TransferError
 from testing.order import Operation
@@ -36,7 +37,7 @@ class Call:
     communicator: str
     operations: Sequence[Operation]
     ctas: int = 8
-    label: object = ""
+    label: Any = ""
     rank: int = -1
     before: Call | None = None  # the one before it of its communicator
     sides: list[list[Call | None]] = field(default_factory=list)  # of each operation

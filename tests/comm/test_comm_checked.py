@@ -102,6 +102,21 @@ def test_a_lost_message_is_found_at_the_next_one():
     assert "message 2, float32 of shape [4], of step 2; got message 2, float32 of shape [4], of step 3" in said
 
 
+def test_ranks_that_have_not_met_exchange_nothing():
+    def work(t):
+        if t.rank not in (0, 3):
+            return
+        came, peer = floats(4, value=-1), 3 - t.rank
+        call = [(floats(4), peer)], [(came, peer)]
+        with pytest.raises(RankError, match=rf"that it has met: .*; got one with \[{peer}\]"):
+            t.exchange(*call)
+        t.connect([peer])
+        t.exchange(*call).wait()
+        assert (came == 1).all()
+
+    ran(work, 4)
+
+
 def test_it_is_off_unless_asked_for(monkeypatch):
     monkeypatch.delenv(WRAPPER)
     assert ran(lambda t: type(t).__name__) == "TorchTransport"
