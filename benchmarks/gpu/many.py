@@ -13,6 +13,7 @@ import json
 import math
 import random
 import re
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -85,7 +86,8 @@ def many(sizes: Sizes, records: Records, names: Sequence[str] = tuple(CONFIGURAT
             continue
         ranks = configuration.ranks(gpus) if gpus else configuration.least_ranks
         there = folder / re.sub(r"\W+", "-", name)
-        there.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(there, ignore_errors=True)  # a run does not go into the folder of another
+        there.mkdir(parents=True)
         row, losses = _run(sizes, configuration, ranks, there)
         if losses and configuration.door is None:
             first = first or losses

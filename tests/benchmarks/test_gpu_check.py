@@ -41,10 +41,11 @@ def python(code):
 def test_all_tables_run_tiny_on_the_cpu_and_make_the_page(tmp_path, monkeypatch):
     folder, page = tmp_path / "found", tmp_path / "page.md"
     page.write_text(PAGE)
-    check(monkeypatch, *gpu_check.TABLES, "--here", "--out", folder, "--page", page, *TINY)
+    names = set(gpu_check.TABLES) - {"many"}  # of many processes: test_gpu_many
+    check(monkeypatch, *names, "--here", "--out", folder, "--page", page, *TINY)
     text, found = page.read_text(), {row["table"] for row in read_rows(folder)}
     for table, title in TITLES.items():
-        if table == "part":
+        if table in ("part", "many"):
             continue
         assert table in found
         assert f"### {title}\n" in text
@@ -54,6 +55,8 @@ def test_all_tables_run_tiny_on_the_cpu_and_make_the_page(tmp_path, monkeypatch)
 
 @pytest.mark.exhaustive
 def test_tables_and_files_of_tests_run_by_their_command_lines(tmp_path, monkeypatch):
+    for name in ("place", "test_gpu_kernels"):
+        monkeypatch.setitem(PARTS, name, replace(PARTS[name], limit_seconds=600))  # of a busy machine
     check(monkeypatch, "place", "test_gpu_kernels", "--out", tmp_path, *TINY)
     assert "1 passed" in (tmp_path / "test_gpu_kernels.log").read_text()
     assert {row["table"] for row in read_rows(tmp_path)} == {"place", "end", "part"}

@@ -15,7 +15,7 @@ from run.small_runs import make_rows, write_model, write_run
 SCRIPT = Path(__file__).with_name("ranks_on_one_gpu.py")
 pytestmark = pytest.mark.exhaustive
 
-SECONDS = {"cpu": 120, "cuda": 33}  # each of four tests: one that hangs leaves the others their time
+SECONDS = {"cpu": 120, "cuda": 33}  # each of five tests: one that hangs leaves the others their time
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -27,11 +27,15 @@ def test_gpu_nccl_moves_and_sums(device, ranks):
     assert done.stdout.startswith("NCCL" if device.type == "cuda" else "gloo")
 
 
-def test_gpu_nccl_verify_passes(tmp_path, device):
+@pytest.mark.parametrize("shard", ["zero1", "zero3"])
+def test_gpu_nccl_verify_passes(tmp_path, device, shard):
     """Two ranks, started as by torchrun, each on a machine of its own as far as NCCL knows; rings are forced."""
     model = write_model(tmp_path / "model", hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
     settings = {"device": device.type, "precision": "fp32", "capacity_tokens": 100, "global_batch": {"sequences": 4}}
-    settings["overlap"] = True  # sums are begun in backward, in the thread of autograd that a GPU has
+    settings |= {
+        "shard": shard,
+        "overlap": True,
+    }  # sums are begun in backward, in the thread of autograd that a GPU has
     path = write_run(tmp_path, make_rows([150, 40, 20, 5]), model=model, **settings)
     outputs = _under_torchrun(["verify", str(path)], ranks=2, seconds=SECONDS[device.type])
     assert all(returncode == 0 for returncode, _ in outputs), outputs

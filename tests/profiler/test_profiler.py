@@ -13,6 +13,7 @@ from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import build_model, find_model
 from lengthwise.planner import PlanOptions, plan_step
+from lengthwise.profiler import model_ends
 from lengthwise.profiler.profile import ProfileSettings, profile
 from lengthwise.profiler.runs import local_run, message_runs, packs_up_to, ring_runs
 from lengthwise.profiler.watch import Stopwatch, WatchedTransport
@@ -81,6 +82,14 @@ def test_what_is_run_is_made_of_plans_that_training_runs():
     assert {each.tier for each in message_runs(6, 4)} == {"near", "far"}
     assert message_runs(1, 1) == []
     assert all(length > 0 for longest in (1, 32, 4096) for pack in packs_up_to(longest) for length in pack)
+
+
+def test_a_head_is_timed_with_as_many_logits_at_once_as_training_makes(monkeypatch):
+    seen, loss_of = [], model_ends.token_loss
+    monkeypatch.setattr(model_ends, "logits_at_once", lambda words, *, on_gpus: 7 * words if not on_gpus else 0)
+    monkeypatch.setattr(model_ends, "token_loss", lambda logits, ids: seen.append(len(ids)) or loss_of(logits, ids))
+    model_ends.run_head(build_model(find_model("tiny"), seed=0), torch.arange(20))
+    assert seen == [7, 7, 6]
 
 
 def test_the_watch_knows_when_backward_began():

@@ -509,6 +509,10 @@ def other_normalizer(loop):
     return partial(loop.session.backward, FIRST, normalizer=7.0)
 
 
+def other_loss(loop):
+    return partial(loop.session.backward, FIRST, loss=lambda output, tokens: output.logits.square().sum())
+
+
 def load_weights(loop):
     loop.model.load_state_dict(loop.model.state_dict())
     return loop.step
@@ -529,12 +533,13 @@ def own_gradient(loop):
     return loop.step
 
 
-ALONE = [other_rate, other_limit, load_weights, scale_slices, clear_one, own_gradient, other_mode, other_normalizer]
+ALONE = [other_rate, other_limit, load_weights, scale_slices, clear_one, own_gradient]
+ALONE += [other_mode, other_normalizer, other_loss]
 
 
 def test_what_one_rank_does_alone_is_named_before_the_next_step(tmp_path):
     def work_of_others(loop, alone):
-        again = dict.fromkeys((scale_slices, other_mode, other_normalizer), partial(loop.backward, FIRST))
+        again = dict.fromkeys((scale_slices, other_mode, other_normalizer, other_loss), partial(loop.backward, FIRST))
         return {other_limit: partial(loop.clip, 1.0), **again}.get(alone, loop.step)
 
     def message(alone, rank):

@@ -24,12 +24,17 @@ def summed(output, tokens):
     return F.cross_entropy(output.logits[0].float(), tokens.shift_labels, reduction="sum")
 
 
+def shared(model, inputs):
+    return model(**inputs, num_items_in_batch=sum(LENGTHS) - len(LENGTHS)).loss
+
+
 LOSSES = {
     "next token": (lambda session, rows: session.backward(rows), FORWARD),
     "own loss": (
         lambda session, rows: session.backward(rows, loss=summed),
         [*FORWARD, "copy to the host: loss_checks._numbers"],
     ),
+    "a Trainer's loss": (lambda session, rows: session.backward(rows, compute_loss=shared), FORWARD),
     "by sequence": (
         lambda session, rows: session.backward_by_sequence(rows, combine=torch.mean),
         [*FORWARD, "number: values.combined", *FORWARD],
@@ -58,6 +63,7 @@ check_settings = session_module.check_settings
         ("next token", {"recompute": "layer"}),
         ("next token", {"precision": "bf16", "adapters": True}),
         ("own loss", {}),
+        ("a Trainer's loss", {}),
         ("by sequence", {"offload_optimizer": True}),
     ],
 )

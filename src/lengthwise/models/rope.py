@@ -1,8 +1,8 @@
 """RoPE whose frequencies depend on a sequence's length (dynamic, longrope), made from each sequence's own.
 
 Hugging Face takes the largest position in a row for the length, but ours is a pack or a shard: inside
-`sequence_lengths` such a module runs once a sequence, with positions whose largest is known. So the device is not
-waited for, as Hugging Face does four times a sequence.
+`sequence_lengths` such a module runs once a sequence, with its last position appended. What Hugging Face reads of it,
+four times a sequence, is known on the host: nobody waits for the device.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _length_rope(model: nn.Module) -> list[Any]:
 
 
 class _Positions(Tensor):
-    """Positions (1, tokens) of a sequence, of which perhaps only some are here; the largest of all is known."""
+    """Positions (1, tokens) of a sequence, whose largest is on the host."""
 
     largest: Tensor
 
@@ -80,9 +80,10 @@ class _Positions(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def _positions(positions: Tensor, length: int, *, on_host: bool) -> _Positions:
+def _of_length(positions: Tensor, length: int) -> Tensor:
+    """Return positions of which the last is `length` - 1, for a rope that compares it on the host."""
     made = positions.as_subclass(_Positions)
-    made.largest = torch.full((), length - 1, device="cpu" if on_host else positions.device)
+    made.largest = torch.tensor(length - 1, device="cpu")  # also where a device is the default
     return made
 
 
@@ -92,7 +93,8 @@ def _by_sequence(module: Any, spans: Sequence[tuple[int, int]]) -> Callable[...,
     def run(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         options = {} if layer_type is None else {"layer_type": layer_type}
         kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
-        on_host = kind == "dynamic"  # which compares lengths there; longrope does so where its frequencies are
+        # A dynamic one compares lengths on the host, longrope where its frequencies are.
+        known = _of_length if kind == "dynamic" else lambda positions, _: positions
         sizes = [tokens for tokens, _ in spans]
         *parts, padding = position_ids.split([*sizes, position_ids.shape[-1] - sum(sizes)], dim=-1)
         made = []
@@ -101,10 +103,11 @@ def _by_sequence(module: Any, spans: Sequence[tuple[int, int]]) -> Callable[...,
                 continue
             with x.device:  # whatever makes frequencies makes them there: a copy would wait for the device
                 # A dynamic one remembers the longest row since it last saw a short one: show it position 0 alone.
-                forward(x, _positions(torch.zeros_like(positions[:, :1]), 1, on_host=on_host), **options)
-                made.append(forward(x, _positions(positions, length, on_host=on_host), **options))
+                forward(x, known(torch.zeros_like(positions[:, :1]), 1), **options)
+                last = torch.full_like(positions[:, :1], length - 1)
+                made.append(forward(x, known(torch.cat((positions, last), dim=-1), length), **options))
         if isinstance(made[0], Tensor):
-            return torch.cat(made, dim=1)
-        return tuple(torch.cat(each, dim=1) for each in zip(*made, strict=True))
+            return torch.cat([part[:, :-1] for part in made], dim=1)
+        return tuple(torch.cat([part[:, :-1] for part in each], dim=1) for each in zip(*made, strict=True))
 
     return run
