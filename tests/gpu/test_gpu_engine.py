@@ -97,5 +97,3 @@ def test_gpu_updates_are_those_of_the_cpu(device, fused, offload):
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=2e-5)
 
 
-def test_gpu_takes_the_fused_update_by_itself(device):
-    assert make(device, torch.float32)[2].fused == (device.type == "cuda")
