@@ -394,9 +394,7 @@ class Session:
         refuse_modes(what, self._engine.cast_dtype())
         return self._trained(what)
 
-    def _planned(
-        self, sequences: Sequence[Row] | PlannedStep, name: str, whole: bool, **numbers: float | None
-    ) -> PlannedStep:
+    def _planned(self, sequences: Sequence[Row] | PlannedStep, name: str, whole: bool, **numbers: Any) -> PlannedStep:
         """Return a step on which the ranks agree; one that was planned ahead for less than its loss takes, anew."""
         self._refuse_closed()
         plan = partial(self._planning.plan, self._engine, name=name, whole=whole)
