@@ -223,7 +223,18 @@ def device_without_values() -> Iterator[DeviceWaits]:
     def stream(*_: object) -> Any:
         return SimpleNamespace(wait_stream=lambda _: None, wait_event=lambda _: None)
 
+    def from_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(data: Any, *args: Any, **options: Any) -> Tensor:
+            found = make(data, *args, **options)
+            if _is_there(found) and not isinstance(data, Tensor):
+                waits.note("copy to the device")
+            return found
+
+        return made
+
     patches = [
+        patch.object(torch, "tensor", from_host(torch.tensor)),
+        patch.object(torch, "as_tensor", from_host(torch.as_tensor)),
         patch.object(torch.cuda, "Event", Event),
         patch.object(torch.cuda, "Stream", stream),
         patch.object(torch.cuda, "current_stream", stream),

@@ -1,9 +1,8 @@
 """What several ranks do with parameters, stages and offload, and the doors for a loop of one's own.
 
 Each configuration of a run file is verified against one process, then trains five steps; all train the same rows, so
-their losses are compared, too. A `Session` and TRL's trainer run under torchrun. On four GPUs or more all goes over
-NCCL; where ranks share a GPU, through host memory. Each command has a limit of its own, and its output is in the
-folder.
+their losses are compared, too. A `Session` and TRL's trainer run under torchrun. Ranks with a GPU each use NCCL; where
+ranks share one, all goes through host memory. Each command has a limit of its own, and its output is in the folder.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lengthwise.attention import to_device
 from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.engine.objective import ForwardPass
 from lengthwise.engine.step import RankResult
@@ -47,7 +48,7 @@ class Gathered:
     offsets: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.offsets = torch.tensor([0, *accumulate(self.batch.lengths)], device=self.device)
+        self.offsets = to_device(torch.tensor([0, *accumulate(self.batch.lengths)]), self.device)
 
     @property
     def num_slots(self) -> int:
