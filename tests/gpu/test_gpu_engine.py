@@ -95,5 +95,3 @@ def test_gpu_updates_are_those_of_the_cpu(device, fused, offload):
             optimizer.end_step(1e-2)
         found.append(flat.master_weights.cpu())
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=2e-5)
-
-
