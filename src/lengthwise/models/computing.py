@@ -22,7 +22,7 @@ from lengthwise.models.adapter import leave_attention_eager
 from lengthwise.models.checkpointing import wrapped_layers
 from lengthwise.models.dropout import asks_for_dropout, has_dropout
 from lengthwise.models.experts import choose_experts, experts_of, needs_of
-from lengthwise.models.families import attention_heads, caps_scores, has_windows, largest_head_dim
+from lengthwise.models.families import attention_heads, has_windows, largest_head_dim, score_cap
 from lengthwise.models.fused_layers import (
     Forwards,
     FusedNeeds,
@@ -54,7 +54,7 @@ def check_computing(config: Any, computing: Computing, *, dtype: torch.dtype, on
         dtype=dtype,
         head_dim=largest_head_dim(config),
         windowed=has_windows(config),
-        capped=caps_scores(config),
+        capped=score_cap(config) is not None,
     )
     check_attention(computing.attention, needs, on_gpus=on_gpus)
     if computing.compile and asks_for_dropout(config):
@@ -80,7 +80,7 @@ def choose_model_kernel(
         dtype=dtype,
         head_dim=largest_head_dim(config),
         windowed=has_windows(config),
-        capped=caps_scores(config),
+        capped=score_cap(config) is not None,
         heads=heads,
         kv_heads=kv_heads,
         implementation=computing.attention,

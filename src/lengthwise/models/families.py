@@ -79,9 +79,8 @@ def check_model_config(config: Any) -> None:
 
 def _other_layers(config: Any) -> Iterator[tuple[str, str]]:
     """Yield (config entry, kind) for what attention cannot do in a listed family, once a kind."""
-    if caps_scores(config) and config.model_type not in SOFTCAP_FAMILIES:
-        softcap = config.attn_logit_softcapping
-        yield "attn_logit_softcapping", f"{softcap} (the layers of {config.model_type} do not hand it to attention)"
+    if (cap := score_cap(config)) and config.model_type not in SOFTCAP_FAMILIES:
+        yield "attn_logit_softcapping", f"{cap} (the layers of {config.model_type} do not hand it to attention)"
     kinds: list[str] = list(getattr(config, "layer_types", None) or ())
     for kind in sorted(set(kinds)):
         where = f"layer_types[{kinds.index(kind)}]"
@@ -120,9 +119,9 @@ def has_windows(config: Any) -> bool:
     )
 
 
-def caps_scores(config: Any) -> bool:
-    """Return whether the model caps its attention scores by tanh, by what its config says."""
-    return bool(getattr(config, "attn_logit_softcapping", None))
+def score_cap(config: Any) -> float | None:
+    """Return at what size the model caps its attention scores by tanh, by what its config says; None: it does not."""
+    return getattr(config, "attn_logit_softcapping", None) or None
 
 
 def rope_kinds(config: Any) -> list[tuple[str, str]]:
