@@ -22,7 +22,7 @@ _MOST_HEAD_DIM_THERE, _LEAST_HEAD_DIM_THERE = 192, 224
 _MOST_HEAD_DIM_CUDNN = 128
 
 CAPPING = ("reference",)
-"""Which implementations cap scores; torch's calls have no argument for it, FA3's within torch neither."""
+"""Which implementations cap scores: none of torch's calls has an argument for it, and torch gives FA3 a cap of 0."""
 
 FALLBACKS = ("efficient", "reference")
 BY_CAPABILITY = {_HOPPER: ("flash3", "cudnn", "flash2")}

@@ -180,7 +180,7 @@ class ReferenceKernel:
         for rows in (slice(start, start + step) for start in range(0, len(q), step)):
             scores = torch.einsum("qhd,khd->hqk", q[rows].to(wide), keys) * block.scale
             if block.softcap is not None:
-                scores = (scores / block.softcap).tanh() * block.softcap
+                scores.div_(block.softcap).tanh_().mul_(block.softcap)
             yield rows, scores if seen is None else scores.masked_fill(~seen[rows], float("-inf"))
 
 
