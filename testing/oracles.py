@@ -15,15 +15,18 @@ def dense_attention(
     causal: bool = True,
     window: int | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend over one whole document in the dtype of the tensors; differentiable, any GQA ratio.
 
     q is (q tokens, heads, head_dim), k and v (kv tokens, kv_heads, head_dim). A query sees fewer than `window` tokens
-    back; `sinks` (heads,) are logits of a key without a value. Returns (out like q, lse (heads, q), sinks left out).
+    back; `sinks` (heads,) are logits of a key without a value; `softcap` bounds scores by
+    tanh. Returns (out like q, lse (heads, q), sinks left out).
     """
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (k, v))
     scores = q.transpose(0, 1) @ k.transpose(1, 2) * scale
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     gap = torch.arange(q.shape[0])[:, None] - torch.arange(k.shape[1])
     hidden = (gap < 0) & torch.tensor(causal) | (gap >= (window or len(gap) + 1))
     scores = scores.masked_fill(hidden, float("-inf"))

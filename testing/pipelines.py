@@ -19,7 +19,7 @@ from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.pipeline import run_stage
 from lengthwise.engine.stage_parameters import StageParameters
 from lengthwise.engine.step import RankResult
-from lengthwise.models import DTYPES, ModelStage, keep_double
+from lengthwise.models import DTYPES, ModelStage, keep_double, score_cap
 from lengthwise.offload import ActivationStore
 from lengthwise.program.stage_program import cut_layers
 from lengthwise.run.verify import gradient_differences, relative_difference
@@ -91,7 +91,7 @@ def run_pipeline(
         chunks = cut_layers(layers, stages * plan.schedule["virtual"])
         stage = ModelStage(model, chunks, stages=stages, stage=mesh.stage)
         parameters = StageParameters(stage, mesh, dtype=dtype)
-        kernel = choose_kernel(CPU)
+        kernel = choose_kernel(CPU, capped=score_cap(model.config) is not None)
         offloading = None if make_store is None else Offloading(model, kernel, make_store(transport.rank))
         before = (*model.parameters(), *(each.grad for each in model.parameters() if each.grad is not None))
         with keep_double(dtype), LiveBytes(*before) if watches else nullcontext() as live:

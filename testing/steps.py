@@ -18,7 +18,7 @@ from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.engine.step import run_plan
-from lengthwise.models import DTYPES, keep_double, wrapped_layers
+from lengthwise.models import DTYPES, keep_double, score_cap, wrapped_layers
 from testing.strict import StrictWorld
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def run_step(
     ranks_per_node: parameters lie over the ranks of each node; None: whole on every rank. make_store: where activations
     go that the plan offloads. `around` changes the transport of a rank.
     """
-    dtype, kernel = DTYPES[precision], kernel or choose_kernel(CPU)
+    dtype, kernel = DTYPES[precision], kernel or choose_kernel(CPU, capped=score_cap(model.config) is not None)
 
     def work(transport: Transport) -> Any:
         transport, own = around(transport), copy.deepcopy(model)

@@ -42,6 +42,9 @@ _SHARED_KEYS = {
     "num_kv_shared_layers": 2,
 }
 
+# Caps of the size of tiny models' scores and logits, so that they show.
+_CAPS = {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+
 # What makes a model of a family tiny, by whatever name the family has for it; the rest stays as the family has it.
 _SIZES = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
@@ -78,6 +81,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "cwm": {"bos_token_id": 0},
     **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), _SHARED_KEYS),
     "hrm_text": {"prefix_lm": False},
+    **dict.fromkeys(("gemma2", "vaultgemma"), _CAPS),
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 6},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},

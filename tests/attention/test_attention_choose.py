@@ -1,5 +1,7 @@
 """Which attention kernel is chosen, refused and activated, and what is said of it: without a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -82,6 +84,20 @@ def test_a_name_that_cannot_be_used_is_refused_with_the_reason(name, capability,
     assert "Set attention: auto" in refused.value.remedy
 
 
+def test_scores_that_are_capped_go_to_the_kernel_that_can():
+    capped, why = replace(BF16, capped=True), "this model caps its scores by tanh (softcap), "
+    abilities, said = GpuAbilities(capability=(9, 0), **EVERYTHING), []
+    kernel, reason = gpu_kernel(abilities, capped)
+    assert isinstance(kernel, ReferenceKernel)
+    assert reason == f"{why}which no fused kernel here does; this one is slow"
+    for name in ("flash2", "flash3", "cudnn", "efficient"):
+        with pytest.raises(ConfigError) as refused:
+            gpu_kernel(abilities, capped, implementation=name)
+        assert refused.value.got == f"{name}: {why}and this kernel does not"
+    assert isinstance(choose_kernel(CPU, capped=True, say=said.append), ReferenceKernel)
+    assert said == [f"attention kernel: {kernel.name}; because the run computes on the CPU, and {reason}"]
+
+
 @given(
     capability=st.tuples(st.integers(7, 12), st.integers(0, 9)),
     has=st.fixed_dictionaries({name: st.booleans() for name in EVERYTHING if name != "cudnn"}),
@@ -91,6 +107,7 @@ def test_a_name_that_cannot_be_used_is_refused_with_the_reason(name, capability,
         dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
         head_dim=st.integers(8, 320),
         windowed=st.booleans(),
+        capped=st.booleans(),
     ),
 )
 def test_auto_always_finds_one_that_could_be_named(capability, has, cudnn, needs):

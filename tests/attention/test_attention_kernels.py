@@ -33,9 +33,9 @@ def draw(q_len, kv_len, heads, kv_heads, dtype, *, layout="tokens first", dim=8)
     return q[:q_len, :heads], k[:kv_len, :kv_heads], v[:kv_len, :kv_heads], g[:q_len, :heads]
 
 
-def expected(q, k, v, g, *, causal, scale):
+def expected(q, k, v, g, **how):
     q, k, v = (x.double().clone().requires_grad_() for x in (q, k, v))
-    out, lse = dense_attention(q, k, v, scale=scale, causal=causal)
+    out, lse = dense_attention(q, k, v, **how)
     return (out, lse, *torch.autograd.grad(out, (q, k, v), g.double()))
 
 
@@ -60,6 +60,19 @@ def test_kernel_equals_dense_autograd(kernel, dtype):
         for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
             error = relative_error(got, want, floor=max(least, 0.1 * got.numel() ** 0.5))
             assert error < TOLERANCES[dtype], f"{name} of {q_len} x {kv_len}, causal {causal}: {error}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_scores_are_capped_as_autograd_has_it(dtype):
+    kernel = ReferenceKernel(most_scores=64)  # some rows at a time
+    for (q_len, kv_len, causal), softcap in itertools.product(BLOCKS, (0.2, 5.0)):
+        q, k, v, g = draw(q_len, kv_len, 4, 2, dtype)
+        how = {"causal": causal, "scale": 0.3, "softcap": softcap}
+        found, wanted = both(kernel, q, k, v, g, **how), expected(q, k, v, g, **how)
+        least = 0.0 if dtype == torch.float64 else rounding_floor(*wanted[2:])
+        for got, want in zip(found, wanted, strict=True):
+            error = relative_error(got, want, floor=max(least, 0.1 * got.numel() ** 0.5))
+            assert error < TOLERANCES[dtype], f"{q_len} x {kv_len}, causal {causal}, softcap {softcap}"
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)

@@ -37,6 +37,13 @@ def test_kernels_that_are_right_pass(kernel, dtype, shape):
     assert fault_of(kernel(), needs(dtype, head_dim, heads, kv_heads), CPU) is None
 
 
+def test_a_kernel_that_leaves_a_cap_out_is_found_and_one_that_caps_passes():
+    capped = replace(needs(), capped=True)
+    assert fault_of(ReferenceKernel(), capped, CPU) is None
+    for kernel in (FlashCpuKernel(), by_length()):
+        assert "causal block of 72 tokens, float32, heads of 16: out is off by" in fault_of(kernel, capped, CPU)
+
+
 class Broken(VarlenKernel):
     """A right varlen kernel but for what one of these does."""
 

@@ -405,6 +405,6 @@ def test_verify_floors_differences_by_the_median_norm():
 
 def test_verify_refuses_an_attention_argument_it_does_not_know(run_file, capfd, monkeypatch):
     attend, functions = adapter._attend, AttentionInterface._global_mapping  # where other tests left it registered
-    monkeypatch.setitem(functions, adapter.ATTENTION_NAME, lambda *given, **keys: attend(*given, softcap=3.0, **keys))
+    monkeypatch.setitem(functions, adapter.ATTENTION_NAME, lambda *given, **keys: attend(*given, bias=3.0, **keys))
     assert full(run_file, "--ranks", 2) == 2
-    assert "softcap=3.0" in capfd.readouterr().err
+    assert "bias=3.0" in capfd.readouterr().err

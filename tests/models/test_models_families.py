@@ -9,6 +9,7 @@ from testing import MODEL_TYPES, VARIANTS, build_pair, family_difference, make_p
 from testing.tiny import VOCAB
 from transformers import AutoConfig, PretrainedConfig
 
+from lengthwise.attention import FlashCpuKernel
 from lengthwise.core.errors import ModelRefused, Problems
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
@@ -19,8 +20,8 @@ from models.test_models_checkpointing import recomputing
 from tiers import more, some
 
 BY_DEFAULT = {  # one a mechanism: dense, windows, sinks, experts, latent attention, no wrap, repeated layers, ...
-    "cohere2", "ctrl", "deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "hrm_text", "llama", "mixtral", "olmo2", "opt",
-    "qwen3_moe", "llama, padded vocabulary", "qwen3, tied embeddings", "olmoe, router loss",
+    "cohere2", "ctrl", "deepseek_v3", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "hrm_text", "llama", "mixtral",
+    "olmo2", "opt", "qwen3_moe", "llama, padded vocabulary", "qwen3, tied embeddings", "olmoe, router loss",
 }  # fmt: skip
 LENGTHS = (1, 57, 2, 40, 5, 31, 11, 8)
 # ctrl has no wrap; hrm_text runs its layers several times, the first times without gradients: refused by their counts.
@@ -74,6 +75,16 @@ def test_listed_family_equals_plain_hugging_face(case):
         found = family_difference(pair, plan, LENGTHS, precision="fp64")
         assert max(found.loss, found.router_loss) <= 1e-13
         assert found.gradient <= 1e-12
+
+
+def test_a_cap_that_a_kernel_leaves_out_shows():
+    class Uncapped(FlashCpuKernel):
+        caps_scores = True
+
+    pair = build_pair("gemma2", tiny_family_config("gemma2"))
+    plan = make_plan(1, (9, 4), [Piece(ranks=(0,), sequences=(0, 1))], layers=2)
+    found = family_difference(pair, plan, (9, 4), precision="fp64", kernel=Uncapped())
+    assert found.gradient > 1e-3
 
 
 @pytest.mark.parametrize("model_type", some([name for name in MODEL_TYPES if name not in FAMILIES], *range(0, 100, 12)))

@@ -21,7 +21,7 @@ from transformers import (
     Qwen2MoeConfig,
 )
 
-from lengthwise.attention import PlannedAttention, ReferenceKernel
+from lengthwise.attention import FlashCpuKernel, PlannedAttention
 from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ConfigError, ModelRefused, Problems
 from lengthwise.core.plan import Piece
@@ -37,7 +37,7 @@ def one_rank(lengths=(5,), config=None):
     plan = make_plan(1, lengths, [Piece(ranks=(0,), sequences=tuple(range(len(lengths))))])
     program = lower_plan(plan, 0)[0]
     source = ModelSource(name="t", config=config or LlamaConfig(**SIZES), weights=False)
-    planned = PlannedAttention(program, SoloTransport(), ReferenceKernel())
+    planned = PlannedAttention(program, SoloTransport(), FlashCpuKernel())
     return build_model(source, seed=0), planned, make_batch(lengths, vocab=32).tensors(program.segments(0))
 
 
@@ -65,7 +65,6 @@ def refusal(config):
         ("qwen3_next", "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet), one of 36", "state passed between"),
         ("mamba2", "backbone.layers.0.mixer (Mamba2Mixer), one of 64", "state passed between"),
         ("zaya", "self_attn.qkv_proj (ZayaCCAProjection)", "tokens just before a shard"),
-        ("gemma2", "model.layers.0.self_attn (Gemma2Attention), one of 26", "a block kernel with the cap"),
         ("bloom", "transformer.h.0.self_attention (BloomAttention)", "a block kernel that adds the bias"),
         ("deepseek_v32", "self_attn.indexer (DeepseekV32Indexer)", "scores of all keys"),
         ("llama4_text", "model.layers.0.self_attn (Llama4TextAttention)", "the border of a chunk"),
@@ -209,7 +208,8 @@ def test_configs_near_these_pass(config):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"softcap": 50.0}, "softcap=50"),
+        ({"softcap": 50.0}, r"softcap=50.0 \(the kernel, torch flash attention for CPU, caps no scores\)"),
+        ({"softcap": 0.0}, "softcap=0.0"),
         ({"sinks": torch.zeros(1)}, "sinks="),
         ({"something_new": 1}, "something_new=1"),
         ({"attention_mask": torch.zeros(1, 1, 1, 1)}, "attention_mask=a tensor"),

@@ -21,6 +21,9 @@ _BESIDE_SM80, _LATER = ((8, 6), (8, 9)), 12  # too little shared memory for some
 _MOST_HEAD_DIM_THERE, _LEAST_HEAD_DIM_THERE = 192, 224
 _MOST_HEAD_DIM_CUDNN = 128
 
+CAPPING = ("reference",)
+"""Which implementations cap scores: none of torch's calls has an argument for it, and torch gives FA3 a cap of 0."""
+
 FALLBACKS = ("efficient", "reference")
 BY_CAPABILITY = {_HOPPER: ("flash3", "cudnn", "flash2")}
 """What is tried first, by the major compute capability; elsewhere flash2."""
@@ -42,11 +45,12 @@ class GpuAbilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionNeeds:
-    """What a model asks of attention. `windowed`: some layer has a sliding window."""
+    """What a model asks of attention. `windowed`: some layer has a sliding window; `capped`: scores are capped."""
 
     dtype: torch.dtype
     head_dim: int
     windowed: bool = False
+    capped: bool = False
     heads: int = 1
     kv_heads: int = 1
 
@@ -63,13 +67,19 @@ def order_of(capability: tuple[int, int]) -> tuple[str, ...]:
 
 def obstacle(name: str, abilities: GpuAbilities, needs: AttentionNeeds) -> str | None:
     """Return why the implementation called `name` cannot be used; None: it can."""
-    return {
+    return against_cap(name, needs) or {
         "flash2": _against_flash2,
         "flash3": _against_flash3,
         "cudnn": _against_cudnn,
         "efficient": _against_efficient,
         "reference": lambda *_: None,
     }[name](abilities, needs)
+
+
+def against_cap(name: str, needs: AttentionNeeds) -> str | None:
+    """Return why the implementation called `name`, of a GPU or the CPU, cannot cap scores as asked; None: it can."""
+    without = needs.capped and name not in CAPPING
+    return "this model caps its scores by tanh (softcap), and this kernel does not" if without else None
 
 
 def _against_flash(abilities: GpuAbilities, needs: AttentionNeeds) -> str | None:

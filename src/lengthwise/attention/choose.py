@@ -18,6 +18,7 @@ from lengthwise.attention.abilities import (
     FALLBACKS,
     AttentionNeeds,
     GpuAbilities,
+    against_cap,
     obstacle,
     order_of,
 )
@@ -28,6 +29,7 @@ from lengthwise.attention.proof import fault_of
 from lengthwise.attention.varlen import TOKEN_MULTIPLE, VarlenKernel
 from lengthwise.core.errors import ConfigError
 
+_BY_CAP = "this model caps its scores by tanh (softcap), which no fused kernel here does; this one is slow"
 _ON_CPU = ("auto", "reference")
 _CPU_ORDER = ("flash_cpu", "reference")
 
@@ -41,6 +43,7 @@ def choose_kernel(
     dtype: torch.dtype = torch.float32,
     head_dim: int = 1,
     windowed: bool = False,
+    capped: bool = False,
     heads: int = 1,
     kv_heads: int = 1,
     implementation: str = "auto",
@@ -55,7 +58,9 @@ def choose_kernel(
     Raises:
         ConfigError: the one named cannot be used here, or is wrong; or none is right.
     """
-    needs = AttentionNeeds(dtype=dtype, head_dim=head_dim, windowed=windowed, heads=heads, kv_heads=kv_heads)
+    needs = AttentionNeeds(
+        dtype=dtype, head_dim=head_dim, windowed=windowed, capped=capped, heads=heads, kv_heads=kv_heads
+    )
     abilities = None if device.type == "cpu" else _abilities(device)
     if abilities is None:
         check_attention(implementation, needs, on_gpus=False)
@@ -105,7 +110,7 @@ def _chosen(
             raise _refuse(implementation, against)
         return implementation, "it is asked for"
     if abilities is None:
-        against = {name: faults.get(name) for name in _CPU_ORDER}
+        against = {name: against_cap(name, needs) or faults.get(name) for name in _CPU_ORDER}
     else:
         assert abilities.capability is not None, "the kernel is chosen on the GPU"
         order = order_of(abilities.capability)
@@ -118,7 +123,9 @@ def _chosen(
             "attention", expected="a kernel that computes attention on this device", got=got, remedy=remedy
         )
     if abilities is None:
-        return name, "the run computes on the CPU" + "".join(f", and {each} is wrong there" for each in faults)
+        capped = f", and {_BY_CAP}" if needs.capped else ""
+        wrong = "".join(f", and {each} is wrong there" for each in faults)
+        return name, f"the run computes on the CPU{capped}{wrong}"
     return name, _reason(name, needs, against)
 
 
@@ -135,6 +142,8 @@ def _warned(say: Callable[[str], None] | None, line: str) -> None:
 
 
 def _reason(name: str, needs: AttentionNeeds, against: dict[str, str | None]) -> str:
+    if needs.capped:
+        return _BY_CAP
     if name in FALLBACKS:
         return ", and ".join(str(against[each]) for each in ("flash2", *FALLBACKS[: FALLBACKS.index(name)]))
     has = "torch has flash attention" if name == "flash2" else f"this GPU and its libraries have {name}"

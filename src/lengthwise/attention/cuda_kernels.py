@@ -61,6 +61,7 @@ class EfficientKernel:
     """
 
     name = "torch efficient attention, block by block"
+    caps_scores = False
 
     def __init__(self, *, token_multiple: int = TOKEN_MULTIPLE) -> None:
         self.token_multiple = token_multiple

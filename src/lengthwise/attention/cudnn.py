@@ -66,6 +66,8 @@ class CudnnOps:
 class DenseKernel:
     """A `BlockKernel` over dense calls, for blocks without a mask."""
 
+    caps_scores = False
+
     def __init__(self, ops: DenseOps, *, token_multiple: int = TOKEN_MULTIPLE) -> None:
         self.name, self.token_multiple, self._ops = ops.name, token_multiple, ops
 
@@ -87,6 +89,8 @@ class DenseKernel:
 
 class ByLengthKernel:
     """A `PackKernel` of two: long blocks, and packs of one long document, by `long`; the others by `rest`."""
+
+    caps_scores = False
 
     def __init__(
         self,

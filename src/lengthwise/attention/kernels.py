@@ -52,6 +52,7 @@ class Block:
 
     q: (q tokens, heads, head_dim), heads a multiple of kv_heads. k, v: (kv tokens, kv_heads, head_dim).
     causal: the block is square, and a query sees no later key; else it sees all. mask: replaces `causal`.
+    softcap: a score s counts as softcap x tanh(s / softcap); None: as s.
     """
 
     q: Tensor
@@ -60,6 +61,7 @@ class Block:
     scale: float
     causal: bool = True
     mask: BlockMask | None = None
+    softcap: float | None = None
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -78,10 +80,14 @@ class Saved:
 
 
 class BlockKernel(Protocol):
-    """Attention over one block; `token_multiple`: to what a rank's tokens are rounded up outside attention."""
+    """Attention over one block; `token_multiple`: to what a rank's tokens are rounded up outside attention.
+
+    caps_scores: it takes blocks with a `softcap`, which others would leave out.
+    """
 
     name: str
     token_multiple: int
+    caps_scores: bool
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         """Return (out in q's dtype, lse in at least fp32)."""
@@ -96,6 +102,7 @@ class FlashCpuKernel:
     """The flash attention of torch on CPU: fp64, fp32 and bf16, GQA without repeating heads."""
 
     name = "torch flash attention for CPU"
+    caps_scores = False
 
     def __init__(self, *, token_multiple: int = 1) -> None:
         self.token_multiple = token_multiple
@@ -130,6 +137,7 @@ class ReferenceKernel:
     """Plain matrix products and softmax in any dtype: slow; at most `most_scores` at a time (1 GB in fp64)."""
 
     name = "reference (matrix products)"
+    caps_scores = True
 
     def __init__(self, *, token_multiple: int = 1, most_scores: int = 1 << 27) -> None:
         self.token_multiple, self._most_scores = token_multiple, most_scores
@@ -157,6 +165,8 @@ class ReferenceKernel:
             delta = (grad * saved.out[rows].to(wide)).sum(-1).t()
             dv += torch.einsum("hqk,qhd->khd", weights, grad)
             dscores = weights * (torch.einsum("qhd,khd->hqk", grad, values.to(wide)) - delta[..., None]) * block.scale
+            if block.softcap is not None:  # unseen scores are -inf, and have no gradient
+                dscores *= 1 - (scores / block.softcap).clamp(min=-1).square()
             dqs.append(torch.einsum("hqk,khd->qhd", dscores, keys).to(q.dtype))
             dk += torch.einsum("hqk,qhd->khd", dscores, q[rows].to(wide))
         dk, dv = (grad.unflatten(1, (kv_heads, heads // kv_heads)).sum(2) for grad in (dk, dv))
@@ -169,6 +179,8 @@ class ReferenceKernel:
         step = max(1, self._most_scores // (q.shape[1] * len(keys)))
         for rows in (slice(start, start + step) for start in range(0, len(q), step)):
             scores = torch.einsum("qhd,khd->hqk", q[rows].to(wide), keys) * block.scale
+            if block.softcap is not None:
+                scores.div_(block.softcap).tanh_().mul_(block.softcap)
             yield rows, scores if seen is None else scores.masked_fill(~seen[rows], float("-inf"))
 
 

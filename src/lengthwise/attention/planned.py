@@ -8,7 +8,7 @@ again, and gradients to their owners. Ring attention (arXiv 2310.01889), zigzag 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,6 +73,11 @@ class PlannedAttention:
         """The windows of the layers that have run; None: a layer sees everything."""
         return frozenset(window for window, _ in self._steps)
 
+    @property
+    def no_cap(self) -> str | None:
+        """Why scores cannot be capped here; None: they can."""
+        return None if self._kernel.caps_scores else f"the kernel, {self._kernel.name}, caps no scores"
+
     def lower(self, windows: Collection[int | None], device: torch.device) -> None:
         """Lower the ring steps of layers with these windows before one of them runs."""
         for window in windows:
@@ -85,7 +90,7 @@ class PlannedAttention:
         rows = len(layer.q)
         ring_steps, _ = self._steps_of(window, layer.q.device, rows)
         split = self._heads.split(Content.QKV, (layer.q, layer.k, layer.v))
-        blocks = {heads: Block(q=q, k=k, v=v, scale=layer.scale) for heads, (q, k, v) in split.items()}
+        blocks = {heads: replace(layer, q=q, k=k, v=v) for heads, (q, k, v) in split.items()}
         parts = {
             heads: PartialOut(block, heads, ring_steps, tokens=self._tokens(heads)) for heads, block in blocks.items()
         }
@@ -112,7 +117,7 @@ class PlannedAttention:
         """Return what `forward` did of the same layer, from its results, where they were kept and `layer` was not."""
         split = self._heads.split(Content.QKV_OUT, (layer.q, layer.k, layer.v, out))
         return {
-            heads: Attended(block=Block(q=q, k=k, v=v, scale=layer.scale), saved=Saved(out=part, lse=lses[heads]))
+            heads: Attended(block=replace(layer, q=q, k=k, v=v), saved=Saved(out=part, lse=lses[heads]))
             for heads, (q, k, v, part) in split.items()
         }
 
@@ -190,11 +195,11 @@ class PlannedAttention:
 
     def _block(self, layer: Block, task: BlockTask, held: Held) -> Block:
         keys, values = held[task.piece, task.owner]
-        return Block(
+        return replace(
+            layer,
             q=layer.q[task.q_start : task.q_stop],
             k=keys[task.kv_start : task.kv_stop],
             v=values[task.kv_start : task.kv_stop],
-            scale=layer.scale,
             causal=task.causal,
             mask=self._mask(task),
         )
@@ -256,8 +261,9 @@ class _Attention(torch.autograd.Function):
         planned: PlannedAttention,
         scale: float,
         window: int | None,
+        softcap: float | None,
     ) -> Tensor:
-        layer, attended = Block(q=q, k=k, v=v, scale=scale), dict[HeadRange, Attended]()
+        layer, attended = Block(q=q, k=k, v=v, scale=scale, softcap=softcap), dict[HeadRange, Attended]()
 
         def run() -> tuple[Tensor, Mapping[HeadRange, Tensor]]:
             out, found = planned.forward(layer, window, sinks)
@@ -271,7 +277,8 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(
             sinks, *(x for block, saved in blocks for x in (block.q, block.k, block.v, saved.out, saved.lse))
         )
-        ctx.planned, ctx.scale, ctx.window, ctx.ranges = planned, scale, window, tuple(attended)
+        ctx.planned, ctx.scale, ctx.window, ctx.softcap = planned, scale, window, softcap
+        ctx.ranges = tuple(attended)
         ctx.num_heads = [x.shape[1] for x in (q, k, v)]
         return out
 
@@ -282,11 +289,13 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         sinks, *saved = ctx.saved_tensors
         attended = {
-            heads: Attended(block=Block(q=q, k=k, v=v, scale=ctx.scale), saved=Saved(out=out, lse=lse))
+            heads: Attended(
+                block=Block(q=q, k=k, v=v, scale=ctx.scale, softcap=ctx.softcap), saved=Saved(out=out, lse=lse)
+            )
             for heads, (q, k, v, out, lse) in zip(ctx.ranges, zip(*[iter(saved)] * 5, strict=True), strict=True)
         }
         grads = ctx.planned.backward(grad_outputs[0], attended, ctx.num_heads, ctx.window, sinks)
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 def _sink_gradient(sinks: Tensor | None, grad_out: Rows, attended: Mapping[HeadRange, Attended]) -> Tensor | None:
@@ -312,13 +321,15 @@ def planned_attention(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend within each sequence of a microbatch, causally, wherever its tokens are.
 
     q is (tokens, heads, head_dim), k and v (tokens, kv_heads, head_dim): this rank's tokens in the order of
     `MicrobatchProgram.segments`, then padding. `window`: a query sees itself and the window - 1 tokens before it.
-    `sinks` (heads,): logits that take weight and give no value. Returns (tokens, heads, head_dim).
+    `sinks` (heads,): logits that take weight and give no value. `softcap`: a score s
+    counts as softcap x tanh(s / softcap), which the kernel must be able to do. Returns (tokens, heads, head_dim).
     """
     planned.layers_run += 1
     planned.layers_kept += torch.is_grad_enabled()
-    return _Attention.apply(q, k, v, sinks, planned, scale, window)
+    return _Attention.apply(q, k, v, sinks, planned, scale, window, softcap)

@@ -21,6 +21,7 @@ from lengthwise.attention.packs import Pack, PackKernel
 
 _TOKENS, _TOKENS_ON_CPU = 200, 72
 _WINDOW = 24  # stands for the model's: a kernel takes any
+_SOFTCAP = 0.7  # stands for the model's, too: scores here are about 1, so that a cap of 50 would hardly show
 _RAGGED = (1, 37, 200, 5, 64)  # tokens of documents: shorter and longer than a tile of any kernel
 _ROWS_AT_ONCE = 512
 
@@ -133,9 +134,9 @@ def _long_cases(kernel: ByLengthKernel, device: torch.device) -> Iterator[Case]:
 
 def _compared(kernel: BlockKernel, case: Case, needs: AttentionNeeds, device: torch.device) -> list[str]:
     q, k, v, grad_out, sinks = _operands(case, needs, device)
-    scale = needs.head_dim**-0.5
-    expected, saved = _expected(case, q, k, v, grad_out, sinks, scale=scale)
-    block = Block(q=q, k=k, v=v, scale=scale, causal=case.causal, mask=case.mask)
+    softcap = _SOFTCAP if needs.capped else None
+    block = Block(q=q, k=k, v=v, scale=needs.head_dim**-0.5, causal=case.causal, mask=case.mask, softcap=softcap)
+    expected, saved = _expected(case, block, grad_out, sinks)
     with torch.no_grad():
         found = _found(case.by(kernel), block, grad_out, saved, case)
     kept, tokens = tolerance_for(needs.dtype), case.tokens
@@ -228,10 +229,9 @@ def _seen(case: Case, device: torch.device) -> Tensor | None:
     return key <= query if case.causal else None
 
 
-def _expected(
-    case: Case, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, sinks: Tensor, *, scale: float
-) -> tuple[tuple[Tensor, ...], Saved]:
+def _expected(case: Case, block: Block, grad_out: Tensor, sinks: Tensor) -> tuple[tuple[Tensor, ...], Saved]:
     """Return (out, lse, dq, dk, dv) in fp64, and (out, lse) with one more key of logit `sinks` and value 0."""
+    q, k, v = block.q, block.k, block.v
     seen, ratio = _seen(case, q.device), q.shape[1] // k.shape[1]
     outs, lses, totals, total_lses = [], [], [], []
     gradients: list[Tensor | None] = [None] * 3
@@ -240,7 +240,9 @@ def _expected(
         keys, values = (x.repeat_interleave(ratio, dim=1) for x in wide[1:])
         for start in range(0, case.queries, _ROWS_AT_ONCE):
             rows = slice(start, start + _ROWS_AT_ONCE)
-            scores = torch.einsum("qhd,khd->hqk", wide[0][rows], keys) * scale
+            scores = torch.einsum("qhd,khd->hqk", wide[0][rows], keys) * block.scale
+            if block.softcap is not None:
+                scores = block.softcap * torch.tanh(scores / block.softcap)
             if seen is not None:
                 scores = scores.masked_fill(~seen[rows], float("-inf"))
             elsewhere = sinks[:, None, None].expand(-1, scores.shape[1], 1)

@@ -59,6 +59,8 @@ class VarlenOps(Protocol):
 class VarlenKernel:
     """A `PackKernel` over varlen calls."""
 
+    caps_scores = False
+
     def __init__(self, ops: VarlenOps, *, token_multiple: int = TOKEN_MULTIPLE) -> None:
         self.name, self.token_multiple, self._ops = ops.name, token_multiple, ops
 

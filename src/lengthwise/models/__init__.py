@@ -28,7 +28,7 @@ from lengthwise.models.dropout import (
     sequence_dropout,
     token_keys,
 )
-from lengthwise.models.families import FAMILIES, check_model_config, largest_head_dim, position_limit
+from lengthwise.models.families import FAMILIES, check_model_config, largest_head_dim, position_limit, score_cap
 from lengthwise.models.load import (
     DTYPES,
     ModelSource,
@@ -90,6 +90,7 @@ __all__ = [
     "run_layers",
     "save_adapter",
     "save_model",
+    "score_cap",
     "sequence_dropout",
     "token_keys",
     "token_loss",

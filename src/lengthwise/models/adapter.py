@@ -286,10 +286,10 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attend as planned; query is (1, heads, tokens, head_dim), key and value (1, kv_heads, tokens, head_dim).
 
-    `asked`: Hugging Face's other arguments; `s_aux` (heads,) are attention sinks.
+    `asked`: Hugging Face's other arguments; `s_aux` (heads,) are attention sinks, `softcap` caps scores.
     """
-    handled = ("scaling", "dropout", "sliding_window", "s_aux", "is_causal")
-    scaling, dropout, sliding_window, sinks, is_causal = (asked.pop(name, None) for name in handled)
+    handled = ("scaling", "dropout", "sliding_window", "s_aux", "is_causal", "softcap")
+    scaling, dropout, sliding_window, sinks, is_causal, softcap = (asked.pop(name, None) for name in handled)
     refused = {name: value for name, value in asked.items() if name not in _WITHOUT_EFFECT and value is not None}
     if isinstance(attention_mask, Tensor):
         refused["attention_mask"] = "a tensor"
@@ -303,6 +303,9 @@ def _attend(
         refused["lengthwise"] = "nothing (the model was called outside a plan)"
     if sliding_window is not None and sliding_window < 1:
         refused["sliding_window"] = sliding_window
+    no_cap = None if lengthwise is None or softcap is None else lengthwise.no_cap
+    if softcap is not None and (softcap <= 0 or no_cap):
+        refused["softcap"] = f"{softcap} ({no_cap or 'which should be above 0'})"
     if refused or lengthwise is None:
         where = f"attention of {type(module).__name__}"
         got = ", ".join(f"{name}={value}" for name, value in refused.items())
@@ -316,7 +319,7 @@ def _attend(
     if torch.is_autocast_enabled(kind):  # RoPE leaves queries and keys wide; torch casts for its own attention only
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
     with torch.autocast(kind, enabled=False):
-        out = planned_attention(q, k, v, lengthwise, scale=scale, window=sliding_window, sinks=sinks)
+        out = planned_attention(q, k, v, lengthwise, scale=scale, window=sliding_window, sinks=sinks, softcap=softcap)
     return out[None, ..., : value.shape[-1]], None
 
 

@@ -22,7 +22,7 @@ from lengthwise.models.adapter import leave_attention_eager
 from lengthwise.models.checkpointing import wrapped_layers
 from lengthwise.models.dropout import asks_for_dropout, has_dropout
 from lengthwise.models.experts import choose_experts, experts_of, needs_of
-from lengthwise.models.families import attention_heads, has_windows, largest_head_dim
+from lengthwise.models.families import attention_heads, has_windows, largest_head_dim, score_cap
 from lengthwise.models.fused_layers import (
     Forwards,
     FusedNeeds,
@@ -50,7 +50,12 @@ class Computing:
 
 def check_computing(config: Any, computing: Computing, *, dtype: torch.dtype, on_gpus: bool) -> None:
     """Refuse what a model of this config cannot compute here, before any process starts, with a ConfigError."""
-    needs = AttentionNeeds(dtype=dtype, head_dim=largest_head_dim(config), windowed=has_windows(config))
+    needs = AttentionNeeds(
+        dtype=dtype,
+        head_dim=largest_head_dim(config),
+        windowed=has_windows(config),
+        capped=score_cap(config) is not None,
+    )
     check_attention(computing.attention, needs, on_gpus=on_gpus)
     if computing.compile and asks_for_dropout(config):
         raise _refuse_compiled_dropout()
@@ -75,6 +80,7 @@ def choose_model_kernel(
         dtype=dtype,
         head_dim=largest_head_dim(config),
         windowed=has_windows(config),
+        capped=score_cap(config) is not None,
         heads=heads,
         kv_heads=kv_heads,
         implementation=computing.attention,

@@ -19,6 +19,9 @@ from lengthwise.models.router import router_problems
 # Families whose layers do not hand their window to attention: Hugging Face puts it into a mask, and we make none.
 WINDOW_IN_MASK = ("qwen2_moe",)
 
+# Families whose layers hand their cap of scores to attention; others with such a key leave it out without a word.
+SOFTCAP_FAMILIES = ("gemma2", "vaultgemma")
+
 # Config keys with one of these words make a layer draw random numbers.
 RANDOM_WORDS = ("dropout", "pdrop", "jitter", "layerdrop", "drop_path")
 
@@ -76,9 +79,8 @@ def check_model_config(config: Any) -> None:
 
 def _other_layers(config: Any) -> Iterator[tuple[str, str]]:
     """Yield (config entry, kind) for what attention cannot do in a listed family, once a kind."""
-    softcap = getattr(config, "attn_logit_softcapping", None)
-    if softcap:
-        yield "attn_logit_softcapping", f"scores capped by tanh at {softcap}"
+    if (cap := score_cap(config)) and config.model_type not in SOFTCAP_FAMILIES:
+        yield "attn_logit_softcapping", f"{cap} (the layers of {config.model_type} do not hand it to attention)"
     kinds: list[str] = list(getattr(config, "layer_types", None) or ())
     for kind in sorted(set(kinds)):
         where = f"layer_types[{kinds.index(kind)}]"
@@ -115,6 +117,11 @@ def has_windows(config: Any) -> bool:
     return any(
         getattr(layer, "sliding_window", None) and getattr(layer, "use_sliding_window", True) for layer in layers
     )
+
+
+def score_cap(config: Any) -> float | None:
+    """Return at what size the model caps its attention scores by tanh, by what its config says; None: it does not."""
+    return getattr(config, "attn_logit_softcapping", None) or None
 
 
 def rope_kinds(config: Any) -> list[tuple[str, str]]:

@@ -32,8 +32,6 @@ _PROOF = (
     "if it passes, add the name to lengthwise/core/families.json"
 )
 
-_SOFTCAP = "a block kernel with the cap and its gradient"
-
 _ALIBI = ("alibi: scores with a bias that grows with distance", _BIAS)
 KINDS = {
     r"Vision|Siglip|CLIP|Audio|ImageEmbed|Perceiver": ("a tower for images or sound", _TOWER),
@@ -46,7 +44,6 @@ KINDS = {
     r"ShortConv|CCAProjection|^Conv1d$": ("a convolution over neighbouring tokens", _HALO),
     r"Indexer$|Compressor$": ("sparse attention that chooses keys of the whole sequence by scores of its own", _SPARSE),
     r"CrossAttention$|DecoderWrapper$": ("a decoder made for the states of an encoder", _ENCODER),
-    r"Attention$": ("scores that are capped by tanh (softcap)", _SOFTCAP),
     r"^(Bloom|Mpt)Attention$": _ALIBI,
     r"^FalconAttention$": _ALIBI,
     r"^(CpmAntSegmentPositionEmbedding|XLNetRelativeAttention|InklingAttention|Inkling2Attention)$": (
@@ -78,7 +75,6 @@ KINDS = {
 """Class names of a kind of layer (a regular expression): what it is, what it would need. The first that fits counts."""
 
 ONLY_WITH = {
-    r"Attention$": "attn_logit_softcapping",
     r"^FalconAttention$": "alibi",
     r"^Llama4TextAttention$": "attention_chunk_size",
 }

@@ -41,6 +41,7 @@ from lengthwise.models import (
     choose_model_kernel,
     compute_so,
     position_limit,
+    score_cap,
     wrapped_layers,
 )
 from lengthwise.offload import ActivationStore, DiskStore, PinnedStore
@@ -267,7 +268,7 @@ class RankProfiler:
         shape, device = self._shape, self._world.device
         q = torch.randn(tokens, shape.heads, shape.head_dim, dtype=self._dtype, device=device)
         k, v = torch.randn(2, tokens, shape.kv_heads, shape.head_dim, dtype=self._dtype, device=device)
-        block = Block(q=q, k=k, v=v, scale=shape.head_dim**-0.5)
+        block = Block(q=q, k=k, v=v, scale=shape.head_dim**-0.5, softcap=score_cap(self._model.config))
 
         def time_it() -> tuple[float, float, float]:
             start = self._watch.now()
