@@ -13,6 +13,15 @@ from lengthwise.program.records import (
     Transfer,
 )
 from lengthwise.program.ring_order import head_peers, line_peers, ring_order
+from lengthwise.program.spans import (
+    Mixing,
+    Span,
+    far_peers,
+    halo_moves,
+    halo_round_of,
+    spans_of,
+    sweep_rounds_of,
+)
 
 __all__ = [
     "ALL_HEADS",
@@ -21,12 +30,17 @@ __all__ = [
     "Feature",
     "HeadRange",
     "MicrobatchProgram",
+    "Mixing",
     "RankRound",
     "Segment",
+    "Span",
     "Transfer",
     "all_end_alone",
     "check_plan",
+    "far_peers",
     "features_of",
+    "halo_moves",
+    "halo_round_of",
     "head_peers",
     "last_on_all_ranks",
     "line_peers",
@@ -34,5 +48,7 @@ __all__ = [
     "lower_plan",
     "refuse_unsupported",
     "ring_order",
+    "spans_of",
+    "sweep_rounds_of",
     "trains",
 ]

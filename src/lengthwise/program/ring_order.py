@@ -58,4 +58,9 @@ def head_peers(programs: Iterable[MicrobatchProgram], rank: int) -> tuple[int, .
                 near = [first + place for place in range(piece.heads)]
                 near += [(position + step) % piece.degree for step in (-piece.heads, piece.heads)]
                 peers.update(piece.ranks[each] for each in near)
-    return tuple(sorted(peer for peer in peers if abs(peer - rank) > _LINE))
+    return far_from(rank, peers)
+
+
+def far_from(rank: int, peers: Iterable[int]) -> tuple[int, ...]:
+    """List those of `peers` that are not on the line near `rank`, ascending."""
+    return tuple(sorted(peer for peer in set(peers) if abs(peer - rank) > _LINE))
