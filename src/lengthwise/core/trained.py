@@ -13,8 +13,10 @@ from typing import Any
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.files import read_package_json
 
-FAMILIES: tuple[str, ...] = tuple(read_package_json("lengthwise.core", "families.json")["equal_to_plain"])
+_LISTED = read_package_json("lengthwise.core", "families.json")
+FAMILIES: tuple[str, ...] = tuple(_LISTED["equal_to_plain"])
 LAYER_TYPES = ("full_attention", "sliding_attention")
+MIXERS_OF = {"hybrid": 2, "moe": 0, "mlp": 0}  # layers that mix tokens in a decoder layer of a kind; of others one
 USE_OTHERS = "Not supported yet: train it with plain TRL or Transformers"
 
 _TOWERS = re.compile(r"\w*(vision|image|audio|speech|vq)\w*_config")
@@ -27,6 +29,12 @@ text class would leave every weight random):
     text.lm_head.load_state_dict(full.lm_head.state_dict())
     text.save_pretrained(FOLDER)
     AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"""
+
+
+def layer_types(family: object) -> tuple[str, ...]:
+    """Return the kinds of layers that a plan computes as plain Hugging Face does in models of a family."""
+    others = (kind for kind, families in _LISTED["other_layers"].items() if family in families)
+    return (*LAYER_TYPES, *others)
 
 
 def towers(config: Mapping[str, Any]) -> list[str]:
@@ -43,7 +51,7 @@ def text_part(config: Mapping[str, Any]) -> str | None:
 def family_refusal(config: Mapping[str, Any], where: str) -> ModelRefused | None:
     """Return why this version does not train a config's family, and what to do; or None."""
     family = config.get("model_type")
-    kinds = {str(kind) for key in _LAYER_KEYS for kind in _listed(config.get(key))} - set(LAYER_TYPES)
+    kinds = {str(kind) for key in _LAYER_KEYS for kind in _listed(config.get(key))} - set(layer_types(family))
     if family is None or (family in FAMILIES and not kinds):
         return None
     got, remedy = str(family), f"{USE_OTHERS}."

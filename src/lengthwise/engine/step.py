@@ -35,11 +35,12 @@ from lengthwise.models import (
     count_choices,
     has_balance_loss,
     has_dropout,
+    mixing_of,
     model_router_logits,
     token_keys,
 )
 from lengthwise.offload import ActivationSaver
-from lengthwise.program import MicrobatchProgram, Segment, all_end_alone, head_peers, last_on_all_ranks, lower_plan
+from lengthwise.program import MicrobatchProgram, Segment, all_end_alone, far_peers, last_on_all_ranks, lower_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ def run_plan(
     in_step = 1 if parameters is None else parameters.ranks_in_step
     programs = lower_plan(plan, transport.rank, ranks_in_step=in_step)
     transport.phase = f"{name}, connecting"
-    new_peers = head_peers(programs, transport.rank)
+    new_peers = far_peers(programs, transport.rank, mixing_of(model))
     if new_peers and parameters is not None:
         parameters.published()
     transport.connect(new_peers)

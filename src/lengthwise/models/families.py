@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lengthwise.core.errors import LengthwiseError, ModelRefused, raise_problems
-from lengthwise.core.trained import FAMILIES, LAYER_TYPES, USE_OTHERS
+from lengthwise.core.trained import FAMILIES, USE_OTHERS, layer_types
 from lengthwise.models.dropout import DROPOUT_FAMILIES, DROPOUT_KEYS
 from lengthwise.models.refusals import refused_model
 from lengthwise.models.rope import LENGTH_ROPE
@@ -68,7 +68,7 @@ def check_model_config(config: Any) -> None:
             refuse(key, expected, getattr(config, key), remedy)
     if config.model_type in FAMILIES:
         for where, kind in _other_layers(config):
-            expected = f"layers that attend fully or in a window ({', '.join(LAYER_TYPES)})"
+            expected = f"layers of kinds that are known in this family ({', '.join(layer_types(config.model_type))})"
             refuse(where, expected, kind, f"{USE_OTHERS}.")
     problems += router_problems(config)
     raise_problems(problems)
@@ -82,7 +82,7 @@ def _other_layers(config: Any) -> Iterator[tuple[str, str]]:
     kinds: list[str] = list(getattr(config, "layer_types", None) or ())
     for kind in sorted(set(kinds)):
         where = f"layer_types[{kinds.index(kind)}]"
-        if kind not in LAYER_TYPES:
+        if kind not in layer_types(config.model_type):
             yield where, kind
         elif kind == "sliding_attention" and config.model_type in WINDOW_IN_MASK:
             yield where, f"{kind} (the layers of {config.model_type} do not hand their window to attention)"

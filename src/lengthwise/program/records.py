@@ -72,6 +72,10 @@ class Transfer(NamedTuple):
     tokens: int
     heads: HeadRange = ALL_HEADS
 
+    def turned(self) -> Transfer:
+        """Return the message that goes back."""
+        return self._replace(source=self.target, target=self.source)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
@@ -81,7 +85,7 @@ class Round:
 
     def turned(self) -> Round:
         """Return the round in which each message goes back."""
-        return Round(transfers=tuple(t._replace(source=t.target, target=t.source) for t in self.transfers))
+        return Round(transfers=tuple(map(Transfer.turned, self.transfers)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +105,11 @@ class RankRound:
             if transfer.target == rank:
                 receives.append(transfer)
         return cls(sends=tuple(sends), receives=tuple(receives))
+
+    def turned(self) -> RankRound:
+        """Return the round in which each message goes back."""
+        sends, receives = (tuple(map(Transfer.turned, each)) for each in (self.receives, self.sends))
+        return RankRound(sends=sends, receives=receives)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
