@@ -101,7 +101,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "modernbert-decoder": dict.fromkeys(_TOKENS, 0),
     "nemotron": {"head_dim": 8},
-    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "moe", "mlp", "linear_attention"]},
+    "nemotron_h": {"layer_types": ["linear_attention", "full_attention", "moe", "mlp", "linear_attention"]},
     "olmo_hybrid": {**_STATES, "linear_num_key_heads": 4},
     "qwen2_moe": {"use_sliding_window": False, "layer_types": ["full_attention"] * 2},
     "reformer": {"is_decoder": True},

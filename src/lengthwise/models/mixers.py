@@ -8,8 +8,11 @@ the plan is refused: it would mix documents of a pack.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from textwrap import dedent
 from typing import Any
 from weakref import WeakSet
 
@@ -201,6 +204,7 @@ _SCANS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _run_mamba2,
 }
 _PLANNED = {**_SCANS, "causal_conv1d_fn": _run_convolution}
+_OTHERS = ("mamba_selective_scan",)  # a state a channel and entry, and a function without forward's arguments
 _FUSED = "mamba2_split_conv1d_scan_combined"  # a whole Mamba 2 layer in one kernel, or None: the layer does its parts
 _seen: WeakSet[nn.Module] = WeakSet()
 
@@ -228,6 +232,16 @@ def put_mixers(model: nn.Module, is_planned: Callable[[], bool]) -> None:
         if hasattr(module, _FUSED) and not isinstance(getattr(module, _FUSED), _InParts):
             setattr(module, _FUSED, _InParts(getattr(module, _FUSED), is_planned))
     _seen.add(model)
+
+
+def runs_by_plan(kind: type[nn.Module]) -> bool:
+    """Return whether layers of a class of transformers hand the plan to what they mix tokens by."""
+    calls = [node for node in ast.walk(ast.parse(dedent(inspect.getsource(kind)))) if isinstance(node, ast.Call)]
+    mixing = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id in (*_PLANNED, *_OTHERS)]
+    return any(mixing) and all(
+        node.func.id in _PLANNED and any(each.arg is None for each in node.keywords)  # type: ignore[union-attr]
+        for node in mixing
+    )
 
 
 def _modeling_files(model: nn.Module) -> set[Any]:
