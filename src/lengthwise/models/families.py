@@ -12,6 +12,7 @@ from typing import Any
 from lengthwise.core.errors import LengthwiseError, ModelRefused, raise_problems
 from lengthwise.core.trained import FAMILIES, USE_OTHERS, layer_types
 from lengthwise.models.dropout import DROPOUT_FAMILIES, DROPOUT_KEYS
+from lengthwise.models.mixers import has_states
 from lengthwise.models.refusals import refused_model
 from lengthwise.models.rope import LENGTH_ROPE
 from lengthwise.models.router import router_problems
@@ -128,5 +129,6 @@ def rope_kinds(config: Any) -> list[tuple[str, str]]:
 
 
 def position_limit(config: Any) -> int | None:
-    """Return how long a sequence may be where positions are looked up in a table; None where rope makes them."""
-    return None if getattr(config, "rope_parameters", None) else getattr(config, "max_position_embeddings", None)
+    """Return how long a sequence may be where positions are looked up in a table; None where rope, or a state, is."""
+    is_free = bool(getattr(config, "rope_parameters", None)) or has_states(config)
+    return None if is_free else getattr(config, "max_position_embeddings", None)

@@ -36,6 +36,11 @@ def count_mixers(config: Any, layers: Sequence[int] | None = None) -> int:
     return sum(MIXERS_OF.get(kinds[number], 1) for number in (range(len(kinds)) if layers is None else layers))
 
 
+def has_states(config: Any) -> bool:
+    """Return whether some layer has a state that runs through the whole sequence."""
+    return any(kind in ("linear_attention", "hybrid") for kind in getattr(config, "layer_types", None) or ())
+
+
 def mixing_of(model: nn.Module) -> Mixing:
     """Return what a model passes along sequences beside keys."""
     files = {module for module in _modeling_files(model) if any(hasattr(module, name) for name in _PLANNED)}
