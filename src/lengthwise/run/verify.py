@@ -47,7 +47,8 @@ class VerifyReport:
     `router_loss` is the routers' balance loss over the batch, 0 where the model's config asks for none.
     `gradients` maps each parameter to |difference| / max(|reference|, 1e-3 of the median parameter's norm), L2.
     `rounding` is what it alone does, where it decides (bf16, or states): the tolerance is added to that. `notes` say
-    which kernel and transport it was, and why. `uncut`: where no sequence was cut over ranks, what to do for one that is.
+    which kernel and transport it was, and why. `uncut`: where no sequence was cut over ranks, what to do for one that
+    is.
     `shared_keys`: sizes of the groups that split heads in which several ranks attend to one head of keys.
     In bf16 `in_fp32` compares the same plan in fp32, and `sums` has the difference of each gradient's sum, over
     microbatches and ranks, from one that was made beside it.
