@@ -137,8 +137,9 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
     if config.get("block_auto_adjust_ff_dim"):  # lfm2: two thirds of it, rounded up
         unit, scale = size("block_multiple_of", default=256), config.get("block_ffn_dim_multiplier") or 1.0
         sizes["intermediate"] = -(-int(scale * int(2 * sizes["intermediate"] / 3)) // unit) * unit
-    windows = problems.attempt(lambda: _windows(config, layers, label)) or ()
-    mixing = problems.attempt(lambda: mixers_of(config, layer_kinds(config, layers), hidden)) or {}
+    mixing = mixers_of(config, layer_kinds(config, layers), hidden)
+    attending = mixing.get("attention_layers", layers)
+    windows = problems.attempt(lambda: _windows(config, attending, label)) or ()
     problems.raise_all()
     return ModelShape(
         name=label,

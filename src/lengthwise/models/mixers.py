@@ -12,6 +12,8 @@ import ast
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from itertools import accumulate
 from textwrap import dedent
 from typing import Any
 from weakref import WeakSet
@@ -20,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lengthwise.attention import Opened, PlannedAttention, convolve_spans, scan_spans
+from lengthwise.attention import Opened, PlannedAttention, convolve_spans, scan_spans, to_device
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.trained import MIXERS_OF
 from lengthwise.program import Mixing
@@ -52,7 +54,7 @@ def mixing_of(model: nn.Module) -> Mixing:
     )
 
 
-class _DeltaRule:
+class DeltaRule:
     """Gated delta rule and KDA: S_t = (I - beta k k') exp(g) S_(t-1) + beta k v', a state (heads, key, value) a span.
 
     Columns of a state do not mix. So the same function on values widened by zeros, from a state widened by I, gives
@@ -62,33 +64,49 @@ class _DeltaRule:
     is_matrix = True
 
     def __init__(self, function: Callable[..., Any], value: Tensor, key: Tensor, **how: Any) -> None:
-        self._function, self._how = function, how
+        self._function, self._how, self._packs = function, how, _has_kernel("fla", value.device)
         self._heads, self._key, self._value = value.shape[2], key.shape[-1], value.shape[-1]
 
     def run(self, tokens: Tokens, lengths: Sequence[int]) -> Tensor:
-        outs = [self._function(**each, **self._how)[0] for each in _spans(tokens, lengths)]
-        return torch.cat(outs, dim=1)
+        """Return the outputs of whole documents: one call where a kernel keeps them apart, else one a document."""
+        if self._packs:
+            return self._call(tokens, **_borders(lengths, tokens["value"].device))[0]
+        return torch.cat([self._call(each)[0] for each in _spans(tokens, lengths)], dim=1)
 
     def open(self, tokens: Tokens, lengths: Sequence[int]) -> Opened:
+        """Run spans from a state of zero, and give their maps."""
         values, sizes = tokens["value"], [self._value, self._key]
         wide = torch.promote_types(values.dtype, torch.float32)
         unit = torch.eye(self._key, dtype=wide, device=values.device).expand(1, self._heads, -1, -1)
         start = F.pad(unit, (self._value, 0))
-        outs, states = [], []
-        for each in _spans({**tokens, "value": F.pad(values, (0, self._key))}, lengths):
-            out, state = each["value"], start
-            if each["value"].shape[1]:
-                out, state = self._function(**each, **self._how, initial_state=start, output_final_state=True)
-            outs.append(out)
-            states.append(state.to(wide))
-        (out, reader), (b, a) = torch.cat(outs, dim=1).split(sizes, -1), torch.cat(states).split(sizes, -1)
+        tokens, states = {**tokens, "value": F.pad(values, (0, self._key))}, [start] * len(lengths)
+        full = [number for number, length in enumerate(lengths) if length]
+        out, more = tokens["value"], {"output_final_state": True}
+        if full and self._packs:
+            borders = _borders([lengths[number] for number in full], values.device)
+            out, last = self._call(tokens, initial_state=start.repeat(len(full), 1, 1, 1), **more, **borders)
+            found = last.split(1)
+        elif full:
+            spans = [*_spans(tokens, lengths)]
+            outs, found = zip(*(self._call(spans[n], initial_state=start, **more) for n in full), strict=True)
+            out = torch.cat(outs, dim=1)
+        else:
+            found = ()
+        for number, state in zip(full, found, strict=True):
+            states[number] = state.to(wide)
+        (out, reader), (b, a) = out.split(sizes, -1), torch.cat(states).split(sizes, -1)
         return Opened(out=out, reader=reader, a=a, b=b)
 
+    def _call(self, x: Tokens, **more: Any) -> Any:
+        # By place, as transformers calls it: kernels of packages have other names.
+        return self._function(x["query"], x["key"], x["value"], g=x["g"], beta=x["beta"], **self._how, **more)
+
     def read(self, reader: Tensor, state: Tensor) -> Tensor:
+        """Return what a state before a span adds to its outputs."""
         return torch.einsum("bthk,bhkv->bthv", reader, state)
 
 
-class _Mamba2:
+class Mamba2:
     """Mamba 2: S_t = exp(dt A) S_(t-1) + dt x B', a state (heads, head_dim, n) a span; A is one number a head."""
 
     is_matrix = False
@@ -97,10 +115,14 @@ class _Mamba2:
         self._function, self._decay, self._how = function, decay, how
 
     def run(self, tokens: Tokens, lengths: Sequence[int]) -> Tensor:
-        outs = [self._function(**each, A=self._decay, **self._how) for each in _spans(tokens, lengths)]
-        return torch.cat(outs, dim=1)
+        """Return the outputs of whole documents: one call where a kernel keeps them apart, else one a document."""
+        if _has_kernel("mamba_ssm", self._decay.device):
+            documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor([*lengths]))
+            return self._call(tokens, seq_idx=to_device(documents.int()[None], self._decay.device))
+        return torch.cat([self._call(each) for each in _spans(tokens, lengths)], dim=1)
 
     def open(self, tokens: Tokens, lengths: Sequence[int]) -> Opened:
+        """Run spans from a state of zero, and give their maps."""
         outs, readers, factors, lasts = [], [], [], []
         for each in _spans(tokens, lengths):
             hidden, reading = each["hidden_states"], each["C"]
@@ -108,7 +130,7 @@ class _Mamba2:
             heads = hidden.shape[2]
             out, last = hidden, decay.new_zeros(1, *hidden.shape[2:], reading.shape[-1])
             if hidden.shape[1]:
-                out, last = self._function(**each, A=self._decay, **self._how, return_final_states=True)
+                out, last = self._call(each, return_final_states=True)
             outs.append(out)
             lasts.append(last.to(decay.dtype))
             readers.append(reading.float().repeat_interleave(heads // reading.shape[2], 2) * decay.exp()[..., None])
@@ -118,7 +140,11 @@ class _Mamba2:
         )
 
     def read(self, reader: Tensor, state: Tensor) -> Tensor:
+        """Return what a state before a span adds to its outputs."""
         return torch.einsum("bthn,bhpn->bthp", reader, state)
+
+    def _call(self, x: Tokens, **more: Any) -> Any:
+        return self._function(x["hidden_states"], x["dt"], self._decay, x["B"], x["C"], **self._how, **more)
 
     def _step(self, step: Tensor) -> Tensor:
         """Return dt as the function uses it."""
@@ -133,6 +159,22 @@ def _spans(tokens: Tokens, lengths: Sequence[int]) -> Iterator[dict[str, Tensor]
     parts = {name: x.split([*lengths], dim=1) for name, x in tokens.items()}
     for number in range(len(lengths)):
         yield {name: each[number] for name, each in parts.items()}
+
+
+def _has_kernel(package: str, device: torch.device) -> bool:
+    """Return whether transformers computes by a package on `device`, which then takes many documents in one call."""
+    return device.type == "cuda" and is_found(package)
+
+
+def is_found(package: str) -> bool:
+    """Return whether Python finds a package, without an import."""
+    return find_spec(package) is not None
+
+
+def _borders(lengths: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    """Return where documents begin and end, as fla takes them; on the host too, or it would wait for the device."""
+    borders = torch.tensor([0, *accumulate(lengths)])
+    return {"cu_seqlens": to_device(borders, device), "cu_seqlens_cpu": borders}
 
 
 def _run_delta_rule(
@@ -150,7 +192,7 @@ def _run_delta_rule(
 ) -> tuple[Tensor, None]:
     assert initial_state is None, "a plan begins every sequence anew"
     assert not output_final_state, "a plan keeps no state for later calls"
-    scan = _DeltaRule(function, value, key, **_taken(asked, "use_qk_l2norm_in_kernel"))
+    scan = DeltaRule(function, value, key, **_taken(asked, "use_qk_l2norm_in_kernel"))
     planned.count_layer()
     tokens = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
     return scan_spans(planned.local_spans, tokens, scan), None
@@ -173,7 +215,7 @@ def _run_mamba2(
     assert initial_states is None, "a plan begins every sequence anew"
     assert not return_final_states, "a plan keeps no state for later calls"
     assert z is None, "a gate inside of the scan"
-    scan = _Mamba2(function, A, **_taken(asked, "chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit"))
+    scan = Mamba2(function, A, **_taken(asked, "chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit"))
     planned.count_layer()
     return scan_spans(planned.local_spans, {"hidden_states": hidden_states, "dt": dt, "B": B, "C": C}, scan)
 
@@ -249,6 +291,13 @@ def runs_by_plan(kind: type[nn.Module]) -> bool:
     )
 
 
+def mixing_functions(model: nn.Module) -> dict[str, Callable[..., Any]]:
+    """Return the functions of transformers by which layers of a model mix tokens without attention, by name."""
+    files = [vars(module) for module in _modeling_files(model)]
+    found = {name: file[name] for file in files for name in _PLANNED if name in file}
+    return {name: each.function if isinstance(each, _ByPlan) else each for name, each in found.items()}
+
+
 def _modeling_files(model: nn.Module) -> set[Any]:
     """Return the modules of transformers in which a model's layers are."""
     names = {kind.__module__ for kind in {type(module) for module in model.modules()}}
@@ -261,17 +310,17 @@ class _ByPlan:
     def __init__(
         self, function: Callable[..., Any], planned: Callable[..., Any], is_planned: Callable[[], bool]
     ) -> None:
-        self._function, self._is_planned = function, is_planned
+        self.function, self._is_planned = function, is_planned
         self._planned = torch.compiler.disable(planned)
 
     def __call__(self, *args: Any, lengthwise: PlannedAttention | None = None, **asked: Any) -> Any:
         if lengthwise is not None:
-            return self._planned(self._function, lengthwise, *args, **asked)
+            return self._planned(self.function, lengthwise, *args, **asked)
         if self._is_planned():
-            name = self._function.__name__
+            name = self.function.__name__
             expected, remedy = "the plan among its arguments", "This layer would mix documents; use another model."
             raise ModelRefused(name, expected=expected, got="a call without it", remedy=remedy)
-        return self._function(*args, **asked)
+        return self.function(*args, **asked)
 
 
 class _InParts:
