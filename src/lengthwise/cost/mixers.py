@@ -14,6 +14,7 @@ from typing import Any
 from lengthwise.core.trained import MIXERS_OF
 
 _CHUNK = 64  # tokens of a chunk of delta rules; Mamba 2 has it in its config
+_GATED = ("qwen3_5", "qwen3_next")  # whose attention has a gate as large as its queries
 
 
 def mixers_of(config: Mapping[str, Any], kinds: Sequence[str], hidden: int) -> dict[str, int]:
@@ -33,6 +34,8 @@ def mixers_of(config: Mapping[str, Any], kinds: Sequence[str], hidden: int) -> d
         sizes = {**sizes, "mixer_params": 4 * hidden * hidden, "mixer_kept": 6 * hidden}
     layers = states + convolutions
     scaled = {name: layers * sizes[name] for name in ("mixer_params", "scan_flops", "mixer_kept")}
+    if str(config.get("model_type", "")).startswith(_GATED):
+        scaled["mixer_params"] += attending * hidden * int(config["num_attention_heads"]) * int(config["head_dim"])
     return {
         "attention_layers": attending,
         "mlp_layers": with_mlp,
