@@ -43,10 +43,16 @@ def build_pair(model_type: str, config: Any) -> dict[str, torch.nn.Module]:
 
 
 def enliven(model: torch.nn.Module) -> torch.nn.Module:
-    """Make parameters larger than a fresh model's, and norms other than ones, so that errors show."""
+    """Make parameters larger than a fresh model's, and norms other than ones, so that errors show.
+
+    States decay slowly, so that they matter to the end of a sequence: where they are gone after a token, a gradient is
+    a sum that cancels, and rounding is all that a comparison sees.
+    """
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.sub_(3)
             if parameter.dim() == 1:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
             else:

@@ -17,9 +17,12 @@ from lengthwise.core.plan import Plan
 from lengthwise.engine.wave_order import END, GATHER, REDUCE, UnitKind, backward_calls, forward_calls
 from lengthwise.program.lower import MicrobatchProgram, last_on_all_ranks, lower_plan
 from lengthwise.program.records import Content, Round, Transfer
-from lengthwise.program.ring_order import far_peers, line_peers
+from lengthwise.program.ring_order import line_peers
+from lengthwise.program.spans import Mixing, far_peers, halo_round, sweep_rounds
 
 CONNECTIONS = "connections"  # label of the group that meets ranks
+Layer = int | Mixing | None
+"""The sliding window of an attention layer (None: without one), or what a layer of another kind passes along."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +192,7 @@ def check_order(
     plan: Plan,
     *,
     layers: int = 1,
-    windows: Sequence[int | None] | None = None,
+    windows: Sequence[Layer] | None = None,
     counts_routers: bool = False,
     tied: bool = False,
     ranks_per_node: int | None = None,
@@ -197,8 +200,8 @@ def check_order(
     """Run the grouped calls of one step of `plan` under strict matching; return how many messages were matched.
 
     Each rank connects to whom it needs and posts, for its microbatches in order, the forward and the backward rounds of
-    every layer, between them what recomputation runs again, and last the step-end collective. `windows` gives the
-    sliding window of each layer (default: `layers` layers without one). `counts_routers`: the counting pass of a model
+    every layer, between them what recomputation runs again, and last the step-end collective. `windows` says what each
+    layer is (default: `layers` layers of full attention). `counts_routers`: the counting pass of a model
     with a router balance loss comes first (`engine.step`). In a plan of kind `waves` every rank runs all microbatches
     of its node's ranks (`ranks_per_node`; None: of all), and gathers and reduces units between rounds, as
     `engine.waves` does; `tied`: all that is in no layer is one unit.
@@ -229,7 +232,7 @@ def rank_groups(
     plan: Plan,
     rank: int,
     *,
-    windows: Sequence[int | None],
+    windows: Sequence[Layer],
     counts_routers: bool = False,
     tied: bool = False,
     ranks_per_node: int | None = None,
@@ -243,7 +246,9 @@ def rank_groups(
     for unit in {each.name: each for each in units}.values():
         for kind in (GATHER, REDUCE):
             yield "start", [_unit_call(kind, unit, node)]
-    if peers := far_peers(programs, rank):
+    mixing = [each for each in windows if isinstance(each, Mixing)]
+    most = Mixing(has_states=any(x.has_states for x in mixing), width=max((x.width for x in mixing), default=1))
+    if peers := far_peers(programs, rank, most):
         yield CONNECTIONS, [Operation(kind=kind, peer=peer) for kind in ("send", "receive") for peer in peers]
     if counts_routers:
         kept = last_on_all_ranks(plan, ranks_in_step=in_step)
@@ -269,7 +274,7 @@ def _pass_groups(
     program: MicrobatchProgram,
     rank: int,
     name: str,
-    windows: Sequence[int | None],
+    windows: Sequence[Layer],
     units: Sequence[UnitKind],
     node: range,
 ) -> Iterator[tuple[str, list[Operation]]]:
@@ -291,10 +296,10 @@ def _unit_call(kind: str, unit: UnitKind, node: range, key: str | None = None) -
 
 
 def _layer_groups(
-    program: MicrobatchProgram, rank: int, name: str, windows: Sequence[int | None]
+    program: MicrobatchProgram, rank: int, name: str, windows: Sequence[Layer]
 ) -> Iterator[tuple[int, list[tuple[str, list[Operation]]]]]:
     """Yield each layer of a pass, in its order, with the rounds that this rank takes part in."""
-    lowered = {window: program.with_window(window) for window in set(windows)}
+    lowered = {window: program.with_window(window) for window in set(windows) if not isinstance(window, Mixing)}
     layers = range(len(windows))
     kinds = [name]
     if name == "backward":
@@ -303,7 +308,12 @@ def _layer_groups(
     for layer in layers:
         found = []
         for kind in kinds:
-            for label, each in _pass_rounds(lowered[windows[layer]], kind):
+            of_layer = windows[layer]
+            if isinstance(of_layer, Mixing):
+                rounds = _mixing_rounds(program, kind, of_layer)
+            else:
+                rounds = _pass_rounds(lowered[of_layer], kind)
+            for label, each in rounds:
                 operations = [_operation(t, rank) for t in each.transfers if rank in (t.source, t.target)]
                 if operations:
                     found.append((f"microbatch {program.index}, layer {layer}, {kind}, {label}", operations))
@@ -321,6 +331,17 @@ def _pass_rounds(program: MicrobatchProgram, kind: str) -> Iterator[tuple[str, R
     for ring_step, each in enumerate(program.backward_rounds if is_backward else program.forward_rounds):
         yield f"ring step {ring_step}", each
     yield "heads joined", program.exchange(after)
+
+
+def _mixing_rounds(program: MicrobatchProgram, kind: str, mixing: Mixing) -> Iterator[tuple[str, Round]]:
+    """Yield the rounds of a layer that is no attention; one that runs again has kept what it received."""
+    halo = halo_round(program, mixing.width)
+    sweep = sweep_rounds(program) if mixing.has_states else ()
+    states = [(f"sweep {number}", each) for number, each in enumerate(sweep)]
+    if kind in ("forward", "counting"):
+        yield from [("halo", halo), *states]
+    elif kind == "backward":
+        yield from [*states, ("halo", halo.turned())]
 
 
 def _operation(transfer: Transfer, rank: int) -> Operation:

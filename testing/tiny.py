@@ -69,26 +69,44 @@ _SIZES = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
+    # Heads of layers with states, by the names of delta rules and of Mamba 2.
+    **dict.fromkeys(("linear_num_key_heads", "mamba_n_groups", "n_groups"), 2),
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_heads", "mamba_n_heads", "mamba_num_heads"), 4),
+    **dict.fromkeys(("linear_key_head_dim", "linear_head_dim", "mamba_d_state", "ssm_state_size"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_chunk_size", "chunk_size"), 16),
+    "linear_value_head_dim": 6,
+    "shared_expert_intermediate_size": 24,
     "n_group": 2,
     "topk_group": 1,
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
     **dict.fromkeys(_TOKENS),
 }
 
+# Two layers with states, or convolutions, and one of attention between them.
+_STATES, _CONVOLUTIONS = (
+    {"num_hidden_layers": 3, "layer_types": [kind, "full_attention", kind]} for kind in ("linear_attention", "conv")
+)
+
 # What only these families need: sizes that depend on each other, or kinds of layers that their defaults leave out.
 _OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {**_STATES, "head_dim": 8},
+    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1]},
     "cohere_compass_text": {"layer_types": None, "rope_parameters": None},
+    **dict.fromkeys(("kimi_linear", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _STATES),
     "cwm": {"bos_token_id": 0},
     **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), _SHARED_KEYS),
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "granitemoehybrid": {**_STATES, "shared_intermediate_size": 24},
     "hrm_text": {"prefix_lm": False},
     **dict.fromkeys(("gemma2", "vaultgemma"), _CAPS),
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 6},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _CONVOLUTIONS),
     "longcat_flash": {"head_dim": 4, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "modernbert-decoder": dict.fromkeys(_TOKENS, 0),
     "nemotron": {"head_dim": 8},
+    "nemotron_h": {"layer_types": ["linear_attention", "full_attention", "moe", "mlp", "linear_attention"]},
+    "olmo_hybrid": {**_STATES, "linear_num_key_heads": 4},
     "qwen2_moe": {"use_sliding_window": False, "layer_types": ["full_attention"] * 2},
     "reformer": {"is_decoder": True},
     "zaya": {"num_experts_per_tok": 1},

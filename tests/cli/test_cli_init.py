@@ -120,11 +120,11 @@ def test_all_that_is_wrong_is_told_and_nothing_is_replaced(tmp_path, capsys):
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
          "head_dim": 16, "intermediate_size": 128, "vocab_size": 256}  # fmt: skip
 UNTRAINED = {
-    "linear": ({**SIZES, "model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 2}, "qwen3_5_text"),
-    "keys of its own": ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-*"}, "got nemotron_h"),
-    "images over linear": (
-        {"model_type": "qwen3_5", "text_config": {**SIZES, "model_type": "qwen3_5_text"}, "vision_config": {}},
-        "nor its text part, qwen3_5_text",
+    "linear": ({**SIZES, "model_type": "qwen3", "layer_types": ["linear_attention"] * 2}, "layers of linear_attention"),
+    "keys of its own": ({"model_type": "rwkv", "attention_hidden_size": 64}, "got rwkv"),
+    "images over sparse": (
+        {"model_type": "qwen4_exp", "text_config": {**SIZES, "model_type": "qwen4_exp_text"}, "vision_config": {}},
+        "nor its text part, qwen4_exp_text",
     ),
     "images": (
         {"model_type": "gemma3", "text_config": {**SIZES, "model_type": "gemma3_text"}, "vision_config": {}},

@@ -40,6 +40,8 @@ def test_named_shape_has_the_sizes_of_the_evaluation(name, layers, heads, hidden
         ("google/gemma-3-12b-it", 12.8),
         ("mistralai/Mistral-7B-Instruct-v0.3", 7.25),
         ("openai/gpt-oss-120b", 117),
+        ("Qwen/Qwen3.5-9B", 8.95),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", 79.7),
     ],
 )
 def test_named_shape_knows_published_models_by_their_hub_names(name: str, billions: float) -> None:
@@ -157,3 +159,18 @@ def test_named_shape_reads_a_models_folder(tmp_path, monkeypatch) -> None:
     assert named_shape("tiny").layers == 2, "a named shape wins; ./tiny means the folder"
     with pytest.raises(ConfigError, match=r"tiny/config\.json: .*No such file"):
         named_shape("./tiny")
+
+
+def test_a_config_of_mamba_layers_is_read_in_the_ways_of_its_family() -> None:
+    """A pattern of letters, older names of kinds, a convolution in place of a scan."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 256}
+    scan = {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2}
+    letters = shape_from_config({**sizes, **scan, "model_type": "nemotron_h", "hybrid_override_pattern": "M*-M"})
+    assert (letters.layers, letters.num_attention, letters.num_mlp, letters.state_layers) == (4, 1, 1, 2)
+    assert letters.map_values == 4 * 16 * 8 + 4
+    named = {"model_type": "granitemoehybrid", "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"]}
+    older = shape_from_config({**sizes, **scan, **named})
+    assert (older.num_attention, older.state_layers, older.mixer_params) == (1, 2, letters.mixer_params)
+    conv = {"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+    found = shape_from_config({**sizes, **conv})
+    assert (found.num_attention, found.state_layers, found.mixer_params) == (1, 0, 2 * 4 * 64 * 64)

@@ -183,7 +183,7 @@ def test_a_layer_outside_of_hugging_faces_wrap_is_refused():
     model = copy.deepcopy(built("llama"))
     model.model.layers[1] = Plain(model.model.layers[1])
     batch, plan = make_batch((6,), vocab=48), make_plan(1, (6,), [Piece(ranks=(0,), sequences=(0,))])
-    with pytest.raises(ModelRefused, match=r"all 2 attention layers .* got 1 that did"):
+    with pytest.raises(ModelRefused, match=r"all 2 layers that mix tokens .* got 1 that did"):
         run_plan(model, recomputing(plan, "layer"), batch, SoloTransport(), choose_kernel(CPU), name="test")
 
 

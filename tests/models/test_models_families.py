@@ -19,9 +19,10 @@ from lengthwise.planner import PlanOptions, plan_step, score
 from models.test_models_checkpointing import recomputing
 from tiers import more, some
 
-BY_DEFAULT = {  # one a mechanism: dense, windows, sinks, experts, latent attention, no wrap, repeated layers, ...
+BY_DEFAULT = {  # one a mechanism: dense, windows, sinks, caps, experts, latent attention, no wrap, repeats, states
     "cohere2", "ctrl", "deepseek_v3", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "hrm_text", "llama", "mixtral",
-    "olmo2", "opt", "qwen3_moe", "llama, padded vocabulary", "qwen3, tied embeddings", "olmoe, router loss",
+    "olmo2", "opt", "qwen3_moe", "qwen3_5_text", "nemotron_h", "lfm2", "llama, padded vocabulary",
+    "qwen3, tied embeddings", "olmoe, router loss",
 }  # fmt: skip
 LENGTHS = (1, 57, 2, 40, 5, 31, 11, 8)
 # ctrl has no wrap; hrm_text runs its layers several times, the first times without gradients: refused by their counts.

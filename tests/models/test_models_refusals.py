@@ -62,8 +62,10 @@ def refusal(config):
 @pytest.mark.parametrize(
     ("model_type", "layer", "needed"),
     [
-        ("qwen3_next", "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet), one of 36", "state passed between"),
-        ("mamba2", "backbone.layers.0.mixer (Mamba2Mixer), one of 64", "state passed between"),
+        ("mamba", "backbone.layers.0.mixer (MambaMixer), one of 32", "state passed between"),
+        ("mamba2", "backbone.layers.0.mixer (Mamba2Mixer), one of 64", "another way for the plan"),
+        ("zamba2", "model.layers.6 (Zamba2HybridLayer), one of 9", "one checkpointed layer at a time"),
+        ("qwen4_exp_text", "sparse attention", "scores of all keys"),
         ("zaya", "self_attn.qkv_proj (ZayaCCAProjection)", "tokens just before a shard"),
         ("bloom", "transformer.h.0.self_attention (BloomAttention)", "a block kernel that adds the bias"),
         ("deepseek_v32", "self_attn.indexer (DeepseekV32Indexer)", "scores of all keys"),

@@ -1,12 +1,14 @@
-"""Blockwise attention: kernels that also give the log-sum-exp, the merge of partial results, and the planned ring."""
+"""Layers that mix tokens, by a plan: blockwise attention and its ring, scans with states, short convolutions."""
 
 from lengthwise.attention.abilities import AttentionNeeds
 from lengthwise.attention.choose import Faults, check_attention, choose_kernel
 from lengthwise.attention.cuda_kernels import activate_flash
+from lengthwise.attention.halos import convolve_spans
 from lengthwise.attention.kernels import Block, BlockKernel, FlashCpuKernel, ReferenceKernel, Saved
 from lengthwise.attention.packs import to_device
 from lengthwise.attention.planned import PlannedAttention, planned_attention
 from lengthwise.attention.recompute import ActivationPolicy, Recomputation
+from lengthwise.attention.states import Opened, scan_spans
 
 __all__ = [
     "ActivationPolicy",
@@ -15,6 +17,7 @@ __all__ = [
     "BlockKernel",
     "Faults",
     "FlashCpuKernel",
+    "Opened",
     "PlannedAttention",
     "Recomputation",
     "ReferenceKernel",
@@ -22,6 +25,8 @@ __all__ = [
     "activate_flash",
     "check_attention",
     "choose_kernel",
+    "convolve_spans",
     "planned_attention",
+    "scan_spans",
     "to_device",
 ]

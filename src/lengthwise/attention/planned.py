@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lengthwise.attention.halos import Halo
 from lengthwise.attention.heads import HeadExchange, Rows, query_heads, shares_keys
 from lengthwise.attention.kernels import Block, BlockKernel, BlockMask, Gradients, Saved
+from lengthwise.attention.mixing import LocalSpans
 from lengthwise.attention.packs import PackKernel
 from lengthwise.attention.partials import PartialGradients, PartialOut, wide
 from lengthwise.attention.recompute import Recomputation
@@ -52,10 +55,11 @@ class PlannedAttention:
         multiple = kernel.token_multiple
         rows = self.num_tokens + rows_beyond
         self.num_rows = max(1, -(-rows // multiple)) * multiple  # with the padding that the model runs
-        self.layers_run = 0
+        self.layers_run = 0  # layers that mix tokens: attention, scans, convolutions
         self.layers_kept = 0  # of these, those that backward will run through
-        self.layers_passed = 0  # layers of the model that others run, where it is cut into stages
+        self.layers_passed = 0  # of those of the model, what others run, where it is cut into stages
         self.recomputation: Recomputation | None = None  # the checkpointed layer that is running, if one is
+        self._halos: dict[int, Halo] = {}
         self._heads = HeadExchange(program, transport)
         starts = program.row_starts(transport.rank)
         pieces = [(*each, heads_of(*each[1:])) for each in program.pieces_of(transport.rank)]
@@ -67,6 +71,24 @@ class PlannedAttention:
         self._travels = {index: piece.degree > piece.heads for index, piece, *_ in pieces}
         self._steps: dict[tuple[int | None, int], tuple[list[RingStep], list[RingStep]]] = {}
         self._masks: dict[tuple[int, int, int, bool, int | None], BlockMask] = {}
+
+    @cached_property
+    def local_spans(self) -> LocalSpans:
+        """What this rank computes in one go in layers that are no attention."""
+        return LocalSpans(self._program, self._transport, self.num_rows, self)
+
+    def halo(self, width: int) -> Halo:
+        """Return what goes before the spans of this rank for convolutions over `width` tokens."""
+        if width not in self._halos:
+            self._halos[width] = Halo(self.local_spans, width)
+        return self._halos[width]
+
+    def count_layer(self) -> None:
+        """Count a layer that mixes tokens and runs by the plan."""
+        self.layers_run += 1
+        self.layers_kept += torch.is_grad_enabled()
+        if self.recomputation is not None:
+            self.recomputation.count()
 
     @property
     def windows(self) -> frozenset[int | None]:
@@ -330,6 +352,5 @@ def planned_attention(
     `sinks` (heads,): logits that take weight and give no value. `softcap`: a score s
     counts as softcap x tanh(s / softcap), which the kernel must be able to do. Returns (tokens, heads, head_dim).
     """
-    planned.layers_run += 1
-    planned.layers_kept += torch.is_grad_enabled()
+    planned.count_layer()
     return _Attention.apply(q, k, v, sinks, planned, scale, window, softcap)

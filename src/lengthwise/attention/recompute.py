@@ -1,7 +1,7 @@
 """What becomes of a microbatch's activations until its backward; attention in a layer that backward runs again.
 
 A checkpointed layer runs once more in backward. Its attention then attends again, ring and all (`layer`), or takes the
-first run's (out, lse) and sends nothing (`all_but_attention`).
+first run's (out, lse) and sends nothing (`all_but_attention`). Layers that are no attention keep what they received.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ class ActivationPolicy:
 
 
 class Recomputed(Protocol):
-    """Whose attention is run again: a microbatch's `PlannedAttention`."""
+    """Whose layers are run again: a microbatch's `PlannedAttention`."""
 
     recomputation: Recomputation | None
 
 
 class Recomputation:
-    """One checkpointed call of one layer, over its two runs. `num_attended`: attentions in the first."""
+    """One checkpointed call of one layer, over its two runs. `num_mixed`: layers that mix tokens, in the first."""
 
     def __init__(self, *, keeps_attention: bool, saver: ActivationSaver | None = None) -> None:
         self._keeps_attention, self._saver = keeps_attention, saver
         self._kept = deque[Callable[[], Attention]]()
-        self._is_second_run, self.num_attended = False, 0
+        self._received = deque[list[Tensor]]()
+        self._is_second_run, self.num_mixed = False, 0
 
     @contextlib.contextmanager
     def running(self, planned: Recomputed, *, second: bool) -> Iterator[None]:
-        """Let the attention of `planned` inside the block know which run it is in."""
+        """Let the layers of `planned` inside the block know which run it is in."""
         assert planned.recomputation is None, "one checkpointed layer inside another"
         planned.recomputation, self._is_second_run = self, second
         try:
@@ -56,9 +57,19 @@ class Recomputation:
         finally:
             planned.recomputation = None
 
+    def count(self) -> None:
+        """Count a layer that mixes tokens."""
+        self.num_mixed += not self._is_second_run
+
+    def receive(self, run: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return what `run` receives from other ranks, or what it did in the first run."""
+        if not self._is_second_run:
+            self._received.append([each.detach() for each in run()])
+            return [each.detach() for each in self._received[-1]]
+        return self._received.popleft()
+
     def attend(self, run: Callable[[], Attention]) -> Attention:
         """Return (out, lse) of `run`, or those that the first run kept."""
-        self.num_attended += not self._is_second_run
         if not self._keeps_attention:
             return run()
         if not self._is_second_run:

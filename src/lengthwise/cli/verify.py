@@ -20,6 +20,7 @@ from lengthwise.run.rounding import FACTOR, SUMS_TOLERANCE
 if TYPE_CHECKING:
     from lengthwise.core.plan import Plan
     from lengthwise.run.check import Check
+    from lengthwise.run.rounding import Rounding
     from lengthwise.run.verify import VerifyReport
 
 
@@ -101,7 +102,7 @@ def verification_lines(found: VerifyReport) -> list[str]:
     if found.reference_router_loss:
         router.append(
             f"router loss: {found.router_loss:.9f}, one process {found.reference_router_loss:.9f}, "
-            f"difference {found.router_loss_difference:.2e}{_beside(rounding and rounding.router_loss)}"
+            f"difference {found.router_loss_difference:.2e}{_beside(rounding, rounding and rounding.router_loss)}"
         )
     return [
         *found.notes,
@@ -110,11 +111,11 @@ def verification_lines(found: VerifyReport) -> list[str]:
         _exercised(found.plan, found.shared_keys),
         *([] if found.uncut is None else [f"warning: no sequence was cut, so rings were not compared. {found.uncut}"]),
         f"loss: {found.loss:.9f}, one process {found.reference_loss:.9f}, difference {found.loss_difference:.2e}"
-        f"{_beside(rounding and rounding.loss)}",
+        f"{_beside(rounding, rounding and rounding.loss)}",
         *router,
         f"gradients: {len(found.gradients)} tensors; the largest differences:",
         *(
-            f"  {name:<{width}}  {difference:.2e}{_beside(rounding and rounding.gradients[name])}"
+            f"  {name:<{width}}  {difference:.2e}{_beside(rounding, rounding and rounding.gradients[name])}"
             for name, difference in worst
         ),
         *_beside_rounding(found),
@@ -127,7 +128,7 @@ def _beside_rounding(found: VerifyReport) -> list[str]:
     if exact is not None:
         lines.append(
             f"the same plan in fp32: loss difference {exact.loss_difference:.2e}, largest gradient difference "
-            f"{exact.worst_gradient:.2e}; tolerance {exact.tolerance:g}"
+            f"{exact.worst_gradient:.2e}; {_tolerance(exact)}"
         )
     if found.sums:
         lines.append(
@@ -136,15 +137,16 @@ def _beside_rounding(found: VerifyReport) -> list[str]:
     return lines
 
 
-def _beside(by_rounding: float | None) -> str:
-    return "" if by_rounding is None else f", plain bf16 {by_rounding:.2e}"
+def _beside(rounding: Rounding | None, difference: float | None) -> str:
+    return "" if rounding is None else f", plain {rounding.precision} {difference:.2e}"
 
 
 def _tolerance(found: VerifyReport) -> str:
     if found.rounding is None:
         return f"tolerance {found.tolerance:g}"
-    kernels = " and ".join(found.rounding.kernels)
-    return f"all against fp32; tolerance {FACTOR:g} x plain bf16 (attention {kernels}) + {found.tolerance:g}"
+    kernels, precision = " and ".join(found.rounding.kernels), found.rounding.precision
+    tolerance = f"tolerance {FACTOR:g} x plain {precision} (attention {kernels}) + {found.tolerance:g}"
+    return f"all against {found.rounding.exact}; {tolerance}"
 
 
 def _verdict(plan: Plan) -> str:

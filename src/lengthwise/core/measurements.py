@@ -45,6 +45,7 @@ _Count = Annotated[int, Field(ge=1)]
 _Name = Annotated[str, Field(min_length=1)]
 _AboveZero = Annotated[float, Field(gt=0)]
 _FromZero = Annotated[float, Field(ge=0)]
+_CountFromZero = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +115,13 @@ class MeasuredModel:
     experts: _Count
     experts_per_token: _Count
     windows: tuple[tuple[_Count, _Count], ...]
+    attention_layers: _CountFromZero | None = None
+    mlp_layers: _CountFromZero | None = None
+    mixer_params: _CountFromZero = 0
+    scan_flops: _CountFromZero = 0
+    state_layers: _CountFromZero = 0
+    map_values: _CountFromZero = 0
+    mixer_kept: _CountFromZero = 0
     family: str = ""
 
 

@@ -31,6 +31,10 @@ class ModelShape:
 
     intermediate: width of one expert's (or the only) gated MLP; `experts_per_token` of `experts` are active.
     windows: (sliding window in tokens, layers that have it); all other layers see everything.
+    attention_layers, mlp_layers: that attend, and that have an MLP; None: all. The rest of what mixes tokens:
+    mixer_params: parameters in matrix products, of all of it. scan_flops: of its scans, forward, a token.
+    state_layers: layers with states; map_values: numbers in the map of one, with its state, that a sweep passes on.
+    mixer_kept: numbers of a token that it keeps for backward, of all layers.
     family: the config's kind of model, where known; it does not count in comparisons.
     """
 
@@ -45,6 +49,13 @@ class ModelShape:
     experts: int = 1
     experts_per_token: int = 1
     windows: tuple[tuple[int, int], ...] = ()
+    attention_layers: int | None = None
+    mlp_layers: int | None = None
+    mixer_params: int = 0
+    scan_flops: int = 0
+    state_layers: int = 0
+    map_values: int = 0
+    mixer_kept: int = 0
     family: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -56,18 +67,29 @@ class ModelShape:
 
     @property
     def window_shares(self) -> tuple[tuple[int, float], ...]:
-        """(sliding window in tokens, share of the layers that have it), as costs count them."""
-        return tuple((window, layers / self.layers) for window, layers in self.windows)
+        """(sliding window in tokens, share of the layers that attend), as costs count them."""
+        return tuple((window, layers / self.num_attention) for window, layers in self.windows)
+
+    @property
+    def num_attention(self) -> int:
+        """Layers that attend."""
+        return self.layers if self.attention_layers is None else self.attention_layers
 
     @property
     def linear_params(self) -> int:
         """Active parameters in matrix products for one token, output head included, input embedding left out."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         mlp = 3 * self.hidden * self.intermediate * self.experts_per_token
-        return self.layers * (attention + mlp) + self.hidden * self.vocab
+        layers = self.num_attention * attention + self.num_mlp * mlp + self.mixer_params
+        return layers + self.hidden * self.vocab
 
     @property
     def total_params(self) -> int:
         """Parameters in all, every expert, input embedding and output head included."""
         idle = 3 * self.hidden * self.intermediate * (self.experts - self.experts_per_token)
-        return self.linear_params + self.layers * idle + self.hidden * self.vocab
+        return self.linear_params + self.num_mlp * idle + self.hidden * self.vocab
+
+    @property
+    def num_mlp(self) -> int:
+        """Layers with an MLP, or experts."""
+        return self.layers if self.mlp_layers is None else self.mlp_layers

@@ -13,10 +13,15 @@ from typing import Any
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.files import read_package_json
 
-FAMILIES: tuple[str, ...] = tuple(read_package_json("lengthwise.core", "families.json")["equal_to_plain"])
+_LISTED = read_package_json("lengthwise.core", "families.json")
+FAMILIES: tuple[str, ...] = tuple(_LISTED["equal_to_plain"])
 LAYER_TYPES = ("full_attention", "sliding_attention")
+MIXERS_OF = {"hybrid": 2, "moe": 0, "mlp": 0}  # layers that mix tokens in a decoder layer of a kind; of others one
 USE_OTHERS = "Not supported yet: train it with plain TRL or Transformers"
 
+_OLDER = {"mamba": "linear_attention", "attention": "full_attention"}  # what older configs call kinds of layers
+_EVERY = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"), 4)  # which layer attends
+_OF_PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _TOWERS = re.compile(r"\w*(vision|image|audio|speech|vq)\w*_config")
 _LAYER_KEYS = ("layer_types", "layers_block_type")
 _SAVE_TEXT = """Images and sounds are not supported. To train the text part, save it first (from_pretrained of the \
@@ -27,6 +32,38 @@ text class would leave every weight random):
     text.lm_head.load_state_dict(full.lm_head.state_dict())
     text.save_pretrained(FOLDER)
     AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"""
+
+
+def layer_types(family: object) -> tuple[str, ...]:
+    """Return the kinds of layers that a plan computes as plain Hugging Face does in models of a family."""
+    others = (kind for kind, families in _LISTED["other_layers"].items() if family in families)
+    return (*LAYER_TYPES, *others)
+
+
+def layer_kinds(config: Mapping[str, Any], layers: int) -> list[str]:
+    """List the kind of each layer of a config.json, in the ways of hybrid families; full attention where it is silent.
+
+    layers: that the config says it has; a pattern of letters (nemotron_h) says it by itself.
+    """
+    family = config.get("model_type")
+    for key in _LAYER_KEYS:
+        if _listed(config.get(key)):
+            return [_OLDER.get(str(kind), str(kind)) for kind in config[key]]
+    if pattern := config.get("hybrid_override_pattern"):
+        return [_OF_PATTERN.get(letter, "full_attention") for letter in str(pattern)]
+    own = "conv" if family in _LISTED["other_layers"]["conv"] else "linear_attention"
+    if family in _LISTED["other_layers"]["hybrid"]:
+        return ["hybrid"] * layers
+    if family not in (*_LISTED["other_layers"]["linear_attention"], *_LISTED["other_layers"]["conv"]):
+        return ["full_attention"] * layers
+    kimi = config.get("linear_attn_config")
+    attending: Any = next((config[key] for key in ("attn_layer_indices", "full_attn_idxs") if config.get(key)), None)
+    if isinstance(kimi, Mapping):
+        attending = [number - 1 for number in kimi.get("full_attn_layers", ())]
+    every = config.get("full_attention_interval") or config.get("layer_group_size") or _EVERY.get(str(family))
+    if attending is None:
+        attending = range(every - 1, layers, every) if every else ()
+    return ["full_attention" if number in attending else own for number in range(layers)]
 
 
 def towers(config: Mapping[str, Any]) -> list[str]:
@@ -43,7 +80,8 @@ def text_part(config: Mapping[str, Any]) -> str | None:
 def family_refusal(config: Mapping[str, Any], where: str) -> ModelRefused | None:
     """Return why this version does not train a config's family, and what to do; or None."""
     family = config.get("model_type")
-    kinds = {str(kind) for key in _LAYER_KEYS for kind in _listed(config.get(key))} - set(LAYER_TYPES)
+    kinds = {_OLDER.get(str(kind), str(kind)) for key in _LAYER_KEYS for kind in _listed(config.get(key))}
+    kinds -= set(layer_types(family))
     if family is None or (family in FAMILIES and not kinds):
         return None
     got, remedy = str(family), f"{USE_OTHERS}."

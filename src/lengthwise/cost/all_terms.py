@@ -11,7 +11,7 @@ from dataclasses import replace
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import ModelShape
-from lengthwise.cost.analytic import GRADIENT_BYTES, analytic_cost
+from lengthwise.cost.analytic import GRADIENT_BYTES, PASSES, STATE_BYTES, analytic_cost
 from lengthwise.cost.capacity import host_share_bytes, step_memory
 from lengthwise.cost.hardware import Hardware
 from lengthwise.cost.links import Link
@@ -34,14 +34,14 @@ def all_terms_cost(
     """
     _check_mesh(shape, hardware, tensor, stages)
     plain, dtype_bytes, devices = analytic_cost(shape, hardware), hardware.compute_dtype_bytes, tensor * stages
-    node_link, layers = hardware.node_link_bytes_per_second, shape.layers / stages
+    node_link, layers = hardware.node_link_bytes_per_second, shape.num_attention / stages
     memory = replace(step_memory(shape, hardware, 1, tensor=tensor, stages=stages), trained=adapters)
     copies = min(hardware.copy_bytes_per_second, hardware.host_copy_bytes_per_second / hardware.ranks_per_node)
     reduced_hidden = 2 * (tensor - 1) / tensor * shape.hidden * dtype_bytes  # an all-reduce, bytes a token
     tensor_bytes = 2 * _ALL_REDUCES * shape.layers * reduced_hidden
     held_kv = max(1, -(-shape.kv_heads // tensor))
-    kv_bytes = 2 * held_kv * shape.head_dim * shape.layers / stages
-    exchanged = 2 * (shape.heads / tensor + held_kv) * shape.head_dim * shape.layers / stages  # q, out; k, v
+    kv_bytes = 2 * held_kv * shape.head_dim * layers
+    exchanged = 2 * (shape.heads / tensor + held_kv) * shape.head_dim * layers  # q, out; k, v
     ring_forward = 1 / (2 + GRADIENT_BYTES / dtype_bytes)  # once forward; once more and the gradients backward
     linear, linear_forward = 1.0, 1 / 3
     if adapters is not None:  # of three equal parts of linear work the third makes the weights' gradients
@@ -54,6 +54,7 @@ def all_terms_cost(
         quadratic_seconds=plain.quadratic_seconds / devices,
         linear_seconds=linear * plain.linear_seconds / devices + tensor_bytes / stages / node_link,
         fixed_seconds=plain.fixed_seconds / stages,
+        cut_seconds=plain.cut_seconds / devices,
         ring_seconds=0.0,
         hop_seconds=0.0,
         block_efficiency=hardware.block_efficiency,
@@ -69,6 +70,8 @@ def all_terms_cost(
         ranks_per_node=max(1, hardware.ranks_per_node // tensor),
         ring_bytes=kv_bytes * (2 * dtype_bytes + GRADIENT_BYTES),
         exchange_bytes=2 * exchanged * dtype_bytes,
+        sweep_bytes=PASSES * STATE_BYTES * shape.map_values * shape.state_layers / tensor / stages,
+        sweep_messages=PASSES * shape.state_layers / max(1, shape.num_attention),
         heads=shape.heads // tensor,
         kv_heads=held_kv,
         layers=max(1, shape.layers // stages),

@@ -2,9 +2,11 @@
 
 Forward and backward together, of a sequence of s tokens over all layers:
 
-    linear     6 FLOPs a token and active matrix parameter (2 forward, 4 backward)
+    linear     6 FLOPs a token and active matrix parameter (2 forward, 4 backward), and 3 times a scan's forward
     attention  7 s^2 x heads x head_dim FLOPs a layer: two products forward and five backward, of half the square each
     ring       K and V of a token once forward, in the compute type; backward once more, and dK and dV in fp32
+    sweep      of a layer with states, where a sequence is cut: a map in fp32 a round, in both passes; its scan then
+               takes half as long again
 """
 
 from __future__ import annotations
@@ -18,21 +20,25 @@ from lengthwise.cost.hardware import Hardware
 from lengthwise.cost.terms import Cost
 
 GRADIENT_BYTES = 4  # dK and dV are summed in fp32 as they travel
-_PASSES = 2  # forward and backward each send the ring round once
+STATE_BYTES = 4  # states and maps are fp32
+SCAN_CUT = 0.5  # a scan that gives its map too takes 1.5 times as long (measured on the CPU, benchmarks/families.py)
+PASSES = 2  # forward and backward each send the ring round once, and each make a sweep
 
 
 def analytic_cost(shape: ModelShape, hardware: Hardware) -> Cost:
     """Make the costs of a model on a kind of device, for ranks of one device each."""
     linear_flops, attention_flops = flops_coefficients(shape)
-    kv_values = 2 * shape.layers * shape.kv_heads * shape.head_dim
-    ring_bytes = kv_values * (_PASSES * hardware.compute_dtype_bytes + GRADIENT_BYTES)
+    kv_values = 2 * shape.num_attention * shape.kv_heads * shape.head_dim
+    ring_bytes = kv_values * (PASSES * hardware.compute_dtype_bytes + GRADIENT_BYTES)
     peak = hardware.peak_flops_per_second
+    sweep = hardware.hop_latency_seconds + STATE_BYTES * shape.map_values / hardware.link_bytes_per_second
     return Cost(
         quadratic_seconds=attention_flops / (peak * hardware.attention_efficiency),
         linear_seconds=linear_flops / (peak * hardware.linear_efficiency),
         fixed_seconds=shape.layers * hardware.layer_launch_seconds,
         ring_seconds=ring_bytes / hardware.link_bytes_per_second,
-        hop_seconds=_PASSES * shape.layers * hardware.hop_latency_seconds,
+        hop_seconds=PASSES * (shape.num_attention * hardware.hop_latency_seconds + shape.state_layers * sweep),
+        cut_seconds=SCAN_CUT * scan_flops(shape) / (peak * hardware.linear_efficiency),
         windows=shape.window_shares,
         couples_layers=True,
         version=f"analytic/1 {shape.name} {hardware.name}",
@@ -64,10 +70,18 @@ def layer_seconds(
     whole += cost.stages * cost.fixed_seconds * tokens / capacity
     embedding, head = cost.embedding_seconds * tokens, cost.head_seconds * tokens
     if not cost.head_seconds:
-        head = cost.stages * cost.linear_seconds * tokens * shape.hidden * shape.vocab / shape.linear_params
+        head = (
+            cost.stages * cost.linear_seconds * tokens * shape.hidden * shape.vocab / (flops_coefficients(shape)[0] / 6)
+        )
     return max(0.0, whole - embedding - head) / shape.layers, embedding, head
 
 
 def flops_coefficients(shape: ModelShape) -> tuple[float, float]:
     """Return FLOPs a token of everything but attention, and FLOPs a squared token of attention."""
-    return 6.0 * shape.linear_params, (1 + 2.5) * 2.0 * shape.layers * shape.heads * shape.head_dim
+    linear = 6.0 * shape.linear_params + scan_flops(shape)
+    return linear, (1 + 2.5) * 2.0 * shape.num_attention * shape.heads * shape.head_dim
+
+
+def scan_flops(shape: ModelShape) -> float:
+    """Return FLOPs a token of all scans, forward and backward together."""
+    return 3.0 * shape.scan_flops

@@ -314,7 +314,7 @@ _EXPERT_COPIES = 3  # of a token for each of its experts: gathered, the result, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    """What one layer holds of a token, in bytes.
+    """What one layer holds of a token, in bytes; where layers differ, on average.
 
     frozen: weights of norms are not trained, and so need not what they multiply.
     """
@@ -349,7 +349,8 @@ class _Layer:
     @property
     def attention(self) -> int:
         """The result of attention and its log-sum-exp, which layers keep where all but attention is recomputed."""
-        return self.shape.heads * (self.dtype_bytes * self.shape.head_dim + wide_bytes(self.dtype_bytes))
+        kept = self.shape.heads * (self.dtype_bytes * self.shape.head_dim + wide_bytes(self.dtype_bytes))
+        return kept * self.shape.num_attention // self.shape.layers
 
     @property
     def everything(self) -> int:
@@ -358,10 +359,11 @@ class _Layer:
         queries, keys, active = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.experts_per_token
         kept = 2 * (self.bare_norm + narrow * (not self.frozen)) * shape.hidden
         kept += family.norms_after * self.bare_norm * shape.hidden
-        kept += self.bare_norm * (queries + keys) * family.norms_heads
-        kept += self.attention + narrow * (queries + 2 * keys)
-        kept += narrow * family.mlp_widths * shape.intermediate * active
-        return kept + narrow * _EXPERT_COPIES * shape.hidden * active * (shape.experts > 1)
+        attending = self.bare_norm * (queries + keys) * family.norms_heads + narrow * (queries + 2 * keys)
+        kept += self.attention + (attending * shape.num_attention + narrow * shape.mixer_kept) // shape.layers
+        mlp = narrow * family.mlp_widths * shape.intermediate * active
+        mlp += narrow * _EXPERT_COPIES * shape.hidden * active * (shape.experts > 1)
+        return kept + mlp * shape.num_mlp // shape.layers
 
     def saved(self, recompute: str) -> int:
         """Count what is kept from forward to backward."""

@@ -2,16 +2,17 @@
 
 Over d ranks in r = d / u positions of u ranks that split the heads, a pass takes a rank
 
-    A + L + max(0, R - A) + h (r - 1) + X        seconds:
+    A + L + max(0, R - A) + h (r - 1) + X + S (d - 1)        seconds:
 
 attention, linear work, keys and values that hide behind A, latency of ring steps, all-to-all of split heads (Ulysses,
-arXiv 2309.14509). In pipelines and over shared uplinks R hides by ring step (docs/decisions/transfers-by-ring-step.md).
+arXiv 2309.14509), rounds of a sweep of states, which hide behind nothing and are not made again. In pipelines and over
+shared uplinks R hides by ring step (docs/decisions/transfers-by-ring-step.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ class Pass:
     linear: float
     ring: float
     exchange: float
+    states: float = 0.5
 
 
 # Two products of attention forward and five backward; keys and values in bf16, once more and fp32 gradients backward.
@@ -39,8 +41,8 @@ def passes(forward: Pass, backward: Pass, recompute: str) -> tuple[Pass, ...]:
     """List the passes of a microbatch of this kind of recomputation, forward first."""
     if recompute == "none":
         return forward, backward
-    again = {"layer": forward, "all_but_attention": Pass(attention=0.0, linear=forward.linear, ring=0.0, exchange=0.0)}
-    return forward, again[recompute], backward
+    linear = Pass(attention=0.0, linear=forward.linear, ring=0.0, exchange=0.0, states=0.0)
+    return forward, replace(forward, states=0.0) if recompute == "layer" else linear, backward
 
 
 class Work(NamedTuple):
@@ -55,6 +57,7 @@ class Work(NamedTuple):
     linear: Numbers
     transfers: Numbers
     exchange: Numbers
+    states: Numbers
     copy: Numbers | None
     latency: Numbers
     positions: Numbers
@@ -67,7 +70,7 @@ def passes_seconds(sweeps: Sequence[Pass], work: Work, *, by_ring_step: bool) ->
     for sweep in sweeps:
         hides = sweep.attention * work.attention
         computes.append(hides + sweep.linear * work.linear)
-        seconds = seconds + computes[-1] + sweep.exchange * work.exchange
+        seconds = seconds + computes[-1] + sweep.exchange * work.exchange + sweep.states * work.states
         if sweep.ring and by_ring_step:
             keys = sweeps[0].ring * work.transfers
             gradients = (sweep.ring - sweeps[0].ring) * work.transfers if sweep is sweeps[-1] else None

@@ -11,7 +11,8 @@ from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.files import is_path, read_json_object, read_package_json
 from lengthwise.core.names import unknown_name
 from lengthwise.core.shape import ModelShape
-from lengthwise.core.trained import family_refusal, text_part
+from lengthwise.core.trained import family_refusal, layer_kinds, text_part
+from lengthwise.cost.mixers import mixers_of
 
 _FILE = read_package_json("lengthwise.cost", "models.json")
 _PUBLISHED = _FILE["published"]
@@ -133,7 +134,12 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
         "vocab": size("vocab_size"),
         "experts_per_token": size(*_ACTIVE) if experts > 1 else 1,
     }
-    windows = problems.attempt(lambda: _windows(config, layers, label)) or ()
+    if config.get("block_auto_adjust_ff_dim"):  # lfm2: two thirds of it, rounded up
+        unit, scale = size("block_multiple_of", default=256), config.get("block_ffn_dim_multiplier") or 1.0
+        sizes["intermediate"] = -(-int(scale * int(2 * sizes["intermediate"] / 3)) // unit) * unit
+    mixing = mixers_of(config, layer_kinds(config, layers), hidden)
+    attending = mixing.get("attention_layers", layers)
+    windows = problems.attempt(lambda: _windows(config, attending, label)) or ()
     problems.raise_all()
     return ModelShape(
         name=label,
@@ -144,6 +150,7 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
         windows=windows,
         family=str(config.get("model_type", "")),
         **sizes,
+        **mixing,
     )
 
 
@@ -162,6 +169,8 @@ def _usual_width(config: Mapping[str, Any], hidden: int) -> int | None:
 def _layers(config: Mapping[str, Any], label: str) -> int:
     if config.get("model_type") == "longcat_flash":  # two attentions and two MLPs a layer
         return 2 * _size(config, "num_layers", label)
+    if all(config.get(key) is None for key in _LAYERS) and (kinds := layer_kinds(config, 0)):
+        return len(kinds)
     return _first_size(config, _LAYERS, label)
 
 

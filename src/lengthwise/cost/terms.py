@@ -43,6 +43,7 @@ class Cost:
 
     quadratic_seconds: seconds a squared token of attention (a sequence of s tokens counts s x s).
     linear_seconds: seconds a token of everything that grows with tokens: projections, MLP, output head.
+    cut_seconds: what a token of a cut sequence takes beyond that, in scans of layers with states.
     fixed_seconds: seconds a microbatch, on each of its ranks.
     ring_seconds: seconds to move keys, values and gradients of one token over one link; 0 with links.
     hop_seconds: seconds of latency a ring step, transfers of all layers and both passes together; 0 with links.
@@ -56,6 +57,8 @@ class Cost:
     crosses_node: price pieces whose place is not given as if each crossed one border of nodes more than it need.
     block_efficiency: as in `Hardware`; empty: blocks of any size run at full speed.
     ring_bytes, exchange_bytes: a token, all layers, both passes: what a ring passes on, what an all-to-all moves.
+    sweep_bytes, sweep_messages: of a round of a sweep of states, all layers, both passes: what a rank passes on, and
+        how many messages, in ring steps of a pass.
     heads, kv_heads: of one device; groups of u ranks must divide the heads, and repeat KV heads beyond `kv_heads`.
     copy_bytes: activations of a token that can be offloaded, for each kind of recomputation.
     copy_bytes_per_second: to or from the host, one direction, with the node's other ranks copying too.
@@ -74,6 +77,7 @@ class Cost:
 
     quadratic_seconds: float = 0.0
     linear_seconds: float = 0.0
+    cut_seconds: float = 0.0
     fixed_seconds: float = 0.0
     ring_seconds: float = 0.0
     hop_seconds: float = 0.0
@@ -90,6 +94,8 @@ class Cost:
     block_efficiency: tuple[tuple[float, float], ...] = ()
     ring_bytes: float = 0.0
     exchange_bytes: float = 0.0
+    sweep_bytes: float = 0.0
+    sweep_messages: float = 0.0
     heads: int = 1
     kv_heads: int = 1
     layers: int = 1
@@ -153,7 +159,7 @@ class Cost:
 
     def at_speed(self, speed: float) -> Cost:
         """Return the costs of ranks whose arithmetic and overhead are `speed` times as fast; links and copies stay."""
-        names = ("quadratic_seconds", "linear_seconds", "fixed_seconds")
+        names = ("quadratic_seconds", "linear_seconds", "cut_seconds", "fixed_seconds")
         return replace(self, **{name: getattr(self, name) / speed for name in names})
 
     def recomputing(self, kind: str) -> Cost:
@@ -169,6 +175,7 @@ class Cost:
         return replace(
             priced,
             linear_seconds=self.linear_seconds * linear,
+            cut_seconds=self.cut_seconds * linear,
             quadratic_seconds=self.quadratic_seconds * sum(each.attention for each in passes),
             ring_seconds=self.ring_seconds * sum(each.ring for each in passes),
             hop_seconds=self.hop_seconds * sum(each.ring > 0 for each in passes) / 2,
@@ -225,7 +232,7 @@ class Cost:
             else parts_by_shares([int(each) for each in lengths], degree, shares)
         )
         speed: Numbers = 1.0 if speeds is None else np.array(speeds)
-        part = _Part(held, attention * parts / speed, self.linear_seconds * held / speed)
+        part = _Part(held, attention * parts / speed, self._linear(held, degree) / speed)
         return float(np.max(self._seconds(part, total, degree, choice, self.reach(degree, choice.heads, ranks))))
 
     def ring_piece_seconds(self, lengths: Whole, degrees: Whole) -> Floats:
@@ -235,7 +242,8 @@ class Cost:
             attention = self.quadratic_seconds * self.seen_pairs(tokens)
             transfers = self.ring_seconds * tokens * (degrees - 1)
             exposed = np.where(degrees > 1, np.maximum(0.0, transfers - attention), 0.0)
-            return (attention + self.linear_seconds * tokens + exposed) / degrees + self.hop_seconds * (degrees - 1)
+            arithmetic = attention + self._linear(tokens, degrees)
+            return (arithmetic + exposed) / degrees + self.hop_seconds * (degrees - 1)
         if not self.chooses:
             return self._rings_seconds(tokens, degrees, _AS_CUT)
         whole = Choice(offload=self.choices.offload_needed(tokens, degrees), recompute=self.choices.recompute)
@@ -278,9 +286,15 @@ class Cost:
         if not self.prices_choices:
             return self.hop_seconds * (degree - 1)
         link = self.near if self.reach(degree).ring_near else self.far
+        states = float(self.sweep_seconds(degree, link.bytes_per_second, link.hop_seconds))
         if self.stages > 1 or self.shares_uplinks:  # latency hides, but for the last one of backward
-            return link.hop_seconds if degree > 1 else 0.0
-        return sum(link.hop_seconds for each in self.passes(self.choices.recompute) if each.ring) * (degree - 1)
+            return states + (link.hop_seconds if degree > 1 else 0.0)
+        passes = self.passes(self.choices.recompute)
+        return states + sum(link.hop_seconds for each in passes if each.ring) * (degree - 1)
+
+    def sweep_seconds(self, degree: Numbers, bytes_per_second: Numbers, hop_seconds: Numbers) -> Numbers:
+        """Return the seconds of all rounds of the sweeps of states over such a link, both passes together."""
+        return (degree - 1) * (self.sweep_messages * hop_seconds + self.sweep_bytes / bytes_per_second)
 
     def copy_seconds(self, held: Numbers, offload: Numbers, recompute: str) -> Numbers:
         """Return the seconds of copying `held` tokens at ratio `offload` one way; two layers stay, in stages none."""
@@ -351,7 +365,7 @@ class Cost:
         if self.windows:
             pairs = float(self.seen_pairs(np.array(lengths, dtype=np.float64)).sum())
         attention = self.quadratic_seconds * pairs
-        seconds = (attention + self.linear_seconds * total) / degree
+        seconds = (attention + float(self._linear(total, degree))) / degree
         if degree > 1:
             transfers = self.ring_seconds * total * (degree - 1)
             seconds += max(0.0, (transfers - attention) / degree) + self.hop_seconds * (degree - 1)
@@ -359,7 +373,7 @@ class Cost:
 
     def _rings_seconds(self, tokens: Floats, degrees: Whole, choice: Choice) -> Floats:
         attention, held = self.attention_seconds(tokens, degrees / choice.heads) / degrees, tokens / degrees
-        part = _Part(held, attention, self.linear_seconds * held)
+        part = _Part(held, attention, self._linear(held, degrees))
         return self._seconds(part, tokens, degrees, choice, self.reach(degrees, choice.heads))
 
     def _seconds(self, part: _Part, total: Numbers, degree: Numbers, choice: Choice, reach: Reach) -> Numbers:
@@ -368,6 +382,7 @@ class Cost:
         outside = np.minimum(far.bytes_per_second, self.uplink_bytes_per_second / reach.flows)
         ring = self.ring_bytes / np.where(reach.ring_near, near.bytes_per_second, outside)
         repeated = np.maximum(1.0, heads / self.kv_heads)  # a group wider than the KV heads holds some of them twice
+        latency = np.where(reach.ring_near, near.hop_seconds, far.hop_seconds)
         exchanged = min(far.bytes_per_second, self.uplink_bytes_per_second / self.ranks_per_node)
         links = np.where(reach.groups_near, near.bytes_per_second, exchanged)
         work = Work(
@@ -376,10 +391,15 @@ class Cost:
             transfers=ring * repeated * (total * positions - total) / degree,
             exchange=self.exchange_bytes * part.held * (heads - 1) / heads / links,
             copy=self.copy_seconds(part.held, choice.offload, choice.recompute) if np.any(choice.offload) else None,
-            latency=np.where(reach.ring_near, near.hop_seconds, far.hop_seconds),
+            states=self.sweep_seconds(degree, np.where(reach.ring_near, near.bytes_per_second, outside), latency),
+            latency=latency,
             positions=positions,
         )
         return passes_seconds(self.passes(choice.recompute), work, by_ring_step=self.stages > 1 or self.shares_uplinks)
+
+    def _linear(self, tokens: Numbers, degree: Numbers) -> Numbers:
+        """Return the seconds of linear work on tokens of sequences that are cut over `degree` ranks, or whole."""
+        return (self.linear_seconds + self.cut_seconds * (degree > 1)) * tokens
 
     def _groups(self, degree: int) -> list[int]:
         most = min(degree, self.heads) if self.choices.splits_heads else 1

@@ -39,6 +39,7 @@ from lengthwise.models import (
     count_choices,
     has_balance_loss,
     has_dropout,
+    mixing_of,
     model_router_logits,
     run_chunk,
 )
@@ -104,7 +105,7 @@ def run_stage(
     copied = 0.0 if offloading is None else offloading.store.waited_seconds
     programs = {program.index: program for program in lower_plan(plan, mesh.replica)}
     transport.phase = f"{name}, connecting"
-    transport.connect(far_peers(tuple(programs.values()), mesh.replica))
+    transport.connect(far_peers(tuple(programs.values()), mesh.replica, mixing_of(stage.model)))
     run = _StageStep(
         stage=stage,
         batch=batch,

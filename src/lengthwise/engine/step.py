@@ -35,6 +35,7 @@ from lengthwise.models import (
     count_choices,
     has_balance_loss,
     has_dropout,
+    mixing_of,
     model_router_logits,
     token_keys,
 )
@@ -95,7 +96,7 @@ def run_plan(
     in_step = 1 if parameters is None else parameters.ranks_in_step
     programs = lower_plan(plan, transport.rank, ranks_in_step=in_step)
     transport.phase = f"{name}, connecting"
-    new_peers = far_peers(programs, transport.rank)
+    new_peers = far_peers(programs, transport.rank, mixing_of(model))
     if new_peers and parameters is not None:
         parameters.published()
     transport.connect(new_peers)

@@ -42,6 +42,7 @@ from lengthwise.models.load import (
 )
 from lengthwise.models.lora import build_adapted, check_lora, save_adapter
 from lengthwise.models.loss import token_loss, token_losses
+from lengthwise.models.mixers import has_states, mixing_of
 from lengthwise.models.router import ROUTER_FAMILIES, RouterBalance, coefficient_key, count_choices, has_balance_loss
 from lengthwise.models.stages import ModelStage, check_cut
 
@@ -77,8 +78,10 @@ __all__ = [
     "find_model",
     "has_balance_loss",
     "has_dropout",
+    "has_states",
     "keep_double",
     "largest_head_dim",
+    "mixing_of",
     "model_log_probabilities",
     "model_loss",
     "model_router_logits",

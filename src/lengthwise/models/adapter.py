@@ -1,7 +1,8 @@
 """Run a Hugging Face model on the tokens that a plan put on this rank.
 
 Our attention function, registered by name, gets the microbatch's `PlannedAttention` as an extra keyword of `forward`,
-so a model needs no change. Positions are those of each sequence; block tasks need no mask.
+so a model needs no change; layers without attention get it in the same way (`mixers`). Positions are those of each
+sequence; block tasks need no mask.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from lengthwise.attention import PlannedAttention, planned_attention
 from lengthwise.core.errors import ModelRefused
 from lengthwise.cost import logits_at_once as logits_by_rule
 from lengthwise.models.loss import DecoderOutput, token_loss, token_losses
+from lengthwise.models.mixers import count_mixers, put_mixers
 from lengthwise.models.rope import forget_lengths, sequence_lengths
 
 Result = TypeVar("Result")
@@ -167,14 +169,16 @@ def planned_output(model: nn.Module, planned: PlannedAttention, input_ids: Tenso
 def run_planned(
     model: nn.Module, planned: PlannedAttention, call: Callable[[], Result], *, once: bool = True
 ) -> Result:
-    """Return what `call` does, which runs `model` by the plan; ModelRefused: layers did not attend through it."""
+    """Return what `call` does, which runs `model` by the plan; ModelRefused: layers did not run through it."""
+    put_mixers(model, in_planned_forward)
     with sequence_lengths(model, planned.spans), _planned_forward():
         result = call()
-    layers: int = model.config.num_hidden_layers - planned.layers_passed  # type: ignore[operator, union-attr]
-    if not planned.layers_run or planned.layers_run % layers or (once and planned.layers_run != layers):
-        where, expected = f"model {type(model).__name__}", f"all {layers} layers to attend through the plan"
+    layers = count_mixers(model.config) - planned.layers_passed
+    run = planned.layers_run
+    if run != layers if once else (not run or run % layers):
+        where, expected = f"model {type(model).__name__}", f"all {layers} layers that mix tokens to run by the plan"
         remedy = "A layer of another kind would be wrong without a word; use another model."
-        raise ModelRefused(where, expected=expected, got=f"{planned.layers_run} that did", remedy=remedy)
+        raise ModelRefused(where, expected=expected, got=f"{run} that did", remedy=remedy)
     return result
 
 

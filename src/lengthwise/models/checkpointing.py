@@ -85,11 +85,11 @@ def _recomputing(
     finally:
         for module in wrapped:
             module.gradient_checkpointing = False
-    attended = sum(layer.num_attended for layer in runs)
-    if attended != planned.layers_kept:
+    mixed = sum(layer.num_mixed for layer in runs)
+    if mixed != planned.layers_kept:
         where = f"model {type(model).__name__}"
-        expected = f"all {planned.layers_kept} attention layers to run through Hugging Face's gradient checkpointing"
-        raise ModelRefused(where, expected=expected, got=f"{attended} that did", remedy=_REMEDY)
+        expected = f"all {planned.layers_kept} layers that mix tokens to run in Hugging Face's gradient checkpointing"
+        raise ModelRefused(where, expected=expected, got=f"{mixed} that did", remedy=_REMEDY)
 
 
 def wrapped_layers(model: nn.Module) -> list[Any]:

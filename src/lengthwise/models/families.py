@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from lengthwise.core.errors import LengthwiseError, ModelRefused, raise_problems
-from lengthwise.core.trained import FAMILIES, LAYER_TYPES, USE_OTHERS
+from lengthwise.core.trained import FAMILIES, USE_OTHERS, layer_types
 from lengthwise.models.dropout import DROPOUT_FAMILIES, DROPOUT_KEYS
+from lengthwise.models.mixers import has_states
 from lengthwise.models.refusals import refused_model
 from lengthwise.models.rope import LENGTH_ROPE
 from lengthwise.models.router import router_problems
@@ -71,7 +72,7 @@ def check_model_config(config: Any) -> None:
             refuse(key, expected, getattr(config, key), remedy)
     if config.model_type in FAMILIES:
         for where, kind in _other_layers(config):
-            expected = f"layers that attend fully or in a window ({', '.join(LAYER_TYPES)})"
+            expected = f"layers of kinds that are known in this family ({', '.join(layer_types(config.model_type))})"
             refuse(where, expected, kind, f"{USE_OTHERS}.")
     problems += router_problems(config)
     raise_problems(problems)
@@ -84,7 +85,7 @@ def _other_layers(config: Any) -> Iterator[tuple[str, str]]:
     kinds: list[str] = list(getattr(config, "layer_types", None) or ())
     for kind in sorted(set(kinds)):
         where = f"layer_types[{kinds.index(kind)}]"
-        if kind not in LAYER_TYPES:
+        if kind not in layer_types(config.model_type):
             yield where, kind
         elif kind == "sliding_attention" and config.model_type in WINDOW_IN_MASK:
             yield where, f"{kind} (the layers of {config.model_type} do not hand their window to attention)"
@@ -135,5 +136,6 @@ def rope_kinds(config: Any) -> list[tuple[str, str]]:
 
 
 def position_limit(config: Any) -> int | None:
-    """Return how long a sequence may be where positions are looked up in a table; None where rope makes them."""
-    return None if getattr(config, "rope_parameters", None) else getattr(config, "max_position_embeddings", None)
+    """Return how long a sequence may be where positions are looked up in a table; None where rope, or a state, is."""
+    is_free = bool(getattr(config, "rope_parameters", None)) or has_states(config)
+    return None if is_free else getattr(config, "max_position_embeddings", None)

@@ -16,6 +16,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.core.trained import USE_OTHERS, family_refusal, towers
 from lengthwise.models.load import build_skeleton
+from lengthwise.models.mixers import runs_by_plan
 
 _STATE = "the layer's state passed between the ranks of a ring, and cleared at the start of each document of a pack"
 _HALO = (
@@ -32,9 +33,25 @@ _PROOF = (
     "if it passes, add the name to lengthwise/core/families.json"
 )
 
+_INDEXED = (
+    "model config: model_type",
+    "sparse attention that chooses keys of the whole sequence by its scores",
+    _SPARSE,
+)
+_BY_NAME = dict.fromkeys(("glm5_next", "glm5_next_text", "qwen4_exp", "qwen4_exp_text"), _INDEXED)
+"""Families whose default config is of more than text, or cannot be built: what keeps their text part out."""
+
 _ALIBI = ("alibi: scores with a bias that grows with distance", _BIAS)
 KINDS = {
     r"Vision|Siglip|CLIP|Audio|ImageEmbed|Perceiver": ("a tower for images or sound", _TOWER),
+    r"^Mamba2Mixer$": (
+        "a layer that does not get forward's keyword arguments, which this family's causal language model drops",
+        "another way for the plan to reach the layer",
+    ),
+    r"^Zamba2HybridLayer$": (
+        "checkpointed layers inside of each other",
+        "one checkpointed layer at a time, for recomputation",
+    ),
     r"Delta(Net|Attention)|Lightning": ("linear attention, whose state runs through the whole sequence", _STATE),
     r"Mamba\d?(Mixer|Layer)?$|Mixer$": ("a Mamba layer (a selective state space)", _STATE),
     r"RecurrentBlock|RwkvSelfAttention|LSTMLayer": (
@@ -88,7 +105,7 @@ _Reason = tuple[str, str, str]
 def refused_model(config: Any) -> list[ModelRefused]:
     """Name what is known to be wrong under a plan in a model of no listed family; at least one refusal comes back."""
     values = config.to_dict()
-    if found := towers(values):
+    if (found := towers(values)) and config.model_type not in _BY_NAME:
         where = f"{config.model_type}: model config: {', '.join(found)}"
         return [each for each in (family_refusal(values, where),) if each is not None]
     return [
@@ -104,6 +121,8 @@ def refused_model(config: Any) -> list[ModelRefused]:
 
 def reasons(config: Any) -> list[_Reason]:
     """List what is wrong in a model of no listed family: where it is, what it is, what support would need."""
+    if config.model_type in _BY_NAME:
+        return [_BY_NAME[config.model_type]]
     if getattr(config, "is_encoder_decoder", False):
         return [("model config: is_encoder_decoder", "an encoder-decoder", _ENCODER)]
     if found := towers(config.to_dict()):
@@ -132,7 +151,8 @@ def _layers_of_kinds(model: nn.Module, config: Any) -> list[_Reason]:
         kind = next((kind for name, kind in kinds.items() if re.search(name, type(module).__name__)), None)
         if kind is not None:
             inside = f"{path}."
-            found.setdefault(kind, []).append((path, module))
+            if kind[1] not in (_STATE, _HALO) or not runs_by_plan(type(module)):
+                found.setdefault(kind, []).append((path, module))
     return [(_place(*places[0], len(places)), what, needed) for (what, needed), places in found.items()]
 
 

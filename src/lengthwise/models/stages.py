@@ -18,6 +18,7 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.models.dropout import KeyedDropout
 from lengthwise.models.load import ModelSource, build_model
+from lengthwise.models.mixers import count_mixers
 from lengthwise.models.own_rows import OwnRows
 from lengthwise.models.router import has_balance_loss, has_router
 
@@ -288,8 +289,8 @@ class ModelStage:
         return chunk == len(self.chunks) - 1
 
     def layers_passed(self, chunk: int) -> int:
-        """Count the layers of the model that a chunk does not run."""
-        return len(self._passed) - len(self.chunks[chunk])
+        """Count the layers that mix tokens of the model that a chunk does not run."""
+        return count_mixers(self.model.config) - count_mixers(self.model.config, self.chunks[chunk])
 
     @contextmanager
     def running(self, chunk: int, hidden: Tensor | None) -> Iterator[None]:

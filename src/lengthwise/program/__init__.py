@@ -12,7 +12,16 @@ from lengthwise.program.records import (
     Segment,
     Transfer,
 )
-from lengthwise.program.ring_order import far_peers, line_peers, ring_order
+from lengthwise.program.ring_order import line_peers, ring_order
+from lengthwise.program.spans import (
+    Mixing,
+    Span,
+    far_peers,
+    halo_moves,
+    halo_round_of,
+    spans_of,
+    sweep_rounds_of,
+)
 
 __all__ = [
     "ALL_HEADS",
@@ -21,18 +30,24 @@ __all__ = [
     "Feature",
     "HeadRange",
     "MicrobatchProgram",
+    "Mixing",
     "RankRound",
     "Segment",
+    "Span",
     "Transfer",
     "all_end_alone",
     "check_plan",
     "far_peers",
     "features_of",
+    "halo_moves",
+    "halo_round_of",
     "last_on_all_ranks",
     "line_peers",
     "lower_microbatch",
     "lower_plan",
     "refuse_unsupported",
     "ring_order",
+    "spans_of",
+    "sweep_rounds_of",
     "trains",
 ]

@@ -6,7 +6,7 @@ for all ranks (order checks, simulator) or for one, in O(degree). See `forwardin
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -109,12 +109,12 @@ class MicrobatchProgram:
 
     def forward_rounds_of(self, rank: int) -> tuple[RankRound, ...]:
         """Return one rank's part in `forward_rounds`, without lowering the others'."""
-        return tuple(_part(rank, self._key_transfers(step, rank)) for step in range(self.ring_steps - 1))
+        return tuple(RankRound.of(rank, self._key_transfers(step, rank)) for step in range(self.ring_steps - 1))
 
     def backward_rounds_of(self, rank: int) -> tuple[RankRound, ...]:
         """Return one rank's part in `backward_rounds`, without lowering the others'."""
         return tuple(
-            _part(rank, (*self._key_transfers(step, rank), *self._gradient_transfers(step, rank)))
+            RankRound.of(rank, (*self._key_transfers(step, rank), *self._gradient_transfers(step, rank)))
             for step in range(self._backward_steps)
         )
 
@@ -125,7 +125,7 @@ class MicrobatchProgram:
             for index, piece, position in self.pieces_of(rank)
             for transfer in exchange_transfers(piece, index, self._shard_tokens[index], content, position)
         )
-        return _part(rank, transfers)
+        return RankRound.of(rank, transfers)
 
     def tasks(self, rank: int, ring_step: int) -> tuple[BlockTask, ...]:
         """List the blocks that `rank` computes at `ring_step`; blocks without queries or keys are left out."""
@@ -244,16 +244,6 @@ class MicrobatchProgram:
                     tokens=tokens[owner],
                     heads=heads_of(piece, place),
                 )
-
-
-def _part(rank: int, transfers: Iterable[Transfer]) -> RankRound:
-    sends, receives = list[Transfer](), list[Transfer]()
-    for transfer in transfers:
-        if transfer.source == rank:
-            sends.append(transfer)
-        if transfer.target == rank:
-            receives.append(transfer)
-    return RankRound(sends=tuple(sends), receives=tuple(receives))
 
 
 def lower_microbatch(plan: Plan, index: int) -> MicrobatchProgram:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -22,7 +23,11 @@ class Segment:
 
 
 class Content(StrEnum):
-    """What a message carries: keys and values or gradients along a ring; operands, results or gradients in a group."""
+    """What a message carries.
+
+    Keys and values or gradients along a ring; operands, results or gradients in a group that splits heads; of layers
+    that are no attention states, maps of states, and tokens before a span (`program.spans`), or their gradients.
+    """
 
     KV = "kv"
     DKV = "dkv"
@@ -31,6 +36,9 @@ class Content(StrEnum):
     QKV_OUT = "qkv_out"
     GRAD_OUT = "grad_out"
     DQKV = "dqkv"
+    STATE = "state"
+    MAP = "map"
+    HALO = "halo"
 
     @property
     def goes_home(self) -> bool:
@@ -52,7 +60,8 @@ ALL_HEADS = HeadRange()
 class Transfer(NamedTuple):
     """One message of a round: `content` about `heads` of so many `tokens`; a tuple, as large worlds have millions.
 
-    owner: whose tokens they are: a position of the ring for what travels along it, else a position of the piece.
+    owner: whose tokens they are: a position of the ring for what travels along it, else a position of the piece. The
+    `tokens` of states and maps are sequences, whose state has a size that the layer knows.
     """
 
     source: int
@@ -63,12 +72,20 @@ class Transfer(NamedTuple):
     tokens: int
     heads: HeadRange = ALL_HEADS
 
+    def turned(self) -> Transfer:
+        """Return the message that goes back."""
+        return self._replace(source=self.target, target=self.source)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
     """The transfers that all ranks of a microbatch make in one grouped call each, under the blocks of one ring step."""
 
     transfers: tuple[Transfer, ...]
+
+    def turned(self) -> Round:
+        """Return the round in which each message goes back."""
+        return Round(transfers=tuple(map(Transfer.turned, self.transfers)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +94,22 @@ class RankRound:
 
     sends: tuple[Transfer, ...] = ()
     receives: tuple[Transfer, ...] = ()
+
+    @classmethod
+    def of(cls, rank: int, transfers: Iterable[Transfer]) -> RankRound:
+        """Return the part of a rank in these transfers."""
+        sends, receives = list[Transfer](), list[Transfer]()
+        for transfer in transfers:
+            if transfer.source == rank:
+                sends.append(transfer)
+            if transfer.target == rank:
+                receives.append(transfer)
+        return cls(sends=tuple(sends), receives=tuple(receives))
+
+    def turned(self) -> RankRound:
+        """Return the round in which each message goes back."""
+        sends, receives = (tuple(map(Transfer.turned, each)) for each in (self.receives, self.sends))
+        return RankRound(sends=sends, receives=receives)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

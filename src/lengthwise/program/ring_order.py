@@ -49,8 +49,8 @@ def line_peers(rank: int, ranks: int) -> tuple[int, ...]:
     return tuple(peer for peer in range(max(0, rank - _LINE), min(ranks, rank + _LINE + 1)) if peer != rank)
 
 
-def far_peers(programs: Iterable[MicrobatchProgram], rank: int) -> tuple[int, ...]:
-    """List the ranks beyond `line_peers` that `rank` talks to in these microbatches, ascending."""
+def ring_peers(programs: Iterable[MicrobatchProgram], rank: int) -> set[int]:
+    """Return the ranks that `rank` talks to in the rings of these microbatches, and to split their heads."""
     peers: set[int] = set()
     for program in programs:
         for _, piece, position in program.pieces_of(rank):
@@ -58,4 +58,9 @@ def far_peers(programs: Iterable[MicrobatchProgram], rank: int) -> tuple[int, ..
             near = [first + place for place in range(piece.heads)]
             near += [(position + step) % piece.degree for step in (-piece.heads, piece.heads)]
             peers.update(piece.ranks[each] for each in near)
-    return tuple(sorted(peer for peer in peers if abs(peer - rank) > _LINE))
+    return peers
+
+
+def far_from(rank: int, peers: Iterable[int]) -> tuple[int, ...]:
+    """List those of `peers` that are not on the line near `rank`, ascending."""
+    return tuple(sorted(peer for peer in set(peers) if abs(peer - rank) > _LINE))

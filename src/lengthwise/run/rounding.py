@@ -1,10 +1,11 @@
-"""What rounding alone does to the gradients of a bf16 model: the measure by which `verify` judges one.
+"""What rounding alone does to the gradients of a bf16 model, or in fp32 of one with states: how `verify` judges them.
 
 Rounding errors grow with depth, and with experts that a rounded router chooses: no one tolerance fits. So plain Hugging
 Face runs in bf16 too, with two kernels of attention, and all three are compared with its fp32 at the same, rounded
 parameters. The planned model may be `FACTOR` times as far from that as a plain one is, plus a floor. Parameters of one
 kind (one name but for its numbers) share the largest difference of any of them, or the median of all parameters where
-that is larger: a single tensor's is half luck.
+that is larger: a single tensor's is half luck. The gradient of a state's decay is a sum that cancels, in fp32 wrong by
+some 1e-4 whoever computes it: there all is compared with fp64, and plain fp32 says what rounding does.
 """
 
 from __future__ import annotations
@@ -32,9 +33,14 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """The larger difference of plain models by `kernels`; of gradients the largest of a kind, at least the median."""
+    """The larger difference of plain models by `kernels`; of gradients the largest of a kind, at least the median.
+
+    precision, exact: of the plain models, and of what they are compared with.
+    """
 
     kernels: tuple[str, ...]
+    precision: str = "bf16"
+    exact: str = "fp32"
     loss: float
     router_loss: float
     gradients: Mapping[str, float]
@@ -44,8 +50,8 @@ class Rounding:
         return FACTOR * difference if math.isfinite(difference) else 0.0
 
 
-def rounding_of(found: Mapping[str, Difference]) -> Rounding:
-    """Put together what plain models are from the reference, by kernel."""
+def rounding_of(found: Mapping[str, Difference], *, precision: str = "bf16", exact: str = "fp32") -> Rounding:
+    """Put together what plain models in `precision` are from the reference in `exact`, by kernel."""
     by_kind: dict[str, float] = {}
     for each in found.values():
         for name, difference in each.gradients.items():
@@ -55,6 +61,8 @@ def rounding_of(found: Mapping[str, Difference]) -> Rounding:
     least = finite[len(finite) // 2] if finite else 0.0
     return Rounding(
         kernels=tuple(found),
+        precision=precision,
+        exact=exact,
         loss=_largest([each.loss for each in found.values()]),
         router_loss=_largest([each.router_loss for each in found.values()]),
         gradients={name: _larger(by_kind[kind_of(name)], least) for name in names},

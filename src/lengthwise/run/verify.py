@@ -26,7 +26,7 @@ from lengthwise.cost import shape_from_config
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import reporting_shortage
 from lengthwise.engine.replicated import trainable
-from lengthwise.models import ANY_KEY, DTYPES, build_adapted, keep_double, plain_attention
+from lengthwise.models import ANY_KEY, DTYPES, build_adapted, has_states, keep_double, plain_attention
 from lengthwise.program import HeadRange
 from lengthwise.run.building import build_trained, connect, engine_of
 from lengthwise.run.check import Check
@@ -46,8 +46,9 @@ class VerifyReport:
 
     `router_loss` is the routers' balance loss over the batch, 0 where the model's config asks for none.
     `gradients` maps each parameter to |difference| / max(|reference|, 1e-3 of the median parameter's norm), L2.
-    `rounding` is what it alone does, where it decides (bf16): the tolerance is added to that. `notes` say which kernel
-    and transport it was, and why. `uncut`: where no sequence was cut over ranks, what to do for one that is.
+    `rounding` is what it alone does, where it decides (bf16, or states): the tolerance is added to that. `notes` say
+    which kernel and transport it was, and why. `uncut`: where no sequence was cut over ranks, what to do for one that
+    is.
     `shared_keys`: sizes of the groups that split heads in which several ranks attend to one head of keys.
     In bf16 `in_fp32` compares the same plan in fp32, and `sums` has the difference of each gradient's sum, over
     microbatches and ranks, from one that was made beside it.
@@ -132,7 +133,7 @@ def _compare(check: Check, world: World, on_phase: Callable[[str], None]) -> Ver
     transport.close()
     if world.rank:
         return None
-    reference, rounding = _expected(job, batch, world.device, on_phase)
+    reference, roundings = _expected(job, batch, world.device, on_phase)
 
     def report(found: Reference, precision: str, **more: Any) -> VerifyReport:
         return VerifyReport(
@@ -143,13 +144,13 @@ def _compare(check: Check, world: World, on_phase: Callable[[str], None]) -> Ver
             reference_router_loss=reference.router_loss,
             gradients=gradient_differences(found.gradients, reference.gradients),
             tolerance=TOLERANCES[precision],
+            rounding=roundings.get(precision),
             **more,
         )
 
     return report(
         planned.found,
         job.config.precision,
-        rounding=rounding,
         notes=tuple(notes),
         uncut=None if plan.ring_tokens else _how_to_cut(job, batch),
         shared_keys=_shared_keys(job, plan),
@@ -253,37 +254,43 @@ def _how_to_cut(job: Job, batch: StepBatch) -> str:
 
 def _expected(
     job: Job, batch: StepBatch, device: torch.device, on_phase: Callable[[str], None]
-) -> tuple[Reference, Rounding | None]:
-    """Compute what one process gives; in bf16 by fp32 at the rounded parameters, with what rounding does beside it."""
-    first, dtype = plain_attention(job.model), DTYPES[job.precision]
+) -> tuple[Reference, dict[str, Rounding]]:
+    """Compute what one process gives, and by precision what rounding does where it decides.
 
-    def gradients_of(plain: nn.Module, dtype: torch.dtype, kernel: str) -> Reference:
-        name = str(dtype).removeprefix("torch.")
-        return plain_gradients(
-            plain, job.dataset, batch.ids, dtype, on_phase=lambda at: on_phase(f"one process, {name}, {kernel}, {at}")
-        )
+    In bf16 by fp32 at the rounded parameters, of a model with states by fp64.
+    """
+    first, dtype, config = plain_attention(job.model), DTYPES[job.precision], job.model.config
+    exact = "fp64" if job.precision == "fp64" or has_states(config) else "fp32"
+    size = {"heads": config.num_attention_heads, "layers": config.num_hidden_layers}
+
+    def gradients_of(precision: str, kernel: str) -> Reference:
+        model = _build(job, attention=first if kernel == "flash" else kernel).to(device)
+        for parameter in model.parameters() if dtype == torch.bfloat16 else ():
+            parameter.data = parameter.data.to(dtype).float()
+        with sdpa_kernel(_NOT_CUDNN) if kernel == "flash" else nullcontext():
+            return plain_gradients(
+                model,
+                job.dataset,
+                batch.ids,
+                DTYPES[precision],
+                on_phase=lambda at: on_phase(f"one process, {precision}, {kernel}, {at}"),
+            )
 
     activate_flash(None)  # what the planned model activated plain models call, too: it would be compared with itself
-    plain = _build(job, attention=first).to(device)
-    if dtype != torch.bfloat16:
-        return gradients_of(plain, dtype, first), None
-    for parameter in plain.parameters():
-        parameter.data = parameter.data.to(dtype).float()
-    reference = gradients_of(plain, torch.float32, first)
-    del plain
-    config, found = job.model.config, dict[str, Difference]()
-    size = {"heads": config.num_attention_heads, "layers": config.num_hidden_layers}
-    for name in plain_kernels(first, longest=max(batch.lengths), on_gpu=device.type != "cpu", **size):
-        model = _build(job, attention=first if name == "flash" else name).to(device)
-        with sdpa_kernel(_NOT_CUDNN) if name == "flash" else nullcontext():
-            got = gradients_of(model, dtype, name)
-        found[name] = Difference(
-            loss=relative_difference(got.loss, reference.loss),
-            router_loss=relative_difference(got.router_loss, reference.router_loss),
-            gradients=gradient_differences(got.gradients, reference.gradients),
-        )
-        del model, got
-    return reference, rounding_of(found)
+    reference, roundings = gradients_of(exact, first), dict[str, Rounding]()
+    for precision in ("bf16", "fp32"):
+        if not dtype.itemsize <= DTYPES[precision].itemsize < DTYPES[exact].itemsize:
+            continue
+        found = dict[str, Difference]()
+        for name in plain_kernels(first, longest=max(batch.lengths), on_gpu=device.type != "cpu", **size):
+            got = gradients_of(precision, name)
+            found[name] = Difference(
+                loss=relative_difference(got.loss, reference.loss),
+                router_loss=relative_difference(got.router_loss, reference.router_loss),
+                gradients=gradient_differences(got.gradients, reference.gradients),
+            )
+        roundings[precision] = rounding_of(found, precision=precision, exact=exact)
+    return reference, roundings
 
 
 def _build(job: Job, **options: Any) -> nn.Module:

@@ -29,7 +29,8 @@ class PieceLayer:
     tokens: of the shard of each position, that its ranks hold or split the heads of.
     held: tokens of one rank, for its linear work.
     near: whether the way to the next position stays inside a node.
-    exchange: seconds of one rank's all-to-all, forward and backward together.
+    exchange: seconds of one rank's all-to-all, forward and backward together; states: of its sweeps of states.
+    cut: seconds of one rank's scans beyond those of whole sequences.
     """
 
     blocks: Floats
@@ -37,6 +38,8 @@ class PieceLayer:
     held: Floats
     near: NDArray[np.bool_]
     exchange: Floats
+    states: Floats
+    cut: Floats
 
     @property
     def positions(self) -> int:
@@ -62,7 +65,7 @@ def stack_layers(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost
     has_several = positions > 1 and any(len(each) > 1 for each in lengths)
     if has_several or any(piece.shares is not None for piece in pieces):
         apart = [piece_layer(piece, each, cost) for piece, each in zip(pieces, lengths, strict=True)]
-        fields = ("tokens", "held", "near", "exchange")
+        fields = ("tokens", "held", "near", "exchange", "states", "cut")
         joined = {name: np.stack([getattr(each, name) for each in apart]) for name in fields}
         return PieceLayer(blocks=np.stack([each.blocks for each in apart], axis=1), **joined)
     flat = [length for each in lengths for length in each]
@@ -86,12 +89,20 @@ def _layer(blocks: Floats, shards: Floats, ranks: NDArray[np.int64], heads: int,
     outside = min(cost.far.bytes_per_second, cost.uplink_bytes_per_second / cost.ranks_per_node)
     links = np.where(own, cost.near.bytes_per_second, outside)
     held = shards / heads
+    degree, near = shards.shape[-1] * heads, np.all(nodes == np.roll(nodes, -1, axis=-2), axis=-1)
+    inside = np.all(near & own, axis=-1, keepdims=True)
+    slowest = [np.where(inside, *values) for values in (
+        (cost.near.bytes_per_second, outside), (cost.near.hop_seconds, cost.far.hop_seconds)
+    )]  # fmt: skip
+    states = cost.sweep_seconds(degree, *slowest) / cost.layers
     return PieceLayer(
         blocks=blocks / (heads * cost.layers),
         tokens=shards * max(1.0, heads / cost.kv_heads) / heads,
         held=held,
-        near=np.all(nodes == np.roll(nodes, -1, axis=-2), axis=-1),
+        near=near,
         exchange=cost.exchange_bytes / cost.layers * held * (heads - 1) / heads / links,
+        states=np.broadcast_to(states, shards.shape),
+        cut=cost.cut_seconds / cost.layers * held * (degree > 1),
     )
 
 

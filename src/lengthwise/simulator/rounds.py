@@ -115,7 +115,9 @@ def _run_pass(pieces: Sequence[_Placed], clock: Floats, held: Floats, each: Pass
     own = (each.linear * cost.linear_seconds * held + each.linear * cost.fixed_seconds) / cost.layers
     exchange, blocks = np.zeros_like(held), np.zeros_like(held)
     for piece in pieces:
-        exchange[piece.places] += each.exchange * piece.layer.exchange[..., None]
+        own[piece.places] += each.linear * piece.layer.cut[..., None]
+        exchanged = each.exchange * piece.layer.exchange + each.states * piece.layer.states
+        exchange[piece.places] += exchanged[..., None]
         blocks[piece.places] += each.attention * piece.layer.blocks.sum(axis=0)[..., None]
     worked = cost.layers * (own + blocks)
     rings = [_Ring(piece, each, cost) for piece in pieces if piece.layer.positions > 1]

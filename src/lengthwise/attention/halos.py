@@ -1,0 +1,91 @@
+"""Short causal convolutions over this rank's tokens, each sequence from its own first token, wherever that is.
+
+Before every span go the width - 1 tokens that the convolution reads there: those that this rank holds or receives, and
+zeros at a document's start. One plain convolution then runs over all rows. It costs one round of a few rows a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lengthwise.attention.mixing import LocalSpans
+from lengthwise.program import halo_moves, halo_round_of
+
+
+class Halo:
+    """What goes before the spans of a rank for convolutions over `width` tokens, and who needs rows of its own."""
+
+    def __init__(self, spans: LocalSpans, width: int) -> None:
+        program, rank = spans.program, spans.transport.rank
+        self.round = halo_round_of(program, rank, width)
+        self.back = self.round.turned()
+        number_of = {(s.piece, s.sequence, s.number): number for number, s in enumerate(spans.spans)}
+        self.sent: list[slice] = []
+        """The local rows of each message of the round."""
+        self.before: list[list[slice | int]] = [[] for _ in spans.spans]
+        """What goes before each span after zeros: local rows, or the number of a message that arrives."""
+        self.zeros = [width - 1 for _ in spans.spans]
+        arriving = 0
+        for move in halo_moves(program, width, rank):
+            sequence = program.microbatch.pieces[move.piece].sequences[move.place]
+            source, target = (number_of.get((move.piece, sequence, each)) for each in (move.source, move.target))
+            rows = slice(0)
+            if source is not None:
+                first = spans.spans[source].row - spans.spans[source].start
+                rows = slice(first + move.start, first + move.stop)
+            if target is None:
+                self.sent.append(rows)
+                continue
+            self.zeros[target] -= move.stop - move.start
+            self.before[target].append(arriving if source is None else rows)
+            arriving += source is None
+
+
+class _Halos(torch.autograd.Function):
+    """Rows (rows, channels) -> (the same rows, the messages that arrive); backward takes their gradients home.
+
+    The rows pass through, so that backward comes by on every rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, spans: LocalSpans, halo: Halo) -> tuple[Tensor, ...]:
+        sent = iter(halo.sent)
+        arrived = spans.received(
+            lambda: spans.exchange(
+                halo.round, lambda _: rows[next(sent)], lambda t: rows.new_empty(t.tokens, rows.shape[1])
+            )
+        )
+        ctx.spans, ctx.halo = spans, halo
+        return rows.view_as(rows), *arrived
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides its parameters
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        grad_rows, *grads = grad_outputs
+        leaving, halo = iter(grads), ctx.halo
+        found = ctx.spans.exchange(
+            halo.back, lambda _: next(leaving), lambda t: grad_rows.new_empty(t.tokens, grad_rows.shape[1])
+        )
+        total = grad_rows.clone() if found else grad_rows
+        for rows, grad in zip(halo.sent, found, strict=True):
+            total[rows] += grad
+        return total, None, None
+
+
+def convolve_spans(spans: LocalSpans, rows: Tensor, halo: Halo, convolve: Callable[[Tensor], Tensor]) -> Tensor:
+    """Convolve (rows, channels) causally within each sequence; `convolve` does so with rows that follow each other."""
+    arrived: tuple[Tensor, ...] = ()
+    if halo.round.sends or halo.round.receives:
+        rows, *arrived = _Halos.apply(rows, spans, halo)  # pyright: ignore[reportAssignmentType, reportGeneralTypeIssues]
+    lengths, parts, sizes = spans.lengths, list[Tensor](), list[int]()
+    for number, own in enumerate(rows.split(lengths)):
+        before = [rows[each] if isinstance(each, slice) else arrived[each] for each in halo.before[number]]
+        parts += [rows.new_zeros(halo.zeros[number], rows.shape[1]), *before, own]
+        sizes += [halo.zeros[number] + sum(len(each) for each in before), len(own)]
+    return torch.cat(convolve(torch.cat(parts)).split(sizes)[1::2])

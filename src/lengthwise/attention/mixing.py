@@ -1,0 +1,80 @@
+"""One rank's spans of a microbatch, for layers that are no attention: which rows belong together, and what travels.
+
+Padding rows are a document of their own. What a layer receives is kept where backward runs it again, which then sends
+nothing: states and halos are small beside what such a layer keeps anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from lengthwise.attention.recompute import Recomputed
+from lengthwise.comm import Transport
+from lengthwise.program import MicrobatchProgram, RankRound, Span, Transfer, spans_of, sweep_rounds_of
+
+_PADDING = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutPiece:
+    """Which spans of a rank are those of one piece that is cut: its low ones and, but for the last position, high ones.
+
+    Entries are numbers of `LocalSpans.spans`, one a sequence.
+    """
+
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+
+
+class LocalSpans:
+    """What one rank computes of a microbatch in one go; `owner`: whose layers run, and perhaps again."""
+
+    def __init__(self, program: MicrobatchProgram, transport: Transport, num_rows: int, owner: Recomputed) -> None:
+        self.program, self.transport, self._owner = program, transport, owner
+        spans = [*spans_of(program, transport.rank)]
+        row = spans[-1].rows.stop if spans else 0
+        if row < num_rows:
+            spans.append(Span(_PADDING, _PADDING, 0, 0, 0, num_rows - row, row))
+        self.spans = tuple(spans)
+        pieces = program.microbatch.pieces
+        self.is_cut = [span.piece != _PADDING and pieces[span.piece].degree > 1 for span in spans]
+        """Whether each span is of a piece that several ranks share."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Rows of each span."""
+        return [span.stop - span.start for span in self.spans]
+
+    @cached_property
+    def cut_pieces(self) -> dict[int, CutPiece]:
+        """The pieces that this rank shares with others, in plan order."""
+        found: dict[int, tuple[list[int], list[int]]] = {}
+        for number, span in enumerate(self.spans):
+            if self.is_cut[number]:
+                found.setdefault(span.piece, ([], []))[span.number != span.position].append(number)
+        return {index: CutPiece(low=tuple(low), high=tuple(high)) for index, (low, high) in found.items()}
+
+    @cached_property
+    def sweep(self) -> tuple[RankRound, ...]:
+        """The rounds of this rank in a sweep."""
+        return sweep_rounds_of(self.program, self.transport.rank)
+
+    def received(self, run: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return what `run` receives, or what it did when the layer ran first."""
+        layer = self._owner.recomputation
+        return run() if layer is None else layer.receive(run)
+
+    def exchange(
+        self, each: RankRound, message: Callable[[Transfer], Tensor], buffer: Callable[[Transfer], Tensor]
+    ) -> list[Tensor]:
+        """Make one grouped call, if there is something to send or receive; return what arrived."""
+        arriving = [buffer(receive) for receive in each.receives]
+        sends = [(message(send).contiguous(), send.target) for send in each.sends]
+        receives = [(into, receive.source) for into, receive in zip(arriving, each.receives, strict=True)]
+        if sends or receives:
+            self.transport.exchange(sends, receives).wait()
+        return arriving

@@ -1,0 +1,206 @@
+"""Layers with a state that runs through a sequence (gated delta rule, KDA, Mamba 2), each sequence from its own start.
+
+Such a scan is affine in its state. A rank computes each span of a cut sequence once, from a state of zero, and its map
+S -> A S + B; a sweep between neighbours (`program.spans`) gives every span the state before it, and what that adds to
+the outputs is added to them. With L_j, H_j the maps of position j's low and high span, S_0 = 0 and N_(d-1) the map of
+the last position's one span:
+
+    up     S_(j+1) = L_j(S_j)                  the state before the low span
+    down   N_j = H_j . N_(j+1) . L_j           so that N_(j+1)(L_j(S_j)) is the state before the high one
+
+Backward is the same sweep with low and high exchanged and maps transposed: with D_c the gradient that the correction
+gives for the state before span c, G_c = D_(c+1) + A_(c+1)' G_(c+1) is that of the state after c; dB_c = G_c and
+dA_c = G_c S_c'. A rank sends at most one state and one map in a pass. States are fp32 (fp64 under fp64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lengthwise.attention.mixing import LocalSpans
+from lengthwise.program import Content, Transfer
+
+
+class Map(NamedTuple):
+    """S -> a S + b of some sequences: `a` is a matrix on the left of S (is_matrix), or a factor of all its entries."""
+
+    a: Tensor
+    b: Tensor
+    is_matrix: bool
+
+    def __call__(self, state: Tensor) -> Tensor:
+        """Return the state after the span."""
+        return (self.a @ state if self.is_matrix else self.a * state) + self.b
+
+    def after(self, other: Map) -> Map:
+        """Return the map of `other` and then this one."""
+        return Map(self.a @ other.a if self.is_matrix else self.a * other.a, self(other.b), self.is_matrix)
+
+    def flat(self) -> Tensor:
+        """Return it as one message."""
+        return torch.cat([self.a.reshape(-1), self.b.reshape(-1)])
+
+    def from_flat(self, flat: Tensor) -> Map:
+        """Return the map that `flat` is, of the same shapes as this one."""
+        a, b = flat.split([self.a.numel(), self.b.numel()])
+        return Map(a.view(self.a.shape), b.view(self.b.shape), self.is_matrix)
+
+    def transposed(self, b: Tensor) -> Map:
+        """Return the map that gradients take backward; `b`: what is added on the way."""
+        return Map(self.a.mT if self.is_matrix else self.a, b, self.is_matrix)
+
+    def grad_of_a(self, grad: Tensor, state: Tensor) -> Tensor:
+        """Return the gradient of `a` where `grad` is that of a S + b."""
+        return grad @ state.mT if self.is_matrix else (grad * state).sum_to_size(self.a.shape)
+
+
+class Opened(NamedTuple):
+    """What a scan gives of spans from a state of zero: `out` and `reader` (1, rows, ...), and by span their maps.
+
+    a, b: (spans, heads, ...). A span without tokens has the map that changes nothing.
+    """
+
+    out: Tensor
+    reader: Tensor
+    a: Tensor
+    b: Tensor
+
+
+class Scan(Protocol):
+    """One layer's scan over tokens; `lengths`: of the spans whose tokens lie side by side in `tokens`."""
+
+    is_matrix: bool
+
+    def run(self, tokens: Mapping[str, Tensor], lengths: Sequence[int]) -> Tensor:
+        """Return the outputs (1, rows, ...) of whole documents, each from a state of zero."""
+        ...
+
+    def open(self, tokens: Mapping[str, Tensor], lengths: Sequence[int]) -> Opened:
+        """Run spans from a state of zero."""
+        ...
+
+    def read(self, reader: Tensor, state: Tensor) -> Tensor:
+        """Return what a state before a span, (1, heads, ...), adds to its outputs."""
+        ...
+
+
+class _Place:
+    """One piece's part in a sweep: the state before its first span in reading order, the map between its two."""
+
+    def __init__(self, maps: Sequence[Map]) -> None:
+        self.first, self.second = maps[0], maps[1] if len(maps) > 1 else None
+        self.before, self.between = torch.zeros_like(self.first.b), self.first
+
+    def message(self, content: Content) -> Tensor:
+        if content == Content.STATE:
+            return self.first(self.before)
+        return (self.between if self.second is None else self.second.after(self.between.after(self.first))).flat()
+
+    def buffer(self, content: Content) -> Tensor:
+        return torch.empty_like(self.first.b if content == Content.STATE else self.first.flat())
+
+    def take(self, content: Content, message: Tensor) -> None:
+        if content == Content.STATE:
+            self.before = message
+        else:
+            self.between = self.first.from_flat(message)
+
+    def states(self) -> list[Tensor]:
+        """Return the state before each of its spans."""
+        return [self.before] if self.second is None else [self.before, self.between(self.first(self.before))]
+
+
+def sweep(spans: LocalSpans, maps: Mapping[int, Sequence[Map]]) -> list[list[Tensor]]:
+    """Return the states before the spans of each piece; `maps`: of its spans, in reading order."""
+    places = {piece: _Place(each) for piece, each in maps.items()}
+
+    def message(t: Transfer) -> Tensor:
+        return places[t.piece].message(t.content)
+
+    for each in spans.sweep:
+        arrived = spans.exchange(each, message, lambda t: places[t.piece].buffer(t.content))
+        for t, arrival in zip(each.receives, arrived, strict=True):
+            places[t.piece].take(t.content, arrival)
+    return [place.states() for place in places.values()]
+
+
+class _States(torch.autograd.Function):
+    """(rows, a and b of the maps of all cut pieces) -> (the same rows, the states before their spans).
+
+    The rows only pass through: with them no rank's graph leaves out its part in backward, also where its spans are
+    empty and no output reads a state.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, spans: LocalSpans, is_matrix: bool, *flat: Tensor) -> tuple[Tensor, ...]:
+        given = (Map(a, b, is_matrix) for a, b in zip(flat[::2], flat[1::2], strict=True))
+        maps = _by_piece(spans, given)
+        states = spans.received(lambda: [state for each in sweep(spans, maps) for state in each])
+        ctx.save_for_backward(*flat[::2], *states)
+        ctx.spans, ctx.is_matrix = spans, is_matrix
+        return rows.view_as(rows), *states
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides its parameters
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        grad_rows, *grads = grad_outputs
+        saved = ctx.saved_tensors  # asked once: a checkpointed layer gives each of them once
+        factors, states = saved[: len(grads)], saved[len(grads) :]
+        maps = [Map(a, grad, ctx.is_matrix) for a, grad in zip(factors, grads, strict=True)]
+        back = _by_piece(ctx.spans, (each.transposed(each.b) for each in maps))
+        found = sweep(ctx.spans, {piece: each[::-1] for piece, each in back.items()})
+        after = [grad for each in found for grad in reversed(each)]
+        gradients = [
+            each
+            for of_map, grad, state in zip(maps, after, states, strict=True)
+            for each in (of_map.grad_of_a(grad, state), grad)
+        ]
+        return grad_rows, None, None, *gradients
+
+
+def _by_piece(spans: LocalSpans, maps: Iterator[Map]) -> dict[int, list[Map]]:
+    return {piece: [next(maps) for _ in filter(None, (cut.low, cut.high))] for piece, cut in spans.cut_pieces.items()}
+
+
+def scan_spans(spans: LocalSpans, tokens: Mapping[str, Tensor], scan: Scan) -> Tensor:
+    """Run a scan over this rank's tokens, each sequence from its own first token, wherever that is.
+
+    tokens: what the scan reads of each token, (1, rows, ...). Returns (1, rows, ...).
+    """
+    lengths = spans.lengths
+    parts = {name: x.split(lengths, dim=1) for name, x in tokens.items()}
+    cut = [number for number, is_cut in enumerate(spans.is_cut) if is_cut]
+    whole = [number for number, is_cut in enumerate(spans.is_cut) if not is_cut and lengths[number]]
+    outs: dict[int, Tensor] = {}
+    if whole:
+        out = scan.run(_taken(parts, whole), [lengths[number] for number in whole])
+        outs.update(zip(whole, out.split([lengths[number] for number in whole], dim=1), strict=True))
+    if not cut:
+        return torch.cat([outs[number] for number in whole], dim=1)
+    cut_lengths = [lengths[number] for number in cut]
+    opened = scan.open(_taken(parts, cut), cut_lengths)
+    outs.update(zip(cut, opened.out.split(cut_lengths, dim=1), strict=True))
+    readers = dict(zip(cut, opened.reader.split(cut_lengths, dim=1), strict=True))
+    slots = [each for piece in spans.cut_pieces.values() for each in (piece.low, piece.high) if each]
+    place = {number: where for where, number in enumerate(cut)}
+    maps = [torch.cat([x[place[number]][None] for number in slot]) for slot in slots for x in (opened.a, opened.b)]
+    numbers = sorted(outs)
+    kind = opened.out.device.type
+    with torch.autocast(kind, enabled=False):
+        rows, *states = _States.apply(torch.cat([outs[n] for n in numbers], dim=1), spans, scan.is_matrix, *maps)
+        outs = dict(zip(numbers, rows.split([lengths[number] for number in numbers], dim=1), strict=True))
+        for slot, state in zip(slots, states, strict=True):
+            for number, before in zip(slot, state.split(1), strict=True):
+                added = scan.read(readers[number].to(before.dtype), before)
+                outs[number] = (outs[number] + added).to(rows.dtype)
+        return torch.cat([outs[number] for number in numbers], dim=1)
+
+
+def _taken(parts: Mapping[str, Sequence[Tensor]], numbers: Sequence[int]) -> dict[str, Tensor]:
+    return {name: torch.cat([each[number] for number in numbers], dim=1) for name, each in parts.items()}

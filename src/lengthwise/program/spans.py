@@ -1,0 +1,175 @@
+"""What layers that are no attention pass along a cut sequence: states of scans, and the tokens before a convolution.
+
+A position computes each of its *spans* in one go: its low chunk and its high one; those of the last position touch and
+are one. A scan turns the state before a span into that after it by an affine map, which needs no other rank. In a
+*sweep* of d - 1 rounds, all between neighbours of a piece, each position learns the states before its spans:
+
+    up,   round r: position r -> r + 1          the state before the low span of r + 1
+    down, round r: position d-1-r -> d-2-r      the map of all tokens between the two spans of d-2-r
+
+The zigzag cut read from its end is a zigzag cut with low and high exchanged, so backward is a sweep of the same rounds.
+A convolution over `width` tokens needs the width - 1 tokens before each span, its *halo*: one round, mostly between
+neighbours, from farther off only where chunks are shorter than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lengthwise.core.cut import chunk_bounds
+from lengthwise.core.plan import Piece
+from lengthwise.program.lower import MicrobatchProgram
+from lengthwise.program.records import Content, RankRound, Round, Transfer
+from lengthwise.program.ring_order import far_from, ring_peers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixing:
+    """What a layer, or a whole model, passes along sequences beside keys; `width`: of its longest convolution."""
+
+    has_states: bool = False
+    width: int = 1
+
+
+ATTENTION_ALONE = Mixing()
+
+
+class Span(NamedTuple):
+    """Tokens `start` to `stop` of a sequence, side by side on one rank from its local `row` on.
+
+    number: of the span in its sequence, 0 to 2 x degree - 2; position: who holds it.
+    """
+
+    piece: int
+    sequence: int
+    number: int
+    position: int
+    start: int
+    stop: int
+    row: int
+
+    @property
+    def rows(self) -> slice:
+        """The local rows of its tokens."""
+        return slice(self.row, self.row + self.stop - self.start)
+
+
+class HaloMove(NamedTuple):
+    """Tokens `start` to `stop` of span `source` go before span `target`; `place`: of the sequence in its piece."""
+
+    piece: int
+    place: int
+    target: int
+    source: int
+    start: int
+    stop: int
+
+
+def spans_of(program: MicrobatchProgram, rank: int) -> tuple[Span, ...]:
+    """List the spans of a rank in local order, empty ones too."""
+    spans, row = list[Span](), 0
+    for index, piece, position in program.pieces_of(rank):
+        for sequence in piece.sequences:
+            bounds = _span_bounds(program.tokens[sequence], piece)
+            for number in dict.fromkeys((position, 2 * piece.degree - 2 - position)):
+                start, stop = bounds[number : number + 2]
+                spans.append(Span(index, sequence, number, position, start, stop, row))
+                row += stop - start
+    return tuple(spans)
+
+
+def sweep_rounds(program: MicrobatchProgram) -> tuple[Round, ...]:
+    """Return the rounds of a sweep of all pieces, forward and backward alike; `tokens` of a transfer are sequences."""
+    pieces = [*enumerate(program.microbatch.pieces)]
+    return tuple(Round(transfers=tuple(_sweep_transfers(pieces, number))) for number in range(_sweep_length(program)))
+
+
+def sweep_rounds_of(program: MicrobatchProgram, rank: int) -> tuple[RankRound, ...]:
+    """Return one rank's part in `sweep_rounds`, without those in which it does nothing."""
+    pieces = [(index, piece) for index, piece, _ in program.pieces_of(rank)]
+    rounds = (RankRound.of(rank, _sweep_transfers(pieces, number)) for number in range(_sweep_length(program)))
+    return tuple(each for each in rounds if each.sends or each.receives)
+
+
+def halo_round(program: MicrobatchProgram, width: int) -> Round:
+    """Return the round in which all ranks exchange the halos of a convolution; backward turns it round."""
+    return Round(transfers=tuple(halo_transfers(program, halo_moves(program, width))))
+
+
+def halo_round_of(program: MicrobatchProgram, rank: int, width: int) -> RankRound:
+    """Return one rank's part in `halo_round`."""
+    return RankRound.of(rank, halo_transfers(program, halo_moves(program, width, rank)))
+
+
+def halo_transfers(program: MicrobatchProgram, moves: Iterable[HaloMove]) -> Iterator[Transfer]:
+    """Yield the messages of moves, in their order; what stays on a rank is none."""
+    for move in moves:
+        piece = program.microbatch.pieces[move.piece]
+        source, target = (_position(piece, number) for number in (move.source, move.target))
+        if source != target:
+            tokens = move.stop - move.start
+            yield Transfer(piece.ranks[source], piece.ranks[target], move.piece, Content.HALO, source, tokens)
+
+
+def halo_moves(program: MicrobatchProgram, width: int, rank: int | None = None) -> Iterator[HaloMove]:
+    """Yield which tokens go before which span of pieces that are cut, from or to `rank` only if given."""
+    if rank is None:
+        places = [(index, piece, None) for index, piece in enumerate(program.microbatch.pieces)]
+    else:
+        places = [*program.pieces_of(rank)]
+    for index, piece, position in places:
+        for place, sequence in enumerate(piece.sequences if piece.degree > 1 else ()):
+            bounds = _span_bounds(program.tokens[sequence], piece)
+            own = range(len(bounds) - 1) if position is None else (position, len(bounds) - 2 - position)
+            pairs = {each for number in own for each in _halo_pairs(bounds, number, width)}
+            for target, source in sorted(pairs):
+                start = max(bounds[source], bounds[target] - width + 1)
+                yield HaloMove(index, place, target, source, start, bounds[source + 1])
+
+
+def far_peers(programs: Sequence[MicrobatchProgram], rank: int, mixing: Mixing = ATTENTION_ALONE) -> tuple[int, ...]:
+    """List the ranks that `rank` talks to beside those it met at the start, ascending; `mixing`: of the model."""
+    peers = ring_peers(programs, rank)
+    for program in programs:
+        rounds = [halo_round_of(program, rank, mixing.width)]
+        rounds += sweep_rounds_of(program, rank) if mixing.has_states else ()
+        peers |= {peer for each in rounds for t in (*each.sends, *each.receives) for peer in (t.source, t.target)}
+    return far_from(rank, peers)
+
+
+def _span_bounds(length: int, piece: Piece) -> tuple[int, ...]:
+    """Return the 2 x degree borders of the spans of a sequence: of the chunks, but the one in the middle."""
+    bounds = chunk_bounds(length, piece.degree, piece.shares)
+    return (*bounds[: piece.degree], *bounds[piece.degree + 1 :])
+
+
+def _position(piece: Piece, number: int) -> int:
+    return min(number, 2 * piece.degree - 2 - number)
+
+
+def _halo_pairs(bounds: Sequence[int], number: int, width: int) -> Iterator[tuple[int, int]]:
+    """Yield (target, source) for the spans before span `number` and those after it that are near enough."""
+    for source in range(number - 1, -1, -1) if bounds[number] < bounds[number + 1] else ():
+        if bounds[source + 1] <= bounds[number] - width + 1:
+            break
+        if bounds[source] < bounds[source + 1]:
+            yield number, source
+    for target in range(number + 1, len(bounds) - 1) if bounds[number] < bounds[number + 1] else ():
+        if bounds[number + 1] <= bounds[target] - width + 1:
+            break
+        if bounds[target] < bounds[target + 1]:
+            yield target, number
+
+
+def _sweep_length(program: MicrobatchProgram) -> int:
+    return max(piece.degree for piece in program.microbatch.pieces) - 1
+
+
+def _sweep_transfers(pieces: Iterable[tuple[int, Piece]], number: int) -> Iterator[Transfer]:
+    for index, piece in pieces:
+        last, sequences = piece.degree - 1, len(piece.sequences)
+        up, down = (number, number + 1, Content.STATE), (last - number, last - number - 1, Content.MAP)
+        for source, target, content in (up, down) if number < last else ():
+            yield Transfer(piece.ranks[source], piece.ranks[target], index, content, source, sequences)

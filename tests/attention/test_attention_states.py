@@ -1,0 +1,177 @@
+"""Scans and convolutions over cut sequences equal those of each sequence whole, forward and backward, in fp64."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from testing import draw_lengths, make_plan, random_plan, relative_error
+from testing.strict import StrictWorld
+
+from lengthwise.attention import Opened, convolve_spans, scan_spans, states
+from lengthwise.attention.halos import Halo
+from lengthwise.attention.mixing import LocalSpans
+from lengthwise.core.errors import TransferError
+from lengthwise.core.plan import Piece
+from lengthwise.program import lower_plan
+from properties import costly
+
+HEADS, KEY, VALUE = 2, 3, 2
+CASES = {"choose": st.randoms(use_true_random=False), "ranks": st.integers(1, 7), "count": st.integers(1, 5)}
+
+
+class TokenByToken:
+    """S_t = a_t S_(t-1) + b_t, a state (heads, key, value); out_t = q_t' S_t."""
+
+    def __init__(self, is_matrix):
+        self.is_matrix = is_matrix
+
+    def run(self, tokens, lengths):
+        return self.open(tokens, lengths).out
+
+    def open(self, tokens, lengths):
+        outs, readers, factors, lasts = [], [], [], []
+        for a, b, q in zip(*(tokens[name].split(lengths, 1) for name in "abq"), strict=True):
+            state = b.new_zeros(1, HEADS, KEY, VALUE)
+            through = torch.eye(KEY, dtype=b.dtype).expand(1, HEADS, -1, -1)
+            factor = through if self.is_matrix else b.new_ones(1, HEADS, 1, 1)
+            for t in range(b.shape[1]):
+                state, factor = (
+                    (a[:, t] @ state if self.is_matrix else a[:, t] * state) + b[:, t],
+                    (a[:, t] @ factor if self.is_matrix else a[:, t] * factor),
+                )
+                outs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state)[:, None])
+                readers.append((q[:, t, :, None] @ (factor if self.is_matrix else factor * through))[:, None])
+            factors.append(factor)
+            lasts.append(state)
+        none = [b.new_zeros(1, 0, HEADS, VALUE)], [b.new_zeros(1, 0, HEADS, 1, KEY)]
+        out, reader = (torch.cat([*each, *empty], 1) for each, empty in zip((outs, readers), none, strict=True))
+        return Opened(out=out, reader=reader, a=torch.cat(factors), b=torch.cat(lasts))
+
+    def read(self, reader, state):
+        return torch.einsum("bthok,bhkv->bthv", reader, state)
+
+
+def drawn_tokens(length, is_matrix, seed):
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"a": (KEY, KEY) if is_matrix else (1, 1), "b": (KEY, VALUE), "q": (KEY,)}
+    tokens = {n: torch.randn(1, length, HEADS, *s, generator=draw, dtype=torch.float64) for n, s in shapes.items()}
+    tokens["a"] *= 0.4
+    return {name: x.requires_grad_() for name, x in tokens.items()}, torch.randn(
+        1, length, HEADS, VALUE, generator=draw, dtype=torch.float64
+    )
+
+
+def on_ranks(plan, rows, compute):
+    """Return (out, gradients by name) of each sequence; rows: (tokens by name, gradient of the output) of each."""
+
+    def work(transport):
+        found = []
+        for program in lower_plan(plan, transport.rank):
+            segments = program.segments(transport.rank)
+            parts = {n: [rows[each.sequence][0][n][:, each.start : each.stop] for each in segments] for n in rows[0][0]}
+            held = {n: torch.cat(x, 1).detach() for n, x in parts.items()}
+            num = max(1, sum(each.num_tokens for each in segments))  # a row of padding where there is none
+            inputs = {n: torch.cat([x, x.new_zeros(1, num, *x.shape[2:])], 1)[:, :num] for n, x in held.items()}
+            inputs = {n: x.requires_grad_() for n, x in inputs.items()}
+            spans = LocalSpans(program, transport, num, SimpleNamespace(recomputation=None))
+            out = compute(spans, inputs)
+            grads = [rows[s.sequence][1][:, s.start : s.stop] for s in segments]
+            (out[:, : sum(each.shape[1] for each in grads)] * torch.cat(grads, 1)).sum().backward()
+            row = 0
+            for s in segments:
+                part = slice(row, row + s.num_tokens)
+                found.append((s, out.detach()[:, part], {n: x.grad[:, part] for n, x in inputs.items()}))
+                row = part.stop
+        return found
+
+    every = [each for those in StrictWorld(plan.ranks).run(work) for each in those]
+    results = []
+    for sequence in range(len(plan.tokens)):
+        parts = sorted((each for each in every if each[0].sequence == sequence), key=lambda each: each[0].start)
+        out = torch.cat([each[1] for each in parts], 1)
+        results.append((out, {n: torch.cat([each[2][n] for each in parts], 1) for n in parts[0][2]}))
+    return results
+
+
+def check(plan, rows, compute, whole, bar=1e-12):
+    for (tokens, grad), (out, grads) in zip(rows, on_ranks(plan, rows, compute), strict=True):
+        wanted = whole(tokens)
+        assert relative_error(out, wanted.detach()) <= bar
+        expected = torch.autograd.grad((wanted * grad).sum(), [*tokens.values()])
+        assert all(relative_error(grads[name], each) <= bar for name, each in zip(tokens, expected, strict=True))
+
+
+@costly
+@given(is_matrix=st.booleans(), **CASES)
+def test_any_plan_gives_each_token_the_state_of_its_own_sequence(is_matrix, choose, ranks, count):
+    plan, scan = random_plan(choose, ranks, draw_lengths(choose, ranks, count)), TokenByToken(is_matrix)
+    rows = [drawn_tokens(length, is_matrix, seed) for seed, length in enumerate(plan.tokens)]
+    check(plan, rows, lambda spans, x: scan_spans(spans, x, scan), lambda x: scan.run(x, [x["a"].shape[1]]))
+
+
+@costly
+@given(width=st.sampled_from([2, 3, 4, 7]), **CASES)
+def test_any_plan_convolves_within_each_sequence(width, choose, ranks, count):
+    plan, draw = random_plan(choose, ranks, draw_lengths(choose, ranks, count)), torch.Generator().manual_seed(0)
+    weight = torch.randn(3, width, generator=draw, dtype=torch.float64)
+
+    def convolve(rows):
+        padded = torch.nn.functional.pad(rows.t(), (width - 1, 0))[None]
+        return torch.nn.functional.conv1d(padded, weight[:, None], groups=3)[0].t()
+
+    rows = []
+    for length in plan.tokens:
+        x, grad = (torch.randn(1, length, 3, generator=draw, dtype=torch.float64) for _ in range(2))
+        rows.append(({"x": x.requires_grad_()}, grad))
+    check(
+        plan,
+        rows,
+        lambda spans, x: convolve_spans(spans, x["x"][0], Halo(spans, width), convolve)[None],
+        lambda x: convolve(x["x"][0])[None],
+    )
+
+
+# One token over three ranks, and a rank that holds nothing of a ring: no output of theirs reads a state.
+EMPTY = make_plan(
+    3,
+    (9, 1, 4),
+    [
+        Piece(ranks=(0, 1, 2), sequences=(0,), shares=(1.0, 0.0, 1.0)),
+        Piece(ranks=(2, 1, 0), sequences=(1,)),
+        Piece(ranks=(1,), sequences=(2,)),
+    ],
+)
+
+
+def test_ranks_with_empty_spans_take_part_in_backward(monkeypatch):
+    scan = TokenByToken(is_matrix=True)
+    rows = [drawn_tokens(length, True, seed) for seed, length in enumerate(EMPTY.tokens)]
+    args = rows, lambda spans, x: scan_spans(spans, x, scan), lambda x: scan.run(x, [x["a"].shape[1]])
+    check(EMPTY, *args)
+    apply = states._States.apply
+    beside = SimpleNamespace(apply=lambda rows, *rest: (rows, *apply(rows.detach(), *rest)[1:]))
+    monkeypatch.setattr(states, "_States", beside)  # rows go by the exchange: some ranks leave it out of backward
+    with pytest.raises(TransferError, match=r"deadlock|order"):
+        check(EMPTY, *args)
+
+
+def test_a_rank_sends_one_state_and_one_map_a_pass_whatever_the_length():
+    scan, sent = TokenByToken(is_matrix=True), {24: [0] * 4, 240: [0] * 4}
+    for length, numbers in sent.items():
+        plan = make_plan(4, [length], [Piece(ranks=(0, 2, 3, 1), sequences=(0,))])
+
+        def compute(spans, x, numbers=numbers):
+            exchange = spans.transport.exchange
+
+            def counted(sends, receives):
+                numbers[spans.transport.rank] += sum(x.numel() for x, _ in sends)
+                return exchange(sends, receives)
+
+            spans.transport.exchange = counted
+            return scan_spans(spans, x, scan)
+
+        on_ranks(plan, [drawn_tokens(length, True, 0)], compute)
+    state, a_map = HEADS * KEY * VALUE, HEADS * KEY * (VALUE + KEY)
+    assert sent[24] == sent[240] == [2 * state, 2 * a_map, 2 * (state + a_map), 2 * (state + a_map)]

@@ -1,0 +1,176 @@
+"""Scans and convolutions of hybrid models: what makes them right, made wrong on purpose, and calls without a plan."""
+
+import copy
+import functools
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from testing import CountingStore, build_pair, family_difference, make_plan, tiny_family_config
+from testing.pipelines import as_pipeline, pipeline_difference
+
+from lengthwise.attention import PlannedAttention, choose_kernel, halos, states
+from lengthwise.comm import SoloTransport
+from lengthwise.core.errors import ConfigError, ModelRefused
+from lengthwise.core.plan import Piece
+from lengthwise.models import mixers
+from lengthwise.models.adapter import attending_by_plan, planned_output
+from lengthwise.models.mixer_kernels import choose_mixers, fault_of
+from lengthwise.models.mixers import count_mixers, mixing_functions, mixing_of, put_mixers
+from lengthwise.program import Mixing, RankRound, lower_plan
+from models.test_models_checkpointing import recomputing
+from tiers import more
+
+LENGTHS = (19, 14, 5, 1, 13, 9)
+# Rings of three and two with packs beside them, and a pack that is cut over four.
+PLAN = make_plan(
+    4,
+    LENGTHS,
+    [
+        [Piece(ranks=(0, 2, 1), sequences=(0,)), Piece(ranks=(3,), sequences=(2, 3))],
+        [Piece(ranks=(1, 0, 2, 3), sequences=(4, 5)), Piece(ranks=(3, 0), sequences=(1,))],
+    ],
+)
+DELTA, MAMBA2, CONVOLUTION = "qwen3_5_text", "nemotron_h", "lfm2"
+
+
+@cache
+def pair_of(family):
+    return build_pair(family, tiny_family_config(family))
+
+
+def difference(family, plan=PLAN, **how):
+    return family_difference(pair_of(family), plan, LENGTHS, precision="fp64", **how)
+
+
+def one_document(spans, tokens, scan):
+    return scan.run(tokens, [sum(spans.lengths)])
+
+
+def no_states(_spans, maps):
+    return [[torch.zeros_like(each.b) for each in of_piece] for of_piece in maps.values()]
+
+
+WRONG = {
+    "states of the document before": (mixers, "scan_spans", one_document),
+    "tokens of the document before": (mixers, "convolve_spans", lambda _spans, rows, _halo, convolve: convolve(rows)),
+    "no state from another rank": (states, "sweep", no_states),
+    "no tokens from another rank": (halos, "halo_moves", lambda *_: ()),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [(DELTA, [*WRONG]), more(MAMBA2, [*WRONG]), more(CONVOLUTION, [kind for kind in WRONG if "tokens" in kind])],
+)
+def test_what_is_left_out_shows_in_the_gradients(family, kinds, monkeypatch):
+    found = difference(family)
+    assert found.loss <= 1e-13
+    assert found.gradient <= 1e-12
+    for kind in kinds:
+        with monkeypatch.context() as patch:
+            patch.setattr(*WRONG[kind])
+            if kind.startswith("no tokens"):
+                patch.setattr(halos, "halo_round_of", lambda *_: RankRound())
+            assert difference(family).gradient > 0.05, kind
+
+
+@pytest.mark.parametrize("family", [DELTA, more(MAMBA2), more("falcon_h1"), more(CONVOLUTION)])
+def test_waves_and_offload_keep_states_and_halos_exact(family):
+    waves = {"schedule": {"kind": "waves"}, "requires": ("waves",)}
+    for kind in ("layer",) if family == DELTA else ("none", "layer"):
+        plan = recomputing(PLAN, kind)
+        offloading = tuple(replace(each, offload=0.7) for each in plan.microbatches)
+        for changed, how in (
+            (replace(plan, **waves), {"ranks_per_node": 4}),
+            (replace(plan, microbatches=offloading), {"make_store": CountingStore}),
+        ):
+            found = difference(family, changed, **how)
+            assert found.loss <= 1e-13
+            assert found.gradient <= 1e-12
+
+
+@pytest.mark.parametrize("family", [DELTA, more(CONVOLUTION)])
+def test_stages_pass_states_between_their_replicas(family):
+    pieces = [
+        [Piece(ranks=(0, 1), sequences=(0, 1))],
+        [Piece(ranks=(1, 0), sequences=(4, 5)), Piece(ranks=(1,), sequences=(2, 3))],
+    ]
+    plan = as_pipeline(make_plan(2, LENGTHS, pieces), 2, recompute=("none", "layer"))
+    found = pipeline_difference(pair_of(family), plan, LENGTHS)
+    assert found.loss <= 1e-13
+    assert found.gradient <= 1e-12
+
+
+def test_what_a_model_passes_along_is_read_from_it():
+    assert mixing_of(pair_of(DELTA)["planned"]) == Mixing(has_states=True, width=4)
+    assert mixing_of(pair_of(CONVOLUTION)["planned"]) == Mixing(width=3)
+    assert mixing_of(build_pair("llama", tiny_family_config("llama"))["planned"]) == Mixing()
+
+
+def test_layers_that_mix_tokens_are_counted():
+    counts = {DELTA: 3, MAMBA2: 3, "falcon_h1": 4, CONVOLUTION: 3, "llama": 2}
+    configs = {family: tiny_family_config(family) for family in counts}
+    assert {family: count_mixers(config) for family, config in configs.items()} == counts
+    assert count_mixers(configs["falcon_h1"], [1]) == 2
+    assert count_mixers(configs[MAMBA2], [2, 3]) == 0  # experts, and a dense layer
+
+
+def test_a_scan_without_the_plan_is_refused_in_a_planned_forward_and_plain_outside_of_one():
+    model = copy.deepcopy(pair_of(DELTA)["planned"])
+    (program,) = lower_plan(make_plan(1, (6,), [Piece(ranks=(0,), sequences=(0,))]), 0)
+    planned = PlannedAttention(program, SoloTransport(), choose_kernel(torch.device("cpu")))
+    ids, positions = torch.arange(6), torch.arange(6)
+    layer = model.model.layers[0].linear_attn
+    layer.forward = lambda hidden_states, **_: type(layer).forward(layer, hidden_states)
+    with torch.no_grad():
+        with pytest.raises(ModelRefused, match=r"causal_conv1d_fn: .*got a call without it"):
+            planned_output(model, planned, ids, positions)
+        with attending_by_plan(model), pytest.raises(ModelRefused, match="called outside a plan"):
+            model(input_ids=ids[None])
+        plain = copy.deepcopy(pair_of(DELTA)["plain"])
+        expected = plain(input_ids=ids[None], use_cache=False).logits
+        del layer.forward
+        assert torch.allclose(planned_output(model, planned, ids, positions).logits, expected, atol=1e-5)
+
+
+def test_layers_that_kernels_of_the_hub_replaced_are_refused():
+    model = copy.deepcopy(pair_of(CONVOLUTION)["planned"])
+    model._use_kernels = True
+    with pytest.raises(ModelRefused, match="use_kernels"):
+        put_mixers(model, lambda: True)
+
+
+NAMES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
+
+
+@pytest.mark.parametrize("number", [0, more(1), 2])
+def test_a_scan_of_a_package_is_compared_with_torchs_before_it_is_used(number):
+    family = (DELTA, "kimi_linear", MAMBA2)[number]
+    function = mixing_functions(pair_of(family)["planned"])[NAMES[number]]
+    cpu = torch.device("cpu")
+    assert fault_of(NAMES[number], function, cpu, torch.float32) is None
+
+    @functools.wraps(function)
+    def forgets(*args, initial_state=None, **how):
+        """Gives what a kernel would that begins every span anew, or without a decay."""
+        if initial_state is not None:
+            return function(*args, initial_state=torch.zeros_like(initial_state), **how)
+        out = function(*args, **how)
+        return out if number < 2 else tuple(1.1 * each for each in out) if isinstance(out, tuple) else 1.1 * out
+
+    assert "from torch's in fp64" in fault_of(NAMES[number], forgets, cpu, torch.float32)
+
+
+def test_what_installed_kernels_cannot_run_is_refused_and_what_is_missing_is_said():
+    model, cpu = pair_of(CONVOLUTION)["planned"], torch.device("cpu")
+    (said,) = choose_mixers(model, cpu, torch.float32, is_installed=lambda _: False)
+    assert said.startswith(
+        "causal_conv1d_fn: torch's operations, many times slower; because causal_conv1d is not there"
+    )
+    (said,) = choose_mixers(model, cpu, torch.float32, is_installed=lambda _: True)
+    assert said == "causal_conv1d_fn: causal_conv1d; because it is installed"
+    wide = build_pair("lfm3", tiny_family_config("lfm3"))["planned"]
+    with pytest.raises(ConfigError, match="convolutions over 7 tokens, where it has at most 4"):
+        list(choose_mixers(wide, cpu, torch.float32, is_installed=lambda _: True))

@@ -1,0 +1,51 @@
+"""Hybrid models train in a session as in the plain loop: whole, sharded, in stages, with LoRA, with router losses."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from loops import VOCAB, both_loops, in_double, in_ranks, rows_of
+from peft import LoraConfig, get_peft_model
+from testing.families import enliven
+from testing.tiny import tiny_family_config
+from transformers import AutoModelForCausalLM
+
+from tiers import more
+
+SGD = partial(torch.optim.SGD, lr=0.05)
+STEPS = [rows_of([97, 13], 0), rows_of([30, 9, 64], 1)]
+IN_PARTS = ["in_proj_qkv", "in_proj", "out_proj", "q_proj"]
+
+
+def hybrid(family, *, lora):
+    torch.manual_seed(0)
+    how = {"attn_implementation": "sdpa", "experts_implementation": "eager", "dtype": torch.float64}
+    model = enliven(AutoModelForCausalLM.from_config(tiny_family_config(family, {"vocab_size": VOCAB}), **how))
+    if lora:
+        config = LoraConfig(r=4, target_modules=IN_PARTS, init_lora_weights=False, task_type="CAUSAL_LM")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft asks transformers by an old name
+            model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    return model.train()
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "layout", "ranks"),
+    [
+        ("qwen3_5_text", True, {"shard": "zero3", "recompute": "layer"}, 2),
+        *(
+            more(family, lora, {"shard": shard}, 2)
+            for family in ("qwen3_5_text", "nemotron_h", "falcon_h1", "lfm2")
+            for lora in (False, True)
+            for shard in ("zero1", "zero3")
+        ),
+        more("qwen3_5_text", False, {"stages": 2, "recompute": "layer"}, 4),
+        more("lfm2", False, {"stages": 2}, 4),
+    ],
+)
+def test_hybrid_models_train_as_in_the_plain_loop(family, lora, layout, ranks, tmp_path):
+    def work(_rank):
+        return both_loops(SGD, model=hybrid(family, lora=lora), steps=STEPS, **layout)
+
+    assert max(map(max, in_ranks(in_double(work), ranks, tmp_path))) < 1e-10
