@@ -14,7 +14,7 @@ from lengthwise.attention.halos import Halo
 from lengthwise.attention.mixing import LocalSpans
 from lengthwise.core.errors import TransferError
 from lengthwise.core.plan import Piece
-from lengthwise.program import lower_plan
+from lengthwise.program import Mixing, far_peers, lower_plan
 from properties import costly
 
 HEADS, KEY, VALUE = 2, 3, 2
@@ -68,7 +68,9 @@ def on_ranks(plan, rows, compute):
 
     def work(transport):
         found = []
-        for program in lower_plan(plan, transport.rank):
+        programs = lower_plan(plan, transport.rank)
+        transport.connect(far_peers(programs, transport.rank, Mixing(has_states=True, width=7)))
+        for program in programs:
             segments = program.segments(transport.rank)
             parts = {n: [rows[each.sequence][0][n][:, each.start : each.stop] for each in segments] for n in rows[0][0]}
             held = {n: torch.cat(x, 1).detach() for n, x in parts.items()}
