@@ -222,6 +222,10 @@ Rows with *router loss* are of configs that say `output_router_logits: true`, wi
 are then those of both losses, and the loss is the worse of the two. A family without such a row has no balance loss in
 Hugging Face, and a config of it that asks for one is refused.
 
+Layers with states (gated delta rule, KDA, Mamba 2) and short convolutions begin anew at each document, and get the
+state, or the tokens, before their part of a cut sequence from other ranks
+([how](decisions/states-by-sweep.md)). Their weights decay slowly in these models, so that a state matters to the end.
+
 In families with multi-head latent attention (deepseek, minicpm3, youtu, longcat and others) Hugging Face makes keys of
 every head before attention, and values smaller than keys are filled up with zeros: what travels round a ring is that of
 full attention with that many heads (DeepSeek-V3: 2 x 128 x 192 numbers a token and layer, of which a sixth are zeros),

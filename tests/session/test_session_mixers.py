@@ -15,7 +15,7 @@ from tiers import more
 
 SGD = partial(torch.optim.SGD, lr=0.05)
 STEPS = [rows_of([97, 13], 0), rows_of([30, 9, 64], 1)]
-IN_PARTS = ["in_proj_qkv", "in_proj", "out_proj", "q_proj"]
+IN_PARTS = ["in_proj_qkv", "in_proj", "q_proj"]  # of Mamba layers peft takes no out_proj
 
 
 def hybrid(family, *, lora):
@@ -27,7 +27,7 @@ def hybrid(family, *, lora):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft asks transformers by an old name
             model = get_peft_model(model, config, autocast_adapter_dtype=False)
-    return model.train()
+    return model.double().train()  # some routers stay in fp32
 
 
 @pytest.mark.parametrize(
