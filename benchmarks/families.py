@@ -232,9 +232,9 @@ full attention with that many heads (DeepSeek-V3: 2 x 128 x 192 numbers a token 
 not the 576 of the latent.
 
 Families that cap their attention scores by tanh (gemma2, vaultgemma) are exact under every plan, too, but slow on GPUs:
-of the kernels here only plain matrix products in fp32 cap scores, `attention: auto` takes them, and a run says so at its
-start. torch's flash attention, cuDNN and efficient attention have no such argument. What `plan` and `simulate` predict
-for such a model by formula is a fused kernel's time; `lengthwise profile` measures yours.
+of the kernels here only plain matrix products in fp32 cap scores, `attention: auto` takes them, and a run says so at
+its start. torch's flash attention, cuDNN and efficient attention have no such argument. What `plan` and `simulate`
+predict for such a model by formula is a fused kernel's time; `lengthwise profile` measures yours.
 
 | family | loss / gradient | with checkpointing | kinds of layers |
 |---|---|---|---|
