@@ -36,8 +36,9 @@ def named_shape(name: str) -> ModelShape:
         sizes = _SHAPES[known]
         return ModelShape(name=known, **{**sizes, "windows": tuple(map(tuple, sizes.get("windows", ())))})
     config, path = _config_of(name), Path(name).expanduser().resolve()
-    if family_refusal(config["text_config"] if text_part(config) else config, "model") is not None:
-        raise family_refusal(config, "model") or AssertionError("a model whose text part is refused is, too")
+    refusal = family_refusal(config, "model")
+    if refusal is not None and not (text_part(config) and family_refusal(config["text_config"], "model") is None):
+        raise refusal
     folder = path if path.is_dir() else path.parent if path.name == "config.json" else None
     return shape_from_config(config, name=path.stem if folder is None else folder.name)
 

@@ -27,6 +27,7 @@ from lengthwise.models.load import (
     build_model,
     check_buildable,
     check_weights,
+    copy_processor,
     count_parameters,
     find_model,
     plain_attention,
@@ -36,6 +37,7 @@ from lengthwise.models.lora import build_adapted, check_lora, save_adapter
 from lengthwise.models.loss import token_loss
 from lengthwise.models.router import ROUTER_FAMILIES, RouterBalance, coefficient_key, count_choices, has_balance_loss
 from lengthwise.models.stages import ModelStage, check_cut
+from lengthwise.models.text_part import left_alone, placeholders, text_config, text_part, whole_model
 
 __all__ = [
     "ANY_KEY",
@@ -63,6 +65,7 @@ __all__ = [
     "choose_model_kernel",
     "coefficient_key",
     "compute_so",
+    "copy_processor",
     "count_choices",
     "count_parameters",
     "find_model",
@@ -70,8 +73,10 @@ __all__ = [
     "has_dropout",
     "keep_double",
     "largest_head_dim",
+    "left_alone",
     "model_loss",
     "model_router_logits",
+    "placeholders",
     "plain_attention",
     "plain_output",
     "position_limit",
@@ -81,7 +86,10 @@ __all__ = [
     "save_adapter",
     "save_model",
     "sequence_dropout",
+    "text_config",
+    "text_part",
     "token_keys",
     "token_loss",
+    "whole_model",
     "wrapped_layers",
 ]

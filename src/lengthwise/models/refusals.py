@@ -16,6 +16,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.core.trained import USE_OTHERS, family_refusal, towers
 from lengthwise.models.load import build_skeleton
+from lengthwise.models.text_part import has_towers
 
 _STATE = "the layer's state passed between the ranks of a ring, and cleared at the start of each document of a pack"
 _HALO = (
@@ -92,7 +93,7 @@ _Reason = tuple[str, str, str]
 def refused_model(config: Any) -> list[ModelRefused]:
     """Name what is known to be wrong under a plan in a model of no listed family; at least one refusal comes back."""
     values = config.to_dict()
-    if found := towers(values):
+    if (found := towers(values)) or has_towers(config):
         where = f"{config.model_type}: model config: {', '.join(found)}"
         return [each for each in (family_refusal(values, where),) if each is not None]
     return [
@@ -110,7 +111,7 @@ def reasons(config: Any) -> list[_Reason]:
     """List what is wrong in a model of no listed family: where it is, what it is, what support would need."""
     if getattr(config, "is_encoder_decoder", False):
         return [("model config: is_encoder_decoder", "an encoder-decoder", _ENCODER)]
-    if found := towers(config.to_dict()):
+    if (found := towers(config.to_dict())) or has_towers(config):
         return [(f"model config: {', '.join(found)}", "a model of more than text", _TOWER)]
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         what = "a family without a causal language model in transformers"

@@ -271,7 +271,7 @@ def _expected(
         parameter.data = parameter.data.to(dtype).float()
     reference = gradients_of(plain, torch.float32, first)
     del plain
-    config, found = job.model.config, dict[str, Difference]()
+    config, found = job.model.text, dict[str, Difference]()
     size = {"heads": config.num_attention_heads, "layers": config.num_hidden_layers}
     for name in plain_kernels(first, longest=max(batch.lengths), on_gpu=device.type != "cpu", **size):
         model = _build(job, attention=first if name == "flash" else name).to(device)
