@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import CONFIG_MAPPING
 
 from lengthwise.core.trained import WITH_TOWERS
-from testing.tiny import VOCAB, tiny_family_config
+from testing.tiny import tiny_family_config
 
 TOWER_PAIRS = {f"{whole}, {text}": (whole, text) for whole, texts in WITH_TOWERS.items() for text in texts}
 
@@ -25,18 +26,28 @@ _TOWER: dict[str, Any] = {
     "deepstack_visual_indexes": [],
 }
 _AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
+_PADDED = ("gemma4_text", "gemma4_unified_text")
+_OF_AXES = (
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
+    *("glm4v_text", "glm4v_moe_text"),
+)
 _TEXTS: dict[str, dict[str, Any]] = {  # what a text part needs inside of such a model
-    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), {"pad_token_id": 0}),
-    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"), {"rope_parameters": _AXES}),
-    **dict.fromkeys(("qwen3_vl_moe_text", "glm4v_text", "glm4v_moe_text"), {"rope_parameters": _AXES}),
+    **{name: {"pad_token_id": 0} for name in _PADDED},
+    **{name: {"rope_parameters": _AXES} for name in _OF_AXES},
 }
+_PLACEHOLDERS = 100  # and above: no tokens of a row
 
 
-def tiny_tower_config(whole: str, text: str, **changes: Any) -> Any:
-    """Return a tiny config of a model with towers around the tiny text part of a family; `changes` are of the whole."""
+def tiny_tower_config(whole: str, text: str, changes: Mapping[str, Any] | None = None, **others: Any) -> Any:
+    """Return a tiny config of a model with towers around the tiny text part of a family, with `changes` of that part.
+
+    others: of the whole.
+    """
     kind = CONFIG_MAPPING[whole]
     base = kind()
-    parts: dict[str, Any] = {"text_config": tiny_family_config(text, _TEXTS.get(text)).to_dict()}
+    parts: dict[str, Any] = {
+        "text_config": tiny_family_config(text, {**_TEXTS.get(text, {}), **(changes or {})}).to_dict()
+    }
     for key in kind.sub_configs:
         part = getattr(base, key, None)
         if key != "text_config" and part is not None:
@@ -44,8 +55,8 @@ def tiny_tower_config(whole: str, text: str, **changes: Any) -> Any:
             names = {*own, *type(part).attribute_map}
             parts[key] = {"model_type": part.model_type, **{name: v for name, v in _TOWER.items() if name in names}}
     tokens = {
-        key: VOCAB + number  # no token of a row
+        key: _PLACEHOLDERS + number
         for number, key in enumerate(base.to_dict())
         if re.fullmatch(r"\w+_token_(id|index)", key) and "pad" not in key
     }
-    return kind(**{**parts, **tokens, **changes})
+    return kind(**{**parts, **tokens, **others})
