@@ -6,12 +6,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, SiglipVisionConfig
 
-from lengthwise.core.trained import WITH_TOWERS
-from testing.tiny import tiny_family_config
+from lengthwise.core.trained import WITH_TOWERS, family_refusal
+from testing.tiny import VOCAB, tiny_family_config
 
-TOWER_PAIRS = {f"{whole}, {text}": (whole, text) for whole, texts in WITH_TOWERS.items() for text in texts}
+TOWER_PAIRS = {  # with text parts that are known
+    f"{whole}, {text}": (whole, text)
+    for whole, texts in WITH_TOWERS.items()
+    for text in texts
+    if family_refusal({"model_type": whole, "text_config": {"model_type": text}}, "") is None
+}
 
 _TOWER: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "embed_dim", "d_model", "width", "hidden_dim"), 16),
@@ -59,4 +64,9 @@ def tiny_tower_config(whole: str, text: str, changes: Mapping[str, Any] | None =
         for number, key in enumerate(base.to_dict())
         if re.fullmatch(r"\w+_token_(id|index)", key) and "pad" not in key
     }
-    return kind(**{**parts, **tokens, **others})
+    made = kind(**{**parts, **tokens, **others})
+    if whole == "gemma3n":  # whose own tower is timm's: another one in its place, embeddings after those of text
+        tower = {name: value for name, value in _TOWER.items() if name in SiglipVisionConfig().to_dict()}
+        vars(made)["vision_config"] = SiglipVisionConfig(**tower, vocab_size=8, vocab_offset=VOCAB, rms_norm_eps=1e-6)
+        made.audio_config.vocab_size, made.audio_config.vocab_offset = 8, VOCAB + 8
+    return made

@@ -16,7 +16,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.core.trained import USE_OTHERS, family_refusal, towers
 from lengthwise.models.load import build_skeleton
-from lengthwise.models.text_part import has_towers
+from lengthwise.models.text_part import has_towers, text_config
 
 _STATE = "the layer's state passed between the ranks of a ring, and cleared at the start of each document of a pack"
 _HALO = (
@@ -111,7 +111,9 @@ def reasons(config: Any) -> list[_Reason]:
     """List what is wrong in a model of no listed family: where it is, what it is, what support would need."""
     if getattr(config, "is_encoder_decoder", False):
         return [("model config: is_encoder_decoder", "an encoder-decoder", _ENCODER)]
-    if (found := towers(config.to_dict())) or has_towers(config):
+    if has_towers(config):
+        return reasons(text_config(config))
+    if found := towers(config.to_dict()):
         return [(f"model config: {', '.join(found)}", "a model of more than text", _TOWER)]
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         what = "a family without a causal language model in transformers"

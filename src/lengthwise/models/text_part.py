@@ -14,6 +14,9 @@ from torch import nn
 
 from lengthwise.core.trained import WITH_TOWERS
 
+# Embeddings of images and sounds that a forward of text runs, too, and takes nothing from: here they do not train.
+_RUN_BY_TEXT = {"gemma3n": ("model.embed_vision", "model.embed_audio")}
+
 _PLACEHOLDERS = re.compile(r"(image|video|audio)_token_(id|index)")
 
 
@@ -32,8 +35,11 @@ class TextPart(nn.Module):
         super().__init__()
         self.training = mode
         names = {id(module): name for name, module in whole.named_modules()}
-        for part in (whole.get_decoder(), whole.get_output_embeddings()):
+        beside = [whole.get_submodule(name) for name in _RUN_BY_TEXT.get(whole.config.model_type, ())]
+        for part in (*beside, whole.get_decoder(), whole.get_output_embeddings()):
             self._modules[names[id(part)]] = part
+        for part in beside:
+            part.requires_grad_(False)
 
     def __getattr__(self, name: str) -> Any:
         """Return what the whole model has of this name."""
