@@ -47,9 +47,6 @@ def whole_model():
         words = {"vocab_size": len(tokenizer()), "pad_token_id": 0, "eos_token_id": 1}
         config = tiny_tower_config("gemma3", "gemma3_text", words, image_token_index=len(tokenizer()))
         made = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
-        for each in made.parameters():
-            if not each.any():  # a difference from zeros has no ratio
-                torch.nn.init.normal_(each, std=0.1)
     return enliven(made.train())
 
 
