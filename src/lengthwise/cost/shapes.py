@@ -24,7 +24,7 @@ _OWN_SHAPE = "or a model's folder or its config.json, by its path"
 def named_shape(name: str) -> ModelShape:
     """Return the shape of a name of `SHAPE_NAMES`, a hub name (Qwen/Qwen3-8B), or a model's folder or config.json.
 
-    Of a model with images it is the shape of its text part; `check_trained` refuses such a model.
+    Of a model with images it is the shape of its text part; `check_trained` refuses some of them.
 
     Raises:
         ConfigError: unknown name (the nearest one is given), or a folder or file that is no model's.
@@ -48,16 +48,10 @@ def check_trained(name: str) -> None:
 
     Raises:
         ConfigError: no such model, as `named_shape` says.
-        ModelRefused: a family that it does not train, or one with images, with what to do for its text part.
+        ModelRefused: a family that it does not train.
     """
-    known = _known_name(name)
-    if known is not None:
-        whole = _FILE["with_images"].get(known)
-        config = {"model_type": whole, "vision_config": {}, "text_config": {"model_type": _SHAPES[known].get("family")}}
-        config = config if whole else {}
-    else:
-        config = _config_of(name)
-    if (refusal := family_refusal(config, "model")) is not None:
+    refusal = None if _known_name(name) is not None else family_refusal(_config_of(name), "model")
+    if refusal is not None:
         raise refusal
 
 
