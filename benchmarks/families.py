@@ -3,11 +3,12 @@
     python benchmarks/families.py [--out docs/families.md] [model_type ...]
     python benchmarks/families.py --losses [--out docs/benchmarks/same_losses.md]
 
-Every causal-LM class of the installed transformers: each tiny model runs in a process of its own (some allocate
-gigabytes whatever their config says): loss and every gradient of eight documents, packed and cut over rings of 1, 2, 3
-and 5 ranks, in fp64, without and with activation checkpointing, against the plain model one document at a time. A
-family that is not in `core/families.json` is only refused, and its row says by which layer and what would be needed;
-named on the command line it is tried past the refusal, which is how a proof begins.
+Every causal-LM class of the installed transformers, and the models with towers that train on text: each tiny model runs
+in a process of its own (some allocate gigabytes whatever their config says): loss and every gradient of eight
+documents, packed and cut over rings of 1, 2, 3 and 5 ranks, in fp64, without and with activation checkpointing, against
+the plain model one document at a time. A family that is not in `core/families.json` is only refused, and its row says
+by which layer and what would be needed; named on the command line it is tried past the refusal, which is how a proof
+begins.
 
 With --losses: `lengthwise train` on the Python standard library's files, the tiny model in fp32, the same seed, on 1, 2
 and 3 ranks and by two planners. A rank holds as many tokens as its share of the longest file, so with more than one
@@ -32,13 +33,21 @@ from pathlib import Path
 
 import torch
 import transformers
-from testing import MODEL_TYPES, VARIANTS, build_pair, family_difference, tiny_family_config
+from testing import (
+    MODEL_TYPES,
+    TOWER_PAIRS,
+    VARIANTS,
+    build_pair,
+    family_difference,
+    tiny_family_config,
+    tiny_tower_config,
+)
 from transformers import AutoConfig, PretrainedConfig
 
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.models import FAMILIES, check_model_config
+from lengthwise.models import FAMILIES, check_model_config, text_config
 from lengthwise.models.refusals import reasons
 from lengthwise.planner import PlanOptions, plan_step
 from pages import Findings, markdown
@@ -47,15 +56,51 @@ LENGTHS, RANKS, MEMORY_BYTES, SECONDS = (1, 57, 2, 40, 5, 31, 11, 8), (1, 2, 3, 
 COST = Cost(quadratic_seconds=1.0, linear_seconds=100.0)
 RUNS = ((1, "lengthwise"), (2, "lengthwise"), (2, "static"), (3, "lengthwise"), (3, "static"))
 STEPS, LONGEST = 5, 1024
+CHECKPOINTS = {  # what people look for: the `model_type` in its config.json
+    "Qwen3.5 and 3.6, dense: Qwen3.5-9B": ("qwen3_5",),
+    "Qwen3.5 and 3.6, with experts: Qwen3.5-35B-A3B": ("qwen3_5_moe",),
+    "Qwen3, Qwen2.5: Qwen3-8B": ("qwen3", "qwen2"),
+    "Qwen3 with experts: Qwen3-30B-A3B": ("qwen3_moe",),
+    "Qwen3-Next": ("qwen3_next",),
+    "Qwen3-VL, Qwen2.5-VL": ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"),
+    "Gemma 4": ("gemma4", "gemma4_unified"),
+    "Gemma 3 from 4B: gemma-3-12b-it": ("gemma3",),
+    "Gemma 3 1B and 270M": ("gemma3_text",),
+    "Gemma 3n": ("gemma3n",),
+    "Gemma 2": ("gemma2",),
+    "gpt-oss-20b, gpt-oss-120b": ("gpt_oss",),
+    "Llama 3.x": ("llama",),
+    "Llama 4": ("llama4",),
+    "Mistral Small 3.1 and 3.2, Ministral 3": ("mistral3",),
+    "Mistral 7B, Mistral Nemo, Mixtral": ("mistral", "mixtral"),
+    "Kimi K2.5": ("kimi_k25",),
+    "Kimi Linear": ("kimi_linear",),
+    "DeepSeek-V3, R1": ("deepseek_v3",),
+    "DeepSeek-V3.2": ("deepseek_v32",),
+    "GLM-4.5 to 4.7, GLM-4.7-Flash": ("glm4_moe", "glm4_moe_lite"),
+    "GLM-4.1V, GLM-4.5V, GLM-4.6V": ("glm4v", "glm4v_moe", "glm46v"),
+    "InternVL3 in Transformers' format": ("internvl",),
+    "Nemotron 3 Nano, Nemotron-H": ("nemotron_h",),
+    "Granite 4 hybrids": ("granitemoehybrid",),
+    "LFM2": ("lfm2",),
+    "LFM2-VL": ("lfm2_vl",),
+    "OLMo 3": ("olmo3",),
+    "Phi-4": ("phi3",),
+    "Phi-4-multimodal": ("phi4_multimodal",),
+    "MiniMax-M2": ("minimax_m2",),
+    "Voxtral": ("voxtral",),
+    "PaliGemma": ("paligemma",),
+}
 
 
 def proof(label: str) -> str:
     """Return the row of a family or variant that is computed and compared."""
     model_type, changes = VARIANTS.get(label, (label, {}))
     try:
-        config = tiny_family_config(model_type, changes)
+        whole = TOWER_PAIRS.get(label)
+        config = tiny_tower_config(*whole) if whole else tiny_family_config(model_type, changes)
         pair = build_pair(model_type, config)
-        kinds = ", ".join(sorted(set(getattr(config, "layer_types", None) or ())))
+        kinds = ", ".join(sorted(set(getattr(text_config(config), "layer_types", None) or ())))
         cells = [worst(pair, recompute) for recompute in ("none", "layer")]
     except Exception as error:  # noqa: BLE001 - plain Hugging Face itself may not run this config
         return f"| {label} | not run: {type(error).__name__}: {short(error)} | | |"
@@ -92,6 +137,20 @@ def refusal(model_type: str) -> str:
             f"| {model_type} | {where} | {cell(what)} | {cell(needed)} |" for where, what, needed in reasons(config)
         )
     return f"| {model_type} | **NOT REFUSED** | | |"
+
+
+def checkpoint(name: str) -> str:
+    """Return the row of what people look for: whether it trains, and why not."""
+    kinds, answers = CHECKPOINTS[name], []
+    for kind in kinds:
+        config = AutoConfig.for_model(kind)
+        try:
+            check_model_config(config)
+            answers.append("yes" if text_config(config) is config else "yes, its text part")
+        except LengthwiseError:
+            answers.append(f"no ({'; '.join(cell(what) for _, what, _ in reasons(config))}): use plain TRL")
+    assert len(set(answers)) == 1, f"a row each for {kinds}"
+    return f"| {name} | {', '.join(f'`{kind}`' for kind in kinds)} | {answers[0]} |"
 
 
 def in_a_process(row: Callable[[str], str], label: str) -> str:
@@ -163,10 +222,14 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
     proved = arguments.model_types or sorted([*VARIANTS, *(name for name in FAMILIES if name in MODEL_TYPES)])
-    refused = [name for name in arguments.model_types or MODEL_TYPES if name not in (*FAMILIES, *VARIANTS)]
-    proofs, refusals = made(proof, proved), made(refusal, refused)
+    whole = arguments.model_types or sorted(TOWER_PAIRS)
+    known = {*FAMILIES, *VARIANTS, *TOWER_PAIRS, *(name for name, _ in TOWER_PAIRS.values())}
+    refused = [name for name in arguments.model_types or MODEL_TYPES if name not in known]
+    proofs = made(proof, [each for each in proved if each not in TOWER_PAIRS])
+    with_towers = made(proof, [each for each in whole if each in TOWER_PAIRS])
+    refusals = made(refusal, refused)
     if arguments.out:
-        arguments.out.write_text(page(proofs, refusals), encoding="utf-8")
+        arguments.out.write_text(page(made(checkpoint, CHECKPOINTS), proofs, with_towers, refusals), encoding="utf-8")
 
 
 def made(row: Callable[[str], str], labels: Iterable[str]) -> list[str]:
@@ -177,7 +240,7 @@ def made(row: Callable[[str], str], labels: Iterable[str]) -> list[str]:
     return rows
 
 
-def page(proofs: list[str], refusals: list[str]) -> str:
+def page(checkpoints: list[str], proofs: list[str], with_towers: list[str], refusals: list[str]) -> str:
     """Put the tables on their page."""
     versions = f"transformers {transformers.__version__} and torch {torch.__version__}"
     families = sum(name in MODEL_TYPES for name in FAMILIES)
@@ -189,25 +252,34 @@ Made by `make families` on {datetime.date.today()} with {versions}, on CPU.
 Of the {len(MODEL_TYPES)} causal-LM families of this transformers, {families} are proved equal to plain Hugging Face and
 trained; every other one is refused by name before a run starts.
 
-## The text part of a model with images
+What a config asks for beside its family can be refused, too, by its key, before a run starts. Weights that are published
+quantised (`quantization_config`: FP8, MXFP4, INT4) are refused: take a version of them in bfloat16.
 
-A checkpoint with a tower for images or sounds (google/gemma-3-12b-it is `Gemma3ForConditionalGeneration`) is refused.
-If its text part is of a family below, as in Gemma 3, Gemma 3n, Gemma 4 and Mistral 3, save that part as a model of its
-own, and train the folder:
+| model | `model_type` in its config.json | trained |
+|---|---|---|
+"""
+        + "\n".join(checkpoints)
+        + f"""
 
-```text
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+## A checkpoint with a tower
 
-full = AutoModelForImageTextToText.from_pretrained(NAME, dtype="auto")
-text = AutoModelForCausalLM.from_config(full.config.text_config, dtype=full.dtype)
-text.model.load_state_dict(full.model.language_model.state_dict())
-text.lm_head.load_state_dict(full.lm_head.state_dict())
-text.save_pretrained(FOLDER)
-AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)
-```
+A checkpoint with a tower for images or sounds (google/gemma-3-12b-it is `Gemma3ForConditionalGeneration`) trains on
+rows of text: in a run file as `model: google/gemma-3-12b-it`, in `Session(model)` as
+`AutoModelForImageTextToText.from_pretrained` gives it, in Trainer and TRL's SFTTrainer, with its processor or its
+tokenizer. The whole model runs, as Hugging Face has it. What trains is its decoder and head:
 
-Its logits on text are those of the whole model. Do not open the checkpoint with `Gemma3ForCausalLM.from_pretrained`:
-the names of its weights differ, and Transformers then draws every weight at random, with no more than a warning.
+- The tower, and what leads from it to the decoder, is not updated, not decayed and in no rank's slice, whatever its
+  `requires_grad` says and though the optimizer has it. A run keeps it in the memory of rank 0's host, which saves it; a
+  session leaves it where it is.
+- It is saved whole, in the class that it had, so `AutoModelForImageTextToText.from_pretrained(FOLDER)` opens it. A run
+  copies the processor's files (`preprocessor_config.json` and its like) beside the tokenizer, and saves the tower in
+  the precision of the rest.
+- Weights that Hugging Face's class leaves out when it loads are not saved: Qwen3.5's heads for several tokens (`mtp.`).
+- LoRA of a run file is on the text part alone, and its saved adapter opens on the whole model. peft's `all-linear` in a
+  loop of your own puts adapters on the tower as well: they stay as they are.
+- A row with the token of an image, a video or a sound (`image_token_id` and its like in config.json) is refused by its
+  name. Images do not train: use plain TRL.
+- A checkpoint whose family has a class for text alone (Qwen3.5) can be loaded by it, too; what it saves has no tower.
 
 ## Proved
 
@@ -240,6 +312,14 @@ predict for such a model by formula is a fused kernel's time; `lengthwise profil
 |---|---|---|---|
 """
         + "\n".join(proofs)
+        + """
+
+With a tower: the whole model's class, and the family of its text part. Gradients are those of the text part.
+
+| model, text part | loss / gradient | with checkpointing | kinds of layers |
+|---|---|---|---|
+"""
+        + "\n".join(with_towers)
         + """
 
 ## Refused

@@ -10,10 +10,12 @@ from testing.sequences import make_batch
 from testing.steps import run_step
 from testing.stores import CountingStore, DelayedStore
 from testing.tiny import MODEL_TYPES, SIZES, VARIANTS, put_forwards, tiny_family_config
+from testing.towers import TOWER_PAIRS, tiny_tower_config
 
 __all__ = [
     "MODEL_TYPES",
     "SIZES",
+    "TOWER_PAIRS",
     "VARIANTS",
     "Call",
     "CountingStore",
@@ -35,5 +37,6 @@ __all__ = [
     "run_ranks",
     "run_step",
     "tiny_family_config",
+    "tiny_tower_config",
     "visible_pairs",
 ]

@@ -6,9 +6,10 @@ from functools import cache
 import datasets
 import torch
 from loops import small_model
+from testing import enliven, tiny_tower_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers import trainers as tokenizer_trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, ProcessorMixin
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}<user>{{ m['content'] }}"
@@ -37,6 +38,33 @@ def tokenizer():
 def model(dtype=torch.float32, **changes):
     """Return a small model of the tokenizer's vocabulary."""
     return small_model(dtype, vocab_size=len(tokenizer()), pad_token_id=0, eos_token_id=1, bos_token_id=None, **changes)
+
+
+def whole_model():
+    """Return a small model with a tower for images, of the tokenizer's vocabulary."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        words = {"vocab_size": len(tokenizer()), "pad_token_id": 0, "eos_token_id": 1}
+        config = tiny_tower_config("gemma3", "gemma3_text", words, image_token_index=len(tokenizer()))
+        made = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    return enliven(made.train())
+
+
+class Processor(ProcessorMixin):
+    """A processor whose images nobody asks for."""
+
+    def __init__(self, tokenizer, chat_template=None):
+        super().__init__(tokenizer, chat_template=chat_template)
+
+    def __call__(self, images=None, text=None, **how):
+        """Return the tokens of texts, a list of one of one text, as those of models with images do."""
+        how = {name: value for name, value in how.items() if name in ("add_special_tokens", "return_tensors")}
+        return self.tokenizer([text] if isinstance(text, str) else text, **how)
+
+
+def processor():
+    """Return it around the tokenizer."""
+    return Processor(tokenizer(), chat_template=TEMPLATE)
 
 
 def _words(draw, count):

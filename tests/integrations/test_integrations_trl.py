@@ -8,7 +8,7 @@ import torch
 trl = pytest.importorskip("trl")  # an extra
 
 from peft import LoraConfig  # noqa: E402
-from preferences import chats, completions, model, pairs, tokenizer  # noqa: E402
+from preferences import chats, completions, model, pairs, processor, tokenizer, whole_model  # noqa: E402
 from trainers import difference, in_trainers, relative, trained  # noqa: E402
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
@@ -75,6 +75,7 @@ def compared(one, found, *, tolerance=5e-5, weights=2e-4, others=()):
 
 LORA = partial(LoraConfig, r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 CHATS = {"train_dataset": chats, "eval_dataset": partial(chats, 8)}
+WHOLE = {"model": whole_model, "processing_class": processor}
 SFT = {
     "the whole chat": (CHATS, {}),
     "assistant turns alone": (CHATS, {"assistant_only_loss": True, "eval_strategy": "steps", "eval_steps": 2}),
@@ -83,11 +84,13 @@ SFT = {
     "adapters": ({**CHATS, "peft_config": LORA}, {"assistant_only_loss": True}),
     "over the ranks": (CHATS, {"assistant_only_loss": True, "eval_strategy": "steps", "eval_steps": 2}),
     "adapters over the ranks": ({**CHATS, "peft_config": LORA}, {"assistant_only_loss": True}),
+    "a model with a tower": ({"train_dataset": chats, **WHOLE}, {"max_steps": 2, "capacity": 250}),
+    "adapters of one": ({"train_dataset": chats, **WHOLE, "peft_config": LORA}, {"max_steps": 2, "capacity": 250}),
     "dft, recomputed": (CHATS, {"loss_type": "dft", "activation_checkpointing": True, "assistant_only_loss": True}),
 }
 
 
-@pytest.mark.parametrize("case", some(SFT, list(SFT).index("over the ranks")))
+@pytest.mark.parametrize("case", some(SFT, *map(list(SFT).index, ("over the ranks", "a model with a tower"))))
 def test_sft_is_trls(case, tmp_path):
     data, changes = SFT[case]
 

@@ -104,6 +104,6 @@ def relative(found, expected):
 
 
 def difference(found, expected):
-    """Return the worst relative L2 difference of two sets of weights."""
+    """Return the worst relative L2 difference of two sets of weights; of zeros, which have to stay, the distance."""
     assert found.keys() == expected.keys()
-    return max((found[n] - expected[n]).norm().item() / expected[n].norm().item() for n in expected)
+    return max((found[n] - expected[n]).norm().item() / (expected[n].norm().item() or 1.0) for n in expected)

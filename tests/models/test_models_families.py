@@ -5,7 +5,16 @@ from functools import cache
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
-from testing import MODEL_TYPES, VARIANTS, build_pair, family_difference, make_plan, tiny_family_config
+from testing import (
+    MODEL_TYPES,
+    TOWER_PAIRS,
+    VARIANTS,
+    build_pair,
+    family_difference,
+    make_plan,
+    tiny_family_config,
+    tiny_tower_config,
+)
 from testing.tiny import VOCAB
 from transformers import AutoConfig, PretrainedConfig
 
@@ -88,7 +97,23 @@ def test_a_cap_that_a_kernel_leaves_out_shows():
     assert found.gradient > 1e-3
 
 
-@pytest.mark.parametrize("model_type", some([name for name in MODEL_TYPES if name not in FAMILIES], *range(0, 100, 12)))
+@pytest.mark.parametrize(
+    "label", [label if label == "qwen3_vl, qwen3_vl_text" else more(label) for label in TOWER_PAIRS]
+)
+def test_text_part_of_a_model_with_towers_equals_plain_hugging_face(label):
+    config = tiny_tower_config(*TOWER_PAIRS[label])
+    check_model_config(config)
+    pair = build_pair(label, config)
+    for plan in (planned(), RECOMPUTED, recomputing(SPLIT, "all_but_attention", "layer")):
+        found = family_difference(pair, plan, LENGTHS, precision="fp64", logits_at_once=7 * VOCAB)
+        assert found.loss <= 1e-13
+        assert found.gradient <= 1e-12
+
+
+REFUSED = [name for name in MODEL_TYPES if name not in (*FAMILIES, *(whole for whole, _ in TOWER_PAIRS.values()))]
+
+
+@pytest.mark.parametrize("model_type", some(REFUSED, *range(0, 100, 12)))
 def test_family_that_is_not_proved_is_refused_by_name_and_layer(model_type):
     try:
         config = AutoConfig.for_model(model_type)
@@ -99,4 +124,4 @@ def test_family_that_is_not_proved_is_refused_by_name_and_layer(model_type):
         check_model_config(config)
     first = str(raised.value).splitlines()[0]
     assert re.match(rf"error\[model\] {model_type}: (\S+ \(\w+\)|model config: \w+)", first)
-    assert "plain TRL" in first or "save it first" in first
+    assert "plain TRL" in first

@@ -1,18 +1,12 @@
 """What a plan would compute wrongly is refused by its name, before or at the first layer, never trained on."""
 
-from pathlib import Path
-
 import pytest
-import tokenizers
 import torch
 from testing import SIZES, make_batch, make_plan
 from torch import nn
 from transformers import (
     AttentionInterface,
     AutoConfig,
-    AutoModelForCausalLM,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
@@ -23,13 +17,12 @@ from transformers import (
 
 from lengthwise.attention import FlashCpuKernel, PlannedAttention
 from lengthwise.comm import SoloTransport
-from lengthwise.core.errors import ConfigError, ModelRefused, Problems
+from lengthwise.core.errors import ModelRefused, Problems
 from lengthwise.core.plan import Piece
 from lengthwise.models import ModelSource, build_model, check_model_config, families, model_loss
 from lengthwise.models.adapter import AskedMask
 from lengthwise.models.refusals import reasons
 from lengthwise.program import lower_plan
-from lengthwise.session import Session
 
 
 def one_rank(lengths=(5,), config=None):
@@ -73,7 +66,7 @@ def refusal(config):
         ("phimoe", "model.layers.0.mlp.router (PhimoeTopKRouter)", "numbers keyed by"),
         ("bert", "bert.encoder.layer.0.attention.self (BertSelfAttention)", "is_decoder"),
         ("bart", "model config: is_encoder_decoder", "cross-attention"),
-        ("gemma3", "model config: vision_config", "placed at its tokens"),
+        ("paligemma", "model config: vision_config", "placed at its tokens"),
         ("stablelm", "model.layers.0.self_attn (StableLmAttention)", "another way for the plan"),
         ("gpt_neo", "transformer.h.0.attn (GPTNeoAttention)", "AttentionInterface can replace"),
         ("vit", "model config: model_type", "a decoder-only language model"),
@@ -84,38 +77,8 @@ def test_refused_layers_are_named_with_what_they_need(model_type, layer, needed)
     said = refusal(config)
     assert f"{model_type}: " in said
     assert layer in said
-    assert "plain TRL" in said or "save it first" in said
+    assert "plain TRL" in said
     assert any(needed in each for _, _, each in reasons(config)), "for docs/families.md"
-
-
-def test_lines_of_the_refusal_save_the_text_part_of_a_model_with_images(tmp_path):
-    """They stand in the refusal and in docs/families.md; the text model computes the same, and a session trains it."""
-    sizes = {**SIZES, "head_dim": 8, "sliding_window": 3, **GEMMA_LAYERS}
-    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = {**tower, "image_size": 28, "patch_size": 14}
-    config = Gemma3Config(text_config=sizes, vision_config=vision, mm_tokens_per_image=4, image_token_index=31)
-    whole = Gemma3ForConditionalGeneration(config).eval()
-    save_whole(whole, tmp_path / "whole")
-    page = (Path(__file__).parents[2] / "docs/families.md").read_text(encoding="utf-8")
-    block = page.partition("```text\n")[2].partition("```")[0]
-    lines = block.splitlines()[2:]  # without its import
-    said = refusal(config)
-    assert [line for line in lines if line not in said] == []
-    names = {"NAME": str(tmp_path / "whole"), "FOLDER": str(tmp_path / "text")}
-    exec(block, names)
-    text = AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
-    ids = torch.arange(9)[None]
-    assert torch.equal(text(input_ids=ids).logits, whole(input_ids=ids).logits)
-    with pytest.raises(ConfigError, match=r"got \d+ missing \(lm_head"):  # the short cut leaves weights random
-        build_model(ModelSource(name=str(tmp_path / "whole"), config=text.config, weights=True), seed=0)
-    with Session(text.train(), torch.optim.SGD(text.parameters(), lr=0.1)) as session:
-        result = session.backward([list(range(9)), [3, 1, 2]])
-    assert result.loss > 0
-
-
-def save_whole(model, folder):
-    model.save_pretrained(folder)
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
 
 
 def test_family_that_is_only_not_proved_is_told_so(monkeypatch):

@@ -167,7 +167,7 @@ def plain_training(
             loss, _ = row_losses(model, rows[i], dtype)
             (loss / tokens).backward()
             total += loss.item()
-        norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))
+        norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters() if p.grad is not None))
         if max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
         for group in optimizer.param_groups:

@@ -180,15 +180,15 @@ class Simulate:
         }
 
     def _text_alone(self) -> list[str]:
-        """Say which part of a model with images is priced."""
+        """Say which part of a model with images that does not train is priced."""
         from lengthwise.cost import check_trained
 
         try:
             check_trained(self.machine.model or "tiny")
         except ModelRefused as refused:
             return [
-                f"Only the text part is priced: {self.machine.model} is {refused.got}. "
-                "This version trains the text part alone, saved as a model of its own (docs/families.md)."
+                f"Only the text part is priced: {self.machine.model} is {refused.got}, "
+                "which this version does not train (docs/families.md)."
             ]
         return []
 

@@ -208,7 +208,7 @@ def describe_job(job: Job) -> str:
     data, config = job.known, job.config
     skipped = "".join(f", {number} left out ({reason})" for reason, number in data.skipped.items())
     start = "its weights" if job.model.weights else f"fresh weights from seed {config.seed}"
-    most = getattr(job.model.config, "max_position_embeddings", None)
+    most = getattr(job.model.text, "max_position_embeddings", None)
     longest, beyond = int(data.lengths.max()), ""
     if most and longest > most:
         beyond = f"note    {longest} tokens are beyond the model's max_position_embeddings of {most}: "

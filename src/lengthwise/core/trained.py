@@ -15,6 +15,9 @@ from lengthwise.core.files import read_package_json
 
 _LISTED = read_package_json("lengthwise.core", "families.json")
 FAMILIES: tuple[str, ...] = tuple(_LISTED["equal_to_plain"])
+WITH_TOWERS: Mapping[str, tuple[str, ...]] = {name: tuple(texts) for name, texts in _LISTED["with_towers"].items()}
+"""Models with towers for images or sounds, and the families of the text parts that they are proved with."""
+_INSIDE: tuple[str, ...] = tuple(_LISTED["inside_others"])  # text parts that are no models of their own
 LAYER_TYPES = ("full_attention", "sliding_attention")
 MIXERS_OF = {"hybrid": 2, "moe": 0, "mlp": 0}  # layers that mix tokens in a decoder layer of a kind; of others one
 USE_OTHERS = "Not supported yet: train it with plain TRL or Transformers"
@@ -24,14 +27,6 @@ _EVERY = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_
 _OF_PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _TOWERS = re.compile(r"\w*(vision|image|audio|speech|vq)\w*_config")
 _LAYER_KEYS = ("layer_types", "layers_block_type")
-_SAVE_TEXT = """Images and sounds are not supported. To train the text part, save it first (from_pretrained of the \
-text class would leave every weight random):
-    full = AutoModelForImageTextToText.from_pretrained(NAME, dtype="auto")
-    text = AutoModelForCausalLM.from_config(full.config.text_config, dtype=full.dtype)
-    text.model.load_state_dict(full.model.language_model.state_dict())
-    text.lm_head.load_state_dict(full.lm_head.state_dict())
-    text.save_pretrained(FOLDER)
-    AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"""
 
 
 def layer_types(family: object) -> tuple[str, ...]:
@@ -73,27 +68,28 @@ def towers(config: Mapping[str, Any]) -> list[str]:
 
 def text_part(config: Mapping[str, Any]) -> str | None:
     """Return the family of the text part of a model with towers, or None where it lacks one of the two."""
-    text = config.get("text_config")
-    return str(text.get("model_type")) if towers(config) and isinstance(text, Mapping) else None
+    text, is_whole = config.get("text_config"), config.get("model_type") in WITH_TOWERS or towers(config)
+    return str(text.get("model_type")) if is_whole and isinstance(text, Mapping) else None
 
 
 def family_refusal(config: Mapping[str, Any], where: str) -> ModelRefused | None:
-    """Return why this version does not train a config's family, and what to do; or None."""
-    family = config.get("model_type")
-    kinds = {_OLDER.get(str(kind), str(kind)) for key in _LAYER_KEYS for kind in _listed(config.get(key))}
-    kinds -= set(layer_types(family))
-    if family is None or (family in FAMILIES and not kinds):
+    """Return why this version does not train a config's family, or the text part of one with towers; or None."""
+    family, text = config.get("model_type"), text_part(config)
+    part = config if text is None else config["text_config"]
+    known = FAMILIES if text is None else {*FAMILIES, *_INSIDE} & {*WITH_TOWERS.get(str(family), ())}
+    kinds = {_OLDER.get(str(kind), str(kind)) for key in _LAYER_KEYS for kind in _listed(part.get(key))}
+    kinds -= set(layer_types(part.get("model_type")))
+    if family is None or (part["model_type"] in known and not kinds):
         return None
-    got, remedy = str(family), f"{USE_OTHERS}."
+    got = str(family)
     if found := towers(config):
-        got, text = f"{family}, a model of more than text ({', '.join(found)})", text_part(config)
-        if text is not None and family_refusal(config["text_config"], where) is None:
-            remedy = _SAVE_TEXT
-        elif text is not None:
-            remedy = f"Neither images nor its text part, {text}, are supported yet: use plain TRL or Transformers."
-    elif kinds:
-        got = f"{family} with layers of {', '.join(sorted(kinds))}"
-    return ModelRefused(where, expected="a model that this version trains (docs/families.md)", got=got, remedy=remedy)
+        got += f", a model of more than text ({', '.join(found)})"
+    if text is not None:
+        got += f", whose text part is {text}"
+    if kinds:
+        got += f" with layers of {', '.join(sorted(kinds))}"
+    expected, remedy = "a model that this version trains (docs/families.md)", f"{USE_OTHERS}."
+    return ModelRefused(where, expected=expected, got=got, remedy=remedy)
 
 
 def _listed(value: object) -> list[Any]:

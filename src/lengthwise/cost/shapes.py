@@ -25,7 +25,7 @@ _OWN_SHAPE = "or a model's folder or its config.json, by its path"
 def named_shape(name: str) -> ModelShape:
     """Return the shape of a name of `SHAPE_NAMES`, a hub name (Qwen/Qwen3-8B), or a model's folder or config.json.
 
-    Of a model with images it is the shape of its text part; `check_trained` refuses such a model.
+    Of a model with images it is the shape of its text part; `check_trained` refuses some of them.
 
     Raises:
         ConfigError: unknown name (the nearest one is given), or a folder or file that is no model's.
@@ -37,8 +37,9 @@ def named_shape(name: str) -> ModelShape:
         sizes = _SHAPES[known]
         return ModelShape(name=known, **{**sizes, "windows": tuple(map(tuple, sizes.get("windows", ())))})
     config, path = _config_of(name), Path(name).expanduser().resolve()
-    if family_refusal(config["text_config"] if text_part(config) else config, "model") is not None:
-        raise family_refusal(config, "model") or AssertionError("a model whose text part is refused is, too")
+    refusal = family_refusal(config, "model")
+    if refusal is not None and not (text_part(config) and family_refusal(config["text_config"], "model") is None):
+        raise refusal
     folder = path if path.is_dir() else path.parent if path.name == "config.json" else None
     return shape_from_config(config, name=path.stem if folder is None else folder.name)
 
@@ -48,16 +49,10 @@ def check_trained(name: str) -> None:
 
     Raises:
         ConfigError: no such model, as `named_shape` says.
-        ModelRefused: a family that it does not train, or one with images, with what to do for its text part.
+        ModelRefused: a family that it does not train.
     """
-    known = _known_name(name)
-    if known is not None:
-        whole = _FILE["with_images"].get(known)
-        config = {"model_type": whole, "vision_config": {}, "text_config": {"model_type": _SHAPES[known].get("family")}}
-        config = config if whole else {}
-    else:
-        config = _config_of(name)
-    if (refusal := family_refusal(config, "model")) is not None:
+    refusal = None if _known_name(name) is not None else family_refusal(_config_of(name), "model")
+    if refusal is not None:
         raise refusal
 
 

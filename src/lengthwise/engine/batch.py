@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lengthwise.core.errors import DataError
 from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.data.sampler import Position
 from lengthwise.program import Segment
+
+NO_PLACEHOLDERS: Mapping[int, str] = MappingProxyType({})
 
 
 class StepBatch:
     """A global batch: entry i of a plan's `tokens` is sequence `ids[i]` of the data.
 
     loss_weight: what the losses of all tokens weigh together, by which their sum is divided; `loss_tokens` without
-    weights. end, digest: as of `Batch`.
+    weights. end, digest: as of `Batch`. placeholders: ids of tokens that are refused when they are read
+    (`models.placeholders`).
     """
 
     def __init__(
-        self, dataset: Dataset, ids: Iterable[int], end: Position | None = None, digest: str | None = None
+        self,
+        dataset: Dataset,
+        ids: Iterable[int],
+        end: Position | None = None,
+        digest: str | None = None,
+        placeholders: Mapping[int, str] = NO_PLACEHOLDERS,
     ) -> None:
-        self.dataset, self.end, self._digest = dataset, end, digest
+        self.dataset, self.end, self._digest, self._placeholders = dataset, end, digest, placeholders
         self.ids = tuple(int(i) for i in ids)
         self.lengths = tuple(int(dataset.lengths[i]) for i in self.ids)
         self.loss_tokens = int(dataset.loss_tokens[list(self.ids)].sum())
@@ -36,10 +46,16 @@ class StepBatch:
         return self.ids if self._digest is None else (self.ids, self._digest)
 
     def tensors(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (input_ids, position_ids, shift_labels), each (tokens,), of a rank's segments in local order."""
+        """Return (input_ids, position_ids, shift_labels), each (tokens,), of a rank's segments in local order.
+
+        Raises:
+            DataError: one of them stands for an image or a sound.
+        """
         ids, labels = [], []
         for segment in segments:
-            ids.append(self.dataset.read(self.ids[segment.sequence], segment.start, segment.stop)[0])
+            row = self.ids[segment.sequence]
+            ids.append(self.dataset.read(row, segment.start, segment.stop)[0])
+            refuse_placeholders(ids[-1], self._placeholders, lambda row=row: self.dataset.name(row))
             labels.append(self.shift_labels(segment.sequence, segment.start, segment.stop))
         return _tensor(ids), self.positions(segments), _tensor(labels)
 
@@ -75,6 +91,19 @@ class StepBatch:
         """Return (input_ids, shift_labels), (tokens,) each, of one whole sequence."""
         ids, _, labels = self.tensors([Segment(sequence=index, start=0, stop=self.lengths[index])])
         return ids, labels
+
+
+def refuse_placeholders(ids: np.ndarray, names: Mapping[int, str], where: str | Callable[[], str]) -> None:
+    """Refuse tokens (tokens,) of a row that stand for an image or a sound, by what the model's config calls them.
+
+    Raises:
+        DataError: the first of them.
+    """
+    found = ids[np.isin(ids, list(names))] if names else ()
+    if len(found):
+        got = f"the token {found[0]}, which stands for an image or a sound ({names[int(found[0])]})"
+        remedy = "Take such rows out, or train them with plain TRL or Transformers: only text trains here."
+        raise DataError(where if isinstance(where, str) else where(), expected="tokens of text", got=got, remedy=remedy)
 
 
 def random_batch(lengths: Sequence[int], *, vocab: int) -> StepBatch:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lengthwise.core.errors import ModelRefused
 from lengthwise.engine.flat_layout import FlatLayout
+from lengthwise.models.text_part import whole_model
 
 MASTER_WEIGHTS = "master_weights"
 
@@ -189,7 +190,8 @@ def refuse_parts(model: nn.Module, is_whole: Callable[[], bool]) -> None:
     def refuse_copy(_protocol: object) -> NoReturn:
         raise pickled(model)
 
-    vars(model)["__reduce_ex__"] = refuse_copy
+    for each in (model, whole_model(model)):
+        vars(each)["__reduce_ex__"] = refuse_copy
 
 
 def pickled(module: nn.Module) -> ModelRefused:

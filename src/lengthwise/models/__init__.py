@@ -35,6 +35,7 @@ from lengthwise.models.load import (
     build_model,
     check_buildable,
     check_weights,
+    copy_processor,
     count_parameters,
     find_model,
     plain_attention,
@@ -45,6 +46,7 @@ from lengthwise.models.loss import token_loss, token_losses
 from lengthwise.models.mixers import has_states, mixing_of
 from lengthwise.models.router import ROUTER_FAMILIES, RouterBalance, coefficient_key, count_choices, has_balance_loss
 from lengthwise.models.stages import ModelStage, check_cut
+from lengthwise.models.text_part import left_alone, placeholders, text_config, text_part, whole_model
 
 __all__ = [
     "ANY_KEY",
@@ -73,6 +75,7 @@ __all__ = [
     "choose_model_kernel",
     "coefficient_key",
     "compute_so",
+    "copy_processor",
     "count_choices",
     "count_parameters",
     "find_model",
@@ -81,10 +84,12 @@ __all__ = [
     "has_states",
     "keep_double",
     "largest_head_dim",
+    "left_alone",
     "mixing_of",
     "model_log_probabilities",
     "model_loss",
     "model_router_logits",
+    "placeholders",
     "plain_attention",
     "plain_output",
     "position_limit",
@@ -95,8 +100,11 @@ __all__ = [
     "save_model",
     "score_cap",
     "sequence_dropout",
+    "text_config",
+    "text_part",
     "token_keys",
     "token_loss",
     "token_losses",
+    "whole_model",
     "wrapped_layers",
 ]

@@ -35,7 +35,7 @@ ATTENTION_NAME = "lengthwise"
 # What Hugging Face hands to an attention function besides the tensors and that has no say in the result.
 _WITHOUT_EFFECT = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits"}
-    | {"num_items_in_batch", "shift_labels"}  # of losses that Hugging Face's `forward` computes
+    | {"num_items_in_batch", "shift_labels", "logits_to_keep"}  # of losses that Hugging Face's `forward` computes
 )
 
 

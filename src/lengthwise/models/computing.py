@@ -34,6 +34,7 @@ from lengthwise.models.fused_layers import (
 from lengthwise.models.load import build_skeleton
 from lengthwise.models.mixer_kernels import choose_mixers
 from lengthwise.models.mixers import is_found
+from lengthwise.models.text_part import text_config
 
 _MOST_VARIANTS = 32  # of one function: windows, training or not, one row; torch would stop compiling after 8
 # Hugging Face wraps a layer's forward since transformers 5.2x, and its call before.
@@ -184,7 +185,11 @@ def _refuse_compiled_dropout() -> ConfigError:
 
 def _fused_needs(config: Any, computing: Computing, *, dtype: torch.dtype, on_gpu: bool) -> FusedNeeds:
     return FusedNeeds(
-        family=config.model_type, dtype=dtype, on_gpu=on_gpu, compiled=computing.compile, liger=installed_liger()
+        family=text_config(config).model_type,
+        dtype=dtype,
+        on_gpu=on_gpu,
+        compiled=computing.compile,
+        liger=installed_liger(),
     )
 
 

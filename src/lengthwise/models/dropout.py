@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lengthwise.core.errors import ModelRefused
+from lengthwise.models.text_part import text_config
 
 # What a config calls the chance that an entry of hidden states falls out, in the families known to be right.
 DROPOUT_KEYS = (
@@ -114,7 +115,7 @@ def token_keys(key: DropoutKey, sequences: Tensor, positions: Tensor) -> Tensor:
 
 def asks_for_dropout(config: Any) -> bool:
     """Return whether a Hugging Face config lets entries of hidden states fall out in training."""
-    return any(getattr(config, key, None) for key in DROPOUT_KEYS)
+    return any(getattr(text_config(config), key, None) for key in DROPOUT_KEYS)
 
 
 def has_dropout(model: nn.Module) -> bool:

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from lengthwise.core.errors import LengthwiseError, ModelRefused, raise_problems
-from lengthwise.core.trained import FAMILIES, USE_OTHERS, layer_types
+from lengthwise.core.trained import FAMILIES, USE_OTHERS, family_refusal, layer_types
 from lengthwise.models.dropout import DROPOUT_FAMILIES, DROPOUT_KEYS
 from lengthwise.models.mixers import has_states
 from lengthwise.models.refusals import refused_model
 from lengthwise.models.rope import LENGTH_ROPE
 from lengthwise.models.router import router_problems
+from lengthwise.models.text_part import has_towers, text_config
 
 # Families whose layers do not hand their window to attention: Hugging Face puts it into a mask, and we make none.
 WINDOW_IN_MASK = ("qwen2_moe",)
@@ -44,8 +45,13 @@ _SWITCHES = {
 
 
 def check_model_config(config: Any) -> None:
-    """Refuse a config with parts that a plan would compute wrongly: a ModelRefused with each and its remedy."""
-    problems: list[LengthwiseError] = [] if config.model_type in FAMILIES else [*refused_model(config)]
+    """Refuse a config with parts that a plan would compute wrongly: a ModelRefused with each and its remedy.
+
+    Of a model with towers that is that of the whole; its text part is what has to be right.
+    """
+    whole, config = config, text_config(config)
+    problems: list[LengthwiseError] = [] if _is_listed(whole) else [*refused_model(whole)]
+    is_listed = not problems
 
     def refuse(where: str, expected: str, got: object, remedy: str) -> None:
         problems.append(ModelRefused(f"model config: {where}", expected=expected, got=str(got), remedy=remedy))
@@ -68,14 +74,20 @@ def check_model_config(config: Any) -> None:
             remedy = f"{USE_OTHERS}."
             refuse(where, f"one whose frequencies are known ({', '.join(known)})", kind, remedy)
     for key, (expected, remedy) in _SWITCHES.items():
-        if getattr(config, key, None):
-            refuse(key, expected, getattr(config, key), remedy)
-    if config.model_type in FAMILIES:
+        if value := getattr(whole, key, None) or getattr(config, key, None):
+            refuse(key, expected, value, remedy)
+    if is_listed:
         for where, kind in _other_layers(config):
             expected = f"layers of kinds that are known in this family ({', '.join(layer_types(config.model_type))})"
             refuse(where, expected, kind, f"{USE_OTHERS}.")
-    problems += router_problems(config)
+    problems += router_problems(whole)
     raise_problems(problems)
+
+
+def _is_listed(config: Any) -> bool:
+    if has_towers(config):
+        return family_refusal(config.to_dict(), "model") is None
+    return config.model_type in FAMILIES
 
 
 def _other_layers(config: Any) -> Iterator[tuple[str, str]]:
@@ -93,6 +105,7 @@ def _other_layers(config: Any) -> Iterator[tuple[str, str]]:
 
 def largest_head_dim(config: Any) -> int:
     """Return the largest head that any attention of the model has, by what its config says."""
+    config = text_config(config)
     layers = getattr(config, "per_layer_config", None) or [config]  # where layers differ, the config has one for each
     named = ("head_dim", "global_head_dim", "v_head_dim")
     latent = ("qk_nope_head_dim", "qk_rope_head_dim")
@@ -103,6 +116,7 @@ def largest_head_dim(config: Any) -> int:
 
 def attention_heads(config: Any) -> tuple[int, int]:
     """Return (query heads, key heads) of the layer with most queries on a key, by what its config says."""
+    config = text_config(config)
     layers = getattr(config, "per_layer_config", None) or [config]
     found = []
     for layer in layers:
@@ -114,6 +128,7 @@ def attention_heads(config: Any) -> tuple[int, int]:
 
 def has_windows(config: Any) -> bool:
     """Return whether some layer of the model may attend in a sliding window, by what its config says."""
+    config = text_config(config)
     layers = getattr(config, "per_layer_config", None) or [config]
     return any(
         getattr(layer, "sliding_window", None) and getattr(layer, "use_sliding_window", True) for layer in layers
@@ -137,5 +152,6 @@ def rope_kinds(config: Any) -> list[tuple[str, str]]:
 
 def position_limit(config: Any) -> int | None:
     """Return how long a sequence may be where positions are looked up in a table; None where rope, or a state, is."""
+    config = text_config(config)
     is_free = bool(getattr(config, "rope_parameters", None)) or has_states(config)
     return None if is_free else getattr(config, "max_position_embeddings", None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     GenerationConfig,
     LlamaConfig,
     PreTrainedConfig,
@@ -36,6 +38,7 @@ from lengthwise.core.files import MOST_BYTES
 from lengthwise.core.hub import only_cached, why_only_cached
 from lengthwise.cost import named_shape
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
+from lengthwise.models.text_part import has_towers, left_alone, text_config, text_part, whole_model
 from lengthwise.models.weights import WEIGHTS_FILES, check_dtypes, check_finite, first_names, holds_weights
 
 # Experts one by one: Hugging Face's grouped products know no fp64 and round differently with the number of tokens.
@@ -48,6 +51,8 @@ _ENGINE_KEYS = re.compile(
     r"|output_attentions|output_hidden_states|return_dict|torchscript"
 )
 
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
 _PARTS = re.compile(r"\w*(layers?|blocks?|experts|labels)")  # keys that say how many of them a model has
 _MOST_PARTS = 10_000  # some ten times the deepest model, and the most experts, known today
 
@@ -56,11 +61,19 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Where a model comes from. `weights`: whether it has weights to load; else they are drawn from the seed."""
+    """Where a model comes from. `weights`: whether it has weights to load; else they are drawn from the seed.
+
+    config: of the whole model; `text`: of its text part, where that has a config of its own.
+    """
 
     name: str
     config: Any
     weights: bool
+
+    @property
+    def text(self) -> Any:
+        """The config of what trains."""
+        return text_config(self.config)
 
 
 def find_model(name: str, *, weights: Literal["load", "fresh"] | None = None) -> ModelSource:
@@ -162,30 +175,38 @@ def tiny_config() -> LlamaConfig:
 def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NAME, stored: bool = True) -> nn.Module:
     """Build the model in fp32, or fp64 where its weights are: master weights are exact, flat buffers make it narrower.
 
-    Without weights the parameters are drawn from `seed`, the same on every rank and for every precision. stored: False
-    leaves the parameters on the meta device, and reads and draws nothing.
+    Of a model with towers it is the text part (`models.text_part`). Without weights the parameters are drawn from
+    `seed`, the same on every rank and for every precision. stored: False leaves the parameters on the meta device, and
+    reads and draws nothing.
 
     Raises:
         ConfigError: weights that cannot be read, or are not exactly those that the config asks for.
     """
     register_attention()
-    computing: dict[str, Any] = {"attn_implementation": attention, "experts_implementation": EXPERTS}
+    of_text = {"text_config": attention} if has_towers(source.config) else attention
+    computing: dict[str, Any] = {"attn_implementation": of_text, "experts_implementation": EXPERTS}
     if not stored:
         with _parameters_on_meta():
-            made = AutoModelForCausalLM.from_config(copy.deepcopy(source.config), **computing)
+            made = _class_of(source.config).from_config(copy.deepcopy(source.config), **computing)
         if source.weights:
             _read_generation_config(made, source.name)
-        return made.train()
+        return text_part(made.train())
     if source.weights:
-        return _load(source, **computing).train()
+        return text_part(_load(source, **computing).train())
     # The copy: Hugging Face writes the attention's name into the config, and one source may build several models.
     config = copy.deepcopy(source.config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **computing).train()
+            made = _class_of(config).from_config(config, dtype=torch.float32, **computing)
+            return text_part(made.train())
         except (ValueError, RuntimeError) as error:  # how parameters are drawn: a spread that is NaN
             raise _refuse_config(_where(config), error) from error
+
+
+def _class_of(config: Any) -> Any:
+    """Return transformers' class that builds the model of a config whole."""
+    return AutoModelForMultimodalLM if has_towers(config) else AutoModelForCausalLM
 
 
 def check_weights(source: ModelSource) -> None:
@@ -206,7 +227,7 @@ def weights_folder(name: str) -> Path:
 def _load(source: ModelSource, **options: Any) -> Any:
     dtype = torch.float64 if source.config.dtype == torch.float64 else torch.float32
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _class_of(source.config).from_pretrained(
             source.name,
             config=copy.deepcopy(source.config),  # as read above: the file's own would choose attention
             dtype=dtype,
@@ -250,10 +271,14 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def build_skeleton(config: Any) -> Any:
-    """Build the model of a Hugging Face config without storage, at any size; ConfigError: it cannot be built."""
+    """Build the model of a Hugging Face config without storage, at any size; ConfigError: it cannot be built.
+
+    Of a model with towers it is the text part.
+    """
     try:
         with torch.device("meta"):  # the copy: Hugging Face writes into the config
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), experts_implementation=EXPERTS)
+            made = _class_of(config).from_config(copy.deepcopy(config), experts_implementation=EXPERTS)
+            return text_part(made)
     except Exception as error:  # the model's own code, with values from outside
         raise _refuse_config(_where(config), error) from error
 
@@ -264,7 +289,7 @@ def check_buildable(config: Any) -> int:
     Raises:
         ConfigError: it cannot be built, has no layer, word or head, or its heads do not fit each other.
     """
-    where = _where(config)
+    where, whole, config = _where(config), config, text_config(config)
     for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         value = getattr(config, key, None)
         if isinstance(value, int) and value < 1:
@@ -276,11 +301,11 @@ def check_buildable(config: Any) -> int:
     head_dim = getattr(config, "head_dim", None)
     if head_dim and head_dim % 2 and getattr(config, "rope_parameters", None):
         raise _refuse_config(where, f"head_dim {head_dim} is odd, and rope turns pairs of entries")
-    return count_parameters(config)
+    return count_parameters(whole)
 
 
 def count_parameters(config: Any) -> int:
-    """Count the parameters of a config's model, tied ones once; no weights are made."""
+    """Count the parameters of a config's model, or of its text part, tied ones once; no weights are made."""
     return sum(parameter.numel() for parameter in build_skeleton(config).parameters())
 
 
@@ -297,14 +322,23 @@ def _refuse_other_weights(name: str, loading: dict[str, Any]) -> None:
 
 def plain_attention(source: ModelSource) -> str:
     """Name Hugging Face's own attention to compare with: sdpa, or eager for models that lack it (sinks, softcaps)."""
-    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)]
+    if has_towers(source.config):
+        model: Any = build_skeleton(source.config).get_decoder()
+    else:
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)]
     return "sdpa" if model._supports_sdpa else "eager"
 
 
 def save_model(model: Any, folder: Path) -> None:
-    """Write config and safetensors for `from_pretrained`, only tied ones shared; OutputError: it cannot be written."""
+    """Write config and safetensors for `from_pretrained`, only tied ones shared; OutputError: it cannot be written.
+
+    A text part is written with its whole model, whose towers take its dtype.
+    """
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
-    state = {}
+    state, dtype = {}, next(model.parameters()).dtype
+    for tower in left_alone(model).values():
+        tower.data = tower.data.to(dtype)
+    model = whole_model(model)
     for name, tensor in model.state_dict().items():
         key = (tensor.data_ptr(), tensor.shape)
         if key not in copies:
@@ -314,6 +348,20 @@ def save_model(model: Any, folder: Path) -> None:
         model.save_pretrained(folder, state_dict=state)
     except OSError as error:
         raise unwritable(folder, "the model", error) from None
+
+
+def copy_processor(model: Any, name: str, folder: Path) -> None:
+    """Copy what prepares images and sounds for a model with towers from `name` as it is; OutputError: it cannot be."""
+    if whole_model(model) is model:
+        return
+    options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "local_files_only": only_cached(name)}
+    try:
+        for each in _PROCESSOR_FILES:
+            found = cached_file(name, each, **options)
+            if found is not None:
+                shutil.copyfile(found, folder / each)
+    except OSError as error:
+        raise unwritable(folder, f"the files of {name} beside its weights", error) from None
 
 
 def unwritable(folder: Path, what: str, error: Exception) -> OutputError:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from lengthwise.core.files import read_plain
 from lengthwise.core.names import did_you_mean
 from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.models.load import ModelSource, build_model, build_skeleton, first_line, unwritable
+from lengthwise.models.text_part import TextPart
 from lengthwise.models.weights import WIDTHS, check_finite
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
@@ -101,6 +103,8 @@ def save_adapter(model: Any, folder: Path) -> None:
     """Write the adapter for `PeftModel.from_pretrained`, with its base's name; OutputError: it cannot be written."""
     config = copy.copy(model.peft_config[_ADAPTER])
     config.inference_mode = True
+    if isinstance(model, TextPart) and not isinstance(config.target_modules, str):
+        config.target_modules = _in_text_part(model, config.target_modules)
     settings = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     state = {name: tensor.detach().clone().contiguous() for name, tensor in _adapters(model).items()}
     try:
@@ -109,6 +113,12 @@ def save_adapter(model: Any, folder: Path) -> None:
         save_file(state, folder / WEIGHTS_NAME, metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:
         raise unwritable(folder, "the adapter", error) from None
+
+
+def _in_text_part(model: TextPart, names: Iterable[str]) -> str:
+    """Return the pattern of the layers of these names in a text part alone: peft looks for them in the whole model."""
+    parts, layers = ("|".join(map(re.escape, sorted(each))) for each in (model._modules, names))
+    return rf"(?:(?:{parts})\.(?:.*\.)?)?(?:{layers})"
 
 
 def _peft() -> Any:

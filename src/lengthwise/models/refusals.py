@@ -17,6 +17,7 @@ from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.core.trained import USE_OTHERS, family_refusal, towers
 from lengthwise.models.load import build_skeleton
 from lengthwise.models.mixers import runs_by_plan
+from lengthwise.models.text_part import has_towers, text_config
 
 _STATE = "the layer's state passed between the ranks of a ring, and cleared at the start of each document of a pack"
 _HALO = (
@@ -105,7 +106,7 @@ _Reason = tuple[str, str, str]
 def refused_model(config: Any) -> list[ModelRefused]:
     """Name what is known to be wrong under a plan in a model of no listed family; at least one refusal comes back."""
     values = config.to_dict()
-    if (found := towers(values)) and config.model_type not in _BY_NAME:
+    if ((found := towers(values)) or has_towers(config)) and config.model_type not in _BY_NAME:
         where = f"{config.model_type}: model config: {', '.join(found)}"
         return [each for each in (family_refusal(values, where),) if each is not None]
     return [
@@ -125,6 +126,8 @@ def reasons(config: Any) -> list[_Reason]:
         return [_BY_NAME[config.model_type]]
     if getattr(config, "is_encoder_decoder", False):
         return [("model config: is_encoder_decoder", "an encoder-decoder", _ENCODER)]
+    if has_towers(config):
+        return reasons(text_config(config))
     if found := towers(config.to_dict()):
         return [(f"model config: {', '.join(found)}", "a model of more than text", _TOWER)]
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -17,6 +17,7 @@ from torch import Tensor
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.files import read_package_json
 from lengthwise.models.load import build_skeleton
+from lengthwise.models.text_part import text_config
 
 # Families with Hugging Face's common balance loss; tests/run/test_run_router.py holds for each.
 ROUTER_FAMILIES: tuple[str, ...] = tuple(read_package_json("lengthwise.core", "families.json")["with_balance_loss"])
@@ -29,7 +30,7 @@ def coefficient_key(model_type: str) -> str:
 
 def has_balance_loss(config: Any) -> bool:
     """Return whether the config asks for the balance loss."""
-    return bool(getattr(config, "output_router_logits", False))
+    return bool(getattr(text_config(config), "output_router_logits", False))
 
 
 def count_choices(model: Any, router_logits: Sequence[Tensor]) -> Tensor:

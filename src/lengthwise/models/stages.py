@@ -21,6 +21,7 @@ from lengthwise.models.load import ModelSource, build_model
 from lengthwise.models.mixers import count_mixers
 from lengthwise.models.own_rows import OwnRows
 from lengthwise.models.router import has_balance_loss, has_router
+from lengthwise.models.text_part import text_config, whole_model
 
 _CHECKED_ROWS = 3
 
@@ -77,17 +78,21 @@ class _Place:
     """Where a module stands, so that another can replace it."""
 
     def __init__(self, model: nn.Module, module: nn.Module) -> None:
-        found = [
-            (parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is module
+        parents = {id(parent): parent for each in (model, whole_model(model)) for parent in each.modules()}
+        self._places = [  # two of a head: in the text part and in the whole
+            (parent._modules, name)
+            for parent in parents.values()
+            for name, child in parent._modules.items()
+            if child is module
         ]
-        assert len(found) == 1, f"{type(module).__name__} stands in {len(found)} places"
-        self._parent, self._name = found[0]
+        assert self._places, f"no {type(module).__name__} in the model"
 
     def put(self, module: nn.Module) -> nn.Module:
-        before = self._parent._modules[self._name]
-        assert before is not None, f"no module at {self._name}"
-        self._parent._modules[self._name] = module
-        return before
+        before = [place[name] for place, name in self._places]
+        assert before[0] is not None, f"no module at {self._places[0][1]}"
+        for place, name in self._places:
+            place[name] = module
+        return before[0]
 
 
 class _Parts:
@@ -122,7 +127,7 @@ def check_cut(config: Any, stages: int, virtual: int) -> None:
     Raises:
         ConfigError, ModelRefused: one of these.
     """
-    layers, chunks = config.num_hidden_layers, stages * virtual
+    layers, chunks = text_config(config).num_hidden_layers, stages * virtual
     if chunks > layers:
         expected, got = f"stages x virtual of at most the {layers} layers", f"{stages} x {virtual}"
         raise ConfigError("stages", expected=expected, got=got, remedy="Use fewer of them.")

@@ -21,6 +21,7 @@ from lengthwise.models import DTYPES, ModelStage, build_adapted, compute_so, wra
 from lengthwise.models.own_rows import OwnRows, own_rows
 from lengthwise.run.job import Job
 from lengthwise.session.engine import Engine
+from lengthwise.session.model import towers_sentence
 from lengthwise.session.source import StepPlanner
 from lengthwise.session.stages import cut_stages
 
@@ -64,6 +65,8 @@ def build_trained(
     rows = None if job.shard == "zero1" else _own_rows(job, model, transport)
     if job.shard != "zero1" and rows is None and transport.rank == 0:
         model = build(stored=True)
+    if say is not None and (towers := towers_sentence(model)):
+        say(towers)
     compute_so(model, job.computing, world.device, dtype=dtype, say=say)
     layers = wrapped_layers(model)
     if job.shard != "zero1":
@@ -108,6 +111,8 @@ def _build_stage(
     rows = _own_rows(job, model, transport)
     if rows is None and mesh.replica == 0:
         model = build(stored=True)
+    if say is not None and (towers := towers_sentence(model)):
+        say(towers)
     compute_so(model, job.computing, world.device, dtype=dtype, say=say)
     lengths, capacity = job.known.lengths[job.known.ids].tolist(), config.capacity_tokens
     assert isinstance(capacity, int), "stages have a number: `_not_with_stages`"

@@ -80,7 +80,7 @@ def _smaller_loss(job: Job, measuring: Measuring, tokens: int) -> list[str]:
 
 def _savers(job: Job, measuring: Measuring, tokens: int, capacities: Capacities) -> list[str]:
     """List what of recomputation and offload would let a rank hold so many tokens, each with what it then holds."""
-    layers = job.model.config.num_hidden_layers
+    layers = job.model.text.num_hidden_layers
     everything = replace(measuring, kinds=kinds_of(job.model.config, "auto"), offloads=layers > 2)
     memory, said = everything.memory(), list[str]()
     memory = replace(memory, leaving_bytes=max(LEAVING_BYTES.values()))  # to whatever store it would be
@@ -122,12 +122,12 @@ def _run_pack(lengths: Sequence[int], model: nn.Module, job: Job, kernel: BlockK
     piece = Piece(ranks=(0,), sequences=tuple(range(len(lengths))))
     plan = Plan(
         ranks=1,
-        layers=job.model.config.num_hidden_layers,
+        layers=job.model.text.num_hidden_layers,
         capacity=sum(lengths),
         tokens=tuple(lengths),
         microbatches=(Microbatch(pieces=(piece,), recompute=kind),),
     )
-    batch = random_batch(lengths, vocab=job.model.config.vocab_size)
+    batch = random_batch(lengths, vocab=job.model.text.vocab_size)
     name, at_once = "memory check before the first step", job.logits_at_once
     run_plan(model, plan, batch, SoloTransport(), kernel, name=name, logits_at_once=at_once)
 

@@ -107,7 +107,7 @@ def prepare_job(
     collector, (config, settled) = Collector(), settle(config, gpus=gpus)
     attempt = collector.attempt
     model = attempt(lambda: find_model(config.model, weights=config.weights))
-    vocab_size = getattr(model.config, "vocab_size", None) if model else None
+    vocab_size = getattr(model.text, "vocab_size", None) if model else None
     tokenizer = cache(lambda: load_tokenizer(config.tokenizer_name))
     meanwhile = config.data[0].comes_meanwhile if not one_batch else None
     dataset, known, eval_dataset = _read_data(
@@ -226,7 +226,7 @@ def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *,
     attempt(lambda: _check_heads(config, model))
     if config.stages > 1:
         attempt(lambda: check_cut(model.config, config.stages, config.virtual))
-    attempt(lambda: check_offload(config.offload, model.config.num_hidden_layers, on_gpus=gpus > 0))
+    attempt(lambda: check_offload(config.offload, model.text.num_hidden_layers, on_gpus=gpus > 0))
     return attempt(lambda: check_lora(model, config.lora))
 
 

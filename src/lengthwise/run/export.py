@@ -24,7 +24,15 @@ from lengthwise.core.errors import ConfigError, OutputError
 from lengthwise.core.files import whole_folder
 from lengthwise.data import Tokenizer, load_tokenizer
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.models import DTYPES, build_adapted, find_model, save_adapter, save_model, wrapped_layers
+from lengthwise.models import (
+    DTYPES,
+    build_adapted,
+    copy_processor,
+    find_model,
+    save_adapter,
+    save_model,
+    wrapped_layers,
+)
 from lengthwise.run.folder import CONFIG
 from lengthwise.run.resume import FOLDER, model_settings, run_settings
 
@@ -37,6 +45,8 @@ def write_model(model: Any, config: RunConfig, tokenizer: Tokenizer | None, fold
         _stop_where_learned(model, tokenizer.special_ids())
     save = save_model if config.lora is None else save_adapter
     save(model, folder)
+    if config.lora is None:
+        copy_processor(model, config.model, folder)
     if tokenizer is not None:
         tokenizer.save(folder)
 

@@ -17,7 +17,7 @@ from lengthwise.data import Batches, Dataset, Tokenizer
 from lengthwise.data.served import ServedDataset
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.schedule import warmup_steps
-from lengthwise.models import Computing, ModelSource
+from lengthwise.models import Computing, ModelSource, placeholders
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.program import refuse_unsupported
@@ -74,7 +74,8 @@ class Job:
             following = islice(found, before, before + self.num_steps - after)
         else:
             following = islice(Batches(self.dataset, self.config), after, None)
-        return (StepBatch(self.dataset, batch.ids, batch.end, batch.digest) for batch in following)
+        refused = placeholders(self.model.config)
+        return (StepBatch(self.dataset, batch.ids, batch.end, batch.digest, refused) for batch in following)
 
     @property
     def num_steps(self) -> int:
@@ -91,14 +92,17 @@ class Job:
         if self.eval_dataset is None:
             return iter(())
         once = self.config.model_copy(update={"steps": None, "epochs": 1})
-        return (StepBatch(self.eval_dataset, batch.ids) for batch in Batches(self.eval_dataset, once))
+        refused = placeholders(self.model.config)
+        return (
+            StepBatch(self.eval_dataset, each.ids, placeholders=refused) for each in Batches(self.eval_dataset, once)
+        )
 
     @property
     def logits_at_once(self) -> int | None:
         """How many logits the loss makes at once; None: all of a microbatch."""
         if self.config.loss != "chunked":
             return None
-        return logits_at_once(self.model.config.vocab_size, on_gpus=self.gpus > 0)
+        return logits_at_once(self.model.text.vocab_size, on_gpus=self.gpus > 0)
 
     @property
     def precision(self) -> Precision:

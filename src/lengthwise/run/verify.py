@@ -259,7 +259,7 @@ def _expected(
 
     In bf16 by fp32 at the rounded parameters, of a model with states by fp64.
     """
-    first, dtype, config = plain_attention(job.model), DTYPES[job.precision], job.model.config
+    first, dtype, config = plain_attention(job.model), DTYPES[job.precision], job.model.text
     exact = "fp64" if job.precision == "fp64" or has_states(config) else "fp32"
     size = {"heads": config.num_attention_heads, "layers": config.num_hidden_layers}
 

@@ -24,7 +24,7 @@ from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.pipeline import Pipeline, run_stage
 from lengthwise.engine.small_pass import Casting
 from lengthwise.engine.step import RankResult, run_plan
-from lengthwise.models import Computing, DropoutKey, choose_model_kernel
+from lengthwise.models import Computing, DropoutKey, choose_model_kernel, whole_model
 from lengthwise.models.adapter import attending_by_plan
 from lengthwise.models.computing import Layers
 from lengthwise.session.losses import Autocasting
@@ -62,8 +62,8 @@ class Engine:
 
     @property
     def config(self) -> Any:
-        """The model's config."""
-        return self.model.config
+        """The model's config, with that of its towers, if it has some."""
+        return whole_model(self.model).config
 
     def steps(self, batches: Iterator[StepBatch], planner: StepPlanner | None = None) -> PlanAhead:
         """Return the steps of these batches, planned ahead, the same on all ranks; planner: in place of its own."""

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from lengthwise.core.errors import LengthwiseError, ModelRefused, raise_problems
 from lengthwise.engine.units import FreedParameter
-from lengthwise.models import DTYPES, check_model_config, check_recompute, has_balance_loss, wrapped_layers
+from lengthwise.models import (
+    DTYPES,
+    check_model_config,
+    check_recompute,
+    has_balance_loss,
+    left_alone,
+    whole_model,
+    wrapped_layers,
+)
 from lengthwise.models.stages import PassedThrough
 
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
@@ -54,7 +62,8 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
     if not hasattr(model, "config") or not hasattr(model, "get_decoder"):
         remedy = "Give the model itself, not a wrapper of DDP or torch.compile."
         raise ModelRefused(where, expected="a Hugging Face causal language model", got="none", remedy=remedy)
-    for check in (lambda: check_model_config(model.config), lambda: check_recompute(model.config, recompute)):
+    config = whole_model(model).config
+    for check in (lambda: check_model_config(config), lambda: check_recompute(config, recompute)):
         try:
             check()
         except LengthwiseError as error:
@@ -83,6 +92,15 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
         refuse("a model that is not quantized", "a quantized one", "Load it in bfloat16.")
     raise_problems(problems)
     return next(iter(dtypes))
+
+
+def towers_sentence(model: Any) -> str | None:
+    """Say what of a model with towers does not train though it may; None: nothing that may is left out."""
+    named = {name: each for name, each in left_alone(model).items() if each.requires_grad}
+    if not named:
+        return None
+    number = sum(each.numel() for each in named.values())
+    return f"{type(model).__name__}: rows of text train its text part; the other {number:,} parameters stay as they are"
 
 
 def refuse_balance(model: Any, what: str) -> None:

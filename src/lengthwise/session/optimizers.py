@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
+from lengthwise.models import whole_model
 
 BY_ENTRY: Mapping[str, tuple[str, ...]] = {  # classes by the package that has them
     "torch": (
@@ -47,8 +48,8 @@ def check_optimizer(optimizer: Any, model: nn.Module, *, offloads: bool = False)
         problems.append(_refuse(expected, f"{type(inner).__module__}.{kind}: {why}"))
     if offloads and any(group.get("capturable") for group in inner.param_groups):
         problems.append(_refuse("capturable=False beside offload_optimizer: the host updates", "True", "Take it out."))
-    names = {id(each): name for name, each in model.named_parameters()}
-    others = sum(id(each) not in names for group in inner.param_groups for each in group["params"])
+    known = {id(each) for each in whole_model(model).parameters()}
+    others = sum(id(each) not in known for group in inner.param_groups for each in group["params"])
     if others:
         problems.append(_refuse("parameters of the model alone", f"{others} that are not"))
     trained = {id(each) for group in inner.param_groups for each in group["params"]}

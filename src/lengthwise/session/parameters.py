@@ -16,13 +16,13 @@ from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.engine.parameters import Parameters, pickled
 from lengthwise.engine.replicated import FlatParameters, share_values
 from lengthwise.engine.sharded import ShardedParameters
-from lengthwise.models import wrapped_layers
-from lengthwise.session.model import hugging_face_model
+from lengthwise.models import whole_model, wrapped_layers
 from lengthwise.session.sharded import ShardedInPlace
 
 
 def take_over(
     model: nn.Module,
+    inner: nn.Module,
     optimizer: Optimizer | None,
     transport: Transport,
     *,
@@ -36,10 +36,10 @@ def take_over(
 ) -> tuple[Parameters | None, ShardedInPlace | None]:
     """Give all ranks the values of rank 0; return the parameters, if they are cut, and their optimizer. Collective.
 
-    shard, ranks_in_step: as `shard_of` returns them. closing: what ends with the session. offloads: master weights and
-    the optimizer's states are on the host. overlaps: gradients are summed while the last backward runs.
+    inner: the Hugging Face model under peft's wrap, or its text part. shard, ranks_in_step: as `shard_of` returns them.
+    closing: what ends with the session. offloads: master weights and the optimizer's states are on the host. overlaps:
+    gradients are summed while the last backward runs.
     """
-    inner = hugging_face_model(model)
     updates = None if optimizer is None else ShardedInPlace(optimizer, inner, offloads=offloads)  # reads what there was
     options: dict[str, Any] = {"dtype": dtype, "device": device, "layers": wrapped_layers(inner), "keeps_frozen": True}
     options["exact_on"] = torch.device("cpu") if offloads else None
@@ -55,7 +55,7 @@ def take_over(
         parameters = flat = FlatParameters(inner, transport, overlaps=overlaps, **options)
         _hook(inner.register_load_state_dict_post_hook, flat.take_values, model, closing)
     if updates is not None:
-        point_at_slices(updates, parameters, transport.rank, (model, inner), closing)
+        point_at_slices(updates, parameters, transport.rank, (model, whole_model(inner)), closing)
     return parameters, updates
 
 

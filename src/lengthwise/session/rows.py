@@ -19,7 +19,7 @@ from lengthwise.core.errors import DataError, LengthwiseError, raise_problems
 from lengthwise.data import NO_LOSS
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.data.rows import LEAST_WEIGHT, MOST_WEIGHT
-from lengthwise.engine.batch import StepBatch
+from lengthwise.engine.batch import NO_PLACEHOLDERS, StepBatch, refuse_placeholders
 from lengthwise.program import Segment
 from lengthwise.session.misuse import shown
 from lengthwise.session.source import PlannedStep
@@ -46,7 +46,9 @@ class RowBatch(StepBatch):
     none, and no weights.
     """
 
-    def __init__(self, rows: Sequence[Row], num_words: int = 1 << 31) -> None:
+    def __init__(
+        self, rows: Sequence[Row], num_words: int = 1 << 31, placeholders: Mapping[int, str] = NO_PLACEHOLDERS
+    ) -> None:
         if isinstance(rows, Mapping):
             got = f"a mapping of {', '.join(map(str, rows))}: a collated batch"
             remedy = "Leave rows as they are: DataLoader(..., collate_fn=list)."
@@ -63,6 +65,7 @@ class RowBatch(StepBatch):
                         raise _wrong(
                             f"sequence {number}, {name}", f"ids below the model's {num_words}", f"{each.max()}"
                         )
+                refuse_placeholders(ids, placeholders, f"sequence {number}, {_IDS}")
             except DataError as error:
                 problems.append(error)
                 continue

@@ -24,13 +24,13 @@ from lengthwise.config.settings import Attention, Experts, FusedLayers, Heads, R
 from lengthwise.core.errors import ConfigError
 from lengthwise.cost import Cost
 from lengthwise.engine.norm import clip_factor, gradient_norm
-from lengthwise.models import check_adapters
+from lengthwise.models import check_adapters, placeholders, text_part, whole_model
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.agreement import Agreement
 from lengthwise.session.loss_checks import objective_of, takes_whole_logits
 from lengthwise.session.losses import ComputeLoss, TokenLoss, TokenValues
 from lengthwise.session.misuse import check_kinds, refuse_modes
-from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside, num_words
+from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside, num_words, towers_sentence
 from lengthwise.session.request import SessionRequest
 from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.runner import StepResult, StepRunner, first_step_sentence, refuse_not_finite
@@ -110,7 +110,7 @@ class Session:
     ) -> None:
         check_kinds(model=model, seed=seed, timeout_seconds=timeout_seconds)
         check_adapters(model)
-        self.model, self.optimizer, self._inner = model, optimizer, hugging_face_model(model)
+        self.model, self.optimizer, self._inner = model, optimizer, text_part(hugging_face_model(model))
         asked = SessionRequest(
             capacity_tokens=capacity_tokens,
             shard=shard,
@@ -133,7 +133,10 @@ class Session:
         )
         settings = check_settings(self._inner, optimizer, asked)
         cost = cost_of(self._inner.config, settings)
-        self._num_words = num_words(self._inner)
+        self._words = {
+            "num_words": num_words(self._inner),
+            "placeholders": placeholders(whole_model(self._inner).config),
+        }
         self._known_losses, self._iterators = set[object](), StepsOfIterators()
         self._closing, self._is_closed, self._has_said = ExitStack(), False, False
         world = session_world(settings.device)
@@ -157,6 +160,8 @@ class Session:
                 self._sharded.compare = self._agreement.reach
             self._planning = planning_of(self._engine, self._sharded, cost, settings)
             self._engine.start_offloading()
+            if not self.rank and self._sharded is not None and (said := towers_sentence(self._inner)):
+                print(f"lengthwise: {said}", flush=True)
         except BaseException:
             self._closing.close()
             raise
@@ -289,7 +294,7 @@ class Session:
         self._refuse_closed()
         check_kinds(batches=batches)
         read = iter(batches)
-        start = partial(self._engine.steps, map(partial(RowBatch, num_words=self._num_words), read))
+        start = partial(self._engine.steps, map(partial(RowBatch, **self._words), read))
         with self._iterators.of(read, start) if read is batches else closing(start()) as steps:
             number = self.steps
             while (planned := steps.next(f"step {(number := number + 1)}")) is not None:
@@ -398,7 +403,7 @@ class Session:
         """Return a step on which the ranks agree; one that was planned ahead for less than its loss takes, anew."""
         self._refuse_closed()
         plan = partial(self._planning.plan, self._engine, name=name, whole=whole)
-        planned = sequences if isinstance(sequences, PlannedStep) else plan(RowBatch(sequences, self._num_words))
+        planned = sequences if isinstance(sequences, PlannedStep) else plan(RowBatch(sequences, **self._words))
         self._agreement.reach(name, **{**numbers, "kind of loss": whole})
         return planned if self._planning.suits(planned.plan, whole=whole) else plan(planned.batch)
 

@@ -27,7 +27,7 @@ from lengthwise.cost import (
 from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.engine.activations import check_offload
 from lengthwise.engine.norm import norm_bytes
-from lengthwise.models import Computing, check_computing, check_cut
+from lengthwise.models import Computing, check_computing, check_cut, text_config, whole_model
 from lengthwise.planner import PlanOptions
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.planner.service.step_planning import StepPlanning
@@ -101,9 +101,11 @@ def check_settings(model: Any, optimizer: Any, asked: SessionRequest) -> Session
         attention=asked.attention, compile=asked.compile, fused_layers=asked.fused_layers, experts=asked.experts
     )
     if not problems.problems and dtype is not None:
-        problems.attempt(partial(check_computing, model.config, computing, dtype=dtype, on_gpus=where.type == "cuda"))
+        problems.attempt(
+            partial(check_computing, whole_model(model).config, computing, dtype=dtype, on_gpus=where.type == "cuda")
+        )
     if not problems.problems and asked.stages > 1:
-        problems.attempt(partial(check_cut, model.config, asked.stages, asked.virtual))
+        problems.attempt(partial(check_cut, whole_model(model).config, asked.stages, asked.virtual))
     problems.raise_all()
     assert dtype is not None, "a model without one was refused"
     return SessionSettings(
@@ -236,7 +238,12 @@ def step_planning(
         capacities=capacities,
         measured=measured,
         options=PlanOptions(
-            **{"layers": model.num_hidden_layers, "stages": stages if stages > 1 else None, **kinds, **options}
+            **{
+                "layers": text_config(model).num_hidden_layers,
+                "stages": stages if stages > 1 else None,
+                **kinds,
+                **options,
+            }
         ),
         offload_ratio=None if isinstance(ratio, str) else ratio,
     )

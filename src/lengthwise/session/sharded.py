@@ -66,7 +66,8 @@ class ShardedInPlace:
         refuse_hooks(trainable)
         self.shapes = {name: tuple(each.shape) for name, each in trainable.items()}
         self._members = [[counted[id(each)] for each in group["params"]] for group in optimizer.param_groups]
-        self._frozen = {number: each for number, each in enumerate(members) if not each.requires_grad}
+        learning = {id(each) for each in trainable.values()}  # towers may be in groups, and have no gradients
+        self._frozen = {number: each for number, each in enumerate(members) if id(each) not in learning}
         self._before = {name: (tuple(each.shape), optimizer.state.get(each, {})) for name, each in trainable.items()}
         self._given = trainable
         self.edits, self.has_edited_weights, self.clears = {"gradients": 0, "weights": 0}, False, 0

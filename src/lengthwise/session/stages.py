@@ -18,10 +18,9 @@ from lengthwise.cost.analytic import layer_flops, layer_seconds
 from lengthwise.engine.gathering import gather_to_first
 from lengthwise.engine.pipeline import Pipeline
 from lengthwise.engine.stage_parameters import StageParameters
-from lengthwise.models import ModelStage
+from lengthwise.models import ModelStage, text_config, whole_model
 from lengthwise.program.stage_program import cut_layers
 from lengthwise.session.engine import Engine
-from lengthwise.session.model import hugging_face_model
 from lengthwise.session.parameters import point_at_slices
 from lengthwise.session.sharded import ShardedInPlace
 from lengthwise.session.state import GROUPS, STATE, whole_state
@@ -92,13 +91,14 @@ def cut_stages(
         else:
             layer, embedding, head = layer_seconds(cost, shape, lengths, capacity=capacity)
             ends = {"first_seconds": embedding, "last_seconds": head}
-        cuts = cut_layers([layer] * config.num_hidden_layers, chunks, **ends)
+        cuts = cut_layers([layer] * text_config(config).num_hidden_layers, chunks, **ends)
         sent = json.dumps([(each.start, each.stop) for each in cuts]).encode()
     return [range(*each) for each in json.loads(broadcast_bytes(world, sent if not world.rank else None))]
 
 
 def take_stage(
     model: nn.Module,
+    inner: Any,
     optimizer: Optimizer,
     mesh: Mesh,
     *,
@@ -116,14 +116,13 @@ def take_stage(
     tokens, cost: of a microbatch, and what it takes, by which layers and head are weighed (`cut_stages`). The others as
     for `take_over`.
     """
-    inner = hugging_face_model(model)
     updates = ShardedInPlace(optimizer, inner, offloads=offloads)  # reads the parameters of the whole model
     chunks = cut_stages(mesh.world, inner.config, mesh.stages * virtual, [tokens], capacity=tokens, cost=cost)
     stage = ModelStage(inner, chunks, stages=mesh.stages, stage=mesh.stage)
     exact_on = torch.device("cpu") if offloads else None
     how: dict[str, Any] = {"dtype": dtype, "device": device, "overlaps": overlaps, "exact_on": exact_on}
     parameters = StageParameters(stage, mesh, keeps_frozen=True, **how)
-    point_at_slices(updates, parameters, mesh.replica, (model, inner), closing)
+    point_at_slices(updates, parameters, mesh.replica, (model, whole_model(inner)), closing)
     return Pipeline(stage=stage, mesh=mesh, virtual=virtual), parameters, updates
 
 

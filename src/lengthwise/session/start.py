@@ -26,7 +26,7 @@ from lengthwise.cost import (
     wanted_tokens,
 )
 from lengthwise.engine.memory import free_bytes
-from lengthwise.models import choose_layers
+from lengthwise.models import choose_layers, whole_model
 from lengthwise.models.weights import first_names, is_finite
 from lengthwise.session.capacity import kinds_of, least
 from lengthwise.session.engine import Engine
@@ -84,13 +84,13 @@ def take_model(
     if optimizer is not None and asked.stages > 1:
         mesh, tokens = join_stages(engine.model, transport, asked.stages), settings.capacity_tokens or 1
         options |= {"virtual": asked.virtual, "tokens": tokens, "cost": cost if asked.measurements else None}
-        engine.pipeline, engine.parameters, sharded = take_stage(model, optimizer, mesh, **options)
+        engine.pipeline, engine.parameters, sharded = take_stage(model, engine.model, optimizer, mesh, **options)
         assert engine.layers is not None, "chosen at the start"
         engine.layers = engine.layers.kept()
         return "zero1", sharded
     shard, in_step = shard_of(engine.model, transport, settings, cost, local_ranks=local_ranks)
     options |= {"shard": shard, "ranks_in_step": in_step}
-    engine.parameters, sharded = take_over(model, optimizer, transport, **options)
+    engine.parameters, sharded = take_over(model, engine.model, optimizer, transport, **options)
     return shard, sharded
 
 
@@ -157,7 +157,7 @@ def check_host_optimizer(model: nn.Module, transport: Transport, settings: Sessi
 
 def _memory(model: nn.Module, settings: SessionSettings, ranks: int, node: int | None = None) -> StepMemory:
     """Return what a step of the model holds, under zero1."""
-    config: Any = model.config
+    config = whole_model(model).config
     parameters, optimizer = list(model.parameters()), settings.optimizer
     widths = Counter[int]()
     for parameter in parameters:
@@ -185,7 +185,7 @@ def _chosen(model: nn.Module, transport: Transport, settings: SessionSettings, m
     held = [*model.parameters(), *(each for part in states for each in part.values())]
     own = sum(each.nbytes for each in held if isinstance(each, Tensor) and each.device.type == device.type)
     (free,) = least(transport, [free_bytes(device, transport.device_ranks) + own])
-    kinds = kinds_of(model.config, settings.recompute)
+    kinds = kinds_of(whole_model(model).config, settings.recompute)
     choice = choose_shard(
         memory,
         free or None,

@@ -1,0 +1,73 @@
+"""A run file whose model has towers: its text part trains, all of it is saved, and rows with images are refused."""
+
+import json
+
+import peft
+import pytest
+import torch
+from testing.towers import tiny_tower_config
+from transformers import AutoModelForImageTextToText
+
+from run.small_runs import DTYPES, VOCAB, call, losses, make_rows, plain_training, relative, steps_of, train, write_run
+from tiers import more
+
+LENGTHS = [30, 1, 12, 5, 61, 2, 9, 40]
+IMAGE = 3
+
+
+def write_whole(folder, whole="gemma3", text="gemma3_text", **others):
+    torch.manual_seed(0)
+    config = tiny_tower_config(whole, text, {"vocab_size": VOCAB}, **others)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text('{"size": 16}', encoding="utf-8")
+    return folder
+
+
+def opened(folder):
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("options", [[], more(["shard=zero3"]), more(["stages=2", "capacity_tokens=64"])])
+def test_a_run_trains_the_text_part_and_saves_the_whole(tmp_path, options, capfd):
+    folder = write_whole(tmp_path / "model")
+    changes = [part for each in options for part in ("--set", each)]
+    output = train(write_run(tmp_path, make_rows(LENGTHS), model=folder), "--ranks", 2, *changes)
+    said = "Gemma3ForConditionalGeneration: rows of text train its text part"
+    assert said in capfd.readouterr().out
+    expected, _, plain = plain_training(
+        folder, make_rows(LENGTHS), steps_of(output), dtype=DTYPES["fp64"], lrs=[3e-4] * 3
+    )
+    assert all(relative(got, wanted) < 1e-7 for got, wanted in zip(losses(output), expected, strict=True))
+    saved, before = opened(output / "model"), opened(folder).state_dict()
+    assert type(saved) is type(plain)
+    own, reference = saved.state_dict(), plain.state_dict()
+    assert own.keys() == reference.keys()
+    assert max((own[name] - each).norm() / each.norm() for name, each in reference.items()) < 1e-6
+    towers = [name for name in own if not name.startswith(("model.language_model.", "lm_head."))]
+    assert len(towers) > 10
+    assert all(torch.equal(own[name], before[name]) for name in towers)
+    assert json.loads((output / "model/preprocessor_config.json").read_text()) == {"size": 16}
+
+
+def test_adapters_are_on_the_text_part_alone_and_open_on_the_whole(tmp_path):
+    folder = write_whole(tmp_path / "model")
+    keys = {"lora": {"r": 4, "target_modules": ["q_proj", "down_proj"]}, "optimizer": {"lr": 0.02}, "model": folder}
+    output = train(write_run(tmp_path, make_rows(LENGTHS), capacity_tokens=64, **keys))
+    adapted = peft.PeftModel.from_pretrained(opened(folder), output / "model")
+    names = [name for name, _ in adapted.named_parameters() if "lora_" in name]
+    assert len(names) == 2 * 2 * 2
+    assert all(".language_model.layers." in name for name in names)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert (adapted(ids).logits - opened(folder)(ids).logits).norm() > 1e-3
+    keys["lora"] = {"adapter": "out/model"}
+    train(write_run(tmp_path, **keys, capacity_tokens=64, steps=1, output="more", name="more.yaml"))
+    assert losses(tmp_path / "more")[0] < losses(output)[0]
+
+
+def test_rows_with_images_are_refused(tmp_path, capfd):
+    rows = [{"input_ids": [4, 5, IMAGE, 6]}, *({"input_ids": [1, 2, 4]} for _ in range(3))]
+    folder = write_whole(tmp_path / "model", image_token_index=IMAGE)
+    assert call("train", write_run(tmp_path, rows, model=folder)) != 0
+    said = " ".join(capfd.readouterr().err.split())
+    assert f"train.jsonl:1: expected tokens of text; got the token {IMAGE}, which stands for an image" in said
