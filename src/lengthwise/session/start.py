@@ -171,7 +171,7 @@ def _memory(model: nn.Module, settings: SessionSettings, ranks: int, node: int |
         trained=None if trained == count else trained,
         ranks=ranks,
         ranks_per_node=node,
-        logits_at_once=_logits_at_once(config, settings),
+        logits_at_once=_logits_at_once(text_config(config), settings),
         states=0 if optimizer is None else states_an_entry(optimizer),
         offloads=settings.offloads_optimizer and settings.device.type == "cuda",
         ties=bool(getattr(config, "tie_word_embeddings", False)),
