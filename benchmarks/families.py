@@ -252,8 +252,8 @@ Made by `make families` on {datetime.date.today()} with {versions}, on CPU.
 Of the {len(MODEL_TYPES)} causal-LM families of this transformers, {families} are proved equal to plain Hugging Face and
 trained; every other one is refused by name before a run starts.
 
-What a config asks for beside its family can be refused, too, by its key, before a run starts. Weights that are published
-quantised (`quantization_config`: FP8, MXFP4, INT4) are refused: take a version of them in bfloat16.
+What a config asks for beside its family can be refused, too, by its key, before a run starts. Weights that are
+published quantised (`quantization_config`: FP8, MXFP4, INT4) are refused: take a version of them in bfloat16.
 
 | model | `model_type` in its config.json | trained |
 |---|---|---|

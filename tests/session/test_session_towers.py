@@ -10,6 +10,7 @@ from testing.towers import tiny_tower_config
 from transformers import AutoModelForImageTextToText
 
 from lengthwise import Session
+from lengthwise.core.errors import DataError
 from tiers import more
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -64,3 +65,13 @@ def test_a_loop_over_all_parameters_is_the_plain_loop(ranks, options, whole, tex
     for numbers, weights in in_ranks(in_double(work), ranks, tmp_path):
         assert numbers < 1e-12
         assert weights < 1e-11
+
+
+def test_rows_with_images_are_refused_by_row_and_token():
+    model = model_of("gemma3", "gemma3_text", {"image_token_index": 7})
+    said = r"sequence 1, input_ids: expected tokens of text; got the token 7, .*image_token_index"
+    with (
+        Session(model, ADAMW(model.parameters()), capacity_tokens=64) as session,
+        pytest.raises(DataError, match=said),
+    ):
+        session.backward([[1, 2, 3], [4, 7, 5]])
