@@ -64,15 +64,20 @@ class OwnForward(LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
-@pytest.mark.parametrize("change", ["none", "class", "instance", "loss_function"])
+@pytest.mark.parametrize("change", ["none", "class", "instance", "hook", "loss_function", "compute_loss"])
 def test_a_model_with_a_forward_or_loss_of_its_own_keeps_it(change):
     model = small_model()
     if change == "class":
         model = OwnForward(model.config)
     elif change == "instance":
         model.forward = lambda **inputs: LlamaForCausalLM.forward(model, **inputs)
+    elif change == "hook":
+        model.register_forward_hook(lambda *_: None)
     elif change == "loss_function":
         model.loss_function = lambda **given: given["logits"].sum()
     trainer = object.__new__(Trainer)
     trainer.model, trainer.compute_loss_func, trainer.label_smoother = model, None, None
+    if change == "compute_loss":
+        trainer.compute_loss = lambda *_, **__: 0
+        assert not trainer._divides_by_items()
     assert is_next_tokens(trainer) == (change == "none")

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops import LargestTensor, in_ranks, rows_of, small_model
+from transformers import LlamaForCausalLM
 
 from lengthwise import Session
 from lengthwise.core.errors import MemoryShortage
@@ -41,6 +42,39 @@ def test_no_step_of_a_session_makes_all_logits():
                 run(session)
             found[name] = largest.numbers
     assert max(found.values()) < tokens * WORDS / 2, found  # the largest is the sum of all gradients
+
+
+class ByPosition(LlamaForCausalLM):
+    """A model whose logits depend on more than hidden states."""
+
+    def forward(self, input_ids=None, position_ids=None, **given):
+        output = super().forward(input_ids=input_ids, position_ids=position_ids, **given)
+        return by_position(self, (), {"position_ids": position_ids}, output)
+
+
+def by_position(_model, _given, named, output):
+    weights = 1 + named["position_ids"][:, -output.logits.shape[1] :, None] % 7
+    output.logits = output.logits * weights
+    return output
+
+
+@pytest.mark.parametrize("change", ["class", "hook"])
+def test_logits_that_a_loop_makes_of_more_than_hidden_states_are_those_of_its_loss(change):
+    model = small_model(torch.float32)
+    if change == "class":
+        model.__class__ = ByPosition
+    else:
+        model.register_forward_hook(by_position, with_kwargs=True)
+    rows, plain = rows_of([150, 40, 3], 5), 0.0
+    for row in rows:
+        ids = row["input_ids"][None]
+        with torch.no_grad():
+            logits = model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None]).logits[0]
+        plain += F.cross_entropy(logits[:-1], row["labels"][1:], ignore_index=-100, reduction="sum").item()
+    with Session(model, SGD(model.parameters()), capacity_tokens=256) as session:
+        loss = session.backward(rows, normalizer=1.0).loss
+        values = torch.cat(session.token_values(rows)).sum().item()
+    assert (loss, -values) == (pytest.approx(plain, rel=1e-5), pytest.approx(plain, rel=1e-5))
 
 
 def by_itself(output, tokens):

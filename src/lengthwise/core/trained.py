@@ -23,7 +23,9 @@ MIXERS_OF = {"hybrid": 2, "moe": 0, "mlp": 0}  # layers that mix tokens in a dec
 USE_OTHERS = "Not supported yet: train it with plain TRL or Transformers"
 
 _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}  # what older configs call kinds of layers
-_EVERY = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"), 4)  # which layer attends
+_EVERY: Mapping[str, int] = dict.fromkeys(
+    ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"), 4
+)  # which layer attends
 _OF_PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _TOWERS = re.compile(r"\w*(vision|image|audio|speech|vq)\w*_config")
 _LAYER_KEYS = ("layer_types", "layers_block_type")

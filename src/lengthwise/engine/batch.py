@@ -99,9 +99,10 @@ def refuse_placeholders(ids: np.ndarray, names: Mapping[int, str], where: str | 
     Raises:
         DataError: the first of them.
     """
-    found = ids[np.isin(ids, list(names))] if names else ()
-    if len(found):
-        got = f"the token {found[0]}, which stands for an image or a sound ({names[int(found[0])]})"
+    found = ids[np.isin(ids, list(names))] if names else ids[:0]
+    if found.size:
+        first = int(found[0])
+        got = f"the token {first}, which stands for an image or a sound ({names[first]})"
         remedy = "Take such rows out, or train them with plain TRL or Transformers: only text trains here."
         raise DataError(where if isinstance(where, str) else where(), expected="tokens of text", got=got, remedy=remedy)
 

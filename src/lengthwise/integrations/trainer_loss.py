@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from lengthwise.models import has_balance_loss
+from lengthwise.models import has_balance_loss, has_own_logits
 from lengthwise.session.loss_checks import KnownShare, ShareInChunks
 from lengthwise.session.losses import ComputeLoss
 from lengthwise.session.model import hugging_face_model
@@ -31,16 +31,15 @@ def loss_of(trainer: Any, planned: PlannedStep, normalizer: float) -> ComputeLos
 def is_next_tokens(trainer: Any) -> bool:
     """Return whether a Trainer's loss is the next token's cross entropy, as Trainer and Hugging Face's models have it.
 
-    Not where the loss, `compute_loss` or the model's `forward` is the user's, labels are smoothed, or routers balanced.
+    Not where the loss, `compute_loss`, the model's `forward` or a hook on it is the user's, labels are smoothed, or
+    routers balanced.
     """
     model: Any = hugging_face_model(trainer.model)
-    forward = getattr(model, "_original_forward", model.forward)  # which accelerate has wrapped in autocast
     return (
-        type(trainer).compute_loss is transformers.Trainer.compute_loss
+        getattr(trainer.compute_loss, "__func__", None) is transformers.Trainer.compute_loss
         and trainer.compute_loss_func is None
         and trainer.label_smoother is None
-        and getattr(forward, "__func__", None) is type(model).forward
-        and type(model).forward.__module__.startswith("transformers.models.")
+        and not has_own_logits(model)
         and model.loss_function is ForCausalLMLoss
         and not has_balance_loss(model.config)
     )

@@ -130,7 +130,8 @@ class PlannedTrainerMixin(_Base):
 
     def _divides_by_items(self) -> bool:
         """Whether the loss is one that is known to divide by num_items_in_batch."""
-        return type(self).compute_loss is transformers.Trainer.compute_loss and self.compute_loss_func is None
+        own = getattr(self.compute_loss, "__func__", None)  # somebody may have put another on the trainer
+        return own is transformers.Trainer.compute_loss and self.compute_loss_func is None
 
     def _takes_whole_logits(self) -> bool:
         """Whether the loss makes, or may make, all logits of a microbatch at once."""

@@ -57,7 +57,8 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
         return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
 
     def _divides_by_items(self) -> bool:
-        return type(self).compute_loss is trl.SFTTrainer.compute_loss and self.compute_loss_func is None
+        own = getattr(self.compute_loss, "__func__", None)
+        return own is trl.SFTTrainer.compute_loss and self.compute_loss_func is None
 
     def _takes_whole_logits(self) -> bool:
         return not self._divides_by_items() or self.label_smoother is not None

@@ -42,7 +42,7 @@ from lengthwise.models.load import (
     save_model,
 )
 from lengthwise.models.lora import build_adapted, check_lora, save_adapter
-from lengthwise.models.loss import token_loss, token_losses
+from lengthwise.models.loss import has_own_logits, token_loss, token_losses
 from lengthwise.models.mixers import has_states, mixing_of
 from lengthwise.models.router import ROUTER_FAMILIES, RouterBalance, coefficient_key, count_choices, has_balance_loss
 from lengthwise.models.stages import ModelStage, check_cut
@@ -81,6 +81,7 @@ __all__ = [
     "find_model",
     "has_balance_loss",
     "has_dropout",
+    "has_own_logits",
     "has_states",
     "keep_double",
     "largest_head_dim",

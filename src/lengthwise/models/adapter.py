@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from lengthwise.attention import PlannedAttention, planned_attention
 from lengthwise.core.errors import ModelRefused
 from lengthwise.cost import logits_at_once as logits_by_rule
-from lengthwise.models.loss import DecoderOutput, token_loss, token_losses
+from lengthwise.models.loss import DecoderOutput, has_own_logits, token_loss, token_losses
 from lengthwise.models.mixers import count_mixers, put_mixers
 from lengthwise.models.rope import forget_lengths, sequence_lengths
 
@@ -108,11 +108,11 @@ def model_log_probabilities(
 
 
 def _chunk_tokens(model: nn.Module, input_ids: Tensor, logits_at_once: LogitsAtOnce) -> int | None:
-    """Return of how many tokens logits are made at a time; None: of all, which are no more than asked for."""
+    """Return of how many tokens logits are made at a time; None: of all, which few tokens or own logits need."""
     vocabulary: int = model.config.vocab_size  # type: ignore[union-attr, assignment]
     if logits_at_once == "auto":
         logits_at_once = logits_by_rule(vocabulary, on_gpus=input_ids.is_cuda)
-    if logits_at_once is None or len(input_ids) * vocabulary <= logits_at_once:
+    if logits_at_once is None or has_own_logits(model) or len(input_ids) * vocabulary <= logits_at_once:
         return None
     return max(1, logits_at_once // vocabulary)
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lengthwise.core.errors import ModelRefused
+from lengthwise.models.text_part import whole_model
 
 
 def token_loss(logits: Tensor, shift_labels: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -31,6 +32,20 @@ def token_losses(logits: Tensor, shift_labels: Tensor) -> Tensor:
     """Return the cross entropy of each token, (tokens,), of logits (tokens, vocab) in fp32 or wider."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.to(wide), shift_labels, ignore_index=-100, reduction="none")
+
+
+def has_own_logits(model: Any) -> bool:
+    """Return whether a model may make logits as its family does not: by a forward or a forward hook of the user's.
+
+    These may need ids, positions or all tokens, and chunks of a loss have hidden states alone.
+    """
+    model = whole_model(model)
+    forward = getattr(model, "_original_forward", model.forward)  # which accelerate has wrapped in autocast
+    is_family = type(model).forward.__module__.startswith("transformers.models.")
+    known = ("lengthwise.", "transformers.")
+    hooks = (str(getattr(each, "__module__", None)) for each in model._forward_hooks.values())
+    is_plain = is_family and getattr(forward, "__func__", None) is type(model).forward
+    return not is_plain or not all(each.startswith(known) for each in hooks)
 
 
 class DecoderOutput:

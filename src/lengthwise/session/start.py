@@ -26,7 +26,7 @@ from lengthwise.cost import (
     wanted_tokens,
 )
 from lengthwise.engine.memory import free_bytes
-from lengthwise.models import choose_layers, whole_model
+from lengthwise.models import choose_layers, has_own_logits, text_config, whole_model
 from lengthwise.models.weights import first_names, is_finite
 from lengthwise.session.capacity import kinds_of, least
 from lengthwise.session.engine import Engine
@@ -53,7 +53,7 @@ def start_engine(
         computing=computing,
         device=settings.device,
         dtype=settings.dtype,
-        logits_at_once=_logits_at_once(model.config, settings),
+        logits_at_once=_logits_at_once(model, settings),
         autocast=settings.autocast,
         seed=seed,
         offload=settings.offload,
@@ -65,8 +65,10 @@ def _say(choice: str) -> None:
     print(f"lengthwise: {choice}", flush=True)
 
 
-def _logits_at_once(config: Any, settings: SessionSettings) -> int:
-    return logits_at_once(config.vocab_size, on_gpus=settings.device.type == "cuda")
+def _logits_at_once(model: Any, settings: SessionSettings) -> int | None:
+    if has_own_logits(model):
+        return None
+    return logits_at_once(text_config(model.config).vocab_size, on_gpus=settings.device.type == "cuda")
 
 
 def take_model(
@@ -171,7 +173,7 @@ def _memory(model: nn.Module, settings: SessionSettings, ranks: int, node: int |
         trained=None if trained == count else trained,
         ranks=ranks,
         ranks_per_node=node,
-        logits_at_once=_logits_at_once(text_config(config), settings),
+        logits_at_once=_logits_at_once(model, settings),
         states=0 if optimizer is None else states_an_entry(optimizer),
         offloads=settings.offloads_optimizer and settings.device.type == "cuda",
         ties=bool(getattr(config, "tie_word_embeddings", False)),
