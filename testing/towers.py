@@ -53,7 +53,8 @@ def tiny_tower_config(whole: str, text: str, changes: Mapping[str, Any] | None =
     parts: dict[str, Any] = {
         "text_config": tiny_family_config(text, {**_TEXTS.get(text, {}), **(changes or {})}).to_dict()
     }
-    for key in kind.sub_configs:
+    sub_configs: Any = kind.sub_configs
+    for key in sub_configs:
         part = getattr(base, key, None)
         if key != "text_config" and part is not None:
             own = part.to_dict()
@@ -67,6 +68,7 @@ def tiny_tower_config(whole: str, text: str, changes: Mapping[str, Any] | None =
     made = kind(**{**parts, **tokens, **others})
     if whole == "gemma3n":  # whose own tower is timm's: another one in its place, embeddings after those of text
         tower = {name: value for name, value in _TOWER.items() if name in SiglipVisionConfig().to_dict()}
-        vars(made)["vision_config"] = SiglipVisionConfig(**tower, vocab_size=8, vocab_offset=VOCAB, rms_norm_eps=1e-6)
+        sizes: Any = {**tower, "vocab_size": 8, "vocab_offset": VOCAB, "rms_norm_eps": 1e-6}
+        vars(made)["vision_config"] = SiglipVisionConfig(**sizes)
         made.audio_config.vocab_size, made.audio_config.vocab_offset = 8, VOCAB + 8
     return made

@@ -33,7 +33,7 @@ class TextPart(nn.Module):
         self.__dict__["whole"] = whole  # no child: its towers are no part
         mode = whole.training
         super().__init__()
-        self.training = mode
+        self.training = mode  # pyright: ignore[reportIncompatibleVariableOverride] - that of the whole
         names = {id(module): name for name, module in whole.named_modules()}
         beside = [whole.get_submodule(name) for name in _RUN_BY_TEXT.get(whole.config.model_type, ())]
         for part in (*beside, whole.get_decoder(), whole.get_output_embeddings()):

@@ -63,7 +63,7 @@ class Trackers(Callback):
         """Call a tracker inside the block; where it raises, say so and call it no more."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, training goes on
             self._open.pop(name, None)
             got = " ".join(f"{type(error).__name__}: {error}".split())
             self._say(f"no more reports to {name}: {got}; training is not affected")
