@@ -139,8 +139,10 @@ def _computed(name: str, kernel: MixerKernel, layer: Any, tokens: Mapping[str, T
         found = {"out": scan.run(parts, lengths), "out from zero": opened.out, "reader": opened.reader}
         found |= {"map": opened.a, "state": opened.b}
     random = torch.Generator().manual_seed(1)
-    loss = sum((x.float() * torch.randn(x.shape, generator=random).to(x.device)).sum() for x in found.values())
-    gradients = torch.autograd.grad(loss, [*inputs.values()])  # pyright: ignore[reportArgumentType]
+    drawn = (torch.randn(x.shape, generator=random, device="cpu", dtype=torch.float32) for x in found.values())
+    # Rounded, so that they are the same in every dtype.
+    grads = [each.bfloat16().to(x.device, x.dtype) for x, each in zip(found.values(), drawn, strict=True)]
+    gradients = torch.autograd.grad([*found.values()], [*inputs.values()], grads)
     return {each: x.detach() for each, x in found.items()} | {
         f"gradient of {each}": x for each, x in zip(inputs, gradients, strict=True)
     }
@@ -156,7 +158,7 @@ def _drawn(name: str, layer: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     random, rows = torch.Generator().manual_seed(0), sum(_lengths(layer))
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=random)
+        return torch.randn(*shape, generator=random, device="cpu", dtype=torch.float32)
 
     if name == CONVOLUTION:
         convolution = convolution_of(layer)

@@ -284,7 +284,7 @@ class _ByPlan:
         # Transformers takes a package's function where there is one, on any device; this is its own.
         self._plain = plain_kernel(name, inspect.unwrap(self.function))
         self._counts = name in _SCANS or not any(hasattr(module, each) for each in _SCANS)  # else the scan after it
-        self._planned = torch.compiler.disable(self._run)
+        self._planned: Callable[..., Any] = torch.compiler.disable(self._run)
 
     def _run(self, planned: PlannedAttention, tokens: Tensor, *args: Any, **asked: Any) -> Any:
         if self._counts:
