@@ -2,8 +2,8 @@
 
 A plan hands spans to a kernel side by side, whole documents and cut spans apart. The functions of transformers take one
 span a call and run anywhere. fla takes all of them in one call, with a state for each; mamba-ssm takes whole documents
-in one, but gives one last state a call; causal-conv1d sees one row, with what goes before each span inside. Read in
-fla-core 0.6.0, mamba-ssm 2.3.2 and causal-conv1d 1.6.1; not run on a GPU yet.
+in one, but gives one last state a call; causal-conv1d sees one row, with what goes before each span inside. Written for
+fla-core 0.6.0, mamba-ssm 2.3.2 and causal-conv1d 1.6.1; the first two ran in Triton's interpreter, none on a GPU yet.
 """
 
 from __future__ import annotations
