@@ -26,7 +26,7 @@ from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
-from lengthwise.models import Computing, choose_model_kernel, compute_so, plain_attention
+from lengthwise.models import Computing, choose_mixers, choose_model_kernel, compute_so, plain_attention
 
 VARLEN = "torch_varlen"
 
@@ -46,6 +46,7 @@ class OurLoop:
         self.computing = computing or Computing()
         compute_so(self.model, self.computing, device, dtype=dtype, say=self.said.append)
         self.kernel = choose_model_kernel(config, self.computing, device, dtype=dtype, say=self.said.append)
+        choose_mixers(self.model, self.transport, device, dtype=dtype, say=self.said.append)
 
     def work(self, plan: Plan, batch: StepBatch, *, transport: Transport | None = None) -> float:
         """Run forward and backward of a rank's microbatches; return its summed loss."""

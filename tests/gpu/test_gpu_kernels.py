@@ -5,8 +5,9 @@ On the CPU the varlen kernel is a reference that refuses what a GPU kernel would
 
 import pytest
 import torch
-from testing import dense_attention, make_plan, relative_error
+from testing import dense_attention, make_plan, relative_error, tiny_family_config
 from testing.attention_ranks import attend_on_ranks
+from testing.mixers import STAND_INS
 from testing.varlen import ReferenceDenseOps, ReferenceVarlenOps
 
 from lengthwise.attention import AttentionNeeds, ReferenceKernel, choose_kernel
@@ -17,6 +18,11 @@ from lengthwise.attention.proof import fault_of
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.comm import StagedTransport
 from lengthwise.core.plan import Piece
+from lengthwise.models.load import build_skeleton
+from lengthwise.models.mixer_choice import fault_of as fault_of_mixer
+from lengthwise.models.mixer_choice import layers_of
+from lengthwise.models.mixer_kernels import CONVOLUTION, DELTA_RULE, KDA, MAMBA2, PACKAGES, package_kernel, plain_kernel
+from lengthwise.models.mixers import plain_function
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 HEADS, KV_HEADS, SCALE = 8, 2, 0.11
@@ -30,6 +36,9 @@ SPLIT = [
     [Piece(ranks=(3, 2, 1, 0), sequences=(5, 2), heads=4), Piece(ranks=(2,), sequences=(6,))],
 ]
 PLANS = {"rings": (3, PIECES), "split heads": (4, SPLIT)}
+
+FAMILY = {DELTA_RULE: "qwen3_5_text", KDA: "kimi_linear", MAMBA2: "nemotron_h", CONVOLUTION: "lfm2"}
+KEYS = {DELTA_RULE: {"linear_key_head_dim": 64, "linear_value_head_dim": 128}, KDA: {"linear_head_dim": 64}}
 
 
 def named_kernel(name, device):
@@ -114,3 +123,16 @@ def test_gpu_kernels_that_are_chosen_pass_it_with_heads_of_any_size(device, dtyp
     for dim in (20, 64, 256):
         needs = AttentionNeeds(dtype=dtype, head_dim=dim, windowed=True, heads=HEADS, kv_heads=KV_HEADS)
         assert fault_of(choose_kernel(device, dtype=dtype, head_dim=dim), needs, device) is None
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_gpu_packages_of_layers_with_states_pass_the_comparison_of_a_start(device, name):
+    model = build_skeleton(tiny_family_config(FAMILY[name], KEYS.get(name)))
+    (layer,), dtype = layers_of(model), torch.bfloat16
+    kernel = package_kernel(PACKAGES[name], [layer], dtype)
+    if device.type == "cpu":
+        kernel = PACKAGES[name].make(STAND_INS[name])
+    elif isinstance(kernel, str):
+        pytest.skip(kernel)
+    plain = plain_kernel(name, plain_function(model, name))
+    assert fault_of_mixer(name, kernel, plain, layer, dtype, device) is None

@@ -1,7 +1,6 @@
 """Scans and convolutions of hybrid models: what makes them right, made wrong on purpose, and calls without a plan."""
 
 import copy
-import functools
 from dataclasses import replace
 from functools import cache
 
@@ -12,12 +11,11 @@ from testing.pipelines import as_pipeline, pipeline_difference
 
 from lengthwise.attention import PlannedAttention, choose_kernel, halos, states
 from lengthwise.comm import SoloTransport
-from lengthwise.core.errors import ConfigError, ModelRefused
+from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.models import mixers
 from lengthwise.models.adapter import attending_by_plan, planned_output
-from lengthwise.models.mixer_kernels import choose_mixers, fault_of
-from lengthwise.models.mixers import count_mixers, mixing_functions, mixing_of, put_mixers
+from lengthwise.models.mixers import count_mixers, mixing_of, put_mixers
 from lengthwise.program import Mixing, RankRound, lower_plan
 from models.test_models_checkpointing import recomputing
 from tiers import more
@@ -140,37 +138,3 @@ def test_layers_that_kernels_of_the_hub_replaced_are_refused():
     model._use_kernels = True
     with pytest.raises(ModelRefused, match="use_kernels"):
         put_mixers(model, lambda: True)
-
-
-NAMES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
-
-
-@pytest.mark.parametrize("number", [0, more(1), 2])
-def test_a_scan_of_a_package_is_compared_with_torchs_before_it_is_used(number):
-    family = (DELTA, "kimi_linear", MAMBA2)[number]
-    function = mixing_functions(pair_of(family)["planned"])[NAMES[number]]
-    cpu = torch.device("cpu")
-    assert fault_of(NAMES[number], function, cpu, torch.float32) is None
-
-    @functools.wraps(function)
-    def forgets(*args, initial_state=None, **how):
-        """Gives what a kernel would that begins every span anew, or without a decay."""
-        if initial_state is not None:
-            return function(*args, initial_state=torch.zeros_like(initial_state), **how)
-        out = function(*args, **how)
-        return out if number < 2 else tuple(1.1 * each for each in out) if isinstance(out, tuple) else 1.1 * out
-
-    assert "from torch's in fp64" in fault_of(NAMES[number], forgets, cpu, torch.float32)
-
-
-def test_what_installed_kernels_cannot_run_is_refused_and_what_is_missing_is_said():
-    model, cpu = pair_of(CONVOLUTION)["planned"], torch.device("cpu")
-    (said,) = choose_mixers(model, cpu, torch.float32, is_installed=lambda _: False)
-    assert said.startswith(
-        "causal_conv1d_fn: torch's operations, many times slower; because causal_conv1d is not there"
-    )
-    (said,) = choose_mixers(model, cpu, torch.float32, is_installed=lambda _: True)
-    assert said == "causal_conv1d_fn: causal_conv1d; because it is installed"
-    wide = build_pair("lfm3", tiny_family_config("lfm3"))["planned"]
-    with pytest.raises(ConfigError, match="convolutions over 7 tokens, where it has at most 4"):
-        list(choose_mixers(wide, cpu, torch.float32, is_installed=lambda _: True))

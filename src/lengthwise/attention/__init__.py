@@ -7,6 +7,7 @@ from lengthwise.attention.halos import convolve_spans
 from lengthwise.attention.kernels import Block, BlockKernel, FlashCpuKernel, ReferenceKernel, Saved
 from lengthwise.attention.packs import to_device
 from lengthwise.attention.planned import PlannedAttention, planned_attention
+from lengthwise.attention.proof import differences, tolerance_for
 from lengthwise.attention.recompute import ActivationPolicy, Recomputation
 from lengthwise.attention.states import Opened, scan_spans
 
@@ -26,7 +27,9 @@ __all__ = [
     "check_attention",
     "choose_kernel",
     "convolve_spans",
+    "differences",
     "planned_attention",
     "scan_spans",
     "to_device",
+    "tolerance_for",
 ]

@@ -59,6 +59,7 @@ class PlannedAttention:
         self.layers_kept = 0  # of these, those that backward will run through
         self.layers_passed = 0  # of those of the model, what others run, where it is cut into stages
         self.recomputation: Recomputation | None = None  # the checkpointed layer that is running, if one is
+        self.mixers: Mapping[Any, Any] = {}  # what computes layers that are no attention, where models choose it
         self._halos: dict[int, Halo] = {}
         self._heads = HeadExchange(program, transport)
         starts = program.row_starts(transport.rank)

@@ -149,11 +149,12 @@ def _compared(kernel: BlockKernel, case: Case, needs: AttentionNeeds, device: to
             wrong.append(f"{name} is not finite")
             continue
         one, wanted = (x[:, :tokens] if name == "lse" else x[:tokens] for x in (one.double(), wanted))
-        wrong += _differences(name, one, wanted, kept)
+        wrong += differences(name, one, wanted, kept)
     return wrong
 
 
-def _differences(name: str, found: Tensor, wanted: Tensor, kept: Tolerance) -> list[str]:
+def differences(name: str, found: Tensor, wanted: Tensor, kept: Tolerance) -> list[str]:
+    """Return in words how far a tensor, in fp64, is from the expected one, where that is more than `kept`."""
     if name == "lse":
         off = float((found - wanted).abs().max())
         return [] if off <= kept.lse else [f"lse is off by {off:.2g}, where {kept.lse:g} is allowed"]

@@ -43,6 +43,7 @@ from lengthwise.models.load import (
 )
 from lengthwise.models.lora import build_adapted, check_lora, save_adapter
 from lengthwise.models.loss import has_own_logits, token_loss, token_losses
+from lengthwise.models.mixer_choice import choose_mixers
 from lengthwise.models.mixers import has_states, mixing_of
 from lengthwise.models.router import ROUTER_FAMILIES, RouterBalance, coefficient_key, count_choices, has_balance_loss
 from lengthwise.models.stages import ModelStage, check_cut
@@ -72,6 +73,7 @@ __all__ = [
     "check_recompute",
     "check_weights",
     "choose_layers",
+    "choose_mixers",
     "choose_model_kernel",
     "coefficient_key",
     "compute_so",

@@ -170,7 +170,7 @@ def run_planned(
     model: nn.Module, planned: PlannedAttention, call: Callable[[], Result], *, once: bool = True
 ) -> Result:
     """Return what `call` does, which runs `model` by the plan; ModelRefused: layers did not run through it."""
-    put_mixers(model, in_planned_forward)
+    planned.mixers = put_mixers(model, in_planned_forward)
     with sequence_lengths(model, planned.spans), _planned_forward():
         result = call()
     layers = count_mixers(model.config) - planned.layers_passed

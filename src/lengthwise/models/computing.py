@@ -32,8 +32,6 @@ from lengthwise.models.fused_layers import (
     liger_kernels,
 )
 from lengthwise.models.load import build_skeleton
-from lengthwise.models.mixer_kernels import choose_mixers
-from lengthwise.models.mixers import is_found
 from lengthwise.models.text_part import text_config
 
 _MOST_VARIANTS = 32  # of one function: windows, training or not, one row; torch would stop compiling after 8
@@ -150,7 +148,7 @@ def choose_layers(
     """Return how the layers of a model compute on `device`, in `dtype`, as asked; `say` reports each choice.
 
     Raises:
-        ConfigError: layers, experts or scans that cannot compute on this device as asked.
+        ConfigError: layers or experts that cannot compute on this device as asked.
     """
     report, on_gpu = say or (lambda _: None), device.type == "cuda"
     experts, forwards = None, dict[nn.Module, Callable[..., Any]]()
@@ -160,8 +158,6 @@ def choose_layers(
         implementation, reason = choose_experts(computing.experts, needs)
         experts = implementation if needs.replaceable else None
         report(f"experts: {implementation}; because {reason}")
-    for choice in choose_mixers(model, device, dtype, is_installed=is_found) if on_gpu else ():
-        report(choice)
     fused, reason = choose_fused(
         computing.fused_layers, _fused_needs(model.config, computing, dtype=dtype, on_gpu=on_gpu)
     )

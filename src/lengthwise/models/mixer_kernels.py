@@ -1,139 +1,249 @@
-"""Kernels of packages for scans and convolutions: which there are, what they cannot run, whether they are right here.
+"""Kernels of layers that mix tokens without attention: functions of transformers, and of packages for GPUs.
 
-Transformers computes by fla, mamba-ssm and causal-conv1d where they are installed, else by torch's own operations, many
-times slower. Before a run each scan computes small documents and spans on the device, forward and backward, and must
-agree with torch's operations in fp64 on the host. Not run on a GPU yet.
+A plan hands spans to a kernel side by side, whole documents and cut spans apart. The functions of transformers take one
+span a call and run anywhere. fla takes all of them in one call, with a state for each; mamba-ssm takes whole documents
+in one, but gives one last state a call; causal-conv1d sees one row, with what goes before each span inside. Written for
+fla-core 0.6.0, mamba-ssm 2.3.2 and causal-conv1d 1.6.1; the first two ran in Triton's interpreter, none on a GPU yet.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lengthwise.core.errors import ConfigError
-from lengthwise.models.double import keep_double
-from lengthwise.models.mixers import DeltaRule, Mamba2, mixing_functions
+from lengthwise.attention import to_device
 
-_LENGTHS = (70, 1, 129)  # of documents: shorter and longer than a chunk of any kernel
-_TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 3e-2, torch.float32: 2e-3, torch.float64: 1e-9}
-_WIDEST, _LARGEST_KEY, _CHANNELS = 4, 256, 8  # of causal-conv1d and fla
-_HEADS = 2
+Tokens = Mapping[str, Tensor]
 
+DELTA_RULE, KDA = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
+MAMBA2, CONVOLUTION = "mamba2_chunk_scan", "causal_conv1d_fn"
 
-class _Package(NamedTuple):
-    """The module that transformers looks for, and what installs it."""
-
-    module: str
-    distribution: str
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MOST_KEY = 256  # numbers of a key in fla
+_WIDTHS, _CHANNELS = (2, 3, 4), 8  # of causal-conv1d: widths, and what divides its channels
+_ACTIVATIONS = (None, "silu", "swish")
 
 
-_FLA, _MAMBA = _Package("fla", "flash-linear-attention"), _Package("mamba_ssm", "mamba-ssm")
-_PACKAGES = {
-    "torch_chunk_gated_delta_rule": _FLA,
-    "chunk_kimi_delta_attention": _FLA,
-    "mamba2_chunk_scan": _MAMBA,
-    "causal_conv1d_fn": _Package("causal_conv1d", "causal-conv1d"),
-}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixerKernel:
+    """How one of transformers' functions is computed; `name`: of the package.
 
-
-def choose_mixers(
-    model: nn.Module, device: torch.device, dtype: torch.dtype, *, is_installed: Callable[[str], bool]
-) -> Iterator[str]:
-    """Yield in words by which kernels the layers of a model without attention compute on a GPU, and why.
-
-    Raises:
-        ConfigError: an installed kernel that cannot run the model, or is wrong on this device.
+    run: of a scan, (tokens by name, lengths of spans, states=whether to return them, **arguments of the function) ->
+    (outputs (1, rows, ...), the state after each span or None); of a convolution, the function itself.
+    steps_in_fp32: Mamba 2's step sizes are, else they are in the dtype of the tokens.
     """
-    for name, function in mixing_functions(model).items():
-        package = _PACKAGES[name]
-        if not is_installed(package.module):
-            install = f"pip install {package.distribution}, or 'lengthwise[hybrid]'"
-            yield f"{name}: torch's operations, many times slower; because {package.module} is not there ({install})"
-            continue
-        _refuse(name, package, _impossible(name, model))
-        if name != "causal_conv1d_fn":
-            _refuse(name, package, fault_of(name, function, device, dtype))
-        yield f"{name}: {package.module}; because it is installed"
+
+    name: str
+    run: Callable[..., Any]
+    steps_in_fp32: bool = False
 
 
-def _refuse(name: str, package: _Package, fault: str | None) -> None:
-    if fault is not None:
-        remedy = f"Take another version of {package.distribution}, or uninstall it: torch's operations are slower."
-        expected = f"a kernel of {package.module} that computes {name} of this model"
-        raise ConfigError("model", expected=expected, got=fault, remedy=remedy)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """Where a kernel for GPUs comes from. arguments: it must take. make: the kernel of its function."""
+
+    title: str
+    distribution: str
+    module: str
+    function: str
+    arguments: tuple[str, ...]
+    make: Callable[[Callable[..., Any]], MixerKernel]
+    against: Callable[[Any], str | None]
+    """Why it cannot compute a layer of a model, or None."""
 
 
-def _impossible(name: str, model: nn.Module) -> str | None:
-    """Return what of the model a kernel has no form for."""
-    config: Any = model.config
-    if name == "causal_conv1d_fn":
-        for module in model.modules():
-            if isinstance(module, nn.Conv1d):
-                if module.kernel_size[0] > _WIDEST:
-                    return f"convolutions over {module.kernel_size[0]} tokens, where it has at most {_WIDEST}"
-                if module.in_channels % _CHANNELS:
-                    return f"{module.in_channels} channels, where it has multiples of {_CHANNELS}"
-    keys = getattr(config, "linear_key_head_dim", None) or getattr(config, "linear_head_dim", None) or 0
-    if _PACKAGES[name] is _FLA and keys > _LARGEST_KEY:
-        return f"keys of {keys} numbers, where it has at most {_LARGEST_KEY}"
-    return None
+def spans_in(tokens: Tokens, lengths: Sequence[int]) -> Iterator[dict[str, Tensor]]:
+    """Yield what a scan reads of each span."""
+    parts = {name: x.split([*lengths], dim=1) for name, x in tokens.items()}
+    for number in range(len(lengths)):
+        yield {name: each[number] for name, each in parts.items()}
 
 
-def fault_of(name: str, function: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return in words what a scan gets wrong on `device`; None: nothing."""
-    exact_function = inspect.unwrap(function)
-    given = _drawn(name)
-    with torch.autocast(device.type, enabled=False), torch.enable_grad(), torch._C.DisableTorchFunction():
-        found = _computed(name, function, {key: x.to(device, _dtype_of(key, dtype)) for key, x in given.items()})
-    with torch.enable_grad(), keep_double(torch.float64):
-        exact = _computed(name, exact_function, given)
-    for what, expected in exact.items():
-        distance = (found[what].detach().cpu().double() - expected.detach()).norm() / expected.norm().clamp_min(1e-30)
-        if not distance <= _TOLERANCES[dtype]:
-            return f"{what} that is {distance:.1e} from torch's in fp64, where {_TOLERANCES[dtype]:g} is rounding"
-    return None
+def plain_kernel(name: str, function: Callable[..., Any]) -> MixerKernel:
+    """Return the kernel that is transformers' own function, in plain torch."""
+    if name == CONVOLUTION:
+        return MixerKernel(name="transformers", run=function)
+    asked = "return_final_states" if name == MAMBA2 else "output_final_state"
+
+    def run(
+        tokens: Tokens, lengths: Sequence[int], *, states: bool = False, **how: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if states:
+            how[asked] = True
+        found = [function(**each, **how) for each in spans_in(tokens, lengths)]
+        return _joined([each if isinstance(each, tuple) else (each, None) for each in found])
+
+    return MixerKernel(name="transformers", run=run)
 
 
-def _dtype_of(key: str, dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32) if key in ("g", "A") else dtype
+def _joined(found: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    states = [state for _, state in found if state is not None]
+    return torch.cat([out for out, _ in found], dim=1), torch.cat(states) if states else None
 
 
-def _drawn(name: str, *, size: int = 64) -> dict[str, Tensor]:
-    """Return operands of a scan in fp64, of three documents: states decay slowly and matter to the end."""
-    draw = torch.Generator().manual_seed(0)
-    rows = sum(_LENGTHS)
+def _fla_kernel(function: Callable[..., Any]) -> MixerKernel:
+    def run(
+        tokens: Tokens,
+        lengths: Sequence[int],
+        *,
+        states: bool = False,
+        initial_state: Tensor | None = None,
+        **how: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        borders, on_device = _borders(tuple(lengths), tokens["value"].device)
+        if initial_state is not None:
+            initial_state = initial_state.expand(len(lengths), -1, -1, -1).contiguous()
+        return function(
+            q=tokens["query"],
+            k=tokens["key"],
+            v=tokens["value"],
+            g=tokens["g"],
+            beta=tokens["beta"],
+            initial_state=initial_state,
+            output_final_state=states,
+            cu_seqlens=on_device,
+            cu_seqlens_cpu=borders,  # else the host waits for the device to read them
+            **how,
+        )
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(1, rows, _HEADS, *shape, generator=draw, dtype=torch.float64).bfloat16().double()
-
-    if name == "mamba2_chunk_scan":
-        decay = -torch.rand(_HEADS, generator=draw, dtype=torch.float64).bfloat16().double() - 0.1
-        return {"hidden_states": normal(size), "dt": normal() - 3, "B": normal(size), "C": normal(size), "A": decay}
-    decays = normal(size) if name == "chunk_kimi_delta_attention" else normal()
-    keys = {key: normal(size) for key in ("query", "key", "value")}
-    return {**keys, "g": -0.02 * decays.abs().float().double(), "beta": normal().sigmoid().bfloat16().double()}
+    return MixerKernel(name="fla-core", run=run)
 
 
-def _computed(name: str, function: Callable[..., Any], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what a scan gives of whole documents and of spans, and the gradients of its operands."""
-    x = {key: each.detach().clone().requires_grad_() for key, each in given.items()}
-    if name == "mamba2_chunk_scan":
-        tokens = {key: each for key, each in x.items() if key != "A"}
-        scan: Any = Mamba2(function, x["A"], chunk_size=64, dt_softplus=True)
-    else:
-        tokens = x
-        scan = DeltaRule(function, x["value"], x["key"], use_qk_l2norm_in_kernel=True)
-    found = {"out": scan.run(tokens, _LENGTHS)}
-    opened = scan.open(tokens, _LENGTHS)
-    found |= {f"{part} of spans": each for part, each in opened._asdict().items()}
-    weights = torch.Generator().manual_seed(1)
-    total = sum(
-        (each * torch.randn(each.shape, generator=weights, dtype=torch.float64).to(each)).sum()
-        for each in found.values()
+def _mamba_kernel(function: Callable[..., Any]) -> MixerKernel:
+    # Releases up to 2.3.2 keep states between chunks in the dtype of the tokens, and have no argument for it.
+    wide = {"state_dtype": torch.float32} if "state_dtype" in inspect.signature(function).parameters else {}
+
+    def call(tokens: Tokens, **how: Any) -> Any:
+        return function(tokens["hidden_states"], tokens["dt"], B=tokens["B"], C=tokens["C"], **wide, **how)
+
+    def run(
+        tokens: Tokens, lengths: Sequence[int], *, states: bool = False, **how: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if states:  # it returns that of the last document of a row alone
+            return _joined([call(each, return_final_states=True, **how) for each in spans_in(tokens, lengths)])
+        return call(tokens, seq_idx=_numbers(tuple(lengths), tokens["dt"].device), **how), None
+
+    return MixerKernel(name="mamba-ssm", run=run, steps_in_fp32=True)
+
+
+def _conv_kernel(function: Callable[..., Any]) -> MixerKernel:
+    return MixerKernel(name="causal-conv1d", run=function)
+
+
+@lru_cache(maxsize=16)  # all layers of a microbatch ask for the same, and fla keeps what it makes of a tensor
+def _borders(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return where spans begin, and the end of the last, on the host and on the device."""
+    with torch.inference_mode(False):  # backward of a later call saves it
+        borders = torch.tensor([0, *lengths], dtype=torch.int64, device="cpu").cumsum(0)
+        return borders, to_device(borders, device)
+
+
+@lru_cache(maxsize=16)
+def _numbers(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the number of each row's document, (1, rows)."""
+    with torch.inference_mode(False):
+        numbers = torch.arange(len(lengths), dtype=torch.int32, device="cpu")
+        return to_device(numbers.repeat_interleave(torch.tensor(lengths, device="cpu"))[None], device)
+
+
+def key_size(layer: Any) -> int:
+    """Return the size of a key of a layer with a delta rule."""
+    return getattr(layer, "head_k_dim", None) or layer.head_dim
+
+
+def convolution_of(layer: nn.Module) -> nn.Conv1d | None:
+    """Return the convolution right inside of a layer; every layer that mixes tokens without attention has one."""
+    return next((child for child in layer.children() if isinstance(child, nn.Conv1d)), None)
+
+
+def _against_fla(layer: Any) -> str | None:
+    key = key_size(layer)
+    return f"it takes keys of at most {_MOST_KEY}, and this model has {key}" if key > _MOST_KEY else None
+
+
+def _against_conv(layer: Any) -> str | None:
+    convolution = convolution_of(layer)
+    assert convolution is not None, f"{type(layer).__name__} has a convolution"
+    width, channels, activation = (
+        convolution.kernel_size[0],
+        convolution.in_channels,
+        getattr(layer, "activation", None),
     )
-    grads = torch.autograd.grad(total, [*x.values()])
-    return found | {f"gradient of {key}": grad for key, grad in zip(x, grads, strict=True)}
+    if width not in _WIDTHS:
+        return f"it takes widths of {_WIDTHS[0]} to {_WIDTHS[-1]}, and this model has {width}"
+    if channels % _CHANNELS:
+        return f"it takes channels in multiples of {_CHANNELS}, and this model has {channels}"
+    if activation not in _ACTIVATIONS:
+        return f"it has no activation {activation}"
+    return None
+
+
+PACKAGES: Mapping[str, Package] = {
+    DELTA_RULE: Package(
+        title="gated delta rule",
+        distribution="fla-core",
+        module="fla.ops.gated_delta_rule",
+        function="chunk_gated_delta_rule",
+        arguments=("cu_seqlens", "cu_seqlens_cpu"),
+        make=_fla_kernel,
+        against=_against_fla,
+    ),
+    KDA: Package(
+        title="Kimi delta attention",
+        distribution="fla-core",
+        module="fla.ops.kda",
+        function="chunk_kda",
+        arguments=("cu_seqlens", "cu_seqlens_cpu"),
+        make=_fla_kernel,
+        against=_against_fla,
+    ),
+    MAMBA2: Package(
+        title="Mamba 2",
+        distribution="mamba-ssm",
+        module="mamba_ssm.ops.triton.ssd_combined",
+        function="mamba_chunk_scan_combined",
+        arguments=("seq_idx", "return_final_states"),
+        make=_mamba_kernel,
+        against=lambda _: None,
+    ),
+    CONVOLUTION: Package(
+        title="short convolution",
+        distribution="causal-conv1d",
+        module="causal_conv1d",
+        function="causal_conv1d_fn",
+        arguments=("activation",),
+        make=_conv_kernel,
+        against=_against_conv,
+    ),
+}
+"""By transformers' function: what computes it on GPUs."""
+
+
+def package_kernel(package: Package, layers: Sequence[nn.Module], dtype: torch.dtype) -> MixerKernel | str:
+    """Return a package's kernel, or why it cannot compute these layers of a model in `dtype`."""
+    if dtype not in _DTYPES:
+        return f"{package.distribution} takes bf16, fp16 or fp32, not {str(dtype).removeprefix('torch.')}"
+    against = next(filter(None, map(package.against, layers)), None)
+    if against is not None:
+        return f"{package.distribution}: {against}"
+    try:
+        function = getattr(importlib.import_module(package.module), package.function)
+    except ModuleNotFoundError as error:
+        if error.name is not None and package.module.split(".")[0] == error.name.split(".")[0]:
+            return f"there is no package {package.distribution} (pip install 'lengthwise[hybrid]')"
+        return f"{package.distribution} cannot be imported: {error}"
+    except Exception as error:  # noqa: BLE001 - code of a package that was built for another torch, say
+        return (
+            f"{package.distribution} cannot be imported: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        )
+    missing = [name for name in package.arguments if name not in inspect.signature(function).parameters]
+    if missing:
+        return f"{package.distribution} is too old: its {package.function} takes no {', '.join(missing)}"
+    return package.make(function)

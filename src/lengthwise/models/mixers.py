@@ -3,7 +3,7 @@
 Transformers computes every gated delta rule, KDA, Mamba 2 and short convolution by a function of the modeling file, and
 hands it the keyword arguments of `forward`: the plan arrives there as it does in attention. The function is replaced by
 one that runs the plan where it is given, and is itself everywhere else. A function that a planned forward calls without
-the plan is refused: it would mix documents of a pack.
+the plan is refused: it would mix documents of a pack. What computes the spans of a plan is a kernel (`mixer_kernels`).
 """
 
 from __future__ import annotations
@@ -11,23 +11,32 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
 from textwrap import dedent
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lengthwise.attention import Opened, PlannedAttention, convolve_spans, scan_spans, to_device
+from lengthwise.attention import Opened, PlannedAttention, convolve_spans, scan_spans
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.trained import MIXERS_OF
+from lengthwise.models.mixer_kernels import (
+    CONVOLUTION,
+    DELTA_RULE,
+    KDA,
+    MAMBA2,
+    MixerKernel,
+    Tokens,
+    plain_kernel,
+    spans_in,
+)
 from lengthwise.program import Mixing
 
-Tokens = Mapping[str, Tensor]
+Kernels = Mapping[tuple[str, torch.dtype], MixerKernel]
+"""By transformers' function and the dtype of the tokens: what computes it, where that is not the function itself."""
 
 
 def count_mixers(config: Any, layers: Sequence[int] | None = None) -> int:
@@ -63,43 +72,28 @@ class DeltaRule:
 
     is_matrix = True
 
-    def __init__(self, function: Callable[..., Any], value: Tensor, key: Tensor, **how: Any) -> None:
-        self._function, self._how, self._packs = function, how, _has_kernel("fla", value.device)
-        self._heads, self._key, self._value = value.shape[2], key.shape[-1], value.shape[-1]
+    def __init__(self, kernel: MixerKernel, **how: Any) -> None:
+        self._kernel, self._how = kernel, how
 
     def run(self, tokens: Tokens, lengths: Sequence[int]) -> Tensor:
-        """Return the outputs of whole documents: one call where a kernel keeps them apart, else one a document."""
-        if self._packs:
-            return self._call(tokens, **_borders(lengths, tokens["value"].device))[0]
-        return torch.cat([self._call(each)[0] for each in _spans(tokens, lengths)], dim=1)
+        """Return the outputs of whole documents (see `Scan`)."""
+        return self._kernel.run(tokens, lengths, **self._how)[0]
 
     def open(self, tokens: Tokens, lengths: Sequence[int]) -> Opened:
-        """Run spans from a state of zero, and give their maps."""
-        values, sizes = tokens["value"], [self._value, self._key]
+        """Run spans from a state of zero (see `Scan`)."""
+        values, key = tokens["value"], tokens["key"].shape[-1]
+        heads, sizes = values.shape[2], [values.shape[-1], key]
         wide = torch.promote_types(values.dtype, torch.float32)
-        unit = torch.eye(self._key, dtype=wide, device=values.device).expand(1, self._heads, -1, -1)
-        start = F.pad(unit, (self._value, 0))
-        tokens, states = {**tokens, "value": F.pad(values, (0, self._key))}, [start] * len(lengths)
-        full = [number for number, length in enumerate(lengths) if length]
-        out, more = tokens["value"], {"output_final_state": True}
-        if full and self._packs:
-            borders = _borders([lengths[number] for number in full], values.device)
-            out, last = self._call(tokens, initial_state=start.repeat(len(full), 1, 1, 1), **more, **borders)
-            found = last.split(1)
-        elif full:
-            spans = [*_spans(tokens, lengths)]
-            outs, found = zip(*(self._call(spans[n], initial_state=start, **more) for n in full), strict=True)
-            out = torch.cat(outs, dim=1)
-        else:
-            found = ()
-        for number, state in zip(full, found, strict=True):
-            states[number] = state.to(wide)
-        (out, reader), (b, a) = out.split(sizes, -1), torch.cat(states).split(sizes, -1)
+        unit = torch.eye(key, dtype=wide, device=values.device).expand(1, heads, -1, -1)
+        start, widened = F.pad(unit, (sizes[0], 0)), F.pad(values, (0, key))
+        outs, ends = widened, iter(())
+        if held := [length for length in lengths if length]:
+            tokens = {**tokens, "value": widened}
+            outs, states = self._kernel.run(tokens, held, states=True, initial_state=start, **self._how)
+            ends = iter(states.to(wide).split(1))
+        last = torch.cat([next(ends) if length else start for length in lengths])
+        (out, reader), (b, a) = outs.split(sizes, -1), last.split(sizes, -1)
         return Opened(out=out, reader=reader, a=a, b=b)
-
-    def _call(self, x: Tokens, **more: Any) -> Any:
-        # By place, as transformers calls it: kernels of packages have other names.
-        return self._function(x["query"], x["key"], x["value"], g=x["g"], beta=x["beta"], **self._how, **more)
 
     def read(self, reader: Tensor, state: Tensor) -> Tensor:
         """Return what a state before a span adds to its outputs."""
@@ -111,74 +105,45 @@ class Mamba2:
 
     is_matrix = False
 
-    def __init__(self, function: Callable[..., Any], decay: Tensor, **how: Any) -> None:
-        self._function, self._decay, self._how = function, decay, how
+    def __init__(self, kernel: MixerKernel, decay: Tensor, **how: Any) -> None:
+        self._kernel, self._decay, self._how = kernel, decay, how
 
     def run(self, tokens: Tokens, lengths: Sequence[int]) -> Tensor:
-        """Return the outputs of whole documents: one call where a kernel keeps them apart, else one a document."""
-        if _has_kernel("mamba_ssm", self._decay.device):
-            documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor([*lengths]))
-            return self._call(tokens, seq_idx=to_device(documents.int()[None], self._decay.device))
-        return torch.cat([self._call(each) for each in _spans(tokens, lengths)], dim=1)
+        """Return the outputs of whole documents (see `Scan`)."""
+        return self._kernel.run(tokens, lengths, A=self._decay, **self._how)[0]
 
     def open(self, tokens: Tokens, lengths: Sequence[int]) -> Opened:
-        """Run spans from a state of zero, and give their maps."""
-        outs, readers, factors, lasts = [], [], [], []
-        for each in _spans(tokens, lengths):
-            hidden, reading = each["hidden_states"], each["C"]
+        """Run spans from a state of zero (see `Scan`)."""
+        hidden, heads = tokens["hidden_states"], tokens["hidden_states"].shape[2]
+        outs, ends = hidden, iter(())
+        if held := [length for length in lengths if length]:
+            outs, states = self._kernel.run(tokens, held, states=True, A=self._decay, **self._how)
+            ends = iter(states.split(1))
+        readers, factors, lasts = [], [], []
+        for each in spans_in(tokens, lengths):
+            reading = each["C"]
             decay = (self._step(each["dt"]).float() * self._decay.float()).cumsum(1)  # (1, rows, heads)
-            heads = hidden.shape[2]
-            out, last = hidden, decay.new_zeros(1, *hidden.shape[2:], reading.shape[-1])
-            if hidden.shape[1]:
-                out, last = self._call(each, return_final_states=True)
-            outs.append(out)
-            lasts.append(last.to(decay.dtype))
+            none = decay.new_zeros(1, *hidden.shape[2:], reading.shape[-1])
+            lasts.append(next(ends).to(decay.dtype) if reading.shape[1] else none)
             readers.append(reading.float().repeat_interleave(heads // reading.shape[2], 2) * decay.exp()[..., None])
             factors.append(decay[:, -1:].sum(1).exp()[..., None, None])
-        return Opened(
-            out=torch.cat(outs, dim=1), reader=torch.cat(readers, dim=1), a=torch.cat(factors), b=torch.cat(lasts)
-        )
+        return Opened(out=outs, reader=torch.cat(readers, dim=1), a=torch.cat(factors), b=torch.cat(lasts))
 
     def read(self, reader: Tensor, state: Tensor) -> Tensor:
         """Return what a state before a span adds to its outputs."""
         return torch.einsum("bthn,bhpn->bthp", reader, state)
 
-    def _call(self, x: Tokens, **more: Any) -> Any:
-        return self._function(x["hidden_states"], x["dt"], self._decay, x["B"], x["C"], **self._how, **more)
-
     def _step(self, step: Tensor) -> Tensor:
-        """Return dt as the function uses it."""
+        """Return dt as the kernel uses it."""
         bias = self._how.get("dt_bias")
+        step = step.float() if self._kernel.steps_in_fp32 else step
         step = step if bias is None else step + bias.to(step.dtype)
         step = F.softplus(step) if self._how.get("dt_softplus") else step
         return step.clamp(*self._how.get("dt_limit", (0.0, float("inf"))))
 
 
-def _spans(tokens: Tokens, lengths: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-    """Yield what a scan reads of each span."""
-    parts = {name: x.split([*lengths], dim=1) for name, x in tokens.items()}
-    for number in range(len(lengths)):
-        yield {name: each[number] for name, each in parts.items()}
-
-
-def _has_kernel(package: str, device: torch.device) -> bool:
-    """Return whether transformers computes by a package on `device`, which then takes many documents in one call."""
-    return device.type == "cuda" and is_found(package)
-
-
-def is_found(package: str) -> bool:
-    """Return whether Python finds a package, without an import."""
-    return find_spec(package) is not None
-
-
-def _borders(lengths: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """Return where documents begin and end, as fla takes them; on the host too, or it would wait for the device."""
-    borders = torch.tensor([0, *accumulate(lengths)])
-    return {"cu_seqlens": to_device(borders, device), "cu_seqlens_cpu": borders}
-
-
 def _run_delta_rule(
-    function: Callable[..., Any],
+    kernel: MixerKernel,
     planned: PlannedAttention,
     query: Tensor,
     key: Tensor,
@@ -192,14 +157,13 @@ def _run_delta_rule(
 ) -> tuple[Tensor, None]:
     assert initial_state is None, "a plan begins every sequence anew"
     assert not output_final_state, "a plan keeps no state for later calls"
-    scan = DeltaRule(function, value, key, **_taken(asked, "use_qk_l2norm_in_kernel"))
-    planned.count_layer()
+    scan = DeltaRule(kernel, **_taken(asked, "use_qk_l2norm_in_kernel"))
     tokens = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
     return scan_spans(planned.local_spans, tokens, scan), None
 
 
 def _run_mamba2(
-    function: Callable[..., Any],
+    kernel: MixerKernel,
     planned: PlannedAttention,
     hidden_states: Tensor,
     dt: Tensor,
@@ -215,13 +179,12 @@ def _run_mamba2(
     assert initial_states is None, "a plan begins every sequence anew"
     assert not return_final_states, "a plan keeps no state for later calls"
     assert z is None, "a gate inside of the scan"
-    scan = Mamba2(function, A, **_taken(asked, "chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit"))
-    planned.count_layer()
+    scan = Mamba2(kernel, A, **_taken(asked, "chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit"))
     return scan_spans(planned.local_spans, {"hidden_states": hidden_states, "dt": dt, "B": B, "C": C}, scan)
 
 
 def _run_convolution(
-    function: Callable[..., Any],
+    kernel: MixerKernel,
     planned: PlannedAttention,
     hidden_states: Tensor,
     weight: Tensor,
@@ -229,12 +192,10 @@ def _run_convolution(
     **asked: Any,
 ) -> Tensor:
     """Convolve (1, channels, rows), each channel by itself, with a weight (channels, width)."""
-    if not any(hasattr(sys.modules[function.__module__], name) for name in _SCANS):  # else the scan after it counts
-        planned.count_layer()
     how = _taken(asked, "activation")
 
     def convolve(rows: Tensor) -> Tensor:
-        return function(rows.t()[None], weight, bias, **how)[0].t()
+        return kernel.run(rows.t()[None], weight, bias, **how)[0].t()
 
     rows = hidden_states[0].t()
     return convolve_spans(planned.local_spans, rows, planned.halo(weight.shape[-1]), convolve).t()[None]
@@ -246,26 +207,44 @@ def _taken(asked: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 _SCANS: dict[str, Callable[..., Any]] = {
-    "torch_chunk_gated_delta_rule": _run_delta_rule,
-    "chunk_kimi_delta_attention": _run_delta_rule,
-    "mamba2_chunk_scan": _run_mamba2,
+    DELTA_RULE: _run_delta_rule,
+    KDA: _run_delta_rule,
+    MAMBA2: _run_mamba2,
 }
-_PLANNED = {**_SCANS, "causal_conv1d_fn": _run_convolution}
+_PLANNED = {**_SCANS, CONVOLUTION: _run_convolution}
 _OTHERS = ("mamba_selective_scan",)  # a state a channel and entry, and a function without forward's arguments
 _FUSED = "mamba2_split_conv1d_scan_combined"  # a whole Mamba 2 layer in one kernel, or None: the layer does its parts
 _seen: WeakSet[nn.Module] = WeakSet()
+_kernels: WeakKeyDictionary[nn.Module, Kernels] = WeakKeyDictionary()
 
 
-def put_mixers(model: nn.Module, is_planned: Callable[[], bool]) -> None:
+def use_kernels(model: nn.Module, kernels: Kernels) -> None:
+    """Let a model compute by these kernels from now on, beside those it has for other functions and dtypes."""
+    _kernels[model] = {**_kernels.get(model, {}), **kernels}
+
+
+def mixers_in(model: nn.Module) -> list[str]:
+    """List transformers' functions by which a model mixes tokens without attention."""
+    files = _modeling_files(model)
+    return [name for name in _PLANNED if any(hasattr(module, name) for module in files)]
+
+
+def plain_function(model: nn.Module, name: str) -> Callable[..., Any]:
+    """Return transformers' function of this name, in plain torch, where the layers of a model find it."""
+    function = next(getattr(module, name) for module in _modeling_files(model) if hasattr(module, name))
+    return inspect.unwrap(function.function if isinstance(function, _ByPlan) else function)
+
+
+def put_mixers(model: nn.Module, is_planned: Callable[[], bool]) -> Kernels:
     """Let the layers of a model that mix tokens without attention run by the plan that `forward` is given.
 
-    is_planned: whether this thread runs a forward by a plan.
+    is_planned: whether this thread runs a forward by a plan. Returns the kernels of the model.
 
     Raises:
         ModelRefused: layers that Hugging Face replaced by kernels of its hub.
     """
     if model in _seen:
-        return
+        return _kernels.get(model, {})
     for module in _modeling_files(model):
         found = [name for name in _PLANNED if hasattr(module, name)]
         if found and getattr(model, "use_kernels", False):
@@ -273,12 +252,12 @@ def put_mixers(model: nn.Module, is_planned: Callable[[], bool]) -> None:
             remedy = "Load the model without use_kernels."
             raise ModelRefused(f"model {type(model).__name__}", expected=expected, got=got, remedy=remedy)
         for name in found:
-            function = getattr(module, name)
-            if not isinstance(function, _ByPlan):
-                setattr(module, name, _ByPlan(function, _PLANNED[name], is_planned))
+            if not isinstance(getattr(module, name), _ByPlan):
+                setattr(module, name, _ByPlan(module, name, is_planned))
         if hasattr(module, _FUSED) and not isinstance(getattr(module, _FUSED), _InParts):
             setattr(module, _FUSED, _InParts(getattr(module, _FUSED), is_planned))
     _seen.add(model)
+    return _kernels.get(model, {})
 
 
 def runs_by_plan(kind: type[nn.Module]) -> bool:
@@ -291,13 +270,6 @@ def runs_by_plan(kind: type[nn.Module]) -> bool:
     )
 
 
-def mixing_functions(model: nn.Module) -> dict[str, Callable[..., Any]]:
-    """Return the functions of transformers by which layers of a model mix tokens without attention, by name."""
-    files = [vars(module) for module in _modeling_files(model)]
-    found = {name: file[name] for file in files for name in _PLANNED if name in file}
-    return {name: each.function if isinstance(each, _ByPlan) else each for name, each in found.items()}
-
-
 def _modeling_files(model: nn.Module) -> set[Any]:
     """Return the modules of transformers in which a model's layers are."""
     names = {kind.__module__ for kind in {type(module) for module in model.modules()}}
@@ -307,19 +279,25 @@ def _modeling_files(model: nn.Module) -> set[Any]:
 class _ByPlan:
     """A function of a modeling file that runs the plan where it is given."""
 
-    def __init__(
-        self, function: Callable[..., Any], planned: Callable[..., Any], is_planned: Callable[[], bool]
-    ) -> None:
-        self.function, self._is_planned = function, is_planned
-        self._planned = torch.compiler.disable(planned)
+    def __init__(self, module: Any, name: str, is_planned: Callable[[], bool]) -> None:
+        self._name, self.function, self._is_planned = name, getattr(module, name), is_planned
+        # Transformers takes a package's function where there is one, on any device; this is its own.
+        self._plain = plain_kernel(name, inspect.unwrap(self.function))
+        self._counts = name in _SCANS or not any(hasattr(module, each) for each in _SCANS)  # else the scan after it
+        self._planned: Callable[..., Any] = torch.compiler.disable(self._run)
+
+    def _run(self, planned: PlannedAttention, tokens: Tensor, *args: Any, **asked: Any) -> Any:
+        if self._counts:
+            planned.count_layer()
+        kernel = planned.mixers.get((self._name, tokens.dtype), self._plain)
+        return _PLANNED[self._name](kernel, planned, tokens, *args, **asked)
 
     def __call__(self, *args: Any, lengthwise: PlannedAttention | None = None, **asked: Any) -> Any:
         if lengthwise is not None:
-            return self._planned(self.function, lengthwise, *args, **asked)
+            return self._planned(lengthwise, *args, **asked)
         if self._is_planned():
-            name = self.function.__name__
             expected, remedy = "the plan among its arguments", "This layer would mix documents; use another model."
-            raise ModelRefused(name, expected=expected, got="a call without it", remedy=remedy)
+            raise ModelRefused(self._name, expected=expected, got="a call without it", remedy=remedy)
         return self.function(*args, **asked)
 
 

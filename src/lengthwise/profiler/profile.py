@@ -38,6 +38,7 @@ from lengthwise.models import (
     Computing,
     ModelSource,
     build_model,
+    choose_mixers,
     choose_model_kernel,
     compute_so,
     position_limit,
@@ -151,6 +152,7 @@ def build(
     """Build a model to be measured, its weights drawn, its parameters and optimizer. Collective."""
     model = build_model(source, seed=0, stored=transport.rank == 0)
     compute_so(model, computing or Computing(), world.device, dtype=DTYPES[precision])
+    choose_mixers(model, transport, world.device, dtype=DTYPES[precision])
     flat = FlatParameters(model, transport, dtype=DTYPES[precision], device=world.device, layers=wrapped_layers(model))
     return model, flat, ShardedOptimizer(flat, OptimizerConfig(), transport)
 

@@ -24,7 +24,7 @@ from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.pipeline import Pipeline, run_stage
 from lengthwise.engine.small_pass import Casting
 from lengthwise.engine.step import RankResult, run_plan
-from lengthwise.models import Computing, DropoutKey, choose_model_kernel, whole_model
+from lengthwise.models import Computing, DropoutKey, choose_mixers, choose_model_kernel, whole_model
 from lengthwise.models.adapter import attending_by_plan
 from lengthwise.models.computing import Layers
 from lengthwise.session.losses import Autocasting
@@ -138,7 +138,7 @@ class Engine:
             yield
 
     def kernel(self, dtype: torch.dtype, say: Callable[[str], None] | None = None) -> BlockKernel:
-        """Return the attention kernel for queries and keys of this dtype; say which it is when it is chosen.
+        """Return the attention kernel for queries and keys of this dtype; say which it is, and others, when chosen.
 
         Collective the first time, between steps: a kernel that is wrong on one rank is used by none.
         """
@@ -146,6 +146,7 @@ class Engine:
             agree = partial(share_first, self.transport)
             found = choose_model_kernel(self.config, self.computing, self.device, dtype=dtype, say=say, agree=agree)
             self._kernels[dtype] = found
+            choose_mixers(self.model, self.transport, self.device, dtype=dtype, say=say)
         return self._kernels[dtype]
 
     def cast_dtype(self) -> torch.dtype | None:

@@ -1,0 +1,187 @@
+"""Which kernels compute the layers of a model that mix tokens without attention: chosen at a run's start, and reported.
+
+On GPUs the function of a package where it is installed, takes the model and proves right there: it is compared with
+transformers' own function in fp32, on small documents and cut spans, out, maps and gradients. What one rank lacks or
+gets wrong is used by none, and transformers' function runs, which is right everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.attention import differences, tolerance_for
+from lengthwise.comm import Transport, share_first
+from lengthwise.models.mixer_kernels import (
+    CONVOLUTION,
+    KDA,
+    MAMBA2,
+    PACKAGES,
+    MixerKernel,
+    convolution_of,
+    key_size,
+    package_kernel,
+    plain_kernel,
+)
+from lengthwise.models.mixers import DeltaRule, Mamba2, mixers_in, plain_function, use_kernels
+
+_CHUNK = 64  # tokens that fla computes at once; Mamba 2 has it in its config
+
+
+def choose_mixers(
+    model: nn.Module,
+    transport: Transport,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    say: Callable[[str], None] | None = None,
+) -> None:
+    """Choose what computes each kind of layer that mixes tokens without attention, and put it in use. Collective.
+
+    say: reports each choice, and why (None: rank 0 prints it). On the CPU there is nothing to choose.
+    """
+    names = mixers_in(model) if takes_packages(device) else []
+    found = {name: package_kernel(PACKAGES[name], layers_of(model), dtype) for name in names}
+    obstacles = {name: _obstacle(name, kernel, model, dtype, device) for name, kernel in found.items()}
+    against: dict[str, str] = {}
+    while names:  # each turn shares what one rank found; a rank without it has the same names, as the model is one
+        own = {name: why for name, why in obstacles.items() if why is not None and name not in against}
+        new = share_first(transport, own)
+        if not new:
+            break
+        against |= new
+    for name in names:
+        line = f"{PACKAGES[name].title}: "
+        kernel = found[name]
+        if name in against:
+            line += f"transformers' own function, which is slower; because {against[name]}"
+        else:
+            assert isinstance(kernel, MixerKernel), f"{name}: {kernel}"
+            use_kernels(model, {(name, dtype): kernel})
+            line += f"{kernel.name}; because it computes as transformers does on this device"
+        if say is not None:
+            say(line)
+        elif transport.rank == 0:
+            print(f"lengthwise: {line}", flush=True)
+
+
+def takes_packages(device: torch.device) -> bool:
+    """Return whether packages have kernels for a device."""
+    return device.type == "cuda"
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """List the layers of a model that mix tokens without attention, one of each class and size."""
+    found = {(type(each), str(each)): each for each in model.modules() if convolution_of(each) is not None}
+    return [*found.values()]
+
+
+def _obstacle(
+    name: str, kernel: MixerKernel | str, model: nn.Module, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    if isinstance(kernel, str):
+        return kernel
+    plain = plain_kernel(name, plain_function(model, name))
+    faults = (fault_of(name, kernel, plain, layer, dtype, device) for layer in layers_of(model))
+    fault = next(filter(None, faults), None)
+    return None if fault is None else f"{kernel.name} is wrong on this device: {fault}"
+
+
+def fault_of(
+    name: str, kernel: MixerKernel, plain: MixerKernel, layer: nn.Module, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Return in words, with numbers, what a kernel gets wrong of a layer on `device`; None: nothing."""
+    allowed = tolerance_for(dtype)
+    try:
+        # Modes of whoever runs the model are for it: one turns fp32 to fp64, others count or record.
+        with (
+            torch._C.DisableTorchFunction(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(device.type, enabled=False),
+        ):
+            tokens = {each: x.to(device) for each, x in _drawn(name, layer, dtype).items()}
+            wanted = _computed(name, plain, layer, {each: x.float() for each, x in tokens.items()})
+            computed = _computed(name, kernel, layer, tokens)
+            wrong = [
+                line
+                for each, one in computed.items()
+                for line in (
+                    differences(each, one.double(), wanted[each].double(), allowed)
+                    if one.isfinite().all()
+                    else [f"{each} is not finite"]
+                )
+            ]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever it is, the kernel cannot be used
+        wrong = [f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"]
+    return "; ".join([f"{type(layer).__name__}, {str(dtype).removeprefix('torch.')}", *wrong]) if wrong else None
+
+
+def _computed(name: str, kernel: MixerKernel, layer: Any, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what a kernel gives of drawn tokens: outputs, maps, and gradients of all that it reads."""
+    inputs = {each: x.detach().clone().requires_grad_() for each, x in tokens.items()}
+    if name == CONVOLUTION:
+        rows, weight, bias = inputs["rows"], inputs["weight"], inputs.get("bias")
+        found = {"out": kernel.run(rows.t()[None], weight, bias, activation=getattr(layer, "activation", None))}
+    else:
+        parts, scan = dict(inputs), DeltaRule(kernel, use_qk_l2norm_in_kernel=True)
+        if name == MAMBA2:
+            beside = {each: parts.pop(each) for each in ("D", "dt_bias")}
+            how = {"chunk_size": layer.chunk_size, "dt_softplus": True, "dt_limit": layer.time_step_limit}
+            scan = Mamba2(kernel, parts.pop("A"), **beside, **how)
+        lengths = _lengths(layer)
+        opened = scan.open(parts, [*lengths[:2], 0, *lengths[2:]])
+        found = {"out": scan.run(parts, lengths), "out from zero": opened.out, "reader": opened.reader}
+        found |= {"map": opened.a, "state": opened.b}
+    random = torch.Generator().manual_seed(1)
+    drawn = (torch.randn(x.shape, generator=random, device="cpu", dtype=torch.float32) for x in found.values())
+    # Rounded, so that they are the same in every dtype.
+    grads = [each.bfloat16().to(x.device, x.dtype) for x, each in zip(found.values(), drawn, strict=True)]
+    gradients = torch.autograd.grad([*found.values()], [*inputs.values()], grads)
+    return {each: x.detach() for each, x in found.items()} | {
+        f"gradient of {each}": x for each, x in zip(inputs, gradients, strict=True)
+    }
+
+
+def _lengths(layer: Any) -> list[int]:
+    """Return lengths of documents: shorter and longer than what kernels compute at once."""
+    return [37, 1, getattr(layer, "chunk_size", _CHUNK) + 35, 5]
+
+
+def _drawn(name: str, layer: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Draw what a kernel reads of a layer like this one, with few heads; the same on all ranks."""
+    random, rows = torch.Generator().manual_seed(0), sum(_lengths(layer))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, device="cpu", dtype=torch.float32)
+
+    if name == CONVOLUTION:
+        convolution = convolution_of(layer)
+        assert convolution is not None, f"{type(layer).__name__} has a convolution"
+        channels = min(64, convolution.in_channels)
+        drawn = {"rows": normal(rows, channels), "weight": normal(channels, convolution.kernel_size[0])}
+        drawn |= {} if convolution.bias is None else {"bias": normal(channels)}
+        return {each: x.to(dtype) for each, x in drawn.items()}
+    if name == MAMBA2:
+        groups = min(2, layer.n_groups)
+        heads = groups * min(2, layer.num_heads // layer.n_groups)
+        shape, state = (1, rows, heads), (1, rows, groups, layer.ssm_state_size)
+        drawn = {"hidden_states": normal(*shape, layer.head_dim), "dt": normal(*shape) - 2}
+        drawn |= {"B": normal(*state) / state[-1] ** 0.5, "C": normal(*state), "D": normal(heads)}
+        wide = {"A": -normal(heads).exp() / 4, "dt_bias": normal(heads) / 4}
+        return {each: x.to(dtype) for each, x in drawn.items()} | wide
+    key = key_size(layer)
+    value_heads = getattr(layer, "num_v_heads", None) or layer.num_heads
+    key_heads = getattr(layer, "num_k_heads", None) or layer.num_heads
+    few = min(2, key_heads)
+    heads = few * (value_heads // key_heads)
+    drawn = {each: normal(1, rows, few, key) for each in ("query", "key")}
+    drawn["value"] = normal(1, rows, heads, getattr(layer, "head_v_dim", None) or key)
+    drawn["beta"] = normal(1, rows, heads).sigmoid()
+    decay = -normal(1, rows, heads, *([key] if name == KDA else [])).exp() / 16
+    return {each: x.to(dtype) for each, x in drawn.items()} | {"g": decay}

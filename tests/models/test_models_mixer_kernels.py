@@ -1,0 +1,190 @@
+"""Packages for layers with states and convolutions: calls by their contract, their proof, and which a model takes."""
+
+import sys
+import threading
+from collections import Counter
+from functools import cache
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from testing import build_pair, family_difference, tiny_family_config
+from testing.mixers import STAND_INS
+from testing.strict import StrictWorld
+
+from lengthwise.comm import SoloTransport
+from lengthwise.models import choose_mixers, mixer_choice, mixers
+from lengthwise.models.load import build_skeleton
+from lengthwise.models.mixer_choice import fault_of, layers_of
+from lengthwise.models.mixer_kernels import CONVOLUTION, DELTA_RULE, KDA, MAMBA2, PACKAGES, package_kernel, plain_kernel
+from models.test_models_checkpointing import recomputing
+from models.test_models_mixers import LENGTHS, PLAN
+from tiers import more
+
+CPU = torch.device("cpu")
+FAMILY = {DELTA_RULE: "qwen3_5_text", KDA: "kimi_linear", MAMBA2: "nemotron_h", CONVOLUTION: "lfm2"}
+
+
+@cache
+def skeleton_of(family, **changes):
+    return build_skeleton(tiny_family_config(family, changes))
+
+
+def compare(name, function, dtype=torch.float32):
+    layers = layers_of(skeleton_of(FAMILY[name]))
+    kernel, plain = (
+        PACKAGES[name].make(function),
+        plain_kernel(name, mixers.plain_function(skeleton_of(FAMILY[name]), name)),
+    )
+    return fault_of(name, kernel, plain, layers[0], dtype, CPU)
+
+
+@pytest.mark.parametrize("name", [DELTA_RULE, MAMBA2, more(KDA), more(CONVOLUTION)])
+def test_any_plan_is_exact_by_calls_that_packages_take(name, monkeypatch):
+    calls = Counter()
+
+    def counted(each):
+        def run(*args, **asked):
+            calls[each] += 1
+            return STAND_INS[each](*args, **asked)
+
+        return run
+
+    kernels = {(each, torch.float64): PACKAGES[each].make(counted(each)) for each in PACKAGES}
+    monkeypatch.setattr(mixers, "_kernels", SimpleNamespace(get=lambda *_: kernels))
+    family = FAMILY[name]
+    pair = build_pair(family, tiny_family_config(family))
+    for kind in ("none", "layer") if name in (KDA, CONVOLUTION) else ("layer",):
+        found = family_difference(pair, recomputing(PLAN, kind), LENGTHS, precision="fp64")
+        assert found.loss <= 1e-13
+        assert found.gradient <= 1e-12
+        assert calls[name] > 0
+        calls.clear()
+
+
+@pytest.mark.parametrize("name", [DELTA_RULE, MAMBA2, CONVOLUTION, more(KDA)])
+def test_a_kernel_is_proved_by_what_transformers_computes(name):
+    assert compare(name, STAND_INS[name]) is None
+    if name != KDA:
+        assert compare(name, STAND_INS[name], torch.bfloat16) is None
+
+
+def one_document(*, cu_seqlens, cu_seqlens_cpu, initial_state=None, **asked):
+    both = cu_seqlens_cpu[[0, -1]]
+    state = None if initial_state is None else initial_state[:1]
+    out, states = STAND_INS[DELTA_RULE](cu_seqlens=both, cu_seqlens_cpu=both, initial_state=state, **asked)
+    return out, None if states is None else states.expand(len(cu_seqlens) - 1, -1, -1, -1)
+
+
+def half_gradient_of_states(*args, **asked):
+    out, states = STAND_INS[DELTA_RULE](*args, **asked)
+    return out, None if states is None else states.detach().lerp(states, 0.5)
+
+
+def no_states_before(*args, initial_state=None, **asked):
+    start = None if initial_state is None else torch.zeros_like(initial_state)
+    return STAND_INS[DELTA_RULE](*args, initial_state=start, **asked)
+
+
+def no_numbers(*args, seq_idx=None, **asked):
+    return STAND_INS[MAMBA2](*args, **asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "words"),
+    [
+        (DELTA_RULE, one_document, "out is off"),
+        (DELTA_RULE, half_gradient_of_states, "gradient of key is off"),
+        (DELTA_RULE, no_states_before, "reader is off"),
+        (MAMBA2, no_numbers, "out is off"),
+        (CONVOLUTION, lambda x, weight, *_, activation: STAND_INS[CONVOLUTION](x, weight.flip(-1)), "out is off"),
+        (CONVOLUTION, lambda *args, activation: 1 / 0, "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_a_kernel_gets_wrong_is_named(name, wrong, words):
+    assert words in compare(name, wrong)
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    """Install the stand-ins as the packages, and let the CPU pass for a GPU."""
+    monkeypatch.setattr(mixer_choice, "takes_packages", lambda _: True)
+    for name, package in PACKAGES.items():
+        parts = package.module.split(".")
+        for end in range(1, len(parts) + 1):
+            path = ".".join(parts[:end])
+            monkeypatch.setitem(sys.modules, path, sys.modules.get(path) or ModuleType(path))
+        setattr(sys.modules[package.module], package.function, STAND_INS[name])
+
+
+def chosen(family, transport=None, **how):
+    model, said = build_skeleton(tiny_family_config(family)), []
+    choose_mixers(model, transport or SoloTransport(), CPU, **{"dtype": torch.float32, "say": said.append, **how})
+    return said, {name: kernel.name for (name, _), kernel in mixers._kernels.get(model, {}).items()}
+
+
+def test_packages_are_taken_where_they_are_installed_and_right(packages, monkeypatch, capsys):
+    right = "computes as transformers does on this device"
+    said, used = chosen("qwen3_5_text")
+    assert said == [
+        f"gated delta rule: fla-core; because it {right}",
+        f"short convolution: causal-conv1d; because it {right}",
+    ]
+    assert used == {DELTA_RULE: "fla-core", CONVOLUTION: "causal-conv1d"}
+    assert chosen("llama") == ([], {})
+    monkeypatch.setattr(sys.modules["causal_conv1d"], "causal_conv1d_fn", lambda *args, activation: args[0])
+    said, used = chosen("qwen3_5_text")
+    assert used == {DELTA_RULE: "fla-core"}
+    assert "transformers' own function, which is slower; because causal-conv1d is wrong on this device: " in said[1]
+    assert chosen("qwen3_5_text", say=None)[0] == []
+    assert "lengthwise: short convolution: transformers' own function" in capsys.readouterr().out
+
+
+def test_a_missing_package_is_named_once_and_transformers_runs(monkeypatch):
+    monkeypatch.setattr(mixer_choice, "takes_packages", lambda _: True)
+    for module in ("fla", "causal_conv1d"):
+        monkeypatch.setitem(sys.modules, module, None)
+    said, used = chosen("kimi_linear")
+    missing = "transformers' own function, which is slower; because there is no package"
+    assert [line.partition(" (pip install 'lengthwise[hybrid]')")[0] for line in said] == [
+        f"Kimi delta attention: {missing} fla-core",
+        f"short convolution: {missing} causal-conv1d",
+    ]
+    assert used == {}
+
+
+def test_a_kernel_that_is_wrong_on_one_rank_is_used_by_none(packages, monkeypatch):
+    here, found = threading.local(), {}
+    monkeypatch.setattr(
+        mixer_choice, "_obstacle", lambda name, *_: "it is off" if (name, here.rank) == (DELTA_RULE, 1) else None
+    )
+
+    def work(transport):
+        here.rank = transport.rank
+        found[transport.rank] = chosen("qwen3_5_text", transport)
+
+    StrictWorld(3).run(work)
+    assert all(used == {CONVOLUTION: "causal-conv1d"} for _, used in found.values())
+    assert all(said[0].endswith("because rank 1: it is off") for said, _ in found.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "name", "words"),
+    [
+        ("qwen3_5_text", {"linear_key_head_dim": 320}, DELTA_RULE, "keys of at most 256, and this model has 320"),
+        ("lfm3", {}, CONVOLUTION, "widths of 2 to 4, and this model has 7"),
+        ("lfm2", {"hidden_size": 36}, CONVOLUTION, "channels in multiples of 8, and this model has 36"),
+    ],
+)
+def test_what_a_package_cannot_compute_is_named(packages, family, changes, name, words):
+    layers = layers_of(build_skeleton(tiny_family_config(family, changes)))
+    assert words in package_kernel(PACKAGES[name], layers, torch.bfloat16)
+    assert "takes bf16, fp16 or fp32, not float64" in package_kernel(PACKAGES[name], layers, torch.float64)
+
+
+def test_a_package_that_is_too_old_is_named(packages, monkeypatch):
+    monkeypatch.setattr(
+        sys.modules["fla.ops.gated_delta_rule"], "chunk_gated_delta_rule", lambda q, k, v, cu_seqlens: None
+    )
+    layers = layers_of(skeleton_of("qwen3_5_text"))
+    assert package_kernel(PACKAGES[DELTA_RULE], layers, torch.bfloat16).endswith("takes no cu_seqlens_cpu")
