@@ -6,10 +6,10 @@ from functools import cache
 import datasets
 import torch
 from loops import small_model
-from testing import enliven, tiny_tower_config
+from testing import enliven, tiny_family_config, tiny_tower_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers import trainers as tokenizer_trainers
-from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, ProcessorMixin
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast, ProcessorMixin
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}<user>{{ m['content'] }}"
@@ -38,6 +38,15 @@ def tokenizer():
 def model(dtype=torch.float32, **changes):
     """Return a small model of the tokenizer's vocabulary."""
     return small_model(dtype, vocab_size=len(tokenizer()), pad_token_id=0, eos_token_id=1, bos_token_id=None, **changes)
+
+
+def states_model(family="qwen3_5_text"):
+    """Return a small model with layers that have states, of the tokenizer's vocabulary."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        config = tiny_family_config(family, {"vocab_size": len(tokenizer()), "pad_token_id": 0, "eos_token_id": 1})
+        made = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    return enliven(made.train())
 
 
 def whole_model():

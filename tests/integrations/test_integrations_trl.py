@@ -8,7 +8,7 @@ import torch
 trl = pytest.importorskip("trl")  # an extra
 
 from peft import LoraConfig  # noqa: E402
-from preferences import chats, completions, model, pairs, processor, tokenizer, whole_model  # noqa: E402
+from preferences import chats, completions, model, pairs, processor, states_model, tokenizer, whole_model  # noqa: E402
 from trainers import difference, in_trainers, relative, trained  # noqa: E402
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
@@ -86,6 +86,7 @@ SFT = {
     "adapters over the ranks": ({**CHATS, "peft_config": LORA}, {"assistant_only_loss": True}),
     "a model with a tower": ({"train_dataset": chats, **WHOLE}, {"max_steps": 2, "capacity": 250}),
     "adapters of one": ({"train_dataset": chats, **WHOLE, "peft_config": LORA}, {"max_steps": 2, "capacity": 250}),
+    "layers with states": ({"train_dataset": chats, "model": states_model}, {"max_steps": 2, "optim": "sgd"}),
     "dft, recomputed": (CHATS, {"loss_type": "dft", "activation_checkpointing": True, "assistant_only_loss": True}),
 }
 
@@ -116,6 +117,7 @@ DPO = {
     },
     "adapters": {},
     "over the ranks": {},
+    "layers with states": {"activation_checkpointing": True, "max_steps": 2},
     "a reference that follows": {"sync_ref_model": True, "ref_model_sync_steps": 2, "activation_checkpointing": True},
     "weighted, evaluated": {"use_weighting": True, "ld_alpha": 0.5, "eval_strategy": "steps", "eval_steps": 2},
 }
@@ -125,7 +127,11 @@ DPO = {
 def test_dpo_is_trls(case, tmp_path):
     def make():
         data = {"train_dataset": pairs(), "eval_dataset": pairs(6)}
-        return {**data, "peft_config": LORA()} if case == "adapters" else {**data, "ref_model": model()}
+        if case == "adapters":
+            return {**data, "peft_config": LORA()}
+        if case == "layers with states":
+            return {**data, "model": states_model("lfm2"), "ref_model": states_model("lfm2")}
+        return {**data, "ref_model": model()}
 
     how = {"shard": "zero3" if case == "over the ranks" else "auto", **DPO[case]}
     one, found = both(DPOTrainer, PlannedDPOTrainer, DPOConfig, tmp_path, make=make, **how)

@@ -42,6 +42,7 @@ def hybrid(family, *, lora):
         ),
         more("qwen3_5_text", False, {"stages": 2, "recompute": "layer"}, 4),
         more("lfm2", False, {"stages": 2}, 4),
+        more("nemotron_h", False, {"shard": "hybrid", "ranks_per_node": 2}, 4),
     ],
 )
 def test_hybrid_models_train_as_in_the_plain_loop(family, lora, layout, ranks, tmp_path):
