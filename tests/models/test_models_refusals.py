@@ -23,6 +23,7 @@ from lengthwise.models import ModelSource, build_model, check_model_config, fami
 from lengthwise.models.adapter import AskedMask
 from lengthwise.models.refusals import reasons
 from lengthwise.program import lower_plan
+from tiers import more
 
 
 def one_rank(lengths=(5,), config=None):
@@ -57,9 +58,9 @@ def refusal(config):
     [
         ("mamba", "backbone.layers.0.mixer (MambaMixer), one of 32", "state passed between"),
         ("mamba2", "backbone.layers.0.mixer (Mamba2Mixer), one of 64", "another way for the plan"),
-        ("zamba2", "model.layers.6 (Zamba2HybridLayer), one of 9", "one checkpointed layer at a time"),
+        more("zamba2", "model.layers.6 (Zamba2HybridLayer), one of 9", "one checkpointed layer at a time"),
         ("qwen4_exp_text", "sparse attention", "scores of all keys"),
-        ("zaya", "self_attn.qkv_proj (ZayaCCAProjection)", "tokens just before a shard"),
+        more("zaya", "self_attn.qkv_proj (ZayaCCAProjection)", "tokens just before a shard"),
         ("bloom", "transformer.h.0.self_attention (BloomAttention)", "a block kernel that adds the bias"),
         ("deepseek_v32", "self_attn.indexer (DeepseekV32Indexer)", "scores of all keys"),
         ("llama4_text", "model.layers.0.self_attn (Llama4TextAttention)", "the border of a chunk"),
@@ -146,7 +147,7 @@ REFUSED_BY_KEY = [
     # A family that is not listed and whose config is broken: nothing else escapes.
     (lambda: AutoConfig.for_model("dbrx"), ["its layers cannot be listed"]),
     # Convolutions, and scores with a bias: both are named.
-    (lambda: AutoConfig.for_model("inkling_text"), ["InklingShortConvolution), one of", "InklingAttention)"]),
+    more(lambda: AutoConfig.for_model("inkling_text"), ["InklingShortConvolution), one of", "InklingAttention)"]),
 ]
 
 

@@ -188,7 +188,7 @@ def test_no_rank_holds_the_whole_model_at_the_start(tmp_path):
         return own_bytes() - before
 
     took = max(run_ranks(work, 4))
-    assert took < 0.8 * num_bytes, "masters and gradients are two quarters; the rest is one unit, gathered and summed"
+    assert took < 0.9 * num_bytes, "masters and gradients are two quarters; the rest is one unit, gathered and summed"
 
 
 def own_bytes():

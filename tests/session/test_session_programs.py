@@ -8,13 +8,15 @@ from testing.loop_programs.judge import Ran, judge, verdicts
 from testing.loop_programs.mutants import MUTANTS
 from testing.loop_programs.program import Operation, Program, draw_program, is_sound
 
+from tiers import more
+
 PROGRAMS = [draw_program(seed) for seed in range(20)]
 BACKWARD = Operation("backward", {"lengths": [3], "seed": 0, "loss": "next token", "normalizer": None})
 SCALE = Operation("scale_groups", {"group": None, "factor": 0.5, "how": "in place"})
 STEP = Operation("step", {})
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [more(1), more(2), 3])
 def test_random_programs_are_the_plain_loop_or_refused(ranks):
     programs = [each for each in PROGRAMS if each.ranks == ranks]
     found = verdicts(programs)
