@@ -2,15 +2,25 @@
 
 import pytest
 import torch
-from testing import LiveBytes, make_batch, make_plan, relative_error, tiny_family_config
+from testing import LiveBytes, make_batch, make_plan, relative_error, tiny_family_config, tiny_tower_config
 from testing.tiny import VOCAB
+from transformers import AutoModelForImageTextToText
 
 from lengthwise.attention import PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.cost import loss_bytes, shape_from_config
-from lengthwise.models import ModelSource, build_adapted, build_model, keep_double, model_log_probabilities, model_loss
+from lengthwise.models import (
+    ModelSource,
+    build_adapted,
+    build_model,
+    has_own_logits,
+    keep_double,
+    model_log_probabilities,
+    model_loss,
+    text_part,
+)
 from lengthwise.models.lora import LoraConfig
 from lengthwise.program import lower_plan
 from tiers import some
@@ -134,3 +144,10 @@ def test_chunked_loss_refuses_a_model_whose_decoder_does_not_run(monkeypatch):
     monkeypatch.setattr(type(model), "get_decoder", lambda self: torch.nn.Identity())
     with pytest.raises(ModelRefused, match="runs its decoder once"):
         loss_and_gradients(model, tokens_at_once=7)
+
+
+def test_a_model_with_a_tower_makes_logits_in_chunks_unless_its_forward_is_the_users():
+    whole = AutoModelForImageTextToText.from_config(tiny_tower_config("gemma3", "gemma3_text"))
+    assert not has_own_logits(text_part(whole))
+    whole.forward = lambda **asked: type(whole).forward(whole, **asked)
+    assert has_own_logits(text_part(whole))

@@ -5,11 +5,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import both_loops, in_double, in_ranks, small_model, steps_of
+from loops import both_loops, in_double, in_ranks, loss_tokens, plain_losses, small_model, steps_of
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lengthwise.core.errors import LengthwiseError, NumericError
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.models import computing
+from lengthwise.models import computing, keep_double
 from lengthwise.models.fused_layers import FusedKernels
 from lengthwise.session import Session
 from tiers import more
@@ -84,27 +85,60 @@ def test_layers_compute_as_asked_in_steps_alone(options, ranks, tmp_path, monkey
         assert bool(num_calls) == ("fused_layers" in options)
 
 
+class HalfRMSNorm(LlamaRMSNorm):
+    """A norm of the user's, with a formula of its own."""
+
+    def forward(self, hidden_states):
+        return 0.5 * super().forward(hidden_states)
+
+
+def test_classes_and_forwards_of_the_user_are_not_replaced(monkeypatch):
+    """Also a forward that a module gets when the session is there."""
+    monkeypatch.setattr(computing, "choose_fused", lambda *_: ("liger", "a test"))
+    monkeypatch.setattr(computing, "liger_kernels", lambda: plain_kernels([]))
+    model = small_model()
+    model.model.layers[0].input_layernorm.__class__ = HalfRMSNorm
+    with keep_double(torch.float64), Session(model, capacity_tokens=256) as session:
+        norm = model.model.norm
+        norm.forward = partial(twice_as_much, norm)
+        loss = session.evaluate(ROWS).loss
+        assert loss == pytest.approx(
+            sum(each.item() for each in plain_losses(model, ROWS)) / loss_tokens(ROWS), rel=1e-13
+        )
+        assert "forward" in vars(norm)
+
+
 @pytest.mark.parametrize(("options", "ranks"), [({}, 3), more({"stages": 2}, 4)])
 def test_gradients_are_summed_while_the_last_backward_runs(options, ranks, tmp_path, monkeypatch):
     """Whole values are there when a step of the optimizer returns, as a loop may read them."""
 
     def work(_rank):
-        sums, begun = FlatParameters._sum, [0]
+        sums, begun = FlatParameters._sum, [0, 0]
 
         def counted(self, buckets):
             begun[0] += len(buckets) * (torch._C._current_graph_task_id() != -1)  # in a backward
             sums(self, buckets)
 
         monkeypatch.setattr(FlatParameters, "_sum", counted)
-        return *both_loops(SGD, steps=steps_of([[30, 29, 31, 2], [97, 3]]), overlap=True, **options), begun[0]
+        gather = FlatParameters._gather
+
+        def awaited(self, *given):
+            """Yield what is gathered, and count what the step does not wait for."""
+            for bucket, pending in gather(self, *given):
+                yield bucket, pending
+                begun[1] += bucket in self._arriving
+
+        monkeypatch.setattr(FlatParameters, "_gather", awaited)
+        return *both_loops(SGD, steps=steps_of([[30, 29, 31, 2], [97, 3]]), overlap=True, **options), *begun
 
     found = in_ranks(in_double(work), ranks, tmp_path)
-    for loss, norm, weights, _ in found:
+    for loss, norm, weights, _, late in found:
         assert loss < 1e-13
         assert norm < 1e-12
         assert weights < 1e-11
+        assert not late
     if not options:
-        assert any(begun for *_, begun in found)
+        assert any(begun for *_, begun, _ in found)
 
 
 def test_sums_that_were_begun_end_with_a_step_that_is_refused(tmp_path):

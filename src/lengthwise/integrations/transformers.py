@@ -121,6 +121,9 @@ class PlannedTrainerMixin(_Base):
     _refused: Mapping[str, Refusal] = {}
     """Arguments beside TrainingArguments' that cannot be kept, in the form of `REFUSED`."""
 
+    _library: Any = transformers.Trainer
+    """The class whose own loss divides by num_items_in_batch."""
+
     def _collator(self, collate: Any) -> Any:
         """Return what makes `Examples` of a list of examples, with the user's collator."""
         return RowCollator(collate)
@@ -131,7 +134,7 @@ class PlannedTrainerMixin(_Base):
     def _divides_by_items(self) -> bool:
         """Whether the loss is one that is known to divide by num_items_in_batch."""
         own = getattr(self.compute_loss, "__func__", None)  # somebody may have put another on the trainer
-        return own is transformers.Trainer.compute_loss and self.compute_loss_func is None
+        return own is self._library.compute_loss and self.compute_loss_func is None
 
     def _takes_whole_logits(self) -> bool:
         """Whether the loss makes, or may make, all logits of a microbatch at once."""

@@ -43,6 +43,7 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
     """
 
     _refused: Mapping[str, Refusal] = {"activation_offloading": _OFFLOADING}
+    _library = trl.SFTTrainer
 
     _valid: list[float]  # of the microbatches that `_joined` ran, how many tokens have a label
 
@@ -55,10 +56,6 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
     ) -> Any:
         dataset = dataset if formatting_func is not None else refuse_dropped(dataset)
         return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-
-    def _divides_by_items(self) -> bool:
-        own = getattr(self.compute_loss, "__func__", None)
-        return own is trl.SFTTrainer.compute_loss and self.compute_loss_func is None
 
     def _takes_whole_logits(self) -> bool:
         return not self._divides_by_items() or self.label_smoother is not None

@@ -188,17 +188,14 @@ def _chosen(model: nn.Module, transport: Transport, settings: SessionSettings, m
     own = sum(each.nbytes for each in held if isinstance(each, Tensor) and each.device.type == device.type)
     (free,) = least(transport, [free_bytes(device, transport.device_ranks) + own])
     kinds = kinds_of(whole_model(model).config, settings.recompute)
+    whole = {f"planner {planner}": planner != LOCK_STEP_PLANNER, "compile": settings.asked.compile}
     choice = choose_shard(
         memory,
         free or None,
         tokens=settings.capacity_tokens or wanted_tokens(transport.world_size),
         kinds=kinds,
         offload=0.0 if settings.offload is None else 1.0,
-        keeps_whole=f"planner {planner}"
-        if planner != LOCK_STEP_PLANNER
-        else "compile"
-        if settings.asked.compile
-        else None,
+        keeps_whole=next((what for what, is_asked in whole.items() if is_asked), None),
         can_offload=optimizer is not None and device.type == "cuda",
         seconds=_layout_seconds(transport, settings, cost, free, kinds),
         margin=MODEL_ERROR,  # a loop that reads the model between steps is worth more than what costs cannot tell
