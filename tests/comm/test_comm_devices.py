@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from lengthwise.comm import devices
-from lengthwise.comm.devices import Gpus, count_gpus, find_gpus, gpu_of, has_unused_gpu
+from lengthwise.comm.devices import Gpus, call_apart, count_gpus, find_gpus, gpu_of, has_started_cuda, has_unused_gpu
+from lengthwise.core.errors import ConfigError, RankError
+from lengthwise.run.launch import launch
 
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040).\nPlease update your GPU driver."
 
@@ -35,9 +37,31 @@ def test_torch_is_started_in_a_child_only(cuda, tmp_path):
 
 
 def test_process_that_has_started_cuda_asks_no_child(cuda):
-    cuda.initialized, cuda.number = True, 2
-    cuda.init = lambda: _raise(RuntimeError("Cannot re-initialize CUDA in forked subprocess"))
+    cuda.initialized, cuda.number, here = True, 2, os.getpid()
+    cuda.init = lambda: os.getpid() == here or _raise(RuntimeError("Cannot re-initialize CUDA in forked subprocess"))
     assert find_gpus() == Gpus(number=2)
+
+
+def test_cuda_that_a_library_has_started_is_seen_by_the_file_of_its_driver(monkeypatch, tmp_path):
+    monkeypatch.setattr(devices, "_OPENED_BY_CUDA", str(tmp_path / "nvidia-uvm"))
+    assert not has_started_cuda()
+    with (tmp_path / "nvidia-uvm").open("w"):
+        assert has_started_cuda()
+        with pytest.raises(ConfigError, match="expected a process that has not started CUDA"):
+            launch(lambda *_: None, 2, gpus=1)
+
+
+def test_what_a_call_apart_raises_is_raised_here_and_its_death_is_an_error():
+    def refuse():
+        raise ConfigError("model", expected="a model", got=f"process {os.getpid() != here}", remedy="Give one.")
+
+    here = os.getpid()
+    with pytest.raises(ConfigError, match="got process True"):
+        call_apart(refuse, gpus=1)
+    assert call_apart(os.getpid, gpus=1) != here
+    assert call_apart(os.getpid, gpus=0) == here
+    with pytest.raises(RankError, match="got exit code 7"):
+        call_apart(lambda: os._exit(7), gpus=1)
 
 
 @pytest.mark.parametrize(

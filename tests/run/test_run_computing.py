@@ -6,13 +6,16 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from torch import nn
 from transformers import LlamaConfig, MixtralConfig
 
 from lengthwise.config import build_config
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.models import Computing, computing
 from lengthwise.run import pricing
 from lengthwise.run.checks import prepare_job
+from lengthwise.run.sharding import settle_shard
 from run.small_runs import call, losses, make_rows, relative, train, write_run
 from tiers import more
 
@@ -20,10 +23,12 @@ LENGTHS = (40, 9, 17, 3)
 
 
 def job_of(folder, *, gpus=0, **keys):
-    path = write_run(folder, make_rows(LENGTHS), **keys)
-    return prepare_job(
-        build_config(json.loads(path.read_text()), folder=folder), ranks=2, timeout_seconds=10, gpus=gpus
-    )
+    return prepared(write_run(folder, make_rows(LENGTHS), **keys), gpus=gpus)
+
+
+def prepared(path, *, gpus=0):
+    config = build_config(json.loads(path.read_text()), folder=path.parent)
+    return prepare_job(config, ranks=2, timeout_seconds=10, gpus=gpus)
 
 
 def test_the_job_hands_all_of_it_on_or_refuses_it_before_a_gpu_is_touched(tmp_path):
@@ -34,6 +39,24 @@ def test_the_job_hands_all_of_it_on_or_refuses_it_before_a_gpu_is_touched(tmp_pa
         job_of(tmp_path, gpus=1, precision="bf16", attention="flash3")
     with pytest.raises(ConfigError, match="flash2: flash attention takes bf16, not float64"):
         job_of(tmp_path, gpus=1, attention="flash2")
+
+
+AUTO = {"shard": "auto", "lora": {"r": 2}, "capacity_tokens": "auto"}
+
+
+@pytest.mark.parametrize("keys", [{"stages": 2, "capacity_tokens": 40}, AUTO])
+def test_no_model_is_made_in_the_process_that_forks_ranks_which_use_gpus(tmp_path, monkeypatch, keys):
+    """What a model imports (flash-linear-attention) or runs (masks) starts CUDA, which does not survive a fork."""
+    path = write_run(tmp_path, make_rows(LENGTHS), precision="bf16", **keys)
+    wrong = write_run(tmp_path / "wrong", make_rows(LENGTHS), model=tmp_path / "model", heads=3, **keys)
+    built, init = [], nn.Module.__init__
+    monkeypatch.setattr(nn.Module, "__init__", lambda module, *a, **k: (built.append(module), init(module, *a, **k))[1])
+    job = settle_shard(prepared(path, gpus=2))
+    assert job.facts.parameters > 10_000
+    assert job.facts.kinds == RECOMPUTE_KINDS
+    with pytest.raises(ConfigError, match="heads: expected auto, off, or a number that divides"):
+        prepared(wrong, gpus=2)
+    assert not built
 
 
 def test_experts_in_one_product_are_refused_in_fp64_before_any_process_starts(tmp_path):

@@ -13,11 +13,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
+from lengthwise.core.errors import LengthwiseError, RankError
+
 Answer = TypeVar("Answer")
+_OPENED_BY_CUDA = "/dev/nvidia-uvm"  # and not by NVML, which counts GPUs without it
 _DRIVER = Path("/dev/nvidiactl")  # there where the NVIDIA driver, or a container that was given it, is
 
 
@@ -33,8 +36,6 @@ def find_gpus() -> Gpus:
     """Count the GPUs that torch can start, in a child process."""
     if not built_for_gpus():
         return Gpus(number=0, why_none=f"torch {torch.__version__} was built without CUDA")
-    if torch.cuda.is_initialized():  # by whoever calls us: a fork of this process could not even ask
-        return Gpus(number=torch.cuda.device_count())
     found = ask_in_a_child(_start_cuda)
     if isinstance(found, Gpus):
         return found
@@ -42,7 +43,12 @@ def find_gpus() -> Gpus:
 
 
 def ask_in_a_child(ask: Callable[[], Answer]) -> Answer | int | None:
-    """Return what `ask` says of CUDA in a forked child; the exit code of a child that ended without an answer."""
+    """Return what `ask` says of CUDA in a forked child; the exit code of a child that ended without an answer.
+
+    A process that has started CUDA itself asks here: a fork of it could not.
+    """
+    if torch.cuda.is_initialized():
+        return ask()
     context = multiprocessing.get_context("fork")
     our_pipe, their_pipe = context.Pipe(duplex=False)
     child = context.Process(target=lambda: their_pipe.send(ask()))
@@ -56,6 +62,48 @@ def ask_in_a_child(ask: Callable[[], Answer]) -> Answer | int | None:
     finally:
         child.join()
         our_pipe.close()
+
+
+def call_apart(call: Callable[[], Answer], *, gpus: int) -> Answer:
+    """Return what `call` returns; where ranks will use GPUs, from a forked child.
+
+    Whatever imports or runs a model may start CUDA (flash-linear-attention does when it is imported, Hugging Face's
+    masks when they are made), and a process that has started it cannot fork ranks that use a GPU.
+
+    Raises:
+        RankError: the child died.
+        LengthwiseError: what `call` raised.
+    """
+    if not gpus:
+        return call()
+
+    def answer() -> tuple[Answer | None, LengthwiseError | None]:
+        try:
+            return call(), None
+        except LengthwiseError as error:
+            return None, error
+
+    found = ask_in_a_child(answer)
+    if not isinstance(found, tuple):
+        remedy = "Its own message is above."
+        raise RankError(
+            "model", expected="the process that checks it to finish", got=f"exit code {found}", remedy=remedy
+        )
+    returned, error = found
+    if error is not None:
+        raise error
+    return cast("Answer", returned)
+
+
+def has_started_cuda() -> bool:
+    """Whether this process has started CUDA, by torch or by another library: its driver then has a file open."""
+    if torch.cuda.is_initialized():
+        return True
+    try:
+        opened = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    except OSError:  # one was closed meanwhile, or the system has no such folder
+        return False
+    return _OPENED_BY_CUDA in opened
 
 
 def count_gpus() -> int:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lengthwise.core.errors import ModelRefused
 from lengthwise.core.names import counted
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
 from lengthwise.cost import Cost, StepMemory, logits_at_once, shape_from_config, state_bytes
@@ -21,7 +20,6 @@ from lengthwise.cost.memory import DTYPE_BYTES, wide_bytes
 from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.engine.batch import StepBatch
-from lengthwise.models import check_recompute, count_parameters
 from lengthwise.planner import PACKED_DP
 from lengthwise.program import check_plan
 from lengthwise.run.job import Job
@@ -142,7 +140,7 @@ def _with_all_ways(job: Job, plan: Plan) -> tuple[Plan, list[str]]:
     """Return the plan with each way of computing that the run leaves to the planner; say which were added."""
     config, found = job.config, list(plan.microbatches)
     said = list[str]()
-    if config.recompute == "auto" and _recomputes(job):
+    if config.recompute == "auto" and "layer" in job.facts.kinds:
         found = [replace(each, recompute=RECOMPUTE_KINDS[n % len(RECOMPUTE_KINDS)]) for n, each in enumerate(found)]
         said.append("recompute " + ", ".join(dict.fromkeys(each.recompute for each in found)))
     offload = config.offload
@@ -153,14 +151,6 @@ def _with_all_ways(job: Job, plan: Plan) -> tuple[Plan, list[str]]:
     check_plan(changed)
     job.refuse_plan(changed)
     return changed, said
-
-
-def _recomputes(job: Job) -> bool:
-    try:
-        check_recompute(job.model.config, "layer")
-    except ModelRefused:
-        return False
-    return True
 
 
 def _check(job: Job, batch: StepBatch, plan: Plan, changes: tuple[str, ...]) -> Check:
@@ -185,7 +175,7 @@ def _seconds(job: Job, lengths: Sequence[int]) -> float:
 
 def _bytes(job: Job, plan: Plan) -> float:
     """Estimate what this machine holds at most: all ranks together, or rank 0 with plain models and gradients."""
-    shape, parameters = shape_from_config(job.model.config.to_dict()), count_parameters(job.model.config)
+    shape, parameters = shape_from_config(job.model.config.to_dict()), job.facts.parameters
     narrow = DTYPE_BYTES[job.precision]
     wide, rounds = wide_bytes(narrow), job.precision == "bf16"
     chunk = logits_at_once(shape.vocab, on_gpus=job.gpus > 0)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lengthwise.comm import world_from_environment
+from lengthwise.comm.devices import call_apart
 from lengthwise.config import (
     FRESH_RATE,
     LOADED_RATE,
@@ -53,9 +54,10 @@ from lengthwise.models.weights import holds_weights
 from lengthwise.planner import PACKED_DP
 from lengthwise.report.figures import count
 from lengthwise.run.caching import data_cache
-from lengthwise.run.job import Job, computing_of
+from lengthwise.run.job import Job, ModelFacts, computing_of
 from lengthwise.run.launch import threads_of_each
 from lengthwise.run.resume import Resume
+from lengthwise.session.capacity import kinds_of
 
 
 def settle(config: RunConfig, *, gpus: int) -> tuple[RunConfig, Mapping[str, str]]:
@@ -127,17 +129,22 @@ def prepare_job(
         if num_steps is not None:
             attempt(lambda: check_steps(config.optimizer, num_steps))
             attempt(lambda: resume and resume.check_within(num_steps))
-    adapters, cost = _check_model(config, model, collector, gpus=gpus) if model else None, None
-    if model and (adapters is not None or config.lora is None):  # else what trains is not known
+    facts, cost = None, None
+    if model:
+        facts = attempt(lambda: call_apart(partial(_facts_of, config, model, gpus=gpus), gpus=gpus))
+    if facts:
+        adapters = facts.adapters
         cost = attempt(lambda: _measured_cost(config, model, ranks=ranks, gpus=gpus, adapters=adapters))
     collector.raise_all()
     assert model is not None, "a model that was not found must have been a problem"
+    assert facts is not None, "a model that cannot be trained so must have been a problem"
     assert dataset is not None, "data that was not read must have been a problem"
     assert known is not None, "it is the data, or known from the run file"
     job = Job(
         config=config,
         ranks=ranks,
         model=model,
+        facts=facts,
         dataset=dataset,
         known=known,
         eval_dataset=eval_dataset,
@@ -145,7 +152,6 @@ def prepare_job(
         timeout_seconds=timeout_seconds,
         gpus=gpus,
         gpu_name=gpu_name,
-        adapters=adapters,
         measured_cost=cost,
         resume=resume,
         chosen=chosen or settled,
@@ -208,16 +214,20 @@ def _served_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab
     return RemoteDataset(specs, tokenizer_digest=digest, seed=config.seed)
 
 
-def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *, gpus: int) -> int | None:
-    """Collect what keeps the model from being trained so; return how many parameters of adapters train, if any."""
-    attempt, refused = collector.attempt, len(collector.problems)
+def _facts_of(config: RunConfig, model: ModelSource, *, gpus: int) -> ModelFacts:
+    """Check that the model can be trained so; return what else of it the run has to know.
+
+    Raises:
+        LengthwiseError: all problems at once.
+    """
+    collector = Collector()
+    attempt = collector.attempt
     attempt(lambda: check_model_config(model.config))
-    if len(collector.problems) == refused:
-        parameters = attempt(lambda: check_buildable(model.config))
-        if not (gpus and model.weights and config.shard != "zero1"):  # ranks read their own rows of them
-            attempt(lambda: check_room(model, parameters or 0))
-    if len(collector.problems) > refused:
-        return None
+    collector.raise_all()
+    parameters = attempt(lambda: check_buildable(model.config))
+    if not (gpus and model.weights and config.shard != "zero1"):  # ranks read their own rows of them
+        attempt(lambda: check_room(model, parameters or 0))
+    collector.raise_all()
     attempt(lambda: check_weights(model))
     if config.recompute != "auto":
         attempt(lambda: check_recompute(model.config, config.recompute))
@@ -227,7 +237,10 @@ def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *,
     if config.stages > 1:
         attempt(lambda: check_cut(model.config, config.stages, config.virtual))
     attempt(lambda: check_offload(config.offload, model.text.num_hidden_layers, on_gpus=gpus > 0))
-    return attempt(lambda: check_lora(model, config.lora))
+    adapters = attempt(lambda: check_lora(model, config.lora))
+    collector.raise_all()
+    assert parameters is not None, "a model that cannot be built must have been a problem"
+    return ModelFacts(parameters=parameters, adapters=adapters, kinds=tuple(kinds_of(model.config, "auto")))
 
 
 def check_room(model: ModelSource, parameters: int) -> None:

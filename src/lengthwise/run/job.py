@@ -32,21 +32,34 @@ _MEASURED_RUN = 20.0  # times that, from which a run is measured unasked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a run has to know of its model without building it: the process that forks ranks must not import it.
+
+    adapters: parameters that train in place of the model's own; None if all train. kinds: of recomputation that the
+    model can take.
+    """
+
+    parameters: int
+    adapters: int | None
+    kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A checked run, the same on every rank.
 
     `known`: what forecasts and limits are of before the first step: `dataset`, or of rows that are read meanwhile
     the longest.
-    `gpus`: how many GPUs of a machine it uses; 0: it computes on the CPU. `gpu_name`: that of the first. `adapters`:
-    parameters that train in place of the model's own; None: all train. `measured_cost`: of the run's file of
-    measurements; None: it names none. `measured_capacities`: of `capacity_tokens: auto`, once they are known.
-    `resume`: what the run goes on from; None: it starts. `chosen`: keys whose defaults depend on model and device, with
-    the reason.
+    `gpus`: how many GPUs of a machine it uses; 0: it computes on the CPU. `gpu_name`: that of the first.
+    `measured_cost`: of the run's file of measurements; None if it names none. `measured_capacities`: of
+    `capacity_tokens: auto`, once they are known. `resume`: what the run goes on from; None if it starts. `chosen`: keys
+    whose defaults depend on model and device, with the reason.
     """
 
     config: RunConfig
     ranks: int
     model: ModelSource
+    facts: ModelFacts
     dataset: Dataset
     known: Dataset
     eval_dataset: Dataset | None
@@ -54,7 +67,6 @@ class Job:
     timeout_seconds: float
     gpus: int = 0
     gpu_name: str | None = None
-    adapters: int | None = None
     measured_cost: Cost | None = None
     measured_capacities: Capacities | None = None
     resume: Resume | None = None
@@ -179,7 +191,7 @@ class Job:
         lengths, asked = self._drawn_lengths(), self.config.global_batch
         sequences = asked.sequences or asked.tokens / lengths.mean()
         shape = shape_from_config(self.model.config.to_dict())
-        cost = base_cost(shape, device, precision=self.config.precision, adapters=self.adapters)
+        cost = base_cost(shape, device, precision=self.config.precision, adapters=self.facts.adapters)
         once = float(cost.compute_seconds(lengths).sum()) / len(lengths)
         return once * sequences / self.ranks
 
@@ -224,7 +236,9 @@ class Job:
         if self.measured_cost is not None:
             return self.measured_cost
         shape, config = shape_from_config(self.model.config.to_dict()), self.config
-        return base_cost(shape, self.hardware, precision=config.precision, adapters=self.adapters, stages=config.stages)
+        return base_cost(
+            shape, self.hardware, precision=config.precision, adapters=self.facts.adapters, stages=config.stages
+        )
 
     @property
     def planning(self) -> StepPlanning:
@@ -240,7 +254,7 @@ class Job:
             dtype_bytes=DTYPE_BYTES[self.precision],
             offload=config.offload,
             measured=self.measured_capacities,
-            trained=self.adapters,
+            trained=self.facts.adapters,
             stages=stages,
             offloaded_states=len(config.optimizer.states) if config.optimizer.offload and self.gpus else None,
             planner=config.planner,

@@ -30,7 +30,8 @@ from typing import Any, TypeVar
 import torch
 
 from lengthwise.comm import World
-from lengthwise.core.errors import CallbackError, LengthwiseError, RankError, TransferError
+from lengthwise.comm.devices import has_started_cuda
+from lengthwise.core.errors import CallbackError, ConfigError, LengthwiseError, RankError, TransferError
 from lengthwise.core.processes import end_with_parent, let_threads_end
 from lengthwise.run.stacks import keep_stacks, write_stacks
 
@@ -154,15 +155,20 @@ def launch(
     """Run `work` on `ranks` local ranks, in this process when it is one, and return the result of rank 0.
 
     Ctrl-C, SIGTERM and SIGHUP end the ranks; with `asks_to_stop`, where `work` listens itself, only the second does.
-    `gpus`: how many of this machine they use; this process must not have started CUDA, which does not survive a fork.
+    `gpus`: how many of this machine they use.
     `stacks`: a folder for where each rank stood, should one wait in vain (`run.stacks`).
 
     Raises:
         LengthwiseError: what a rank raised, or RankError for one that died.
+        ConfigError: this process has started CUDA, which does not survive a fork.
         KeyboardInterrupt: a signal ended the ranks.
     """
     if ranks == 1:
         return work(World(rank=0, world_size=1, gpus=gpus), lambda _phase: None)
+    if gpus and has_started_cuda():
+        expected, got = "a process that has not started CUDA, from which ranks can be forked", "one that has"
+        remedy = "Start the ranks by torchrun, or this run before anything in its process uses a GPU."
+        raise ConfigError(f"{ranks} ranks", expected=expected, got=got, remedy=remedy)
     with _meeting_place() as folder, StopRequest(announces=asks_to_stop).listening() as stop:
         return _Children(work, ranks, folder / "rendezvous", gpus).outcome(stop, asks=asks_to_stop, stacks=stacks)
 

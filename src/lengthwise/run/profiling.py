@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lengthwise.comm import World, join, world_from_environment
+from lengthwise.comm.devices import call_apart
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.measurements import Measurements
 from lengthwise.models import check_buildable, check_model_config, find_model
@@ -37,10 +38,10 @@ def profile_model(
     problems = Collector()
     world = problems.attempt(world_from_environment)
     source = problems.attempt(lambda: find_model(model, weights="fresh"))
+    gpus = problems.attempt(lambda: count_used_gpus(device))
     if source is not None:
         problems.attempt(lambda: check_model_config(source.config))
-        problems.attempt(lambda: check_buildable(source.config))
-    gpus = problems.attempt(lambda: count_used_gpus(device))
+        problems.attempt(lambda: call_apart(lambda: check_buildable(source.config), gpus=gpus or 0))
     problems.raise_all()
     assert source is not None, "a model that was not found must have been a problem"
     assert gpus is not None, "a device that is not there must have been a problem"

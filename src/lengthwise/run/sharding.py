@@ -9,11 +9,9 @@ import torch
 from lengthwise.comm import world_from_environment
 from lengthwise.cost import DTYPE_BYTES, StepMemory, check_host, choose_shard_of_run, ranks_of_node, shape_from_config
 from lengthwise.engine.memory import free_bytes
-from lengthwise.models.load import count_parameters
 from lengthwise.profiler.place import device_bytes
 from lengthwise.run.checks import check_room
 from lengthwise.run.job import Job
-from lengthwise.session.capacity import kinds_of
 from lengthwise.simulator.layouts import layout_seconds_of_run
 
 
@@ -36,7 +34,7 @@ def settle_shard(job: Job) -> Job:
         return replace(job, config=config.model_copy(update={"ranks_per_node": node}))
     if config.shard != "auto" or config.stages > 1:  # stages have zero1 alone
         return job
-    memory, room, kinds = _memory(job, node), _bytes_of_a_rank(job), kinds_of(model.config, "auto")
+    memory, room, kinds = _memory(job, node), _bytes_of_a_rank(job), list(job.facts.kinds)
     seconds = None
     if job.gpus:  # on CPUs transfers and computing share cores, which costs do not know
         seconds = layout_seconds_of_run(config, job.first_lengths, job.cost, room, ranks=job.ranks, kinds=kinds)
@@ -51,7 +49,7 @@ def settle_shard(job: Job) -> Job:
         seconds=seconds,
     )
     if choice.shard == "zero1" and job.gpus and model.weights:
-        check_room(model, count_parameters(model.config))
+        check_room(model, job.facts.parameters)
     within = node if choice.shard == "hybrid" else None
     settled = config.model_copy(update={"shard": choice.shard, "ranks_per_node": within})
     return replace(job, config=settled, chosen={**job.chosen, "shard": f"shard {choice.shard}: {choice.why}"})
@@ -63,8 +61,8 @@ def _memory(job: Job, node: int | None = None) -> StepMemory:
     return StepMemory(
         shape=shape_from_config(model.config.to_dict()),
         dtype_bytes=DTYPE_BYTES[job.precision],
-        parameters=count_parameters(model.config) + (job.adapters or 0),
-        trained=job.adapters,
+        parameters=job.facts.parameters + (job.facts.adapters or 0),
+        trained=job.facts.adapters,
         ranks=job.ranks,
         ranks_per_node=node,
         logits_at_once=job.logits_at_once,
