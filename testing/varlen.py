@@ -90,8 +90,8 @@ class ReferenceFlashAttn:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         others = (alibi_slopes, block_table, leftpad_k, seqused_k)
         assert not any((dropout_p, return_softmax, zero_tensors, *others)), "nothing else is computed here"
-        borders, window = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), (window_size_left, window_size_right)
-        documents = _AsCalled.of(borders, causal, window)
+        borders = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        documents = _AsCalled.of(borders, causal, (window_size_left, window_size_right))
         block = Block(q=q, k=k, v=v, scale=softmax_scale, softcap=_cap(softcap))
         out, lse = ReferenceVarlenOps(caps_scores=True).forward(block, documents)
         return out, lse, q.new_empty(0), torch.empty(2, dtype=torch.int64)
@@ -125,8 +125,8 @@ class ReferenceFlashAttn:
         assert not any((dropout_p, alibi_slopes, zero_tensors)), "nothing else is computed here"
         assert deterministic is torch.are_deterministic_algorithms_enabled(), f"deterministic: {deterministic}"
         assert rng_state is not None, "the kernel names it, though without dropout it reads nothing there"
-        borders, window = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), (window_size_left, window_size_right)
-        documents = _AsCalled.of(borders, causal, window)
+        borders = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        documents = _AsCalled.of(borders, causal, (window_size_left, window_size_right))
         block, saved = Block(q=q, k=k, v=v, scale=softmax_scale, softcap=_cap(softcap)), Saved(out=out, lse=softmax_lse)
         grads = ReferenceVarlenOps(caps_scores=True).backward(dout, block, saved, documents)
         for into, x, grad in zip((dq, dk, dv), (q, k, v), grads, strict=True):
