@@ -147,8 +147,15 @@ class _AsCalled(Documents):
         """Take what an operator's schema would let through."""
         assert all(type(each) is int for each in (*borders[2:], *window)), f"integers, got {borders[2:]} and {window}"
         assert type(causal) is bool, f"causal: {causal}"
-        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "window_left", "window_right")
-        return cls(causal=causal, **dict(zip(names, (*borders, *window), strict=True)))
+        return cls(
+            cu_seqlens_q=borders[0],
+            cu_seqlens_k=borders[1],
+            max_seqlen_q=borders[2],
+            max_seqlen_k=borders[3],
+            causal=causal,
+            window_left=window[0],
+            window_right=window[1],
+        )
 
     @property
     def window(self) -> tuple[int | None, int | None]:

@@ -112,9 +112,9 @@ def test_the_package_flash_attn_caps_scores_where_it_is_there_and_right(monkeypa
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", None)  # cannot be imported
     assert "causal block of 72 tokens, bfloat16, heads of 128: ModuleNotFoundError" in fault_of(kernel, capped, CPU)
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", ReferenceFlashAttn())
-    assert fault_of(kernel, capped, CPU) is None
+    assert fault_of(kernel, capped, CPU) is fault_of(kernel, BF16, CPU) is None
     for abilities, needs, faults, against in (
-        (replace(gpu, flash_attn="2.6.3"), capped, {}, "flash-attn 2.6.3 is older than 2.7"),
+        (replace(gpu, flash_attn="2.7.4.post1"), capped, {}, "flash-attn 2.7.4.post1 is older than 2.8"),
         (gpu, replace(capped, dtype=torch.float32), {}, "flash attention takes bf16, not float32"),
         (gpu, capped, {"flash_attn": "lse is off"}, "lse is off"),
     ):
@@ -127,7 +127,7 @@ def test_the_package_flash_attn_caps_scores_where_it_is_there_and_right(monkeypa
     capability=st.tuples(st.integers(7, 12), st.integers(0, 9)),
     has=st.fixed_dictionaries({name: st.booleans() for name in EVERYTHING if name != "cudnn"}),
     cudnn=st.sampled_from([0, 90100, 91900]),
-    flash_attn=st.sampled_from([None, "2.6.3", "2.8.3"]),
+    flash_attn=st.sampled_from([None, "2.7.4", "2.8.3"]),
     needs=st.builds(
         AttentionNeeds,
         dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),

@@ -3,8 +3,6 @@
 On the CPU the varlen kernel is a reference that refuses what a GPU kernel would misread.
 """
 
-from itertools import product
-
 import pytest
 import torch
 from testing import dense_attention, make_plan, relative_error, tiny_family_config
@@ -19,7 +17,6 @@ from lengthwise.attention.kernels import FlashCpuKernel
 from lengthwise.attention.proof import fault_of
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.comm import StagedTransport
-from lengthwise.core.packages import installed_version
 from lengthwise.core.plan import Piece
 from lengthwise.models.load import build_skeleton
 from lengthwise.models.mixer_choice import fault_of as fault_of_mixer
@@ -53,9 +50,9 @@ def named_kernel(name, device):
     if name == "efficient":
         return EfficientKernel() if on_gpu else FlashCpuKernel(token_multiple=128)
     if name == "flash-attn":
-        if on_gpu and installed_version(name) is None:
-            pytest.skip("there is no package flash-attn")
-        return VarlenKernel(FlashAttnOps(None if on_gpu else ReferenceFlashAttn()))
+        there = "flash_attn.flash_attn_interface"
+        package = pytest.importorskip(there, exc_type=ImportError) if on_gpu else ReferenceFlashAttn()
+        return VarlenKernel(FlashAttnOps(package))
     varlen = VarlenKernel(TorchVarlenOps() if on_gpu else ReferenceVarlenOps())
     return (
         varlen
@@ -134,8 +131,8 @@ def test_gpu_kernel_for_bf16_takes_packs_and_says_why(device):
 def test_gpu_kernels_pass_the_comparison_of_a_start(device, name):
     """Blocks, tiles of windows and documents, under the log-sum-exp of more keys than a block's."""
     kernel, shape = named_kernel(name, device), {"heads": HEADS, "kv_heads": KV_HEADS, "windowed": True}
-    for dim, capped in product((64, 128), (False, True) if kernel.caps_scores else (False,)):
-        needs = AttentionNeeds(dtype=torch.bfloat16, head_dim=dim, capped=capped, **shape)
+    for dim in (64, 128):
+        needs = AttentionNeeds(dtype=torch.bfloat16, head_dim=dim, capped=name == "flash-attn", **shape)
         assert fault_of(kernel, needs, device) is None
 
 

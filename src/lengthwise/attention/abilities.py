@@ -22,7 +22,7 @@ _BESIDE_SM80, _LATER = ((8, 6), (8, 9)), 12  # too little shared memory for some
 _MOST_HEAD_DIM_THERE, _LEAST_HEAD_DIM_THERE = 192, 224
 _MOST_HEAD_DIM_CUDNN = 128
 
-LEAST_FLASH_ATTN = (2, 7)  # from there on its functions take these arguments, and lse is (heads, tokens)
+LEAST_FLASH_ATTN = (2, 8)  # before, backward's 32-bit offsets overflow in packs of some thousand documents
 
 CAPPING = ("flash_attn", "reference")
 """Which implementations cap scores, in the order in which they are tried.

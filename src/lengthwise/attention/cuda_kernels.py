@@ -59,7 +59,7 @@ class TorchVarlenOps:
 
 
 class FlashAttnOps:
-    """Flash attention 2 of the package flash-attn, 2.7 or later: torch's has no argument for a cap.
+    """Flash attention 2 of the package flash-attn, 2.8 or later: torch's has no argument for a cap.
 
     package: its module of raw calls; None: imported by the first call, so that comparing a kernel at a start also
     finds a package which was built for another torch.
