@@ -303,10 +303,12 @@ every head before attention, and values smaller than keys are filled up with zer
 full attention with that many heads (DeepSeek-V3: 2 x 128 x 192 numbers a token and layer, of which a sixth are zeros),
 not the 576 of the latent.
 
-Families that cap their attention scores by tanh (gemma2, vaultgemma) are exact under every plan, too, but slow on GPUs:
-of the kernels here only plain matrix products in fp32 cap scores, `attention: auto` takes them, and a run says so at
-its start. torch's flash attention, cuDNN and efficient attention have no such argument. What `plan` and `simulate`
-predict for such a model by formula is a fused kernel's time; `lengthwise profile` measures yours.
+Families that cap their attention scores by tanh (gemma2, vaultgemma) are exact under every plan, too. On GPUs the
+package flash-attn computes them in one fused kernel in bf16 where it is installed
+([how](gpu.md#what-a-run-does-there)). Without it `attention: auto` takes plain matrix products in fp32, which are
+slow, and a run says so at its start. torch's flash attention, cuDNN and efficient attention have no such argument.
+What `plan` and `simulate` predict for such a model by formula is a fused kernel's time; `lengthwise profile` measures
+yours.
 
 | family | loss / gradient | with checkpointing | kinds of layers |
 |---|---|---|---|

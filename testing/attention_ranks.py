@@ -30,6 +30,7 @@ def attend_on_ranks(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
     device: torch.device | None = None,
     around: Callable[[Transport], Transport] = lambda transport: transport,
     run: Callable[[Any, int], list[Any]] = lambda work, ranks: StrictWorld(ranks).run(work),
@@ -41,7 +42,7 @@ def attend_on_ranks(
     """
 
     def work(transport: Transport) -> Any:
-        return _run_rank(around(transport), plan, rows, kernel, scale, window, sinks, device)
+        return _run_rank(around(transport), plan, rows, kernel, scale, window, sinks, softcap, device)
 
     whole = [[torch.full_like(row[n], float("nan"), device="cpu") for n in (0, 0, 1, 2)] for row in rows]
     every = run(work, plan.ranks)
@@ -62,6 +63,7 @@ def _run_rank(
     scale: float,
     window: int | None,
     sinks: Tensor | None,
+    softcap: float | None,
     device: torch.device | None,
 ) -> tuple[list[tuple[int, int, int, list[Tensor]]], Tensor | None]:
     """Return (sequence, start, stop, [out, dq, dk, dv]) of this rank's segments, and its gradient of the sinks."""
@@ -80,7 +82,7 @@ def _run_rank(
             for n in range(4)
         )
         planned = PlannedAttention(program, transport, kernel)
-        out, attended = planned.forward(Block(q=q, k=k, v=v, scale=scale), window, sinks)
+        out, attended = planned.forward(Block(q=q, k=k, v=v, scale=scale, softcap=softcap), window, sinks)
         assert out.dtype == q.dtype
         *grads, sink_grad = planned.backward(grad, attended, heads, window, sinks)
         assert (sink_grad is None) == (sinks is None)

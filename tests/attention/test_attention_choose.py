@@ -1,11 +1,13 @@
 """Which attention kernel is chosen, refused and activated, and what is said of it: without a GPU."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.varlen import ReferenceFlashAttn
 from torch.nn.attention import _registry, current_flash_attention_impl
 
 from lengthwise.attention import AttentionNeeds, Block, ReferenceKernel, check_attention, choose_kernel
@@ -14,12 +16,14 @@ from lengthwise.attention.choose import gpu_kernel
 from lengthwise.attention.cuda_kernels import TorchVarlenOps
 from lengthwise.attention.cudnn import ByLengthKernel
 from lengthwise.attention.packs import PackKernel
+from lengthwise.attention.proof import fault_of
 from lengthwise.attention.varlen import Documents, VarlenKernel
 from lengthwise.core.errors import ConfigError
 
 CPU = torch.device("cpu")
 EVERYTHING = ALL = {"torch_flash": True, "flash3": True, "cudnn": 91900}
 NOTHING = {"torch_flash": False, "flash3": False, "cudnn": 0}
+INSTALL = "there is no package flash-attn (pip install flash-attn --no-build-isolation)"
 FLASH2, NO_FLASH3 = {"torch_flash": True}, {"torch_flash": True, "cudnn": 91900}
 BF16 = AttentionNeeds(dtype=torch.bfloat16, head_dim=128)
 
@@ -89,19 +93,41 @@ def test_scores_that_are_capped_go_to_the_kernel_that_can():
     abilities, said = GpuAbilities(capability=(9, 0), **EVERYTHING), []
     kernel, reason = gpu_kernel(abilities, capped)
     assert isinstance(kernel, ReferenceKernel)
-    assert reason == f"{why}which no fused kernel here does; this one is slow"
+    slow = f"{why}which no fused kernel here does; this one is slow"
+    assert reason == f"{slow}; not flash_attn: {INSTALL}"
     for name in ("flash2", "flash3", "cudnn", "efficient"):
         with pytest.raises(ConfigError) as refused:
             gpu_kernel(abilities, capped, implementation=name)
         assert refused.value.got == f"{name}: {why}and this kernel does not"
     assert isinstance(choose_kernel(CPU, capped=True, say=said.append), ReferenceKernel)
-    assert said == [f"attention kernel: {kernel.name}; because the run computes on the CPU, and {reason}"]
+    assert said == [f"attention kernel: {kernel.name}; because the run computes on the CPU, and {slow}"]
+
+
+def test_the_package_flash_attn_caps_scores_where_it_is_there_and_right(monkeypatch):
+    capped = replace(BF16, capped=True)
+    gpu = GpuAbilities(capability=(8, 6), flash_attn="2.8.3+cu12torch2.9", **NOTHING)
+    kernel, reason = gpu_kernel(gpu, capped)
+    assert (kernel.name, kernel.caps_scores) == ("flash attention 2 of flash-attn, varlen", True)
+    assert reason == "this model caps its scores by tanh (softcap), which the package flash-attn does"
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", None)  # cannot be imported
+    assert "causal block of 72 tokens, bfloat16, heads of 128: ModuleNotFoundError" in fault_of(kernel, capped, CPU)
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", ReferenceFlashAttn())
+    assert fault_of(kernel, capped, CPU) is fault_of(kernel, BF16, CPU) is None
+    for abilities, needs, faults, against in (
+        (replace(gpu, flash_attn="2.7.4.post1"), capped, {}, "flash-attn 2.7.4.post1 is older than 2.8"),
+        (gpu, replace(capped, dtype=torch.float32), {}, "flash attention takes bf16, not float32"),
+        (gpu, capped, {"flash_attn": "lse is off"}, "lse is off"),
+    ):
+        kernel, reason = gpu_kernel(abilities, needs, faults=faults)
+        assert isinstance(kernel, ReferenceKernel)
+        assert reason.endswith(f"this one is slow; not flash_attn: {against}")
 
 
 @given(
     capability=st.tuples(st.integers(7, 12), st.integers(0, 9)),
     has=st.fixed_dictionaries({name: st.booleans() for name in EVERYTHING if name != "cudnn"}),
     cudnn=st.sampled_from([0, 90100, 91900]),
+    flash_attn=st.sampled_from([None, "2.7.4", "2.8.3"]),
     needs=st.builds(
         AttentionNeeds,
         dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
@@ -110,15 +136,15 @@ def test_scores_that_are_capped_go_to_the_kernel_that_can():
         capped=st.booleans(),
     ),
 )
-def test_auto_always_finds_one_that_could_be_named(capability, has, cudnn, needs):
-    abilities = GpuAbilities(capability=capability, cudnn=cudnn, **has)
+def test_auto_always_finds_one_that_could_be_named(capability, has, cudnn, flash_attn, needs):
+    abilities = GpuAbilities(capability=capability, cudnn=cudnn, flash_attn=flash_attn, **has)
     kernel, said = gpu_kernel(abilities, needs)
-    usable = [name for name in order_of(capability) if obstacle(name, abilities, needs) is None]
+    usable = [name for name in order_of(capability, capped=needs.capped) if obstacle(name, abilities, needs) is None]
     named, _ = gpu_kernel(abilities, needs, implementation=usable[0])
     assert (type(kernel), kernel.name) == (type(named), named.name)
     assert said
     # What is not known yet is no obstacle: nothing is refused before the start that could be used after it.
-    unknown = GpuAbilities(capability=None, cudnn=None, **has)
+    unknown = GpuAbilities(capability=None, cudnn=None, flash_attn=flash_attn, **has)
     assert all(obstacle(name, unknown, needs) is None for name in usable)
 
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from testing.strict import StrictWorld
-from testing.varlen import ReferenceDenseOps, ReferenceVarlenOps
+from testing.varlen import ReferenceDenseOps, ReferenceFlashAttn, ReferenceVarlenOps
 
 from lengthwise.attention import AttentionNeeds, FlashCpuKernel, ReferenceKernel, choose, choose_kernel
 from lengthwise.attention.abilities import GpuAbilities
 from lengthwise.attention.choose import gpu_kernel
+from lengthwise.attention.cuda_kernels import FlashAttnOps
 from lengthwise.attention.cudnn import ByLengthKernel, DenseKernel
 from lengthwise.attention.proof import fault_of
 from lengthwise.attention.varlen import VarlenKernel
@@ -39,7 +40,8 @@ def test_kernels_that_are_right_pass(kernel, dtype, shape):
 
 def test_a_kernel_that_leaves_a_cap_out_is_found_and_one_that_caps_passes():
     capped = replace(needs(), capped=True)
-    assert fault_of(ReferenceKernel(), capped, CPU) is None
+    for kernel in (ReferenceKernel(), VarlenKernel(FlashAttnOps(ReferenceFlashAttn()))):
+        assert fault_of(kernel, capped, CPU) is None
     for kernel in (FlashCpuKernel(), by_length()):
         assert "causal block of 72 tokens, float32, heads of 16: out is off by" in fault_of(kernel, capped, CPU)
 

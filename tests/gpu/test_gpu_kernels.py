@@ -8,10 +8,10 @@ import torch
 from testing import dense_attention, make_plan, relative_error, tiny_family_config
 from testing.attention_ranks import attend_on_ranks
 from testing.mixers import STAND_INS
-from testing.varlen import ReferenceDenseOps, ReferenceVarlenOps
+from testing.varlen import ReferenceDenseOps, ReferenceFlashAttn, ReferenceVarlenOps
 
 from lengthwise.attention import AttentionNeeds, ReferenceKernel, choose_kernel
-from lengthwise.attention.cuda_kernels import EfficientKernel, TorchVarlenOps
+from lengthwise.attention.cuda_kernels import EfficientKernel, FlashAttnOps, TorchVarlenOps
 from lengthwise.attention.cudnn import ByLengthKernel, CudnnOps, DenseKernel
 from lengthwise.attention.kernels import FlashCpuKernel
 from lengthwise.attention.proof import fault_of
@@ -23,6 +23,7 @@ from lengthwise.models.mixer_choice import fault_of as fault_of_mixer
 from lengthwise.models.mixer_choice import layers_of
 from lengthwise.models.mixer_kernels import CONVOLUTION, DELTA_RULE, KDA, MAMBA2, PACKAGES, package_kernel, plain_kernel
 from lengthwise.models.mixers import plain_function
+from tiers import more
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 HEADS, KV_HEADS, SCALE = 8, 2, 0.11
@@ -48,6 +49,10 @@ def named_kernel(name, device):
         return ReferenceKernel()
     if name == "efficient":
         return EfficientKernel() if on_gpu else FlashCpuKernel(token_multiple=128)
+    if name == "flash-attn":
+        there = "flash_attn.flash_attn_interface"
+        package = pytest.importorskip(there, exc_type=ImportError) if on_gpu else ReferenceFlashAttn()
+        return VarlenKernel(FlashAttnOps(package))
     varlen = VarlenKernel(TorchVarlenOps() if on_gpu else ReferenceVarlenOps())
     return (
         varlen
@@ -63,9 +68,9 @@ def draw(tokens, dtype, seed):
     return [torch.randn(tokens, n, 64, generator=random).to(dtype) for n in heads]
 
 
-def expected(q, k, v, grad, *, window=None, sinks=None):
+def expected(q, k, v, grad, *, window=None, sinks=None, softcap=None):
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
-    out, _ = dense_attention(q, k, v, scale=SCALE, window=window, sinks=sinks)
+    out, _ = dense_attention(q, k, v, scale=SCALE, window=window, sinks=sinks, softcap=softcap)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad.double())]
 
 
@@ -99,6 +104,18 @@ def test_gpu_rings_and_packs_equal_dense(device, kind, dtype, window, with_sinks
         close(got, expected(*row, window=window, sinks=None if sinks is None else sinks.to(dtype).double()), dtype)
 
 
+@pytest.mark.parametrize(("kind", "window"), [("rings", None), ("rings", 50), more("split heads", 50)])
+def test_gpu_rings_and_packs_of_capped_scores_equal_dense(device, kind, window):
+    """Which kernel a model with capped scores gets where flash-attn is installed."""
+    kernel, dtype = named_kernel("flash-attn", device), torch.float64 if device.type == "cpu" else torch.bfloat16
+    lengths, (ranks, pieces) = LENGTHS[device.type], PLANS[kind]
+    rows = [draw(length, dtype, i) for i, length in enumerate(lengths)]
+    how = {"scale": SCALE, "window": window, "softcap": 0.7}
+    whole, _ = attend_on_ranks(make_plan(ranks, lengths, pieces), rows, kernel, device=device, **how)
+    for row, got in zip(rows, whole, strict=True):
+        close(got, expected(*row, window=window, softcap=0.7), dtype)
+
+
 def test_gpu_kernel_for_bf16_takes_packs_and_says_why(device):
     said = []
     kernel = choose_kernel(device, dtype=torch.bfloat16, head_dim=128, say=said.append)
@@ -110,12 +127,13 @@ def test_gpu_kernel_for_bf16_takes_packs_and_says_why(device):
         assert isinstance(kernel, VarlenKernel | ByLengthKernel)
 
 
-@pytest.mark.parametrize("name", ["varlen", "efficient", "cudnn", "reference"])
+@pytest.mark.parametrize("name", ["varlen", "efficient", "cudnn", "reference", "flash-attn"])
 def test_gpu_kernels_pass_the_comparison_of_a_start(device, name):
     """Blocks, tiles of windows and documents, under the log-sum-exp of more keys than a block's."""
+    kernel, shape = named_kernel(name, device), {"heads": HEADS, "kv_heads": KV_HEADS, "windowed": True}
     for dim in (64, 128):
-        needs = AttentionNeeds(dtype=torch.bfloat16, head_dim=dim, windowed=True, heads=HEADS, kv_heads=KV_HEADS)
-        assert fault_of(named_kernel(name, device), needs, device) is None
+        needs = AttentionNeeds(dtype=torch.bfloat16, head_dim=dim, capped=name == "flash-attn", **shape)
+        assert fault_of(kernel, needs, device) is None
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

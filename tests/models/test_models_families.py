@@ -16,9 +16,12 @@ from testing import (
     tiny_tower_config,
 )
 from testing.tiny import VOCAB
+from testing.varlen import ReferenceFlashAttn
 from transformers import AutoConfig, PretrainedConfig
 
 from lengthwise.attention import FlashCpuKernel
+from lengthwise.attention.cuda_kernels import FlashAttnOps
+from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.core.errors import ModelRefused, Problems
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
@@ -84,6 +87,15 @@ def test_listed_family_equals_plain_hugging_face(case):
     for plan in (RECOMPUTED, recomputing(SPLIT, "all_but_attention", "layer")):
         found = family_difference(pair, plan, LENGTHS, precision="fp64")
         assert max(found.loss, found.router_loss) <= 1e-13
+        assert found.gradient <= 1e-12
+
+
+def test_scores_capped_by_flash_attn_are_those_of_plain_hugging_face():
+    """Packs, rings, windows and grouped heads, through what stands for the package's functions."""
+    pair, kernel = build_pair("gemma2", tiny_family_config("gemma2")), VarlenKernel(FlashAttnOps(ReferenceFlashAttn()))
+    for plan in (planned(), RECOMPUTED):
+        found = family_difference(pair, plan, LENGTHS, precision="fp64", kernel=kernel)
+        assert found.loss <= 1e-13
         assert found.gradient <= 1e-12
 
 

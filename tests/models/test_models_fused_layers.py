@@ -164,7 +164,7 @@ def test_a_run_on_a_gpu_says_what_is_exchanged_and_by_what(monkeypatch):
     for name in ("liger_kernel", "liger_kernel.transformers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", stub)
-    monkeypatch.setattr("lengthwise.models.computing.installed_liger", lambda: "0.8.5")
+    monkeypatch.setattr("lengthwise.models.computing.installed_version", lambda package: "0.8.5")
     pair, said = build_pair("llama", tiny_family_config("llama")), []
     compute_so(pair["planned"], Computing(), torch.device("cuda"), dtype=torch.bfloat16, say=said.append)
     exchanged = "2 attentions (RoPE), 2 gated MLPs, 5 norms"

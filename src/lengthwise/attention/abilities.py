@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from lengthwise.attention.varlen import MOST_HEAD_DIM
+from lengthwise.core.packages import release_of
 
 LEAST_CUDNN = 90501  # from 9.5.1 on a gradient's strides need not be those of the output
 
@@ -21,8 +22,13 @@ _BESIDE_SM80, _LATER = ((8, 6), (8, 9)), 12  # too little shared memory for some
 _MOST_HEAD_DIM_THERE, _LEAST_HEAD_DIM_THERE = 192, 224
 _MOST_HEAD_DIM_CUDNN = 128
 
-CAPPING = ("reference",)
-"""Which implementations cap scores: none of torch's calls has an argument for it, and torch gives FA3 a cap of 0."""
+LEAST_FLASH_ATTN = (2, 8)  # before, backward's 32-bit offsets overflow in packs of some thousand documents
+
+CAPPING = ("flash_attn", "reference")
+"""Which implementations cap scores, in the order in which they are tried.
+
+None of torch's calls has an argument for it, and torch gives FA3 a cap of 0.
+"""
 
 FALLBACKS = ("efficient", "reference")
 BY_CAPABILITY = {_HOPPER: ("flash3", "cudnn", "flash2")}
@@ -35,12 +41,14 @@ class GpuAbilities:
 
     capability: CUDA's (major, minor); None: not known yet. torch_flash: torch was built with flash attention.
     flash3: its package is there, and torch can activate it. cudnn: its version, 0: none; None: not known yet.
+    flash_attn: the version of the package flash-attn; None: there is none.
     """
 
     capability: tuple[int, int] | None
     torch_flash: bool
     flash3: bool = False
     cudnn: int | None = 0
+    flash_attn: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +68,10 @@ class AttentionNeeds:
         return str(self.dtype).removeprefix("torch.")
 
 
-def order_of(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Return the names of implementations in the order in which `auto` tries them."""
+def order_of(capability: tuple[int, int], *, capped: bool = False) -> tuple[str, ...]:
+    """Return the names of implementations in the order in which `auto` tries them; `capped`: for capped scores."""
+    if capped:
+        return CAPPING
     return (*BY_CAPABILITY.get(capability[0], ("flash2",)), *FALLBACKS)
 
 
@@ -70,6 +80,7 @@ def obstacle(name: str, abilities: GpuAbilities, needs: AttentionNeeds) -> str |
     return against_cap(name, needs) or {
         "flash2": _against_flash2,
         "flash3": _against_flash3,
+        "flash_attn": _against_flash_attn,
         "cudnn": _against_cudnn,
         "efficient": _against_efficient,
         "reference": lambda *_: None,
@@ -110,6 +121,16 @@ def _against_flash3(abilities: GpuAbilities, needs: AttentionNeeds) -> str | Non
     if abilities.capability is not None and abilities.capability[0] != _HOPPER:
         return f"flash attention 3 needs compute capability 9.0, and {_this_gpu(abilities)}"
     return None if abilities.flash3 else "there is no package flash_attn_interface (flash attention 3)"
+
+
+def _against_flash_attn(abilities: GpuAbilities, needs: AttentionNeeds) -> str | None:
+    found, version = _against_flash(abilities, needs), abilities.flash_attn
+    if found is not None:
+        return found
+    if version is None:
+        return "there is no package flash-attn (pip install flash-attn --no-build-isolation)"
+    least = ".".join(map(str, LEAST_FLASH_ATTN))
+    return f"flash-attn {version} is older than {least}" if release_of(version) < LEAST_FLASH_ATTN else None
 
 
 def _against_cudnn(abilities: GpuAbilities, needs: AttentionNeeds) -> str | None:

@@ -15,6 +15,7 @@ from torch.nn.attention import list_flash_attention_impls
 
 from lengthwise.attention.abilities import (
     BY_CAPABILITY,
+    CAPPING,
     FALLBACKS,
     AttentionNeeds,
     GpuAbilities,
@@ -22,14 +23,16 @@ from lengthwise.attention.abilities import (
     obstacle,
     order_of,
 )
-from lengthwise.attention.cuda_kernels import EfficientKernel, TorchVarlenOps
+from lengthwise.attention.cuda_kernels import EfficientKernel, FlashAttnOps, TorchVarlenOps
 from lengthwise.attention.cudnn import ByLengthKernel, CudnnOps, DenseKernel
 from lengthwise.attention.kernels import BlockKernel, FlashCpuKernel, ReferenceKernel
 from lengthwise.attention.proof import fault_of
 from lengthwise.attention.varlen import TOKEN_MULTIPLE, VarlenKernel
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.packages import installed_version
 
-_BY_CAP = "this model caps its scores by tanh (softcap), which no fused kernel here does; this one is slow"
+_CAPPED = "this model caps its scores by tanh (softcap), which"
+_BY_CAP = f"{_CAPPED} no fused kernel here does; this one is slow"
 _ON_CPU = ("auto", "reference")
 _CPU_ORDER = ("flash_cpu", "reference")
 
@@ -113,7 +116,7 @@ def _chosen(
         against = {name: against_cap(name, needs) or faults.get(name) for name in _CPU_ORDER}
     else:
         assert abilities.capability is not None, "the kernel is chosen on the GPU"
-        order = order_of(abilities.capability)
+        order = order_of(abilities.capability, capped=needs.capped)
         against = {name: obstacle(name, abilities, needs) or faults.get(name) for name in order}
     name = next((name for name, each in against.items() if each is None), None)
     if name is None:
@@ -143,11 +146,12 @@ def _warned(say: Callable[[str], None] | None, line: str) -> None:
 
 def _reason(name: str, needs: AttentionNeeds, against: dict[str, str | None]) -> str:
     if needs.capped:
-        return _BY_CAP
-    if name in FALLBACKS:
+        reason = _BY_CAP if name == "reference" else f"{_CAPPED} the package flash-attn does"
+    elif name in FALLBACKS:
         return ", and ".join(str(against[each]) for each in ("flash2", *FALLBACKS[: FALLBACKS.index(name)]))
-    has = "torch has flash attention" if name == "flash2" else f"this GPU and its libraries have {name}"
-    reason = f"{needs.bits} with heads of {needs.head_dim}, and {has}"
+    else:
+        has = "torch has flash attention" if name == "flash2" else f"this GPU and its libraries have {name}"
+        reason = f"{needs.bits} with heads of {needs.head_dim}, and {has}"
     tried = list(against)[: list(against).index(name)]
     return "; ".join([reason, *(f"not {each}: {against[each]}" for each in tried)])
 
@@ -159,6 +163,8 @@ def _build(name: str, *, on_gpu: bool = True) -> BlockKernel:
         return EfficientKernel()
     if name == "reference":
         return ReferenceKernel(token_multiple=TOKEN_MULTIPLE if on_gpu else 1)
+    if name == "flash_attn":
+        return VarlenKernel(FlashAttnOps())
     if name == "flash3":
         return VarlenKernel(TorchVarlenOps(activated="FA3"))
     varlen = VarlenKernel(TorchVarlenOps())
@@ -166,7 +172,7 @@ def _build(name: str, *, on_gpu: bool = True) -> BlockKernel:
 
 
 def _refuse(implementation: str, against: str) -> ConfigError:
-    known = sorted({name for names in BY_CAPABILITY.values() for name in names} | set(FALLBACKS))
+    known = sorted({name for names in BY_CAPABILITY.values() for name in names} | {*FALLBACKS, *CAPPING})
     others = ", ".join(name for name in known if name != implementation)
     return ConfigError(
         "attention",
@@ -184,4 +190,5 @@ def _abilities(device: torch.device | None) -> GpuAbilities:
         torch_flash=torch.backends.cuda.is_flash_attention_available(),
         flash3="FA3" in activable and importlib.util.find_spec("flash_attn_interface") is not None,
         cudnn=None if device is None else torch.backends.cudnn.version() or 0,
+        flash_attn=installed_version("flash-attn"),
     )

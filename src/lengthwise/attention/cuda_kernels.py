@@ -1,4 +1,4 @@
-"""The raw attention calls for GPUs: torch's flash attention, and its memory-efficient one.
+"""The raw attention calls for GPUs: torch's flash attention, that of the package flash-attn, torch's efficient one.
 
 Public functions give either no log-sum-exp or no backward that takes one. `aten._flash_attention_forward` is what
 `varlen_attn` calls, whose own operators change with every release. Dropout is zero, so the seeds are never read.
@@ -6,6 +6,8 @@ Public functions give either no log-sum-exp or no backward that takes one. `aten
 
 from __future__ import annotations
 
+import importlib
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ _LSE_MULTIPLE = 32
 
 class TorchVarlenOps:
     """Flash attention of torch, or FA3 if `activated`: torch has one a process, so each call checks which."""
+
+    caps_scores = False
 
     def __init__(self, *, activated: str | None = None) -> None:
         self.name = f"torch flash attention{f' {activated[-1]}' if activated else ''}, varlen"
@@ -52,6 +56,56 @@ class TorchVarlenOps:
             torch.empty(0, device=device),
             **_scale_and_window(block, documents),
         )
+
+
+class FlashAttnOps:
+    """Flash attention 2 of the package flash-attn, 2.8 or later: torch's has no argument for a cap.
+
+    package: its module of raw calls; None: imported by the first call, so that comparing a kernel at a start also
+    finds a package which was built for another torch.
+    """
+
+    name = "flash attention 2 of flash-attn, varlen"
+    caps_scores = True
+
+    def __init__(self, package: Any = None) -> None:
+        self._given = package
+
+    def forward(self, block: Block, documents: Documents) -> tuple[Tensor, Tensor]:
+        """Compute out and lse (see `VarlenOps.forward`)."""
+        out, lse, *_ = self._package._flash_attn_varlen_forward(
+            block.q, block.k, block.v, *_borders(documents), **self._keywords(block, documents)
+        )
+        return out, lse
+
+    def backward(self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents) -> Gradients:
+        """Compute gradients (see `VarlenOps.backward`)."""
+        q, k, v = block.q, block.k, block.v
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        self._package._flash_attn_varlen_backward(
+            *(grad_out, q, k, v, saved.out, saved.lse, dq, dk, dv),
+            *_borders(documents),
+            **self._keywords(block, documents),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            rng_state=torch.empty(2, dtype=torch.int64, device=q.device),
+        )
+        return dq, dk, dv
+
+    @cached_property
+    def _package(self) -> Any:
+        return self._given or importlib.import_module("flash_attn.flash_attn_interface")
+
+    def _keywords(self, block: Block, documents: Documents) -> dict[str, Any]:
+        left, right = (-1 if limit is None else limit for limit in documents.window)
+        return {
+            "dropout_p": 0.0,
+            "softmax_scale": block.scale,
+            "causal": documents.causal,
+            "window_size_left": left,
+            "window_size_right": right,
+            "softcap": block.softcap or 0.0,
+            "alibi_slopes": None,
+        }
 
 
 class EfficientKernel:

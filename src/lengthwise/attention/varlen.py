@@ -46,6 +46,7 @@ class VarlenOps(Protocol):
     """The raw calls; tensors are as `VarlenKernel` prepares them, what a query sees is in `documents` alone."""
 
     name: str
+    caps_scores: bool
 
     def forward(self, block: Block, documents: Documents) -> tuple[Tensor, Tensor]:
         """Return (out (q tokens, heads, head_dim), lse (heads, q tokens) in fp32 or wider)."""
@@ -59,10 +60,8 @@ class VarlenOps(Protocol):
 class VarlenKernel:
     """A `PackKernel` over varlen calls."""
 
-    caps_scores = False
-
     def __init__(self, ops: VarlenOps, *, token_multiple: int = TOKEN_MULTIPLE) -> None:
-        self.name, self.token_multiple, self._ops = ops.name, token_multiple, ops
+        self.name, self.caps_scores, self.token_multiple, self._ops = ops.name, ops.caps_scores, token_multiple, ops
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         """Compute one block (see `BlockKernel.forward`)."""

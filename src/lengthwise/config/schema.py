@@ -151,7 +151,8 @@ class RunConfig(Settings):
     attention: Attention = Field(
         default="auto",
         description="the attention implementation: auto (the fastest that the device, its libraries and the model "
-        "allow), on GPUs flash2, flash3, cudnn (for long documents, flash2 for the others) or efficient, "
+        "allow), on GPUs flash2, flash3, flash_attn (of the package flash-attn, which also caps scores), cudnn (for "
+        "long documents, flash2 for the others) or efficient, "
         "anywhere reference (plain matrix products, slow); default auto",
     )
     compile: bool = Field(

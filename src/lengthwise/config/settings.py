@@ -30,7 +30,7 @@ Tokens = Annotated[int, Field(ge=1), BeforeValidator(_read_tokens)]
 Shard: TypeAlias = Literal["auto", "zero1", "zero3", "hybrid"]
 Recompute: TypeAlias = Literal["auto", "none", "layer", "all_but_attention"]
 Heads: TypeAlias = int | Literal["auto", "off"]
-Attention: TypeAlias = Literal["auto", "flash2", "flash3", "cudnn", "efficient", "reference"]
+Attention: TypeAlias = Literal["auto", "flash2", "flash3", "flash_attn", "cudnn", "efficient", "reference"]
 FusedLayers: TypeAlias = Literal["auto", "off", "liger"]
 Experts: TypeAlias = Literal["auto", "eager", "grouped_mm"]
 

@@ -1,9 +1,9 @@
-"""Optional packages, of trackers and of Ray: whether they are there; none is imported, as some take seconds."""
+"""Optional packages: whether they are there, and in which version; none is imported, as some take seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, version
 
 from lengthwise.core.errors import ConfigError, raise_problems
 
@@ -38,8 +38,17 @@ def check_remote() -> None:
 
 def is_installed(package: str) -> bool:
     """Return whether there is a distribution of this name."""
+    return installed_version(package) is not None
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of the distribution of this name; None: there is none."""
     try:
-        distribution(package)
+        return version(package)
     except PackageNotFoundError:
-        return False
-    return True
+        return None
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version, at most three, to compare: of 2.8.3.post1+cu12 they are (2, 8, 3)."""
+    return tuple(int(part) if part.isdigit() else 0 for part in version.split("+")[0].split(".")[:3])

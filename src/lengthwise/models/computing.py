@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lengthwise.attention import AttentionNeeds, BlockKernel, Faults, check_attention, choose_kernel
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.packages import installed_version
 from lengthwise.models.adapter import leave_attention_eager
 from lengthwise.models.checkpointing import wrapped_layers
 from lengthwise.models.dropout import asks_for_dropout, has_dropout
@@ -28,7 +29,6 @@ from lengthwise.models.fused_layers import (
     FusedNeeds,
     choose_fused,
     fused_forwards,
-    installed_liger,
     liger_kernels,
 )
 from lengthwise.models.load import build_skeleton
@@ -185,7 +185,7 @@ def _fused_needs(config: Any, computing: Computing, *, dtype: torch.dtype, on_gp
         dtype=dtype,
         on_gpu=on_gpu,
         compiled=computing.compile,
-        liger=installed_liger(),
+        liger=installed_version("liger-kernel"),
     )
 
 

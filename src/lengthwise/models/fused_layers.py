@@ -7,7 +7,7 @@ choices for each family stand below; docs/decisions/fused-layers.md.
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.packages import release_of
 
 LEAST_LIGER = (0, 8, 5)  # the one whose functions were read and run
 
@@ -94,18 +95,10 @@ def _against_liger(needs: FusedNeeds) -> tuple[str, str] | None:
         return f"{needs.family} is none of the families known to be right ({', '.join(sorted(FUSED_FAMILIES))})", off
     if needs.liger is None:
         return "liger-kernel is not installed", f"{_INSTALL}, or set fused_layers: auto."
-    if _version(needs.liger) < LEAST_LIGER:
+    if release_of(needs.liger) < LEAST_LIGER:
         least = ".".join(map(str, LEAST_LIGER))
         return f"liger-kernel {needs.liger} is older than {least}", f"{_INSTALL}, or set fused_layers: auto."
     return None
-
-
-def installed_liger() -> str | None:
-    """Return the version of liger-kernel, or None; nothing is imported."""
-    try:
-        return importlib.metadata.version("liger-kernel")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def liger_kernels() -> FusedKernels:
@@ -195,7 +188,3 @@ def _with_global(function: Any, name: str, value: Any) -> Any:
     copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) if part.isdigit() else 0 for part in text.split("+")[0].split(".")[:3])
