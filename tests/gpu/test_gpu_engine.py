@@ -28,10 +28,9 @@ def make(device, dtype, *, hidden=128, fused=None, offload=False):
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32).train()
     exact_on = torch.device("cpu") if offload else None
     options = {"dtype": dtype, "device": device, "layers": wrapped_layers(model), "exact_on": exact_on}
-    flat, config = (
-        FlatParameters(model, SoloTransport(), **options),
-        OptimizerConfig(max_grad_norm=0.1, offload=offload),
-    )
+    flat = FlatParameters(model, SoloTransport(), **options)
+    # A large eps: where a gradient is next to nothing, AdamW else makes a whole update of its rounding.
+    config = OptimizerConfig(max_grad_norm=0.1, offload=offload, eps=1e-4)
     return model, flat, ShardedOptimizer(flat, config, SoloTransport(), fused=fused)
 
 
@@ -82,7 +81,8 @@ def test_gpu_start_holds_what_is_kept_and_no_more(device):
             model, flat, _ = make(device, dtype, hidden=512)
         peak = live.now_bytes
     kept = kept_bytes(model, flat, OptimizerConfig())
-    assert kept <= peak <= 1.01 * kept + (1 << 20)
+    buffers = 5  # gradients, values, masters, two moments: the allocator leaves up to 1 MiB beside each large one
+    assert kept <= peak <= 1.01 * kept + (buffers << 20)
 
 
 @pytest.mark.parametrize(("fused", "offload"), [(False, False), (True, False), (None, True)])
