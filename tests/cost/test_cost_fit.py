@@ -103,6 +103,21 @@ def test_terms_without_samples_stay_those_of_the_hardware_and_are_named():
     assert (cost.near, cost.far, cost.ending) == (base().near, base().far, Ending())
 
 
+def test_microbatches_that_wait_for_launches_are_left_out_where_the_host_runs_ahead():
+    """A pass takes its launches or its work, whichever is longer, as between two waits for a GPU."""
+    true, launch = replace(machine(), fixed_seconds=0.0), 0.1
+    samples = [each for each in samples_of(true) if each.kind in ("local", "block")]
+    for number, each in enumerate(samples):
+        if each.kind == "local":
+            forward, backward = max(launch, each.forward_seconds), max(launch, each.seconds - each.forward_seconds)
+            samples[number] = replace(each, seconds=forward + backward, forward_seconds=forward)
+    ahead, all_of_them = (fit_samples(samples, base(), launches_ahead=ahead) for ahead in (True, False))
+    for name in ("quadratic_seconds", "linear_seconds"):
+        assert ahead.terms[name].value == pytest.approx(getattr(true, name), rel=2e-2)
+    assert ahead.terms["fixed_seconds"].value < 0.1 * launch < all_of_them.terms["fixed_seconds"].value
+    assert ahead.mean_error < 0.02 < all_of_them.mean_error
+
+
 def test_fit_refuses_what_tells_nothing():
     true = samples_of(machine())
     with pytest.raises(ConfigError, match="three microbatches"):

@@ -22,6 +22,8 @@ from lengthwise.cost.links import Floats, Link
 from lengthwise.cost.terms import Cost
 
 _TURNS = 6
+_LEAST_LOCAL = 3  # microbatches of one rank: for squared tokens, tokens and the rest
+_ABOVE_LAUNCHES = 1.3  # of the shortest pass: below, the device waits for the host's launches in part
 _LEAST_SHARE, _MOST_SHARE = 0.02, 0.98  # of forward: a pass without any work would price nothing
 _LINKS: tuple[Tier, ...] = ("near", "far")
 _RATES: Mapping[Tier, TermName] = {"near": "near_bytes_per_second", "far": "far_bytes_per_second"}
@@ -42,8 +44,11 @@ class _Solved:
         return Term(value=value, relative_error=error / value if value > 0 and np.isfinite(error) else None)
 
 
-def fit_samples(samples: Sequence[Sample], base: Cost) -> Fit:
+def fit_samples(samples: Sequence[Sample], base: Cost, *, launches_ahead: bool = False) -> Fit:
     """Fit the terms that the samples tell; `base`: the costs of the same model, for all others.
+
+    `launches_ahead`: whether the host launches work ahead of the device, as on GPUs. A short microbatch then takes what
+    its launches take, whatever its tokens; in a step those hide behind longer ones, so short ones are left out.
 
     Raises:
         ConfigError: fewer than three microbatches on one rank, or such as take no time.
@@ -59,9 +64,10 @@ def fit_samples(samples: Sequence[Sample], base: Cost) -> Fit:
         terms["copy_bytes_per_second"] = replace(rate, value=2 * rate.value)  # there and back
     cost = with_terms(cost, terms)
     ran = [sample for sample in samples if sample.kind in ("local", "ring")]
+    ran = _bound_by_device(ran) if launches_ahead else ran
     blocks = [sample for sample in samples if sample.kind == "block"]
     local = [each for each in ran if each.kind == "local"]
-    if len(local) < 3:
+    if len(local) < _LEAST_LOCAL:
         got, remedy = str(len(local)), "Profile again."
         raise ConfigError("samples", expected="three microbatches of one rank, or more", got=got, remedy=remedy)
     terms |= _fit_microbatches(ran, blocks, cost)
@@ -84,6 +90,17 @@ def fit_samples(samples: Sequence[Sample], base: Cost) -> Fit:
         mean_error=float(np.mean(errors)),
         worst_error=float(np.max(errors)),
     )
+
+
+def _bound_by_device(ran: Sequence[Sample]) -> Sequence[Sample]:
+    """Return the samples whose passes take longer than launches do; all, where fewer than three are local ones."""
+    timed = [(each, each.forward_seconds, each.seconds - each.forward_seconds) for each in ran if each.forward_seconds]
+    if not timed:
+        return ran
+    least_forward, least_backward = (_ABOVE_LAUNCHES * min(row[column] for row in timed) for column in (1, 2))
+    short = [each for each, forward, backward in timed if forward <= least_forward or backward <= least_backward]
+    left = [each for each in ran if each not in short and each.seconds > least_forward + least_backward]
+    return left if sum(each.kind == "local" for each in left) >= _LEAST_LOCAL else ran
 
 
 def with_terms(cost: Cost, terms: Mapping[TermName, Term]) -> Cost:

@@ -128,7 +128,7 @@ def profile(
         model=measured_model(shape),
         precision=settings.precision,
         hardware=settings.hardware,
-        fit=fit_samples(samples, base),
+        fit=fit_samples(samples, base, launches_ahead=world.device.type == "cuda"),
         samples=tuple(samples),
         adapters=adapters,
     )
