@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,17 @@ _NOTES = {
     "step": "MFU by the bf16 rate of the data sheet, recomputation not counted (`benchmarks/gpu/setting.py`); *times "
     "lengthwise* above 1: slower than ours.",
 }
-_PACKAGES = ("torch", "transformers", "numpy", "triton", "liger-kernel", "nvidia-cudnn-frontend")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "numpy",
+    "triton",
+    "liger-kernel",
+    "fla-core",
+    "mamba-ssm",
+    "causal-conv1d",
+    "flash-attn",
+)
 _CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu", "driver_version")
 _HIDDEN = ("table", "part")
 _NOT_TABLES = ("place", "end", "note", "step, each turn")
@@ -134,8 +145,10 @@ def device_name(device: torch.device) -> str:
 
 def add_place(records: Records, device: torch.device) -> None:
     """Write where and with what a part runs."""
-    there = {str(each.metadata["Name"]).lower(): each.version for each in importlib.metadata.distributions()}
-    versions = {name: there[name] for name in _PACKAGES if name in there}
+    versions = dict[str, str]()
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)  # of the first on the path, which is what is imported
     records.add(
         "place", device=device_name(device), processor=processor_name(),
         date=datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"), commit=commit_name(),
