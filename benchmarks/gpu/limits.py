@@ -89,6 +89,7 @@ def _fixed(seconds: float, *, starts: int = 0, cases: int = 0) -> Callable[[Size
 TABLES: Mapping[str, Part] = {
     "place": Part(limit_seconds=45, estimate=_fixed(2)),
     "ceilings": Part(limit_seconds=50, estimate=_ceilings),
+    "blocks": Part(limit_seconds=60, estimate=_fixed(15)),
     "parity": Part(limit_seconds=60, estimate=_fixed(20)),
     "profile": Part(
         limit_seconds=80, estimate=lambda sizes: START_SECONDS + COMMAND_SECONDS + 10 + sizes.profile_seconds
@@ -107,7 +108,7 @@ TESTS: Mapping[str, Part] = {
     "test_gpu_offload": Part(limit_seconds=40, estimate=_fixed(0, cases=3)),
     "test_gpu_runs": Part(limit_seconds=200, estimate=_fixed(0, starts=9)),
 }
-_FIRST = ("place", *TESTS, "many", "ceilings", "parity", "profile")
+_FIRST = ("place", *TESTS, "many", "ceilings", "blocks", "parity", "profile")
 PARTS: Mapping[str, Part] = {name: {**TABLES, **TESTS}[name] for name in (*_FIRST, *TABLES) if name != "replay"} | {
     "replay": TABLES["replay"]
 }

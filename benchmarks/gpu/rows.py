@@ -31,6 +31,8 @@ TITLES = {
     "copy": "Copies on the device",
     "matrix product": "Matrix products",
     "attention": "Attention, causal, forward and backward",
+    "block": "One attention block, by kernel and length",
+    "pack": "A long document and 500 short ones, in one call of the varlen kernel and in two",
     "many": "Layouts of parameters, stages, offload and trainers on several ranks",
     "replay": "Whole plans of many ranks, replayed on this device",
     "step": "Whole steps of one rank, beside plain Hugging Face",
@@ -42,6 +44,7 @@ TITLES = {
 _LATEST = {"step": ("model", "batch", "loop")}
 """Tables of which a later row replaces one that is alike in these columns."""
 _NOTES = {
+    "block": "Forward and backward; *first seconds*: of a shape's first call, in which cuDNN plans.",
     "many": "Small models: whether it works, not how fast. *Loss difference*: the largest of five steps, from those of "
     "the first configuration.",
     "replay": "Arithmetic measured, transfers modelled; *simulation error* is of the simulator's makespan against this "

@@ -111,6 +111,8 @@ class Sizes:
     product_sizes: tuple[int, ...] = (4096, 8192, 16384)
     attention_tokens: tuple[int, ...] = (1024, 4096, 16384, 65536)
     attention_heads: int = 16
+    block_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
+    block_heads: tuple[int, int, int] = (32, 8, 128)
     replay_model: str = "llama-1b"
     replay_plans: Mapping[int, tuple[str, ...]] = field(
         default_factory=lambda: {8: PLANNERS, 16: PLANNERS, 32: ("static", "lengthwise")}
@@ -153,7 +155,8 @@ class Sizes:
 FULL = Sizes()
 TINY = replace(
     FULL, precision="fp32", repeats=1, copy_bytes=1 << 16, product_sizes=(64,), attention_tokens=(32,),
-    attention_heads=2, replay_model="tiny", replay_plans={2: PLANNERS, 4: ("static", "lengthwise")},
+    attention_heads=2, block_tokens=(32, 64), block_heads=(4, 2, 8),
+    replay_model="tiny", replay_plans={2: PLANNERS, 4: ("static", "lengthwise")},
     replay_capacity_tokens=64, replay_tokens_a_rank=96, replay_profile_seconds=1.0, step_parts=_TINY_STEP_PARTS,
     step_repeats=2, step_compiled=False, pack_tokens=64, profile_model="tiny", profile_seconds=0.5, profile_tokens=64,
     many_model="many, tiny", many_capacity_tokens=64, ring_heads=(4, 2, 8), ring_tokens=50,

@@ -1,6 +1,8 @@
 """What the device itself does, what is right there, `lengthwise profile`.
 
 - `ceilings`: copies, matrix products, and torch's own causal attention, forward and backward, by length and backend.
+- `blocks`: seconds of one attention block by the kernels that `auto` chooses from by length, at the first call, which
+  makes plans, and after; and a pack of a long document and many short ones, in one call and in two.
 - `parity`: errors are relative, L2. A ring in bf16 is held to one call of the same kernel, both against plain matrix
   products in fp32 on the same rounded inputs: rounding of partial results may add a little, a wrong block adds a lot.
   The loss in chunks is held to the whole one, whose logits need 64-bit indices.
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from testing.attention_ranks import attend_on_ranks
 from testing.oracles import relative_error
+from testing.varlen import ReferenceDenseOps, ReferenceVarlenOps
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -27,6 +31,11 @@ from gpu.loops import OurLoop
 from gpu.rows import Records, middle, seconds_of
 from gpu.setting import Sizes, model_config
 from lengthwise.attention import Block, BlockKernel, ReferenceKernel, Saved, choose_kernel
+from lengthwise.attention.cuda_kernels import TorchVarlenOps
+from lengthwise.attention.cudnn import CudnnOps, DenseKernel
+from lengthwise.attention.kernels import Gradients
+from lengthwise.attention.packs import Pack
+from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.cli import main
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.plan import Microbatch, Piece, Plan
@@ -77,6 +86,52 @@ def ceilings(sizes: Sizes, records: Records) -> None:
             add("attention", run, "flops", 0.5 * 3.5 * 4 * tokens**2 * dim * heads, backend=name, tokens=tokens)
         except RuntimeError as error:  # this torch or this device has no such kernel
             records.add("attention", backend=name, tokens=tokens, refused=str(error).splitlines()[0][:200])
+
+
+def blocks(sizes: Sizes, records: Records) -> None:
+    """Write rows `block` and `pack`."""
+    device, (heads, kv_heads, head_dim) = sizes.where, sizes.block_heads
+
+    def rows(tokens: int, number: int) -> Tensor:
+        return torch.randn(tokens, number, head_dim, dtype=sizes.dtype, device=device)
+
+    def add(table: str, run: Callable[[], object], **values: Any) -> None:
+        (first,) = seconds_of(run, device, repeats=1, warm_up=0)
+        records.add(table, **values, **middle(seconds_of(run, device, repeats=sizes.repeats)), first_seconds=first)
+
+    varlen = VarlenKernel(TorchVarlenOps() if device.type == "cuda" else ReferenceVarlenOps())
+    dense = DenseKernel(CudnnOps() if device.type == "cuda" else ReferenceDenseOps())
+    for tokens in sizes.block_tokens:
+        for causal in (True, False):
+            q, k, v = rows(tokens, heads), rows(tokens, kv_heads), rows(tokens, kv_heads)
+            block = Block(q=q, k=k, v=v, scale=head_dim**-0.5, causal=causal)
+            for kernel in (varlen, dense):
+                work = partial(_forward_backward, kernel.forward, kernel.backward, block)
+                add("block", work, kernel=kernel.name, tokens=tokens, sees="before it" if causal else "all")
+    long, shorts = sizes.block_tokens[-1], [max(1, sizes.block_tokens[0] // 32)] * 500
+    for calls in ([[long, *shorts]], [[long], shorts]):
+        packs = [_pack(lengths, device) for lengths in calls]
+        drawn = [rows(sum(lengths), number) for lengths in calls for number in (heads, kv_heads, kv_heads)]
+        operands = [Block(q=q, k=k, v=v, scale=head_dim**-0.5) for q, k, v in zip(*[iter(drawn)] * 3, strict=True)]
+
+        def run(operands: Sequence[Block] = operands, packs: Sequence[Pack] = packs) -> None:
+            for block, pack in zip(operands, packs, strict=True):
+                forward, backward = partial(varlen.forward_pack, pack=pack), partial(varlen.backward_pack, pack=pack)
+                _forward_backward(forward, backward, block)
+
+        add("pack", run, documents=1 + len(shorts), tokens=long + sum(shorts), longest=long, calls=len(calls))
+
+
+def _forward_backward(
+    forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., Gradients], block: Block
+) -> None:
+    out, lse = forward(block)
+    backward(out, block, Saved(out=out, lse=lse))
+
+
+def _pack(lengths: Sequence[int], device: torch.device) -> Pack:
+    borders = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    return Pack(cu_seqlens=borders, max_seqlen=max(lengths), window=None)
 
 
 def parity(sizes: Sizes, records: Records) -> None:

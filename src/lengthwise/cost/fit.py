@@ -97,7 +97,8 @@ def _bound_by_device(ran: Sequence[Sample]) -> Sequence[Sample]:
     timed = [(each, each.forward_seconds, each.seconds - each.forward_seconds) for each in ran if each.forward_seconds]
     if not timed:
         return ran
-    least_forward, least_backward = (_ABOVE_LAUNCHES * min(row[column] for row in timed) for column in (1, 2))
+    least_forward = _ABOVE_LAUNCHES * min(forward for _, forward, _ in timed)
+    least_backward = _ABOVE_LAUNCHES * min(backward for _, _, backward in timed)
     short = [each for each, forward, backward in timed if forward <= least_forward or backward <= least_backward]
     left = [each for each in ran if each not in short and each.seconds > least_forward + least_backward]
     return left if sum(each.kind == "local" for each in left) >= _LEAST_LOCAL else ran

@@ -131,10 +131,10 @@ def prepare_job(
             attempt(lambda: resume and resume.check_within(num_steps))
     facts, cost = None, None
     if model:
-        facts = attempt(lambda: call_apart(partial(_facts_of, config, model, gpus=gpus), gpus=gpus))
-    if facts:
-        adapters = facts.adapters
-        cost = attempt(lambda: _measured_cost(config, model, ranks=ranks, gpus=gpus, adapters=adapters))
+        facts = attempt(partial(call_apart, partial(_facts_of, config, model, gpus=gpus), gpus=gpus))
+    if model and facts:
+        measured = partial(_measured_cost, config, model, ranks=ranks, gpus=gpus, adapters=facts.adapters)
+        cost = attempt(measured)
     collector.raise_all()
     assert model is not None, "a model that was not found must have been a problem"
     assert facts is not None, "a model that cannot be trained so must have been a problem"
