@@ -165,7 +165,8 @@ def _ratio(kind: type[EmulatedRank], plan: Plan, cost: Cost, monkeypatch: pytest
         return kind(transport, cost, 1e-6).run(plan)
 
     end = cost.step_end_seconds(plan.ranks)
-    return (max(StrictWorld(plan.ranks).run(work)) - end) / (simulate_plan(plan, cost).step_seconds - end)
+    took: list[Any] = StrictWorld(plan.ranks).run(work)
+    return (max(took) - end) / (simulate_plan(plan, cost).step_seconds - end)
 
 
 @pytest.mark.parametrize("name", ["ring", "heads", *HYBRIDS])
@@ -288,7 +289,8 @@ def test_a_layer_with_states_makes_the_calls_of_the_engine() -> None:
     def work(transport: Any) -> None:
         recording, (program,) = RecordingTransport(transport), lower_plan(plan, transport.rank)
         num_rows = sum(segment.num_tokens for segment in program.segments(transport.rank))
-        spans = LocalSpans(program, recording, num_rows, SimpleNamespace(recomputation=None))
+        owner: Any = SimpleNamespace(recomputation=None)
+        spans = LocalSpans(program, recording, num_rows, owner)
         x = torch.ones(num_rows, 1, requires_grad=True)
         rows = convolve_spans(spans, x, Halo(spans, emulated.WIDTH), lambda rows: rows.clone())
         scan_spans(spans, {"x": rows[None]}, _AnyScan()).sum().backward()
