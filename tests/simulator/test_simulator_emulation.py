@@ -184,7 +184,7 @@ def test_broken_emulations_do_not(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert (ratio > 1.05) if name.endswith(("slow", "twice")) else (ratio < 0.95), ratio
 
 
-def _quickest(runs, simulated, settled, *, tries=8):
+def _quickest(runs, simulated, settled, *, tries=4):
     """Return in parts of the simulated seconds how long each run took: the quickest of some, fewer once it is settled.
 
     A run takes a transport to its seconds; sleeps are never short, and long where the machine wakes a process late.
@@ -232,7 +232,7 @@ def test_emulated_pipelines_take_what_is_simulated_and_broken_ones_do_not() -> N
         for name, kind in kinds.items()
     }
     settled = {"right": 1.1 * TOO_QUICK, "quick": TOO_QUICK, "slow": float("inf")}
-    ratios = _quickest(runs, dict.fromkeys(kinds, simulate_plan(plan, cost).step_seconds), settled, tries=4)
+    ratios = _quickest(runs, dict.fromkeys(kinds, simulate_plan(plan, cost).step_seconds), settled)
     assert TOO_QUICK < ratios["right"] < TOO_SLOW, ratios
     assert ratios["quick"] < TOO_QUICK, ratios
     assert ratios["slow"] > TOO_SLOW, ratios
