@@ -33,7 +33,7 @@ from testing.plans import make_plan
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from emulate import EmulatedRank, emulated_cost, keys_bytes
+from emulated import EmulatedRank, emulated_cost, keys_bytes
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh, Transport
 from lengthwise.core.plan import Piece, Plan

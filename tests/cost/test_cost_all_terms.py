@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece
-from lengthwise.cost import all_terms_cost, analytic_cost, named_hardware, named_shape
+from lengthwise.cost import Choice, all_terms_cost, analytic_cost, named_hardware, named_shape
 from lengthwise.program import ring_order
 from lengthwise.simulator import microbatch_clocks
 
@@ -79,20 +79,23 @@ def test_impossible_meshes_are_refused(mesh) -> None:
 
 @pytest.mark.parametrize("kind", RECOMPUTE_KINDS)
 def test_sweeps_of_states_hide_behind_nothing_and_are_not_made_again(kind: str) -> None:
-    """A cut of Qwen3.5-9B: rounds of maps of 4 MiB a layer with states in both passes, scans half as long again."""
+    """A cut of Qwen3.5-9B: rounds of a map of 4 MiB a sequence and layer in both passes, scans half as long again."""
     cost = all_terms_cost(named_shape("Qwen/Qwen3.5-9B"), named_hardware("h100"))
     bare = replace(cost, cut_seconds=0.0, sweep_bytes=0.0, sweep_messages=0.0)
     assert cost.sweep_bytes == 2 * 24 * (4 << 20)
-    tokens, linear = 65536, sum(each.linear for each in cost.passes(kind))
-    for degree in (1, 2, 8, 32):
-        link = cost.near if degree <= cost.ranks_per_node else cost.far
-        rounds = (degree - 1) * (2 * 24 / 8 * link.hop_seconds + cost.sweep_bytes / link.bytes_per_second)
-        scans = linear * cost.cut_seconds * tokens / degree * (degree > 1)
-        with_states, without = (each.recomputing(kind).piece_seconds([tokens], degree) for each in (cost, bare))
+    lengths, linear = [51_200, 12_800, 1_536], sum(each.linear for each in cost.passes(kind))
+    for degree, far_rounds in ((1, 0), (2, 0), (8, 0), (32, 6)):
+        links = [cost.near] * (degree - 1 - far_rounds) + [cost.far] * far_rounds
+        rounds = sum(2 * 24 / 8 * each.hop_seconds + 3 * cost.sweep_bytes / each.bytes_per_second for each in links)
+        scans = linear * cost.cut_seconds * 65_536 / degree * (degree > 1)
+        piece = Piece(ranks=ring_order(0, degree), sequences=(0, 1, 2))
+        with_states, without = (
+            each.recomputing(kind).piece_seconds(lengths, degree, Choice(recompute=kind), ranks=piece.ranks)
+            for each in (cost, bare)
+        )
         assert with_states - without == pytest.approx(rounds + scans)
-        piece = Piece(ranks=ring_order(0, degree), sequences=(0,))
         ran = [
-            microbatch_clocks(Microbatch(pieces=(piece,), recompute=kind), [tokens], each).total.max()
+            microbatch_clocks(Microbatch(pieces=(piece,), recompute=kind), lengths, each).total.max()
             for each in (cost, bare)
         ]
         assert ran[0] - ran[1] == pytest.approx(rounds + scans, rel=1e-6)

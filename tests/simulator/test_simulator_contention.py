@@ -52,7 +52,7 @@ def test_hidden_transfers_stay_hidden_beside_others() -> None:
     assert simulate_plan(_crossing(2, 6), cost).end.max() == simulate_plan(_crossing(2), cost).end.max()
 
 
-def test_bytes_of_a_node_are_those_of_the_rings_that_cross_it() -> None:
+def test_bytes_of_a_node_are_those_of_the_rings_and_sweeps_that_cross_it() -> None:
     cost = all_terms_cost(SHAPE, NODES_OF_4)
     piece = Piece(ranks=ring_order(2, 4), sequences=(0,))
     passed = cost.ring_bytes * 1000 * 3 / 4
@@ -60,6 +60,9 @@ def test_bytes_of_a_node_are_those_of_the_rings_that_cross_it() -> None:
     assert crossing == pytest.approx({0: passed, 1: passed})
     again = node_bytes(Microbatch(pieces=(piece,), recompute="layer"), (1000,), cost)
     assert again[0] == pytest.approx(passed * (1 + cost.forward.ring))
+    mixed, two = all_terms_cost(named_shape("qwen3.5-9b"), NODES_OF_4), replace(piece, sequences=(0, 0))
+    swept = mixed.ring_bytes * 2000 * 3 / 4 + 2 * mixed.sweep_bytes
+    assert node_bytes(Microbatch(pieces=(two,)), (1000,), mixed) == pytest.approx({0: swept, 1: swept})
     inside = Piece(ranks=(4, 6, 7, 5), sequences=(0,))
     assert node_bytes(Microbatch(pieces=(inside, Piece(ranks=(9,), sequences=(0,)))), (1000,), cost) == {}
 

@@ -5,8 +5,8 @@ Forward and backward together, of a sequence of s tokens over all layers:
     linear     6 FLOPs a token and active matrix parameter (2 forward, 4 backward), and 3 times a scan's forward
     attention  7 s^2 x heads x head_dim FLOPs a layer: two products forward and five backward, of half the square each
     ring       K and V of a token once forward, in the compute type; backward once more, and dK and dV in fp32
-    sweep      of a layer with states, where a sequence is cut: a map in fp32 a round, in both passes; its scan then
-               takes half as long again
+    sweep      of a layer with states, where a sequence is cut: a map in fp32 a round, in both passes (here of one
+               sequence a piece); its scan then takes half as long again
 """
 
 from __future__ import annotations

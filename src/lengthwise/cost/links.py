@@ -27,11 +27,13 @@ class Reach(NamedTuple):
 
     ring_near, groups_near: whether the ring, and each group that splits heads, is inside one node.
     flows: messages that leave the busiest of its nodes at once, where nodes share uplinks; else 1.
+    far_rounds: rounds of a sweep of states, from its first rank to its last, whose messages go between nodes.
     """
 
     ring_near: Numbers
     groups_near: Numbers
     flows: Numbers
+    far_rounds: Numbers
 
 
 def crosses_node(ranks: Sequence[int], ranks_per_node: int) -> bool:
@@ -44,24 +46,31 @@ def reach_of(ranks: Sequence[int], heads: int, ranks_per_node: int, *, shares_up
     ring_near = not crosses_node(ranks, ranks_per_node)
     groups = (ranks[first : first + heads] for first in range(0, len(ranks), heads))
     groups_near = heads == 1 or not any(crosses_node(group, ranks_per_node) for group in groups)
+    far_rounds = 0 if ring_near else int(count_far_rounds(np.array(ranks) // ranks_per_node))
     if ring_near or not shares_uplinks:
-        return Reach(ring_near, groups_near, 1)
+        return Reach(ring_near, groups_near, 1, far_rounds)
     # What leaves, or comes into, the busiest node at once: all of a group sends where any of it must.
     nodes = np.array(ranks).reshape(-1, heads) // ranks_per_node
     into = np.roll(nodes, -1, axis=0)
     far = np.any(nodes != into, axis=1)
     flows = max(int(np.unique(each[far], return_counts=True)[1].max(initial=1)) for each in (nodes, into))
-    return Reach(ring_near, groups_near, flows)
+    return Reach(ring_near, groups_near, flows, far_rounds)
+
+
+def count_far_rounds(nodes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how often the ranks of pieces, in ring order along the last axis and given by their nodes, change node."""
+    return np.count_nonzero(nodes[..., 1:] != nodes[..., :-1], axis=-1)
 
 
 def least_reach(degree: Numbers, heads: Numbers, ranks_per_node: int, *, crosses: bool, shares_uplinks: bool) -> Reach:
     """Return how far pieces reach where each is in as few nodes as can be, or, if it `crosses`, in one more.
 
-    degree, heads: numbers, or arrays of one entry a piece. A ring passes every border once each way.
+    degree, heads: numbers, or arrays of one entry a piece. A ring passes every border once each way, a sweep once at
+    least.
     """
     inside = 1 if crosses else ranks_per_node
     flows: Numbers = 1
+    borders = np.minimum(np.ceil(degree / ranks_per_node) - 1 + crosses, degree - 1)
     if shares_uplinks:
-        borders = np.ceil(degree / ranks_per_node) - 1 + crosses
         flows = np.maximum(1, np.minimum(ranks_per_node, heads * np.minimum(2, borders)))
-    return Reach(degree <= inside, (degree <= inside) | (heads <= inside), flows)
+    return Reach(degree <= inside, (degree <= inside) | (heads <= inside), flows, borders)

@@ -5,8 +5,8 @@ Over d ranks in r = d / u positions of u ranks that split the heads, a pass take
     A + L + max(0, R - A) + h (r - 1) + X + S (d - 1)        seconds:
 
 attention, linear work, keys and values that hide behind A, latency of ring steps, all-to-all of split heads (Ulysses,
-arXiv 2309.14509), rounds of a sweep of states, which hide behind nothing and are not made again. In pipelines and over
-shared uplinks R hides by ring step (docs/decisions/transfers-by-ring-step.md).
+arXiv 2309.14509), rounds of a sweep of the states of all sequences, which hide behind nothing and are not made again.
+In pipelines and over shared uplinks R hides by ring step (docs/decisions/transfers-by-ring-step.md).
 """
 
 from __future__ import annotations

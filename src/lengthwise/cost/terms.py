@@ -30,11 +30,12 @@ _AS_CUT, _NOTHING, _NO_ENDING = Choice(), Choices(), Ending()
 
 
 class _Part(NamedTuple):
-    """One rank's part of a piece: tokens held, seconds of its attention and of its linear work."""
+    """One rank's part of a piece: tokens held, seconds of its attention and of its linear work; sequences of all."""
 
     held: Numbers
     attention: Numbers
     linear: Numbers
+    sequences: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +58,8 @@ class Cost:
     crosses_node: price pieces whose place is not given as if each crossed one border of nodes more than it need.
     block_efficiency: as in `Hardware`; empty: blocks of any size run at full speed.
     ring_bytes, exchange_bytes: a token, all layers, both passes: what a ring passes on, what an all-to-all moves.
-    sweep_bytes, sweep_messages: of a round of a sweep of states, all layers, both passes: what a rank passes on, and
-        how many messages, in ring steps of a pass.
+    sweep_bytes, sweep_messages: of a round of a sweep of states, all layers, both passes: what a rank passes on of
+        each sequence, and how many messages, in ring steps of a pass.
     heads, kv_heads: of one device; groups of u ranks must divide the heads, and repeat KV heads beyond `kv_heads`.
     copy_bytes: activations of a token that can be offloaded, for each kind of recomputation.
     copy_bytes_per_second: to or from the host, one direction, with the node's other ranks copying too.
@@ -232,7 +233,7 @@ class Cost:
             else parts_by_shares([int(each) for each in lengths], degree, shares)
         )
         speed: Numbers = 1.0 if speeds is None else np.array(speeds)
-        part = _Part(held, attention * parts / speed, self._linear(held, degree) / speed)
+        part = _Part(held, attention * parts / speed, self._linear(held, degree) / speed, len(tokens))
         return float(np.max(self._seconds(part, total, degree, choice, self.reach(degree, choice.heads, ranks))))
 
     def ring_piece_seconds(self, lengths: Whole, degrees: Whole) -> Floats:
@@ -285,16 +286,23 @@ class Cost:
         """Return the part of a plain ring's seconds that depends on its degree alone: the latency of its ring steps."""
         if not self.prices_choices:
             return self.hop_seconds * (degree - 1)
-        link = self.near if self.reach(degree).ring_near else self.far
-        states = float(self.sweep_seconds(degree, link.bytes_per_second, link.hop_seconds))
+        reach = self.reach(degree)
+        link = self.near if reach.ring_near else self.far
+        states = float(self.sweep_seconds(degree, reach.far_rounds, sequences=0))
         if self.stages > 1 or self.shares_uplinks:  # latency hides, but for the last one of backward
             return states + (link.hop_seconds if degree > 1 else 0.0)
         passes = self.passes(self.choices.recompute)
         return states + sum(link.hop_seconds for each in passes if each.ring) * (degree - 1)
 
-    def sweep_seconds(self, degree: Numbers, bytes_per_second: Numbers, hop_seconds: Numbers) -> Numbers:
-        """Return the seconds of all rounds of the sweeps of states over such a link, both passes together."""
-        return (degree - 1) * (self.sweep_messages * hop_seconds + self.sweep_bytes / bytes_per_second)
+    def sweep_seconds(self, degree: Numbers, far_rounds: Numbers, sequences: Numbers) -> Numbers:
+        """Return the seconds of all rounds of the sweeps of states of so many sequences, both passes together.
+
+        far_rounds: of the degree - 1 of a sweep, those between nodes, in which one message leaves a node.
+        """
+        outside = min(self.far.bytes_per_second, self.uplink_bytes_per_second)
+        links = (self.near.hop_seconds, self.near.bytes_per_second), (self.far.hop_seconds, outside)
+        near, far = (self.sweep_messages * hop + sequences * self.sweep_bytes / rate for hop, rate in links)
+        return (degree - 1 - far_rounds) * near + far_rounds * far
 
     def copy_seconds(self, held: Numbers, offload: Numbers, recompute: str) -> Numbers:
         """Return the seconds of copying `held` tokens at ratio `offload` one way; two layers stay, in stages none."""
@@ -391,7 +399,7 @@ class Cost:
             transfers=ring * repeated * (total * positions - total) / degree,
             exchange=self.exchange_bytes * part.held * (heads - 1) / heads / links,
             copy=self.copy_seconds(part.held, choice.offload, choice.recompute) if np.any(choice.offload) else None,
-            states=self.sweep_seconds(degree, np.where(reach.ring_near, near.bytes_per_second, outside), latency),
+            states=self.sweep_seconds(degree, reach.far_rounds, part.sequences),
             latency=latency,
             positions=positions,
         )

@@ -20,17 +20,21 @@ TURNS = 3
 
 
 def node_bytes(microbatch: Microbatch, tokens: Sequence[int], cost: Cost) -> dict[int, float]:
-    """Count the bytes that rings of a microbatch send out of each node, all layers and passes; as many come in."""
+    """Count the bytes that rings and sweeps of a microbatch send out of each node, all layers and passes.
+
+    As many come in. Of a sweep these are the maps, which go from each rank to the one before it.
+    """
     total: dict[int, float] = defaultdict(float)
     passes = sum(each.ring for each in cost.passes(microbatch.recompute))
     for piece in microbatch.pieces:
-        positions = piece.degree // piece.heads
+        positions, nodes = piece.degree // piece.heads, np.array(piece.ranks) // cost.ranks_per_node
+        for node in nodes[1:][nodes[1:] != nodes[:-1]].tolist() if cost.sweep_bytes else ():
+            total[node] += cost.sweep_bytes * len(piece.sequences)
         if positions == 1:
             continue
         passed = sum(tokens[i] for i in piece.sequences) * (positions - 1) / positions
         repeated = max(1.0, piece.heads / cost.kv_heads) / piece.heads
         edge_bytes = passes * cost.ring_bytes * passed * repeated
-        nodes = np.array(piece.ranks) // cost.ranks_per_node
         for node in nodes[nodes != np.roll(nodes, -piece.heads)].tolist():
             total[node] += edge_bytes
     return dict(total)

@@ -16,7 +16,7 @@ from lengthwise.core.cut import chunk_bounds
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Piece
 from lengthwise.cost import Cost
-from lengthwise.cost.links import Floats
+from lengthwise.cost.links import Floats, Numbers, count_far_rounds
 
 _EXACT = 2**62  # products below fit NumPy's whole numbers
 
@@ -55,7 +55,7 @@ def piece_layer(piece: Piece, lengths: Sequence[int], cost: Cost) -> PieceLayer:
         raise PlanError(where, expected="shares or split heads", got="both", remedy=remedy)
     chunks = _chunks(lengths, positions, piece.shares)
     blocks = _blocks(np.array(lengths, dtype=np.float64), chunks, cost)
-    return _layer(blocks, _parts(chunks)[2].sum(axis=0), np.array(piece.ranks), piece.heads, cost)
+    return _layer(blocks, _parts(chunks)[2].sum(axis=0), np.array(piece.ranks), piece.heads, cost, len(lengths))
 
 
 def stack_layers(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost: Cost) -> PieceLayer:
@@ -73,16 +73,18 @@ def stack_layers(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost
     if positions == 1:
         starts = np.cumsum([0, *map(len, lengths)])[:-1]
         own, held = (np.add.reduceat(each, starts) for each in (cost.attention_seconds(tokens, 1), tokens))
-        return _layer(own[None], held, ranks, heads, cost)
+        return _layer(own[None], held, ranks, heads, cost, np.array([len(each) for each in lengths]))
     low, high, shards = _parts(_chunks(flat, positions, None))
     worth = cost.attention_seconds(tokens, positions) / (tokens * tokens)
     below = (2 * (worth * shards))[:, :, None] * low[:, None, :]
     above = (2 * (worth * high))[:, :, None] * shards[:, None, :]
     blocks = _by_ring_step(below, above, worth * (shards * shards))
-    return _layer(blocks, shards, ranks, heads, cost)
+    return _layer(blocks, shards, ranks, heads, cost, 1)
 
 
-def _layer(blocks: Floats, shards: Floats, ranks: NDArray[np.int64], heads: int, cost: Cost) -> PieceLayer:
+def _layer(
+    blocks: Floats, shards: Floats, ranks: NDArray[np.int64], heads: int, cost: Cost, sequences: Numbers
+) -> PieceLayer:
     """Collect what positions compute, hold and send; `blocks` are seconds of all layers and all ranks."""
     nodes = ranks.reshape(*shards.shape, heads) // cost.ranks_per_node
     own = np.all(nodes == nodes[..., :1], axis=-1)
@@ -90,18 +92,14 @@ def _layer(blocks: Floats, shards: Floats, ranks: NDArray[np.int64], heads: int,
     links = np.where(own, cost.near.bytes_per_second, outside)
     held = shards / heads
     degree, near = shards.shape[-1] * heads, np.all(nodes == np.roll(nodes, -1, axis=-2), axis=-1)
-    inside = np.all(near & own, axis=-1, keepdims=True)
-    slowest = [np.where(inside, *values) for values in (
-        (cost.near.bytes_per_second, outside), (cost.near.hop_seconds, cost.far.hop_seconds)
-    )]  # fmt: skip
-    states = cost.sweep_seconds(degree, *slowest) / cost.layers
+    states = cost.sweep_seconds(degree, count_far_rounds(ranks // cost.ranks_per_node), sequences) / cost.layers
     return PieceLayer(
         blocks=blocks / (heads * cost.layers),
         tokens=shards * max(1.0, heads / cost.kv_heads) / heads,
         held=held,
         near=near,
         exchange=cost.exchange_bytes / cost.layers * held * (heads - 1) / heads / links,
-        states=np.broadcast_to(states, shards.shape),
+        states=np.broadcast_to(np.expand_dims(states, -1), shards.shape),
         cut=cost.cut_seconds / cost.layers * held * (degree > 1),
     )
 
