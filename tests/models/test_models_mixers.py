@@ -1,8 +1,10 @@
 """Scans and convolutions of hybrid models: what makes them right, made wrong on purpose, and calls without a plan."""
 
 import copy
+import functools
+import inspect
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.models import mixers
-from lengthwise.models.adapter import attending_by_plan, planned_output
+from lengthwise.models.adapter import attending_by_plan, plain_output, planned_output
 from lengthwise.models.mixers import count_mixers, mixing_of, put_mixers
 from lengthwise.program import Mixing, RankRound, lower_plan
 from models.test_models_checkpointing import recomputing
@@ -138,3 +140,21 @@ def test_layers_that_kernels_of_the_hub_replaced_are_refused():
     model._use_kernels = True
     with pytest.raises(ModelRefused, match="use_kernels"):
         put_mixers(model, lambda: True)
+
+
+@pytest.mark.parametrize("family", [DELTA, MAMBA2])
+def test_the_plain_model_in_wide_dtypes_takes_no_function_of_a_package(family, monkeypatch):
+    """Where flash-linear-attention is installed transformers calls its kernels in fp64 and on the CPU, too."""
+
+    def package(*_args, **_options):
+        raise RuntimeError("0 active drivers")
+
+    model, ids = copy.deepcopy(pair_of(family)["plain"]), torch.arange(9)
+    wanted = plain_output(model, ids).logits
+    for file in mixers._modeling_files(model):
+        for name in filter(partial(hasattr, file), mixers.mixers_in(model)):
+            function = mixers.plain_function(model, name)
+            monkeypatch.setattr(file, name, functools.wraps(function)(package))
+    assert torch.equal(plain_output(model, ids).logits, wanted)
+    with pytest.raises(RuntimeError, match="active drivers"):
+        model(input_ids=ids[None], use_cache=False)

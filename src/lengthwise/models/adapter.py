@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -22,7 +22,7 @@ from lengthwise.attention import PlannedAttention, planned_attention
 from lengthwise.core.errors import ModelRefused
 from lengthwise.cost import logits_at_once as logits_by_rule
 from lengthwise.models.loss import DecoderOutput, has_own_logits, token_loss, token_losses
-from lengthwise.models.mixers import count_mixers, put_mixers
+from lengthwise.models.mixers import count_mixers, mixing_in_torch, put_mixers
 from lengthwise.models.rope import forget_lengths, sequence_lengths
 
 Result = TypeVar("Result")
@@ -253,10 +253,16 @@ def _own_router_logits(output: Any, planned: PlannedAttention) -> list[Tensor]:
 
 
 def plain_output(model: nn.Module, input_ids: Tensor) -> Any:
-    """Return the plain Hugging Face model's output for one whole sequence of input ids (tokens,)."""
+    """Return the plain Hugging Face model's output for one whole sequence of input ids (tokens,).
+
+    Packages for layers with states take part in bf16 and fp16 on a GPU, as they do in a loop of plain Hugging Face.
+    """
     forget_lengths(model)
-    # use_cache=False: with a cache, packed rows silently see each other; one row is safe, the habit is safer.
-    return model(input_ids=input_ids[None], use_cache=False)
+    parameter = next(model.parameters())
+    is_narrow = parameter.is_cuda and parameter.dtype.itemsize < torch.float32.itemsize
+    with nullcontext() if is_narrow else mixing_in_torch(model):
+        # use_cache=False: with a cache, packed rows silently see each other; one row is safe, the habit is safer.
+        return model(input_ids=input_ids[None], use_cache=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

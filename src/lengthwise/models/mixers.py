@@ -11,7 +11,8 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from textwrap import dedent
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -231,8 +232,11 @@ def mixers_in(model: nn.Module) -> list[str]:
 
 def plain_function(model: nn.Module, name: str) -> Callable[..., Any]:
     """Return transformers' function of this name, in plain torch, where the layers of a model find it."""
-    function = next(getattr(module, name) for module in _modeling_files(model) if hasattr(module, name))
-    return inspect.unwrap(function.function if isinstance(function, _ByPlan) else function)
+    return _in_torch(next(getattr(module, name) for module in _modeling_files(model) if hasattr(module, name)))
+
+
+def _in_torch(function: Any) -> Callable[..., Any]:
+    return inspect.unwrap(function.function if isinstance(function, _ByPlan | _InParts) else function)
 
 
 def put_mixers(model: nn.Module, is_planned: Callable[[], bool]) -> Kernels:
@@ -258,6 +262,24 @@ def put_mixers(model: nn.Module, is_planned: Callable[[], bool]) -> Kernels:
             setattr(module, _FUSED, _InParts(getattr(module, _FUSED), is_planned))
     _seen.add(model)
     return _kernels.get(model, {})
+
+
+@contextmanager
+def mixing_in_torch(model: nn.Module) -> Iterator[None]:
+    """Let the layers of a model mix tokens by transformers' own functions in plain torch inside the block.
+
+    Where a package is installed, transformers takes its functions in every dtype and on every device; they compute in
+    less than fp32, and on GPUs alone.
+    """
+    found = [(file, name) for file in _modeling_files(model) for name in (*_PLANNED, _FUSED) if hasattr(file, name)]
+    before = [getattr(*each) for each in found]
+    for each, function in zip(found, before, strict=True):
+        setattr(*each, _in_torch(function))
+    try:
+        yield
+    finally:
+        for each, function in zip(found, before, strict=True):
+            setattr(*each, function)
 
 
 def runs_by_plan(kind: type[nn.Module]) -> bool:
@@ -305,7 +327,7 @@ class _InParts:
     """A function for a whole layer, which in planned forwards leaves it to the functions of its parts."""
 
     def __init__(self, function: Callable[..., Any], is_planned: Callable[[], bool]) -> None:
-        self._function, self._is_planned = function, is_planned
+        self.function, self._is_planned = function, is_planned
 
     def __call__(self, *args: Any, **asked: Any) -> Any:
-        return None if self._is_planned() else self._function(*args, **asked)
+        return None if self._is_planned() else self.function(*args, **asked)
