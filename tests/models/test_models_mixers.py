@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import inspect
 from dataclasses import replace
 from functools import cache, partial
 
@@ -146,15 +145,18 @@ def test_layers_that_kernels_of_the_hub_replaced_are_refused():
 def test_the_plain_model_in_wide_dtypes_takes_no_function_of_a_package(family, monkeypatch):
     """Where flash-linear-attention is installed transformers calls its kernels in fp64 and on the CPU, too."""
 
-    def package(*_args, **_options):
-        raise RuntimeError("0 active drivers")
+    def of_a_package(function):
+        @functools.wraps(function)
+        def call(*_args, **_options):
+            raise RuntimeError("0 active drivers")
+
+        return call
 
     model, ids = copy.deepcopy(pair_of(family)["plain"]), torch.arange(9)
     wanted = plain_output(model, ids).logits
     for file in mixers._modeling_files(model):
         for name in filter(partial(hasattr, file), mixers.mixers_in(model)):
-            function = mixers.plain_function(model, name)
-            monkeypatch.setattr(file, name, functools.wraps(function)(package))
+            monkeypatch.setattr(file, name, of_a_package(mixers.plain_function(model, name)))
     assert torch.equal(plain_output(model, ids).logits, wanted)
     with pytest.raises(RuntimeError, match="active drivers"):
         model(input_ids=ids[None], use_cache=False)
