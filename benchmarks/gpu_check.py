@@ -28,7 +28,6 @@ import torch
 from gpu.limits import PARTS, TABLES
 from gpu.processes import last_lines, run_limited
 from gpu.setting import sizes_of
-from lengthwise.cli.machine import prepare_environment
 from lengthwise.comm import find_gpus
 
 ROOT = Path(__file__).parents[1]
@@ -139,7 +138,6 @@ def main() -> None:
         TRANSFORMERS_OFFLINE="1",
         LENGTHWISE_TEST_GPU="1" if on_gpus else "",
     )
-    prepare_environment()
     if on_gpus:
         refuse_without_gpus()
     parts, wrong = arguments.parts or list(PARTS), []

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lengthwise.cli.machine import prepare_environment
 from lengthwise.cli.train import describe_job
 from lengthwise.comm import devices
+from lengthwise.core.environment import prepare_environment
 from lengthwise.run import start
 from run.small_runs import call, make_rows, write_run
 

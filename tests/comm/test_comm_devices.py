@@ -42,13 +42,15 @@ def test_process_that_has_started_cuda_asks_no_child(cuda):
     assert find_gpus() == Gpus(number=2)
 
 
-def test_cuda_that_a_library_has_started_is_seen_by_the_file_of_its_driver(monkeypatch, tmp_path):
-    monkeypatch.setattr(devices, "_OPENED_BY_CUDA", str(tmp_path / "nvidia-uvm"))
-    assert not has_started_cuda()
-    with (tmp_path / "nvidia-uvm").open("w"):
-        assert has_started_cuda()
-        with pytest.raises(ConfigError, match="expected a process that has not started CUDA"):
-            launch(lambda *_: None, 2, gpus=1)
+def test_cuda_that_a_library_has_started_is_seen_by_what_its_driver_answers(monkeypatch):
+    answers = iter([3, 0, 0])
+    driver = SimpleNamespace(cuDeviceGetCount=lambda _number: next(answers))
+    assert not has_started_cuda(), "nobody has loaded it"
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda _name, mode: driver)
+    assert not has_started_cuda(), "loaded, and not started"
+    assert has_started_cuda()
+    with pytest.raises(ConfigError, match="expected a process that has not started CUDA"):
+        launch(lambda *_: None, 2, gpus=1)
 
 
 def test_what_a_call_apart_raises_is_raised_here_and_its_death_is_an_error():

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lengthwise.cli.machine import prepare_environment
 from lengthwise.comm import TorchTransport, World
+from lengthwise.core.environment import prepare_environment
 from lengthwise.run.launch import launch
 
 NCCL_OF_ONE_MACHINE = {

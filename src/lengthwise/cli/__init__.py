@@ -16,7 +16,6 @@ from lengthwise.cli.data import Data
 from lengthwise.cli.demo import Demo
 from lengthwise.cli.init import Init
 from lengthwise.cli.launch import Launch
-from lengthwise.cli.machine import prepare_environment
 from lengthwise.cli.output import fit_terminal
 from lengthwise.cli.plan import PlanCommand
 from lengthwise.cli.prepare import Prepare
@@ -25,6 +24,7 @@ from lengthwise.cli.simulate import Simulate
 from lengthwise.cli.train import Train
 from lengthwise.cli.verify import Verify
 from lengthwise.core import __version__
+from lengthwise.core.environment import prepare_environment
 from lengthwise.core.errors import ConfigError, LengthwiseError, printable
 from lengthwise.core.names import did_you_mean, missing_package
 

@@ -1,15 +1,12 @@
-"""What this machine is, the frame of every number measured on it; and what its environment must say to torch."""
+"""What this machine is, the frame of every number measured on it."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import MutableMapping
 
 from lengthwise.core import __version__
 from lengthwise.report.figures import count
-
-_ALLOCATOR_KEYS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def machine_lines() -> list[str]:
@@ -37,14 +34,3 @@ def memory_bytes() -> float | None:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (AttributeError, ValueError, OSError):  # not POSIX
         return None
-
-
-def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what GPUs want before torch is imported; what the user has set stays.
-
-    Expandable segments: fixed ones would fragment as microbatches change size (torch reads the old name first). NVML:
-    the other way starts the driver in this process, which then could not fork ranks.
-    """
-    if not any(key in environment for key in _ALLOCATOR_KEYS):
-        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

@@ -6,6 +6,7 @@ words; a process that has started CUDA itself cannot fork ranks that use a GPU.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import socket
@@ -20,7 +21,7 @@ import torch
 from lengthwise.core.errors import LengthwiseError, RankError
 
 Answer = TypeVar("Answer")
-_OPENED_BY_CUDA = "/dev/nvidia-uvm"  # and not by NVML, which counts GPUs without it
+_DRIVER_LIBRARY, _NOT_INITIALIZED = "libcuda.so.1", 3  # CUDA_ERROR_NOT_INITIALIZED
 _DRIVER = Path("/dev/nvidiactl")  # there where the NVIDIA driver, or a container that was given it, is
 
 
@@ -96,14 +97,14 @@ def call_apart(call: Callable[[], Answer], *, gpus: int) -> Answer:
 
 
 def has_started_cuda() -> bool:
-    """Whether this process has started CUDA, by torch or by another library: its driver then has a file open."""
+    """Whether this process has started CUDA, by torch or by another library: its driver then counts devices."""
     if torch.cuda.is_initialized():
         return True
     try:
-        opened = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-    except OSError:  # one was closed meanwhile, or the system has no such folder
+        driver = ctypes.CDLL(_DRIVER_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:  # nobody has loaded it
         return False
-    return _OPENED_BY_CUDA in opened
+    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED
 
 
 def count_gpus() -> int:

@@ -1,0 +1,19 @@
+"""What the environment must say to torch before torch and transformers are imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+
+_ALLOCATOR_KEYS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set what GPUs want before torch is imported; what the user has set stays.
+
+    Expandable segments: fixed ones would fragment as microbatches change size (torch reads the old name first). NVML:
+    the other way starts the driver in this process, which then could not fork ranks.
+    """
+    if not any(key in environment for key in _ALLOCATOR_KEYS):
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
