@@ -142,7 +142,7 @@ def test_layers_that_kernels_of_the_hub_replaced_are_refused():
 
 
 @pytest.mark.parametrize("family", [DELTA, MAMBA2])
-def test_the_plain_model_in_wide_dtypes_takes_no_function_of_a_package(family, monkeypatch):
+def test_the_plain_model_takes_no_function_of_a_package(family, monkeypatch):
     """Where flash-linear-attention is installed transformers calls its kernels in fp64 and on the CPU, too."""
 
     def of_a_package(function):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -253,14 +253,9 @@ def _own_router_logits(output: Any, planned: PlannedAttention) -> list[Tensor]:
 
 
 def plain_output(model: nn.Module, input_ids: Tensor) -> Any:
-    """Return the plain Hugging Face model's output for one whole sequence of input ids (tokens,).
-
-    Packages for layers with states take part in bf16 and fp16 on a GPU, as they do in a loop of plain Hugging Face.
-    """
+    """Return the plain Hugging Face model's output for one whole sequence of input ids (tokens,)."""
     forget_lengths(model)
-    parameter = next(model.parameters())
-    is_narrow = parameter.is_cuda and parameter.dtype.itemsize < torch.float32.itemsize
-    with nullcontext() if is_narrow else mixing_in_torch(model):
+    with mixing_in_torch(model):
         # use_cache=False: with a cache, packed rows silently see each other; one row is safe, the habit is safer.
         return model(input_ids=input_ids[None], use_cache=False)
 

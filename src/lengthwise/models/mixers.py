@@ -269,7 +269,7 @@ def mixing_in_torch(model: nn.Module) -> Iterator[None]:
     """Let the layers of a model mix tokens by transformers' own functions in plain torch inside the block.
 
     Where a package is installed, transformers takes its functions in every dtype and on every device; they compute in
-    less than fp32, and on GPUs alone.
+    less than fp32, on GPUs alone, and some releases not at all there.
     """
     found = [(file, name) for file in _modeling_files(model) for name in (*_PLANNED, _FUSED) if hasattr(file, name)]
     before = [getattr(*each) for each in found]
