@@ -8,7 +8,7 @@ from typing import Any
 from lengthwise.core.trained import UNGATED
 
 Size = Callable[..., int]
-WIDTH = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dff")
+WIDTH = ("intermediate_size", "block_ff_dim", "n_inner", "ffn_dim", "ffn_hidden_size", "dff")
 EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size")
 _SHARED_WIDTH = ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
@@ -54,7 +54,9 @@ def _sparse_layers(config: Mapping[str, Any], kinds: Sequence[str]) -> int:
         return sum(map(bool, often))
     first, every = (next((int(config[key]) for key in keys if config.get(key)), 0) for keys in (_FIRST, _EVERY))
     without = config.get("mlp_only_layers") or ()
-    return sum(number >= first and number not in without and (number + 1) % (every or 1) == 0 for number in range(layers))
+    return sum(
+        number >= first and number not in without and (number + 1) % (every or 1) == 0 for number in range(layers)
+    )
 
 
 def _shared_width(config: Mapping[str, Any], size: Size) -> int:

@@ -20,7 +20,9 @@ def full_heads(config: Mapping[str, Any]) -> dict[str, int]:
     return {name: int(value) for name, value in found.items() if value is not None}
 
 
-def projections_of(config: Mapping[str, Any], sizes: Mapping[str, int], attending: int, windowed: int) -> dict[str, int]:
+def projections_of(
+    config: Mapping[str, Any], sizes: Mapping[str, int], attending: int, windowed: int
+) -> dict[str, int]:
     """Return the field of a `ModelShape` for the projections of all layers that attend; {}: those of plain heads.
 
     sizes: hidden, heads, kv_heads, head_dim, and what `full_heads` returned. windowed: of the layers, have a window.

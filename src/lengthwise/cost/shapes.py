@@ -17,10 +17,11 @@ from lengthwise.cost.mlps import EXPERT_WIDTH, WIDTH, mlps_of
 from lengthwise.cost.projections import full_heads, layer_inputs, projections_of
 
 _FILE = read_package_json("lengthwise.cost", "models.json")
-_PUBLISHED = _FILE["published"]
-_SHAPES = {**_FILE["shapes"], **_PUBLISHED}
-SHAPE_NAMES = tuple(_SHAPES)
-_VARIANT = re.compile(r"-(instruct|base|it|pt|hf|chat|thinking|\d{4})(?=-|$)")  # of a model, of the same sizes
+_SHAPES, _PUBLISHED = _FILE["shapes"], _FILE["published"]
+SHAPE_NAMES = (*_SHAPES, *_PUBLISHED)
+_VARIANT = re.compile(  # of a model, of the same sizes
+    r"^(meta|nvidia)-|-(instruct|base|it|pt|hf|chat|thinking|think|reasoning|sft|dpo|bf16|exp|\d{4})(?=-|$)"
+)
 _OWN_SHAPE = "or a model's folder or its config.json, by its path"
 
 
@@ -35,9 +36,10 @@ def named_shape(name: str) -> ModelShape:
         Problems: several keys of a config that are missing or no sizes.
     """
     known = _known_name(name)
+    if known in _SHAPES:
+        return ModelShape(name=known, **_SHAPES[known])
     if known is not None:
-        sizes = _SHAPES[known]
-        return ModelShape(name=known, **{**sizes, "windows": tuple(map(tuple, sizes.get("windows", ())))})
+        return shape_from_config(_PUBLISHED[known], name=known)
     config, path = _config_of(name), Path(name).expanduser().resolve()
     refusal = family_refusal(config, "model")
     if refusal is not None and not (text_part(config) and family_refusal(config["text_config"], "model") is None):
@@ -60,7 +62,7 @@ def check_trained(name: str) -> None:
 
 def _known_name(name: str) -> str | None:
     """Return our name of a model whose sizes are known here, or None; a path that is there comes first."""
-    known = name if name in _SHAPES else _published_name(name)
+    known = name if name in SHAPE_NAMES else _published_name(name)
     return None if known != name and Path(name).expanduser().exists() else known
 
 
@@ -83,7 +85,7 @@ def _config_of(name: str) -> dict[str, Any]:
 
 def _published_name(name: str) -> str | None:
     """Return our name of a published model, by its name on the hub; None: unknown."""
-    plain = _VARIANT.sub("", name.lower().rpartition("/")[2].removeprefix("meta-"))
+    plain = _VARIANT.sub("", name.lower().rpartition("/")[2])
     return plain if plain in _PUBLISHED else None
 
 
@@ -134,7 +136,7 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
         "experts_per_token": size(*_ACTIVE) if experts > 1 else 1,
         **full_heads(config),
     }
-    if config.get("block_auto_adjust_ff_dim"):  # lfm2: two thirds of it, rounded up
+    if config.get("block_auto_adjust_ff_dim", config.get("model_type") == "lfm2"):  # two thirds of it, rounded up
         unit, scale = size("block_multiple_of", default=256), config.get("block_ffn_dim_multiplier") or 1.0
         sizes["intermediate"] = -(-int(scale * int(2 * sizes["intermediate"] / 3)) // unit) * unit
     kinds = layer_kinds(config, layers)
