@@ -55,7 +55,7 @@ CARDS = {  # parameters in billions, as the model's card says
     "openai/gpt-oss-120b": 117,
     "microsoft/phi-4": 14.7,
     "Qwen/Qwen3.5-9B": 8.95,
-    "Qwen/Qwen3.5-27B": 27,
+    "Qwen/Qwen3.6-27B": 27,
     "Qwen/Qwen3-Next-80B-A3B-Instruct": 79.7,
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6,
     "moonshotai/Kimi-Linear-48B-A3B-Instruct": 49.1,
@@ -91,7 +91,7 @@ def test_named_shape_knows_published_models_by_their_hub_names(name: str, billio
 def test_every_published_name_gives_a_shape_of_a_family_that_is_trained() -> None:
     published = [name for name in SHAPE_NAMES if named_shape(name).family]
     assert len(published) > 70
-    assert {named_shape(name).family for name in published} <= {*FAMILIES, "qwen3_vl_text"}
+    assert {named_shape(name).family for name in published} <= {*FAMILIES, "qwen3_vl_text", "qwen3_vl_moe_text"}
 
 
 @pytest.mark.parametrize(

@@ -350,8 +350,7 @@ class _Layer:
     @property
     def attention(self) -> int:
         """The result of attention and its log-sum-exp, which layers keep where all but attention is recomputed."""
-        shape = self.shape
-        sums = wide_bytes(self.dtype_bytes) * shape.heads * shape.num_attention
+        shape, sums = self.shape, wide_bytes(self.dtype_bytes) * self.shape.heads * self.shape.num_attention
         return (self.dtype_bytes * shape.query_width + sums) // shape.layers
 
     @property

@@ -36,10 +36,11 @@ def named_shape(name: str) -> ModelShape:
         Problems: several keys of a config that are missing or no sizes.
     """
     known = _known_name(name)
-    if known in _SHAPES:
-        return ModelShape(name=known, **_SHAPES[known])
     if known is not None:
-        return shape_from_config(_PUBLISHED[known], name=known)
+        if known in _SHAPES:
+            return ModelShape(name=known, **_SHAPES[known])
+        like = _PUBLISHED[known]  # a config, or the name of a model with the same one
+        return shape_from_config(_PUBLISHED[like] if isinstance(like, str) else like, name=known)
     config, path = _config_of(name), Path(name).expanduser().resolve()
     refusal = family_refusal(config, "model")
     if refusal is not None and not (text_part(config) and family_refusal(config["text_config"], "model") is None):
