@@ -291,8 +291,8 @@ default config. It was not run on a GPU ([more](gpu.md#what-a-run-does-there)).
 - `cudnn`: cuDNN for long documents and ring blocks, `flash2` for the others; heads up to 128, so a checkpoint with
   smaller heads than its family's default (gemma-3-27b-it, 128) takes it on an H100, too.
 - `efficient`: torch's efficient attention, block by block and slower, in all layers of a model with heads over 256
-  (Gemma 4's layers without a window have 512).
-- `reference`: plain matrix products in fp32, slow: no fused kernel here caps scores.
+  (Gemma 4's layers without a window have 512). `plan` and `simulate` price them at the speed of flash attention.
+- `reference`: plain matrix products in fp32, slow: no fused kernel here caps scores. Priced likewise.
 
 ## A checkpoint with a tower
 

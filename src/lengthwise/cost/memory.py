@@ -401,4 +401,5 @@ class _Layer:
     def experts_gradient(self) -> int:
         """Bytes of the gradients of all experts of a layer, those of gate and up twice as one is added; of no token."""
         shape, trained = self.shape, self.shape.experts > 1 and not self.frozen
-        return self.dtype_bytes * 5 * shape.hidden * shape.intermediate * shape.experts * trained
+        matrices = 5 if shape.gated else 3
+        return self.dtype_bytes * matrices * shape.hidden * shape.intermediate * shape.experts * trained

@@ -102,7 +102,7 @@ def answer_notes(answer: Answer) -> list[str]:
         notes.append(f"{BY_WORK}: {how}.")
     rings = [row.name for row in answer.rows[:-1] if row.settings is not None and (row.settings.degree or 1) > 1]
     if rings and not answer.only_attends:
-        how = "priced as if it cut layers with states or convolutions over a ring; no trainer on FSDP2 does that"
+        how = "priced as if a ring could cut layers with states or convolutions; no trainer on FSDP2 does that"
         notes.append(f"{' and '.join(rings)}: {how}.")
     took = [
         f"{row.settings.layout} {seconds(row.mean_seconds)}{' (with offload)' * row.settings.offloads}"
