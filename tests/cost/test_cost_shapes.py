@@ -76,6 +76,7 @@ SHARING = {  # of models whose head is their embedding
     "LiquidAI/LFM2-8B-A1B": 8.34,
     "LiquidAI/LFM2-2.6B-Exp": 2.57,
     "LiquidAI/LFM2-350M": 0.354,
+    "LiquidAI/LFM2.5-1.2B-Instruct": 1.17,
     "HuggingFaceTB/SmolLM3-3B-Base": 3.08,
 }
 
@@ -144,7 +145,11 @@ def test_named_shape_names_the_nearest() -> None:
             {"experts": 64, "experts_per_token": 6, "intermediate": 1536},
         ),
         ({"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 64}, {"intermediate": 64}),
-        ({"model_type": "lfm2", "intermediate_size": ..., "block_ff_dim": 12288}, {"intermediate": 8192}),
+        ({"model_type": "lfm2", "intermediate_size": 8192, "block_ff_dim": 12288}, {"intermediate": 8192}),
+        (
+            {"model_type": "lfm2", "intermediate_size": 10752, "block_auto_adjust_ff_dim": False},
+            {"intermediate": 10752},
+        ),
     ],
 )
 def test_shape_from_config_reads_sizes(changes: dict[str, Any], read: dict[str, Any]) -> None:

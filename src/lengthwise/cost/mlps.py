@@ -8,7 +8,7 @@ from typing import Any
 from lengthwise.core.trained import UNGATED
 
 Size = Callable[..., int]
-WIDTH = ("intermediate_size", "block_ff_dim", "n_inner", "ffn_dim", "ffn_hidden_size", "dff")
+WIDTH = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dff")
 EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size")
 _SHARED_WIDTH = ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")

@@ -124,7 +124,8 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
     active = not without and any(config.get(key) is not None for key in _ACTIVE)  # of experts, so there have to be some
     experts = 1 if without else size(*_EXPERTS, default=None if active else 1)
     latent = config.get("qk_rope_head_dim") and config.get("qk_nope_head_dim")
-    widths = (*(EXPERT_WIDTH if experts > 1 else ()), *(("shared_intermediate_size",) if without else ()), *WIDTH)
+    own = ("block_ff_dim",) if config.get("block_ff_dim") else ()  # lfm2, whatever it says beside
+    widths = (*own, *(EXPERT_WIDTH if experts > 1 else ()), *(("shared_intermediate_size",) if without else ()), *WIDTH)
     sizes = {
         "hidden": hidden,
         "heads": heads,
