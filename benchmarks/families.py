@@ -44,10 +44,12 @@ from testing import (
 )
 from transformers import AutoConfig, PretrainedConfig
 
+from lengthwise.attention.abilities import LEAST_CUDNN, GpuAbilities, obstacle, order_of
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.models import FAMILIES, check_model_config, text_config
+from lengthwise.models.computing import attention_needs
 from lengthwise.models.refusals import reasons
 from lengthwise.planner import PlanOptions, plan_step
 from pages import Findings, markdown
@@ -56,6 +58,7 @@ LENGTHS, RANKS, MEMORY_BYTES, SECONDS = (1, 57, 2, 40, 5, 31, 11, 8), (1, 2, 3, 
 COST = Cost(quadratic_seconds=1.0, linear_seconds=100.0)
 RUNS = ((1, "lengthwise"), (2, "lengthwise"), (2, "static"), (3, "lengthwise"), (3, "static"))
 STEPS, LONGEST = 5, 1024
+GPUS = ((8, 0), (9, 0))  # compute capabilities of A100 and H100, the latter without FlashAttention-3's package
 CHECKPOINTS = {  # what people look for: the `model_type` in its config.json
     "Qwen3.5 and 3.6, dense: Qwen3.5-9B": ("qwen3_5",),
     "Qwen3.5 and 3.6, with experts: Qwen3.5-35B-A3B": ("qwen3_5_moe",),
@@ -82,9 +85,10 @@ CHECKPOINTS = {  # what people look for: the `model_type` in its config.json
     "InternVL3 in Transformers' format": ("internvl",),
     "Nemotron 3 Nano, Nemotron-H": ("nemotron_h",),
     "Granite 4 hybrids": ("granitemoehybrid",),
-    "LFM2": ("lfm2",),
+    "LFM2: LFM2-2.6B, LFM2-8B-A1B": ("lfm2", "lfm2_moe"),
     "LFM2-VL": ("lfm2_vl",),
     "OLMo 3": ("olmo3",),
+    "OLMo Hybrid": ("olmo_hybrid",),
     "Phi-4": ("phi3",),
     "Phi-4-multimodal": ("phi4_multimodal",),
     "MiniMax-M2": ("minimax_m2",),
@@ -150,7 +154,25 @@ def checkpoint(name: str) -> str:
         except LengthwiseError:
             answers.append(f"no ({'; '.join(cell(what) for _, what, _ in reasons(config))}): use plain TRL")
     assert len(set(answers)) == 1, f"a row each for {kinds}"
-    return f"| {name} | {', '.join(f'`{kind}`' for kind in kinds)} | {answers[0]} |"
+    kernels = attention_cell(kinds) if answers[0].startswith("yes") else ""
+    return f"| {name} | {', '.join(f'`{kind}`' for kind in kinds)} | {answers[0]} | {kernels} |"
+
+
+def attention_cell(kinds: Iterable[str]) -> str:
+    """Return what `attention: auto` takes for families on `GPUS`, once where they do not differ."""
+    found = {kind: kernels(AutoConfig.for_model(kind)) for kind in kinds}
+    if len(set(found.values())) == 1:
+        return next(iter(found.values()))
+    return "; ".join(f"`{kind}`: {each}" for kind, each in found.items())
+
+
+def kernels(config: PretrainedConfig) -> str:
+    """Return the names of the kernels for a config on `GPUS`, by the code that chooses in a run."""
+    needs, names = attention_needs(config, torch.bfloat16), []
+    for capability in GPUS:
+        gpu = GpuAbilities(capability=capability, torch_flash=True, cudnn=LEAST_CUDNN)
+        names.append(next(name for name in order_of(capability) if obstacle(name, gpu, needs) is None))
+    return " / ".join(f"`{name}`" for name in names)
 
 
 def in_a_process(row: Callable[[str], str], label: str) -> str:
@@ -255,11 +277,22 @@ trained; every other one is refused by name before a run starts.
 What a config asks for beside its family can be refused, too, by its key, before a run starts. Weights that are
 published quantised (`quantization_config`: FP8, MXFP4, INT4) are refused: take a version of them in bfloat16.
 
-| model | `model_type` in its config.json | trained |
-|---|---|---|
+| model | `model_type` in its config.json | trained | attention on A100 / H100 |
+|---|---|---|---|
 """
         + "\n".join(checkpoints)
         + f"""
+
+The last column is what `attention: auto` takes in bf16, by the code that chooses at a run's start, from the family's
+default config. It was not run on a GPU ([more](gpu.md#what-a-run-does-there)).
+
+- `flash2`: torch's flash attention in its varlen form, all documents of a rank in one call a layer; heads up to 256,
+  with latent attention those of keys. With FlashAttention-3's package an H100 takes that instead.
+- `cudnn`: cuDNN for long documents and ring blocks, `flash2` for the others; heads up to 128, so a checkpoint with
+  smaller heads than its family's default (gemma-3-27b-it, 128) takes it on an H100, too.
+- `efficient`: torch's efficient attention, block by block and slower, in all layers of a model with heads over 256
+  (Gemma 4's layers without a window have 512). `plan` and `simulate` price them at the speed of flash attention.
+- `reference`: plain matrix products in fp32, slow: no fused kernel here caps scores. Priced likewise.
 
 ## A checkpoint with a tower
 

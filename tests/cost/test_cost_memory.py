@@ -124,6 +124,17 @@ def test_a_llama_of_7b_keeps_what_its_operations_save() -> None:
     assert all_terms_cost(LLAMA_7B, named_hardware("h100")).copy_bytes["none"] == memory.saved_bytes("none")
 
 
+def test_an_mlp_keeps_less_without_a_gate_and_more_beside_shared_experts() -> None:
+    """Of a token two widths in place of four, and of no token the gradients of two matrices: three for five."""
+    plain = replace(named_shape("mixtral-8x7b"), family="")
+    ungated, shared = replace(plain, gated=False), replace(plain, dense_width=plain.layers * plain.intermediate)
+    kept, less, more = (StepMemory(shape=each, dtype_bytes=2).saved_bytes("none") for each in (plain, ungated, shared))
+    assert kept - less == pytest.approx(2 * 2 * plain.mlp_width)
+    assert more - kept == pytest.approx(2 * 4 * plain.layers * plain.intermediate)
+    of_none = [float(StepMemory(shape=each, dtype_bytes=2).microbatch_bytes(1)) for each in (plain, ungated)]
+    assert of_none[0] - of_none[1] == pytest.approx(2 * 2 * plain.hidden * plain.intermediate * plain.experts, rel=0.01)
+
+
 def test_states_are_those_of_a_sharded_optimizer() -> None:
     # bf16 weights, fp32 gradients; of every fourth parameter master weight, reduced gradient and two moments in fp32
     assert state_bytes(100, dtype_bytes=2, ranks=4) == 100 * (2 + 4 + (4 + 4 + 4 + 4) / 4)

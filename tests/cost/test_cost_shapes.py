@@ -1,12 +1,21 @@
 """Model shapes: the named ones and those of Hugging Face configs."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lengthwise.core.errors import ConfigError, Problems
-from lengthwise.cost import SHAPE_NAMES, analytic_cost, named_hardware, named_shape, shape_from_config
+from lengthwise.core.trained import FAMILIES
+from lengthwise.cost import (
+    SHAPE_NAMES,
+    all_terms_cost,
+    analytic_cost,
+    named_hardware,
+    named_shape,
+    shape_from_config,
+)
 
 MISTRAL: dict[str, Any] = {
     "model_type": "mistral",
@@ -29,24 +38,84 @@ def test_named_shape_has_the_sizes_of_the_evaluation(name, layers, heads, hidden
     assert shape.linear_params / 1e9 == pytest.approx(billions, rel=0.02)
 
 
+CARDS = {  # parameters in billions, as the model's card says
+    "Qwen/Qwen3-0.6B": 0.75,
+    "qwen3-8b": 8.19,
+    "mixtral-8x7b": 46.7,
+    "Qwen/Qwen3-30B-A3B": 30.5,
+    "Qwen/Qwen3-235B-A22B-Instruct-2507": 235,
+    "Qwen/Qwen3-VL-32B-Instruct": 32.8,
+    "Qwen/Qwen2.5-7B-Instruct": 7.61,
+    "Qwen/Qwen2.5-72B": 72.7,
+    "meta-llama/Llama-3.3-70B-Instruct": 70.6,
+    "google/gemma-3-12b-it": 12.8,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7.25,
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": 23.6,
+    "mistralai/Ministral-3-8B-Reasoning-2512": 8.5,
+    "openai/gpt-oss-120b": 117,
+    "microsoft/phi-4": 14.7,
+    "Qwen/Qwen3.5-9B": 8.95,
+    "Qwen/Qwen3.6-27B": 27,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": 79.7,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6,
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": 49.1,
+    "allenai/Olmo-3-1025-7B": 7.3,
+    "allenai/Olmo-Hybrid-7B": 7.43,
+    "deepseek-ai/DeepSeek-V3-0324": 671,
+    "zai-org/GLM-4.7-Flash": 30,
+    "MiniMaxAI/MiniMax-M2": 229,
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": 36.2,
+    "tiiuae/Falcon-H1-7B-Instruct": 7.59,
+}
+SHARING = {  # of models whose head is their embedding
+    "google/gemma-4-31B-it": 30.7,
+    "google/gemma-4-26B-A4B-it": 25.2,
+    "google/gemma-2-27b-it": 27.2,
+    "ibm-granite/granite-4.0-h-small": 32.2,
+    "ibm-granite/granite-4.0-h-tiny": 6.94,
+    "LiquidAI/LFM2-8B-A1B": 8.34,
+    "LiquidAI/LFM2-2.6B-Exp": 2.57,
+    "LiquidAI/LFM2-350M": 0.354,
+    "LiquidAI/LFM2.5-1.2B-Instruct": 1.17,
+    "HuggingFaceTB/SmolLM3-3B-Base": 3.08,
+}
+
+
+@pytest.mark.parametrize(("name", "billions"), [*CARDS.items(), *SHARING.items()])
+def test_named_shape_knows_published_models_by_their_hub_names(name: str, billions: float) -> None:
+    """As many parameters as their cards say; a shape counts shared weights twice."""
+    shape = named_shape(name)
+    shared = shape.hidden * shape.vocab if name in SHARING else 0
+    assert (shape.total_params - shared) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_every_published_name_gives_a_shape_of_a_family_that_is_trained() -> None:
+    published = [name for name in SHAPE_NAMES if named_shape(name).family]
+    assert len(published) > 70
+    assert {named_shape(name).family for name in published} <= {*FAMILIES, "qwen3_vl_text", "qwen3_vl_moe_text"}
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [
-        ("Qwen/Qwen3-0.6B", 0.75),
-        ("qwen3-8b", 8.19),
-        ("mixtral-8x7b", 46.7),
-        ("Qwen/Qwen3-30B-A3B", 30.5),
-        ("meta-llama/Llama-3.3-70B-Instruct", 70.6),
-        ("google/gemma-3-12b-it", 12.8),
-        ("mistralai/Mistral-7B-Instruct-v0.3", 7.25),
-        ("openai/gpt-oss-120b", 117),
-        ("Qwen/Qwen3.5-9B", 8.95),
-        ("Qwen/Qwen3-Next-80B-A3B-Instruct", 79.7),
-    ],
+    [("nemotron-3-nano-30b-a3b", 3.2), ("gemma-4-26b-a4b", 3.8), ("deepseek-v3", 36.5), ("lfm2-8b-a1b", 1.5)],
 )
-def test_named_shape_knows_published_models_by_their_hub_names(name: str, billions: float) -> None:
-    """As many parameters as their cards say, shared embeddings twice."""
-    assert named_shape(name).total_params / 1e9 == pytest.approx(billions, rel=0.01)
+def test_a_token_passes_as_many_parameters_as_cards_call_active(name: str, billions: float) -> None:
+    """Of latent attention, layers without experts, shared experts and MLPs without a gate, not of plain layers."""
+    assert named_shape(name).linear_params / 1e9 == pytest.approx(billions, rel=0.04)
+
+
+def test_heads_of_layers_without_a_window_count_where_they_differ() -> None:
+    """Gemma 4 31B: 50 layers of 32 heads of 256, 16 for keys; 10 of 512, 4 for keys; both in costs."""
+    shape = named_shape("google/gemma-4-31B-it")
+    assert shape.query_width == 32 * (50 * 256 + 10 * 512)
+    assert shape.key_width == 50 * 16 * 256 + 10 * 4 * 512
+    assert shape.window_shares == ((1024, pytest.approx(50 * 256 / (50 * 256 + 10 * 512))),)
+    plain = replace(shape, full_head_dim=None, full_kv_heads=None)
+    hardware = named_hardware("h100")
+    ours, other = analytic_cost(shape, hardware), analytic_cost(plain, hardware)
+    assert ours.quadratic_seconds / other.quadratic_seconds == pytest.approx(shape.query_width / plain.query_width)
+    assert ours.ring_seconds / other.ring_seconds == pytest.approx(shape.key_width / plain.key_width)
+    assert all_terms_cost(shape, hardware).ring_bytes == 2 * shape.key_width * (2 * 2 + 4)
 
 
 def test_named_shape_counts_the_windows_of_published_models() -> None:
@@ -75,10 +144,16 @@ def test_named_shape_names_the_nearest() -> None:
             {"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536},
             {"experts": 64, "experts_per_token": 6, "intermediate": 1536},
         ),
+        ({"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 64}, {"intermediate": 64}),
+        ({"model_type": "lfm2", "intermediate_size": 8192, "block_ff_dim": 12288}, {"intermediate": 8192}),
+        (
+            {"model_type": "lfm2", "intermediate_size": 10752, "block_auto_adjust_ff_dim": False},
+            {"intermediate": 10752},
+        ),
     ],
 )
 def test_shape_from_config_reads_sizes(changes: dict[str, Any], read: dict[str, Any]) -> None:
-    shape = shape_from_config({**MISTRAL, **changes})
+    shape = shape_from_config({name: value for name, value in {**MISTRAL, **changes}.items() if value is not ...})
     assert {name: getattr(shape, name) for name in read} == read
 
 

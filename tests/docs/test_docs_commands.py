@@ -20,6 +20,7 @@ import pytest
 
 import lengthwise
 import plots
+from families import attention_cell
 from lengthwise.cli import VERBS, read_command
 from lengthwise.cli.options import PlanChoices
 from lengthwise.cli.simulate_meshes import MeshChoices
@@ -355,7 +356,9 @@ def test_docs_say_of_todays_models_what_the_code_does(page: str) -> None:
     table = (ROOT / page).read_text(encoding="utf-8").partition("| model | `model_type`")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     assert len(rows) >= 10
-    for _, types, trained in rows:
+    for _, types, trained, *attention in rows:
+        if attention and trained.startswith("yes"):
+            assert attention == [attention_cell(re.findall(r"`(\w+)`", types))]
         for family in re.findall(r"`(\w+)`", types):
             refusal = family_refusal(AutoConfig.for_model(family).to_dict(), "model")
             if trained.startswith("yes"):

@@ -74,6 +74,16 @@ def test_packs_sorted_by_work_count_among_the_best_and_are_said_to_need_a_sample
     assert "no trainer does that by itself" in answer_notes(found)[1]
 
 
+def test_a_ring_of_layers_with_states_is_said_to_be_no_trainers() -> None:
+    found = _answer(40.0, 30.0)
+    assert not any("states" in note for note in answer_notes(found)), "layers that all attend can be cut"
+    (note,) = (note for note in answer_notes(replace(found, only_attends=False)) if "states" in note)
+    assert note.startswith(f"{ONE_RING}: priced as if a ring could cut layers with states")
+    assert "no trainer on FSDP2 does that" in note
+    without = replace(found, rows=found.rows[-1:], only_attends=False)
+    assert not any("states" in note for note in answer_notes(without)), "no row is a ring"
+
+
 def test_offload_without_which_nothing_fits_is_in_the_sentence_and_the_row() -> None:
     *others, ours = _answer(40.0, 30.0).rows
     with_offload = replace(ours, settings=replace(ZERO3, offloads=True))

@@ -92,6 +92,16 @@ def test_our_row_is_the_layout_that_runs_take_which_is_the_fastest() -> None:
     assert NODE.layouts() == ("zero1", "zero3")
 
 
+@pytest.mark.parametrize(
+    ("model", "attends"), [("granite-4.0-h-1b", False), ("lfm2-350m", False), ("qwen3-0.6b", True)]
+)
+def test_an_answer_knows_whether_layers_do_anything_but_attend(model: str, attends: bool) -> None:
+    question = Question(shape=named_shape(model), hardware=H100, devices=2, kinds=["layer"])
+    found = answer([[4000, 2000]], question)
+    assert found.only_attends is attends
+    assert any("could cut layers with states" in note for note in answer_notes(found)) is not attends
+
+
 def test_our_row_is_what_a_run_takes_without_offload() -> None:
     """Of 128K tokens a rank of eight has 16K, for which zero1 has room with offload alone, which runs must ask for."""
     found = answer([[131_072, *[4000] * 50]], NODE)

@@ -115,8 +115,14 @@ class MeasuredModel:
     experts: _Count
     experts_per_token: _Count
     windows: tuple[tuple[_Count, _Count], ...]
+    full_head_dim: _Count | None = None
+    full_kv_heads: _Count | None = None
     attention_layers: _CountFromZero | None = None
     mlp_layers: _CountFromZero | None = None
+    gated: bool = True
+    dense_width: _CountFromZero = 0
+    attention_params: _CountFromZero | None = None
+    lookup_params: _CountFromZero = 0
     mixer_params: _CountFromZero = 0
     scan_flops: _CountFromZero = 0
     state_layers: _CountFromZero = 0

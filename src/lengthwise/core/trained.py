@@ -15,6 +15,8 @@ from lengthwise.core.files import read_package_json
 
 _LISTED = read_package_json("lengthwise.core", "families.json")
 FAMILIES: tuple[str, ...] = tuple(_LISTED["equal_to_plain"])
+UNGATED: tuple[str, ...] = tuple(_LISTED["ungated"])
+"""Families whose MLPs are two matrices: no gate."""
 WITH_TOWERS: Mapping[str, tuple[str, ...]] = {name: tuple(texts) for name, texts in _LISTED["with_towers"].items()}
 """Models with towers for images or sounds, and the families of the text parts that they are proved with."""
 _INSIDE: tuple[str, ...] = tuple(_LISTED["inside_others"])  # text parts that are no models of their own

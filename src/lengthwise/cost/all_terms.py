@@ -40,8 +40,8 @@ def all_terms_cost(
     reduced_hidden = 2 * (tensor - 1) / tensor * shape.hidden * dtype_bytes  # an all-reduce, bytes a token
     tensor_bytes = 2 * _ALL_REDUCES * shape.layers * reduced_hidden
     held_kv = max(1, -(-shape.kv_heads // tensor))
-    kv_bytes = 2 * held_kv * shape.head_dim * layers
-    exchanged = 2 * (shape.heads / tensor + held_kv) * shape.head_dim * layers  # q, out; k, v
+    held_keys = held_kv * (shape.key_width / shape.kv_heads) / stages  # numbers of all layers
+    exchanged = 2 * (shape.query_width / tensor / stages + held_keys)  # q, out; k, v
     ring_forward = 1 / (2 + GRADIENT_BYTES / dtype_bytes)  # once forward; once more and the gradients backward
     linear, linear_forward = 1.0, 1 / 3
     if adapters is not None:  # of three equal parts of linear work the third makes the weights' gradients
@@ -68,7 +68,7 @@ def all_terms_cost(
         near=Link(bytes_per_second=node_link, hop_seconds=layers * hardware.node_hop_latency_seconds),
         far=Link(bytes_per_second=hardware.link_bytes_per_second, hop_seconds=layers * hardware.hop_latency_seconds),
         ranks_per_node=max(1, hardware.ranks_per_node // tensor),
-        ring_bytes=kv_bytes * (2 * dtype_bytes + GRADIENT_BYTES),
+        ring_bytes=2 * held_keys * (2 * dtype_bytes + GRADIENT_BYTES),
         exchange_bytes=2 * exchanged * dtype_bytes,
         sweep_bytes=PASSES * STATE_BYTES * shape.map_values * shape.state_layers / tensor / stages,
         sweep_messages=PASSES * shape.state_layers / max(1, shape.num_attention),

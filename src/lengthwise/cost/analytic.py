@@ -28,7 +28,7 @@ PASSES = 2  # forward and backward each send the ring round once, and each make 
 def analytic_cost(shape: ModelShape, hardware: Hardware) -> Cost:
     """Make the costs of a model on a kind of device, for ranks of one device each."""
     linear_flops, attention_flops = flops_coefficients(shape)
-    kv_values = 2 * shape.num_attention * shape.kv_heads * shape.head_dim
+    kv_values = 2 * shape.key_width
     ring_bytes = kv_values * (PASSES * hardware.compute_dtype_bytes + GRADIENT_BYTES)
     peak = hardware.peak_flops_per_second
     sweep = hardware.hop_latency_seconds + STATE_BYTES * shape.map_values / hardware.link_bytes_per_second
@@ -79,7 +79,7 @@ def layer_seconds(
 def flops_coefficients(shape: ModelShape) -> tuple[float, float]:
     """Return FLOPs a token of everything but attention, and FLOPs a squared token of attention."""
     linear = 6.0 * shape.linear_params + scan_flops(shape)
-    return linear, (1 + 2.5) * 2.0 * shape.num_attention * shape.heads * shape.head_dim
+    return linear, (1 + 2.5) * 2.0 * shape.query_width
 
 
 def scan_flops(shape: ModelShape) -> float:

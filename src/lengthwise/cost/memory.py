@@ -215,7 +215,7 @@ class StepMemory:
     def layer_params(self) -> tuple[float, float]:
         """Count the parameters of a decoder layer, and of what is in none: embedding and head."""
         words = self.shape.hidden * self.shape.vocab
-        rest = words if self._ties else 2 * words
+        rest = self.shape.lookup_params + (words if self._ties else 2 * words)
         return (self._parameters() - rest) / self.shape.layers, rest
 
     @property
@@ -309,6 +309,7 @@ _FAMILIES = {
     "gemma3_text": _Family(norms_after=2, norms_heads=True, widely=True, ties_head=True),
     "gpt_oss": _Family(mlp_widths=7, widely=True),
 }
+_UNGATED_WIDTHS = 2  # what an MLP without a gate keeps: what enters its activation, and what leaves it
 _EXPERT_COPIES = 3  # of a token for each of its experts: gathered, the result, and that weighted
 
 
@@ -349,21 +350,21 @@ class _Layer:
     @property
     def attention(self) -> int:
         """The result of attention and its log-sum-exp, which layers keep where all but attention is recomputed."""
-        kept = self.shape.heads * (self.dtype_bytes * self.shape.head_dim + wide_bytes(self.dtype_bytes))
-        return kept * self.shape.num_attention // self.shape.layers
+        shape, sums = self.shape, wide_bytes(self.dtype_bytes) * self.shape.heads * self.shape.num_attention
+        return (self.dtype_bytes * shape.query_width + sums) // shape.layers
 
     @property
     def everything(self) -> int:
         """What is kept where nothing is recomputed."""
         shape, family, narrow = self.shape, self.family, self.dtype_bytes
-        queries, keys, active = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.experts_per_token
+        queries, keys = shape.query_width, shape.key_width  # of all layers
         kept = 2 * (self.bare_norm + narrow * (not self.frozen)) * shape.hidden
         kept += family.norms_after * self.bare_norm * shape.hidden
         attending = self.bare_norm * (queries + keys) * family.norms_heads + narrow * (queries + 2 * keys)
-        kept += self.attention + (attending * shape.num_attention + narrow * shape.mixer_kept) // shape.layers
-        mlp = narrow * family.mlp_widths * shape.intermediate * active
-        mlp += narrow * _EXPERT_COPIES * shape.hidden * active * (shape.experts > 1)
-        return kept + mlp * shape.num_mlp // shape.layers
+        kept += self.attention + (attending + narrow * shape.mixer_kept) // shape.layers
+        mlp = (family.mlp_widths if shape.gated else _UNGATED_WIDTHS) * shape.mlp_width
+        mlp += _EXPERT_COPIES * shape.hidden * shape.experts_per_token * shape.num_mlp * (shape.experts > 1)
+        return kept + narrow * mlp // shape.layers
 
     def saved(self, recompute: str) -> int:
         """Count what is kept from forward to backward."""
@@ -378,7 +379,7 @@ class _Layer:
         layer is computed again it is there beside, less what was kept of it.
         """
         shape, family, narrow = self.shape, self.family, self.dtype_bytes
-        active = shape.intermediate * shape.experts_per_token
+        active = shape.mlp_width // shape.num_mlp
         gradients = narrow * (shape.hidden + 2 * active)
         if shape.experts > 1:
             gradients = narrow * (2 * shape.hidden + 2 * active // shape.experts)
@@ -400,4 +401,5 @@ class _Layer:
     def experts_gradient(self) -> int:
         """Bytes of the gradients of all experts of a layer, those of gate and up twice as one is added; of no token."""
         shape, trained = self.shape, self.shape.experts > 1 and not self.frozen
-        return self.dtype_bytes * 5 * shape.hidden * shape.intermediate * shape.experts * trained
+        matrices = 5 if shape.gated else 3
+        return self.dtype_bytes * matrices * shape.hidden * shape.intermediate * shape.experts * trained

@@ -14,18 +14,16 @@ from typing import Any
 from lengthwise.core.trained import MIXERS_OF
 
 _CHUNK = 64  # tokens of a chunk of delta rules; Mamba 2 has it in its config
-_GATED = ("qwen3_5", "qwen3_next")  # whose attention has a gate as large as its queries
 
 
 def mixers_of(config: Mapping[str, Any], kinds: Sequence[str], hidden: int) -> dict[str, int]:
-    """Return the fields of a `ModelShape` for layers of these kinds; {} where all of them attend and have an MLP."""
+    """Return the fields of a `ModelShape` for layers of these kinds; {} where all of them attend."""
     counts = Counter(kinds)
     states, convolutions = counts["linear_attention"] + counts["hybrid"], counts["conv"]
     attending = (
         sum(counts[kind] for kind in counts if MIXERS_OF.get(kind, 1)) - counts["linear_attention"] - convolutions
     )
-    with_mlp = len(kinds) if not (counts["moe"] or counts["mlp"]) else counts["moe"] + counts["mlp"]
-    if attending == with_mlp == len(kinds) and not states:
+    if attending == len(kinds) and not states:
         return {}
     sizes = {"mixer_params": 0, "scan_flops": 0, "map_values": 0, "mixer_kept": 0}
     if states:
@@ -34,15 +32,7 @@ def mixers_of(config: Mapping[str, Any], kinds: Sequence[str], hidden: int) -> d
         sizes = {**sizes, "mixer_params": 4 * hidden * hidden, "mixer_kept": 6 * hidden}
     layers = states + convolutions
     scaled = {name: layers * sizes[name] for name in ("mixer_params", "scan_flops", "mixer_kept")}
-    if str(config.get("model_type", "")).startswith(_GATED):
-        scaled["mixer_params"] += attending * hidden * int(config["num_attention_heads"]) * int(config["head_dim"])
-    return {
-        "attention_layers": attending,
-        "mlp_layers": with_mlp,
-        "state_layers": states,
-        "map_values": sizes["map_values"],
-        **scaled,
-    }
+    return {"attention_layers": attending, "state_layers": states, "map_values": sizes["map_values"], **scaled}
 
 
 def _with_states(config: Mapping[str, Any], hidden: int) -> dict[str, int]:

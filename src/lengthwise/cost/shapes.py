@@ -13,12 +13,15 @@ from lengthwise.core.names import unknown_name
 from lengthwise.core.shape import ModelShape
 from lengthwise.core.trained import family_refusal, layer_kinds, text_part
 from lengthwise.cost.mixers import mixers_of
+from lengthwise.cost.mlps import EXPERT_WIDTH, WIDTH, mlps_of
+from lengthwise.cost.projections import full_heads, layer_inputs, projections_of
 
 _FILE = read_package_json("lengthwise.cost", "models.json")
-_PUBLISHED = _FILE["published"]
-_SHAPES = {**_FILE["shapes"], **_PUBLISHED}
-SHAPE_NAMES = tuple(_SHAPES)
-_VARIANT = re.compile(r"-(instruct|base|it|pt|hf|chat|thinking|\d{4})(?=-|$)")  # of a model, of the same sizes
+_SHAPES, _PUBLISHED = _FILE["shapes"], _FILE["published"]
+SHAPE_NAMES = (*_SHAPES, *_PUBLISHED)
+_VARIANT = re.compile(  # of a model, of the same sizes
+    r"^(meta|nvidia)-|-(instruct|base|it|pt|hf|chat|thinking|think|reasoning|sft|dpo|bf16|exp|\d{4})(?=-|$)"
+)
 _OWN_SHAPE = "or a model's folder or its config.json, by its path"
 
 
@@ -34,8 +37,10 @@ def named_shape(name: str) -> ModelShape:
     """
     known = _known_name(name)
     if known is not None:
-        sizes = _SHAPES[known]
-        return ModelShape(name=known, **{**sizes, "windows": tuple(map(tuple, sizes.get("windows", ())))})
+        if known in _SHAPES:
+            return ModelShape(name=known, **_SHAPES[known])
+        like = _PUBLISHED[known]  # a config, or the name of a model with the same one
+        return shape_from_config(_PUBLISHED[like] if isinstance(like, str) else like, name=known)
     config, path = _config_of(name), Path(name).expanduser().resolve()
     refusal = family_refusal(config, "model")
     if refusal is not None and not (text_part(config) and family_refusal(config["text_config"], "model") is None):
@@ -58,7 +63,7 @@ def check_trained(name: str) -> None:
 
 def _known_name(name: str) -> str | None:
     """Return our name of a model whose sizes are known here, or None; a path that is there comes first."""
-    known = name if name in _SHAPES else _published_name(name)
+    known = name if name in SHAPE_NAMES else _published_name(name)
     return None if known != name and Path(name).expanduser().exists() else known
 
 
@@ -81,7 +86,7 @@ def _config_of(name: str) -> dict[str, Any]:
 
 def _published_name(name: str) -> str | None:
     """Return our name of a published model, by its name on the hub; None: unknown."""
-    plain = _VARIANT.sub("", name.lower().rpartition("/")[2].removeprefix("meta-"))
+    plain = _VARIANT.sub("", name.lower().rpartition("/")[2])
     return plain if plain in _PUBLISHED else None
 
 
@@ -90,8 +95,6 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_WIDTH = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dff")
-_EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size")
 _OWN_HEAD_DIM = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3")  # where a silent config means another size
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}  # of windows, where older configs of theirs are silent
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
@@ -117,35 +120,44 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
         return problems.attempt(lambda: _first_size(config, keys, label, default)) or 1
 
     heads, hidden, layers = size(*_HEADS), size(*_HIDDEN), problems.attempt(lambda: _layers(config, label)) or 1
-    active = any(config.get(key) is not None for key in _ACTIVE)  # of experts, so there have to be some
-    experts = size(*_EXPERTS, default=None if active else 1)
+    without = any(config.get(key) == 0 for key in _EXPERTS)  # granitemoehybrid: the shared MLP is the only one
+    active = not without and any(config.get(key) is not None for key in _ACTIVE)  # of experts, so there have to be some
+    experts = 1 if without else size(*_EXPERTS, default=None if active else 1)
     latent = config.get("qk_rope_head_dim") and config.get("qk_nope_head_dim")
+    own = ("block_ff_dim",) if config.get("block_ff_dim") else ()  # lfm2, whatever it says beside
+    widths = (*own, *(EXPERT_WIDTH if experts > 1 else ()), *(("shared_intermediate_size",) if without else ()), *WIDTH)
     sizes = {
+        "hidden": hidden,
+        "heads": heads,
         "kv_heads": heads if latent else size("num_key_value_heads", default=heads),
         "head_dim": size("qk_nope_head_dim") + size("qk_rope_head_dim")
         if latent
         else size("head_dim", default=_usual_head_dim(config, hidden, heads)),
-        "intermediate": size(*(_EXPERT_WIDTH if experts > 1 else ()), *_WIDTH, default=_usual_width(config, hidden)),
+        "intermediate": size(*widths, default=_usual_width(config, hidden)),
         "vocab": size("vocab_size"),
         "experts_per_token": size(*_ACTIVE) if experts > 1 else 1,
+        **full_heads(config),
     }
-    if config.get("block_auto_adjust_ff_dim"):  # lfm2: two thirds of it, rounded up
+    if config.get("block_auto_adjust_ff_dim", config.get("model_type") == "lfm2"):  # two thirds of it, rounded up
         unit, scale = size("block_multiple_of", default=256), config.get("block_ffn_dim_multiplier") or 1.0
         sizes["intermediate"] = -(-int(scale * int(2 * sizes["intermediate"] / 3)) // unit) * unit
-    mixing = mixers_of(config, layer_kinds(config, layers), hidden)
+    kinds = layer_kinds(config, layers)
+    mixing = mixers_of(config, kinds, hidden)
     attending = mixing.get("attention_layers", layers)
     windows = problems.attempt(lambda: _windows(config, attending, label)) or ()
+    mlps = mlps_of(config, kinds, experts, size)
     problems.raise_all()
     return ModelShape(
         name=label,
         layers=layers,
-        hidden=hidden,
-        heads=heads,
         experts=experts,
         windows=windows,
         family=str(config.get("model_type", "")),
         **sizes,
         **mixing,
+        **mlps,
+        **projections_of(config, sizes, attending, sum(having for _, having in windows)),
+        **layer_inputs(config, layers, hidden),
     )
 
 
@@ -158,7 +170,7 @@ def _usual_head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int |
 def _usual_width(config: Mapping[str, Any], hidden: int) -> int | None:
     """Return the MLP width where configs leave it out (GPT-2's time); None: the others do not give it."""
     is_old = "n_embd" in config or "d_model" in config or config.get("model_type") in ("bloom", "falcon")
-    return 4 * hidden if is_old or any(key in config for key in _WIDTH) else None
+    return 4 * hidden if is_old or any(key in config for key in WIDTH) else None
 
 
 def _layers(config: Mapping[str, Any], label: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -51,13 +51,7 @@ class Computing:
 
 def check_computing(config: Any, computing: Computing, *, dtype: torch.dtype, on_gpus: bool) -> None:
     """Refuse what a model of this config cannot compute here, before any process starts, with a ConfigError."""
-    needs = AttentionNeeds(
-        dtype=dtype,
-        head_dim=largest_head_dim(config),
-        windowed=has_windows(config),
-        capped=score_cap(config) is not None,
-    )
-    check_attention(computing.attention, needs, on_gpus=on_gpus)
+    check_attention(computing.attention, attention_needs(config, dtype), on_gpus=on_gpus)
     if computing.compile and asks_for_dropout(config):
         raise _refuse_compiled_dropout()
     choose_fused(computing.fused_layers, _fused_needs(config, computing, dtype=dtype, on_gpu=on_gpus))
@@ -75,18 +69,20 @@ def choose_model_kernel(
     agree: Callable[[Faults], Faults] | None = None,
 ) -> BlockKernel:
     """Return the attention kernel of a model on `device`, by `choose_kernel`, with its arguments and errors."""
+    needs = asdict(attention_needs(config, dtype))
+    return choose_kernel(device, **needs, implementation=computing.attention, say=say, agree=agree)
+
+
+def attention_needs(config: Any, dtype: torch.dtype) -> AttentionNeeds:
+    """Return what a model asks of its attention kernel, one for all layers, by what its config says."""
     heads, kv_heads = attention_heads(config)
-    return choose_kernel(
-        device,
+    return AttentionNeeds(
         dtype=dtype,
         head_dim=largest_head_dim(config),
         windowed=has_windows(config),
         capped=score_cap(config) is not None,
         heads=heads,
         kv_heads=kv_heads,
-        implementation=computing.attention,
-        say=say,
-        agree=agree,
     )
 
 

@@ -100,6 +100,10 @@ def answer_notes(answer: Answer) -> list[str]:
     if any(row.name == BY_WORK and row.step_seconds for row in answer.rows):
         how = "batches sorted by work, so that like ones run at once; no trainer does that by itself"
         notes.append(f"{BY_WORK}: {how}.")
+    rings = [row.name for row in answer.rows[:-1] if row.settings is not None and (row.settings.degree or 1) > 1]
+    if rings and not answer.only_attends:
+        how = "priced as if a ring could cut layers with states or convolutions; no trainer on FSDP2 does that"
+        notes.append(f"{' and '.join(rings)}: {how}.")
     took = [
         f"{row.settings.layout} {seconds(row.mean_seconds)}{' (with offload)' * row.settings.offloads}"
         for row in answer.layouts

@@ -154,6 +154,7 @@ def answer(batches: Sequence[Sequence[int]], question: Question) -> Answer:
         kernel="" if question.cost else question.hardware.kernel,
         batch_tokens=round(sum(map(sum, batches)) / len(batches)),
         longest=longest,
+        only_attends=not question.shape.mixer_kept,
     )
 
 

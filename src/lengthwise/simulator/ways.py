@@ -74,7 +74,8 @@ class Answer:
 
     layouts: Lengthwise at each layout, in the order of `LAYOUTS`. auto: the one of `shard: auto`, which is our row; "":
     none fits without offload, and our row is the quickest with it.
-    longest: tokens of the longest sequence. kernel: whose speed of attention was taken.
+    longest: tokens of the longest sequence. kernel: whose speed of attention was taken. only_attends: whether no layer
+    mixes tokens otherwise, with states or convolutions.
     """
 
     rows: tuple[WayRow, ...]
@@ -85,6 +86,7 @@ class Answer:
     longest: int
     layouts: tuple[WayRow, ...] = ()
     auto: str = ""
+    only_attends: bool = True
 
     @property
     def ours(self) -> WayRow:
