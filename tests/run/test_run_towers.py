@@ -8,7 +8,19 @@ import torch
 from testing.towers import tiny_tower_config
 from transformers import AutoModelForImageTextToText
 
-from run.small_runs import DTYPES, VOCAB, call, losses, make_rows, plain_training, relative, steps_of, train, write_run
+from run.small_runs import (
+    DTYPES,
+    VOCAB,
+    call,
+    losses,
+    make_rows,
+    plain_training,
+    relative,
+    steps_of,
+    train,
+    write_rows,
+    write_run,
+)
 from tiers import more
 
 LENGTHS = [30, 1, 12, 5, 61, 2, 9, 40]
@@ -65,9 +77,28 @@ def test_adapters_are_on_the_text_part_alone_and_open_on_the_whole(tmp_path):
     assert losses(tmp_path / "more")[0] < losses(output)[0]
 
 
-def test_rows_with_images_are_refused(tmp_path, capfd):
-    rows = [{"input_ids": [4, 5, IMAGE, 6]}, *({"input_ids": [1, 2, 4]} for _ in range(3))]
-    folder = write_whole(tmp_path / "model", image_token_index=IMAGE)
-    assert call("train", write_run(tmp_path, rows, model=folder)) != 0
+READ_ON = {"by the second rank": {}, "as a stream": {"streaming": True, "max_tokens": 60}}
+
+
+@pytest.mark.parametrize("how", ["verify", "by the second rank", *map(more, ("as a stream", "prepared", "evaluated"))])
+def test_rows_with_images_are_refused(tmp_path, how, capfd):
+    """On whichever rank, from whatever source: the token is in the half of a row that rank 1 has."""
+    text, image = [{"input_ids": [1, 2, 4]} for _ in range(4)], [{"input_ids": [*[4, 5] * 13, IMAGE, *[4, 5] * 7]}]
+    file, keys = "train.jsonl", {"data": [{"path": "train.jsonl", **READ_ON.get(how, {})}]}
+    if how == "evaluated":
+        file, keys = "eval.jsonl", {"eval": {"data": [{"path": "eval.jsonl"}], "every_steps": 1}}
+        write_rows(tmp_path / file, text + image)
+    path = write_run(
+        tmp_path,
+        text if how == "evaluated" else text + image,
+        model=write_whole(tmp_path / "model", image_token_index=IMAGE),
+        global_batch={"sequences": 4 if how == "evaluated" else 5},
+        steps=1,
+        **keys,
+    )
+    if how == "prepared":
+        assert call("prepare", path, "--out", tmp_path / "ready") == 0
+        path = write_run(tmp_path, model=tmp_path / "model", data=[{"path": "ready"}], steps=1, name="again.yaml")
+    assert call("verify" if how == "verify" else "train", path, "--ranks", 2) != 0
     said = " ".join(capfd.readouterr().err.split())
-    assert f"train.jsonl:1: expected tokens of text; got the token {IMAGE}, which stands for an image" in said
+    assert f"{file}:5: expected tokens of text; got the token {IMAGE}, which stands for an image" in said
