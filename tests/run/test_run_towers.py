@@ -8,6 +8,9 @@ import torch
 from testing.towers import tiny_tower_config
 from transformers import AutoModelForImageTextToText
 
+from lengthwise.models import build_model, find_model, left_alone
+from lengthwise.models.own_rows import own_rows
+from lengthwise.run import building, setup
 from run.small_runs import (
     DTYPES,
     VOCAB,
@@ -39,15 +42,37 @@ def opened(folder):
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
 
 
-@pytest.mark.parametrize("options", [[], more(["shard=zero3"]), more(["stages=2", "capacity_tokens=64"])])
-def test_a_run_trains_the_text_part_and_saves_the_whole(tmp_path, options, capfd):
-    folder = write_whole(tmp_path / "model")
+STAGES = ["stages=2", "capacity_tokens=64"]
+QWEN = "qwen3_vl", "qwen3_vl_text"
+
+
+@pytest.fixture
+def towers_on_rank_0(monkeypatch):
+    """Let a rank that holds a tower and is not the first end in an error."""
+    made = building.build_trained
+
+    def build(job, world, transport, **options):
+        model, parameters = made(job, world, transport, **options)
+        places = {each.is_meta for each in left_alone(model).values()}
+        assert places == {transport.rank > 0}, f"rank {transport.rank}: towers on meta: {places}"
+        return model, parameters
+
+    monkeypatch.setattr(setup, "build_trained", build)
+
+
+@pytest.mark.usefixtures("towers_on_rank_0")
+@pytest.mark.parametrize(
+    ("options", "model"),
+    [(STAGES, ()), more([], ()), more(STAGES, QWEN), *(more(["shard=zero3"], each) for each in ((), QWEN))],
+)
+def test_a_run_trains_the_text_part_and_saves_the_whole(tmp_path, options, model, capfd):
+    folder = write_whole(tmp_path / "model", *model)
     changes = [part for each in options for part in ("--set", each)]
     output = train(write_run(tmp_path, make_rows(LENGTHS), model=folder), "--ranks", 2, *changes)
-    said = "Gemma3ForConditionalGeneration: rows of text train its text part"
+    said = "ForConditionalGeneration: rows of text train its text part"
     assert said in capfd.readouterr().out
     expected, _, plain = plain_training(
-        folder, make_rows(LENGTHS), steps_of(output), dtype=DTYPES["fp64"], lrs=[3e-4] * 3
+        opened(folder), make_rows(LENGTHS), steps_of(output), dtype=DTYPES["fp64"], lrs=[3e-4] * 3
     )
     assert all(relative(got, wanted) < 1e-7 for got, wanted in zip(losses(output), expected, strict=True))
     saved, before = opened(output / "model"), opened(folder).state_dict()
@@ -59,6 +84,18 @@ def test_a_run_trains_the_text_part_and_saves_the_whole(tmp_path, options, capfd
     assert len(towers) > 10
     assert all(torch.equal(own[name], before[name]) for name in towers)
     assert json.loads((output / "model/preprocessor_config.json").read_text()) == {"size": 16}
+
+
+def test_towers_are_read_from_the_files_by_name(tmp_path):
+    source = find_model(str(write_whole(tmp_path, *QWEN)))
+    expected, model = build_model(source, seed=0), build_model(source, seed=0, stored=False)
+    rows = own_rows(source, model)
+    rows.read_towers(model)
+    found, towers = left_alone(model), left_alone(expected)
+    assert found.keys() == towers.keys()
+    assert all(torch.equal(found[name], each) for name, each in towers.items())
+    assert rows.num_bytes == sum(each.nbytes for each in towers.values())
+    assert all(each.is_meta for each in model.parameters())
 
 
 def test_adapters_are_on_the_text_part_alone_and_open_on_the_whole(tmp_path):
