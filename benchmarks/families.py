@@ -245,7 +245,7 @@ def main() -> None:
     torch.set_num_threads(1)
     proved = arguments.model_types or sorted([*VARIANTS, *(name for name in FAMILIES if name in MODEL_TYPES)])
     whole = arguments.model_types or sorted(TOWER_PAIRS)
-    known = {*FAMILIES, *VARIANTS, *TOWER_PAIRS, *(name for name, _ in TOWER_PAIRS.values())}
+    known = {*FAMILIES, *VARIANTS, *TOWER_PAIRS, *(pair[0] for pair in TOWER_PAIRS.values())}
     refused = [name for name in arguments.model_types or MODEL_TYPES if name not in known]
     proofs = made(proof, [each for each in proved if each not in TOWER_PAIRS])
     with_towers = made(proof, [each for each in whole if each in TOWER_PAIRS])

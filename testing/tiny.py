@@ -12,6 +12,7 @@ from typing import Any
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from lengthwise.core.trained import WITH_TOWERS
 from lengthwise.models import ROUTER_FAMILIES, coefficient_key
 from lengthwise.models.computing import Layers
 
@@ -159,6 +160,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         f"{family}, router loss": (family, {"output_router_logits": True, coefficient_key(family): 0.5})
         for family in ROUTER_FAMILIES
+        if family not in WITH_TOWERS
     },
 }
 

@@ -9,13 +9,22 @@ from typing import Any
 from transformers import CONFIG_MAPPING, SiglipVisionConfig
 
 from lengthwise.core.trained import WITH_TOWERS, family_refusal
+from lengthwise.models import ROUTER_FAMILIES, coefficient_key
 from testing.tiny import VOCAB, tiny_family_config
 
-TOWER_PAIRS = {  # with text parts that are known
-    f"{whole}, {text}": (whole, text)
+_PAIRS = [  # with text parts that are known
+    (whole, text)
     for whole, texts in WITH_TOWERS.items()
     for text in texts
     if family_refusal({"model_type": whole, "text_config": {"model_type": text}}, "") is None
+]
+TOWER_PAIRS: dict[str, tuple[str, str, dict[str, Any]]] = {  # with what changes of the text part
+    **{f"{whole}, {text}": (whole, text, {}) for whole, text in _PAIRS},
+    **{
+        f"{whole}, {text}, router loss": (whole, text, {"output_router_logits": True, coefficient_key(text): 0.5})
+        for whole, text in _PAIRS
+        if whole in ROUTER_FAMILIES
+    },
 }
 
 _TOWER: dict[str, Any] = {

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testing import draw_lengths, make_plan, random_plan, relative_error
 from testing.strict import StrictWorld
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lengthwise.attention import Opened, convolve_spans, scan_spans, states
 from lengthwise.attention.halos import Halo
@@ -177,3 +178,22 @@ def test_a_rank_sends_one_state_and_one_map_a_pass_whatever_the_length():
         on_ranks(plan, [drawn_tokens(length, True, 0)], compute)
     state, a_map = HEADS * KEY * VALUE, HEADS * KEY * (VALUE + KEY)
     assert sent[24] == sent[240] == [2 * state, 2 * a_map, 2 * (state + a_map), 2 * (state + a_map)]
+
+
+def test_maps_do_not_multiply_in_tf32():
+    """Where it is allowed, an fp32 product may be one; products of states are none of fp32."""
+    found = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, _types, arguments=(), named=None):
+            if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm):
+                found.append(arguments[0].dtype)
+            return function(*arguments, **(named or {}))
+
+    a, b, state = (torch.randn(HEADS, KEY, each) for each in (KEY, VALUE, VALUE))
+    step = states.Map(a, b, True)
+    with Products():
+        results = step(state), *step.after(step)[:2], step.transposed(b)(state), step.grad_of_a(b, state)
+    assert found == [torch.float64] * 5
+    assert {each.dtype for each in results} == {torch.float32}
+    assert torch.allclose(results[1], a @ a)

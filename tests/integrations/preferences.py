@@ -49,13 +49,13 @@ def states_model(family="qwen3_5_text"):
     return enliven(made.train())
 
 
-def whole_model():
+def whole_model(dtype=torch.float32):
     """Return a small model with a tower for images, of the tokenizer's vocabulary."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         words = {"vocab_size": len(tokenizer()), "pad_token_id": 0, "eos_token_id": 1}
         config = tiny_tower_config("gemma3", "gemma3_text", words, image_token_index=len(tokenizer()))
-        made = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+        made = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=dtype)
     return enliven(made.train())
 
 

@@ -10,6 +10,7 @@ from datasets import Dataset
 from loops import plain_losses, small_model
 from peft import LoraConfig, get_peft_model
 from preferences import tokenizer as words
+from preferences import whole_model
 from torch.utils.data import IterableDataset
 from trainers import CAPACITY, LENGTHS, arguments, data, difference, in_trainers, padded, relative, trained
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
@@ -126,11 +127,12 @@ def test_a_planned_trainer_is_the_plain_trainer(tmp_path):
         assert any(log.get("ring_token_ratio", 0) > 0 for log in found["base"]["logs"])
 
 
-def test_in_double_precision_nothing_but_rounding_differs(tmp_path):
+@pytest.mark.parametrize("make", [whole_model, more(small_model)])
+def test_in_double_precision_nothing_but_rounding_differs(tmp_path, make):
     def work(ranks, _rank):
         with keep_double(torch.float64):
-            model = small_model(torch.float64)
-            found = trained(PLANNED if ranks else Trainer, arguments(tmp_path, ranks or 1), model=model)
+            args, model = arguments(tmp_path, ranks or 1, max_steps=4), make(torch.float64)
+            found = trained(PLANNED if ranks else Trainer, args, model=model)
         return found["weights"], [log["loss"] for log in found["logs"] if "loss" in log]
 
     ((expected, losses),) = in_trainers(partial(work, 0), 1, tmp_path)

@@ -118,12 +118,13 @@ DPO = {
     "adapters": {},
     "over the ranks": {},
     "layers with states": {"activation_checkpointing": True, "max_steps": 2},
+    "a model with a tower": {"max_steps": 2},
     "a reference that follows": {"sync_ref_model": True, "ref_model_sync_steps": 2, "activation_checkpointing": True},
     "weighted, evaluated": {"use_weighting": True, "ld_alpha": 0.5, "eval_strategy": "steps", "eval_steps": 2},
 }
 
 
-@pytest.mark.parametrize("case", some(DPO))
+@pytest.mark.parametrize("case", some(DPO, list(DPO).index("a model with a tower")))
 def test_dpo_is_trls(case, tmp_path):
     def make():
         data = {"train_dataset": pairs(), "eval_dataset": pairs(6)}
@@ -131,6 +132,8 @@ def test_dpo_is_trls(case, tmp_path):
             return {**data, "peft_config": LORA()}
         if case == "layers with states":
             return {**data, "model": states_model("lfm2"), "ref_model": states_model("lfm2")}
+        if case == "a model with a tower":
+            return {**data, "model": whole_model(), "ref_model": whole_model(), "processing_class": processor()}
         return {**data, "ref_model": model()}
 
     how = {"shard": "zero3" if case == "over the ranks" else "auto", **DPO[case]}

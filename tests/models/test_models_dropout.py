@@ -5,16 +5,19 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig, inject_adapter_in_model
 from testing import MODEL_TYPES, build_pair, family_difference, make_batch, make_plan, run_step, tiny_family_config
 from testing.tiny import VOCAB
+from torch import nn
 
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
+from lengthwise.core.trained import FAMILIES, LAYER_TYPES, layer_types
 from lengthwise.models import DropoutKey, KeyedDropout, check_model_config, token_keys
 from lengthwise.models.dropout import DROPOUT_FAMILIES, DROPOUT_KEYS, drop
 from models.test_models_checkpointing import recomputing
 from models.test_models_families import LENGTHS, NOT_RECOMPUTED, SPLIT, planned
-from tiers import some
+from tiers import more, some
 
 WORD = (1 << 64) - 1
 
@@ -60,6 +63,7 @@ def test_other_random_numbers_and_tokens_without_a_row_are_refused():
     with KeyedDropout(torch.arange(5)):
         assert F.dropout(torch.ones(1, 5, 4), 0.5).shape == (1, 5, 4)
         assert F.dropout(torch.ones(5, 4), 0.5).shape == (5, 4)
+        assert F.dropout(torch.ones(1, 1, 5, 4), 0.5).shape == (1, 1, 5, 4)
         assert torch.equal(F.dropout(torch.ones(3, 4), 0.5, training=False), torch.ones(3, 4))
         for draw in (lambda: F.dropout(torch.ones(3, 4)), lambda: F.alpha_dropout(torch.ones(5, 4)),
                      lambda: torch.ones(5).uniform_()):  # fmt: skip
@@ -89,6 +93,34 @@ def test_family_with_dropout_equals_plain_hugging_face_that_draws_the_same(model
         found = family_difference(pair, plan, LENGTHS, precision="fp64", logits_at_once=7 * VOCAB)
         assert found.loss <= 1e-13
         assert found.gradient <= 1e-12
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", *map(more, ("kimi_linear", "nemotron_h", "qwen3_5_text"))])
+def test_dropout_of_adapters_in_layers_with_states_equals_plain_hugging_face(model_type):
+    """On all that may have an adapter, latents of one row a token for all heads among it."""
+    pair = build_pair(model_type, tiny_family_config(model_type))
+    linear = {name.rpartition(".")[2] for name, each in pair["plain"].named_modules() if isinstance(each, nn.Linear)}
+    chosen = LoraConfig(r=4, lora_dropout=0.3, target_modules=sorted(linear - {"lm_head", "out_proj"}))
+    for model in pair.values():
+        inject_adapter_in_model(chosen, model.requires_grad_(False))
+        draw = torch.Generator().manual_seed(5)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = torch.randn(parameter.shape, generator=draw) * 0.3
+    plan = recomputing(planned(), "layer", "all_but_attention")
+    found = family_difference(pair, plan, LENGTHS, precision="fp64")
+    assert found.loss <= 1e-13
+    assert found.gradient <= 1e-12
+
+
+def test_dropout_that_configs_of_families_with_states_name_is_refused():
+    """In attention, and Nemotron-H's `hidden_dropout`, which Hugging Face does not read."""
+    for model_type in (name for name in FAMILIES if len(layer_types(name)) > len(LAYER_TYPES)):
+        for key in ("attention_dropout", "hidden_dropout"):
+            config = tiny_family_config(model_type)
+            setattr(config, key, 0.1)
+            with pytest.raises(ModelRefused, match=f"model config: {key}: expected 0 .* got 0.1"):
+                check_model_config(config)
 
 
 def gpt2(p):

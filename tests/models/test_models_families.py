@@ -118,11 +118,11 @@ def test_text_part_of_a_model_with_towers_equals_plain_hugging_face(label):
     pair = build_pair(label, config)
     for plan in (planned(), RECOMPUTED, recomputing(SPLIT, "all_but_attention", "layer")):
         found = family_difference(pair, plan, LENGTHS, precision="fp64", logits_at_once=7 * VOCAB)
-        assert found.loss <= 1e-13
+        assert max(found.loss, found.router_loss) <= 1e-13
         assert found.gradient <= 1e-12
 
 
-REFUSED = [name for name in MODEL_TYPES if name not in (*FAMILIES, *(whole for whole, _ in TOWER_PAIRS.values()))]
+REFUSED = [name for name in MODEL_TYPES if name not in (*FAMILIES, *(pair[0] for pair in TOWER_PAIRS.values()))]
 
 
 @pytest.mark.parametrize("model_type", some(REFUSED, *range(0, 100, 12)))

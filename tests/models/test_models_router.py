@@ -8,13 +8,27 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from testing import MODEL_TYPES, SIZES, tiny_family_config
+from testing import (
+    MODEL_TYPES,
+    SIZES,
+    TOWER_PAIRS,
+    build_pair,
+    make_batch,
+    make_plan,
+    run_step,
+    tiny_family_config,
+    tiny_tower_config,
+)
+from testing.tiny import VOCAB
 from transformers import LlamaConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lengthwise.core.errors import ModelRefused
+from lengthwise.core.plan import Piece
+from lengthwise.core.trained import WITH_TOWERS
 from lengthwise.models import (
     FAMILIES,
     ROUTER_FAMILIES,
@@ -24,10 +38,16 @@ from lengthwise.models import (
     has_balance_loss,
     keep_double,
 )
+from lengthwise.run.verify import gradient_differences
+from tiers import some
 
 
 def family_module(model_type):
     return sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]].__module__]
+
+
+def modeling_file(whole):
+    return Path(sys.modules[CONFIG_MAPPING[whole].__module__].__file__.replace("configuration_", "modeling_"))
 
 
 def any_model(experts, top_k, coefficient=1.0):
@@ -95,16 +115,54 @@ def test_loss_of_narrow_logits_is_hugging_faces(dtype, bar):
 
 def test_every_family_with_hugging_faces_balance_loss_has_ours():
     """A family that gains the loss, or a changed formula, must be looked at before it is trained with it."""
-    found = {
-        name for name in set(FAMILIES) & set(MODEL_TYPES) if hasattr(family_module(name), "load_balancing_loss_func")
-    }
-    assert found == set(ROUTER_FAMILIES) & set(FAMILIES), "listed here before there is no harm: it is refused there"
+    texts = set(FAMILIES) & set(MODEL_TYPES)
+    found = {name for name in texts if hasattr(family_module(name), "load_balancing_loss_func")}
+    around = {name for name in WITH_TOWERS if "load_balancing_loss_func(" in modeling_file(name).read_text()}
+    known = set(ROUTER_FAMILIES) & {*texts, *WITH_TOWERS}
+    assert found | around == known, "listed here before there is no harm: it is refused there"
     model, logits = any_model(5, 2), drawn(2, 2, 33, 5)
     losses = {
         name: family_module(name).load_balancing_loss_func(tuple(logits), model.num_experts, model.num_experts_per_tok)
         for name in found
     }
     assert len(set(map(float, losses.values()))) == 1
+
+
+@pytest.mark.parametrize(
+    ("whole", "text", "changes"),
+    some([pair for label, pair in TOWER_PAIRS.items() if label.endswith("router loss")], -1),
+)
+def test_balance_loss_around_a_text_part_is_that_of_hugging_faces_own_class(whole, text, changes):
+    """Of one document, whose loss Hugging Face's forward gives with its labels, balance loss included."""
+    models = build_pair("whole", tiny_tower_config(whole, text, changes))
+    batch = make_batch((23,), vocab=VOCAB, seed=1)
+    plan = make_plan(2, (23,), [Piece(ranks=(1, 0), sequences=(0,))], layers=2)
+    found = run_step(models["planned"], plan, batch, precision="fp64")
+    plain = models["plain"].whole
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.double()
+    ids, labels = batch.whole(0)
+    with keep_double(torch.float64):
+        output = plain(input_ids=ids[None], labels=F.pad(labels, (1, 0))[None, :-1], use_cache=False)
+    output.loss.backward()
+    assert found.router_loss == pytest.approx(output.aux_loss.item(), rel=1e-13)
+    assert found.loss + 0.5 * found.router_loss == pytest.approx(output.loss.item(), rel=1e-13)
+    expected = {name: each.grad for name, each in models["plain"].named_parameters() if each.requires_grad}
+    assert max(gradient_differences(found.gradients, expected).values()) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("whole", "text", "changes", "said"),
+    [
+        ("internvl", "qwen3_moe", {"changes": {"output_router_logits": True}},
+         r"text_config.output_router_logits: .* true in internvl, whose class in Hugging Face adds no balance loss"),
+        ("qwen3_vl_moe", "qwen3_vl_moe_text", {"output_router_logits": True},
+         r"output_router_logits: expected text_config.output_router_logits, .* got true beside text_config"),
+    ],
+)  # fmt: skip
+def test_balance_loss_that_hugging_faces_class_does_not_add_is_refused(whole, text, changes, said):
+    with pytest.raises(ModelRefused, match=said):
+        check_model_config(tiny_tower_config(whole, text, **changes))
 
 
 def test_run_file_page_names_the_families_with_the_loss():

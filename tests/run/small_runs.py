@@ -151,9 +151,9 @@ def plain_training(
 ):
     """Train one sequence at a time; return (losses, gradient norms before clipping, model).
 
-    `make`: from groups of parameters to a torch optimizer in place of AdamW.
+    `folder`: of the model, or the model. `make`: from groups of parameters to a torch optimizer in place of AdamW.
     """
-    model = plain_model(folder, dtype)
+    model = folder if isinstance(folder, torch.nn.Module) else plain_model(folder, dtype)
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

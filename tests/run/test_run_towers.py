@@ -8,7 +8,22 @@ import torch
 from testing.towers import tiny_tower_config
 from transformers import AutoModelForImageTextToText
 
-from run.small_runs import DTYPES, VOCAB, call, losses, make_rows, plain_training, relative, steps_of, train, write_run
+from lengthwise.models import build_model, find_model, left_alone
+from lengthwise.models.own_rows import own_rows
+from lengthwise.run import building, setup
+from run.small_runs import (
+    DTYPES,
+    VOCAB,
+    call,
+    losses,
+    make_rows,
+    plain_training,
+    relative,
+    steps_of,
+    train,
+    write_rows,
+    write_run,
+)
 from tiers import more
 
 LENGTHS = [30, 1, 12, 5, 61, 2, 9, 40]
@@ -27,15 +42,37 @@ def opened(folder):
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
 
 
-@pytest.mark.parametrize("options", [[], more(["shard=zero3"]), more(["stages=2", "capacity_tokens=64"])])
-def test_a_run_trains_the_text_part_and_saves_the_whole(tmp_path, options, capfd):
-    folder = write_whole(tmp_path / "model")
+STAGES = ["stages=2", "capacity_tokens=64"]
+QWEN = "qwen3_vl", "qwen3_vl_text"
+
+
+@pytest.fixture
+def towers_on_rank_0(monkeypatch):
+    """Let a rank that holds a tower and is not the first end in an error."""
+    made = building.build_trained
+
+    def build(job, world, transport, **options):
+        model, parameters = made(job, world, transport, **options)
+        places = {each.is_meta for each in left_alone(model).values()}
+        assert places == {transport.rank > 0}, f"rank {transport.rank}: towers on meta: {places}"
+        return model, parameters
+
+    monkeypatch.setattr(setup, "build_trained", build)
+
+
+@pytest.mark.usefixtures("towers_on_rank_0")
+@pytest.mark.parametrize(
+    ("options", "model"),
+    [(STAGES, ()), more([], ()), more(STAGES, QWEN), *(more(["shard=zero3"], each) for each in ((), QWEN))],
+)
+def test_a_run_trains_the_text_part_and_saves_the_whole(tmp_path, options, model, capfd):
+    folder = write_whole(tmp_path / "model", *model)
     changes = [part for each in options for part in ("--set", each)]
     output = train(write_run(tmp_path, make_rows(LENGTHS), model=folder), "--ranks", 2, *changes)
-    said = "Gemma3ForConditionalGeneration: rows of text train its text part"
+    said = "ForConditionalGeneration: rows of text train its text part"
     assert said in capfd.readouterr().out
     expected, _, plain = plain_training(
-        folder, make_rows(LENGTHS), steps_of(output), dtype=DTYPES["fp64"], lrs=[3e-4] * 3
+        opened(folder), make_rows(LENGTHS), steps_of(output), dtype=DTYPES["fp64"], lrs=[3e-4] * 3
     )
     assert all(relative(got, wanted) < 1e-7 for got, wanted in zip(losses(output), expected, strict=True))
     saved, before = opened(output / "model"), opened(folder).state_dict()
@@ -47,6 +84,18 @@ def test_a_run_trains_the_text_part_and_saves_the_whole(tmp_path, options, capfd
     assert len(towers) > 10
     assert all(torch.equal(own[name], before[name]) for name in towers)
     assert json.loads((output / "model/preprocessor_config.json").read_text()) == {"size": 16}
+
+
+def test_towers_are_read_from_the_files_by_name(tmp_path):
+    source = find_model(str(write_whole(tmp_path, *QWEN)))
+    expected, model = build_model(source, seed=0), build_model(source, seed=0, stored=False)
+    rows = own_rows(source, model)
+    rows.read_towers(model)
+    found, towers = left_alone(model), left_alone(expected)
+    assert found.keys() == towers.keys()
+    assert all(torch.equal(found[name], each) for name, each in towers.items())
+    assert rows.num_bytes == sum(each.nbytes for each in towers.values())
+    assert all(each.is_meta for each in model.parameters())
 
 
 def test_adapters_are_on_the_text_part_alone_and_open_on_the_whole(tmp_path):
@@ -65,9 +114,28 @@ def test_adapters_are_on_the_text_part_alone_and_open_on_the_whole(tmp_path):
     assert losses(tmp_path / "more")[0] < losses(output)[0]
 
 
-def test_rows_with_images_are_refused(tmp_path, capfd):
-    rows = [{"input_ids": [4, 5, IMAGE, 6]}, *({"input_ids": [1, 2, 4]} for _ in range(3))]
-    folder = write_whole(tmp_path / "model", image_token_index=IMAGE)
-    assert call("train", write_run(tmp_path, rows, model=folder)) != 0
+READ_ON = {"by the second rank": {}, "as a stream": {"streaming": True, "max_tokens": 60}}
+
+
+@pytest.mark.parametrize("how", ["verify", "by the second rank", *map(more, ("as a stream", "prepared", "evaluated"))])
+def test_rows_with_images_are_refused(tmp_path, how, capfd):
+    """On whichever rank, from whatever source: the token is in the half of a row that rank 1 has."""
+    text, image = [{"input_ids": [1, 2, 4]} for _ in range(4)], [{"input_ids": [*[4, 5] * 13, IMAGE, *[4, 5] * 7]}]
+    file, keys = "train.jsonl", {"data": [{"path": "train.jsonl", **READ_ON.get(how, {})}]}
+    if how == "evaluated":
+        file, keys = "eval.jsonl", {"eval": {"data": [{"path": "eval.jsonl"}], "every_steps": 1}}
+        write_rows(tmp_path / file, text + image)
+    path = write_run(
+        tmp_path,
+        text if how == "evaluated" else text + image,
+        model=write_whole(tmp_path / "model", image_token_index=IMAGE),
+        global_batch={"sequences": 4 if how == "evaluated" else 5},
+        steps=1,
+        **keys,
+    )
+    if how == "prepared":
+        assert call("prepare", path, "--out", tmp_path / "ready") == 0
+        path = write_run(tmp_path, model=tmp_path / "model", data=[{"path": "ready"}], steps=1, name="again.yaml")
+    assert call("verify" if how == "verify" else "train", path, "--ranks", 2) != 0
     said = " ".join(capfd.readouterr().err.split())
-    assert f"train.jsonl:1: expected tokens of text; got the token {IMAGE}, which stands for an image" in said
+    assert f"{file}:5: expected tokens of text; got the token {IMAGE}, which stands for an image" in said

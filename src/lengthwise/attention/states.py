@@ -10,7 +10,8 @@ the last position's one span:
 
 Backward is the same sweep with low and high exchanged and maps transposed: with D_c the gradient that the correction
 gives for the state before span c, G_c = D_(c+1) + A_(c+1)' G_(c+1) is that of the state after c; dB_c = G_c and
-dA_c = G_c S_c'. A rank sends at most one state and one map in a pass. States are fp32 (fp64 under fp64).
+dA_c = G_c S_c'. A rank sends at most one state and one map in a pass. States are fp32 (fp64 under fp64). Maps multiply
+in fp64, whatever torch is set to: TF32 would round a state to 10 bits at every rank of a ring.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ class Map(NamedTuple):
 
     def __call__(self, state: Tensor) -> Tensor:
         """Return the state after the span."""
-        return (self.a @ state if self.is_matrix else self.a * state) + self.b
+        return (_product(self.a, state) if self.is_matrix else self.a * state) + self.b
 
     def after(self, other: Map) -> Map:
         """Return the map of `other` and then this one."""
-        return Map(self.a @ other.a if self.is_matrix else self.a * other.a, self(other.b), self.is_matrix)
+        a = _product(self.a, other.a) if self.is_matrix else self.a * other.a
+        return Map(a, self(other.b), self.is_matrix)
 
     def flat(self) -> Tensor:
         """Return it as one message."""
@@ -55,7 +57,12 @@ class Map(NamedTuple):
 
     def grad_of_a(self, grad: Tensor, state: Tensor) -> Tensor:
         """Return the gradient of `a` where `grad` is that of a S + b."""
-        return grad @ state.mT if self.is_matrix else (grad * state).sum_to_size(self.a.shape)
+        return _product(grad, state.mT) if self.is_matrix else (grad * state).sum_to_size(self.a.shape)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply in fp64: what fp32 products round to is a setting of the whole process, which others may read."""
+    return (a.double() @ b.double()).to(b.dtype)
 
 
 class Opened(NamedTuple):

@@ -45,7 +45,14 @@ from lengthwise.models.lora import build_adapted, check_lora, save_adapter
 from lengthwise.models.loss import has_own_logits, token_loss, token_losses
 from lengthwise.models.mixer_choice import choose_mixers
 from lengthwise.models.mixers import has_states, mixing_of
-from lengthwise.models.router import ROUTER_FAMILIES, RouterBalance, coefficient_key, count_choices, has_balance_loss
+from lengthwise.models.router import (
+    ROUTER_FAMILIES,
+    RouterBalance,
+    coefficient_key,
+    count_choices,
+    experts_of,
+    has_balance_loss,
+)
 from lengthwise.models.stages import ModelStage, check_cut
 from lengthwise.models.text_part import left_alone, placeholders, text_config, text_part, whole_model
 
@@ -80,6 +87,7 @@ __all__ = [
     "copy_processor",
     "count_choices",
     "count_parameters",
+    "experts_of",
     "find_model",
     "has_balance_loss",
     "has_dropout",

@@ -86,12 +86,12 @@ class KeyedDropout(TorchFunctionMode):
         if not training or p == 0 or self._keys is None:
             return input
         self.calls += 1
-        rows = len(self._keys)
-        if tuple(input.shape[:2]) == (1, rows):
-            return drop(input[0], p, self._keys, self.calls)[None]
-        if len(input) != rows:
+        rows, x = len(self._keys), input
+        while x.dim() > 1 and len(x) == 1 != rows:  # of the batch, and of latents that all heads share
+            x = x[0]
+        if len(x) != rows:
             raise _refuse(f"dropout of {tuple(input.shape)}, where a microbatch has {rows} tokens")
-        return drop(input, p, self._keys, self.calls)
+        return drop(x, p, self._keys, self.calls).view(input.shape)
 
 
 def drop(x: Tensor, p: float, keys: Tensor, place: int) -> Tensor:

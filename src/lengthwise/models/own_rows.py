@@ -6,7 +6,7 @@ Of folders whose tensors transformers splits, joins or renames (mixtures of expe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from lengthwise.models.load import ModelSource, weights_folder
+from lengthwise.models.text_part import left_alone, whole_model
 from lengthwise.models.weights import check_finite, tensor_files
 
 
@@ -48,6 +49,11 @@ class OwnRows:
         check_finite(f"model {self._folder}", [(name, entries)])
         self.num_bytes += entries.nbytes
         return entries
+
+    def read_towers(self, model: nn.Module) -> None:
+        """Give the towers of a model, which have no storage, the values of the files."""
+        towers = left_alone(model)
+        put_parameters(whole_model(model), towers, {n: self.read(n, 0, each.numel()) for n, each in towers.items()})
 
     def digest(self) -> bytes:
         """Return what distinguishes these files from others, as far as names, shapes, dtypes and sizes do."""
@@ -84,8 +90,27 @@ def _boxes(shape: Sequence[int], first: int, stop: int) -> Iterator[tuple[slice,
     yield from ((slice(end, end + 1), *each) for each in rest)
 
 
+def put_parameters(model: nn.Module, before: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    """Replace parameters of a model, which are named, by others with these values, (entries,) or of the same shape."""
+    made = {
+        id(each): nn.Parameter(values[name].view(each.shape), requires_grad=each.requires_grad)
+        for name, each in before.items()
+    }
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in made:
+                module._parameters[name] = made[id(parameter)]
+
+
+def forget_towers(model: nn.Module) -> None:
+    """Take the values of a model's towers from memory, where nothing runs or saves them."""
+    towers = left_alone(model)
+    put_parameters(whole_model(model), towers, {name: each.detach().to("meta") for name, each in towers.items()})
+
+
 def own_rows(source: ModelSource, model: nn.Module) -> OwnRows | None:
     """Return what each rank can read its rows of all parameters from; None: they are not in the files one by one."""
+    model = whole_model(model)
     if not source.weights or _is_converted(model):
         return None
     found = OwnRows(weights_folder(source.name))

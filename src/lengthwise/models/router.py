@@ -2,7 +2,8 @@
 
 As Hugging Face's `load_balancing_loss_func` over all layers' rows, E x sum over experts e of f_e x P_e, f_e = choices
 of e / rows, P_e = mean probability. f is counted over the batch first (`engine.step`), then each row adds E x sum of
-f_e x p_e / rows. Switch Transformer (arXiv 2101.03961), equations 4 to 6.
+f_e x p_e / rows. Switch Transformer (arXiv 2101.03961), equations 4 to 6. A model with towers has the loss where its
+own class adds it, with what the config of its text part says.
 """
 
 from __future__ import annotations
@@ -17,15 +18,24 @@ from torch import Tensor
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.files import read_package_json
 from lengthwise.models.load import build_skeleton
-from lengthwise.models.text_part import text_config
+from lengthwise.models.text_part import has_towers, text_config
 
-# Families with Hugging Face's common balance loss; tests/run/test_run_router.py holds for each.
+# Classes with Hugging Face's common balance loss, of text and around it; tests/run/test_run_router.py holds for each.
 ROUTER_FAMILIES: tuple[str, ...] = tuple(read_package_json("lengthwise.core", "families.json")["with_balance_loss"])
 
 
 def coefficient_key(model_type: str) -> str:
     """Name the config entry of a family with what the balance loss is multiplied by."""
     return "aux_loss_coef" if model_type == "jetmoe" else "router_aux_loss_coef"
+
+
+def experts_of(model: Any) -> tuple[int, int]:
+    """Return (experts, how many of them a row chooses): what the model's class takes for its balance loss."""
+    return _of(model, "num_experts"), _of(model, "num_experts_per_tok")
+
+
+def _of(model: Any, key: str) -> int:
+    return getattr(model, key) if hasattr(model, key) else getattr(model.config, key)
 
 
 def has_balance_loss(config: Any) -> bool:
@@ -36,10 +46,11 @@ def has_balance_loss(config: Any) -> bool:
 def count_choices(model: Any, router_logits: Sequence[Tensor]) -> Tensor:
     """Count (experts + 1,) how often rows (tokens, experts) choose each expert, and rows; whole numbers, any order."""
     device = next(model.parameters()).device
-    counts = torch.zeros(model.num_experts + 1, dtype=torch.int64, device=device)
+    experts, chosen_of_row = experts_of(model)
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=device)
     for logits in map(Tensor.detach, router_logits):
         # As Hugging Face's loss has it: by the probabilities, in the logits' dtype, whatever the router itself goes by.
-        chosen = torch.softmax(logits, dim=-1).topk(model.num_experts_per_tok, dim=-1).indices.flatten()
+        chosen = torch.softmax(logits, dim=-1).topk(chosen_of_row, dim=-1).indices.flatten()
         counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount would wait for the device to know its size
         counts[-1] += len(logits)
     return counts
@@ -64,13 +75,20 @@ class RouterBalance:
 
 def router_problems(config: Any) -> list[ModelRefused]:
     """List why the balance loss that a config asks for cannot be added."""
+    part, switch = text_config(config), "output_router_logits"
+    inside = "text_config." if has_towers(config) else ""
     if not has_balance_loss(config):
-        return []
-    key, switch = coefficient_key(config.model_type), "output_router_logits"
-    coefficient = getattr(config, key, None)
-    remedy = f"Set {switch} to false in the model's config.json."
+        if not getattr(config, switch, False):
+            return []
+        remedy = f"Set {inside}{switch} to true, or take {switch} out."
+        return [_refused(switch, f"{inside}{switch}, which Hugging Face reads", "true beside text_config", remedy)]
+    key = coefficient_key(part.model_type)
+    coefficient = getattr(part, key, None)
+    remedy = f"Set {inside}{switch} to false in the model's config.json."
     if config.model_type not in ROUTER_FAMILIES:
         where, got = switch, f"true in {config.model_type}"
+        if part.model_type in ROUTER_FAMILIES:
+            got += ", whose class in Hugging Face adds no balance loss"
         expected = f"false, or a family whose balance loss is known ({', '.join(ROUTER_FAMILIES)})"
     elif not isinstance(coefficient, int | float) or not math.isfinite(coefficient):
         where, got = key, str(coefficient)
@@ -79,12 +97,16 @@ def router_problems(config: Any) -> list[ModelRefused]:
         where, expected, got = switch, "a layer with a router", "dense layers only"
     else:
         return []
-    return [ModelRefused(f"model config: {where}", expected=expected, got=got, remedy=remedy)]
+    return [_refused(inside + where, expected, got, remedy)]
+
+
+def _refused(where: str, expected: str, got: str, remedy: str) -> ModelRefused:
+    return ModelRefused(f"model config: {where}", expected=expected, got=got, remedy=remedy)
 
 
 def has_router(model: Any, part: torch.nn.Module) -> bool:
     """Return whether a part of a model has a router: which layers have one is the family's own rule."""
-    recorders = model.base_model._can_record_outputs["router_logits"]
+    recorders = model.get_decoder()._can_record_outputs["router_logits"]
     routers = tuple(each.target_class for each in (recorders if isinstance(recorders, list) else [recorders]))
     return any(isinstance(module, routers) for module in part.modules())
 

@@ -18,7 +18,7 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.engine.stage_parameters import StageParameters
 from lengthwise.models import DTYPES, ModelStage, build_adapted, compute_so, wrapped_layers
-from lengthwise.models.own_rows import OwnRows, own_rows
+from lengthwise.models.own_rows import OwnRows, forget_towers, own_rows
 from lengthwise.run.job import Job
 from lengthwise.session.engine import Engine
 from lengthwise.session.model import towers_sentence
@@ -52,6 +52,7 @@ def build_trained(
     """Build the job's model and take rank 0's parameters and buffers over, which alone reads weights. Collective.
 
     Where parameters are sharded every rank reads its own rows, where the files have the model's parameters one by one.
+    Rank 0 alone holds what a model has beside its text part, and saves it.
 
     `say` is called with how the model computes. `draws_both`: as for `build_adapted`.
     """
@@ -65,6 +66,8 @@ def build_trained(
     rows = None if job.shard == "zero1" else _own_rows(job, model, transport)
     if job.shard != "zero1" and rows is None and transport.rank == 0:
         model = build(stored=True)
+    if rows is not None and transport.rank == 0:
+        rows.read_towers(model)
     if say is not None and (towers := towers_sentence(model)):
         say(towers)
     compute_so(model, job.computing, world.device, dtype=dtype, say=say)
@@ -111,6 +114,10 @@ def _build_stage(
     rows = _own_rows(job, model, transport)
     if rows is None and mesh.replica == 0:
         model = build(stored=True)
+    if transport.rank:
+        forget_towers(model)
+    elif rows is not None:
+        rows.read_towers(model)
     if say is not None and (towers := towers_sentence(model)):
         say(towers)
     compute_so(model, job.computing, world.device, dtype=dtype, say=say)

@@ -20,6 +20,7 @@ from lengthwise.cost.memory import DTYPE_BYTES, wide_bytes
 from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.engine.batch import StepBatch
+from lengthwise.models import placeholders
 from lengthwise.planner import PACKED_DP
 from lengthwise.program import check_plan
 from lengthwise.run.job import Job
@@ -74,7 +75,8 @@ def part_of_batch(job: Job) -> Check:
     changes += [f"cut to at most {longest} tokens"] if is_cut else []
     changes += [f"capacity_tokens {capacity}"] if capacity != held else []
     changes += [f"{counted(len(more), 'microbatch')} added"] if more else []
-    return _check(part, StepBatch(part.dataset, range(len(rows))), plan, (*changes, *ways))
+    batch = StepBatch(part.dataset, range(len(rows)), placeholders=placeholders(job.model.config))
+    return _check(part, batch, plan, (*changes, *ways))
 
 
 def _with_rows(job: Job, rows: Sequence[int], lengths: Sequence[int], capacity: int) -> Job:

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.models import (
     ANY_KEY,
     DropoutKey,
     coefficient_key,
+    experts_of,
     has_balance_loss,
     keep_double,
     plain_output,
@@ -108,9 +108,9 @@ def plain_balance(model: Any, num_sequences: int, run: Callable[[int], Any]) -> 
     with torch.no_grad():
         outputs = [run(number).router_logits for number in range(num_sequences)]
     logits = [[layer.detach().requires_grad_() for layer in layers] for layers in outputs]
-    family: Any = sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__]
+    family: Any = sys.modules[type(model.get_decoder()).__module__]
     together = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))
-    loss = family.load_balancing_loss_func(together, model.num_experts, model.num_experts_per_tok)
+    loss = family.load_balancing_loss_func(together, *experts_of(model))
     found = iter(
         torch.autograd.grad(
             getattr(config, coefficient_key(config.model_type)) * loss, [each for layers in logits for each in layers]
