@@ -89,14 +89,25 @@ def test_waves_and_offload_keep_states_and_halos_exact(family):
             assert found.gradient <= 1e-12
 
 
-@pytest.mark.parametrize("family", [DELTA, more(CONVOLUTION)])
-def test_stages_pass_states_between_their_replicas(family):
+@pytest.mark.parametrize(
+    ("family", "kinds", "virtual"),
+    [
+        (DELTA, None, 1),
+        (MAMBA2, ["full_attention", "linear_attention", "moe", "mlp"], 1),  # the last stage mixes no tokens
+        more(MAMBA2, ["mlp", "linear_attention", "moe", "linear_attention"], 2),  # no stage attends
+        more("falcon_h1", None, 1),
+        more("bamba", None, 1),
+        more(CONVOLUTION, None, 1),
+    ],
+)
+def test_stages_pass_states_between_their_replicas(family, kinds, virtual):
     pieces = [
         [Piece(ranks=(0, 1), sequences=(0, 1))],
         [Piece(ranks=(1, 0), sequences=(4, 5)), Piece(ranks=(1,), sequences=(2, 3))],
     ]
-    plan = as_pipeline(make_plan(2, LENGTHS, pieces), 2, recompute=("none", "layer"))
-    found = pipeline_difference(pair_of(family), plan, LENGTHS)
+    plan = as_pipeline(make_plan(2, LENGTHS, pieces), 2, virtual, recompute=("none", "layer"))
+    pair = pair_of(family) if kinds is None else build_pair(family, tiny_family_config(family, {"layer_types": kinds}))
+    found = pipeline_difference(pair, plan, LENGTHS)
     assert found.loss <= 1e-13
     assert found.gradient <= 1e-12
 
