@@ -14,7 +14,7 @@ from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.models import mixers
-from lengthwise.models.adapter import attending_by_plan, planned_output
+from lengthwise.models.adapter import attending_by_plan, planned_output, run_planned
 from lengthwise.models.mixers import count_mixers, mixing_of, put_mixers
 from lengthwise.program import Mixing, RankRound, lower_plan
 from models.test_models_checkpointing import recomputing
@@ -124,6 +124,17 @@ def test_layers_that_mix_tokens_are_counted():
     assert {family: count_mixers(config) for family, config in configs.items()} == counts
     assert count_mixers(configs["falcon_h1"], [1]) == 2
     assert count_mixers(configs[MAMBA2], [2, 3]) == 0  # experts, and a dense layer
+
+
+def test_a_stage_that_mixes_no_tokens_computes_any_loss_and_no_layer_beside_it():
+    model = pair_of(CONVOLUTION)["planned"]
+    (program,) = lower_plan(make_plan(1, (6,), [Piece(ranks=(0,), sequences=(0,))]), 0)
+    for once in (True, False):
+        planned = PlannedAttention(program, SoloTransport(), choose_kernel(torch.device("cpu")))
+        planned.layers_passed = count_mixers(model.config)
+        assert run_planned(model, planned, lambda: 7, once=once) == 7
+        with pytest.raises(ModelRefused, match="all 0 layers that mix tokens"):
+            run_planned(model, planned, planned.count_layer, once=once)
 
 
 def test_a_scan_without_the_plan_is_refused_in_a_planned_forward_and_plain_outside_of_one():

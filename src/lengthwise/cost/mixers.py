@@ -17,16 +17,20 @@ _CHUNK = 64  # tokens of a chunk of delta rules; Mamba 2 has it in its config
 _GATED = ("qwen3_5", "qwen3_next")  # whose attention has a gate as large as its queries
 
 
-def mixers_of(config: Mapping[str, Any], kinds: Sequence[str], hidden: int) -> dict[str, int]:
-    """Return the fields of a `ModelShape` for layers of these kinds; {} where all of them attend and have an MLP."""
-    counts = Counter(kinds)
+def mixers_of(
+    config: Mapping[str, Any], kinds: Sequence[str], hidden: int, *, among: Sequence[str] | None = None
+) -> dict[str, int]:
+    """Return the fields of a `ModelShape` for layers of these kinds; {} where all attend and have an MLP.
+
+    among: the kinds of all layers of their model, which say where its MLPs are; None: these are all.
+    """
+    counts, found = Counter(kinds), {*(kinds if among is None else among)}
+    if not found & {"linear_attention", "hybrid", "conv", "moe", "mlp"}:
+        return {}
     states, convolutions = counts["linear_attention"] + counts["hybrid"], counts["conv"]
     attending = (
         sum(counts[kind] for kind in counts if MIXERS_OF.get(kind, 1)) - counts["linear_attention"] - convolutions
     )
-    with_mlp = len(kinds) if not (counts["moe"] or counts["mlp"]) else counts["moe"] + counts["mlp"]
-    if attending == with_mlp == len(kinds) and not states:
-        return {}
     sizes = {"mixer_params": 0, "scan_flops": 0, "map_values": 0, "mixer_kept": 0}
     if states:
         sizes = _with_states(config, hidden)
@@ -38,7 +42,7 @@ def mixers_of(config: Mapping[str, Any], kinds: Sequence[str], hidden: int) -> d
         scaled["mixer_params"] += attending * hidden * int(config["num_attention_heads"]) * int(config["head_dim"])
     return {
         "attention_layers": attending,
-        "mlp_layers": with_mlp,
+        "mlp_layers": counts["moe"] + counts["mlp"] if found & {"moe", "mlp"} else len(kinds),
         "state_layers": states,
         "map_values": sizes["map_values"],
         **scaled,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,7 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
         ConfigError: a size that is missing or not a positive whole number.
         Problems: several of these.
     """
-    text = config.get("text_config")
-    if isinstance(text, Mapping) and all(config.get(key) is None for key in _HIDDEN):
-        config = text
+    config = _text_of(config)
     label = name or str(config.get("model_type", "model"))
     problems = Collector()
 
@@ -132,9 +131,8 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
     if config.get("block_auto_adjust_ff_dim"):  # lfm2: two thirds of it, rounded up
         unit, scale = size("block_multiple_of", default=256), config.get("block_ffn_dim_multiplier") or 1.0
         sizes["intermediate"] = -(-int(scale * int(2 * sizes["intermediate"] / 3)) // unit) * unit
-    mixing = mixers_of(config, layer_kinds(config, layers), hidden)
-    attending = mixing.get("attention_layers", layers)
-    windows = problems.attempt(lambda: _windows(config, attending, label)) or ()
+    kinds = layer_kinds(config, layers)
+    window, having = problems.attempt(lambda: _windows(config, kinds, label)) or (0, [])
     problems.raise_all()
     return ModelShape(
         name=label,
@@ -142,11 +140,42 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
         hidden=hidden,
         heads=heads,
         experts=experts,
-        windows=windows,
+        windows=((window, sum(having)),) if any(having) else (),
         family=str(config.get("model_type", "")),
         **sizes,
-        **mixing,
+        **mixers_of(config, kinds, hidden),
     )
+
+
+def layer_shapes(config: Mapping[str, Any]) -> list[ModelShape]:
+    """Return a shape of one layer for each decoder layer of a Hugging Face config, by its kind and window.
+
+    Each has embedding and head of the whole. Dense layers among those with experts count as these.
+
+    Raises:
+        ConfigError, Problems: as for `shape_from_config`.
+    """
+    whole, config = shape_from_config(config), _text_of(config)
+    kinds = layer_kinds(config, whole.layers)
+    window, having = _windows(config, kinds, whole.name)
+    none = {"attention_layers": None, "mlp_layers": None} | dict.fromkeys(
+        ("mixer_params", "scan_flops", "state_layers", "map_values", "mixer_kept"), 0
+    )
+    return [
+        replace(
+            whole,
+            layers=1,
+            windows=((window, 1),) if has_window else (),
+            **{**none, **mixers_of(config, [kind], whole.hidden, among=kinds)},
+        )
+        for kind, has_window in zip(kinds, having, strict=True)
+    ]
+
+
+def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a config that has the sizes."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) and all(config.get(key) is None for key in _HIDDEN) else config
 
 
 def _usual_head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int | None:
@@ -169,23 +198,22 @@ def _layers(config: Mapping[str, Any], label: str) -> int:
     return _first_size(config, _LAYERS, label)
 
 
-def _windows(config: Mapping[str, Any], layers: int, label: str) -> tuple[tuple[int, int], ...]:
-    """Find the sliding window and how many layers have it, in the four ways of configs."""
+def _windows(config: Mapping[str, Any], kinds: Sequence[str], label: str) -> tuple[int, list[bool]]:
+    """Find the sliding window, 0 if there is none, and which layers have it, in the four ways of configs."""
     family = str(config.get("model_type", ""))
     used = config.get("use_sliding_window", not family.startswith("qwen"))
     if config.get("sliding_window") is None or not used:
-        return ()
-    window, kinds = _size(config, "sliding_window", label), config.get("layer_types")
+        return 0, [False] * len(kinds)
+    window = _size(config, "sliding_window", label)
     pattern, first = config.get("sliding_window_pattern", _PATTERNS.get(family)), config.get("max_window_layers")
-    if kinds is not None:
-        having = sum(1 for kind in kinds if "sliding" in str(kind))
-    elif isinstance(pattern, int) and pattern > 1:  # every pattern-th layer sees everything
-        having = layers - layers // pattern
-    elif isinstance(first, int):  # layers from this one on
-        having = max(0, layers - first)
-    else:
-        having = layers
-    return ((window, having),) if having else ()
+    if config.get("layer_types") is not None:
+        return window, ["sliding" in str(kind) for kind in kinds]
+    attending = [kind == "full_attention" for kind in kinds]
+    if isinstance(pattern, int) and pattern > 1:  # every pattern-th layer sees everything
+        return window, [attends and (number + 1) % pattern > 0 for number, attends in enumerate(attending)]
+    if isinstance(first, int):  # layers from this one on
+        return window, [attends and number >= first for number, attends in enumerate(attending)]
+    return window, attending
 
 
 def _first_size(config: Mapping[str, Any], keys: tuple[str, ...], label: str, default: int | None = None) -> int:
