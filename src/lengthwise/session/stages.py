@@ -84,7 +84,7 @@ def cut_stages(
     """
     sent = b""
     if not world.rank:
-        shapes, embedding = layer_shapes(config.to_dict()), 0.0
+        shapes, embedding = layer_shapes(text_config(config).to_dict()), 0.0
         if cost is None:
             layers, head = layer_flops(shapes, lengths)
         else:
