@@ -8,7 +8,7 @@ from testing.plans import make_plan
 from testing.tiny import VARIANTS, tiny_family_config
 from transformers import LlamaModel
 
-from lengthwise.core.errors import ModelRefused
+from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.models import FAMILIES, ModelStage
 from lengthwise.models.own_rows import OwnRows
@@ -70,6 +70,14 @@ def test_a_decoder_that_does_more_around_its_layers_is_refused(before, factor, s
     monkeypatch.setattr(LlamaModel, "forward", changed)
     with pytest.raises(ModelRefused, match=said):
         check_stages(tiny_family_config("llama"))
+
+
+def test_a_stage_on_which_nothing_trains_is_refused_on_all_stages():
+    for stage in (0, 1):
+        model = build_pair("llama", tiny_family_config("llama"))["planned"].requires_grad_(False)
+        model.model.layers[0].requires_grad_(True)
+        with pytest.raises(ConfigError, match="none on stage 1, of layers 1"):
+            ModelStage(model, [range(1), range(1, 2)], stages=2, stage=stage)
 
 
 @pytest.mark.exhaustive

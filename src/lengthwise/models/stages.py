@@ -197,6 +197,13 @@ def _refused(model: Any, expected: str, got: str) -> ModelRefused:
     return ModelRefused(f"stages: model {type(model).__name__}", expected=expected, got=got, remedy=remedy)
 
 
+def _idle_stage(number: int, chunks: Sequence[range], stages: int) -> ConfigError:
+    layers = ", ".join(str(layer) for chunk in chunks[number::stages] for layer in chunk)
+    expected, got = "parameters that train on every stage", f"none on stage {number}, of layers {layers}"
+    remedy = "Use fewer stages, or unfreeze, or put adapters on, something that each of them has."
+    return ConfigError("stages", expected=expected, got=got, remedy=remedy)
+
+
 class ModelStage:
     """The chunks of a model that a stage has; what the others have is taken out of the model.
 
@@ -205,6 +212,9 @@ class ModelStage:
     width: of the hidden states.
     trained: shapes of the parameters that train on each stage, by name; a tied head is the embedding's.
     entries: (shape, dtype) of what each stage has of the state dict; dtype None: that of its parameters.
+
+    Raises:
+        ConfigError: a stage on which nothing trains, though something does on others.
     """
 
     def __init__(self, model: Any, chunks: Sequence[range], *, stages: int, stage: int) -> None:
@@ -231,6 +241,8 @@ class ModelStage:
         self.trained: list[dict[str, tuple[int, ...]]] = [
             {name: tuple(each.shape) for name, each in trained if place[id(each)] == s} for s in range(stages)
         ]
+        if trained and not all(self.trained):
+            raise _idle_stage(self.trained.index({}), chunks, stages)
         if has_balance_loss(model.config):  # now, while all layers of all chunks are in their places
             maybe_install_capturing_hooks(model.get_decoder())
         self._is_tied = getattr(parts.head, "weight", None) is getattr(parts.embedding, "weight", ())
