@@ -38,7 +38,7 @@ from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh, Transport
 from lengthwise.core.plan import Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, all_terms_cost, named_hardware, shape_from_config
+from lengthwise.cost import Cost, all_terms_cost, layer_shapes, named_hardware, shape_from_config
 from lengthwise.cost.analytic import layer_flops
 from lengthwise.data import NO_LOSS
 from lengthwise.data.dataset import DatasetBuilder
@@ -303,7 +303,7 @@ def clock(transport: Transport, cut: tuple[int, int, int], batches: Sequence[lis
     mesh, cluster = Mesh(transport, stages), Cluster(ranks=replicas, capacity_tokens=asked.capacity)
     random = np.random.default_rng(0)
     rows = [[random.integers(0, WORDS, length, dtype=np.int32) for length in lengths] for lengths in batches]
-    layer, head = layer_flops(shape_from_config(CONFIG.to_dict()), [each for lengths in batches for each in lengths])
+    (layer, *_), head = layer_flops(layer_shapes(CONFIG.to_dict()), [each for lengths in batches for each in lengths])
     ours, theirs = _Ours(mesh, virtual, cluster, head / layer), _Torch(mesh, head / layer)
     ways = [way for way in WAYS if way not in TORCH or virtual == 1]
     steps = {way: [(theirs if way in TORCH else ours).prepared(way, each) for each in rows] for way in ways}

@@ -46,6 +46,14 @@ _SHARED_KEYS = {
 # Caps of the size of tiny models' scores and logits, so that they show.
 _CAPS = {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 
+# Factors of published models, which are 1 by default.
+_SCALES = {
+    "embedding_multiplier": 5.7,
+    "lm_head_multiplier": 0.4,
+    "key_multiplier": 0.6,
+    "ssm_multipliers": [0.35, 0.25, 0.2, 0.5, 0.4],
+}
+
 # What makes a model of a family tiny, by whatever name the family has for it; the rest stays as the family has it.
 _SIZES = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
@@ -96,7 +104,7 @@ _OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("kimi_linear", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _STATES),
     "cwm": {"bos_token_id": 0},
     **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), _SHARED_KEYS),
-    "falcon_h1": {"mamba_d_ssm": 64},
+    "falcon_h1": {"mamba_d_ssm": 64, **_SCALES},
     "granitemoehybrid": {**_STATES, "shared_intermediate_size": 24},
     "hrm_text": {"prefix_lm": False},
     **dict.fromkeys(("gemma2", "vaultgemma"), _CAPS),

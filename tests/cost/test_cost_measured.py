@@ -200,12 +200,15 @@ def test_costs_of_a_stage_are_its_part_of_the_whole_by_which_layers_are_weighed_
     whole, half = measured_cost(FOUND), measured_cost(FOUND, stages=2)
     assert half.stages == 2
     assert 2 * half.linear_seconds == whole.linear_seconds
-    of_whole, of_half = (layer_seconds(cost, SHAPE, [3000, 1096], capacity=2048) for cost in (whole, half))
-    assert of_half == pytest.approx(of_whole)
-    layer, embedding, head = of_whole
+    shapes = [replace(SHAPE, layers=1)] * SHAPE.layers
+    of_whole, of_half = (layer_seconds(cost, shapes, [3000, 1096], capacity=2048) for cost in (whole, half))
+    for each, expected in zip(of_half, of_whole, strict=True):
+        assert each == pytest.approx(expected)
+    (layer, *others), embedding, head = of_whole
+    assert {*others} == {layer}
     assert (embedding, head) == (4096 * whole.embedding_seconds, 4096 * whole.head_seconds)
     seconds = float(whole.compute_seconds(np.array([3000, 1096])).sum()) + 2 * whole.fixed_seconds
     assert SHAPE.layers * layer + embedding + head == pytest.approx(seconds)
-    untold = layer_seconds(replace(whole, head_seconds=0.0, embedding_seconds=0.0), SHAPE, [4096], capacity=4096)
+    untold = layer_seconds(replace(whole, head_seconds=0.0, embedding_seconds=0.0), shapes, [4096], capacity=4096)
     share = SHAPE.hidden * SHAPE.vocab / SHAPE.linear_params
     assert untold[1:] == (0.0, pytest.approx(share * whole.linear_seconds * 4096))

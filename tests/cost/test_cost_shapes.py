@@ -10,12 +10,16 @@ from lengthwise.core.errors import ConfigError, Problems
 from lengthwise.core.trained import FAMILIES
 from lengthwise.cost import (
     SHAPE_NAMES,
+    Cost,
     all_terms_cost,
     analytic_cost,
+    layer_shapes,
     named_hardware,
     named_shape,
     shape_from_config,
+    step_flops,
 )
+from lengthwise.cost.analytic import layer_flops, layer_seconds
 
 MISTRAL: dict[str, Any] = {
     "model_type": "mistral",
@@ -249,3 +253,25 @@ def test_a_config_of_mamba_layers_is_read_in_the_ways_of_its_family() -> None:
     conv = {"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
     found = shape_from_config({**sizes, **conv})
     assert (found.num_attention, found.state_layers, found.mixer_params) == (1, 0, 2 * 4 * 64 * 64)
+
+
+def test_layers_weigh_what_their_kinds_and_windows_take() -> None:
+    """Of each layer alone, as of the whole model."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 256}
+    scan = {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2}
+    letters = {**sizes, **scan, "model_type": "nemotron_h", "hybrid_override_pattern": "M*-M"}
+    windows = {**sizes, "model_type": "gemma2", "num_hidden_layers": 4, "sliding_window": 16, "head_dim": 16}
+    gated = {**sizes, "model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 16, "linear_key_head_dim": 8}
+    for config in (letters, windows, gated):
+        flops, head = layer_flops(layer_shapes(config), [40, 70])
+        assert sum(flops) + head == pytest.approx(step_flops(shape_from_config(config), [40, 70]))
+    first, attends, mlp, last = layer_shapes(letters)
+    assert (attends.num_attention, attends.num_mlp, mlp.num_attention, mlp.num_mlp) == (1, 0, 0, 1)
+    assert first == last
+    assert [each.windows for each in layer_shapes(windows)] == [((16, 1),), (), ((16, 1),), ()]
+    assert [each.num_attention for each in layer_shapes(gated)] == [0, 0, 0, 1]
+    cost = Cost(quadratic_seconds=2.0, linear_seconds=3.0, fixed_seconds=4.0, embedding_seconds=0.5, head_seconds=1.0)
+    (m, star, dash, again), embedding, head = layer_seconds(cost, layer_shapes(letters), [5], capacity=10)
+    assert (embedding, head, m) == (2.5, 5.0, again)
+    assert m + star + dash + again == pytest.approx(2 * 25 + 3 * 5 + 4 * 5 / 10 - 7.5)
+    assert star > 2 * 25  # all attention

@@ -15,7 +15,7 @@ from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.models import mixers
-from lengthwise.models.adapter import attending_by_plan, plain_output, planned_output
+from lengthwise.models.adapter import attending_by_plan, plain_output, planned_output, run_planned
 from lengthwise.models.mixers import count_mixers, mixing_of, put_mixers
 from lengthwise.program import Mixing, RankRound, lower_plan
 from models.test_models_checkpointing import recomputing
@@ -90,14 +90,25 @@ def test_waves_and_offload_keep_states_and_halos_exact(family):
             assert found.gradient <= 1e-12
 
 
-@pytest.mark.parametrize("family", [DELTA, more(CONVOLUTION)])
-def test_stages_pass_states_between_their_replicas(family):
+@pytest.mark.parametrize(
+    ("family", "kinds", "virtual"),
+    [
+        (DELTA, None, 1),
+        (MAMBA2, ["full_attention", "linear_attention", "moe", "mlp"], 1),  # the last stage mixes no tokens
+        more(MAMBA2, ["mlp", "linear_attention", "moe", "linear_attention"], 2),  # no stage attends
+        more("falcon_h1", None, 1),
+        more("bamba", None, 1),
+        more(CONVOLUTION, None, 1),
+    ],
+)
+def test_stages_pass_states_between_their_replicas(family, kinds, virtual):
     pieces = [
         [Piece(ranks=(0, 1), sequences=(0, 1))],
         [Piece(ranks=(1, 0), sequences=(4, 5)), Piece(ranks=(1,), sequences=(2, 3))],
     ]
-    plan = as_pipeline(make_plan(2, LENGTHS, pieces), 2, recompute=("none", "layer"))
-    found = pipeline_difference(pair_of(family), plan, LENGTHS)
+    plan = as_pipeline(make_plan(2, LENGTHS, pieces), 2, virtual, recompute=("none", "layer"))
+    pair = pair_of(family) if kinds is None else build_pair(family, tiny_family_config(family, {"layer_types": kinds}))
+    found = pipeline_difference(pair, plan, LENGTHS)
     assert found.loss <= 1e-13
     assert found.gradient <= 1e-12
 
@@ -114,6 +125,17 @@ def test_layers_that_mix_tokens_are_counted():
     assert {family: count_mixers(config) for family, config in configs.items()} == counts
     assert count_mixers(configs["falcon_h1"], [1]) == 2
     assert count_mixers(configs[MAMBA2], [2, 3]) == 0  # experts, and a dense layer
+
+
+def test_a_stage_that_mixes_no_tokens_computes_any_loss_and_no_layer_beside_it():
+    model = pair_of(CONVOLUTION)["planned"]
+    (program,) = lower_plan(make_plan(1, (6,), [Piece(ranks=(0,), sequences=(0,))]), 0)
+    for once in (True, False):
+        planned = PlannedAttention(program, SoloTransport(), choose_kernel(torch.device("cpu")))
+        planned.layers_passed = count_mixers(model.config)
+        assert run_planned(model, planned, lambda: 7, once=once) == 7
+        with pytest.raises(ModelRefused, match="all 0 layers that mix tokens"):
+            run_planned(model, planned, planned.count_layer, once=once)
 
 
 def test_a_scan_without_the_plan_is_refused_in_a_planned_forward_and_plain_outside_of_one():

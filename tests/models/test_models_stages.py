@@ -6,8 +6,9 @@ from testing.families import build_pair
 from testing.pipelines import as_pipeline, pipeline_difference
 from testing.plans import make_plan
 from testing.tiny import VARIANTS, tiny_family_config
+from transformers import LlamaModel
 
-from lengthwise.core.errors import ModelRefused
+from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.models import FAMILIES, ModelStage
 from lengthwise.models.own_rows import OwnRows
@@ -21,7 +22,7 @@ REFUSED = {
     *("hrm_text", "longcat_flash", "nanochat", "olmo", "opt"),
 }
 ACCEPTED = [name for name in CASES if name not in REFUSED]
-BY_DEFAULT = [ACCEPTED.index(name) for name in ("qwen3_moe, router loss", "deepseek_v3")]
+BY_DEFAULT = [ACCEPTED.index(name) for name in ("qwen3_moe, router loss", "deepseek_v3", "falcon_h1", "bamba")]
 
 
 @pytest.mark.parametrize("name", some(ACCEPTED, *BY_DEFAULT))
@@ -38,7 +39,6 @@ def test_an_accepted_family_has_the_gradients_of_one_process_in_two_stages(name)
 @pytest.mark.parametrize(
     ("family", "changes", "said"),
     [
-        ("granite", {"embedding_multiplier": 12.0}, "changes hidden states outside of its layers"),
         ("gpt2", {}, "Embedding, Embedding"),
         ("gemma3n_text", {}, "num_kv_shared_layers"),
         ("qwen3_moe", {"output_router_logits": True, "mlp_only_layers": [1]}, "a last layer without a router"),
@@ -49,6 +49,35 @@ def test_a_model_that_is_more_than_its_layers_is_refused_by_name(family, changes
     with pytest.raises(ModelRefused, match=r"stages: model \w+") as refused:
         check_stages(tiny_family_config(family, changes))
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "factor", "said"),
+    [
+        (lambda model, ids: model.norm(model.embed_tokens(ids)), 1.0, "4 runs of its 2 layers and one norm"),
+        (lambda *_: None, 2.0, "changes hidden states after its first layer"),
+    ],
+)
+def test_a_decoder_that_does_more_around_its_layers_is_refused(before, factor, said, monkeypatch):
+    forward = LlamaModel.forward
+
+    def changed(model, input_ids, **how):
+        before(model, input_ids)
+        output = forward(model, input_ids, **how)
+        output.last_hidden_state = output.last_hidden_state * factor
+        return output
+
+    monkeypatch.setattr(LlamaModel, "forward", changed)
+    with pytest.raises(ModelRefused, match=said):
+        check_stages(tiny_family_config("llama"))
+
+
+def test_a_stage_on_which_nothing_trains_is_refused_on_all_stages():
+    for stage in (0, 1):
+        model = build_pair("llama", tiny_family_config("llama"))["planned"].requires_grad_(False)
+        model.model.layers[0].requires_grad_(True)
+        with pytest.raises(ConfigError, match="none on stage 1, of layers 1"):
+            ModelStage(model, [range(1), range(1, 2)], stages=2, stage=stage)
 
 
 @pytest.mark.exhaustive

@@ -5,8 +5,10 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from testing import tiny_family_config
+from testing.families import enliven
 from transformers import AutoModelForCausalLM
 
 from lengthwise.comm import SoloTransport, World
@@ -72,6 +74,20 @@ def test_routers_are_counted_through_the_stages(tmp_path, request):
         [row["router_loss"] for row in read_lines(tmp_path / each / "metrics.jsonl")] for each in ("one", "staged")
     ]
     assert balance[1] == pytest.approx(balance[0], rel=1e-6)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["nemotron_h", "falcon_h1", "bamba", "qwen3_5_text"])
+def test_models_with_states_have_the_numbers_of_one_rank(tmp_path, request, family):
+    folder = tmp_path / family
+    torch.manual_seed(0)
+    enliven(AutoModelForCausalLM.from_config(tiny_family_config(family, {"vocab_size": 64}))).save_pretrained(folder)
+    path = write_run(tmp_path, make_rows(LENGTHS), model=folder, **KEYS)
+    one, whole = trained(path, "one", ranks=1)
+    request.getfixturevalue("checked_transfers")
+    found, model = trained(path, "staged", "--set", "stages=2", ranks=4)
+    assert found == pytest.approx(one, rel=1e-6)  # parts of these models are in fp32
+    assert largest_difference(model, whole) < 1e-6
 
 
 @pytest.mark.parametrize(("ranks", "keys", "said"), [

@@ -42,6 +42,8 @@ def hybrid(family, *, lora):
         ),
         more("qwen3_5_text", False, {"stages": 2, "recompute": "layer"}, 4),
         more("lfm2", False, {"stages": 2}, 4),
+        more("nemotron_h", True, {"stages": 2, "virtual": 2}, 4),
+        more("falcon_h1", True, {"stages": 2}, 4),
         more("nemotron_h", False, {"shard": "hybrid", "ranks_per_node": 2}, 4),
     ],
 )

@@ -10,12 +10,15 @@ import torch.nn.functional as F
 from loops import both_loops, in_double, in_ranks, loss_tokens, plain_loop, planned_loop, rows_of, small_model, steps_of
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
 
 from lengthwise import Session
+from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import LengthwiseError, ModelRefused
 from lengthwise.models import keep_double
 from lengthwise.session import start
+from lengthwise.session.stages import cut_stages
 from tiers import more
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -176,6 +179,13 @@ def test_what_stages_do_not_run_with_is_refused_by_name():
         with pytest.raises(LengthwiseError) as refused:
             Session(model, SGD(model.parameters()), capacity_tokens=64, **options)
         assert word in str(refused.value)
+
+
+def test_layers_are_cut_by_what_each_of_them_takes():
+    kinds = ["full_attention", "linear_attention", "linear_attention", *["mlp"] * 5]
+    config = tiny_family_config("nemotron_h", {"layer_types": kinds, "vocab_size": 8})
+    cut = cut_stages(SoloTransport(), config, 2, [64], capacity=64, cost=None)
+    assert cut == [range(3), range(3, 8)]
 
 
 def test_stages_of_models_that_differ_are_refused(tmp_path):

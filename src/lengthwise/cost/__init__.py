@@ -20,7 +20,7 @@ from lengthwise.cost.memory import (
 )
 from lengthwise.cost.microbatch import WINDOW_LAYERS, MicrobatchBytes, Moments, largest_peak
 from lengthwise.cost.passes import Pass
-from lengthwise.cost.shapes import SHAPE_NAMES, check_trained, named_shape, shape_from_config
+from lengthwise.cost.shapes import SHAPE_NAMES, check_trained, layer_shapes, named_shape, shape_from_config
 from lengthwise.cost.sharding import (
     ZERO3_ALONE,
     LayoutSeconds,
@@ -65,6 +65,7 @@ __all__ = [
     "hardware_of_gpu",
     "laid_cost",
     "largest_peak",
+    "layer_shapes",
     "logits_at_once",
     "loss_bytes",
     "microbatches_kept",

@@ -12,11 +12,13 @@ Forward and backward together, of a sequence of s tokens over all layers:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.hardware import Hardware
+from lengthwise.cost.links import Floats
 from lengthwise.cost.terms import Cost
 
 GRADIENT_BYTES = 4  # dK and dV are summed in fp32 as they travel
@@ -52,28 +54,49 @@ def step_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     return float(counting.compute_seconds(np.array(lengths, dtype=np.int64)).sum())
 
 
-def layer_flops(shape: ModelShape, lengths: Sequence[int]) -> tuple[float, float]:
-    """Count the FLOPs of one layer, on average, and those of the head, as `step_flops` does."""
-    head = 6.0 * shape.hidden * shape.vocab * float(np.sum(lengths))
-    return (step_flops(shape, lengths) - head) / shape.layers, head
+def layer_flops(layers: Sequence[ModelShape], lengths: Sequence[int]) -> tuple[list[float], float]:
+    """Count the FLOPs of each layer of a model, by `layer_shapes`, and those of the head, as `step_flops` does."""
+    attention, linear, head = _flops_of_layers(layers, lengths)
+    return (attention + linear).tolist(), head
 
 
 def layer_seconds(
-    cost: Cost, shape: ModelShape, lengths: Sequence[int], *, capacity: int
-) -> tuple[float, float, float]:
-    """Return the seconds of one layer, on average, of the embedding and of the head, in packs of `capacity` tokens.
+    cost: Cost, layers: Sequence[ModelShape], lengths: Sequence[int], *, capacity: int
+) -> tuple[list[float], float, float]:
+    """Return the seconds of each layer (`layer_shapes`), of embedding and head, in packs of `capacity` tokens.
 
-    Where the costs do not tell embedding and head apart, the head is its part of the FLOPs that are not attention.
+    A layer has its part of the FLOPs of attention and of the others. Where the costs do not tell embedding and head
+    apart, the head is its part of the FLOPs that are not attention.
     """
-    tokens = float(np.sum(lengths))
-    whole = cost.stages * float(cost.compute_seconds(np.array(lengths, dtype=np.int64)).sum())
-    whole += cost.stages * cost.fixed_seconds * tokens / capacity
+    attention_flops, linear_flops, head_flops = _flops_of_layers(layers, lengths)
+    numbers, tokens = np.array(lengths, dtype=np.int64), float(np.sum(lengths))
+    whole = cost.stages * float(cost.compute_seconds(numbers).sum())
+    without = replace(cost, quadratic_seconds=0.0, fixed_seconds=1.0)  # which sums do not count
+    linear = cost.stages * float(without.compute_seconds(numbers).sum())
     embedding, head = cost.embedding_seconds * tokens, cost.head_seconds * tokens
     if not cost.head_seconds:
-        head = (
-            cost.stages * cost.linear_seconds * tokens * shape.hidden * shape.vocab / (flops_coefficients(shape)[0] / 6)
-        )
-    return max(0.0, whole - embedding - head) / shape.layers, embedding, head
+        head = cost.stages * cost.linear_seconds * tokens * head_flops / (linear_flops.sum() + head_flops)
+    launches = cost.stages * cost.fixed_seconds * tokens / capacity
+    seconds = (whole - linear) * _shares(attention_flops) + launches / len(layers)
+    seconds += max(0.0, linear - embedding - head) * _shares(linear_flops)
+    return seconds.tolist(), embedding, head
+
+
+def _flops_of_layers(layers: Sequence[ModelShape], lengths: Sequence[int]) -> tuple[Floats, Floats, float]:
+    """Count FLOPs of the attention of each layer, of the rest of each, and of the head."""
+    numbers, tokens = np.array(lengths, dtype=np.float64), float(np.sum(lengths))
+    head = 6.0 * layers[0].hidden * layers[0].vocab
+    linear, quadratic = np.array([flops_coefficients(shape) for shape in layers]).T
+    seen = {
+        windows: float(Cost(linear_seconds=1.0, windows=windows).seen_pairs(numbers).sum())
+        for windows in {shape.window_shares for shape in layers}
+    }
+    pairs = np.array([seen[shape.window_shares] for shape in layers])
+    return quadratic * pairs, (linear - head) * tokens, head * tokens
+
+
+def _shares(values: Floats) -> Floats:
+    return values / max(float(values.sum()), 1e-300)
 
 
 def flops_coefficients(shape: ModelShape) -> tuple[float, float]:

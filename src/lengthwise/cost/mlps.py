@@ -16,47 +16,63 @@ _FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index") 
 _EVERY = ("moe_layer_interval", "decoder_sparse_step")  # which of the layers has experts
 
 
-def mlps_of(config: Mapping[str, Any], kinds: Sequence[str], experts: int, size: Size) -> dict[str, Any]:
-    """Return the fields of a `ModelShape` for the MLPs of layers of these kinds.
+def mlps_of(
+    config: Mapping[str, Any], kinds: Sequence[str], experts: int, size: Size, *, at: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Return the fields of a `ModelShape` for the MLPs of a model's layers, whose kinds these are.
 
-    size: reads the first of some keys that the config has, a positive whole number, or its `default`.
+    size: reads the first of some keys that the config has, a positive whole number, or its `default`. at: the layers
+    that count, by their numbers; None: all.
     """
-    family, layers = config.get("model_type"), len(kinds)
-    found: dict[str, Any] = {} if family not in UNGATED else {"gated": False}
-    shares_keys = int(config.get("num_kv_shared_layers") or 0)
-    wider = shares_keys * size(*WIDTH) if config.get("use_double_wide_mlp") else 0
+    found: dict[str, Any] = {} if config.get("model_type") not in UNGATED else {"gated": False}
+    layers = range(len(kinds)) if at is None else at
+    having, beside = _main_mlps(config, kinds, experts), _beside(config, kinds, experts, size)
+    main, width = sum(having[number] for number in layers), sum(beside[number] for number in layers)
+    return found | ({} if main == len(layers) else {"mlp_layers": main}) | ({"dense_width": width} if width else {})
+
+
+def _main_mlps(config: Mapping[str, Any], kinds: Sequence[str], experts: int) -> list[bool]:
+    """Return which layers have experts, or the only MLP."""
     if experts == 1:
-        having = _dense_kinds(kinds)
-        return found | ({} if having == layers else {"mlp_layers": having}) | ({"dense_width": wider} if wider else {})
-    sparse = _sparse_layers(config, kinds)
-    dense = _dense_kinds(kinds) - sparse
-    if family == "longcat_flash":  # experts beside two attentions with an MLP each, which are counted as layers
-        sparse, dense = layers // 2, layers
-    beside = dense * size("dense_intermediate_size", *WIDTH) if dense else 0
-    beside += sparse * _shared_width(config, size) + wider
-    return found | ({} if sparse == layers else {"mlp_layers": sparse}) | ({"dense_width": beside} if beside else {})
+        return _with_any(kinds)
+    if config.get("model_type") == "longcat_flash":  # experts beside two attentions and MLPs, counted as two layers
+        return [number % 2 == 0 for number in range(len(kinds))]
+    return _sparse_layers(config, kinds)
 
 
-def _dense_kinds(kinds: Sequence[str]) -> int:
-    """Count the layers with an MLP or experts; where some layers are nothing but one of these, no others have any."""
-    alone = sum(kind in ("mlp", "moe") for kind in kinds)
-    return alone or len(kinds)
+def _beside(config: Mapping[str, Any], kinds: Sequence[str], experts: int, size: Size) -> list[int]:
+    """Return the width of what every token passes in each layer beside that."""
+    layers, shares_keys = len(kinds), int(config.get("num_kv_shared_layers") or 0)
+    last = size(*WIDTH) if config.get("use_double_wide_mlp") else 0  # more, of layers that take the keys of others
+    found = [last * (number >= layers - shares_keys) for number in range(layers)]
+    if experts == 1:
+        return found
+    sparse, own = _main_mlps(config, kinds, experts), _with_any(kinds)
+    everywhere = config.get("model_type") == "longcat_flash"
+    dense = [everywhere or (any_ and not has) for any_, has in zip(own, sparse, strict=True)]
+    width = size("dense_intermediate_size", *WIDTH) if any(dense) else 0
+    shared = _shared_width(config, size) if any(sparse) else 0
+    return [more + width * own + shared * has for more, own, has in zip(found, dense, sparse, strict=True)]
 
 
-def _sparse_layers(config: Mapping[str, Any], kinds: Sequence[str]) -> int:
-    """Count the layers with experts, in the ways of configs."""
+def _with_any(kinds: Sequence[str]) -> list[bool]:
+    """Return which layers have an MLP or experts; where some are nothing but one of these, no others have any."""
+    alone = [kind in ("mlp", "moe") for kind in kinds]
+    return alone if any(alone) else [True] * len(kinds)
+
+
+def _sparse_layers(config: Mapping[str, Any], kinds: Sequence[str]) -> list[bool]:
+    """Return which layers have experts, in the ways of configs."""
     layers, listed, often = len(kinds), config.get("mlp_layer_types"), config.get("moe_layer_freq")
     if "moe" in kinds:
-        return sum(kind == "moe" for kind in kinds)
+        return [kind == "moe" for kind in kinds]
     if isinstance(listed, list):
-        return sum(kind == "sparse" for kind in listed)
+        return [kind == "sparse" for kind in listed]
     if isinstance(often, list):
-        return sum(map(bool, often))
+        return [bool(each) for each in often]
     first, every = (next((int(config[key]) for key in keys if config.get(key)), 0) for keys in (_FIRST, _EVERY))
     without = config.get("mlp_only_layers") or ()
-    return sum(
-        number >= first and number not in without and (number + 1) % (every or 1) == 0 for number in range(layers)
-    )
+    return [number >= first and number not in without and (number + 1) % (every or 1) == 0 for number in range(layers)]
 
 
 def _shared_width(config: Mapping[str, Any], size: Size) -> int:

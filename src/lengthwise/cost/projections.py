@@ -21,11 +21,12 @@ def full_heads(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def projections_of(
-    config: Mapping[str, Any], sizes: Mapping[str, int], attending: int, windowed: int
+    config: Mapping[str, Any], sizes: Mapping[str, int], attending: int, windowed: int, *, share: float = 1.0
 ) -> dict[str, int]:
     """Return the field of a `ModelShape` for the projections of all layers that attend; {}: those of plain heads.
 
     sizes: hidden, heads, kv_heads, head_dim, and what `full_heads` returned. windowed: of the layers, have a window.
+    share: of the model's layers that these are.
     """
     hidden, heads = sizes["hidden"], sizes["heads"]
     if config.get("qk_rope_head_dim") and config.get("qk_nope_head_dim"):
@@ -33,16 +34,17 @@ def projections_of(
     if config.get("model_type") in _GATED:
         width = sizes["head_dim"] * (3 * heads + 2 * sizes["kv_heads"])
         return {"attention_params": attending * hidden * width}
-    shared = int(config.get("num_kv_shared_layers") or 0)
+    shared = share * int(config.get("num_kv_shared_layers") or 0)
     if "full_head_dim" not in sizes:
         return {}
     head, keys = sizes["full_head_dim"], sizes.get("full_kv_heads", sizes["kv_heads"])
     full, of_keys = attending - windowed, 1 if config.get("attention_k_eq_v") else 2
     whole = windowed * sizes["head_dim"] * (2 * heads + 2 * sizes["kv_heads"])
     whole += full * head * (2 * heads + of_keys * keys)
-    share_full = round(shared * full / attending)  # layers that take the keys of others, of every kind as many
+    share_full = shared * full / max(1, attending)  # layers that take the keys of others, of every kind as many
+    share_full = round(share_full) if share == 1 else share_full
     without = (shared - share_full) * sizes["head_dim"] * 2 * sizes["kv_heads"] + share_full * head * of_keys * keys
-    return {"attention_params": hidden * (whole - without)}
+    return {"attention_params": round(hidden * (whole - without))}
 
 
 def layer_inputs(config: Mapping[str, Any], layers: int, hidden: int) -> dict[str, int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +112,7 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
         ConfigError: a size that is missing or not a positive whole number.
         Problems: several of these.
     """
-    text = config.get("text_config")
-    if isinstance(text, Mapping) and all(config.get(key) is None for key in _HIDDEN):
-        config = text
+    config = _text_of(config)
     label = name or str(config.get("model_type", "model"))
     problems = Collector()
 
@@ -144,21 +144,51 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
     kinds = layer_kinds(config, layers)
     mixing = mixers_of(config, kinds, hidden)
     attending = mixing.get("attention_layers", layers)
-    windows = problems.attempt(lambda: _windows(config, attending, label)) or ()
+    window, having = problems.attempt(lambda: _windows(config, kinds, label)) or (0, [])
     mlps = mlps_of(config, kinds, experts, size)
     problems.raise_all()
-    return ModelShape(
-        name=label,
-        layers=layers,
-        experts=experts,
-        windows=windows,
-        family=str(config.get("model_type", "")),
-        **sizes,
-        **mixing,
-        **mlps,
-        **projections_of(config, sizes, attending, sum(having for _, having in windows)),
-        **layer_inputs(config, layers, hidden),
+    projections = projections_of(config, sizes, attending, sum(having))
+    fields: Any = {**sizes, **mixing, **mlps, **projections, **layer_inputs(config, layers, hidden)}
+    windows = ((window, sum(having)),) if any(having) else ()
+    family = str(config.get("model_type", ""))
+    return ModelShape(name=label, layers=layers, experts=experts, windows=windows, family=family, **fields)
+
+
+def layer_shapes(config: Mapping[str, Any]) -> list[ModelShape]:
+    """Return a shape of one layer for each decoder layer of a Hugging Face config, by its kind and window.
+
+    Each has embedding and head of the whole.
+
+    Raises:
+        ConfigError, Problems: as for `shape_from_config`.
+    """
+    whole, config = shape_from_config(config), _text_of(config)
+    kinds = layer_kinds(config, whole.layers)
+    window, having = _windows(config, kinds, whole.name)
+    sizes = {name: getattr(whole, name) for name in ("hidden", "heads", "kv_heads", "head_dim")} | full_heads(config)
+    size = partial(_first_of, config, whole.name)
+    none = {"attention_layers": None, "mlp_layers": None, "attention_params": None} | dict.fromkeys(
+        ("dense_width", "lookup_params", "mixer_params", "scan_flops", "state_layers", "map_values", "mixer_kept"), 0
     )
+    found = []
+    for number, (kind, has_window) in enumerate(zip(kinds, having, strict=True)):
+        mixing = mixers_of(config, [kind], whole.hidden)
+        attending = mixing.get("attention_layers", 1)
+        fields = none | mixing | mlps_of(config, kinds, whole.experts, size, at=[number])
+        fields |= projections_of(config, sizes, attending, int(has_window), share=1 / whole.layers)
+        fields |= layer_inputs(config, 1, whole.hidden)
+        found.append(replace(whole, layers=1, windows=((window, 1),) if has_window else (), **fields))
+    return found
+
+
+def _first_of(config: Mapping[str, Any], label: str, *keys: str, default: int | None = None) -> int:
+    return _first_size(config, keys, label, default)
+
+
+def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a config that has the sizes."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) and all(config.get(key) is None for key in _HIDDEN) else config
 
 
 def _usual_head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int | None:
@@ -181,23 +211,22 @@ def _layers(config: Mapping[str, Any], label: str) -> int:
     return _first_size(config, _LAYERS, label)
 
 
-def _windows(config: Mapping[str, Any], layers: int, label: str) -> tuple[tuple[int, int], ...]:
-    """Find the sliding window and how many layers have it, in the four ways of configs."""
+def _windows(config: Mapping[str, Any], kinds: Sequence[str], label: str) -> tuple[int, list[bool]]:
+    """Find the sliding window, 0 if there is none, and which layers have it, in the four ways of configs."""
     family = str(config.get("model_type", ""))
     used = config.get("use_sliding_window", not family.startswith("qwen"))
     if config.get("sliding_window") is None or not used:
-        return ()
-    window, kinds = _size(config, "sliding_window", label), config.get("layer_types")
+        return 0, [False] * len(kinds)
+    window = _size(config, "sliding_window", label)
     pattern, first = config.get("sliding_window_pattern", _PATTERNS.get(family)), config.get("max_window_layers")
-    if kinds is not None:
-        having = sum(1 for kind in kinds if "sliding" in str(kind))
-    elif isinstance(pattern, int) and pattern > 1:  # every pattern-th layer sees everything
-        having = layers - layers // pattern
-    elif isinstance(first, int):  # layers from this one on
-        having = max(0, layers - first)
-    else:
-        having = layers
-    return ((window, having),) if having else ()
+    if config.get("layer_types") is not None:
+        return window, ["sliding" in str(kind) for kind in kinds]
+    attending = [kind == "full_attention" for kind in kinds]
+    if isinstance(pattern, int) and pattern > 1:  # every pattern-th layer sees everything
+        return window, [attends and (number + 1) % pattern > 0 for number, attends in enumerate(attending)]
+    if isinstance(first, int):  # layers from this one on
+        return window, [attends and number >= first for number, attends in enumerate(attending)]
+    return window, attending
 
 
 def _first_size(config: Mapping[str, Any], keys: tuple[str, ...], label: str, default: int | None = None) -> int:

@@ -175,7 +175,7 @@ def run_planned(
         result = call()
     layers = count_mixers(model.config) - planned.layers_passed
     run = planned.layers_run
-    if run != layers if once else (not run or run % layers):
+    if run != layers if once or not layers else (not run or run % layers):
         where, expected = f"model {type(model).__name__}", f"all {layers} layers that mix tokens to run by the plan"
         remedy = "A layer of another kind would be wrong without a word; use another model."
         raise ModelRefused(where, expected=expected, got=f"{run} that did", remedy=remedy)

@@ -1,14 +1,17 @@
 """One stage of a pipeline: a Hugging Face model with some of its decoder layers, run a chunk of them at a time.
 
-Layers of other chunks pass hidden states through, so numbers, kinds and windows stay; later chunks take what they
-received for the embedding, earlier ones have no norm and head. `check_stages` proves that a family does no more: with
-all layers passed through, the decoder must return its input to the bit.
+Layers of other chunks pass hidden states through, so numbers, kinds and windows stay. What a later chunk received comes
+from the layer before it, whatever the model does to embeddings; earlier chunks have no norm and head. `check_stages`
+proves that a family does no more: with all layers passed through, the decoder must return what the first gave on.
 """
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,22 +30,37 @@ _CHECKED_ROWS = 3
 
 
 class PassedThrough(nn.Module):
-    """In the place of a layer: gives hidden states back, and has the layer's plain attributes."""
+    """In the place of a layer: gives hidden states back in the layer's form, and has its plain attributes.
+
+    instead: hidden states that it gives on whatever comes in: those that the chunk after it received.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
+        self.instead: Tensor | None = None
+        self._entries = _entries_returned(type(layer))
         kept = {
             name: value for name, value in vars(layer).items() if isinstance(value, str | int | float | bool | None)
         }
         self.__dict__.update({name: value for name, value in kept.items() if not name.startswith("_")})
 
-    def forward(self, hidden_states: Tensor, *_args: object, **_kwargs: object) -> Tensor:
-        """Return the hidden states."""
-        return hidden_states
+    def forward(self, hidden_states: Tensor, *_args: object, **_kwargs: object) -> Any:
+        """Return the hidden states; in a tuple, first, where the layer does."""
+        found = hidden_states if self.instead is None else self.instead
+        return (found, *[None] * (self._entries - 1)) if self._entries else found
+
+
+def _entries_returned(kind: type[nn.Module]) -> int:
+    """Count the entries of the tuple that the forward of a layer returns; 0: it returns hidden states alone."""
+    steps = pairwise(dis.get_instructions(inspect.unwrap(kind.forward)))
+    tuples = (
+        before.arg or 0 for before, end in steps if (before.opname, end.opname) == ("BUILD_TUPLE", "RETURN_VALUE")
+    )
+    return max(tuples, default=0)
 
 
 class _Received(nn.Module):
-    """Stands in for the embedding: returns what the stage before sent, whatever the ids."""
+    """Stands in for the embedding: returns zeros in the shape of what the stage before sent, in no memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +69,7 @@ class _Received(nn.Module):
     def forward(self, *_args: object, **_kwargs: object) -> Tensor:
         if self.hidden is None:
             raise _alone()
-        return self.hidden
+        return self.hidden.new_zeros(()).expand_as(self.hidden)
 
 
 class _NoHead(nn.Module):
@@ -142,25 +160,32 @@ def check_stages(config: Any) -> None:
     parts = _Parts(model)
     if has_balance_loss(model.config) and not has_router(model, parts.layers[-1]):
         raise _refused(model, "a router in the last layer", "a balance loss, and a last layer without a router")
-    for number, layer in enumerate(list(parts.layers)):
-        parts.layers[number] = PassedThrough(layer)
-    received = _Received()
-    _Place(model, parts.norm).put(_Without())
+    passed = [PassedThrough(layer) for layer in parts.layers]
+    for number, each in enumerate(passed):
+        parts.layers[number] = each
+    received, norm, ran = _Received(), _Without(), list[nn.Module]()
+    for each in (*passed, norm):
+        each.register_forward_hook(lambda module, _given, _found: ran.append(module))
+    _Place(model, parts.norm).put(norm)
     _Place(model, parts.embedding).put(received)
     received.hidden = torch.randn(1, _CHECKED_ROWS, _width(model), generator=torch.Generator().manual_seed(0))
+    passed[0].instead = given = received.hidden
     ids = torch.zeros(1, _CHECKED_ROWS, dtype=torch.long)
     drawing = KeyedDropout(torch.zeros(_CHECKED_ROWS, dtype=torch.long))
     try:
         with torch.no_grad(), drawing:
             found = parts.decoder(input_ids=ids, position_ids=torch.arange(_CHECKED_ROWS)[None], use_cache=False)
-        same = torch.equal(found.last_hidden_state, received.hidden)
-        got = "a decoder that changes hidden states outside of its layers"
+        same = torch.equal(found.last_hidden_state, given)
+        got = "a decoder that changes hidden states after its first layer, outside of its layers"
     except Exception as error:  # noqa: BLE001 - the model's own code, with layers that are not its own
         same, got = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if drawing.calls:
         raise _refused(model, "dropout inside of layers alone", "dropout of what the embedding gives, too")
     if not same:
         raise _refused(model, "a decoder that gives back what it is given once its layers are passed through", got)
+    if ran != [*passed, norm]:
+        got = f"{len(ran)} runs of its {len(passed)} layers and one norm, or in another order"
+        raise _refused(model, "a decoder that runs each layer once, and its norm after them", got)
 
 
 def _width(model: Any) -> int:
@@ -172,6 +197,13 @@ def _refused(model: Any, expected: str, got: str) -> ModelRefused:
     return ModelRefused(f"stages: model {type(model).__name__}", expected=expected, got=got, remedy=remedy)
 
 
+def _idle_stage(number: int, chunks: Sequence[range], stages: int) -> ConfigError:
+    layers = ", ".join(str(layer) for chunk in chunks[number::stages] for layer in chunk)
+    expected, got = "parameters that train on every stage", f"none on stage {number}, of layers {layers}"
+    remedy = "Use fewer stages, or unfreeze, or put adapters on, something that each of them has."
+    return ConfigError("stages", expected=expected, got=got, remedy=remedy)
+
+
 class ModelStage:
     """The chunks of a model that a stage has; what the others have is taken out of the model.
 
@@ -180,6 +212,9 @@ class ModelStage:
     width: of the hidden states.
     trained: shapes of the parameters that train on each stage, by name; a tied head is the embedding's.
     entries: (shape, dtype) of what each stage has of the state dict; dtype None: that of its parameters.
+
+    Raises:
+        ConfigError: a stage on which nothing trains, though something does on others.
     """
 
     def __init__(self, model: Any, chunks: Sequence[range], *, stages: int, stage: int) -> None:
@@ -206,6 +241,8 @@ class ModelStage:
         self.trained: list[dict[str, tuple[int, ...]]] = [
             {name: tuple(each.shape) for name, each in trained if place[id(each)] == s} for s in range(stages)
         ]
+        if trained and not all(self.trained):
+            raise _idle_stage(self.trained.index({}), chunks, stages)
         if has_balance_loss(model.config):  # now, while all layers of all chunks are in their places
             maybe_install_capturing_hooks(model.get_decoder())
         self._is_tied = getattr(parts.head, "weight", None) is getattr(parts.embedding, "weight", ())
@@ -318,11 +355,16 @@ class ModelStage:
             swap(self._embedding.put, self._received)
         if self.stage == self.stages - 1 and not self.is_last(chunk):
             swap(self._norm.put, _Without())
+        before = None if self.is_first(chunk) else self._passed[self.chunks[chunk].start - 1]
         self._received.hidden = hidden
+        if before is not None:
+            before.instead = hidden
         try:
             yield
         finally:
             self._received.hidden = None
+            if before is not None:
+                before.instead = None
             for put, module in swapped:
                 put(module)
             for number, layer in kept.items():

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lengthwise.comm import Mesh, Transport, broadcast_bytes, share_numbers
 from lengthwise.core.errors import ConfigError
-from lengthwise.cost import Cost, shape_from_config
+from lengthwise.cost import Cost, layer_shapes
 from lengthwise.cost.analytic import layer_flops, layer_seconds
 from lengthwise.engine.gathering import gather_to_first
 from lengthwise.engine.pipeline import Pipeline
@@ -84,14 +84,13 @@ def cut_stages(
     """
     sent = b""
     if not world.rank:
-        shape = shape_from_config(config.to_dict())
+        shapes, embedding = layer_shapes(text_config(config).to_dict()), 0.0
         if cost is None:
-            layer, head = layer_flops(shape, lengths)
-            ends = {"last_seconds": head}
+            layers, head = layer_flops(shapes, lengths)
         else:
-            layer, embedding, head = layer_seconds(cost, shape, lengths, capacity=capacity)
-            ends = {"first_seconds": embedding, "last_seconds": head}
-        cuts = cut_layers([layer] * text_config(config).num_hidden_layers, chunks, **ends)
+            layers, embedding, head = layer_seconds(cost, shapes, lengths, capacity=capacity)
+        assert len(layers) == text_config(config).num_hidden_layers, f"costs of {len(layers)} layers"
+        cuts = cut_layers(layers, chunks, first_seconds=embedding, last_seconds=head)
         sent = json.dumps([(each.start, each.stop) for each in cuts]).encode()
     return [range(*each) for each in json.loads(broadcast_bytes(world, sent if not world.rank else None))]
 
