@@ -21,7 +21,7 @@ if not os.environ.get("LENGTHWISE_TEST_GPU"):
 import pytest
 from hypothesis import HealthCheck, settings
 
-CASES = {"ci": 24, "full": 100, "search": 500}  # by profile: of a property that is neither costly nor costliest
+CASES = {"ci": 16, "full": 100, "search": 500}  # by profile: of a property that is neither costly nor costliest
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 
 for name, cases in CASES.items():
