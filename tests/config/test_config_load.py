@@ -340,10 +340,10 @@ def test_config_and_data_import_no_large_library():
 def test_config_with_thousands_of_problems_is_told_of_some_in_seconds(folder):
     """Each unknown key looks for the nearest known one, and each problem was compared with all before it."""
     start = time.process_time()
-    found = problems_of(write(folder, MINIMAL + "".join(f"k{number}: 1\n" for number in range(20_000))))
-    assert time.process_time() - start < 15
+    found = problems_of(write(folder, MINIMAL + "".join(f"k{number}: 1\n" for number in range(8_000))))
+    assert time.process_time() - start < 6
     assert len(found) == 101
-    assert "got 19,900 more problems" in found["run file"]
+    assert "got 7,900 more problems" in found["run file"]
 
 
 @pytest.mark.parametrize("key", ["model", "tokenizer", "output"])

@@ -121,7 +121,7 @@ def test_gradients_of_any_waves_are_those_of_one_process(data):
     ("changes", "frozen"),
     [({"tie_word_embeddings": True}, False), more({}, True)],
 )
-def test_three_clipped_updates_are_those_of_zero1(changes, frozen):
+def test_clipped_updates_are_those_of_zero1(changes, frozen):
     """frozen: as under LoRA, only some parameters of each layer train, and what is in no layer does not.
 
     With the optimizer on the host to the bit.
@@ -137,7 +137,7 @@ def test_three_clipped_updates_are_those_of_zero1(changes, frozen):
         config = OptimizerConfig(lr=1e-2, max_grad_norm=1e-3, offload=offload)
         optimizer = ShardedOptimizer(parameters, config, transport)
         norms = []
-        for _ in range(3):
+        for _ in range(2):
             run(own, parameters, transport, plan)
             norms.append(optimizer.end_step(1e-2))
         with parameters.whole_on_first(trained_only=False):

@@ -13,6 +13,7 @@ from lengthwise.engine import small_pass
 from lengthwise.engine.small_pass import FallingLine
 from lengthwise.session import capacity
 from lengthwise.session.capacity import Measuring
+from tiers import more
 
 CPU, MB = torch.device("cpu"), 2**20
 TOTAL, ONCE, MOST = 4096 * MB, 32 * MB, 10**6
@@ -101,7 +102,9 @@ def measuring(model, transport):
     )
 
 
-@pytest.mark.parametrize("changes", [{"once": ONCE}, {"once": ONCE, "of_shapes": True}, {"block": 2 * MB}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [more({"once": ONCE}), {"once": ONCE, "of_shapes": True}, {"block": 2 * MB}], ids=str
+)
 def test_what_an_allocator_does_beside_gives_no_token_more(monkeypatch, changes):
     """Than tensors do, counted one by one: what is taken once is not free; rounding in short passes grows with none."""
     fake = FakeAllocator(**changes)

@@ -75,7 +75,7 @@ def test_a_stage_that_offloads_holds_less_of_every_microbatch(cut):
     config = tiny_family_config("llama", {"num_hidden_layers": 9})
     plan = make_plan(1, lengths, [Piece(ranks=(0,), sequences=(i,)) for i in range(6)], layers=9)
     peaks, away = {}, {}
-    for ratio in (0.0, 0.5, 1.0):
+    for ratio in (0.0, 0.5):
         first, *_ = run_pipeline(
             build_pair("llama", config)["planned"],
             offloaded(as_pipeline(plan, *cut), ratio),
@@ -90,5 +90,4 @@ def test_a_stage_that_offloads_holds_less_of_every_microbatch(cut):
     for ratio, peak in peaks.items():
         estimate = float(memory.microbatch_bytes(lengths[0], "none", ratio))
         assert estimate * 0.95 < peak < estimate * 1.1 + messages  # sent and to arrive: estimates leave them out
-    for ratio in (0.5, 1.0):
-        assert peaks[0.0] - peaks[ratio] > (stages - 1) * away[ratio] > 0
+    assert peaks[0.0] - peaks[0.5] > (stages - 1) * away[0.5] > 0

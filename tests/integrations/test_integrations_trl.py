@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is dep
 
 CAPACITY = 200
 SETTINGS = {
-    "max_steps": 4,
+    "max_steps": 2,
     "learning_rate": 1e-2,
     "logging_steps": 1,
     "save_strategy": "no",
@@ -78,11 +78,11 @@ CHATS = {"train_dataset": chats, "eval_dataset": partial(chats, 8)}
 WHOLE = {"model": whole_model, "processing_class": processor}
 SFT = {
     "the whole chat": (CHATS, {}),
-    "assistant turns alone": (CHATS, {"assistant_only_loss": True, "eval_strategy": "steps", "eval_steps": 2}),
+    "assistant turns alone": (CHATS, {"assistant_only_loss": True, "eval_strategy": "steps", "eval_steps": 1}),
     "completions, accumulated": ({"train_dataset": completions}, {"gradient_accumulation_steps": 2, "max_steps": 2}),
     "packed": ({"train_dataset": chats}, {"packing": True, "max_length": 160, "max_steps": 2}),
     "adapters": ({**CHATS, "peft_config": LORA}, {"assistant_only_loss": True}),
-    "over the ranks": (CHATS, {"assistant_only_loss": True, "eval_strategy": "steps", "eval_steps": 2}),
+    "over the ranks": (CHATS, {"assistant_only_loss": True, "eval_strategy": "steps", "eval_steps": 1}),
     "adapters over the ranks": ({**CHATS, "peft_config": LORA}, {"assistant_only_loss": True}),
     "a model with a tower": ({"train_dataset": chats, **WHOLE}, {"max_steps": 2, "capacity": 250}),
     "adapters of one": ({"train_dataset": chats, **WHOLE, "peft_config": LORA}, {"max_steps": 2, "capacity": 250}),
@@ -120,7 +120,7 @@ DPO = {
     "layers with states": {"activation_checkpointing": True, "max_steps": 2},
     "a model with a tower": {"max_steps": 2},
     "a reference that follows": {"sync_ref_model": True, "ref_model_sync_steps": 2, "activation_checkpointing": True},
-    "weighted, evaluated": {"use_weighting": True, "ld_alpha": 0.5, "eval_strategy": "steps", "eval_steps": 2},
+    "weighted, evaluated": {"use_weighting": True, "ld_alpha": 0.5, "eval_strategy": "steps", "eval_steps": 1},
 }
 
 

@@ -36,7 +36,7 @@ def arguments(folder, ranks=1, **changes):
     settings = {
         "per_device_train_batch_size": 4 // ranks,
         "per_device_eval_batch_size": 4 // ranks,
-        "max_steps": 8,
+        "max_steps": 4,
         "learning_rate": 1e-2,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 2,

@@ -131,7 +131,7 @@ def test_lora_equals_plain_peft_on_plain_hugging_face(folders, family, precision
     }
     want, model = plain_loss_and_gradients(reference, batch, dtype), planned_model(folders(family), lora, start)
     assert all(gradient.any() for gradient in want[1].values()), "a gradient of zero proves nothing"
-    for ranks, kinds in ((1, ("none",)), (2, ("layer", "none")), (3, ("none",)), (5, ("all_but_attention", "layer"))):
+    for ranks, kinds in ((1, ("none",)), (3, ("layer", "none", "all_but_attention"))):
         plan = recomputing(planned(ranks), *kinds)
         found = run_step(model, plan, batch, precision=precision)
         check_parity((found.loss, found.gradients), want, precision)

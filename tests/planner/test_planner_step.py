@@ -96,7 +96,7 @@ def test_plan_step_is_the_same_in_another_process() -> None:
         "cost = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3);"
         "cluster = Cluster(ranks=13, capacity_tokens=8192);"
         "from lengthwise.planner import CUTTING_PLANNERS;"
-        "plans = [plan_step(draw_lengths(r, 2**20, 5, 100_000), cluster, cost, PlanOptions(planner=name))"
+        "plans = [plan_step(draw_lengths(r, 2**18, 5, 100_000), cluster, cost, PlanOptions(planner=name))"
         " for r in ('github', 'byted') for name in CUTTING_PLANNERS];"
         "from lengthwise.cost import all_terms_cost, named_hardware, named_shape;"
         "links = all_terms_cost(named_shape('llama-7b'), named_hardware('h100'));"

@@ -21,7 +21,7 @@ from lengthwise.program import check_plan, refuse_unsupported
 from lengthwise.run.profiling import profile_model
 from lengthwise.simulator import simulate_plan
 
-SETTINGS = ProfileSettings(seconds=1.0, longest_tokens=256, precision="fp32", clock="wall", hardware="cpu")
+SETTINGS = ProfileSettings(seconds=0.5, longest_tokens=256, precision="fp32", clock="wall", hardware="cpu")
 
 
 def test_a_profile_of_one_process_makes_costs_that_plan_a_step(tmp_path):

@@ -80,12 +80,12 @@ def test_the_best_model_is_kept_beside_the_last(tmp_path, capsys, keys):
 
 def test_it_survives_a_resume(tmp_path):
     path = run_file(tmp_path)
-    undisturbed = whole(path, ranks=2)
+    undisturbed = whole(path)
     step = best_of(undisturbed)
     for after in (step, step + 1):  # a fault before the best, and after it
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        broken_off(path, 2, after=after)
-        lengthwise.train(path, ranks=2, resume=True)
+        broken_off(path, 1, after=after)
+        lengthwise.train(path, resume=True)
         assert check_best(tmp_path / "out") == step
         ours, theirs = (load_file(each / "model-best/model.safetensors") for each in (tmp_path / "out", undisturbed))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -27,7 +27,7 @@ OF_SAVING = [
     ("checkpoint-rename", 0),
 ]
 LAST = 7  # step of the runs
-BY_DEFAULT = {("start", 1), ("microbatches", 1), ("checkpoint-rename", 0), ("model-save", 0)}
+BY_DEFAULT = {("start", 1), ("checkpoint-rename", 0), ("model-save", 0)}
 KILLED = [
     case if case in BY_DEFAULT else more(*case)
     for case in ((point, rank) for point in POINTS for rank in (0, 1) if not (rank and point in OF_RANK_0))

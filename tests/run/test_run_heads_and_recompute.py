@@ -30,32 +30,20 @@ def pieces_of(output):
     return [piece for _, pieces in microbatches_of(*(output / "plans").iterdir()) for piece in pieces]
 
 
-@pytest.mark.parametrize("ranks", [more(4), 2])
-def test_heads_are_in_the_plans_of_a_run_and_change_no_loss(tmp_path, ranks):
-    whole, split = (
-        train(
-            write_run(tmp_path / str(heads), make_rows(LENGTHS), heads=heads, capacity_tokens=64 // ranks),
-            "--ranks",
-            ranks,
-        )
-        for heads in ("off", 2)
-    )
+@pytest.mark.parametrize("ranks", [2, more(4)])
+def test_heads_and_recompute_are_in_every_plan_of_a_run_and_change_no_loss(tmp_path, ranks):
+    def run(heads, kind):
+        keys = {"heads": heads, "recompute": kind, "capacity_tokens": 64 // ranks}
+        return train(write_run(tmp_path / f"{heads} {kind}", make_rows(LENGTHS), **keys), "--ranks", ranks)
+
+    whole, found = run("off", "none"), []
     assert {heads for _, heads in pieces_of(whole)} == {1}
-    assert {(degree, heads) for degree, heads in pieces_of(split) if degree % 2 == 0} == {
-        (degree, 2) for degree, _ in pieces_of(split) if degree % 2 == 0
-    }
-    assert any(heads == 2 for _, heads in pieces_of(split))
-    assert losses(split) == pytest.approx(losses(whole), rel=1e-12, abs=0)
-
-
-def test_recompute_is_in_every_plan_of_a_run_and_changes_no_loss(tmp_path):
-    found = []
     for kind in RECOMPUTE_KINDS:
-        output = train(write_run(tmp_path / kind, make_rows(LENGTHS), recompute=kind, heads=2), "--ranks", 2)
-        assert {made for made, _ in microbatches_of(*(output / "plans").iterdir())} == {kind}
-        assert any(degree == heads == 2 for degree, heads in pieces_of(output))
-        found.append(losses(output))
-    assert found[0] == found[1] == found[2]
+        split = run(2, kind)
+        assert {made for made, _ in microbatches_of(*(split / "plans").iterdir())} == {kind}
+        assert {heads for degree, heads in pieces_of(split) if degree % 2 == 0} == {2}
+        found.append(losses(split))
+    assert found[0] == found[1] == found[2] == pytest.approx(losses(whole), rel=1e-12, abs=0)
 
 
 def test_plan_of_a_run_file_has_its_heads_and_recomputation(tmp_path):

@@ -42,7 +42,7 @@ def test_train_with_offload_gives_the_same_bits(tmp_path, model, precision, reco
     plans = []
     for ratio in ("off", 1.0):  # on ranks that hold so much that both plans are the same
         offload = {"ratio": ratio, "store": "disk", "path": str(tmp_path / "scratch")}
-        output = run(tmp_path, f"ratio {ratio}", 3, capacity_tokens=400, offload=offload, planner="static", **keys)
+        output = run(tmp_path, f"ratio {ratio}", 2, capacity_tokens=400, offload=offload, planner="static", **keys)
         plans.append(plans_of(output))
     kept, away = (tmp_path / f"ratio {ratio}" for ratio in ("off", 1.0))
     for one, other in zip(*plans, strict=True):

@@ -19,6 +19,7 @@ from lengthwise.run import actors, loop
 from lengthwise.run.callbacks import Callback
 from lengthwise.run.launch import StopRequest
 from run.small_runs import assert_equal_runs, broken_off, call, make_rows, read_lines, write_run
+from tiers import more
 
 LENGTHS = [30, 12, 5, 100, 1, 2, 33, 130, 9]  # 100: more than a rank holds, a ring of both
 LIMITS = {"max_tokens": 128, "too_long": "skip"}
@@ -50,7 +51,7 @@ def in_process(monkeypatch):
     monkeypatch.setattr(loop, "serving_rows", rows_of)
 
 
-@pytest.mark.parametrize("size", [{"sequences": 4}, {"tokens": 64}])
+@pytest.mark.parametrize("size", [more({"sequences": 4}), {"tokens": 64}])
 def test_remote_rows_train_as_rows_read_at_the_start(tmp_path, in_process, size):
     paths = [run_of(tmp_path / f"{remote}", remote=remote, global_batch=size) for remote in (False, 2)]
     for path in paths:
@@ -58,7 +59,7 @@ def test_remote_rows_train_as_rows_read_at_the_start(tmp_path, in_process, size)
     assert_equal_runs(tmp_path / "2" / "out", tmp_path / "False" / "out")
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), pytest.param(2, 3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("before", "after"), [(2, 2), more(2, 3)])
 def test_a_run_on_remote_rows_goes_on_where_it_was(tmp_path, in_process, before, after):
     wanted = run_of(tmp_path / "whole", remote=1, global_batch={"tokens": 64})
     lengthwise.train(wanted, ranks=before)
@@ -152,6 +153,7 @@ def test_a_signal_while_ray_starts_ends_the_step_not_the_process(monkeypatch):
     assert stop.times == 2
 
 
+@pytest.mark.exhaustive
 def test_actors_of_ray_that_are_killed_lose_and_repeat_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")

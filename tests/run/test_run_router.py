@@ -131,7 +131,7 @@ def check_parity(got, want, precision="fp64"):
     assert errors[worst] <= gradient_bar, f"{worst}: {errors[worst]}"
 
 
-@pytest.mark.parametrize("family", some(sorted(set(ROUTER_FAMILIES) & set(FAMILIES)), 0, -1))
+@pytest.mark.parametrize("family", some(sorted(set(ROUTER_FAMILIES) & set(FAMILIES)), 0))
 def test_balance_loss_and_gradients_equal_plain_hugging_face(family):
     batch = make_batch(LENGTHS, vocab=48, seed=1, masked=0.2)
     want, packs = one_process(family, batch), []
@@ -151,7 +151,7 @@ def test_reference_of_verify_equals_one_graph_of_all_documents(family):
     check_parity((found.loss, found.router_loss, found.gradients), one_process(family, batch))
 
 
-@pytest.mark.parametrize("seed", some(range(6), 1, 3))
+@pytest.mark.parametrize("seed", some(range(6), 3))
 def test_any_plan_gives_the_balance_loss_of_one_process(seed):
     """Several pieces a microbatch, any ranks in any order, shares, ranks without tokens, ranks without microbatch."""
     choose, ranks = random.Random(seed), (2, 3, 4, 5, 6, 7)[seed]
@@ -290,7 +290,7 @@ def plain_training(folder, rows, steps, lr):
     return found, model
 
 
-@pytest.mark.parametrize("ranks", [more(1), 3])
+@pytest.mark.parametrize("ranks", [more(1), 2, more(3)])
 def test_train_writes_router_loss_beside_loss_and_trains_on_both_and_evaluation_has_none(run_file, ranks):
     """fp64 except where the family itself takes its softmax in fp32: hence the bar."""
     path, rows = run_file
@@ -317,7 +317,7 @@ def own_counts_only(transport_class):
 @pytest.mark.parametrize("broken", [more("counts of each rank alone"), "no gradient"])
 def test_verify_tells_the_router_loss_and_fails_where_it_is_wrong(run_file, capsys, monkeypatch, broken):
     path, _ = run_file
-    assert call("verify", path, "--ranks", 3) == 0
+    assert call("verify", path, "--ranks", 2) == 0
     out = capsys.readouterr().out
     assert "router loss: 2." in out
     assert "PASS" in out
@@ -326,5 +326,5 @@ def test_verify_tells_the_router_loss_and_fails_where_it_is_wrong(run_file, caps
         monkeypatch.setattr(work.RouterBalance, "share", lambda self, logits: share(self, logits).detach())
     else:
         monkeypatch.setattr(TorchTransport, "all_reduce", own_counts_only(TorchTransport))
-    assert call("verify", path, "--ranks", 3) == 1
+    assert call("verify", path, "--ranks", 2) == 1
     assert "FAIL" in capsys.readouterr().out

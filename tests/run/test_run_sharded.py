@@ -75,13 +75,13 @@ def largest_difference(got, expected):
         3,
     ),
 )
-def test_a_run_has_the_numbers_of_one_that_is_not_sharded(tmp_path, keys, tolerance):
+@pytest.mark.parametrize(("ranks", "layout"), [(3, ZERO3), more(4, HYBRID)])
+def test_a_run_has_the_numbers_of_one_that_is_not_sharded(tmp_path, keys, tolerance, ranks, layout):
     path = run_file(tmp_path, **keys)
     expected, model = trained(path, "zero1", ranks=2)
-    for ranks, sharded in ((3, ZERO3), (4, HYBRID)):
-        numbers, own = trained(path, f"on-{ranks}", *sharded, ranks=ranks)
-        assert numbers == pytest.approx(expected, rel=tolerance)
-        assert largest_difference(own, model) <= tolerance
+    numbers, own = trained(path, "sharded", *layout, ranks=ranks)
+    assert numbers == pytest.approx(expected, rel=tolerance)
+    assert largest_difference(own, model) <= tolerance
 
 
 def test_offload_and_evaluation_work_beside_it(tmp_path):

@@ -35,7 +35,7 @@ def lively_rows(count=60):
 
 @pytest.mark.parametrize(
     ("steps", "precision", "ranks", "tolerance"),
-    [(25, "fp64", 3, 1e-9), more(100, "fp64", 2, 1e-9), more(100, "fp32", 3, 1e-4)],
+    [(12, "fp64", 3, 1e-9), more(100, "fp64", 2, 1e-9), more(100, "fp32", 3, 1e-4)],
 )
 def test_train_trajectory_of_many_steps_equals_one_process(tmp_path, steps, precision, ranks, tolerance):
     """Also of a model whose embeddings are tied, which are saved so."""
@@ -62,8 +62,8 @@ def test_train_twice_gives_the_same_bits_with_each_message_checked_and_without(t
     for asked in ("0", "1"):
         if asked == "1":
             request.getfixturevalue("checked_transfers")
-        path = write_run(tmp_path / asked, lively_rows(), steps=2, precision="bf16", capacity_tokens=20, heads=2)
-        output = train(path, "--ranks", 4)
+        path = write_run(tmp_path / asked, lively_rows(), steps=2, precision="bf16", capacity_tokens=30, heads=2)
+        output = train(path, "--ranks", 2)
         assert ("in testing.checked:checked" in capfd.readouterr().out) == (asked == "1")
         plans = [Plan.from_json(read_plan_text(each)) for each in sorted((output / "plans").iterdir())]
         assert any(piece.degree > 1 for plan in plans for each in plan.microbatches for piece in each.pieces)
@@ -75,9 +75,9 @@ def test_train_packed_dp_gives_the_same_losses_and_refuses_longer_sequences_befo
     write_model(tmp_path / "model", num_hidden_layers=4)
     write_run(tmp_path, lively_rows())
     found = []
-    for planner, capacity in (("lengthwise", 20), ("packed-dp", 60)):
+    for planner, capacity in (("lengthwise", 30), ("packed-dp", 60)):
         path = write_run(tmp_path, steps=2, planner=planner, output=planner, capacity_tokens=capacity)
-        assert call("train", path, "--ranks", 3) == 0
+        assert call("train", path, "--ranks", 2) == 0
         found.append(losses(tmp_path / planner))
     assert found[0] == pytest.approx(found[1], rel=1e-11)
     for keys in ({}, {"offload": {"store": "disk", "path": str(tmp_path), "ratio": 0.0}}):
@@ -91,14 +91,14 @@ def test_train_packed_dp_gives_the_same_losses_and_refuses_longer_sequences_befo
 def test_train_fresh_weights_come_from_the_seed_whatever_the_ranks(tmp_path):
     write_model(tmp_path / "bare", weights=False)
     found = {}
-    for ranks, seed in ((1, 0), (3, 0), (1, 1)):
+    for ranks, seed in ((1, 0), (2, 0), (1, 1)):
         # Every step takes all rows, so that the seed's other use, the order, changes nothing.
         path = write_run(
             tmp_path, make_rows([9, 12, 20]), model=tmp_path / "bare", seed=seed, output=f"out{ranks}{seed}", steps=1
         )
         assert call("train", path, "--ranks", ranks) == 0
         found[ranks, seed] = losses(tmp_path / f"out{ranks}{seed}")
-    assert found[1, 0] == pytest.approx(found[3, 0], rel=1e-12)
+    assert found[1, 0] == pytest.approx(found[2, 0], rel=1e-12)
     assert abs(found[1, 0][0] - found[1, 1][0]) > 1e-5
 
 

@@ -306,7 +306,7 @@ def weight_groups(parameters):
 @pytest.mark.parametrize("others", [[("zero3", 3)], more([("zero3", 3), ("hybrid", 4), ("zero1", 1)])])
 def test_a_loop_goes_on_from_its_state_in_other_layouts_on_other_ranks_and_in_plain(others, tmp_path):
     """Tied parameters lie otherwise under zero3."""
-    steps, constant = steps_of(), partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
+    steps, constant = steps_of()[:2], partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
 
     def work(rank, shard, ranks, state, *parts):
         model = small_model(tie_word_embeddings=True)
@@ -524,7 +524,7 @@ def test_what_cannot_be_kept_is_refused_by_name():
         Session(half, SGD(half.parameters()), capacity_tokens=64)
 
 
-@pytest.mark.parametrize(("shard", "ranks"), [("zero1", 2), ("zero3", 2), more("zero1", 1)])
+@pytest.mark.parametrize(("shard", "ranks"), [("zero1", 2), more("zero3", 2), more("zero1", 1)])
 def test_a_loss_that_is_a_mean_and_gradients_of_one_rank_are_refused_on_all(tmp_path, shard, ranks):
     def mean(output, tokens):
         return F.cross_entropy(output.logits[0], tokens.shift_labels, ignore_index=-100)
@@ -696,29 +696,27 @@ def test_a_model_that_was_moved_is_named():
             session.backward(steps_of()[0])
 
 
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
-        ([{"ids": [1]}], "sequence 1.*a column input_ids"),
-        ([{"input_ids": []}], "sequence 1.*at least one token"),
-        ([{"input_ids": [1.5]}], "sequence 1.*whole numbers"),
-        ([{"input_ids": [1, -3]}], "sequence 1.*numbers from 0"),
-        ([{"input_ids": [1, 10**6]}], "sequence 1.*input_ids: expected ids below the model's [0-9]+; got 1000000"),
-        ([{"input_ids": [1, 2], "labels": [-100, 10**6]}], "sequence 1.*labels: expected ids below the model's"),
-        ([{"input_ids": [1, 2], "labels": [1]}], "sequence 1.*one value per token, 2"),
-        ([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}], "sequence 1.*one run of tokens"),
-        ([{"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}], "sequence 1.*one sequence per row"),
-        ([{"input_ids": "abc"}], "sequence 1.*one number per token"),
-        ({"input_ids": torch.ones(2, 5).long()}, "a list of rows, one per sequence; got .*collate_fn=list"),
-    ],
-)
-def test_a_row_that_is_none_is_named(rows, said):
+NO_ROWS = [
+    ([{"ids": [1]}], "sequence 1.*a column input_ids"),
+    ([{"input_ids": []}], "sequence 1.*at least one token"),
+    ([{"input_ids": [1.5]}], "sequence 1.*whole numbers"),
+    ([{"input_ids": [1, -3]}], "sequence 1.*numbers from 0"),
+    ([{"input_ids": [1, 10**6]}], "sequence 1.*input_ids: expected ids below the model's [0-9]+; got 1000000"),
+    ([{"input_ids": [1, 2], "labels": [-100, 10**6]}], "sequence 1.*labels: expected ids below the model's"),
+    ([{"input_ids": [1, 2], "labels": [1]}], "sequence 1.*one value per token, 2"),
+    ([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}], "sequence 1.*one run of tokens"),
+    ([{"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}], "sequence 1.*one sequence per row"),
+    ([{"input_ids": "abc"}], "sequence 1.*one number per token"),
+    ({"input_ids": torch.ones(2, 5).long()}, "a list of rows, one per sequence; got .*collate_fn=list"),
+]
+
+
+def test_a_row_that_is_none_is_named():
     model = small_model()
-    with (
-        Session(model, SGD(model.parameters()), capacity_tokens=128) as session,
-        pytest.raises(LengthwiseError, match=said),
-    ):
-        session.backward([[1, 2], *rows] if isinstance(rows, list) else rows)
+    with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
+        for rows, said in NO_ROWS:
+            with pytest.raises(LengthwiseError, match=said):
+                session.backward([[1, 2], *rows] if isinstance(rows, list) else rows)
 
 
 def test_a_capacity_as_in_a_run_file_and_zero3_on_one_rank(capsys):

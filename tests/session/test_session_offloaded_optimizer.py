@@ -47,7 +47,7 @@ def same(one, other):
 @pytest.mark.parametrize(
     ("ranks", "make", "options"),
     [
-        (3, ADAMW, {"shard": "zero1"}),
+        more(3, ADAMW, {"shard": "zero1"}),
         (2, ADAMW, {"shard": "zero3"}),
         more(1, partial(ADAMW, fused=True), {"capacity": 128}),
         more(2, ADAMW, {"shard": "zero1", "dtype": torch.float32}),

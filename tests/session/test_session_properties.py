@@ -1,17 +1,15 @@
-"""A planned step gives what the plain loop gives for any lengths, ranks and capacities, whole models and adapters."""
+"""A planned step gives what the plain loop gives for any lengths, ranks and capacities."""
 
 import tempfile
 from functools import partial
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loops import both_loops, in_ranks, rows_of, small_model
+from loops import both_loops, in_ranks, rows_of
 
 from lengthwise.models import keep_double
 from properties import costliest
-from tiers import more
 
 LENGTHS = st.lists(st.integers(1, 140), min_size=1, max_size=9)
 
@@ -32,20 +30,3 @@ def test_a_planned_loop_is_the_plain_loop_for_any_lengths(steps, ranks, spare):
             assert loss < 1e-12
             assert norm < 1e-11
             assert weights < 1e-9
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
-@pytest.mark.parametrize("shard", ["zero3", more("zero1")])
-def test_adapters_in_a_loop_are_those_of_the_plain_loop(shard, tmp_path):
-    peft = pytest.importorskip("peft")
-
-    def work(_rank):
-        model = small_model()
-        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
-        with keep_double(torch.float64):
-            return both_loops(partial(torch.optim.AdamW, lr=1e-2), model=adapted.to(torch.float64), shard=shard)
-
-    for loss, norm, weights in in_ranks(work, 2, tmp_path):
-        assert loss < 1e-12
-        assert norm < 1e-11
-        assert weights < 1e-9

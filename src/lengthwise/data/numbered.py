@@ -117,6 +117,7 @@ class _Lines:
             tail = block[-16:]
             found.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == _LINE_END) + (at + 1))
             at += len(block)
+        weighed = weighed or b'"weights"' in tail + os.pread(self._file.fileno(), 16, at)  # over a border of two parts
         starts = np.concatenate(found)
         starts = starts[starts < last]
         if len(starts):
