@@ -64,7 +64,7 @@ def _with_any(kinds: Sequence[str]) -> list[bool]:
 def _sparse_layers(config: Mapping[str, Any], kinds: Sequence[str]) -> list[bool]:
     """Return which layers have experts, in the ways of configs."""
     layers, listed, often = len(kinds), config.get("mlp_layer_types"), config.get("moe_layer_freq")
-    if "moe" in kinds:
+    if "moe" in kinds or "mlp" in kinds:
         return [kind == "moe" for kind in kinds]
     if isinstance(listed, list):
         return [kind == "sparse" for kind in listed]
