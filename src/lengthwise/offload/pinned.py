@@ -1,7 +1,7 @@
 """Activations in pinned memory of a GPU's host: slabs of powers of two, kept for the run, and one stream each way.
 
 A copy out begins when the compute stream has made the values; a copy in when it has freed their room, and the stream
-alone waits for it. Written to torch's rules for streams; it has not run on a GPU yet.
+alone waits for it. Its tests ran on one H200 on 2026-11-26.
 """
 
 from __future__ import annotations
