@@ -15,7 +15,7 @@ from lengthwise.models import build_model, find_model
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.profiler import model_ends
 from lengthwise.profiler.profile import ProfileSettings, profile
-from lengthwise.profiler.runs import local_run, message_runs, packs_up_to, ring_runs
+from lengthwise.profiler.runs import MESSAGE_BYTES, local_run, message_runs, packs_up_to, ring_runs
 from lengthwise.profiler.watch import Stopwatch, WatchedTransport
 from lengthwise.program import check_plan, refuse_unsupported
 from lengthwise.run.profiling import profile_model
@@ -81,6 +81,7 @@ def test_what_is_run_is_made_of_plans_that_training_runs():
     assert [(each.degree, each.tier) for each in rings] == [(2, "near"), (4, "near"), (6, "far"), (2, "far")]
     assert {each.tier for each in message_runs(6, 4)} == {"near", "far"}
     assert message_runs(1, 1) == []
+    assert {each.num_bytes for each in message_runs(2, 2, times=16)} == {16 * size for size in MESSAGE_BYTES}
     assert all(length > 0 for longest in (1, 32, 4096) for pack in packs_up_to(longest) for length in pack)
 
 

@@ -49,6 +49,7 @@ from lengthwise.offload import ActivationStore, DiskStore, PinnedStore
 from lengthwise.profiler.model_ends import run_embedding, run_head
 from lengthwise.profiler.place import this_place
 from lengthwise.profiler.runs import (
+    GPU_TIMES,
     SHORTEST_TOKENS,
     ProfiledRun,
     copy_runs,
@@ -229,8 +230,9 @@ class RankProfiler:
         packs = packs_up_to(longest or SHORTEST_TOKENS)
         runs += [local_run(pack, ranks, layers) for pack in packs]
         runs += [ProfiledRun(kind=kind, lengths=(longest or SHORTEST_TOKENS,)) for kind in ("embedding", "head")]
-        runs += copy_runs() if self._store is not None else []
-        return runs + (message_runs(ranks, self._world.local_size) if ranks > 1 else [])
+        times = GPU_TIMES if self._world.device.type == "cuda" else 1
+        runs += copy_runs(times=times) if self._store is not None else []
+        return runs + (message_runs(ranks, self._world.local_size, times=times) if ranks > 1 else [])
 
     def _fits(self, runs: Sequence[ProfiledRun]) -> bool:
         """Run each once; return whether all ran, quickly enough, on all ranks."""

@@ -12,6 +12,7 @@ from lengthwise.program.ring_order import ring_order
 SHORTEST_TOKENS = 32
 MESSAGE_BYTES = (1 << 14, 1 << 18, 1 << 20, 1 << 22)
 COPY_BYTES = (1 << 20, 1 << 22, 1 << 24)
+GPU_TIMES = 16  # as much on GPUs, whose links take a few MB in less time than a call (on one H200: 16 MiB in 0.7 ms)
 _NO_CAPACITY = 1 << 40  # what is run here is no plan of anybody's
 
 
@@ -52,19 +53,19 @@ def ring_runs(lengths: Sequence[int], ranks: int, ranks_per_node: int, layers: i
     return runs
 
 
-def message_runs(ranks: int, ranks_per_node: int) -> list[ProfiledRun]:
-    """Let every rank send to the next of its node, and to the same place of the next node."""
+def message_runs(ranks: int, ranks_per_node: int, *, times: int = 1) -> list[ProfiledRun]:
+    """Let every rank send to the next of its node, and to the same place of the next node; `times` as many bytes."""
     tiers: list[Tier] = [*(("near",) if ranks_per_node > 1 else ()), *(("far",) if ranks > ranks_per_node else ())]
     return [
-        ProfiledRun(kind="transfer", num_bytes=size, degree=min(ranks, 2), tier=tier)
+        ProfiledRun(kind="transfer", num_bytes=times * size, degree=min(ranks, 2), tier=tier)
         for tier in tiers
         for size in MESSAGE_BYTES
     ]
 
 
-def copy_runs() -> list[ProfiledRun]:
-    """Let every rank copy to where activations are offloaded, and back."""
-    return [ProfiledRun(kind="copy", num_bytes=size) for size in COPY_BYTES]
+def copy_runs(*, times: int = 1) -> list[ProfiledRun]:
+    """Let every rank copy to where activations are offloaded, and back; `times` as many bytes."""
+    return [ProfiledRun(kind="copy", num_bytes=times * size) for size in COPY_BYTES]
 
 
 def packs_up_to(longest: int) -> list[tuple[int, ...]]:
