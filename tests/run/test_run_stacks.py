@@ -4,6 +4,8 @@ import os
 import resource
 import signal
 import tempfile
+import threading
+import time
 from io import FileIO
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from lengthwise.config import build_config
 from lengthwise.core.errors import TransferError, WriteError
 from lengthwise.run.folder import CONFIG, RunFolder
 from lengthwise.run.launch import launch
-from lengthwise.run.stacks import with_own_stacks
+from lengthwise.run.stacks import keep_stacks, with_own_stacks
 from run.small_runs import resume_after
 
 
@@ -62,3 +64,17 @@ def test_going_on_with_a_full_disk_leaves_the_config_as_it_was(tmp_path):
         signal.signal(signal.SIGXFSZ, handler)
     assert (tmp_path / "out" / CONFIG).read_bytes() == before
     assert not list((tmp_path / "out").glob("*.unfinished"))
+
+
+def test_stacks_are_kept_whole_of_a_rank_that_writes_slowly(tmp_path):
+    def write():
+        for line in range(8):
+            file.write(f"line {line}\n".encode())
+            time.sleep(0.03)
+
+    with tempfile.TemporaryFile(buffering=0) as file:
+        writer = threading.Thread(target=write)
+        writer.start()
+        keep_stacks([file], ["step 1"], {0: 2**22 + 1}, tmp_path)  # no process has this pid
+        writer.join()
+    assert (tmp_path / "rank-00000.txt").read_text().endswith("line 7\n")

@@ -21,7 +21,7 @@ from lengthwise.core.errors import TransferError
 
 Result = TypeVar("Result")
 FOLDER = "hang"  # within the output of a run
-_SECONDS = 1.0  # that ranks which are asked have
+_SECONDS, _POLL_SECONDS = 1.0, 0.1  # that ranks which are asked have
 _STDERR = 2
 
 
@@ -59,9 +59,13 @@ def keep_stacks(files: Sequence[FileIO], seen: Sequence[str], alive: Mapping[int
         for number in (signal.SIGUSR1, signal.SIGCONT):
             with contextlib.suppress(OSError):
                 os.kill(pid, number)
-    end, kept = time.monotonic() + _SECONDS, ""
-    while time.monotonic() < end and not all(_size(files[rank]) for rank in alive):
-        time.sleep(0.02)
+    end, kept, before = time.monotonic() + _SECONDS, "", list[int]()
+    while time.monotonic() < end:  # until all have written something, and write no more
+        sizes = [_size(files[rank]) for rank in alive]
+        if all(sizes) and sizes == before:
+            break
+        before = sizes
+        time.sleep(_POLL_SECONDS)
     with contextlib.suppress(OSError):
         for rank, source in enumerate(files):
             if _size(source):
