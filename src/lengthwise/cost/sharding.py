@@ -47,24 +47,6 @@ def wanted_tokens(ranks: int, *, longest: int = 1, batch: float = float("inf")) 
     return max(int(min(LEAST_TOKENS, batch)), -(-longest // ranks))
 
 
-def ranks_of_node(asked: int | None, here: int, ranks: int, *, is_asked: bool) -> int | None:
-    """Return how many ranks shard the parameters under hybrid: as asked for, or those of this machine.
-
-    None: nobody asked for hybrid, and those of this machine do not divide the ranks.
-
-    Raises:
-        ConfigError: what was asked for does not divide them.
-    """
-    found = asked or here
-    if ranks % found == 0:
-        return found
-    if asked is None and not is_asked:
-        return None
-    got = f"{found}" if asked else f"{found}, those of this machine"
-    remedy = "Set ranks_per_node, or take another shard."
-    raise ConfigError("ranks_per_node", expected=f"a number that divides {ranks} ranks", got=got, remedy=remedy)
-
-
 def choose_shard(
     memory: StepMemory,
     device_bytes: float | None,
@@ -307,8 +289,7 @@ def sharded_cost(cost: Cost, memory: StepMemory, *, group: int | None = None) ->
 
 def laid_cost(cost: Cost, memory: StepMemory) -> Cost:
     """Return the costs of ranks whose parameters and optimizer lie as `memory` says."""
-    group = {"zero1": 1, "hybrid": memory.ranks_per_node}.get(memory.shard)
-    return offloaded_cost(sharded_cost(cost, memory, group=group), memory)
+    return offloaded_cost(sharded_cost(cost, memory, group=memory.ranks_in_step), memory)
 
 
 def offloaded_cost(cost: Cost, memory: StepMemory) -> Cost:
