@@ -5,7 +5,14 @@ Planners, score and simulator ask a `Cost`; `memory` says what a step holds, `ca
 
 from lengthwise.cost.all_terms import all_terms_cost
 from lengthwise.cost.analytic import analytic_cost, step_flops
-from lengthwise.cost.capacity import RESERVED, STEP_TOKENS, capacity_tokens, memory_of, recompute_capacities, step_memory
+from lengthwise.cost.capacity import (
+    RESERVED,
+    STEP_TOKENS,
+    capacity_tokens,
+    memory_of,
+    recompute_capacities,
+    step_memory,
+)
 from lengthwise.cost.choices import Choice, Choices
 from lengthwise.cost.costs import costs
 from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, hardware_of_gpu, named_hardware
@@ -27,7 +34,6 @@ from lengthwise.cost.sharding import (
     LayoutSeconds,
     check_host,
     choose_shard,
-    choose_shard_of_run,
     laid_cost,
     offloaded_cost,
     sharded_cost,
@@ -61,7 +67,6 @@ __all__ = [
     "check_host",
     "check_trained",
     "choose_shard",
-    "choose_shard_of_run",
     "costs",
     "hardware_of_gpu",
     "laid_cost",

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal, TypeAlias
 
-from lengthwise.config import RunConfig
-from lengthwise.core.errors import ConfigError, MemoryShortage
+from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.names import counted
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import ModelShape
@@ -138,42 +137,6 @@ def check_host(memory: StepMemory, ranks_here: int, free_bytes: float, *, key: s
             got=f"{free_bytes / 1e9:.3g} GB that are free here",
             remedy="Take it out, or use more machines.",
         )
-
-
-def choose_shard_of_run(
-    config: RunConfig,
-    memory: StepMemory,
-    device_bytes: float | None,
-    *,
-    longest: int,
-    batch: int,
-    on_gpus: bool,
-    kinds: Sequence[str] = RECOMPUTE_KINDS,
-    seconds: LayoutSeconds | None = None,
-) -> ShardChoice:
-    """Return what `shard: auto` of a run file takes.
-
-    longest, batch: tokens of the longest sequence, and at most of a global batch. kinds: of recomputation that the
-    model's family can. seconds: as for `choose_shard`.
-
-    Raises:
-        MemoryShortage: the model fits under no layout.
-    """
-    capacity, recompute = config.capacity_tokens, config.recompute
-    if capacity == "auto":
-        tokens = wanted_tokens(memory.ranks, longest=longest, batch=batch)
-    else:
-        tokens, recompute = min(capacity, batch), "none" if recompute == "auto" else recompute
-    return choose_shard(
-        memory,
-        device_bytes,
-        tokens=tokens,
-        kinds=kinds if recompute == "auto" else [recompute],
-        offload=config.most_offload,
-        keeps_whole=config.keeps_whole,
-        can_offload=on_gpus,
-        seconds=seconds,
-    )
 
 
 def _kept(memory: StepMemory) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
-from lengthwise.config import RunConfig
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import RESERVED, Cost, StepMemory
@@ -65,33 +64,3 @@ def layout_seconds(
             return inf
 
     return seconds
-
-
-def layout_seconds_of_run(
-    config: RunConfig,
-    lengths: Sequence[int] | None,
-    cost: Cost,
-    device_bytes: float | None,
-    *,
-    ranks: int,
-    kinds: Sequence[str] = RECOMPUTE_KINDS,
-) -> LayoutSeconds | None:
-    """Return `layout_seconds` of a run file; None: its costs know no transfers, or memory is not known.
-
-    lengths: of its first global batch; None: not known. kinds: of recomputation that the model's family can.
-    """
-    if device_bytes is None or not cost.prices_choices:
-        return None
-    capacity, recompute = config.capacity_tokens, config.recompute
-    tokens = None if capacity == "auto" else capacity
-    if recompute == "auto" and tokens is not None:
-        recompute = "none"
-    return layout_seconds(
-        lengths or usual_lengths(ranks, tokens),
-        cost,
-        device_bytes,
-        kinds=kinds if recompute == "auto" else [recompute],
-        capacity_tokens=tokens,
-        offload="off" if config.offload is None else config.offload.ratio,
-        heads=config.heads,
-    )

@@ -1,0 +1,94 @@
+"""A run file through `train`, through `plan --config` and as arguments of a `Session`: one layout, one planning."""
+
+import json
+from dataclasses import asdict, replace
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lengthwise.cli.options import PlanChoices
+from lengthwise.cli.plan import PlanCommand
+from lengthwise.config import build_config
+from lengthwise.run.checks import prepare_job
+from lengthwise.run.sharding import settle_shard
+from lengthwise.session import start
+from lengthwise.session.request import SessionRequest
+from lengthwise.session.settings import check_settings, cost_of, planning_of
+from run.small_runs import make_rows, write_run
+
+LENGTHS = [90, 41, 30, 12, 8, 5]
+LAYOUTS = {
+    "zero1": {"shard": "zero1"},
+    "zero3": {"shard": "zero3"},
+    "hybrid": {"shard": "hybrid", "ranks_per_node": 2},
+    "stages": {"stages": 2},
+}
+OFFLOADS = [None, {"store": "host", "ratio": 0.5}, {"store": "host", "ratio": "auto"}]
+RANKS = 4
+CASES = [
+    pytest.param(layout, offload, heads, capacity, recompute, id=f"{layout}-{offload and offload['ratio']}-{heads}")
+    for (layout, offload, heads), capacity, recompute in zip(
+        product(LAYOUTS, OFFLOADS, ["auto", "off", 2]),
+        [32, 48, 64, 96] * 9,
+        ["none", "layer", "auto"] * 12,
+        strict=True,
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("run"), make_rows(LENGTHS), precision="fp32").parent
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+def of_session(model, keys):
+    """What plans a session of these settings, once its parameters lie on the ranks."""
+    asked = {"shard": "auto", "ranks_per_node": None, "planner": "lengthwise", "measurements": None, **keys}
+    optimizer = torch.optim.AdamW(model.parameters())
+    settings = check_settings(model, optimizer, SessionRequest(offload_optimizer=False, **asked))
+    transport, cost = SimpleNamespace(world_size=RANKS, rank=0, device_ranks=RANKS), cost_of(model.config, settings)
+    _, in_step = (
+        (None, 1) if settings.asked.stages > 1 else start.shard_of(model, transport, settings, cost, local_ranks=2)
+    )
+    engine = SimpleNamespace(
+        config=model.config,
+        transport=transport,
+        parameters=SimpleNamespace(ranks_in_step=in_step),
+        num_parameters=model.num_parameters(),
+    )
+    sharded = SimpleNamespace(shapes={name: each.shape for name, each in model.named_parameters()})
+    return planning_of(engine, sharded, cost, settings).ahead
+
+
+def of_plan(path):
+    """What `plan --config` plans with."""
+    command = PlanCommand(config=path, ranks=RANKS, out=path.with_name("plan.json"), planning=PlanChoices())
+    return command.planning_of(command._read(), LENGTHS, max(LENGTHS), batch=sum(LENGTHS))[0]
+
+
+def known(planning):
+    """All of a planning but the longest row, which a session does not know."""
+    return asdict(replace(planning, options=replace(planning.options, context_tokens=None)))
+
+
+@pytest.mark.parametrize(("layout", "offload", "heads", "capacity", "recompute"), CASES)
+def test_all_doors_plan_alike(folder, model, monkeypatch, layout, offload, heads, capacity, recompute):
+    monkeypatch.setattr(start, "least", lambda _, numbers: list(numbers))
+    keys = {**LAYOUTS[layout], "heads": heads, "capacity_tokens": capacity, "recompute": recompute, "offload": offload}
+    path = write_run(folder, precision="fp32", **keys)
+    config = build_config(json.loads(path.read_text()), folder=folder)
+    trained = settle_shard(prepare_job(config, ranks=RANKS, timeout_seconds=10)).planning
+    assert known(of_session(model, keys)) == known(trained)
+    by_file, expected = known(of_plan(path)), known(trained)
+    approximate = {name: (by_file["cost"].pop(name), expected["cost"].pop(name)) for name in ("traffic",)}
+    assert by_file == expected  # but for norms, which sizes alone do not count
+    for found, exact in approximate.values():
+        assert found == (exact and pytest.approx(exact, rel=0.05))
