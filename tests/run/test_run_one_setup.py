@@ -18,6 +18,7 @@ from lengthwise.session import start
 from lengthwise.session.request import SessionRequest
 from lengthwise.session.settings import check_settings, cost_of, planning_of
 from run.small_runs import make_rows, write_model, write_rows, write_run
+from tiers import some
 
 LENGTHS = [90, 41, 30, 12, 8, 5]
 LAYOUTS = {
@@ -63,9 +64,10 @@ def of_session(model, keys):
     return planning_of(engine, sharded, cost, settings).ahead
 
 
-def of_plan(path):
+def of_plan(path, **options):
     """What `plan --config` plans with."""
-    command = PlanCommand(config=path, ranks=RANKS, out=path.with_name("plan.json"), planning=PlanChoices())
+    out = path.with_name("plan.json")
+    command = PlanCommand(config=path, ranks=RANKS, out=out, planning=PlanChoices(), **options)
     return command.planning_of(command._read(), LENGTHS, max(LENGTHS), batch=sum(LENGTHS))[0]
 
 
@@ -74,7 +76,18 @@ def known(planning):
     return asdict(replace(planning, options=replace(planning.options, context_tokens=None)))
 
 
-@pytest.mark.parametrize(("layout", "ratio", "heads"), CASES)
+def assert_same(planned, trained):
+    """Of what `plan` knows by sizes alone, which do not count norms, about the same."""
+    found, expected = known(planned), known(trained)
+    sized, counted = (each["cost"].pop("traffic") for each in (found, expected))
+    ends = [each.cost.step_end_seconds(RANKS) for each in (planned, trained)]
+    del found["cost"]["ending"], expected["cost"]["ending"]
+    assert found == expected
+    assert sized == (counted and pytest.approx(counted, rel=0.05))
+    assert ends[0] == pytest.approx(ends[1], rel=0.05)
+
+
+@pytest.mark.parametrize(("layout", "ratio", "heads"), some(CASES, *range(0, 36, 4)))
 def test_all_doors_plan_alike(folder, model, monkeypatch, layout, ratio, heads):
     monkeypatch.setattr(start, "least", lambda _, numbers: list(numbers))
     number = CASES.index((layout, ratio, heads))
@@ -85,8 +98,22 @@ def test_all_doors_plan_alike(folder, model, monkeypatch, layout, ratio, heads):
     config = build_config(json.loads(path.read_text()), folder=folder)
     trained = settle_shard(prepare_job(config, ranks=RANKS, timeout_seconds=10)).planning
     assert known(of_session(model, keys)) == known(trained)
-    by_file, expected = known(of_plan(path)), known(trained)
-    sized, counted = (each["cost"].pop("traffic") for each in (by_file, expected))
-    assert by_file == expected
-    if counted is not None:  # sizes alone do not count norms
-        assert sized == pytest.approx(counted, rel=0.05)
+    assert_same(of_plan(path), trained)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"lora": {"r": 2}},
+        {"precision": "fp32", "optimizer": {"offload": True}, "shard": "hybrid", "ranks_per_node": 2},
+        {"stages": 2, "optimizer": {"offload": True}},
+    ],
+)
+def test_a_plan_for_gpus_is_priced_as_a_run_on_them(folder, keys):
+    """Adapters, the precision and an optimizer on the host of stages did not count in plans."""
+    path = write_run(folder, **{"precision": "bf16", "capacity_tokens": 64, **keys})
+    config = build_config(json.loads(path.read_text()), folder=folder)
+    job = replace(prepare_job(config, ranks=RANKS, timeout_seconds=10), gpus=RANKS, gpu_name="NVIDIA H100 80GB HBM3")
+    planned = of_plan(path, hardware="h100")
+    assert_same(planned, job.planning)
+    assert ("optimizer on hosts" in planned.cost.version) == ("optimizer" in keys)
