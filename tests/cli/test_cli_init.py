@@ -6,9 +6,9 @@ import re
 import pytest
 import yaml
 
-from lengthwise.cli.layout import layout_of_run
 from lengthwise.config import load_config
 from lengthwise.cost import costs, named_hardware, named_shape
+from lengthwise.setup import Machine, TrainedModel, resolve
 from run.small_runs import call, losses, make_rows, write_model
 
 
@@ -92,8 +92,9 @@ def test_the_layout_is_the_one_that_training_takes(tmp_path, rows_of, length, sh
     assert (said[1] if said else "zero1") == shard
     config, shape, hardware = load_config(tmp_path / "run.yaml", []), named_shape("qwen3-8b"), named_hardware("h100")
     batch = [length] * (config.global_batch.sequences or 1)
-    sizes = {"lengths": batch, "longest": length, "batch": sum(batch), "trained": None, "ties": None}
-    taken = layout_of_run(config, shape, hardware, costs(shape, hardware), ranks=64, **sizes)
+    sizes = {"lengths": batch, "longest": length, "batch": sum(batch), "room_bytes": hardware.device_bytes}
+    machine = Machine(ranks=64, here=hardware.ranks_per_node, on_gpus=True)
+    taken = resolve(config, TrainedModel(shape=shape), machine, costs(shape, hardware), **sizes)
     assert taken.memory.shard == shard
 
 

@@ -23,7 +23,7 @@ from lengthwise.engine.step import run_plan
 from lengthwise.models import build_adapted
 from lengthwise.run import capacity
 from lengthwise.run import job as jobs
-from lengthwise.run.building import engine_of
+from lengthwise.run.building import job_engine
 from lengthwise.run.start import prepare
 from lengthwise.session import capacity as session_capacity
 from run.small_runs import VOCAB, call, losses, make_rows, read_lines, train, write_model, write_run
@@ -141,7 +141,7 @@ def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, key
             optimizer, kernel = ShardedOptimizer(parameters, job.config.optimizer, transport), choose_kernel(CPU)
             world = World(rank=transport.rank, world_size=2)
             found = capacity.measure_capacities(
-                job, engine_of(job, world, transport, None, model, parameters), parameters
+                job, job_engine(job, world, transport, None, model, parameters), parameters
             )
             offloading = start_offloading(job.config.offload, model, kernel, where="test")
             batch, planning = make_batch(lengths, vocab=VOCAB), job.with_capacities(found).planning

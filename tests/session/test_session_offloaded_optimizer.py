@@ -14,9 +14,9 @@ from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.cost import StepMemory, check_host, costs, named_shape, shape_from_config
 from lengthwise.cost.measured import base_cost
+from lengthwise.planner.service.step_planning import step_planning
 from lengthwise.session import settings as session_settings
 from lengthwise.session import start as session_start
-from lengthwise.session.settings import step_planning
 from tiers import more
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -163,11 +163,11 @@ def test_stages_say_too_where_an_optimizer_on_the_host_saves_nothing(tmp_path):
 
 
 def test_a_plan_is_priced_with_its_optimizer_on_the_host():
-    config, cost = small_model().config, costs("llama-7b")
-    how = {"ranks": 8, "in_step": 8, "dtype_bytes": 2, "offload": None, "measured": None}
+    cost = costs("llama-7b")
+    memory = StepMemory(shape=shape_from_config(small_model().config.to_dict()), dtype_bytes=2, ranks=8, shard="zero3")
     on_gpus, on_host = (
-        step_planning(cost, config, {"none": 64}, offloaded_states=states, **how).cost.step_end_seconds(8)
-        for states in (None, 2)
+        step_planning(replace(memory, offloads=offloads), cost, {"none": 64}).cost.step_end_seconds(8)
+        for offloads in (False, True)
     )
     assert on_gpus == 0  # all is summed in the waves
     assert on_host > 0

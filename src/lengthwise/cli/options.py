@@ -44,10 +44,10 @@ class PlanChoices:
 
     def options(self, **others: Any) -> PlanOptions:
         """Return the options of the planner that these are, with all others by name."""
-        from lengthwise.planner import PlanOptions
+        from lengthwise.planner import options_of
 
         own = {"mode": self.mode or "free", "heads": self.heads or "off", "offload": self.offload or "off"}
-        return PlanOptions(**{**own, "virtual": self.virtual, **others})
+        return options_of(None, **{**own, "virtual": self.virtual, **others})
 
 
 def named_alike(names: str) -> dict[str, str]:

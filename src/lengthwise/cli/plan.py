@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lengthwise.core.measurements import Measurements
     from lengthwise.cost import Cost, Hardware
     from lengthwise.planner import PlanOptions
+    from lengthwise.planner.service.step_planning import StepPlanning
 
 
 _NAMES = named_alike(
@@ -43,7 +44,10 @@ _NAMES = named_alike(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInput:
-    """A command line that was read; `lengths`: None where a run file's data are not read yet."""
+    """A command line that was read; `lengths`: None where a run file's data are not read yet.
+
+    adapters: parameters that train in place of the model's own; None: all train.
+    """
 
     config: RunConfig | None
     lengths: list[int] | None
@@ -53,6 +57,7 @@ class PlanInput:
     options: PlanOptions
     offload_ratio: float | None
     hardware: Hardware | None
+    adapters: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,28 +107,19 @@ class PlanCommand:
 
     def run(self) -> int:
         """Run the command; return the exit status."""
-        from lengthwise.planner.service.step_planning import StepPlanning
         from lengthwise.report.plans import degree_table, plan_table
 
         asked = self._read()
         tokens, context, batch = self._lengths(asked)
         console = plain_console()
-        if asked.config is not None and asked.hardware is not None and not self.planning.mode:
-            asked, why = self._laid_out(asked, asked.config, asked.hardware, tokens, longest=context or 1, batch=batch)
-            if why:
-                console.print(why)
-        options = replace(asked.options, context_tokens=context)
-        planning = StepPlanning(
-            ranks=self._replicas(asked.config, self.ranks),
-            cost=asked.cost,
-            capacities=asked.capacities,
-            options=options,
-            offload_ratio=asked.offload_ratio,
-        )
+        planning, why = self.planning_of(asked, tokens, context, batch=batch)
+        if why:
+            console.print(why)
+        options = planning.options
         plan = planning.plan(tokens)
         write_atomically(self.out, plan.to_json())
 
-        cost = asked.cost
+        cost = planning.cost
         known = None if self.cost else asked.shape
         named = f"model {known.name} ({cost.version})" if known else f"costs {cost.version}"
         if self._plans_as_training and not self.cost and not self.measurements:
@@ -153,6 +149,7 @@ class PlanCommand:
 
     def _read(self) -> PlanInput:
         """Read all of the command line but the lengths of a run file's data; raise all that is wrong with it."""
+        from lengthwise.cli.run_model import adapters_of
         from lengthwise.cost import named_hardware
         from lengthwise.data.recipes import lengths_from_file
 
@@ -169,10 +166,11 @@ class PlanCommand:
         measured = problems.attempt(partial(self._measured, config)) if self.measurements and not self.cost else None
         hardware = None if self.cost or self.measurements else problems.attempt(self._hardware)
         shape = problems.attempt(partial(self._shape, config, measured)) if config or not self.config else None
-        cost = problems.attempt(partial(self._cost, config, shape, hardware, measured))
+        adapters = problems.attempt(partial(adapters_of, config)) if config and shape and not self.cost else None
+        cost = problems.attempt(partial(self._cost, config, shape, hardware, measured, adapters))
         speeds = problems.attempt(partial(parse_speeds, self.speeds)) if self.speeds is not None else None
         planner, layers = self.planner or (config.planner if config else "lengthwise"), shape.layers if shape else 1
-        heads = self.planning.heads or (str(config.heads) if config and not self.cost else "off")
+        heads = self.planning.heads or (config.heads if config and not self.cost else "off")
         offload, ratio = self._offload(config)
         mode = self.planning.mode or (config.plan_mode(ranks or 1) if config else "free")
         own = {"heads": heads, "offload": offload, "mode": mode, "stages": self.stages}
@@ -195,39 +193,54 @@ class PlanCommand:
             options=options,
             offload_ratio=ratio,
             hardware=named_hardware(measured.hardware) if measured else hardware,
+            adapters=adapters,
         )
 
-    def _laid_out(
-        self, asked: PlanInput, config: RunConfig, hardware: Hardware, lengths: list[int], *, longest: int, batch: int
-    ) -> tuple[PlanInput, str]:
-        """Return (mode and costs of how training lays parameters over the ranks; why, where that was left open)."""
-        from lengthwise.cli.layout import adapters_of, layout_of_run, ties_of
-        from lengthwise.cost import offloaded_cost, sharded_cost
+    def planning_of(
+        self, asked: PlanInput, lengths: list[int], context: int | None, *, batch: int
+    ) -> tuple[StepPlanning, str]:
+        """Return (what plans the step, of a run file as training does; why its layout, where that was left open).
 
-        if asked.shape is None or config.stages > 1:
-            return asked, ""
+        context, batch: tokens that a fixed mesh must hold, and at most of a global batch.
+        """
+        from lengthwise.cli.run_model import setup_of_run, ties_of
+        from lengthwise.planner.service.step_planning import StepPlanning, step_planning
+        from lengthwise.setup import TrainedModel
+
+        config, hardware, options = asked.config, asked.hardware, replace(asked.options, context_tokens=context)
+        if config is None or hardware is None or asked.shape is None or not self._lays_out(config):
+            planning = StepPlanning(
+                ranks=self._replicas(config, self.ranks),
+                cost=asked.cost,
+                capacities=asked.capacities,
+                options=options,
+                offload_ratio=asked.offload_ratio,
+            )
+            return planning, ""
         if self.capacity is not None and config.capacity_tokens != "auto":
             config = config.model_copy(update={"capacity_tokens": max(asked.capacities.values())})
-        layout = layout_of_run(
-            config,
-            asked.shape,
-            hardware,
-            asked.cost,
-            ranks=self.ranks,
-            lengths=None if config.data[0].streaming else lengths,
-            longest=longest,
-            batch=batch,
-            trained=adapters_of(config),
-            ties=None if self.model_shape else ties_of(config.model),
+        model = TrainedModel(
+            shape=asked.shape, adapters=asked.adapters, ties=None if self.model_shape else ties_of(config.model)
         )
-        cost = sharded_cost(asked.cost, layout.memory, group=layout.ranks_in_step)
-        mode = "free" if layout.ranks_in_step == 1 else "waves"
-        why = [layout.why] if layout.why else []
-        if layout.memory.offloads:
-            cost = offloaded_cost(cost, layout.memory)
-            end = seconds(cost.step_end_seconds(self.ranks))
+        known: dict[str, Any] = {"longest": context or 1, "batch": batch}
+        known["lengths"] = None if config.data[0].streaming else lengths
+        setup = setup_of_run(config, model, hardware, asked.cost, ranks=self.ranks, **known)
+        planning = step_planning(
+            setup.memory,
+            asked.cost,
+            asked.capacities,
+            offload=options.offload if asked.offload_ratio is None else asked.offload_ratio,
+            **{name: getattr(options, name) for name in ("planner", "heads", "speeds", "context_tokens")},
+        )
+        why = [setup.why] if setup.why else []
+        if setup.memory.offloads:
+            end = seconds(planning.cost.step_end_seconds(planning.ranks))
             why.append(f"optimizer.offload: the step's end, which is not in these times, takes at least {end}")
-        return replace(asked, cost=cost, options=replace(asked.options, mode=mode)), "\n".join(why)
+        return planning, "\n".join(why)
+
+    def _lays_out(self, config: RunConfig) -> bool:
+        """Return whether parameters and stages lie as training has them, and no option says otherwise."""
+        return not self.planning.mode and (config.stages == 1 or self._in_stages(config))
 
     def _in_stages(self, config: RunConfig | None) -> bool:
         """Return whether the stages of pipelines are those of a run file, and ranks as training counts them."""
@@ -251,7 +264,7 @@ class PlanCommand:
         return (ratio, None) if isinstance(ratio, str) else ("off", ratio)
 
     def _measured(self, config: RunConfig | None) -> Measurements:
-        from lengthwise.cli.layout import adapters_of, shape_of_run
+        from lengthwise.cli.run_model import adapters_of, shape_of_run
         from lengthwise.cost.measured import misfits, read_measurements
 
         assert self.measurements is not None, "only asked for where there is a file"
@@ -310,7 +323,7 @@ class PlanCommand:
         return {"--model-shape": self.model_shape, "--ranks-per-node": self.ranks_per_node}
 
     def _shape(self, config: RunConfig | None, measured: Measurements | None) -> ModelShape | None:
-        from lengthwise.cli.layout import shape_of_run
+        from lengthwise.cli.run_model import shape_of_run
         from lengthwise.cost import named_shape
         from lengthwise.cost.measured import measured_shape
 
@@ -346,10 +359,10 @@ class PlanCommand:
         shape: ModelShape | None,
         hardware: Hardware | None,
         measured: Measurements | None,
+        adapters: int | None,
     ) -> Cost | None:
         """Make the costs; None where the model or the hardware has a problem, which was reported."""
-        from lengthwise.cli.layout import adapters_of
-        from lengthwise.cost import costs
+        from lengthwise.cost import DTYPE_BYTES, all_terms_cost, costs
         from lengthwise.cost.measured import base_cost, measured_cost
 
         if self.cost is not None:
@@ -364,8 +377,10 @@ class PlanCommand:
             return None
         if config is not None and self._plans_as_training:
             precision = config.precision_on(gpus=hardware.compute_dtype_bytes == 2)
-            return base_cost(shape, hardware.name, precision=precision, adapters=adapters_of(config), stages=stages)
-        return costs(shape, hardware, stages=stages)
+            return base_cost(shape, hardware.name, precision=precision, adapters=adapters, stages=stages)
+        if config is not None and config.precision != "auto":
+            hardware = replace(hardware, compute_dtype_bytes=DTYPE_BYTES[config.precision])
+        return all_terms_cost(shape, hardware, adapters=adapters, stages=stages)
 
     def _lengths(self, asked: PlanInput) -> tuple[list[int], int | None, int]:
         """Return (lengths to plan, the context that a fixed mesh must hold, the most tokens of a global batch)."""

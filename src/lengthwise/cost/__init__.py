@@ -5,10 +5,18 @@ Planners, score and simulator ask a `Cost`; `memory` says what a step holds, `ca
 
 from lengthwise.cost.all_terms import all_terms_cost
 from lengthwise.cost.analytic import analytic_cost, step_flops
-from lengthwise.cost.capacity import RESERVED, STEP_TOKENS, capacity_tokens, recompute_capacities, step_memory
+from lengthwise.cost.capacity import (
+    RESERVED,
+    STEP_TOKENS,
+    capacity_tokens,
+    memory_of,
+    recompute_capacities,
+    step_memory,
+)
 from lengthwise.cost.choices import Choice, Choices
 from lengthwise.cost.costs import costs
 from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, hardware_of_gpu, named_hardware
+from lengthwise.cost.layout import ModelLayout, ranks_of_node
 from lengthwise.cost.links import Link
 from lengthwise.cost.memory import (
     DTYPE_BYTES,
@@ -26,10 +34,8 @@ from lengthwise.cost.sharding import (
     LayoutSeconds,
     check_host,
     choose_shard,
-    choose_shard_of_run,
     laid_cost,
     offloaded_cost,
-    ranks_of_node,
     sharded_cost,
     sharded_traffic,
     wanted_tokens,
@@ -51,6 +57,7 @@ __all__ = [
     "LayoutSeconds",
     "Link",
     "MicrobatchBytes",
+    "ModelLayout",
     "Moments",
     "Pass",
     "StepMemory",
@@ -60,7 +67,6 @@ __all__ = [
     "check_host",
     "check_trained",
     "choose_shard",
-    "choose_shard_of_run",
     "costs",
     "hardware_of_gpu",
     "laid_cost",
@@ -68,6 +74,7 @@ __all__ = [
     "layer_shapes",
     "logits_at_once",
     "loss_bytes",
+    "memory_of",
     "microbatches_kept",
     "named_hardware",
     "named_shape",

@@ -7,6 +7,7 @@ them in tokens, so the capacity is the largest number whose peak fits. Estimates
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.held import kept_ratio, largest
@@ -14,28 +15,46 @@ from lengthwise.core.names import counted
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.hardware import Hardware
+from lengthwise.cost.layout import ModelLayout
 from lengthwise.cost.memory import StepMemory, logits_at_once
 
 RESERVED = 0.1  # of device memory: transfers, workspace, fragments
 STEP_TOKENS = 128  # of which capacities are multiples
 
 
+def memory_of(
+    shape: ModelShape,
+    layout: ModelLayout,
+    *,
+    dtype_bytes: int,
+    on_gpus: bool,
+    chunked: bool = True,
+    fused_norms: bool = False,
+) -> StepMemory:
+    """Return what steps of a model hold in a layout, the loss in chunks as runs make them there, or not `chunked`.
+
+    An optimizer is on the host only beside a GPU, whose memory that saves.
+    """
+    of_layout = {each.name: getattr(layout, each.name) for each in fields(ModelLayout)}
+    return StepMemory(
+        **of_layout | {"offloads": layout.offloads and on_gpus},
+        shape=shape,
+        dtype_bytes=dtype_bytes,
+        logits_at_once=logits_at_once(shape.vocab, on_gpus=on_gpus) if chunked else None,
+        fused_norms=fused_norms,
+    )
+
+
 def step_memory(
     shape: ModelShape, hardware: Hardware, ranks: int, *, tensor: int = 1, stages: int = 1, virtual: int = 1
 ) -> StepMemory:
-    """Return what steps hold on a kind of device, for ranks of `tensor` x `stages` devices each, the loss in chunks.
-
-    Chunks are as runs make them there.
-    """
-    return StepMemory(
-        shape=shape,
+    """Return what steps hold on a kind of device, for ranks of `tensor` x `stages` devices each, the loss in chunks."""
+    return memory_of(
+        shape,
+        ModelLayout(ranks=ranks, tensor=tensor, stages=stages, virtual=virtual),
         dtype_bytes=hardware.compute_dtype_bytes,
-        ranks=ranks,
-        tensor=tensor,
-        stages=stages,
-        virtual=virtual,
+        on_gpus=hardware.name != "cpu",
         fused_norms=hardware.fused_norms,
-        logits_at_once=logits_at_once(shape.vocab, on_gpus=hardware.name != "cpu"),
     )
 
 

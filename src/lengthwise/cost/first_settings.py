@@ -14,12 +14,12 @@ from lengthwise.core.names import counted
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.capacity import recompute_capacities, step_memory
 from lengthwise.cost.hardware import Hardware
+from lengthwise.cost.layout import ranks_of_node
 from lengthwise.cost.memory import StepMemory
 from lengthwise.cost.sharding import (
     LayoutSeconds,
     choose_shard,
     more_ranks,
-    ranks_of_node,
     wanted_tokens,
     with_adapters,
 )

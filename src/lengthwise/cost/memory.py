@@ -15,6 +15,7 @@ import numpy as np
 
 from lengthwise.core.held import kept_ratio
 from lengthwise.core.shape import ModelShape
+from lengthwise.cost.layout import ModelLayout
 from lengthwise.cost.links import Numbers
 from lengthwise.cost.microbatch import WINDOW_LAYERS
 
@@ -123,38 +124,22 @@ def microbatches_kept(stages: int, virtual: int = 1) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepMemory:
-    """What a step of a model on one of `ranks` is, beside its tokens; a rank has `tensor` x `stages` devices.
+class StepMemory(ModelLayout):
+    """What a step of a model on one of `ranks` is, beside its tokens; `cost.capacity.memory_of` makes it.
 
-    parameters: all of them, tied ones once; None: those of the shape. trained: how many of them; None: all. Others are
-    a base under adapters.
     logits_at_once: that the loss makes; None: all.
     fused_norms: norms keep input and result in the model's numbers, as fused kernels do (Megatron's); else as Hugging
     Face's operations, which keep the input in fp32 and what is normed, too.
-    shard: how parameters lie over the ranks, zero1, zero3 or hybrid. ranks_per_node: that share them under hybrid.
-    states: that the optimizer keeps of each. offloads: it keeps them, and master weights, in the host's memory. ties:
-    whether head and embedding are the same; None: as the family usually has it.
     """
 
     shape: ModelShape
     dtype_bytes: int = 4
-    parameters: int | None = None
-    trained: int | None = None
-    ranks: int = 1
-    tensor: int = 1
-    stages: int = 1
-    virtual: int = 1
     logits_at_once: int | None = _LOGITS_AT_ONCE
     fused_norms: bool = False
-    shard: str = "zero1"
-    ranks_per_node: int | None = None
-    states: int = 2
-    offloads: bool = False
-    ties: bool | None = None
 
     def state_bytes(self) -> float:
         """Count what a device keeps from step to step, gradients included."""
-        count = partial(sharded_state_bytes, ranks_per_node=self._node) if self._is_sharded else state_bytes
+        count = partial(sharded_state_bytes, ranks_per_node=self.node) if self.is_sharded else state_bytes
         held = count(
             self._parameters(),
             dtype_bytes=self.dtype_bytes,
@@ -185,8 +170,8 @@ class StepMemory:
         trained, devices = self._parameters() if self.trained is None else self.trained, self.tensor * self.stages
         bare = replace(self, states=0)
         states = self.state_bytes() - bare.state_bytes()
-        if self._is_sharded:
-            rows = 1 / self.ranks + (self._node < self.ranks) / self._node
+        if self.is_sharded:
+            rows = 1 / self.ranks + (self.node < self.ranks) / self.node
             sums = trained * wide_bytes(self.dtype_bytes) * rows / devices
             return {"weights": bare.state_bytes() - sums, "gradients": sums, "states": states}
         weights = self._parameters() * self.dtype_bytes / devices
@@ -197,7 +182,7 @@ class StepMemory:
 
     def gathered_bytes(self) -> float:
         """Count what a device gathers of parameters for a pass, at most, where they lie over the ranks."""
-        if not self._is_sharded:
+        if not self.is_sharded:
             return 0.0
         words, ties = self.shape.hidden * self.shape.vocab, self._ties
         layer, _ = self.layer_params()
@@ -205,10 +190,10 @@ class StepMemory:
             layer,
             words,
             dtype_bytes=self.dtype_bytes,
-            ranks=self._node,
+            ranks=self.node,
             ties=ties,
             trains=self.trained is None,
-            casts=self._node == self.ranks and not self.offloads,
+            casts=self.node == self.ranks and not self.offloads,
         )
         return (found - self._layer().tied_head_gradient * ties) / self.tensor  # which a microbatch counts
 
@@ -221,14 +206,6 @@ class StepMemory:
     @property
     def _ties(self) -> bool:
         return self._layer().family.ties_head if self.ties is None else self.ties
-
-    @property
-    def _is_sharded(self) -> bool:
-        return self.shard != "zero1" and self.ranks > 1
-
-    @property
-    def _node(self) -> int:
-        return self.ranks_per_node or self.ranks if self.shard == "hybrid" else self.ranks
 
     def _parameters(self) -> float:
         if self.parameters is not None:

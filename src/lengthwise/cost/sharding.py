@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal, TypeAlias
 
-from lengthwise.config import RunConfig
-from lengthwise.core.errors import ConfigError, MemoryShortage
+from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.names import counted
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import ModelShape
@@ -45,24 +44,6 @@ class ShardChoice:
 def wanted_tokens(ranks: int, *, longest: int = 1, batch: float = float("inf")) -> int:
     """Return the tokens that a rank should hold: its share of the longest sequence, and not too few of a batch."""
     return max(int(min(LEAST_TOKENS, batch)), -(-longest // ranks))
-
-
-def ranks_of_node(asked: int | None, here: int, ranks: int, *, is_asked: bool) -> int | None:
-    """Return how many ranks shard the parameters under hybrid: as asked for, or those of this machine.
-
-    None: nobody asked for hybrid, and those of this machine do not divide the ranks.
-
-    Raises:
-        ConfigError: what was asked for does not divide them.
-    """
-    found = asked or here
-    if ranks % found == 0:
-        return found
-    if asked is None and not is_asked:
-        return None
-    got = f"{found}" if asked else f"{found}, those of this machine"
-    remedy = "Set ranks_per_node, or take another shard."
-    raise ConfigError("ranks_per_node", expected=f"a number that divides {ranks} ranks", got=got, remedy=remedy)
 
 
 def choose_shard(
@@ -156,42 +137,6 @@ def check_host(memory: StepMemory, ranks_here: int, free_bytes: float, *, key: s
             got=f"{free_bytes / 1e9:.3g} GB that are free here",
             remedy="Take it out, or use more machines.",
         )
-
-
-def choose_shard_of_run(
-    config: RunConfig,
-    memory: StepMemory,
-    device_bytes: float | None,
-    *,
-    longest: int,
-    batch: int,
-    on_gpus: bool,
-    kinds: Sequence[str] = RECOMPUTE_KINDS,
-    seconds: LayoutSeconds | None = None,
-) -> ShardChoice:
-    """Return what `shard: auto` of a run file takes.
-
-    longest, batch: tokens of the longest sequence, and at most of a global batch. kinds: of recomputation that the
-    model's family can. seconds: as for `choose_shard`.
-
-    Raises:
-        MemoryShortage: the model fits under no layout.
-    """
-    capacity, recompute = config.capacity_tokens, config.recompute
-    if capacity == "auto":
-        tokens = wanted_tokens(memory.ranks, longest=longest, batch=batch)
-    else:
-        tokens, recompute = min(capacity, batch), "none" if recompute == "auto" else recompute
-    return choose_shard(
-        memory,
-        device_bytes,
-        tokens=tokens,
-        kinds=kinds if recompute == "auto" else [recompute],
-        offload=config.most_offload,
-        keeps_whole=config.keeps_whole,
-        can_offload=on_gpus,
-        seconds=seconds,
-    )
 
 
 def _kept(memory: StepMemory) -> str:
@@ -307,8 +252,7 @@ def sharded_cost(cost: Cost, memory: StepMemory, *, group: int | None = None) ->
 
 def laid_cost(cost: Cost, memory: StepMemory) -> Cost:
     """Return the costs of ranks whose parameters and optimizer lie as `memory` says."""
-    group = {"zero1": 1, "hybrid": memory.ranks_per_node}.get(memory.shard)
-    return offloaded_cost(sharded_cost(cost, memory, group=group), memory)
+    return offloaded_cost(sharded_cost(cost, memory, group=memory.ranks_in_step), memory)
 
 
 def offloaded_cost(cost: Cost, memory: StepMemory) -> Cost:

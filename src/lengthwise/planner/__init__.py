@@ -6,7 +6,7 @@ The same lengths, cluster, costs and planner give the same plan, in any process 
 from lengthwise.core.sizes import PLANNING_SHARE
 from lengthwise.planner.api import PlanStep, arithmetic_seconds, plan_recomputed, plan_step
 from lengthwise.planner.baselines.single_degree import PACKED_DP
-from lengthwise.planner.options import PlanOptions
+from lengthwise.planner.options import PlanOptions, options_of
 from lengthwise.planner.problem.bounds import bound_seconds
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import Score, score
@@ -23,6 +23,7 @@ __all__ = [
     "Score",
     "arithmetic_seconds",
     "bound_seconds",
+    "options_of",
     "plan_recomputed",
     "plan_step",
     "planner_names",

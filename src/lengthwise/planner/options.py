@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
+from typing import Any
 
 from lengthwise.core.errors import Collector, ConfigError, LengthwiseError, raise_problems
 from lengthwise.core.names import unknown_name
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.sizes import read_whole
-from lengthwise.cost import Choices, Cost
+from lengthwise.cost import Choices, Cost, StepMemory
 from lengthwise.planner.problem.speeds import read_speeds
 from lengthwise.planner.registry import unknown_planner
 
@@ -103,6 +104,21 @@ class PlanOptions:
 
 
 DEFAULT = PlanOptions()
+
+
+def options_of(layout: StepMemory | None, **choices: Any) -> PlanOptions:
+    """Return the options of steps in a layout; None: of which no more than the costs is known.
+
+    Its layers and its mode, pipeline for several stages, waves where ranks share parameters; a pipeline's stages.
+    choices: of `PlanOptions`, beside these or in their place.
+    """
+    if layout is None:
+        return PlanOptions(**choices)
+    by_itself = "pipeline" if layout.stages > 1 else "waves" if layout.ranks_in_step > 1 else "free"
+    found = {"layers": layout.shape.layers, "mode": by_itself} | choices
+    if found["mode"] == "pipeline":
+        found = {"stages": layout.stages, "virtual": layout.virtual} | found
+    return PlanOptions(**found)
 
 
 def _refuse_choices(

@@ -20,7 +20,7 @@ from lengthwise.engine.stage_parameters import StageParameters
 from lengthwise.models import DTYPES, ModelStage, build_adapted, compute_so, wrapped_layers
 from lengthwise.models.own_rows import OwnRows, forget_towers, own_rows
 from lengthwise.run.job import Job
-from lengthwise.session.engine import Engine
+from lengthwise.session.engine import Engine, engine_of
 from lengthwise.session.model import towers_sentence
 from lengthwise.session.source import StepPlanner
 from lengthwise.session.stages import cut_stages
@@ -137,20 +137,19 @@ def _build_stage(
     return model, StageParameters(stage, mesh, overlaps=overlaps, values_late=overlaps, **options)
 
 
-def engine_of(
+def job_engine(
     job: Job, world: World, transport: Transport, planner: StepPlanner | None, model: Any, parameters: Parameters
 ) -> Engine:
     """Return what runs the steps of this job with a model that was built for it."""
-    return Engine(
-        model=model,
-        transport=transport,
+    return engine_of(
+        model,
+        transport,
+        chunked=job.config.loss == "chunked",
         planner=planner,
-        num_heads=job.num_heads,
         timeout_seconds=job.timeout_seconds,
         computing=job.computing,
         device=world.device,
         dtype=DTYPES[job.config.precision],
-        logits_at_once=job.logits_at_once,
         seed=job.config.seed,
         offload=job.config.offload,
         parameters=parameters,

@@ -15,7 +15,7 @@ import numpy as np
 
 from lengthwise.core.names import counted
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
-from lengthwise.cost import Cost, StepMemory, logits_at_once, shape_from_config, state_bytes
+from lengthwise.cost import Cost, state_bytes
 from lengthwise.cost.memory import DTYPE_BYTES, wide_bytes
 from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.data.dataset import DatasetBuilder
@@ -177,11 +177,10 @@ def _seconds(job: Job, lengths: Sequence[int]) -> float:
 
 def _bytes(job: Job, plan: Plan) -> float:
     """Estimate what this machine holds at most: all ranks together, or rank 0 with plain models and gradients."""
-    shape, parameters = shape_from_config(job.model.config.to_dict()), job.facts.parameters
+    parameters = job.facts.parameters
     narrow = DTYPE_BYTES[job.precision]
     wide, rounds = wide_bytes(narrow), job.precision == "bf16"
-    chunk = logits_at_once(shape.vocab, on_gpus=job.gpus > 0)
-    memory = StepMemory(shape=shape, dtype_bytes=narrow, logits_at_once=chunk)
+    memory = replace(job.memory, stages=1, virtual=1)
     model = state_bytes(parameters, dtype_bytes=narrow, ranks=plan.ranks, states=0)
     held = float(memory.microbatch_bytes(plan.capacity))
     plain = parameters * ((wide if rounds else narrow) + (4 + rounds) * wide)

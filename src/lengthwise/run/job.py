@@ -11,7 +11,8 @@ import numpy as np
 from lengthwise.config import MEASURE_AT_START, RunConfig
 from lengthwise.core.measurements import Precision
 from lengthwise.core.plan import Plan
-from lengthwise.cost import DTYPE_BYTES, Cost, hardware_of_gpu, logits_at_once, shape_from_config
+from lengthwise.core.shape import ModelShape
+from lengthwise.cost import Cost, StepMemory, hardware_of_gpu, shape_from_config
 from lengthwise.cost.measured import base_cost
 from lengthwise.data import Batches, Dataset, Tokenizer
 from lengthwise.data.served import ServedDataset
@@ -19,10 +20,10 @@ from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.schedule import warmup_steps
 from lengthwise.models import Computing, ModelSource, placeholders
 from lengthwise.planner.service.rank_memory import Capacities
-from lengthwise.planner.service.step_planning import StepPlanning
+from lengthwise.planner.service.step_planning import StepPlanning, step_planning
 from lengthwise.program import refuse_unsupported
 from lengthwise.run.resume import Resume
-from lengthwise.session.settings import step_planning
+from lengthwise.setup import TrainedModel, memory_of_run, offload_of
 
 _UNMEASURED_TOKENS = 4096
 MEASURING_SECONDS = 8.0  # that measuring before the first step takes, about
@@ -112,9 +113,7 @@ class Job:
     @property
     def logits_at_once(self) -> int | None:
         """How many logits the loss makes at once; None: all of a microbatch."""
-        if self.config.loss != "chunked":
-            return None
-        return logits_at_once(self.model.text.vocab_size, on_gpus=self.gpus > 0)
+        return self.memory.logits_at_once
 
     @property
     def precision(self) -> Precision:
@@ -130,7 +129,7 @@ class Job:
     @property
     def num_heads(self) -> int:
         """How many attention heads the model has, which a plan may split."""
-        return shape_from_config(self.model.config.to_dict()).heads
+        return self.shape.heads
 
     @property
     def capacities(self) -> Mapping[str, int]:
@@ -190,8 +189,7 @@ class Job:
         """Estimate what a step computes on a device, evenly over all ranks."""
         lengths, asked = self._drawn_lengths(), self.config.global_batch
         sequences = asked.sequences or asked.tokens / lengths.mean()
-        shape = shape_from_config(self.model.config.to_dict())
-        cost = base_cost(shape, device, precision=self.config.precision, adapters=self.facts.adapters)
+        cost = base_cost(self.shape, device, precision=self.config.precision, adapters=self.facts.adapters)
         once = float(cost.compute_seconds(lengths).sum()) / len(lengths)
         return once * sequences / self.ranks
 
@@ -235,32 +233,44 @@ class Job:
         """What steps cost with whole parameters on every rank: measured, or estimated for the device."""
         if self.measured_cost is not None:
             return self.measured_cost
-        shape, config = shape_from_config(self.model.config.to_dict()), self.config
+        config = self.config
         return base_cost(
-            shape, self.hardware, precision=config.precision, adapters=self.facts.adapters, stages=config.stages
+            self.shape, self.hardware, precision=config.precision, adapters=self.facts.adapters, stages=config.stages
         )
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes of the model from which costs and memory follow."""
+        return shape_from_config(self.model.config.to_dict())
+
+    @property
+    def trained_model(self) -> TrainedModel:
+        """What of the model counts for the layout and for memory."""
+        return TrainedModel(
+            shape=self.shape,
+            parameters=self.facts.parameters + (self.facts.adapters or 0),
+            adapters=self.facts.adapters,
+            ties=bool(getattr(self.model.config, "tie_word_embeddings", False)),
+            kinds=self.facts.kinds,
+        )
+
+    @property
+    def memory(self) -> StepMemory:
+        """What a step holds in the layout of the run file."""
+        return memory_of_run(self.config, self.trained_model, ranks=self.ranks, on_gpus=self.gpus > 0)
 
     @property
     def planning(self) -> StepPlanning:
         """What plans the steps of this run."""
-        config, stages = self.config, self.config.stages
-        pipeline = {"mode": "pipeline", "virtual": config.virtual} if stages > 1 else {}
         return step_planning(
+            self.memory,
             self.cost,
-            self.model.config,
             self.capacities,
-            ranks=self.ranks,
-            in_step=config.ranks_in_step(self.ranks),
-            dtype_bytes=DTYPE_BYTES[self.precision],
-            offload=config.offload,
             measured=self.measured_capacities,
-            trained=self.facts.adapters,
-            stages=stages,
-            offloaded_states=len(config.optimizer.states) if config.optimizer.offload and self.gpus else None,
-            planner=config.planner,
+            offload=offload_of(self.config.offload),
+            planner=self.config.planner,
+            heads=self.config.heads,
             context_tokens=int(self.known.lengths.max()),
-            heads=config.heads,
-            **pipeline,
         )
 
     def refuse_plan(self, plan: Plan) -> None:

@@ -19,7 +19,7 @@ from lengthwise.data.stream import StreamDataset
 from lengthwise.engine.memory import SMALLER_STATE, reporting_shortage
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.parameters import Parameters
-from lengthwise.run.building import build_trained, engine_of
+from lengthwise.run.building import build_trained, job_engine
 from lengthwise.run.callbacks import Callback, call_back
 from lengthwise.run.capacity import measure_capacities
 from lengthwise.run.checkpoints import Checkpoints
@@ -162,7 +162,7 @@ def _build(
     ):
         model, parameters = build_trained(job, world, transport, say=say)
         optimizer = ShardedOptimizer(parameters, job.config.optimizer, transport)
-    engine = engine_of(job, world, transport, planner, model, parameters)
+    engine = job_engine(job, world, transport, planner, model, parameters)
     engine.kernel(engine.dtype, say)
     return engine, parameters, optimizer
 

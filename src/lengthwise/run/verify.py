@@ -28,7 +28,7 @@ from lengthwise.engine.memory import reporting_shortage
 from lengthwise.engine.replicated import trainable
 from lengthwise.models import ANY_KEY, DTYPES, build_adapted, has_states, keep_double, plain_attention
 from lengthwise.program import HeadRange
-from lengthwise.run.building import build_trained, connect, engine_of
+from lengthwise.run.building import build_trained, connect, job_engine
 from lengthwise.run.check import Check
 from lengthwise.run.job import Job
 from lengthwise.run.reference import Reference, plain_gradients
@@ -194,7 +194,7 @@ def _run_plan(
     """Run the batch as a step of a session. rounds_to: what parameters are rounded to before."""
     dtype = DTYPES[job.config.precision]
     model, parameters = build_trained(job, world, transport, say=say, draws_both=True)
-    engine = engine_of(job, world, transport, None, model, parameters)
+    engine = job_engine(job, world, transport, None, model, parameters)
     engine.seed = ANY_KEY.seed
     engine.kernel(dtype, say)
     if rounds_to is not None:

@@ -17,6 +17,7 @@ from torch import nn
 from lengthwise.attention import BlockKernel
 from lengthwise.comm import Transport, share_first, share_numbers
 from lengthwise.config import OffloadConfig
+from lengthwise.cost import logits_at_once, shape_from_config
 from lengthwise.engine.activations import Offloading, start_offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.objective import NextToken, Objective
@@ -24,7 +25,7 @@ from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.pipeline import Pipeline, run_stage
 from lengthwise.engine.small_pass import Casting
 from lengthwise.engine.step import RankResult, run_plan
-from lengthwise.models import Computing, DropoutKey, choose_mixers, choose_model_kernel, whole_model
+from lengthwise.models import Computing, DropoutKey, choose_mixers, choose_model_kernel, text_config, whole_model
 from lengthwise.models.adapter import attending_by_plan
 from lengthwise.models.computing import Layers
 from lengthwise.session.losses import Autocasting
@@ -175,6 +176,22 @@ class Engine:
         """Close the store of offloaded activations."""
         if self._offloading is not None:
             self._offloading.store.close()
+
+
+def engine_of(model: Any, transport: Transport, *, chunked: bool, **how: Any) -> Engine:
+    """Return what runs planned steps of a Hugging Face model, or of the stages of one.
+
+    chunked: whether a loss makes logits in chunks. how: of `Engine`.
+    """
+    config: Any = model.config
+    words, on_gpus = text_config(config).vocab_size, how["device"].type == "cuda"
+    return Engine(
+        model=model,
+        transport=transport,
+        num_heads=shape_from_config(config.to_dict()).heads,
+        logits_at_once=logits_at_once(words, on_gpus=on_gpus) if chunked else None,
+        **how,
+    )
 
 
 @contextmanager

@@ -18,19 +18,17 @@ from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import (
     DTYPE_BYTES,
     Cost,
+    ModelLayout,
     StepMemory,
     hardware_of_gpu,
-    offloaded_cost,
+    memory_of,
     shape_from_config,
-    sharded_cost,
 )
 from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.engine.activations import check_offload
 from lengthwise.engine.norm import norm_bytes
-from lengthwise.models import Computing, check_computing, check_cut, text_config, whole_model
-from lengthwise.planner import PlanOptions
-from lengthwise.planner.service.rank_memory import Capacities
-from lengthwise.planner.service.step_planning import StepPlanning
+from lengthwise.models import Computing, check_computing, check_cut, whole_model
+from lengthwise.planner.service.step_planning import step_planning
 from lengthwise.session.capacity import measured_of
 from lengthwise.session.engine import Engine
 from lengthwise.session.model import PRECISIONS, check_session_model
@@ -44,6 +42,7 @@ from lengthwise.session.request import (
     request_problems,
 )
 from lengthwise.session.sharded import ShardedInPlace
+from lengthwise.setup import offload_of
 
 _STATES = 2  # an entry, of most optimizers; amsgrad and centered keep one more
 
@@ -172,81 +171,60 @@ def planning_of(
         sharded.zero_grad()
         capacities = dict(measured.plain)
     trained = 0 if sharded is None else sum(math.prod(shape) for shape in sharded.shapes.values())
-    planning = step_planning(
-        cost,
+    in_step = 1 if engine.parameters is None else engine.parameters.ranks_in_step
+    memory = session_memory(
         engine.config,
-        capacities,
+        settings,
         ranks=engine.transport.world_size,
-        in_step=1 if engine.parameters is None else engine.parameters.ranks_in_step,
+        shard="zero1" if in_step == 1 else "hybrid",
+        ranks_per_node=in_step,
+        parameters=engine.num_parameters,
+        trained=trained,
         dtype_bytes=DTYPE_BYTES[PRECISIONS[settings.dtype]],
-        offload=settings.offload,
+    )
+    ahead = step_planning(
+        memory,
+        cost,
+        capacities,
         measured=measured,
+        offload=offload_of(settings.offload),
         planner=asked.planner,
         heads=asked.heads,
-        parameters=engine.num_parameters,
-        trained=trained if trained < engine.num_parameters else None,
-        stages=asked.stages,
-        offloaded_states=states_an_entry(settings.optimizer)
-        if settings.offloads_optimizer and settings.optimizer is not None and settings.device.type == "cuda"
-        else None,
-        **({"mode": "pipeline", "virtual": asked.virtual} if asked.stages > 1 else {}),
     )
-    return SessionPlanning(chunked=planning, whole=planning if whole is None else for_whole_logits(planning, whole))
+    return SessionPlanning(chunked=ahead, whole=ahead if whole is None else for_whole_logits(ahead, whole))
 
 
-def step_planning(
-    cost: Cost,
-    model: Any,
-    capacities: Mapping[str, int],
+def session_memory(
+    config: Any,
+    settings: SessionSettings,
     *,
     ranks: int,
-    in_step: int,
+    parameters: int,
+    trained: int,
     dtype_bytes: int,
-    offload: OffloadConfig | None,
-    measured: Capacities | None,
-    parameters: int | None = None,
-    trained: int | None = None,
-    stages: int = 1,
-    offloaded_states: int | None = None,
-    **options: Any,
-) -> StepPlanning:
-    """Return what plans the steps of a model, by its config, on so many ranks.
+    shard: str = "zero1",
+    ranks_per_node: int | None = None,
+    chunked: bool = True,
+) -> StepMemory:
+    """Return what a step of a session holds.
 
-    in_step: neighbouring ranks that share parameters, and so run in lock-step. parameters: in all; None: by the shape,
-    without norms and routers. trained: of these; None: all. offloaded_states: that an optimizer on the host keeps of an
-    entry; None: it is not there. options: of `PlanOptions`.
+    ranks: in all. shard, ranks_per_node: as of `ModelLayout`. parameters, trained: of the model, by its config.
+    chunked: whether a loss makes logits in chunks.
     """
-    ratio = offload.ratio if offload else "off"
-    memory = StepMemory(
-        shape=shape_from_config(model.to_dict()),
-        dtype_bytes=dtype_bytes,
+    layout = ModelLayout(
+        ranks=ranks // settings.asked.stages,
+        stages=settings.asked.stages,
+        virtual=settings.asked.virtual,
+        shard=shard,
+        ranks_per_node=ranks_per_node,
         parameters=parameters,
-        ranks=ranks // stages,
-        stages=stages,
-        trained=trained,
-        states=offloaded_states or 0,
-        offloads=offloaded_states is not None,
-        ties=bool(getattr(model, "tie_word_embeddings", False)),
+        trained=trained if trained < parameters else None,
+        states=0 if settings.optimizer is None else states_an_entry(settings.optimizer),
+        offloads=settings.offloads_optimizer,
+        ties=bool(getattr(config, "tie_word_embeddings", False)),
     )
-    if in_step > 1:
-        cost = sharded_cost(cost, memory, group=in_step)
-    cost = offloaded_cost(cost, memory)
-    kinds = {"mode": "waves" if in_step > 1 else "free", "offload": ratio if isinstance(ratio, str) else "off"}
-    return StepPlanning(
-        ranks=ranks // stages,
-        cost=cost,
-        capacities=capacities,
-        measured=measured,
-        options=PlanOptions(
-            **{
-                "layers": text_config(model).num_hidden_layers,
-                "stages": stages if stages > 1 else None,
-                **kinds,
-                **options,
-            }
-        ),
-        offload_ratio=None if isinstance(ratio, str) else ratio,
-    )
+    on_gpus, shape = settings.device.type == "cuda", shape_from_config(config.to_dict())
+    return memory_of(shape, layout, dtype_bytes=dtype_bytes, on_gpus=on_gpus, chunked=chunked)
 
 
 def _optimizer_bytes(sharded: ShardedInPlace) -> tuple[int, int]:

@@ -20,21 +20,20 @@ from lengthwise.cost import (
     StepMemory,
     check_host,
     choose_shard,
-    logits_at_once,
     ranks_of_node,
-    shape_from_config,
     wanted_tokens,
 )
 from lengthwise.engine.memory import free_bytes
-from lengthwise.models import choose_layers, has_own_logits, text_config, whole_model
+from lengthwise.models import choose_layers, has_own_logits, whole_model
 from lengthwise.models.weights import first_names, is_finite
 from lengthwise.session.capacity import kinds_of, least
-from lengthwise.session.engine import Engine
+from lengthwise.session.engine import Engine, engine_of
 from lengthwise.session.parameters import take_over
 from lengthwise.session.request import LOCK_STEP_PLANNER
-from lengthwise.session.settings import SessionSettings, states_an_entry
+from lengthwise.session.settings import SessionSettings, session_memory
 from lengthwise.session.sharded import ShardedInPlace
 from lengthwise.session.stages import join_stages, take_stage
+from lengthwise.setup import offload_of
 from lengthwise.simulator import MODEL_ERROR
 from lengthwise.simulator.layouts import layout_seconds, usual_lengths
 
@@ -44,16 +43,15 @@ def start_engine(
 ) -> Engine:
     """Return what runs the steps of a Hugging Face model, which computes as asked in them alone."""
     computing, say = settings.computing, None if transport.rank else _say
-    return Engine(
-        model=model,
-        transport=transport,
+    return engine_of(
+        model,
+        transport,
+        chunked=not has_own_logits(model),
         planner=None,
-        num_heads=shape_from_config(model.config.to_dict()).heads,
         timeout_seconds=timeout_seconds,
         computing=computing,
         device=settings.device,
         dtype=settings.dtype,
-        logits_at_once=_logits_at_once(model, settings),
         autocast=settings.autocast,
         seed=seed,
         offload=settings.offload,
@@ -63,12 +61,6 @@ def start_engine(
 
 def _say(choice: str) -> None:
     print(f"lengthwise: {choice}", flush=True)
-
-
-def _logits_at_once(model: Any, settings: SessionSettings) -> int | None:
-    if has_own_logits(model):
-        return None
-    return logits_at_once(text_config(model.config).vocab_size, on_gpus=settings.device.type == "cuda")
 
 
 def take_model(
@@ -159,24 +151,20 @@ def check_host_optimizer(model: nn.Module, transport: Transport, settings: Sessi
 
 def _memory(model: nn.Module, settings: SessionSettings, ranks: int, node: int | None = None) -> StepMemory:
     """Return what a step of the model holds, under zero1."""
-    config = whole_model(model).config
-    parameters, optimizer = list(model.parameters()), settings.optimizer
+    parameters = list(model.parameters())
     widths = Counter[int]()
     for parameter in parameters:
         widths[parameter.element_size()] += parameter.numel()
-    count = sum(widths.values())
-    trained = 0 if optimizer is None else sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    return StepMemory(
-        shape=shape_from_config(config.to_dict()),
-        dtype_bytes=widths.most_common(1)[0][0],
-        parameters=count,
-        trained=None if trained == count else trained,
+    trains = settings.optimizer is not None
+    return session_memory(
+        whole_model(model).config,
+        settings,
         ranks=ranks,
         ranks_per_node=node,
-        logits_at_once=_logits_at_once(model, settings),
-        states=0 if optimizer is None else states_an_entry(optimizer),
-        offloads=settings.offloads_optimizer and settings.device.type == "cuda",
-        ties=bool(getattr(config, "tie_word_embeddings", False)),
+        parameters=sum(widths.values()),
+        trained=sum(each.numel() for each in parameters if each.requires_grad) if trains else 0,
+        dtype_bytes=widths.most_common(1)[0][0],
+        chunked=not has_own_logits(model),
     )
 
 
@@ -215,14 +203,14 @@ def _layout_seconds(
     trains = settings.optimizer is not None and settings.device.type == "cuda"
     if not trains or not least(transport, [float(cost.prices_choices and free > 0)])[0]:
         return None
-    tokens, section = settings.capacity_tokens, settings.offload
+    tokens = settings.capacity_tokens
     of_rank_0 = layout_seconds(
         usual_lengths(transport.world_size, tokens),
         cost,
         free,
         kinds=kinds,
         capacity_tokens=tokens,
-        offload="off" if section is None else section.ratio,
+        offload=offload_of(settings.offload),
         heads=settings.asked.heads,
     )
     return lambda memory: least(transport, [inf if transport.rank else of_rank_0(memory)])[0]

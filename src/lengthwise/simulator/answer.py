@@ -33,7 +33,7 @@ from lengthwise.cost import (
     step_memory,
     wanted_tokens,
 )
-from lengthwise.planner import PLANNING_SHARE, PlanOptions, arithmetic_seconds, plan_step
+from lengthwise.planner import PLANNING_SHARE, arithmetic_seconds, options_of, plan_step
 from lengthwise.simulator.layouts import MOST_RANKS, layout_seconds
 from lengthwise.simulator.rivals import LockStep, lock_step, packed, padded, recomputing
 from lengthwise.simulator.step import simulate_plan
@@ -320,15 +320,12 @@ class OurStep:
 def run_ours(tokens: Sequence[int], settings: WaySettings, question: Question, *, offload: str = "off") -> OurStep:
     """Plan and simulate one batch with Lengthwise at these settings; PlanError: a device cannot hold it."""
     layout = settings.layout or "zero1"
-    options = PlanOptions(
-        mode="free" if layout == "zero1" else "waves", recompute=settings.recompute, layers=question.shape.layers,
-        heads="auto", offload=offload, planning_share=PLANNING_SHARE,
-    )  # fmt: skip
+    choices = {"recompute": settings.recompute, "heads": "auto", "offload": offload, "planning_share": PLANNING_SHARE}
+    memory = question.memory(layout)
     cluster = Cluster(ranks=question.devices, capacity_tokens=settings.capacity_tokens)
     costs = question.costs_of(layout)
-    plan = plan_step(tokens, cluster, costs, options)
+    plan = plan_step(tokens, cluster, costs, options_of(memory, **choices))
     timeline = simulate_plan(plan, costs)
-    memory = question.memory(layout)
     kept = np.array([microbatch.offload for microbatch in plan.microbatches])[timeline.microbatch]
     largest = memory.microbatch_bytes(timeline.held_tokens, settings.recompute, kept)
     needed = memory.state_bytes() + memory.gathered_bytes() + float(np.max(largest))

@@ -8,17 +8,16 @@ A batch is planned and simulated as in training, once a layout that fits, which 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 
-from lengthwise.config import RunConfig
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.cost import RESERVED, Cost, StepMemory, laid_cost
+from lengthwise.cost import RESERVED, Cost, StepMemory
 from lengthwise.cost.capacity import tokens_within
 from lengthwise.cost.sharding import LEAST_TOKENS, LayoutSeconds
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import PlanOptions
-from lengthwise.planner.service.step_planning import StepPlanning
+from lengthwise.planner.service.step_planning import step_planning
 from lengthwise.simulator.step import simulate_plan
 
 MOST_RANKS = 64
@@ -49,59 +48,19 @@ def layout_seconds(
     cost: of whole parameters on every rank. device_bytes: of one rank. kinds: of recomputation to choose from.
     capacity_tokens: of a rank; None: what each layout leaves. offload: off, auto, or the ratio of a run file.
     """
-    ratio = None if isinstance(offload, str) else offload
     longest_first = sorted(lengths, reverse=True)
 
     def seconds(memory: StepMemory) -> float:
-        laid, room = laid_cost(cost, memory), device_bytes * (1 - RESERVED)
+        room = device_bytes * (1 - RESERVED)
         held = {kind: capacity_tokens or tokens_within(memory, room, kind) for kind in kinds}
         share = -(-memory.ranks // MOST_RANKS)
-        planning = StepPlanning(
-            ranks=memory.ranks // share,
-            cost=laid,
-            capacities={kind: tokens for kind, tokens in held.items() if tokens},
-            options=PlanOptions(
-                mode="free" if memory.shard == "zero1" else "waves",
-                layers=memory.shape.layers,
-                heads=heads,
-                offload=offload if isinstance(offload, str) else "off",
-            ),
-            offload_ratio=ratio,
-        )
+        capacities = {kind: tokens for kind, tokens in held.items() if tokens}
+        planning = step_planning(memory, cost, capacities, heads=heads, offload=offload)
+        planning = replace(planning, ranks=memory.ranks // share)
         try:
             own = lengths if share == 1 else longest_first[::share]
-            return simulate_plan(planning.plan(own), laid).step_seconds if planning.capacities else inf
+            return simulate_plan(planning.plan(own), planning.cost).step_seconds if planning.capacities else inf
         except LengthwiseError:  # what training will refuse, too
             return inf
 
     return seconds
-
-
-def layout_seconds_of_run(
-    config: RunConfig,
-    lengths: Sequence[int] | None,
-    cost: Cost,
-    device_bytes: float | None,
-    *,
-    ranks: int,
-    kinds: Sequence[str] = RECOMPUTE_KINDS,
-) -> LayoutSeconds | None:
-    """Return `layout_seconds` of a run file; None: its costs know no transfers, or memory is not known.
-
-    lengths: of its first global batch; None: not known. kinds: of recomputation that the model's family can.
-    """
-    if device_bytes is None or not cost.prices_choices:
-        return None
-    capacity, recompute = config.capacity_tokens, config.recompute
-    tokens = None if capacity == "auto" else capacity
-    if recompute == "auto" and tokens is not None:
-        recompute = "none"
-    return layout_seconds(
-        lengths or usual_lengths(ranks, tokens),
-        cost,
-        device_bytes,
-        kinds=kinds if recompute == "auto" else [recompute],
-        capacity_tokens=tokens,
-        offload="off" if config.offload is None else config.offload.ratio,
-        heads=config.heads,
-    )

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import Cluster, ModelShape
-from lengthwise.cost import STEP_TOKENS, Cost, Hardware, all_terms_cost, recompute_capacities, step_memory
-from lengthwise.planner import PLANNING_SHARE, PlanOptions, PlanStep, plan_step
+from lengthwise.cost import STEP_TOKENS, Cost, Hardware, StepMemory, all_terms_cost, recompute_capacities, step_memory
+from lengthwise.planner import PLANNING_SHARE, PlanOptions, PlanStep, options_of, plan_step
 from lengthwise.program import trains
 from lengthwise.simulator.study import PlannerResult, Setting, compare_planners
 
@@ -83,10 +83,7 @@ class MeshQuestion:
         if self.capacity_tokens is not None and self.takes_capacity:
             capacities = dict.fromkeys(self.kinds, self.capacity_tokens)
         else:
-            memory = step_memory(
-                self.shape, self.hardware, ranks, tensor=mesh.tensor, stages=mesh.stages, virtual=self.virtual or 1
-            )
-            fitting = recompute_capacities(memory, self.hardware, kinds=self.kinds)
+            fitting = recompute_capacities(self._memory(mesh), self.hardware, kinds=self.kinds)
             capacities = self._capacities(fitting, mesh)
         return Setting(
             shape=self.shape,
@@ -119,16 +116,13 @@ class MeshQuestion:
 
     def options(self, mesh: RankMesh) -> PlanOptions:
         """Return how steps are planned on a mesh: with the tries that training has."""
-        mode = self.mode or ("pipeline" if mesh.stages > 1 else "free")
-        is_pipeline = mode == "pipeline"
-        return PlanOptions(
-            mode=mode,
-            stages=mesh.stages if is_pipeline else None,
-            virtual=self.virtual if is_pipeline else None,
-            heads=mesh.heads,
-            offload=mesh.offload,
-            planning_share=PLANNING_SHARE,
-        )
+        choices = {"heads": mesh.heads, "offload": mesh.offload, "planning_share": PLANNING_SHARE}
+        return options_of(self._memory(mesh), **choices, **({"mode": self.mode} if self.mode else {}))
+
+    def _memory(self, mesh: RankMesh) -> StepMemory:
+        ranks = self.devices // mesh.devices
+        of_rank = {"tensor": mesh.tensor, "stages": mesh.stages, "virtual": self.virtual or 1}
+        return step_memory(self.shape, self.hardware, ranks, **of_rank)
 
     def trained_today(self) -> MeshQuestion | None:
         """Return the question with the meshes alone that the engine runs; None: there are none."""

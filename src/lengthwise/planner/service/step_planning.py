@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import Plan
-from lengthwise.cost import Cost
-from lengthwise.planner import PACKED_DP, PLANNING_SHARE, PlanOptions, plan_recomputed
+from lengthwise.cost import Cost, StepMemory, laid_cost
+from lengthwise.planner import PACKED_DP, PLANNING_SHARE, PlanOptions, options_of, plan_recomputed
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.program import check_plan
 
@@ -69,3 +70,28 @@ class StepPlanning:
     def _held(self) -> dict[str, int]:
         kept = kept_ratio(self.offload_ratio or 0.0, self.options.layers)
         return {kind: int(capacity / kept) for kind, capacity in self.capacities.items()}
+
+
+def step_planning(
+    memory: StepMemory,
+    cost: Cost,
+    capacities: Mapping[str, int],
+    *,
+    offload: str | float = "off",
+    measured: Capacities | None = None,
+    **choices: Any,
+) -> StepPlanning:
+    """Return what plans the steps of a layout.
+
+    cost: with whole parameters and the optimizer on every device. offload: off, auto, or a ratio of every microbatch.
+    choices: of `PlanOptions`, beside those that follow from the layout.
+    """
+    is_given = not isinstance(offload, str)
+    return StepPlanning(
+        ranks=memory.ranks,
+        cost=laid_cost(cost, memory),
+        capacities=capacities,
+        measured=measured,
+        options=options_of(memory, offload="off" if is_given else offload, **choices),
+        offload_ratio=offload if is_given else None,
+    )

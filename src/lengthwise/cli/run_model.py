@@ -1,0 +1,57 @@
+"""The model of a run file on a machine where torch need not be there: its shape, and what of it trains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lengthwise.config import RunConfig
+from lengthwise.core.errors import ConfigError
+from lengthwise.core.files import read_json_object
+from lengthwise.core.host_memory import free_host_bytes
+from lengthwise.core.shape import ModelShape
+from lengthwise.cost import Cost, Hardware, check_trained, named_shape, shape_from_config
+from lengthwise.setup import Machine, Setup, TrainedModel, resolve
+
+
+def setup_of_run(
+    config: RunConfig, model: TrainedModel, hardware: Hardware, cost: Cost, *, ranks: int, **known: Any
+) -> Setup:
+    """Return the setup of a run file on so many ranks of a hardware; on CPUs by what is free here.
+
+    cost: of whole parameters on every rank. known: of the data, as for `resolve`.
+    """
+    on_gpus = hardware.name != "cpu"
+    here = min(ranks, hardware.ranks_per_node) if on_gpus else ranks
+    room = hardware.device_bytes if on_gpus else free_host_bytes() / ranks or None
+    found = resolve(config, model, Machine(ranks=ranks, here=here, on_gpus=on_gpus), cost, room_bytes=room, **known)
+    return found if on_gpus or found.memory.shard != "zero1" else replace(found, why="")
+
+
+def ties_of(model: str) -> bool | None:
+    """Return whether a model's head and embedding are the same; None: it has no config.json here that says so."""
+    path = Path(model) / "config.json"
+    return read_json_object(str(path)).get("tie_word_embeddings") if path.is_file() else None
+
+
+def adapters_of(config: RunConfig) -> int | None:
+    """Count the parameters that train in place of the model's own, with torch; None: all train."""
+    if config.lora is None:
+        return None
+    from lengthwise.models import check_lora, find_model
+
+    return check_lora(find_model(config.model, weights=config.weights), config.lora)
+
+
+def shape_of_run(config: RunConfig) -> ModelShape:
+    """Read the shape of a run file's model without torch."""
+    if config.model == "tiny":
+        return named_shape("tiny")
+    path = Path(config.model) / "config.json"
+    if not path.is_file():
+        expected = "tiny, or a local folder with config.json, to know its costs"
+        remedy = "Add --model-shape llama-7b --hardware h100, or other named ones."
+        raise ConfigError("model", expected=expected, got=config.model, remedy=remedy)
+    check_trained(str(path))
+    return shape_from_config(read_json_object(str(path)))  # by its family's name, as training calls it

@@ -1,0 +1,66 @@
+"""How a model and its optimizer lie over ranks: the record that memory, costs and plans of a step are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lengthwise.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLayout:
+    """Where parameters, gradients and optimizer are; a rank has `tensor` x `stages` devices.
+
+    ranks: copies of the model among which a step's tokens are cut. virtual: chunks of layers of a stage.
+    shard: how parameters lie over the ranks, zero1, zero3 or hybrid. ranks_per_node: that share them under hybrid;
+    None: all.
+    parameters: all of them, tied ones once; None: those of the shape. trained: how many of them; None: all. Others are
+    a base under adapters.
+    states: that the optimizer keeps of each. offloads: it keeps them, and master weights, in the host's memory. ties:
+    whether head and embedding are the same; None: as the family usually has it.
+    """
+
+    ranks: int = 1
+    tensor: int = 1
+    stages: int = 1
+    virtual: int = 1
+    shard: str = "zero1"
+    ranks_per_node: int | None = None
+    parameters: int | None = None
+    trained: int | None = None
+    states: int = 2
+    offloads: bool = False
+    ties: bool | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold parts of the parameters."""
+        return self.shard != "zero1" and self.ranks > 1
+
+    @property
+    def node(self) -> int:
+        """Ranks that share parameters, where they are sharded."""
+        return self.ranks_per_node or self.ranks if self.shard == "hybrid" else self.ranks
+
+    @property
+    def ranks_in_step(self) -> int:
+        """Neighbouring ranks that have the parameters together, and so run in lock-step."""
+        return min(self.node, self.ranks) if self.is_sharded else 1
+
+
+def ranks_of_node(asked: int | None, here: int, ranks: int, *, is_asked: bool) -> int | None:
+    """Return how many ranks shard the parameters under hybrid: as asked for, or those of this machine.
+
+    None: nobody asked for hybrid, and those of this machine do not divide the ranks.
+
+    Raises:
+        ConfigError: what was asked for does not divide them.
+    """
+    found = asked or here
+    if ranks % found == 0:
+        return found
+    if asked is None and not is_asked:
+        return None
+    got = f"{found}" if asked else f"{found}, those of this machine"
+    remedy = "Set ranks_per_node, or take another shard."
+    raise ConfigError("ranks_per_node", expected=f"a number that divides {ranks} ranks", got=got, remedy=remedy)

@@ -1,0 +1,119 @@
+"""A run file through `train`, through `plan --config` and as arguments of a `Session`: one layout, one planning."""
+
+import json
+from dataclasses import asdict, replace
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lengthwise.cli.options import PlanChoices
+from lengthwise.cli.plan import PlanCommand
+from lengthwise.config import build_config
+from lengthwise.run.checks import prepare_job
+from lengthwise.run.sharding import settle_shard
+from lengthwise.session import start
+from lengthwise.session.request import SessionRequest
+from lengthwise.session.settings import check_settings, cost_of, planning_of
+from run.small_runs import make_rows, write_model, write_rows, write_run
+from tiers import some
+
+LENGTHS = [90, 41, 30, 12, 8, 5]
+LAYOUTS = {
+    "zero1": {"shard": "zero1"},
+    "zero3": {"shard": "zero3"},
+    "hybrid": {"shard": "hybrid", "ranks_per_node": 2},
+    "stages": {"stages": 2},
+}
+OFFLOADS = [None, 0.5, "auto"]
+RANKS = 4
+CASES = list(product(LAYOUTS, OFFLOADS, ["auto", "off", 2]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("run")
+    write_model(found / "model", num_hidden_layers=4)
+    write_rows(found / "train.jsonl", make_rows(LENGTHS))
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+def of_session(model, keys):
+    """What plans a session of these settings, once its parameters lie on the ranks."""
+    asked = {"shard": "auto", "ranks_per_node": None, "planner": "lengthwise", "measurements": None, **keys}
+    optimizer = torch.optim.AdamW(model.parameters())
+    settings = check_settings(model, optimizer, SessionRequest(offload_optimizer=False, **asked))
+    transport, cost = SimpleNamespace(world_size=RANKS, rank=0, device_ranks=RANKS), cost_of(model.config, settings)
+    _, in_step = (
+        (None, 1) if settings.asked.stages > 1 else start.shard_of(model, transport, settings, cost, local_ranks=2)
+    )
+    engine = SimpleNamespace(
+        config=model.config,
+        transport=transport,
+        parameters=SimpleNamespace(ranks_in_step=in_step),
+        num_parameters=model.num_parameters(),
+    )
+    sharded = SimpleNamespace(shapes={name: each.shape for name, each in model.named_parameters()})
+    return planning_of(engine, sharded, cost, settings).ahead
+
+
+def of_plan(path, **options):
+    """What `plan --config` plans with."""
+    out = path.with_name("plan.json")
+    command = PlanCommand(config=path, ranks=RANKS, out=out, planning=PlanChoices(), **options)
+    return command.planning_of(command._read(), LENGTHS, max(LENGTHS), batch=sum(LENGTHS))[0]
+
+
+def known(planning):
+    """All of a planning but the longest row, which a session does not know."""
+    return asdict(replace(planning, options=replace(planning.options, context_tokens=None)))
+
+
+def assert_same(planned, trained):
+    """Of what `plan` knows by sizes alone, which do not count norms, about the same."""
+    found, expected = known(planned), known(trained)
+    sized, counted = (each["cost"].pop("traffic") for each in (found, expected))
+    ends = [each.cost.step_end_seconds(RANKS) for each in (planned, trained)]
+    del found["cost"]["ending"], expected["cost"]["ending"]
+    assert found == expected
+    assert sized == (counted and pytest.approx(counted, rel=0.05))
+    assert ends[0] == pytest.approx(ends[1], rel=0.05)
+
+
+@pytest.mark.parametrize(("layout", "ratio", "heads"), some(CASES, *range(0, 36, 4)))
+def test_all_doors_plan_alike(folder, model, monkeypatch, layout, ratio, heads):
+    monkeypatch.setattr(start, "least", lambda _, numbers: list(numbers))
+    number = CASES.index((layout, ratio, heads))
+    keys = {**LAYOUTS[layout], "heads": heads, "capacity_tokens": 48 + 16 * (number % 5)}
+    keys["recompute"] = ("none", "layer", "auto")[number // 2 % 3]
+    keys["offload"] = ratio and {"store": "disk", "path": str(folder), "ratio": ratio}
+    path = write_run(folder, precision="fp32", **keys)
+    config = build_config(json.loads(path.read_text()), folder=folder)
+    trained = settle_shard(prepare_job(config, ranks=RANKS, timeout_seconds=10)).planning
+    assert known(of_session(model, keys)) == known(trained)
+    assert_same(of_plan(path), trained)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"lora": {"r": 2}},
+        {"precision": "fp32", "optimizer": {"offload": True}, "shard": "hybrid", "ranks_per_node": 2},
+        {"stages": 2, "optimizer": {"offload": True}},
+    ],
+)
+def test_a_plan_for_gpus_is_priced_as_a_run_on_them(folder, keys):
+    """Adapters, the precision and an optimizer on the host of stages did not count in plans."""
+    path = write_run(folder, **{"precision": "bf16", "capacity_tokens": 64, **keys})
+    config = build_config(json.loads(path.read_text()), folder=folder)
+    job = replace(prepare_job(config, ranks=RANKS, timeout_seconds=10), gpus=RANKS, gpu_name="NVIDIA H100 80GB HBM3")
+    planned = of_plan(path, hardware="h100")
+    assert_same(planned, job.planning)
+    assert ("optimizer on hosts" in planned.cost.version) == ("optimizer" in keys)
