@@ -56,6 +56,9 @@ def test_packs_are_the_rows_of_their_documents_and_padding_goes_with_the_last(mo
     """Causality hides padding from a document alone, so that it costs no call."""
     monkeypatch.setattr(packs, "_TILES_OF_A_CALL", 0)
     found = pack_documents([3, 200, 7, 20], window=None, device=CPU, padding=5, alone_from=alone_from)
+    sizes = [each.rows.stop - each.rows.start for each in found]
+    assert sizes == sorted(sizes, reverse=True)
+    found = sorted(found, key=lambda each: each.rows.start)
     rows = [(each.rows.start, each.rows.stop, each.cu_seqlens.tolist(), each.padding) for each in found]
     last = [(203, 210, [0, 7], 0), (210, 235, [0, 20, 25], 5)] if alone_from else [(203, 235, [0, 7, 27, 32], 5)]
     assert rows == [(0, 3, [0, 3], 0), (3, 203, [0, 200], 0), *last]

@@ -84,7 +84,8 @@ def pack_documents(
 ) -> tuple[Pack, ...]:
     """Return the calls for documents of these tokens that lie side by side; `padding`: rows after them.
 
-    alone_from: as a `PackKernel` has it. Padding is a document of its own in the last call.
+    alone_from: as a `PackKernel` has it. Padding is the last document of its call. The call of most rows comes first:
+    in a backward pass the memory for all rows is made after what that one takes for itself is free again.
     """
     alone = range(0) if alone_from is None else range(alone_from, sys.maxsize if window is None else window + 1)
     documents = [*lengths, padding] if padding else list(lengths)
@@ -94,7 +95,7 @@ def pack_documents(
     starts = [0, *accumulate(documents)]
     borders = [[starts[i] - starts[run.start] for i in range(run.start, run.stop + 1)] for run in runs]
     joined = to_device(torch.tensor(list(chain(*borders)), dtype=torch.int32), device)
-    return tuple(
+    packs = [
         Pack(
             rows=slice(starts[run.start], starts[run.stop]),
             cu_seqlens=each,
@@ -103,7 +104,8 @@ def pack_documents(
             padding=padding if run.stop == len(documents) else 0,
         )
         for run, each in zip(runs, joined.split([len(each) for each in borders]), strict=True)
-    )
+    ]
+    return tuple(sorted(packs, key=lambda pack: pack.rows.start - pack.rows.stop))
 
 
 def runs_of(lengths: Sequence[int], alone: range = range(0)) -> list[range]:

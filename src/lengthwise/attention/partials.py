@@ -67,10 +67,9 @@ class PartialGradients:
     ) -> None:
         self._block, self._first_writes = block, not windowed
         others = [one for ring_step in ring_steps for one in (*ring_step.tasks, *ring_step.sends, *ring_step.receives)]
-        packs, operands = ring_steps[0].packs.get(heads, ()), (block.q, block.k, block.v)
-        self.is_of_packs = bool(packs) and not any(one.heads == heads for one in others)
+        self.is_of_packs = heads in ring_steps[0].packs and not any(one.heads == heads for one in others)
+        self._found: tuple[Tensor, ...] = ()
         if self.is_of_packs:
-            self._found: tuple[Tensor, ...] = () if len(packs) == 1 else tuple(x.new_empty(x.shape) for x in operands)
             return
         make = torch.zeros if windowed else torch.empty
         self.dq = torch.empty_like(block.q, dtype=wide(block.q.dtype))
@@ -81,8 +80,11 @@ class PartialGradients:
     def take_pack(self, pack: Pack, grads: Gradients) -> None:
         """Take what a pack gave, of its rows."""
         if not self._found:
-            self._found = grads
-            return
+            block = self._block
+            if len(grads[0]) == len(block.q):
+                self._found = grads
+                return
+            self._found = tuple(x.new_empty(x.shape) for x in (block.q, block.k, block.v))
         for total, part in zip(self._found, grads, strict=True):
             total[pack.rows] = part
 

@@ -181,7 +181,7 @@ def _found(kernel: BlockKernel, block: Block, grad_out: Tensor, saved: Saved, ca
     lengths, where = case.documents[: len(case.documents) - (case.padding > 0)], block.q.device
     how = {"window": case.window, "padding": case.padding, "alone_from": kernel.alone_from}
     parts = []
-    for pack in pack_documents(lengths, device=where, **how):
+    for pack in sorted(pack_documents(lengths, device=where, **how), key=lambda each: each.rows.start):
         rows, its = pack.rows, block.at(pack.rows)
         grads = kernel.backward_pack(grad_out[rows], its, saved.at(rows), pack)
         parts.append((*kernel.forward_pack(its, pack), *grads))
