@@ -2,7 +2,8 @@
 
 - `ceilings`: copies, matrix products, and torch's own causal attention, forward and backward, by length and backend.
 - `blocks`: seconds of one attention block by the kernels that `auto` chooses from by length, at the first call, which
-  makes plans, and after; and a pack of a long document and many short ones, in one call and in two.
+  makes plans, and after; and a pack of a long document and many short ones, in one call, in two, and as the kernel runs
+  it that `auto` chooses.
 - `parity`: errors are relative, L2. A ring in bf16 is held to one call of the same kernel, both against plain matrix
   products in fp32 on the same rounded inputs: rounding of partial results may add a little, a wrong block adds a lot.
   The loss in chunks is held to the whole one, whose logits need 64-bit indices.
@@ -32,9 +33,9 @@ from gpu.rows import Records, middle, seconds_of
 from gpu.setting import Sizes, model_config
 from lengthwise.attention import Block, BlockKernel, ReferenceKernel, Saved, choose_kernel
 from lengthwise.attention.cuda_kernels import TorchVarlenOps
-from lengthwise.attention.cudnn import CudnnOps, DenseKernel
+from lengthwise.attention.cudnn import ByLengthKernel, CudnnOps, DenseKernel
 from lengthwise.attention.kernels import Gradients
-from lengthwise.attention.packs import Pack
+from lengthwise.attention.packs import Pack, PackKernel, pack_documents
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.cli import main
 from lengthwise.core.errors import MemoryShortage
@@ -109,17 +110,20 @@ def blocks(sizes: Sizes, records: Records) -> None:
                 work = partial(_forward_backward, kernel.forward, kernel.backward, block)
                 add("block", work, kernel=kernel.name, tokens=tokens, sees="before it" if causal else "all")
     long, shorts = sizes.block_tokens[-1], [max(1, sizes.block_tokens[0] // 32)] * 500
-    for calls in ([[long, *shorts]], [[long], shorts]):
-        packs = [_pack(lengths, device) for lengths in calls]
-        drawn = [rows(sum(lengths), number) for lengths in calls for number in (heads, kv_heads, kv_heads)]
-        operands = [Block(q=q, k=k, v=v, scale=head_dim**-0.5) for q, k, v in zip(*[iter(drawn)] * 3, strict=True)]
-
-        def run(operands: Sequence[Block] = operands, packs: Sequence[Pack] = packs) -> None:
-            for block, pack in zip(operands, packs, strict=True):
-                forward, backward = partial(varlen.forward_pack, pack=pack), partial(varlen.backward_pack, pack=pack)
-                _forward_backward(forward, backward, block)
-
-        add("pack", run, documents=1 + len(shorts), tokens=long + sum(shorts), longest=long, calls=len(calls))
+    lengths, chosen = [long, *shorts], ByLengthKernel(dense, varlen, diagonal_tokens=long)  # on the CPU
+    if device.type == "cuda":
+        chosen = choose_kernel(device, dtype=sizes.dtype, head_dim=head_dim, heads=heads, kv_heads=kv_heads)
+    q, k, v = rows(sum(lengths), heads), rows(sum(lengths), kv_heads), rows(sum(lengths), kv_heads)
+    whole = Block(q=q, k=k, v=v, scale=head_dim**-0.5)
+    apart = pack_documents(lengths, window=None, device=device, alone_from=long)
+    borders = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    together = Pack(rows=slice(0, len(q)), cu_seqlens=borders, max_seqlen=long, window=None)
+    ways = [(varlen, (together,)), (varlen, apart)]
+    if isinstance(chosen, PackKernel):  # some GPUs have no kernel for packs
+        ways.append((chosen, pack_documents(lengths, window=None, device=device, alone_from=chosen.alone_from)))
+    for kernel, packs in ways:
+        work = partial(_packs_forward_backward, kernel, whole, packs)
+        add("pack", work, kernel=kernel.name, documents=len(lengths), tokens=len(q), longest=long, calls=len(packs))
 
 
 def _forward_backward(
@@ -129,9 +133,10 @@ def _forward_backward(
     backward(out, block, Saved(out=out, lse=lse))
 
 
-def _pack(lengths: Sequence[int], device: torch.device) -> Pack:
-    borders = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-    return Pack(cu_seqlens=borders, max_seqlen=max(lengths), window=None)
+def _packs_forward_backward(kernel: PackKernel, block: Block, packs: Sequence[Pack]) -> None:
+    for pack in packs:
+        forward, backward = partial(kernel.forward_pack, pack=pack), partial(kernel.backward_pack, pack=pack)
+        _forward_backward(forward, backward, block.at(pack.rows))
 
 
 def parity(sizes: Sizes, records: Records) -> None:

@@ -12,10 +12,9 @@ from attention.whole_documents import check, documents, run_strict
 from lengthwise.attention import Block, ReferenceKernel, Saved
 from lengthwise.attention.cudnn import ByLengthKernel, DenseKernel
 from lengthwise.attention.kernels import BlockMask
-from lengthwise.attention.packs import PackKernel, pack_of
+from lengthwise.attention.packs import PackKernel, pack_documents
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.core.plan import Piece
-from lengthwise.program import lower_microbatch
 
 CPU = torch.device("cpu")
 
@@ -74,9 +73,11 @@ def test_long_blocks_go_to_one_kernel_and_all_others_to_the_other():
     assert where(15, 64, False) == where(64, 15, False) == "rest"
     mask = BlockMask(queries=20, keys=20, distance=0, causal=True, window=9)
     assert where(20, 20, True, mask) == "rest"
+    assert kernel.alone_from == 8
     torch.use_deterministic_algorithms(True)
     try:
         assert where(8, 8, True) == "rest"
+        assert kernel.alone_from is None
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -87,8 +88,7 @@ def test_long_blocks_go_to_one_kernel_and_all_others_to_the_other():
 )
 def test_only_a_pack_of_one_long_document_is_a_long_block(lengths, window, is_long):
     kernel, dense, _ = by_length(diagonal_tokens=8)
-    program = lower_microbatch(make_plan(1, lengths, [Piece(ranks=(0,), sequences=tuple(range(len(lengths))))]), 0)
-    pack = pack_of(program.tasks(0, 0), window=window, device=CPU)
+    (pack,) = pack_documents(lengths, window=window, device=CPU)
     q, k, v, grad = draw(sum(lengths))
     block = Block(q=q, k=k, v=v, scale=0.3)
     out, lse = kernel.forward_pack(block, pack)
@@ -102,10 +102,9 @@ def test_only_a_pack_of_one_long_document_is_a_long_block(lengths, window, is_lo
 def test_padding_after_one_long_document_keeps_it_a_long_block():
     """Rows are rounded up to a multiple, so nearly every document has padding behind it."""
     kernel, dense, _ = by_length(diagonal_tokens=8)
-    program = lower_microbatch(make_plan(1, (20,), [Piece(ranks=(0,), sequences=(0,))]), 0)
     found = []
     for padding in (0, 12):
-        pack = pack_of(program.tasks(0, 0), window=None, device=CPU, padding=padding)
+        (pack,) = pack_documents([20], window=None, device=CPU, padding=padding, alone_from=kernel.alone_from)
         beyond = zip(draw(20), (9, 9, 9, 0), strict=True)
         q, k, v, grad = (F.pad(x, (0, 0, 0, 0, 0, padding), value=value) for x, value in beyond)
         block = Block(q=q, k=k, v=v, scale=0.3)

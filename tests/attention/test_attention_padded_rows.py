@@ -4,9 +4,11 @@ import pytest
 import torch
 from testing import make_plan
 from testing.strict import StrictWorld
-from testing.varlen import ReferenceVarlenOps
+from testing.varlen import ReferenceDenseOps, ReferenceVarlenOps
 
 from lengthwise.attention import Block, FlashCpuKernel, PlannedAttention
+from lengthwise.attention.cudnn import ByLengthKernel, DenseKernel
+from lengthwise.attention.packs import PackKernel
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_plan
@@ -24,7 +26,12 @@ PLANS = {
         [Piece(ranks=(1, 2), sequences=(5,), heads=2), Piece(ranks=(0,), sequences=(2,))],
     ],
 }
-KERNELS = {"block by block": FlashCpuKernel(), "packs": VarlenKernel(ReferenceVarlenOps(), token_multiple=1)}
+PACKS = VarlenKernel(ReferenceVarlenOps(), token_multiple=1)
+KERNELS = {
+    "block by block": FlashCpuKernel(),
+    "packs": PACKS,
+    "packs by length": ByLengthKernel(DenseKernel(ReferenceDenseOps()), PACKS, diagonal_tokens=9, full_tokens=4),
+}
 
 
 def passes(transport, plan, kernel, window, padding):
@@ -42,7 +49,7 @@ def passes(transport, plan, kernel, window, padding):
         out, attended = planned.forward(Block(q=q, k=k, v=v, scale=SCALE), window, sinks)
         grads = planned.backward(grad, attended, (HEADS, KV_HEADS, KV_HEADS), window, sinks)
         assert out.isfinite().all()
-        assert isinstance(kernel, VarlenKernel) or not out[tokens:].any(), "what no block writes is not left undefined"
+        assert isinstance(kernel, PackKernel) or not out[tokens:].any(), "what no block writes is not left undefined"
         assert all(not each[tokens:].any() for each in grads[:3]), "gradients of padding"
         found.append((out[:tokens], *(each[:tokens] for each in grads[:3]), grads[3]))
     return found

@@ -100,6 +100,18 @@ def test_a_kernel_that_is_wrong_is_found_with_the_numbers(what, named, dtype):
     assert "more" not in fault
 
 
+def test_a_long_document_after_short_ones_is_compared_as_it_runs():
+    class Wrong(DenseKernel):
+        def backward(self, grad_out, block, saved):
+            dq, dk, dv = super().backward(grad_out, block, saved)
+            return dq, dk * (1.01 if len(block.q) > 200 else 1.0), dv  # blocks of 200 rows are right
+
+    right, varlen = DenseKernel(ReferenceDenseOps()), VarlenKernel(ReferenceVarlenOps())
+    assert fault_of(ByLengthKernel(right, varlen, diagonal_tokens=150), needs(), CPU) is None
+    fault = fault_of(ByLengthKernel(Wrong(ReferenceDenseOps()), varlen, diagonal_tokens=150), needs(), CPU)
+    assert "document of 191 tokens after short ones, float32, heads of 16: dk is off by 0.0" in fault
+
+
 class WrongOnCpu(FlashCpuKernel):
     name = "flash that is wrong"
 

@@ -44,7 +44,7 @@ from lengthwise.models.experts import choose_experts, needs_of
 from lengthwise.program.stage_program import cut_layers
 
 BF16 = torch.bfloat16
-PACKS = ((9, 12, 6000, 7), [[Piece(ranks=(0,), sequences=(0, 1, 3))], [Piece(ranks=(0,), sequences=(2,))]])
+PACKS = ((9, 12, 6000, 7), [[Piece(ranks=(0,), sequences=(0, 2, 3))], [Piece(ranks=(0,), sequences=(1,))]])
 RINGS = (
     (100_000, 5000, 30, 7, 20_000),
     [

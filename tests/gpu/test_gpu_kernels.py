@@ -42,7 +42,7 @@ FAMILY = {DELTA_RULE: "qwen3_5_text", KDA: "kimi_linear", MAMBA2: "nemotron_h", 
 KEYS = {DELTA_RULE: {"linear_key_head_dim": 64, "linear_value_head_dim": 128}, KDA: {"linear_head_dim": 64}}
 
 
-def named_kernel(name, device):
+def named_kernel(name, device, **limits):
     """Return the kernel of a GPU, or what stands for it on the CPU."""
     on_gpu = device.type == "cuda"
     if name == "reference":
@@ -57,7 +57,7 @@ def named_kernel(name, device):
     return (
         varlen
         if name == "varlen"
-        else ByLengthKernel(DenseKernel(CudnnOps() if on_gpu else ReferenceDenseOps()), varlen)
+        else ByLengthKernel(DenseKernel(CudnnOps() if on_gpu else ReferenceDenseOps()), varlen, **limits)
     )
 
 
@@ -114,6 +114,18 @@ def test_gpu_rings_and_packs_of_capped_scores_equal_dense(device, kind, window):
     whole, _ = attend_on_ranks(make_plan(ranks, lengths, pieces), rows, kernel, device=device, **how)
     for row, got in zip(rows, whole, strict=True):
         close(got, expected(*row, window=window, softcap=0.7), dtype)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_gpu_packs_of_long_and_short_documents_equal_dense(device, window):
+    """The long one is alone in its call, between others."""
+    lengths, dtype = LENGTHS[device.type], torch.float64 if device.type == "cpu" else torch.bfloat16
+    kernel = named_kernel("cudnn", device, diagonal_tokens=lengths[0] // 2)
+    rows = [draw(length, dtype, i) for i, length in enumerate(lengths)]
+    plan = make_plan(1, lengths, [Piece(ranks=(0,), sequences=(3, 1, 0, 2, 4, 5, 6))])
+    whole, _ = attend_on_ranks(plan, rows, kernel, scale=SCALE, window=window, device=device)
+    for row, got in zip(rows, whole, strict=True):
+        close(got, expected(*row, window=window), dtype)
 
 
 def test_gpu_kernel_for_bf16_takes_packs_and_says_why(device):

@@ -1,7 +1,8 @@
 """cuDNN's attention for long blocks, and the kernel that hands it those and all else to a varlen kernel.
 
-A plan for each shape takes 23 to 37 ms, so diagonal blocks are padded to few lengths. torch finds plans by shapes and
-strides of q, k and v alone, so all operands are passed without gaps.
+The plans of a shape take 80 ms of the host, so diagonal blocks are padded to few lengths. torch finds plans by shapes
+and strides of q, k and v alone, so all operands are passed without gaps. What decides the limits was measured:
+docs/decisions/attention-by-length.md.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lengthwise.attention.packs import Pack, PackKernel
 from lengthwise.attention.varlen import HEAD_DIM_MULTIPLE, TOKEN_MULTIPLE
 
 DIAGONAL_TOKENS = 4096  # of a causal block, from which cuDNN's gain pays for its plans
-FULL_TOKENS = 16_384  # of queries and of keys of another one, whose lengths cannot be rounded
+FULL_TOKENS = 8192  # of queries and of keys of another one, whose lengths cannot be rounded
 _LENGTH_MULTIPLE = 256
 
 
@@ -88,7 +89,7 @@ class DenseKernel:
 
 
 class ByLengthKernel:
-    """A `PackKernel` of two: long blocks, and packs of one long document, by `long`; the others by `rest`."""
+    """A `PackKernel` of two: long blocks, and long documents alone in their pack, by `long`; the others by `rest`."""
 
     caps_scores = False
 
@@ -103,6 +104,11 @@ class ByLengthKernel:
         self.name = f"{long.name} from {diagonal_tokens:,} tokens of one document on, else {rest.name}"
         self.token_multiple, self.long, self.diagonal_tokens = rest.token_multiple, long, diagonal_tokens
         self._rest, self._least = rest, {True: diagonal_tokens, False: full_tokens}
+
+    @property
+    def alone_from(self) -> int | None:
+        """Tokens from which a document is `long`'s (see `PackKernel.alone_from`)."""
+        return None if torch.are_deterministic_algorithms_enabled() else self.diagonal_tokens
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         """Compute one block (see `BlockKernel.forward`)."""

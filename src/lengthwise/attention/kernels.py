@@ -6,7 +6,7 @@ Every row sees a key: without one the CPU kernel gives lse 0, which a merge woul
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -63,6 +63,10 @@ class Block:
     mask: BlockMask | None = None
     softcap: float | None = None
 
+    def at(self, rows: slice) -> Block:
+        """Return these rows of queries, keys and values, which see each other alone."""
+        return replace(self, q=self.q[rows], k=self.k[rows], v=self.v[rows])
+
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 """(dq, dk, dv), shaped as q, k and v."""
@@ -77,6 +81,10 @@ class Saved:
 
     out: Tensor
     lse: Tensor
+
+    def at(self, rows: slice) -> Saved:
+        """Return what belongs to these rows of queries."""
+        return Saved(out=self.out[rows], lse=self.lse[:, rows])
 
 
 class BlockKernel(Protocol):

@@ -1,32 +1,44 @@
-"""Documents side by side in one attention call: what makes packs of short sequences fast on GPUs.
+"""Documents side by side in few attention calls: what makes packs of short sequences fast on GPUs.
 
-All diagonal blocks of a rank, of packed documents and of ring shards, are documents that see only themselves.
+All diagonal blocks of a rank, of packed documents and of ring shards, are documents that see only themselves. A varlen
+call starts blocks for as many tiles of every document as its longest has, so those of the others are empty. Documents
+are cut into runs of one call each, by what empty tiles and calls cost: docs/decisions/attention-by-length.md.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lengthwise.attention.kernels import Block, BlockKernel, Gradients, Saved
 from lengthwise.program import BlockTask
 
+_TILE_TOKENS = 128
+# What one more call costs, in empty tiles: 0.27 us each, both passes of 32 heads, so 0.3 ms, which a call of 1,024
+# tokens takes however little it computes (H200, torch 2.11). With fewer heads tiles cost less.
+_TILES_OF_A_CALL = 1000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """Documents that each attend to themselves, causally.
+    """Documents of one call, side by side, that each attend to themselves, causally.
 
-    cu_seqlens: (documents + 1,) int32 on the device: where each starts, and the end of the last.
+    rows: where they lie among the rank's rows.
+    cu_seqlens: (documents + 1,) int32 on the device: where each starts in `rows`, and the end of the last.
     max_seqlen: tokens of the longest.
     window: a query sees itself and the window - 1 tokens before it; None: all before it.
     padding: rows of the last document, whose result nobody reads; 0: none.
     """
 
+    rows: slice
     cu_seqlens: Tensor
     max_seqlen: int
     window: int | None
@@ -35,7 +47,12 @@ class Pack:
 
 @runtime_checkable
 class PackKernel(BlockKernel, Protocol):
-    """A block kernel that also takes many documents at once: their tokens side by side in one `Block`."""
+    """A block kernel that also takes many documents at once: the rows of a `Pack` in one `Block`."""
+
+    @property
+    def alone_from(self) -> int | None:
+        """Tokens from which a document that its window does not cut is faster alone; None: empty tiles decide."""
+        ...
 
     def forward_pack(self, block: Block, pack: Pack) -> tuple[Tensor, Tensor]:
         """Return (out in q's dtype, lse in at least fp32)."""
@@ -46,27 +63,84 @@ class PackKernel(BlockKernel, Protocol):
         ...
 
 
-def pack_of(tasks: Sequence[BlockTask], *, window: int | None, device: torch.device, padding: int = 0) -> Pack | None:
-    """Join the diagonal blocks of a rank to documents; None when it holds no token.
-
-    A window's tiles are joined: the kernel cuts the window. `padding`: rows after them, a document of their own.
-    """
-    diagonal = sorted((task for task in tasks if task.causal), key=lambda task: task.q_start)
-    if not diagonal and not padding:
-        return None
+def lengths_of(tasks: Sequence[BlockTask]) -> list[int]:
+    """Join the diagonal blocks of a rank, the tiles of a window too, to documents; return their tokens in order."""
     borders, stop = [], 0
-    for task in diagonal:
+    for task in sorted((task for task in tasks if task.causal), key=lambda task: task.q_start):
         assert task.q_start == stop, f"diagonal blocks must lie side by side, got {task.q_start} after {stop}"
         if task.distance == 0:
             borders.append(task.q_start)
         stop = task.q_stop
-    borders += [stop, stop + padding] if padding else [stop]
-    return Pack(
-        cu_seqlens=to_device(torch.tensor(borders, dtype=torch.int32), device),
-        max_seqlen=max(stop - start for start, stop in pairwise(borders)),
-        window=window,
-        padding=padding,
-    )
+    return [stop - start for start, stop in pairwise([*borders, stop])]
+
+
+def pack_documents(
+    lengths: Sequence[int],
+    *,
+    window: int | None,
+    device: torch.device,
+    padding: int = 0,
+    alone_from: int | None = None,
+) -> tuple[Pack, ...]:
+    """Return the calls for documents of these tokens that lie side by side; `padding`: rows after them.
+
+    alone_from: as a `PackKernel` has it. Padding is the last document of its call. The call of most rows comes first:
+    in a backward pass the memory for all rows is made after what that one takes for itself is free again.
+    """
+    alone = range(0) if alone_from is None else range(alone_from, sys.maxsize if window is None else window + 1)
+    documents = [*lengths, padding] if padding else list(lengths)
+    runs = runs_of(documents, alone)
+    if padding and lengths and lengths[-1] in alone:  # causality hides what follows a document
+        runs[-2:] = [range(len(lengths) - 1, len(documents))]
+    starts = [0, *accumulate(documents)]
+    borders = [[starts[i] - starts[run.start] for i in range(run.start, run.stop + 1)] for run in runs]
+    joined = to_device(torch.tensor(list(chain(*borders)), dtype=torch.int32), device)
+    packs = [
+        Pack(
+            rows=slice(starts[run.start], starts[run.stop]),
+            cu_seqlens=each,
+            max_seqlen=max(documents[run.start : run.stop]),
+            window=window,
+            padding=padding if run.stop == len(documents) else 0,
+        )
+        for run, each in zip(runs, joined.split([len(each) for each in borders]), strict=True)
+    ]
+    return tuple(sorted(packs, key=lambda pack: pack.rows.start - pack.rows.stop))
+
+
+def runs_of(lengths: Sequence[int], alone: range = range(0)) -> list[range]:
+    """Cut documents, by number, into the runs of neighbours whose calls and empty tiles cost least.
+
+    alone: documents of these tokens are runs of their own.
+    """
+    runs: list[range] = []
+    for is_alone, group in groupby(range(len(lengths)), key=lambda number: lengths[number] in alone):
+        numbers = list(group)
+        if is_alone:
+            runs += [range(number, number + 1) for number in numbers]
+        else:
+            runs += _cheapest(numbers[0], [math.ceil(lengths[number] / _TILE_TOKENS) for number in numbers])
+    return runs
+
+
+def _cheapest(first: int, tiles: Sequence[int]) -> list[range]:
+    """Cut the documents from number `first` on, of so many tiles, where that costs least.
+
+    Dynamic programming over groups of neighbours of as many tiles, which no cheapest cut parts.
+    """
+    groups = [(size, len(list(same))) for size, same in groupby(tiles)]
+    sizes = np.array([size for size, _ in groups])
+    numbers = np.array([0, *accumulate(count for _, count in groups)])  # of the first document of each group
+    best, starts = np.zeros(len(groups) + 1, dtype=np.int64), [0]  # of the first n groups; where their last run starts
+    for stop in range(1, len(groups) + 1):
+        longest = np.maximum.accumulate(sizes[:stop][::-1])[::-1]  # of a last run from each group on
+        costs = best[:stop] + (numbers[stop] - numbers[:stop]) * longest
+        starts.append(int(costs.argmin()))
+        best[stop] = costs[starts[-1]] + _TILES_OF_A_CALL
+    borders = [len(groups)]
+    while borders[-1]:
+        borders.append(starts[borders[-1]])
+    return [range(first + int(numbers[a]), first + int(numbers[b])) for b, a in pairwise(borders)][::-1]
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:

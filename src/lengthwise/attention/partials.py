@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.attention.kernels import Block, Gradients, Saved, merge_block
+from lengthwise.attention.packs import Pack
 from lengthwise.attention.ring_steps import RingStep
 from lengthwise.program import BlockTask, HeadRange
 
@@ -27,15 +28,19 @@ class PartialOut:
     def __init__(self, block: Block, heads: HeadRange, ring_steps: Sequence[RingStep], *, tokens: int) -> None:
         q = block.q
         merges = any(not task.causal and task.heads == heads for ring_step in ring_steps for task in ring_step.tasks)
-        rows = 0 if heads in ring_steps[0].packs else len(q)  # a pack brings the memory for its results
+        # A pack of all rows brings the memory for its results.
+        rows = 0 if len(ring_steps[0].packs.get(heads, ())) == 1 else len(q)
         self._dtype = q.dtype
         self._out = q.new_empty(rows, *q.shape[1:], dtype=wide(q.dtype) if merges else q.dtype)
         self._lse = q.new_empty(q.shape[1], rows, dtype=wide(q.dtype))
         _clear(self._out[tokens:], self._lse[:, tokens:])
 
-    def take_pack(self, out: Tensor, lse: Tensor) -> None:
-        """Take what a pack gave, of all rows."""
-        self._out, self._lse = out.to(self._out.dtype), lse
+    def take_pack(self, pack: Pack, out: Tensor, lse: Tensor) -> None:
+        """Take what a pack gave, of its rows."""
+        if len(self._out):
+            self._out[pack.rows], self._lse[:, pack.rows] = out, lse
+        else:
+            self._out, self._lse = out.to(self._out.dtype), lse
 
     def take(self, task: BlockTask, out: Tensor, lse: Tensor) -> None:
         """Take what a block gave."""
@@ -55,28 +60,33 @@ class PartialOut:
 
 
 class PartialGradients:
-    """Gradients of the first `tokens` queries of `block`, and of its keys and values; sums unless `is_of_pack`."""
+    """Gradients of the first `tokens` queries of `block`, and of its keys and values; sums unless `is_of_packs`."""
 
     def __init__(
         self, block: Block, heads: HeadRange, ring_steps: Sequence[RingStep], *, windowed: bool, tokens: int
     ) -> None:
         self._block, self._first_writes = block, not windowed
         others = [one for ring_step in ring_steps for one in (*ring_step.tasks, *ring_step.sends, *ring_step.receives)]
-        self.is_of_pack = heads in ring_steps[0].packs and not any(one.heads == heads for one in others)
-        if self.is_of_pack:
+        self.is_of_packs = heads in ring_steps[0].packs and not any(one.heads == heads for one in others)
+        self._found: tuple[Tensor, ...] = ()
+        if self.is_of_packs:
             return
         make = torch.zeros if windowed else torch.empty
         self.dq = torch.empty_like(block.q, dtype=wide(block.q.dtype))
         self.dkv = make(2, *block.k.shape, dtype=self.dq.dtype, device=block.k.device)
+        self._found = (self.dq, *self.dkv)
         _clear(self.dq[tokens:], self.dkv[:, tokens:])
 
-    def take_pack(self, grads: Gradients) -> None:
-        """Take what a pack gave, of all rows."""
-        if self.is_of_pack:
-            self._of_pack = grads
-            return
-        for total, part in zip((self.dq, *self.dkv), grads, strict=True):
-            total.copy_(part)
+    def take_pack(self, pack: Pack, grads: Gradients) -> None:
+        """Take what a pack gave, of its rows."""
+        if not self._found:
+            block = self._block
+            if len(grads[0]) == len(block.q):
+                self._found = grads
+                return
+            self._found = tuple(x.new_empty(x.shape) for x in (block.q, block.k, block.v))
+        for total, part in zip(self._found, grads, strict=True):
+            total[pack.rows] = part
 
     def take(self, task: BlockTask, grads: Gradients, into: Tensor) -> None:
         """Take what a block gave; `into` (2, tokens, kv_heads, head_dim) is for the shard of its keys."""
@@ -96,8 +106,7 @@ class PartialGradients:
         """Return (dq, dk, dv) in the dtypes of q, k and v; `widely`: as they were summed."""
         block = self._block
         dtypes = [wide(x.dtype) if widely else x.dtype for x in (block.q, block.k, block.v)]
-        found = self._of_pack if self.is_of_pack else (self.dq, *self.dkv)
-        dq, dk, dv = (grad.to(dtype) for grad, dtype in zip(found, dtypes, strict=True))
+        dq, dk, dv = (grad.to(dtype) for grad, dtype in zip(self._found, dtypes, strict=True))
         return dq, dk, dv
 
 

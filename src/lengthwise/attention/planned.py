@@ -7,9 +7,9 @@ again, and gradients to their owners. Ring attention (arXiv 2310.01889), zigzag 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from lengthwise.attention.halos import Halo
 from lengthwise.attention.heads import HeadExchange, Rows, query_heads, shares_keys
 from lengthwise.attention.kernels import Block, BlockKernel, BlockMask, Gradients, Saved
 from lengthwise.attention.mixing import LocalSpans
-from lengthwise.attention.packs import PackKernel
+from lengthwise.attention.packs import Pack, PackKernel, pack_documents
 from lengthwise.attention.partials import PartialGradients, PartialOut, wide
 from lengthwise.attention.recompute import Recomputation
 from lengthwise.attention.ring_steps import RingStep, Shard, ring_steps_of
@@ -120,9 +120,8 @@ class PlannedAttention:
         held = self._own_keys(blocks)
         for ring_step in ring_steps:
             pending, arriving = self._post(ring_step, held, {}, blocks)
-            for heads, pack in ring_step.packs.items():
-                assert isinstance(self._kernel, PackKernel), f"{self._kernel.name} takes no packs"
-                parts[heads].take_pack(*self._kernel.forward_pack(blocks[heads], pack))
+            for heads, pack, kernel in self._packs(ring_step):
+                parts[heads].take_pack(pack, *kernel.forward_pack(blocks[heads].at(pack.rows), pack))
             for task in ring_step.tasks:
                 block = self._block(blocks[task.heads], task, held)
                 parts[task.heads].take(task, *self._kernel.forward(block))
@@ -165,11 +164,9 @@ class PlannedAttention:
         held = self._own_keys(blocks)
         for ring_step in ring_steps:
             pending, arriving = self._post(ring_step, held, gradients, blocks)
-            for heads, pack in ring_step.packs.items():
-                assert isinstance(self._kernel, PackKernel), f"{self._kernel.name} takes no packs"
-                sums[heads].take_pack(
-                    self._kernel.backward_pack(split[heads][0], blocks[heads], attended[heads].saved, pack)
-                )
+            for heads, pack, kernel in self._packs(ring_step):
+                grad, saved = split[heads][0][pack.rows], attended[heads].saved.at(pack.rows)
+                sums[heads].take_pack(pack, kernel.backward_pack(grad, blocks[heads].at(pack.rows), saved, pack))
             for task in ring_step.tasks:
                 grads = self._block_gradients(task, split[task.heads][0], attended[task.heads], held)
                 shard = (task.piece, task.owner)
@@ -188,16 +185,21 @@ class PlannedAttention:
 
     def _block_gradients(self, task: BlockTask, grad_out: Tensor, attended: Attended, held: Held) -> Gradients:
         rows = slice(task.q_start, task.q_stop)
-        saved = Saved(out=attended.saved.out[rows], lse=attended.saved.lse[:, rows])
-        return self._kernel.backward(grad_out[rows], self._block(attended.block, task, held), saved)
+        return self._kernel.backward(grad_out[rows], self._block(attended.block, task, held), attended.saved.at(rows))
+
+    def _packs(self, ring_step: RingStep) -> Iterator[tuple[HeadRange, Pack, PackKernel]]:
+        for heads, packs in ring_step.packs.items():
+            assert isinstance(self._kernel, PackKernel), f"{self._kernel.name} takes no packs"
+            yield from ((heads, pack, self._kernel) for pack in packs)
 
     def _steps_of(self, window: int | None, device: torch.device, rows: int) -> tuple[list[RingStep], list[RingStep]]:
         """Return this rank's (forward, backward) ring steps for layers with `window`; lowered once a microbatch."""
         if (window, rows) not in self._steps:
             program, padding = self._program.with_window(window), rows - self.num_tokens
-            packs_on = device if isinstance(self._kernel, PackKernel) else None
-            steps = ring_steps_of(program, self._transport.rank, packs_on=packs_on, padding=padding)
-            self._steps[window, rows] = steps
+            kernel, packing = self._kernel, None
+            if isinstance(kernel, PackKernel):
+                packing = partial(pack_documents, device=device, alone_from=kernel.alone_from)
+            self._steps[window, rows] = ring_steps_of(program, self._transport.rank, packing, padding=padding)
         return self._steps[window, rows]
 
     def _tokens(self, heads: HeadRange) -> int:
@@ -206,7 +208,7 @@ class PlannedAttention:
     def _own_gradients(self, sums: Mapping[HeadRange, PartialGradients]) -> dict[Shard, Tensor]:
         """Return where the gradients of this rank's own keys and values are summed, of those that are."""
         own = {shard: (sums[self._ranges[shard[0]]], rows) for shard, rows in self._own.items()}
-        return {shard: each.dkv[:, rows] for shard, (each, rows) in own.items() if not each.is_of_pack}
+        return {shard: each.dkv[:, rows] for shard, (each, rows) in own.items() if not each.is_of_packs}
 
     def _own_keys(self, blocks: Mapping[HeadRange, Block]) -> Held:
         held: Held = {}

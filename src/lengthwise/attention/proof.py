@@ -17,7 +17,7 @@ from torch import Tensor
 from lengthwise.attention.abilities import AttentionNeeds
 from lengthwise.attention.cudnn import ByLengthKernel
 from lengthwise.attention.kernels import Block, BlockKernel, BlockMask, Saved
-from lengthwise.attention.packs import Pack, PackKernel
+from lengthwise.attention.packs import PackKernel, pack_documents
 
 _TOKENS, _TOKENS_ON_CPU = 200, 72
 _WINDOW = 24  # stands for the model's: a kernel takes any
@@ -125,11 +125,11 @@ def _long_cases(kernel: ByLengthKernel, device: torch.device) -> Iterator[Case]:
 
     for case in (_causal(_TOKENS), _full(_TOKENS // 2, _TOKENS - 37)):
         yield replace(case, name=f"{kernel.long.name}, {case.name}", by=of_long)
-    if device.type == "cuda":
+    if device.type == "cuda" or kernel.diagonal_tokens < _TOKENS:
         tokens, padding = kernel.diagonal_tokens + 41, 87
-        rows = tokens + padding
-        name = f"{kernel.long.name}, document of {tokens} tokens"
-        yield Case(name=name, queries=rows, keys=rows, documents=(tokens, padding), padding=padding)
+        documents = (37, 5, tokens, padding)
+        name = f"{kernel.name}, document of {tokens} tokens after short ones"
+        yield Case(name=name, queries=sum(documents), keys=sum(documents), documents=documents, padding=padding)
 
 
 def _compared(kernel: BlockKernel, case: Case, needs: AttentionNeeds, device: torch.device) -> list[str]:
@@ -177,17 +177,15 @@ def tolerance_for(dtype: torch.dtype) -> Tolerance:
 def _found(kernel: BlockKernel, block: Block, grad_out: Tensor, saved: Saved, case: Case) -> tuple[Tensor, ...]:
     if case.documents is None:
         return *kernel.forward(block), *kernel.backward(grad_out, block, saved)
-    borders = [0]
-    for tokens in case.documents:
-        borders.append(borders[-1] + tokens)
-    pack = Pack(
-        cu_seqlens=torch.tensor(borders, dtype=torch.int32, device=block.q.device),
-        max_seqlen=max(case.documents),
-        window=case.window,
-        padding=case.padding,
-    )
     assert isinstance(kernel, PackKernel), f"{kernel.name} takes no packs"
-    return *kernel.forward_pack(block, pack), *kernel.backward_pack(grad_out, block, saved, pack)
+    lengths, where = case.documents[: len(case.documents) - (case.padding > 0)], block.q.device
+    how = {"window": case.window, "padding": case.padding, "alone_from": kernel.alone_from}
+    parts = []
+    for pack in sorted(pack_documents(lengths, device=where, **how), key=lambda each: each.rows.start):
+        rows, its = pack.rows, block.at(pack.rows)
+        grads = kernel.backward_pack(grad_out[rows], its, saved.at(rows), pack)
+        parts.append((*kernel.forward_pack(its, pack), *grads))
+    return tuple(torch.cat(each, dim=int(place == 1)) for place, each in enumerate(zip(*parts, strict=True)))
 
 
 def _operands(case: Case, needs: AttentionNeeds, device: torch.device) -> tuple[Tensor, ...]:

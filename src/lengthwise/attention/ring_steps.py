@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from lengthwise.attention.packs import Pack, pack_of
+from lengthwise.attention.packs import Pack, lengths_of
 from lengthwise.program import ALL_HEADS, BlockTask, Content, HeadRange, MicrobatchProgram, RankRound, Transfer
 
 Shard = tuple[int, int]
@@ -23,26 +21,27 @@ class RingStep:
     receives: tuple[Transfer, ...]
     tasks: tuple[BlockTask, ...]
     last_used: tuple[Shard, ...]
-    packs: Mapping[HeadRange, Pack] = field(default_factory=dict)
+    packs: Mapping[HeadRange, tuple[Pack, ...]] = field(default_factory=dict)
 
 
 def ring_steps_of(
-    program: MicrobatchProgram, rank: int, *, packs_on: torch.device | None, padding: int = 0
+    program: MicrobatchProgram, rank: int, packing: Callable[..., tuple[Pack, ...]] | None, *, padding: int = 0
 ) -> tuple[list[RingStep], list[RingStep]]:
-    """Return a rank's (forward, backward) ring steps; `packs_on`: where the borders of packs lie, None: no packs.
+    """Return a rank's (forward, backward) ring steps.
 
-    `padding`: rows after the tokens that packs take as a document. Steps without work stay, for the order.
+    `packing`: `pack_documents` with what the kernel and its device decide; None: the kernel takes no packs. `padding`:
+    rows after the tokens that packs take as a document. Steps without work stay, for the order.
     """
     tasks = [program.tasks(rank, number) for number in range(program.ring_steps)]
-    packs: dict[HeadRange, Pack] = {}
-    if packs_on is not None:
+    packs: dict[HeadRange, tuple[Pack, ...]] = {}
+    if packing is not None:
         assert not any(task.causal for each in tasks[1:] for task in each), "a rank's own keys come first"
         ranges = tuple(program.row_starts(rank))
         padded = padding if ranges == (ALL_HEADS,) else 0  # split heads are rows of tokens only
         for heads in ranges:
-            of_range = [task for task in tasks[0] if task.heads == heads]
-            pack = pack_of(of_range, window=program.window, device=packs_on, padding=padded)
-            packs.update({} if pack is None else {heads: pack})
+            lengths = lengths_of([task for task in tasks[0] if task.heads == heads])
+            if lengths or padded:
+                packs[heads] = packing(lengths, window=program.window, padding=padded)
         tasks[0] = tuple(task for task in tasks[0] if not task.causal)
     passes = (program.forward_rounds_of(rank), program.backward_rounds_of(rank))
     forward, backward = (_ring_steps(rounds, tasks, packs) for rounds in passes)
@@ -50,7 +49,7 @@ def ring_steps_of(
 
 
 def _ring_steps(
-    rounds: Sequence[RankRound], tasks: Sequence[tuple[BlockTask, ...]], packs: Mapping[HeadRange, Pack]
+    rounds: Sequence[RankRound], tasks: Sequence[tuple[BlockTask, ...]], packs: Mapping[HeadRange, tuple[Pack, ...]]
 ) -> list[RingStep]:
     count = max(len(tasks), len(rounds))
     rounds = [*rounds, *[RankRound()] * (count - len(rounds))]

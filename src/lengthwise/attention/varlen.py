@@ -60,6 +60,8 @@ class VarlenOps(Protocol):
 class VarlenKernel:
     """A `PackKernel` over varlen calls."""
 
+    alone_from = None
+
     def __init__(self, ops: VarlenOps, *, token_multiple: int = TOKEN_MULTIPLE) -> None:
         self.name, self.caps_scores, self.token_multiple, self._ops = ops.name, ops.caps_scores, token_multiple, ops
 

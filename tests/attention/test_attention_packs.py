@@ -1,0 +1,116 @@
+"""Documents of a rank in few calls: where they are cut, and that what the calls give together is exact."""
+
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from testing import make_plan
+from testing.varlen import ReferenceDenseOps, ReferenceVarlenOps
+
+from attention.whole_documents import check, documents, run_strict
+from lengthwise.attention import packs
+from lengthwise.attention.cudnn import ByLengthKernel, DenseKernel
+from lengthwise.attention.packs import pack_documents, runs_of
+from lengthwise.attention.varlen import VarlenKernel
+from lengthwise.core.plan import Piece
+
+CPU = torch.device("cpu")
+LONG, SHORT = 16_384, 32  # 128 tiles and one
+
+
+@pytest.mark.parametrize(
+    ("lengths", "alone", "expected"),
+    [
+        ([LONG] + [SHORT] * 500, range(0), [1, 500]),
+        ([SHORT] * 250 + [LONG] + [SHORT] * 250, range(0), [250, 1, 250]),
+        ([SHORT] * 3 + [LONG] * 2 + [SHORT] * 4, range(0), [9]),  # 889 empty tiles cost less than two calls
+        ([SHORT] * 3 + [LONG] * 2 + [SHORT] * 4, range(4096, 10**6), [3, 1, 1, 4]),
+        ([SHORT] * 3 + [LONG], range(4096, 10_000), [4]),  # a window cuts the long one
+        ([1000, 900, 1024] * 30, range(0), [90]),
+        ([], range(0), []),
+    ],
+)
+def test_documents_are_cut_where_empty_tiles_cost_more_than_a_call(lengths, alone, expected):
+    assert [len(run) for run in runs_of(lengths, alone)] == expected
+
+
+def cost(sizes, borders):
+    runs = [sizes[start:stop] for start, stop in pairwise(borders)]
+    return sum(1000 + len(run) * max(run) for run in runs)
+
+
+@example(sizes=[1] * 9 + [800] * 9)
+@given(sizes=st.lists(st.sampled_from([1, 2, 300, 700, 2500]), min_size=1, max_size=7))
+def test_no_cut_costs_less(sizes):
+    runs = runs_of([128 * size for size in sizes])
+    assert [number for run in runs for number in run] == list(range(len(sizes)))
+    inner = range(1, len(sizes)) if len(sizes) < 8 else (9,)
+    cuts = [each for count in range(len(inner) + 1) for each in combinations(inner, count)]
+    assert cost(sizes, [0, *(run.stop for run in runs)]) == min(cost(sizes, [0, *each, len(sizes)]) for each in cuts)
+
+
+@pytest.mark.parametrize("alone_from", [None, 20])
+def test_packs_are_the_rows_of_their_documents_and_padding_goes_with_the_last(monkeypatch, alone_from):
+    """Causality hides padding from a document alone, so that it costs no call."""
+    monkeypatch.setattr(packs, "_TILES_OF_A_CALL", 0)
+    found = pack_documents([3, 200, 7, 20], window=None, device=CPU, padding=5, alone_from=alone_from)
+    sizes = [each.rows.stop - each.rows.start for each in found]
+    assert sizes == sorted(sizes, reverse=True)
+    found = sorted(found, key=lambda each: each.rows.start)
+    rows = [(each.rows.start, each.rows.stop, each.cu_seqlens.tolist(), each.padding) for each in found]
+    last = [(203, 210, [0, 7], 0), (210, 235, [0, 20, 25], 5)] if alone_from else [(203, 235, [0, 7, 27, 32], 5)]
+    assert rows == [(0, 3, [0, 3], 0), (3, 203, [0, 200], 0), *last]
+    assert [each.max_seqlen for each in found] == [3, 200, *([7, 20] if alone_from else [20])]
+    assert len(pack_documents([], window=None, device=CPU, padding=5, alone_from=alone_from)) == 1
+
+
+PLANS = {
+    "first": (1, [50, 3, 4], [Piece(ranks=(0,), sequences=(0, 1, 2))]),
+    "middle": (1, [3, 50, 4], [Piece(ranks=(0,), sequences=(0, 1, 2))]),
+    "last": (1, [3, 4, 50], [Piece(ranks=(0,), sequences=(0, 1, 2))]),
+    "two": (1, [3, 50, 40, 4], [Piece(ranks=(0,), sequences=(0, 1, 2, 3))]),
+    "none": (1, [3, 4, 5], [Piece(ranks=(0,), sequences=(0, 1, 2))]),
+    "only": (1, [50], [Piece(ranks=(0,), sequences=(0,))]),
+    "diagonals of a ring between short ones": (
+        3,
+        [3, 150, 4, 41],
+        [
+            [
+                Piece(ranks=(1,), sequences=(0,)),
+                Piece(ranks=(0, 2, 1), sequences=(1,)),
+                Piece(ranks=(1,), sequences=(2, 3)),
+            ]
+        ],
+    ),
+    "split heads": (
+        2,
+        [60, 3, 4, 41],
+        [[Piece(ranks=(0, 1), sequences=(0, 1), heads=2), Piece(ranks=(1,), sequences=(2, 3))]],
+    ),
+}
+
+
+@pytest.mark.parametrize("window", [None, 45, 6])
+@pytest.mark.parametrize("by_length", [True, False])
+@pytest.mark.parametrize("name", PLANS)
+def test_documents_of_several_calls_equal_dense(monkeypatch, name, by_length, window):
+    """With sinks; a window of 45 tokens cuts only some of the long documents."""
+    monkeypatch.setattr(packs, "_TILE_TOKENS", 8)
+    monkeypatch.setattr(packs, "_TILES_OF_A_CALL", 3)
+    dense, varlen = ReferenceDenseOps(), ReferenceVarlenOps()
+    kernel = VarlenKernel(varlen)
+    if by_length:
+        kernel = ByLengthKernel(DenseKernel(dense), kernel, diagonal_tokens=20, full_tokens=16)
+    ranks, lengths, pieces = PLANS[name]
+    sinks, rows = torch.tensor([1.0, 0.0, -1.0, 30.0], dtype=torch.float64), documents(lengths)
+    how = {"window": window, "sinks": sinks}
+    check(run_strict(make_plan(ranks, lengths, pieces), rows, kernel, **how), rows, **how)
+    if ranks > 1:
+        assert dense.shapes if by_length and window is None else varlen.calls
+        return
+    longs = [n for n in lengths if by_length and n >= 20 and (window is None or n <= window)]
+    calls = {"first": 2, "middle": 3, "last": 2, "two": 4 if longs else 3, "none": 1, "only": 1}[name]
+    assert len(dense.shapes) == 2 * len(longs)
+    assert varlen.calls == 2 * (calls - len(longs))
