@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.held import kept_ratio, largest
@@ -35,9 +36,10 @@ def memory_of(
 
     An optimizer is on the host only beside a GPU, whose memory that saves.
     """
-    of_layout = {each.name: getattr(layout, each.name) for each in fields(ModelLayout)}
+    of_layout: Any = {each.name: getattr(layout, each.name) for each in fields(ModelLayout)}
+    of_layout["offloads"] = layout.offloads and on_gpus
     return StepMemory(
-        **of_layout | {"offloads": layout.offloads and on_gpus},
+        **of_layout,
         shape=shape,
         dtype_bytes=dtype_bytes,
         logits_at_once=logits_at_once(shape.vocab, on_gpus=on_gpus) if chunked else None,
