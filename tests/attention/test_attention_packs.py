@@ -1,6 +1,6 @@
 """Documents of a rank in few calls: where they are cut, and that what the calls give together is exact."""
 
-from itertools import combinations, pairwise
+from itertools import accumulate, chain, combinations, pairwise
 
 import pytest
 import torch
@@ -42,11 +42,11 @@ def cost(sizes, borders):
 
 
 @example(sizes=[1] * 9 + [800] * 9)
-@given(sizes=st.lists(st.sampled_from([1, 2, 300, 700, 2500]), min_size=1, max_size=7))
+@given(sizes=st.lists(st.sampled_from([1, 2, 300, 700, 2500]), min_size=1, max_size=6))
 def test_no_cut_costs_less(sizes):
     runs = runs_of([128 * size for size in sizes])
     assert [number for run in runs for number in run] == list(range(len(sizes)))
-    inner = range(1, len(sizes)) if len(sizes) < 8 else (9,)
+    inner = range(1, len(sizes)) if len(sizes) < 7 else (9,)
     cuts = [each for count in range(len(inner) + 1) for each in combinations(inner, count)]
     assert cost(sizes, [0, *(run.stop for run in runs)]) == min(cost(sizes, [0, *each, len(sizes)]) for each in cuts)
 
@@ -66,29 +66,19 @@ def test_packs_are_the_rows_of_their_documents_and_padding_goes_with_the_last(mo
     assert len(pack_documents([], window=None, device=CPU, padding=5, alone_from=alone_from)) == 1
 
 
+# Long documents first, in the middle, last, two of them, none, only: a microbatch each.
+PACKED = ((50, 3, 4), (3, 50, 4), (3, 4, 50), (3, 50, 40, 4), (3, 4, 5), (50,))
+NUMBERS = [range(start, stop) for start, stop in pairwise([0, *accumulate(map(len, PACKED))])]
+ON_A_RING = [
+    Piece(ranks=(1,), sequences=(0,)),
+    Piece(ranks=(0, 2, 1), sequences=(1,)),
+    Piece(ranks=(1,), sequences=(2, 3)),
+]
+SPLIT = [Piece(ranks=(0, 1), sequences=(0, 1), heads=2), Piece(ranks=(1,), sequences=(2, 3))]
 PLANS = {
-    "first": (1, [50, 3, 4], [Piece(ranks=(0,), sequences=(0, 1, 2))]),
-    "middle": (1, [3, 50, 4], [Piece(ranks=(0,), sequences=(0, 1, 2))]),
-    "last": (1, [3, 4, 50], [Piece(ranks=(0,), sequences=(0, 1, 2))]),
-    "two": (1, [3, 50, 40, 4], [Piece(ranks=(0,), sequences=(0, 1, 2, 3))]),
-    "none": (1, [3, 4, 5], [Piece(ranks=(0,), sequences=(0, 1, 2))]),
-    "only": (1, [50], [Piece(ranks=(0,), sequences=(0,))]),
-    "diagonals of a ring between short ones": (
-        3,
-        [3, 150, 4, 41],
-        [
-            [
-                Piece(ranks=(1,), sequences=(0,)),
-                Piece(ranks=(0, 2, 1), sequences=(1,)),
-                Piece(ranks=(1,), sequences=(2, 3)),
-            ]
-        ],
-    ),
-    "split heads": (
-        2,
-        [60, 3, 4, 41],
-        [[Piece(ranks=(0, 1), sequences=(0, 1), heads=2), Piece(ranks=(1,), sequences=(2, 3))]],
-    ),
+    "one rank": (1, [*chain(*PACKED)], [[Piece(ranks=(0,), sequences=tuple(each))] for each in NUMBERS]),
+    "the diagonal of a ring between others": (3, [3, 150, 4, 41], [ON_A_RING]),
+    "split heads": (2, [60, 3, 4, 41], [SPLIT]),
 }
 
 
@@ -96,7 +86,7 @@ PLANS = {
 @pytest.mark.parametrize("by_length", [True, False])
 @pytest.mark.parametrize("name", PLANS)
 def test_documents_of_several_calls_equal_dense(monkeypatch, name, by_length, window):
-    """With sinks; a window of 45 tokens cuts only some of the long documents."""
+    """With sinks; a window of 45 tokens cuts all long documents but one of 40."""
     monkeypatch.setattr(packs, "_TILE_TOKENS", 8)
     monkeypatch.setattr(packs, "_TILES_OF_A_CALL", 3)
     dense, varlen = ReferenceDenseOps(), ReferenceVarlenOps()
@@ -110,7 +100,14 @@ def test_documents_of_several_calls_equal_dense(monkeypatch, name, by_length, wi
     if ranks > 1:
         assert dense.shapes if by_length and window is None else varlen.calls
         return
-    longs = [n for n in lengths if by_length and n >= 20 and (window is None or n <= window)]
-    calls = {"first": 2, "middle": 3, "last": 2, "two": 4 if longs else 3, "none": 1, "only": 1}[name]
-    assert len(dense.shapes) == 2 * len(longs)
-    assert varlen.calls == 2 * (calls - len(longs))
+    alone = {None: 6, 45: 1, 6: 0}[window] if by_length else 0
+    assert len(dense.shapes) == 2 * alone
+    assert varlen.calls == 2 * (2 + 3 + 2 + (4 if alone else 3) + 1 + 1 - alone)  # 50 and 40 tokens go together
+
+
+def test_the_varlen_kernel_takes_all_documents_where_a_fixed_order_is_asked_for(monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    dense, varlen = ReferenceDenseOps(), ReferenceVarlenOps()
+    rows, plan = documents([3, 50, 4]), make_plan(1, [3, 50, 4], [Piece(ranks=(0,), sequences=(0, 1, 2))])
+    check(run_strict(plan, rows, ByLengthKernel(DenseKernel(dense), VarlenKernel(varlen), diagonal_tokens=20)), rows)
+    assert (dense.shapes, varlen.calls) == ([], 2)
