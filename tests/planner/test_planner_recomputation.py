@@ -37,7 +37,7 @@ def test_the_kind_that_ends_first_is_kept(planner, cost):
 
 def test_recomputation_pays_where_it_saves_rings_over_slow_links() -> None:
     for cost, kind in ((COST, "none"), (SLOW_LINKS, "layer")):
-        plan = plan_recomputed([20_000] * 24, 24, cost, CAPACITIES, PlanOptions(layers=32))
+        plan = plan_recomputed([30_000] * 24, 24, cost, CAPACITIES, PlanOptions(layers=32))
         assert plan.microbatches[0].recompute == kind
 
 

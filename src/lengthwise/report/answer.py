@@ -12,7 +12,7 @@ from lengthwise.simulator.answer import BY_WORK, LAYOUTS, OURS, Answer, WayRow, 
 _NAME, _STEP, _RATIO, _MEMORY = 21, 9, 7, 7  # columns of the table; settings take the rest
 _MOST = 80
 _KERNELS = {
-    "cudnn": "cuDNN (blocks from 16K) and FlashAttention-2 (packs, shorter blocks)",
+    "cudnn": "cuDNN (blocks from 32K) and FlashAttention-2 (packs, shorter blocks)",
     "flash2": "FlashAttention-2",
     "flash3": "FlashAttention-3",
 }
