@@ -286,7 +286,7 @@ published quantised (`quantization_config`: FP8, MXFP4, INT4) are refused: take 
 The last column is what `attention: auto` takes in bf16, by the code that chooses at a run's start, from the family's
 default config. It was not run on a GPU ([more](gpu.md#what-a-run-does-there)).
 
-- `flash2`: torch's flash attention in its varlen form, all documents of a rank in one call a layer; heads up to 256,
+- `flash2`: torch's flash attention in its varlen form, all documents of a rank in few calls a layer; heads up to 256,
   with latent attention those of keys. With FlashAttention-3's package an H100 takes that instead.
 - `cudnn`: cuDNN for long documents and ring blocks, `flash2` for the others; heads up to 128, so a checkpoint with
   smaller heads than its family's default (gemma-3-27b-it, 128) takes it on an H100, too.
