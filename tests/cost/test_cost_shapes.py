@@ -128,6 +128,17 @@ def test_named_shape_counts_the_windows_of_published_models() -> None:
         named_shape("huggyllama/llama-7b")  # ours has other KV heads
 
 
+@pytest.mark.parametrize("path", ["./qwen3-8b", "~/models/qwen3-8b", "/models/qwen3-8b", "~nobody-has-it/qwen3-8b"])
+def test_a_path_that_is_not_there_is_no_published_model(path: str) -> None:
+    with pytest.raises(ConfigError, match="which is not there"):
+        named_shape(path)
+
+
+def test_a_model_cut_to_its_dense_layers_has_no_experts() -> None:
+    config = {**MISTRAL, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    assert shape_from_config({**config, "first_k_dense_replace": 99}) == shape_from_config(MISTRAL)
+
+
 def test_named_shape_names_the_nearest() -> None:
     assert named_shape(SHAPE_NAMES[0]).name == SHAPE_NAMES[0]
     with pytest.raises(ConfigError, match=r"somebody/a-model.*names on the hub are not looked up"):

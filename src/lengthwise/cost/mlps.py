@@ -31,6 +31,11 @@ def mlps_of(
     return found | ({} if main == len(layers) else {"mlp_layers": main}) | ({"dense_width": width} if width else {})
 
 
+def has_experts(config: Mapping[str, Any], kinds: Sequence[str], experts: int) -> bool:
+    """Return whether any layer has experts; a model cut to its first layers, which are dense, has none."""
+    return experts > 1 and any(_main_mlps(config, kinds, experts))
+
+
 def _main_mlps(config: Mapping[str, Any], kinds: Sequence[str], experts: int) -> list[bool]:
     """Return which layers have experts, or the only MLP."""
     if experts == 1:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from os.path import exists, expanduser
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lengthwise.core.names import unknown_name
 from lengthwise.core.shape import ModelShape
 from lengthwise.core.trained import family_refusal, layer_kinds, text_part
 from lengthwise.cost.mixers import mixers_of
-from lengthwise.cost.mlps import EXPERT_WIDTH, WIDTH, mlps_of
+from lengthwise.cost.mlps import EXPERT_WIDTH, WIDTH, has_experts, mlps_of
 from lengthwise.cost.projections import full_heads, layer_inputs, projections_of
 
 _FILE = read_package_json("lengthwise.cost", "models.json")
@@ -24,6 +25,7 @@ SHAPE_NAMES = (*_SHAPES, *_PUBLISHED)
 _VARIANT = re.compile(  # of a model, of the same sizes
     r"^(meta|nvidia)-|-(instruct|base|it|pt|hf|chat|thinking|think|reasoning|sft|dpo|bf16|exp|\d{4})(?=-|$)"
 )
+_HUB_NAME = re.compile(r"(\w[\w.-]*/)?[\w.-]+")  # ./NAME, ~/NAME and /FOLDER/NAME are paths, there or not
 _OWN_SHAPE = "or a model's folder or its config.json, by its path"
 
 
@@ -43,7 +45,7 @@ def named_shape(name: str) -> ModelShape:
             return ModelShape(name=known, **_SHAPES[known])
         like = _PUBLISHED[known]  # a config, or the name of a model with the same one
         return shape_from_config(_PUBLISHED[like] if isinstance(like, str) else like, name=known)
-    config, path = _config_of(name), Path(name).expanduser().resolve()
+    config, path = _config_of(name), Path(expanduser(name)).resolve()
     refusal = family_refusal(config, "model")
     if refusal is not None and not (text_part(config) and family_refusal(config["text_config"], "model") is None):
         raise refusal
@@ -65,13 +67,14 @@ def check_trained(name: str) -> None:
 
 def _known_name(name: str) -> str | None:
     """Return our name of a model whose sizes are known here, or None; a path that is there comes first."""
-    known = name if name in SHAPE_NAMES else _published_name(name)
-    return None if known != name and Path(name).expanduser().exists() else known
+    if name in SHAPE_NAMES:
+        return name
+    return None if not _HUB_NAME.fullmatch(name) or exists(name) else _published_name(name)
 
 
 def _config_of(name: str) -> dict[str, Any]:
     """Read the config of a model's folder or config.json; ConfigError: there is none."""
-    path = Path(name).expanduser()
+    path = Path(expanduser(name))  # which leaves ~NAME of no user as it is
     if path.is_dir():
         path = path / "config.json"
     elif not is_path(name):
@@ -120,9 +123,11 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
         return problems.attempt(lambda: _first_size(config, keys, label, default)) or 1
 
     heads, hidden, layers = size(*_HEADS), size(*_HIDDEN), problems.attempt(lambda: _layers(config, label)) or 1
+    kinds = layer_kinds(config, layers)
     without = any(config.get(key) == 0 for key in _EXPERTS)  # granitemoehybrid: the shared MLP is the only one
     active = not without and any(config.get(key) is not None for key in _ACTIVE)  # of experts, so there have to be some
     experts = 1 if without else size(*_EXPERTS, default=None if active else 1)
+    experts = experts if has_experts(config, kinds, experts) else 1
     latent = config.get("qk_rope_head_dim") and config.get("qk_nope_head_dim")
     own = ("block_ff_dim",) if config.get("block_ff_dim") else ()  # lfm2, whatever it says beside
     widths = (*own, *(EXPERT_WIDTH if experts > 1 else ()), *(("shared_intermediate_size",) if without else ()), *WIDTH)
@@ -141,7 +146,6 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
     if config.get("block_auto_adjust_ff_dim", config.get("model_type") == "lfm2"):  # two thirds of it, rounded up
         unit, scale = size("block_multiple_of", default=256), config.get("block_ffn_dim_multiplier") or 1.0
         sizes["intermediate"] = -(-int(scale * int(2 * sizes["intermediate"] / 3)) // unit) * unit
-    kinds = layer_kinds(config, layers)
     mixing = mixers_of(config, kinds, hidden)
     attending = mixing.get("attention_layers", layers)
     window, having = problems.attempt(lambda: _windows(config, kinds, label)) or (0, [])
