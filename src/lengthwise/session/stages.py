@@ -1,9 +1,9 @@
-"""A session in stages of a pipeline: what it does not run with, its part of the model, and the states of all stages."""
+"""A session in stages of a pipeline: its part of the model, and the states of all stages."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,30 +24,6 @@ from lengthwise.session.engine import Engine
 from lengthwise.session.parameters import point_at_slices
 from lengthwise.session.sharded import ShardedInPlace
 from lengthwise.session.state import GROUPS, STATE, whole_state
-
-
-def not_with_stages(
-    stages: object, virtual: object, beside: Mapping[str, Any], *, trains: bool
-) -> Iterator[ConfigError]:
-    """Yield what stages of a pipeline do not run with."""
-    for key, value in (("stages", stages), ("virtual", virtual)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            yield ConfigError(key, expected="1 or more", got=f"{value!r}", remedy="Give a number.")
-    if stages == 1 and virtual != 1:
-        yield ConfigError("virtual", expected="1 without stages", got=f"{virtual!r}", remedy="Add stages.")
-    if stages == 1:
-        return
-    wanted = {
-        "shard": (beside["shard"] in ("auto", "zero1"), "auto or zero1"),
-        "capacity_tokens": (beside["capacity_tokens"] != "auto", "a number"),
-        "ranks_per_node": (beside["ranks_per_node"] is None, "None"),
-        "compile": (beside["compile"] is not True, "False"),
-        "optimizer": (trains, "an optimizer: a session that only evaluates has no stages"),
-    }
-    for key, (is_kept, expected) in wanted.items():
-        if not is_kept:
-            remedy = f"Change {key}, or take stages out."
-            yield ConfigError(key, expected=f"{expected}, beside stages", got=f"{beside.get(key)!r}", remedy=remedy)
 
 
 def join_stages(model: nn.Module, transport: Transport, stages: int) -> Mesh:
