@@ -72,7 +72,7 @@ TABLE = (
         why="the only one that plans in lock-step",
     ),
     Together(
-        *("measurements", _AT_START, *_CUT, "off, or a file of `lengthwise profile`,"),
+        *("measurements", _AT_START, *_CUT, "off, or a file of `lengthwise profile`"),
         "Take measurements out, or measure under zero1 with `lengthwise profile`.",
         doors=(RUN_FILE,),
     ),
