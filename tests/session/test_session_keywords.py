@@ -20,7 +20,10 @@ TRIED = {
     **dict.fromkeys(["steps", "epochs", "ranks_per_node", "virtual"], (2,)),
     **dict.fromkeys(["compile", "memory_check"], (True,)),
     **dict.fromkeys(["measurements", "capacity_tokens"], ("auto",)),
-    **{"planner": ("static",), "shard": ("zero3",), "stages": (2, 1), "optimizer": (None,)},
+    "planner": ("static",),
+    "shard": ("zero3",),
+    "stages": (2, 1),
+    "optimizer": (None,),
 }
 
 
@@ -58,8 +61,8 @@ def test_the_page_prints_the_table():
         return "not " * values.are_others + ", ".join(f"`{plain(value)}`" for value in values.listed)
 
     lines = [
-        f"| `{rule.key}` | {words(rule.refused)} | `{rule.beside}` | {words(rule.values)} "
-        f"| {rule.instead}{f': {rule.why}' if rule.why else ''} | {', '.join(rule.doors)} |"
+        f"| {', '.join(rule.doors)} | `{rule.key}` | {words(rule.refused)} | `{rule.beside}` | {words(rule.values)} "
+        f"| {rule.instead}{f': {rule.why}' if rule.why else ''} |"
         for rule in TABLE
     ]
     assert "\n".join(lines) + "\n\n" in (DOCS / "run-file.md").read_text()

@@ -149,6 +149,10 @@ class TrainingSettings(Settings):
         """Return how ranks run beside each other in plans for this layout."""
         return "free" if self.ranks_in_step(ranks) == 1 else "waves"
 
+    def overlaps(self, *, on_gpus: bool) -> bool:
+        """Return whether gradients are summed while a rank's last backward runs."""
+        return on_gpus if self.overlap is None else self.overlap
+
     @property
     def most_offload(self) -> float:
         """The share of activations that may be offloaded."""

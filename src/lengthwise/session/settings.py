@@ -65,11 +65,6 @@ class SessionSettings:
         """The store of activations that leave the device."""
         return self.asked.offload
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether gradients are summed while a rank's last backward runs."""
-        return self.device.type == "cuda" if self.asked.overlap is None else self.asked.overlap
-
 
 def check_settings(model: Any, optimizer: Any, given: Mapping[str, Any]) -> SessionSettings:
     """Return the settings of a session around `model` that trains with `optimizer`; None: it evaluates.
@@ -98,9 +93,7 @@ def check_settings(model: Any, optimizer: Any, given: Mapping[str, Any]) -> Sess
     if asked.offload is not None:
         layers = model.config.num_hidden_layers
         problems.attempt(partial(check_offload, asked.offload, layers, on_gpus=where.type == "cuda"))
-    computing = Computing(
-        attention=asked.attention, compile=asked.compile, fused_layers=asked.fused_layers, experts=asked.experts
-    )
+    computing = Computing.of(asked)
     if not problems.problems and dtype is not None:
         problems.attempt(
             partial(check_computing, whole_model(model).config, computing, dtype=dtype, on_gpus=where.type == "cuda")

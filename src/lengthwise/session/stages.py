@@ -26,15 +26,20 @@ from lengthwise.session.sharded import ShardedInPlace
 from lengthwise.session.state import GROUPS, STATE, whole_state
 
 
+def check_replicas(ranks: int, stages: int) -> None:
+    """Refuse ranks that are no whole number of replicas."""
+    if ranks % stages:
+        expected = f"a multiple of the {stages} stages"
+        raise ConfigError("ranks", expected=expected, got=str(ranks), remedy="Start others, or change stages.")
+
+
 def join_stages(model: nn.Module, transport: Transport, stages: int) -> Mesh:
     """Return the mesh of stages and replicas. Collective.
 
     Raises:
         ConfigError: the ranks are no whole number of replicas, or a stage of the first one has no values, or others.
     """
-    if transport.world_size % stages:
-        expected, got = f"a multiple of the {stages} stages", f"{transport.world_size}"
-        raise ConfigError("ranks", expected=expected, got=got, remedy="Start others, or change stages.")
+    check_replicas(transport.world_size, stages)
     mesh = Mesh(transport, stages)
     is_empty = mesh.replica == 0 and any(parameter.is_meta for parameter in model.parameters())
     if share_numbers(transport, [float(is_empty)]).any():

@@ -79,7 +79,10 @@ def take_model(
     """
     transport, optimizer, asked = engine.transport, settings.optimizer, settings.asked
     options: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device, "closing": closing}
-    options |= {"offloads": settings.offloads_optimizer, "overlaps": settings.overlaps}
+    options |= {
+        "offloads": settings.offloads_optimizer,
+        "overlaps": asked.overlaps(on_gpus=settings.device.type == "cuda"),
+    }
     _refuse_not_finite(model, transport)
     check_host_optimizer(engine.model, transport, settings, local_ranks)
     if optimizer is not None and asked.stages > 1:
