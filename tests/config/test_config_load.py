@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lengthwise.config import DataSource, GlobalBatch, RunConfig, build_config, dump_config, load_config
 from lengthwise.config.foreign_names import FOREIGN_NAMES
 from lengthwise.config.optimizer import OPTIMIZERS
-from lengthwise.config.schema import SECTIONS
+from lengthwise.config.problems import sections_of
 from lengthwise.core.errors import ConfigError, LengthwiseError, Problems
 
 MINIMAL = "model: tiny\ndata: [{path: train.jsonl}]\noutput: runs/first\n"
@@ -174,8 +174,8 @@ def test_config_words_for_keys_of_other_trainers_are_keys_of_ours():
     for hint in FOREIGN_NAMES.values():
         for words in re.findall(r"Here it is `([\w.]+)", hint):
             *section, key = words.split(".")
-            assert key in SECTIONS[tuple(section)].model_fields, hint
-    assert not {key for section in SECTIONS.values() for key in section.model_fields} & set(FOREIGN_NAMES)
+            assert key in sections_of(RunConfig)[tuple(section)].model_fields, hint
+    assert not {key for section in sections_of(RunConfig).values() for key in section.model_fields} & set(FOREIGN_NAMES)
 
 
 def test_config_takes_the_planner_of_an_installed_package(folder, monkeypatch):
@@ -228,7 +228,7 @@ zzz: 2
 def test_config_rules_of_a_run_file_are_arrows_as_wrong_keys_are(folder):
     path = write(folder, f"{MINIMAL}\nsteps: 3\nepochs: 2\noutput_dir: x\n".replace("output: out", ""))
     line = problems_of(path)["steps"]
-    assert "steps: both -> at most one of `steps` and `epochs`. Take one of them out" in line
+    assert "steps: 3 -> null beside `epochs: 2`. Take one of them out" in line
     assert set(problems_of(path)) == {"steps", "output_dir"}, "a key that is there by another's name is not missing"
 
 

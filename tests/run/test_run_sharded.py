@@ -211,17 +211,10 @@ def test_a_killed_rank_is_named(tmp_path, ranks, layout):
     assert "Traceback" not in err
 
 
-def test_what_goes_by_whole_parameters_is_refused_together(tmp_path, capsys):
-    path = run_file(tmp_path, planner="static", compile=True, measurements="auto")
-    assert call("train", path, "--ranks", 2, *ZERO3) == 2
-    err = capsys.readouterr().err
-    for key in ("planner", "measurements", "compile"):
-        assert f" {key}: " in err
-    assert err.count("zero3") == 3
+def test_nodes_that_do_not_divide_the_ranks_and_other_names_of_shard_are_refused(tmp_path, capsys):
     path = run_file(tmp_path)
     for ranks, arguments, said in (
         (3, HYBRID, "ranks_per_node: expected a number that divides 3 ranks; got 2"),
-        (2, (*ZERO3, "--set", "ranks_per_node=2"), "ranks_per_node: expected none under `shard: zero3`"),
         (2, ("--set", "parallel.shard=zero3"), "-> `shard`"),
     ):
         assert call("train", path, "--ranks", ranks, *arguments) == 2

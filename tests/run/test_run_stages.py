@@ -98,9 +98,7 @@ def test_models_with_states_have_the_numbers_of_one_rank(tmp_path, request, fami
 @pytest.mark.parametrize(("ranks", "keys", "said"), [
     (3, {"stages": 2}, "ranks: expected a multiple of the 2 stages; got 3"),
     (8, {"stages": 4}, "stages: expected stages x virtual of at most the 3 layers; got 4 x 1"),
-    (2, {"virtual": 2}, "virtual: 2 -> 1 without `stages`"),
-    (2, {"stages": 2, "capacity_tokens": "auto"}, "capacity_tokens: auto -> a number beside `stages: 2`"),
-    (2, {"stages": 2, "shard": "zero3"}, "shard: zero3 -> auto or zero1"),
+    (2, {"virtual": 2}, "virtual: 2 -> 1 beside `stages: 1`"),
     (
         4,
         {"stages": 2, "capacity_tokens": 16, "offload": {"store": "disk", "path": ".", "ratio": 1.0}},

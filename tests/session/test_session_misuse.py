@@ -302,7 +302,6 @@ def test_odd_rows_arguments_and_losses_are_named_and_the_next_step_is_right():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"ranks_per_node": "x", "heads": None, "measurements": 5, "device": "gpu"},
         {"seed": "x", "timeout_seconds": -1},
         {"model": None},
     ],

@@ -107,10 +107,8 @@ def test_what_cannot_be_offloaded_is_refused():
 
 
 def on_gpu(model, optimizer, **changes):
-    asked = dict.fromkeys(["ranks_per_node", "offload", "measurements", "precision"])
-    asked |= {"capacity_tokens": 128, "shard": "auto", "stages": 1, "virtual": 1, "recompute": "layer", "heads": "off"}
-    asked |= {"planner": "lengthwise", "device": "cuda:0", "offload_optimizer": False, **changes}
-    return session_settings.check_settings(model, optimizer, session_settings.SessionRequest(**asked))
+    given = {"capacity_tokens": 128, "recompute": "layer", "heads": "off", "device": "cuda:0", **changes}
+    return session_settings.check_settings(model, optimizer, given)
 
 
 def test_of_layouts_that_fit_the_fastest_is_taken_as_rank_0_reckons(monkeypatch, capsys):

@@ -3,8 +3,9 @@
 from lengthwise.config.document import dump_values as _dump_values
 from lengthwise.config.load import build_config, load_config
 from lengthwise.config.optimizer import FRESH_RATE, LOADED_RATE, LOADED_WARMUP, LORA_RATE, OptimizerConfig
-from lengthwise.config.schema import MEASURE_AT_START, MEASURE_NOTHING, TINY_MODEL, RunConfig
+from lengthwise.config.schema import TINY_MODEL, RunConfig
 from lengthwise.config.sections import DataSource, GlobalBatch, LoraConfig, OffloadConfig
+from lengthwise.config.training import MEASURE_AT_START, MEASURE_NOTHING, TrainingSettings
 
 __all__ = [
     "FRESH_RATE",
@@ -20,6 +21,7 @@ __all__ = [
     "OffloadConfig",
     "OptimizerConfig",
     "RunConfig",
+    "TrainingSettings",
     "build_config",
     "dump_config",
     "load_config",

@@ -11,8 +11,9 @@ from typing import Any
 
 from lengthwise.config.document import key_lines, parse_values
 from lengthwise.config.problems import find_problems, sections_at, shown
-from lengthwise.config.schema import MEASURE_AT_START, MEASURE_NOTHING, TINY_MODEL, RunConfig
+from lengthwise.config.schema import TINY_MODEL, RunConfig
 from lengthwise.config.sections import scheme_of
+from lengthwise.config.training import MEASURE_AT_START, MEASURE_NOTHING
 from lengthwise.core.errors import ConfigError, LengthwiseError, Problems, raise_problems
 from lengthwise.core.files import read_plain
 from lengthwise.core.names import BYTES_TOKENIZER

@@ -1,4 +1,4 @@
-"""Every problem of a run file at once: type errors, broken rules between keys, paths that are not there."""
+"""Every problem of a run file, or of the settings of a session, at once: wrong types, and broken rules between keys."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ import copy
 import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeAlias, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from lengthwise.config.foreign_names import FOREIGN_NAMES
 from lengthwise.config.optimizer import REFUSED_NAMES
-from lengthwise.config.schema import SECTIONS, RunConfig
+from lengthwise.config.schema import RunConfig
 from lengthwise.config.settings import Settings
+from lengthwise.config.training import TrainingSettings
 from lengthwise.core.errors import ConfigError, KeyProblem
 from lengthwise.core.names import nearest_name
 
+KeyPath: TypeAlias = tuple[str, ...]
+
 _MOST_TOLD = 100
 _UNKNOWN, _MISSING = "unknown key", "nothing"  # what was got
-_NAMED = re.compile(r"`([\w.]+)")  # the key with which a remedy begins
+_NAMED = re.compile(r"`([\w.]+)")  # a key in a remedy
 _CLOSE_FOREIGN = 0.7  # as `learning` is to `learning_rate`
 
 _EXPECTED: Mapping[str, Callable[[dict], str]] = {
@@ -47,42 +52,150 @@ _UNCLEAR = ("missing", "model_type", "tuple_type")  # errors whose words do not 
 _KINDS = {bool: "true/false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
 
 
-def find_problems(values: Mapping[str, object]) -> list[ConfigError]:
-    """List all that keeps raw `values` from being a RunConfig."""
-    problems, usable = list[ConfigError](), values
-    try:
-        RunConfig.model_validate(values)
-    except ValidationError as error:
-        listed: set[type[Settings]] = set()  # the sections whose keys a message has listed already
-        details = [each for each in error.errors(include_url=False) if not _reported_elsewhere(each)]
-        once = _once_a_field(details)
-        problems += _without_misspelled([_to_problem(detail, listed) for detail in once[:_MOST_TOLD]])
-        if len(once) > _MOST_TOLD:
-            got, remedy = f"{len(once) - _MOST_TOLD:,} more problems", "Correct these first."
-            problems.append(ConfigError("run file", expected="the keys of a run", got=got, remedy=remedy))
-        usable = _usable(values, once)
-    rest = {str(rule) for rule in _broken_rules(usable)}  # a rule that is broken by a refused value alone is noise
-    return problems + [rule for rule in _broken_rules(values) if str(rule) in rest]
+def find_problems(values: Mapping[str, object], root: type[TrainingSettings] = RunConfig) -> list[ConfigError]:
+    """List all that keeps raw `values` from being a `root`."""
+    return _Reading(root).problems_of(values)
 
 
-def _usable(values: Mapping[str, object], details: Sequence[ErrorDetails]) -> dict[str, object]:
-    """Return a copy of raw values without the refused ones, and with misspelled keys by their names."""
-    kept: dict[str, object] = copy.deepcopy(dict(values))
-    for detail in details:
-        unknown = detail["type"] == "extra_forbidden"
-        place = detail["loc"] if unknown else _of_field(detail["loc"])
-        inside: Any = kept
+@cache
+def sections_of(root: type[Settings]) -> Mapping[KeyPath, type[Settings]]:
+    """Return the section that each part of a record is read into, by its path without list indices."""
+    found: dict[KeyPath, type[Settings]] = {(): root}
+    for name, each in root.model_fields.items():
+        for section in _sections_in(each.annotation):
+            found |= {(name, *path): inner for path, inner in sections_of(section).items()}
+    return found
+
+
+def _sections_in(annotation: Any) -> Iterator[type[Settings]]:
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        yield annotation
+    for each in get_args(annotation):
+        yield from _sections_in(each)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """Reads raw values as a root and its sections. listed: the sections whose keys a message has listed already."""
+
+    root: type[TrainingSettings]
+    listed: set[type[Settings]] = field(default_factory=set)
+
+    def problems_of(self, values: Mapping[str, object]) -> list[ConfigError]:
+        """List all that keeps `values` from being one."""
+        problems, usable = list[ConfigError](), values
         try:
-            for part in place[:-1]:
-                inside = inside[part]
-            value = inside.pop(place[-1]) if isinstance(inside, dict) else None
-        except (KeyError, IndexError, TypeError):
-            continue
-        section = _section(place[:-1])
-        near = nearest_name(place[-1], section.model_fields) if unknown and section is not None else None
-        if near is not None and near not in inside:
-            inside[near] = value
-    return kept
+            self.root.model_validate(values)
+        except ValidationError as error:
+            details = [each for each in error.errors(include_url=False) if not _reported_elsewhere(each)]
+            once = self._once_a_field(details)
+            problems += _without_misspelled([self._to_problem(detail) for detail in once[:_MOST_TOLD]])
+            if len(once) > _MOST_TOLD:
+                got, expected = f"{len(once) - _MOST_TOLD:,} more problems", f"the keys of a {self.root.door}"
+                problems.append(ConfigError(self.root.door, expected=expected, got=got, remedy="Correct these first."))
+            usable = self._usable(values, once)
+        rest = {str(rule) for rule in self._broken_rules(usable)}  # one broken by a refused value alone is noise
+        return problems + [rule for rule in self._broken_rules(values) if str(rule) in rest]
+
+    def _usable(self, values: Mapping[str, object], details: Sequence[ErrorDetails]) -> dict[str, object]:
+        """Return a copy of raw values without the refused ones, and with misspelled keys by their names."""
+        kept: dict[str, object] = copy.deepcopy(dict(values))
+        for detail in details:
+            unknown = detail["type"] == "extra_forbidden"
+            place = detail["loc"] if unknown else self._of_field(detail["loc"])
+            inside: Any = kept
+            try:
+                for part in place[:-1]:
+                    inside = inside[part]
+                value = inside.pop(place[-1]) if isinstance(inside, dict) else None
+            except (KeyError, IndexError, TypeError):
+                continue
+            section = self._section(place[:-1])
+            near = nearest_name(place[-1], section.model_fields) if unknown and section is not None else None
+            if near is not None and near not in inside:
+                inside[near] = value
+        return kept
+
+    def _once_a_field(self, details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+        """Join pydantic's messages for a field that allows a name or a number."""
+        found: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
+        for detail in details:
+            loc = detail["loc"] if detail["type"] == "extra_forbidden" else self._of_field(detail["loc"])
+            found.setdefault(loc, []).append(detail)
+        return [
+            each[0]
+            if len(each) == 1
+            else {**each[0], "loc": loc, "type": "choice", "msg": " or ".join(dict.fromkeys(map(expected_value, each)))}
+            for loc, each in found.items()
+        ]
+
+    def _of_field(self, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+        for end in range(len(loc), 0, -1):
+            section = self._section(loc[: end - 1])
+            if isinstance(loc[end - 1], int) or (section is not None and loc[end - 1] in section.model_fields):
+                return loc[:end]
+        return loc
+
+    def _to_problem(self, detail: ErrorDetails) -> ConfigError:
+        loc, kind, value = detail["loc"], detail["type"], detail["input"]
+        where = ".".join(map(str, loc)) or self.root.door
+        if kind == "extra_forbidden":
+            remedy = self._unknown_remedy(str(loc[-1]), self._section(loc[:-1]) or self.root)
+            return KeyProblem(where, expected="a known key", got=_UNKNOWN, remedy=remedy)
+        got = _MISSING if kind == "missing" else shown(value)
+        return KeyProblem(where, expected=expected_value(detail), got=got, remedy=self._remedy(detail))
+
+    def _unknown_remedy(self, key: str, section: type[Settings]) -> str:
+        """Suggest the name here: a synonym from another library, a section's key, or a similar name."""
+        if hint := self._hint(key):
+            return hint
+        found = sections_of(self.root).items()
+        sections = [path for path, other in found if section is self.root and key in other.model_fields]
+        if sections:
+            entry = ["0"] * (sections[0][-1] == "data")  # a list: of its first entry
+            return f"`{'.'.join((*sections[0], *entry, key))}`"
+        near = nearest_name(key, section.model_fields)
+        if near is not None:
+            return f"`{near}`"
+        for foreign in difflib.get_close_matches(key, FOREIGN_NAMES, n=1, cutoff=_CLOSE_FOREIGN):
+            if hint := self._hint(foreign):
+                return hint
+        if section is self.root or section in self.listed:
+            return f"take it out ({self.root.page} has all keys)"
+        self.listed.add(section)
+        return f"one of {', '.join(sorted(section.model_fields))}"
+
+    def _hint(self, name: str) -> str | None:
+        """Return what a name of other libraries is here, unless that is a key which the root lacks."""
+        hint = FOREIGN_NAMES.get(name)
+        named = {each.partition(".")[0] for each in _NAMED.findall(hint or "")} & RunConfig.model_fields.keys()
+        return hint.removeprefix("Here it is ") if hint and named <= self.root.model_fields.keys() else None
+
+    def _remedy(self, detail: ErrorDetails) -> str:
+        """Return what to write in place of a value; empty: what is expected says it."""
+        names = [str(part) for part in detail["loc"] if isinstance(part, str)]
+        section, kind, value = self._section(names[:-1]), detail["type"], detail["input"]
+        found = section.model_fields.get(names[-1]) if section and names else None
+        if found is not None and kind == "literal_error" and isinstance(value, str):
+            if value in REFUSED_NAMES.get(names[-1], {}):
+                return REFUSED_NAMES[names[-1]][value].removeprefix("Here it is ")
+            kinds = getattr(found.annotation, "__args__", ())
+            near = nearest_name(value, [str(name) for each in kinds for name in getattr(each, "__args__", (each,))])
+            return f"`{near}`, of {expected_value(detail)}" if near else ""
+        if found is not None and kind in _UNCLEAR:
+            return f"{expected_value(detail)}: {re.split('[;(]', str(found.description))[0].strip()}"
+        return ""
+
+    def _section(self, loc: Sequence[int | str]) -> type[Settings] | None:
+        return sections_of(self.root).get(tuple(part for part in loc if isinstance(part, str)))
+
+    def _broken_rules(self, values: Mapping[str, object]) -> Iterator[ConfigError]:
+        """Check the rules of every section, even where pydantic stopped at a wrong type before them."""
+        for path, section in sections_of(self.root).items():
+            for where, part in sections_at(values, path):
+                for rule in section.broken_rules(part):
+                    rule.where = ".".join(filter(None, (where, rule.where))) or self.root.door
+                    yield rule
 
 
 def _without_misspelled(problems: Sequence[ConfigError]) -> list[ConfigError]:
@@ -110,92 +223,12 @@ def _reported_elsewhere(detail: ErrorDetails) -> bool:
     return short or detail["type"] == "rule"
 
 
-def _once_a_field(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """Join pydantic's messages for a field that allows a name or a number."""
-    found: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
-    for detail in details:
-        loc = detail["loc"] if detail["type"] == "extra_forbidden" else _of_field(detail["loc"])
-        found.setdefault(loc, []).append(detail)
-    return [
-        each[0]
-        if len(each) == 1
-        else {**each[0], "loc": loc, "type": "choice", "msg": " or ".join(dict.fromkeys(map(expected_value, each)))}
-        for loc, each in found.items()
-    ]
-
-
-def _of_field(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    for end in range(len(loc), 0, -1):
-        section = _section(loc[: end - 1])
-        if isinstance(loc[end - 1], int) or (section is not None and loc[end - 1] in section.model_fields):
-            return loc[:end]
-    return loc
-
-
-def _to_problem(detail: ErrorDetails, listed: set[type[Settings]]) -> ConfigError:
-    loc, kind, value = detail["loc"], detail["type"], detail["input"]
-    where = ".".join(map(str, loc)) or "run file"
-    if kind == "extra_forbidden":
-        remedy = _unknown_remedy(str(loc[-1]), _section(loc[:-1]) or RunConfig, listed)
-        return KeyProblem(where, expected="a known key", got=_UNKNOWN, remedy=remedy)
-    got = _MISSING if kind == "missing" else shown(value)
-    return KeyProblem(where, expected=expected_value(detail), got=got, remedy=_remedy(detail))
-
-
 def expected_value(detail: ErrorDetails) -> str:
     """Say what pydantic would have taken, in words that may follow "expected"."""
     kind = detail["type"]
     if kind in _EXPECTED:
         return _EXPECTED[kind](detail.get("ctx", {}))
     return detail["msg"].removeprefix("Input should be ")
-
-
-def _unknown_remedy(key: str, section: type[Settings], listed: set[type[Settings]]) -> str:
-    """Suggest the name here: a synonym from another library, a section's key, or a similar name."""
-    if key in FOREIGN_NAMES:
-        return FOREIGN_NAMES[key].removeprefix("Here it is ")
-    sections = [path for path, other in SECTIONS.items() if section is RunConfig and key in other.model_fields]
-    if sections:
-        entry = ["0"] * (sections[0][-1] == "data")  # a list: of its first entry
-        return f"`{'.'.join((*sections[0], *entry, key))}`"
-    near = nearest_name(key, section.model_fields)
-    if near is not None:
-        return f"`{near}`"
-    if foreign := difflib.get_close_matches(key, FOREIGN_NAMES, n=1, cutoff=_CLOSE_FOREIGN):
-        return FOREIGN_NAMES[foreign[0]].removeprefix("Here it is ")
-    if section is RunConfig or section in listed:
-        return "take it out (docs/run-file.md has all keys)"
-    listed.add(section)
-    return f"one of {', '.join(sorted(section.model_fields))}"
-
-
-def _remedy(detail: ErrorDetails) -> str:
-    """Return what to write in place of a value; empty: what is expected says it."""
-    names = [str(part) for part in detail["loc"] if isinstance(part, str)]
-    section, kind, value = _section(names[:-1]), detail["type"], detail["input"]
-    field = section.model_fields.get(names[-1]) if section and names else None
-    if field is not None and kind == "literal_error" and isinstance(value, str):
-        if value in REFUSED_NAMES.get(names[-1], {}):
-            return REFUSED_NAMES[names[-1]][value].removeprefix("Here it is ")
-        kinds = getattr(field.annotation, "__args__", ())
-        near = nearest_name(value, [str(name) for each in kinds for name in getattr(each, "__args__", (each,))])
-        return f"`{near}`, of {expected_value(detail)}" if near else ""
-    if field is not None and kind in _UNCLEAR:
-        return f"{expected_value(detail)}: {re.split('[;(]', str(field.description))[0].strip()}"
-    return ""
-
-
-def _section(loc: Sequence[int | str]) -> type[Settings] | None:
-    return SECTIONS.get(tuple(part for part in loc if isinstance(part, str)))
-
-
-def _broken_rules(values: Mapping[str, object]) -> Iterator[ConfigError]:
-    """Check the rules of every section, even where pydantic stopped at a wrong type before them."""
-    for path, section in SECTIONS.items():
-        for where, part in sections_at(values, path):
-            for rule in section.broken_rules(part):
-                rule.where = ".".join(filter(None, (where, rule.where))) or "run file"
-                yield rule
 
 
 def sections_at(values: object, path: Sequence[str], where: str = "") -> Iterator[tuple[str, dict[str, object]]]:

@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import transformers
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from lengthwise.config.settings import Attention, Experts, FusedLayers, Heads, Shard
-from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
+from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.integrations.ahead import PlannedUpdates, checked
 from lengthwise.integrations.arguments import (
     CALLABLES,
@@ -36,12 +35,18 @@ from lengthwise.integrations.rows import Examples, RowCollator
 from lengthwise.integrations.trainer_loss import is_next_tokens, loss_of
 from lengthwise.models import check_adapters
 from lengthwise.session import Session, StepResult
-from lengthwise.session.request import SessionRequest, request_problems
+from lengthwise.session.keywords import StepOptions, keyword_problems
 from lengthwise.session.rows import Row
 
 _PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")  # accelerate's names of what is plain data parallelism
 
 _Base: Any = transformers.Trainer if TYPE_CHECKING else object
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict  # that of Python 3.11 takes no others
+
+    class TrainerOptions(StepOptions, TypedDict, total=False, extra_items=Any):
+        """Keywords of a session, and those of the Trainer."""
 
 
 class PlannedTrainerMixin(_Base):
@@ -66,40 +71,10 @@ class PlannedTrainerMixin(_Base):
         Problems: arguments whose meaning cannot be kept, all in one message.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        capacity_tokens: int | str = "auto",
-        shard: Shard = "auto",
-        ranks_per_node: int | None = None,
-        heads: Heads = "auto",
-        offload: Mapping[str, Any] | None = None,
-        offload_optimizer: bool = False,
-        planner: str = "lengthwise",
-        measurements: Any = None,
-        attention: Attention = "auto",
-        compile: bool = False,
-        fused_layers: FusedLayers = "auto",
-        experts: Experts = "auto",
-        overlap: bool | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, **options: Unpack[TrainerOptions]) -> None:
+        kwargs: dict[str, Any] = dict(options)
         self.session: Session | None = None
-        self._session_options: dict[str, Any] = {
-            "capacity_tokens": capacity_tokens,
-            "shard": shard,
-            "ranks_per_node": ranks_per_node,
-            "heads": heads,
-            "offload": offload,
-            "offload_optimizer": offload_optimizer,
-            "planner": planner,
-            "measurements": measurements,
-            "attention": attention,
-            "compile": compile,
-            "fused_layers": fused_layers,
-            "experts": experts,
-            "overlap": overlap,
-        }
+        self._session_options = {name: kwargs.pop(name) for name in StepOptions.__annotations__ if name in kwargs}
         self._reading: Iterator[Any] | None = None
         self._updates: PlannedUpdates | None = None
         self._batches: list[Examples] = []
@@ -111,7 +86,7 @@ class PlannedTrainerMixin(_Base):
         if isinstance(kwargs.get("args"), TrainingArguments):
             kwargs["args"] = self._own(kwargs["args"], given)
         if "recompute" not in self._session_options:  # the arguments are those that the Trainer makes
-            raise_problems(self._wrong_options())
+            raise_problems(keyword_problems(self._session_options, trains=True))
         super().__init__(*positional, **kwargs)
         check_adapters(self.model)
         self._check_division()
@@ -158,13 +133,14 @@ class PlannedTrainerMixin(_Base):
         if "recompute" in self._session_options:
             return arguments
         problems = problems_of(arguments, callables=callables, refused=self._refused)
-        if arguments.use_liger_kernel and self._session_options["fused_layers"] == "off":
+        if arguments.use_liger_kernel and self._session_options.get("fused_layers") == "off":
             expected, remedy = "auto or liger beside use_liger_kernel", "Take one of them out."
             problems.append(ConfigError("fused_layers", expected=expected, got="off", remedy=remedy))
-        raise_problems([*problems, *self._wrong_options()])
-        if self._session_options["shard"] in ("zero3", "hybrid") and arguments.world_size > 1:
+        raise_problems([*problems, *keyword_problems(self._session_options, trains=True)])
+        shard = self._session_options.get("shard", "auto")
+        if shard in ("zero3", "hybrid") and arguments.world_size > 1:
             refuse_with_parts(arguments)
-        if self._session_options["shard"] == "auto" and any(getattr(arguments, name, False) for name in WITH_PARTS):
+        if shard == "auto" and any(getattr(arguments, name, False) for name in WITH_PARTS):
             self._session_options["shard"] = "zero1"
         self._session_options["recompute"] = recompute_of(arguments)
         if arguments.use_liger_kernel:
@@ -174,10 +150,6 @@ class PlannedTrainerMixin(_Base):
         arguments.activation_checkpointing = arguments.gradient_checkpointing = False
         arguments.average_tokens_across_devices = False  # else compute_loss multiplies, for the mean that DDP takes
         return arguments
-
-    def _wrong_options(self) -> list[LengthwiseError]:
-        """Return what is wrong with the arguments that are the session's, before rows are tokenized."""
-        return request_problems(SessionRequest(**{"recompute": "none", **self._session_options}), trains=True)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, which wraps models in autocast alone, and gives every rank all data."""
@@ -284,7 +256,7 @@ class PlannedTrainerMixin(_Base):
         return session
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if self._session_options["shard"] == "zero1":  # else it may not fit: the session moves it, or its parts
+        if self._session_options.get("shard") == "zero1":  # else it may not fit: the session moves it, or its parts
             super()._move_model_to_device(model, device)
 
     def _trained(self) -> Session:

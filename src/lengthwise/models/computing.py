@@ -8,15 +8,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lengthwise.attention import AttentionNeeds, BlockKernel, Faults, check_attention, choose_kernel
+from lengthwise.config import TrainingSettings
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.packages import installed_version
 from lengthwise.models.adapter import leave_attention_eager
@@ -47,6 +48,11 @@ class Computing:
     compile: bool = False
     fused_layers: str = "auto"
     experts: str = "auto"
+
+    @classmethod
+    def of(cls, settings: TrainingSettings) -> Self:
+        """Return those of a step's settings."""
+        return cls(**{each.name: getattr(settings, each.name) for each in fields(cls)})
 
 
 def check_computing(config: Any, computing: Computing, *, dtype: torch.dtype, on_gpus: bool) -> None:

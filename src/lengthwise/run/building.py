@@ -56,7 +56,7 @@ def build_trained(
 
     `say` is called with how the model computes. `draws_both`: as for `build_adapted`.
     """
-    dtype, overlaps = DTYPES[job.config.precision], _overlaps(job, world)
+    dtype, overlaps = DTYPES[job.config.precision], job.config.overlaps(on_gpus=world.device.type == "cuda")
     exact_on = torch.device("cpu") if job.config.optimizer.offload else None
     transport.phase = "start, taking the model of rank 0 in"
     build = partial(build_adapted, job.model, job.config.lora, seed=job.config.seed, draws_both=draws_both)
@@ -122,7 +122,7 @@ def _build_stage(
         say(towers)
     compute_so(model, job.computing, world.device, dtype=dtype, say=say)
     lengths, capacity = job.known.lengths[job.known.ids].tolist(), config.capacity_tokens
-    assert isinstance(capacity, int), "stages have a number: `_not_with_stages`"
+    assert isinstance(capacity, int), "stages have a number: `config/together.py`"
     count, cost = config.stages * config.virtual, job.measured_cost
     chunks = cut_stages(mesh.world, job.model.config, count, lengths, capacity=capacity, cost=cost)
     stage = ModelStage(model, chunks, stages=config.stages, stage=mesh.stage)
@@ -132,7 +132,7 @@ def _build_stage(
         of_stage = [chunks[each :: config.stages] for each in range(config.stages)]
         cut = " | ".join(", ".join(map(_written, each)) for each in of_stage)
         say(f"stages: {config.stages} with {counted(mesh.num_replicas, 'rank')} a stage, of layers {cut}")
-    overlaps = _overlaps(job, world)
+    overlaps = job.config.overlaps(on_gpus=world.device.type == "cuda")
     options: dict[str, Any] = {"dtype": dtype, "device": world.device, "exact_on": exact_on}
     return model, StageParameters(stage, mesh, overlaps=overlaps, values_late=overlaps, **options)
 
@@ -157,11 +157,6 @@ def job_engine(
         if isinstance(parameters, StageParameters)
         else None,
     )
-
-
-def _overlaps(job: Job, world: World) -> bool:
-    asked = job.config.overlap
-    return world.device.type == "cuda" if asked is None else asked
 
 
 def _written(layers: range) -> str:

@@ -39,6 +39,7 @@ from lengthwise.engine.memory import free_bytes
 from lengthwise.engine.schedule import check_steps
 from lengthwise.models import (
     DTYPES,
+    Computing,
     ModelSource,
     check_buildable,
     check_computing,
@@ -54,10 +55,11 @@ from lengthwise.models.weights import holds_weights
 from lengthwise.planner import PACKED_DP
 from lengthwise.report.figures import count
 from lengthwise.run.caching import data_cache
-from lengthwise.run.job import Job, ModelFacts, computing_of
+from lengthwise.run.job import Job, ModelFacts
 from lengthwise.run.launch import threads_of_each
 from lengthwise.run.resume import Resume
 from lengthwise.session.capacity import kinds_of
+from lengthwise.session.stages import check_replicas
 
 
 def settle(config: RunConfig, *, gpus: int) -> tuple[RunConfig, Mapping[str, str]]:
@@ -117,7 +119,7 @@ def prepare_job(
     )
     positions, capacity = position_limit(model.config) if model else None, config.capacity_tokens
     cuts = config.planner != PACKED_DP
-    attempt(lambda: check_ranks(config, ranks))
+    attempt(lambda: check_replicas(ranks, config.stages))
     sizes = {"ranks": max(1, ranks // config.stages), "stages": config.stages, "capacity_tokens": capacity}
     for each in filter(None, (known, eval_dataset)):
         if capacity != "auto" and config.offload is None:
@@ -232,7 +234,7 @@ def _facts_of(config: RunConfig, model: ModelSource, *, gpus: int) -> ModelFacts
     if config.recompute != "auto":
         attempt(lambda: check_recompute(model.config, config.recompute))
     dtype = DTYPES[config.precision]
-    attempt(lambda: check_computing(model.config, computing_of(config), dtype=dtype, on_gpus=gpus > 0))
+    attempt(lambda: check_computing(model.config, Computing.of(config), dtype=dtype, on_gpus=gpus > 0))
     attempt(lambda: _check_heads(config, model))
     if config.stages > 1:
         attempt(lambda: check_cut(model.config, config.stages, config.virtual))
@@ -295,10 +297,3 @@ def _check_losses(job: Job) -> None:
     if job.eval_dataset is not None and not job.eval_dataset.loss_tokens.any():
         remedy = "Give eval data with labels, or leave eval out."
         raise DataError("eval.data", expected="at least one token with a label", got="none", remedy=remedy)
-
-
-def check_ranks(config: RunConfig, ranks: int) -> None:
-    """Refuse ranks that are no whole number of replicas."""
-    if ranks % config.stages:
-        expected, got = f"a multiple of the {config.stages} stages", str(ranks)
-        raise ConfigError("ranks", expected=expected, got=got, remedy="Start others, or change stages.")

@@ -124,7 +124,7 @@ class Job:
     @property
     def computing(self) -> Computing:
         """How the model computes, by the run file."""
-        return computing_of(self.config)
+        return Computing.of(self.config)
 
     @property
     def num_heads(self) -> int:
@@ -283,10 +283,3 @@ class Job:
         plan = self.planning.plan(lengths)
         self.refuse_plan(plan)
         return plan
-
-
-def computing_of(config: RunConfig) -> Computing:
-    """Return how a run file asks the model to compute."""
-    return Computing(
-        attention=config.attention, compile=config.compile, fused_layers=config.fused_layers, experts=config.experts
-    )

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Integral, Real
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.core.errors import ConfigError, raise_problems
-from lengthwise.cost import Cost
 
 _MOST = 10**300  # of a whole number that a float can hold
 _LONGEST = 1e8  # seconds, which clocks of the system can add to now
@@ -39,15 +37,6 @@ def is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     return not isinstance(value, int) or -_MOST < value < _MOST
-
-
-def _is_device(value: object) -> bool:
-    if value is None or isinstance(value, torch.device):
-        return True
-    try:
-        return isinstance(value, str) and bool(torch.device(value))
-    except RuntimeError:
-        return False
 
 
 def _is_usable(value: object) -> bool:
@@ -82,11 +71,6 @@ def _or_none(kind: Kind) -> Kind:
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         "model": (lambda value: isinstance(value, nn.Module), "a Hugging Face causal language model"),
-        "ranks_per_node": (lambda value: value is None or is_whole(value), "a whole number, or None"),
-        "heads": (lambda value: isinstance(value, str) or is_whole(value), "auto, off, or ranks of a group"),
-        "planner": (lambda value: isinstance(value, str), "the name of a planner"),
-        "measurements": (lambda value: value is None or isinstance(value, str | Path | Cost), "a file, costs, or None"),
-        "device": (_is_device, "a device of torch, for example cuda:0, or None"),
         "seed": (lambda value: is_whole(value) and 0 <= value < 1 << 63, "a whole number from 0 to 2**63 - 1"),
         "timeout_seconds": (lambda value: is_number(value) and 0 < value <= _LONGEST, "seconds, more than 0"),
         "loss": _or_none(_function("outputs", "tokens")),

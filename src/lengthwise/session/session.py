@@ -14,24 +14,21 @@ from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
-import torch
 from torch import Tensor, nn
 
 from lengthwise.comm import join, session_world
-from lengthwise.config.settings import Attention, Experts, FusedLayers, Heads, Recompute, Shard
 from lengthwise.core.errors import ConfigError
-from lengthwise.cost import Cost
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.models import check_adapters, placeholders, text_part, whole_model
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.agreement import Agreement
+from lengthwise.session.keywords import SessionOptions
 from lengthwise.session.loss_checks import objective_of, takes_whole_logits
 from lengthwise.session.losses import ComputeLoss, TokenLoss, TokenValues
 from lengthwise.session.misuse import check_kinds, refuse_modes
 from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside, num_words, towers_sentence
-from lengthwise.session.request import SessionRequest
 from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.runner import StepResult, StepRunner, first_step_sentence, refuse_not_finite
 from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
@@ -87,59 +84,22 @@ class Session:
         model: nn.Module,
         optimizer: Any = None,
         *,
-        capacity_tokens: int | str = "auto",
-        shard: Shard = "auto",
-        ranks_per_node: int | None = None,
-        stages: int = 1,
-        virtual: int = 1,
-        recompute: Recompute = "auto",
-        heads: Heads = "auto",
-        offload: Mapping[str, Any] | None = None,
-        offload_optimizer: bool = False,
-        planner: str = "lengthwise",
-        measurements: str | Path | Cost | None = None,
-        precision: Literal["bf16"] | None = None,
-        attention: Attention = "auto",
-        compile: bool = False,
-        fused_layers: FusedLayers = "auto",
-        experts: Experts = "auto",
-        overlap: bool | None = None,
-        device: torch.device | str | None = None,
         seed: int = 0,
         timeout_seconds: float = 600.0,
+        **settings: Unpack[SessionOptions],
     ) -> None:
         check_kinds(model=model, seed=seed, timeout_seconds=timeout_seconds)
         check_adapters(model)
         self.model, self.optimizer, self._inner = model, optimizer, text_part(hugging_face_model(model))
-        asked = SessionRequest(
-            capacity_tokens=capacity_tokens,
-            shard=shard,
-            ranks_per_node=ranks_per_node,
-            stages=stages,
-            virtual=virtual,
-            recompute=recompute,
-            heads=heads,
-            offload=offload,
-            offload_optimizer=offload_optimizer,
-            planner=planner,
-            measurements=measurements,
-            precision=precision,
-            attention=attention,
-            compile=compile,
-            fused_layers=fused_layers,
-            experts=experts,
-            overlap=overlap,
-            device=device,
-        )
-        settings = check_settings(self._inner, optimizer, asked)
-        cost = cost_of(self._inner.config, settings)
+        checked = check_settings(self._inner, optimizer, settings)
+        cost = cost_of(self._inner.config, checked)
         self._words = {
             "num_words": num_words(self._inner),
             "placeholders": placeholders(whole_model(self._inner).config),
         }
         self._known_losses, self._iterators = set[object](), StepsOfIterators()
         self._closing, self._is_closed, self._has_said = ExitStack(), False, False
-        world = session_world(settings.device)
+        world = session_world(checked.device)
         self._transport = join(world, timeout_seconds=timeout_seconds)
         self._closing.callback(self._transport.close)
         self.rank, self.world_size = self._transport.rank, self._transport.world_size
@@ -148,17 +108,18 @@ class Session:
             if self._planner is not None:
                 weakref.finalize(self, self._planner.close)  # of a session that nobody closes
             how: dict[str, Any] = {"seed": seed, "timeout_seconds": timeout_seconds}
-            self._engine = start_engine(self._inner, self._transport, settings, **how)
+            self._engine = start_engine(self._inner, self._transport, checked, **how)
             self._closing.callback(self._engine.close)
             self._runner = StepRunner(engine=self._engine)
             self.shard, self._sharded = take_model(
-                model, self._engine, settings, cost, local_ranks=world.local_size, closing=self._closing
+                model, self._engine, checked, cost, local_ranks=world.local_size, closing=self._closing
             )
             self._agreement = Agreement(self._inner, self._transport, self._sharded)
             if self._sharded is not None:
+                stages = checked.asked.stages
                 self._runner.end = SessionStepEnd(updates=self._sharded, transport=self._transport, stages=stages)
                 self._sharded.compare = self._agreement.reach
-            self._planning = planning_of(self._engine, self._sharded, cost, settings)
+            self._planning = planning_of(self._engine, self._sharded, cost, checked)
             self._engine.start_offloading()
             if not self.rank and self._sharded is not None and (said := towers_sentence(self._inner)):
                 print(f"lengthwise: {said}", flush=True)

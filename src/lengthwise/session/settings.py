@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from lengthwise.config import OffloadConfig
@@ -31,16 +30,10 @@ from lengthwise.models import Computing, check_computing, check_cut, whole_model
 from lengthwise.planner.service.step_planning import step_planning
 from lengthwise.session.capacity import measured_of
 from lengthwise.session.engine import Engine
+from lengthwise.session.keywords import SessionKeywords, keyword_problems, read_keywords
 from lengthwise.session.model import PRECISIONS, check_session_model
 from lengthwise.session.optimizers import check_optimizer
 from lengthwise.session.planning import SessionPlanning, for_whole_logits
-from lengthwise.session.request import (
-    SessionRequest,
-    check_request_kinds,
-    read_capacity,
-    read_offload,
-    request_problems,
-)
 from lengthwise.session.sharded import ShardedInPlace
 from lengthwise.setup import offload_of
 
@@ -49,56 +42,57 @@ _STATES = 2  # an entry, of most optimizers; amsgrad and centered keep one more
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
-    """Checked settings: what was asked for, and what was read of it.
+    """Checked settings: what was asked for, and what follows with a model.
 
     dtype: of the parameters. autocast: of mixed precision. capacity_tokens: None: to be measured. recompute: a kind, or
-    auto. offload: of activations. optimizer: torch's own; None: nothing trains. offloads_optimizer: masters and its
-    states are on the host. device: where steps run. computing: how the model computes there.
+    auto. optimizer: torch's own; None: nothing trains. offloads_optimizer: masters and its states are on the host.
+    device: where steps run. computing: how the model computes there.
     """
 
-    asked: SessionRequest
+    asked: SessionKeywords
     dtype: torch.dtype
     autocast: torch.dtype | None
     capacity_tokens: int | None
     recompute: str
-    offload: OffloadConfig | None
     optimizer: Optimizer | None
     offloads_optimizer: bool
     device: torch.device
     computing: Computing
 
     @property
-    def overlaps(self) -> bool:
-        """Whether gradients are summed while a rank's last backward runs."""
-        return self.device.type == "cuda" if self.asked.overlap is None else self.asked.overlap
+    def offload(self) -> OffloadConfig | None:
+        """The store of activations that leave the device."""
+        return self.asked.offload
 
 
-def check_settings(model: Any, optimizer: Any, asked: SessionRequest) -> SessionSettings:
+def check_settings(model: Any, optimizer: Any, given: Mapping[str, Any]) -> SessionSettings:
     """Return the settings of a session around `model` that trains with `optimizer`; None: it evaluates.
+
+    given: the keywords of the session, not checked yet.
 
     Raises:
         ConfigError, ModelRefused, Problems: all that cannot be kept.
     """
-    trains, recompute, inner = optimizer is not None, asked.recompute, None
-    offloads, is_measured = asked.offload_optimizer and trains, asked.capacity_tokens == "auto"
-    check_request_kinds(asked)
-    problems = Collector()
-    for each in request_problems(asked, trains=trains):
+    trains, inner, problems = optimizer is not None, None, Collector()
+    for each in keyword_problems(given, trains=trains):
         problems.add(each)
-    tokens = problems.attempt(partial(read_capacity, asked.capacity_tokens))
-    where = next(model.parameters()).device if asked.device is None else torch.device(asked.device)
-    if where.type == "meta":
+    are_right = not problems.problems
+    asked = read_keywords(given if are_right else {})
+    recompute, offloads = asked.recompute, asked.offload_optimizer and trains
+    tokens = None if asked.capacity_tokens == "auto" else asked.capacity_tokens
+    where = asked.device or next(model.parameters()).device
+    if are_right and where.type == "meta":
         expected, got = "the device where steps run", "a model on the meta device, without storage"
         problems.add(ConfigError("device", expected=expected, got=got, remedy="Give device, for example cuda:0."))
-    kind = recompute if recompute != "auto" or is_measured else "none"
+    kind = recompute if recompute != "auto" or tokens is None else "none"
     wrapped = kind if kind in RECOMPUTE_KINDS else "none"
     dtype = problems.attempt(partial(check_session_model, model, wrapped, trains=trains))
     if trains:
         inner = problems.attempt(partial(check_optimizer, optimizer, model, offloads=offloads))
-    section = problems.attempt(partial(_offload_of, model, asked.offload, where))
-    computing = Computing(
-        attention=asked.attention, compile=asked.compile, fused_layers=asked.fused_layers, experts=asked.experts
-    )
+    if asked.offload is not None:
+        layers = model.config.num_hidden_layers
+        problems.attempt(partial(check_offload, asked.offload, layers, on_gpus=where.type == "cuda"))
+    computing = Computing.of(asked)
     if not problems.problems and dtype is not None:
         problems.attempt(
             partial(check_computing, whole_model(model).config, computing, dtype=dtype, on_gpus=where.type == "cuda")
@@ -113,7 +107,6 @@ def check_settings(model: Any, optimizer: Any, asked: SessionRequest) -> Session
         autocast=torch.bfloat16 if asked.precision == "bf16" else None,
         capacity_tokens=tokens,
         recompute=kind,
-        offload=section,
         optimizer=inner,
         offloads_optimizer=offloads,
         device=where,
@@ -127,15 +120,6 @@ def states_an_entry(optimizer: Optimizer) -> int:
     if isinstance(optimizer, torch.optim.SGD):
         return int(any(group.get("momentum") for group in groups))
     return _STATES + any(group.get("amsgrad") or group.get("centered") for group in groups)
-
-
-def _offload_of(model: nn.Module, offload: Mapping[str, Any] | None, device: torch.device) -> OffloadConfig | None:
-    section = read_offload(offload)
-    if section is None:
-        return None
-    config: Any = model.config
-    check_offload(section, config.num_hidden_layers, on_gpus=device.type == "cuda")
-    return section
 
 
 def cost_of(config: Any, settings: SessionSettings) -> Cost:

@@ -1,9 +1,9 @@
-"""A session in stages of a pipeline: what it does not run with, its part of the model, and the states of all stages."""
+"""A session in stages of a pipeline: its part of the model, and the states of all stages."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,28 +26,11 @@ from lengthwise.session.sharded import ShardedInPlace
 from lengthwise.session.state import GROUPS, STATE, whole_state
 
 
-def not_with_stages(
-    stages: object, virtual: object, beside: Mapping[str, Any], *, trains: bool
-) -> Iterator[ConfigError]:
-    """Yield what stages of a pipeline do not run with."""
-    for key, value in (("stages", stages), ("virtual", virtual)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            yield ConfigError(key, expected="1 or more", got=f"{value!r}", remedy="Give a number.")
-    if stages == 1 and virtual != 1:
-        yield ConfigError("virtual", expected="1 without stages", got=f"{virtual!r}", remedy="Add stages.")
-    if stages == 1:
-        return
-    wanted = {
-        "shard": (beside["shard"] in ("auto", "zero1"), "auto or zero1"),
-        "capacity_tokens": (beside["capacity_tokens"] != "auto", "a number"),
-        "ranks_per_node": (beside["ranks_per_node"] is None, "None"),
-        "compile": (beside["compile"] is not True, "False"),
-        "optimizer": (trains, "an optimizer: a session that only evaluates has no stages"),
-    }
-    for key, (is_kept, expected) in wanted.items():
-        if not is_kept:
-            remedy = f"Change {key}, or take stages out."
-            yield ConfigError(key, expected=f"{expected}, beside stages", got=f"{beside.get(key)!r}", remedy=remedy)
+def check_replicas(ranks: int, stages: int) -> None:
+    """Refuse ranks that are no whole number of replicas."""
+    if ranks % stages:
+        expected = f"a multiple of the {stages} stages"
+        raise ConfigError("ranks", expected=expected, got=str(ranks), remedy="Start others, or change stages.")
 
 
 def join_stages(model: nn.Module, transport: Transport, stages: int) -> Mesh:
@@ -56,9 +39,7 @@ def join_stages(model: nn.Module, transport: Transport, stages: int) -> Mesh:
     Raises:
         ConfigError: the ranks are no whole number of replicas, or a stage of the first one has no values, or others.
     """
-    if transport.world_size % stages:
-        expected, got = f"a multiple of the {stages} stages", f"{transport.world_size}"
-        raise ConfigError("ranks", expected=expected, got=got, remedy="Start others, or change stages.")
+    check_replicas(transport.world_size, stages)
     mesh = Mesh(transport, stages)
     is_empty = mesh.replica == 0 and any(parameter.is_meta for parameter in model.parameters())
     if share_numbers(transport, [float(is_empty)]).any():

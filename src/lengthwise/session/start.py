@@ -29,7 +29,6 @@ from lengthwise.models.weights import first_names, is_finite
 from lengthwise.session.capacity import kinds_of, least
 from lengthwise.session.engine import Engine, engine_of
 from lengthwise.session.parameters import take_over
-from lengthwise.session.request import LOCK_STEP_PLANNER
 from lengthwise.session.settings import SessionSettings, session_memory
 from lengthwise.session.sharded import ShardedInPlace
 from lengthwise.session.stages import join_stages, take_stage
@@ -72,7 +71,10 @@ def take_model(
     """
     transport, optimizer, asked = engine.transport, settings.optimizer, settings.asked
     options: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device, "closing": closing}
-    options |= {"offloads": settings.offloads_optimizer, "overlaps": settings.overlaps}
+    options |= {
+        "offloads": settings.offloads_optimizer,
+        "overlaps": asked.overlaps(on_gpus=settings.device.type == "cuda"),
+    }
     _refuse_not_finite(model, transport)
     check_host_optimizer(engine.model, transport, settings, local_ranks)
     if optimizer is not None and asked.stages > 1:
@@ -170,20 +172,19 @@ def _memory(model: nn.Module, settings: SessionSettings, ranks: int, node: int |
 
 def _chosen(model: nn.Module, transport: Transport, settings: SessionSettings, memory: StepMemory, cost: Cost) -> str:
     """Return the fastest layout that what is free allows, and say why. Collective."""
-    device, planner, optimizer = settings.device, settings.asked.planner, settings.optimizer
+    device, optimizer = settings.device, settings.optimizer
     states = () if optimizer is None else optimizer.state.values()
     held = [*model.parameters(), *(each for part in states for each in part.values())]
     own = sum(each.nbytes for each in held if isinstance(each, Tensor) and each.device.type == device.type)
     (free,) = least(transport, [free_bytes(device, transport.device_ranks) + own])
     kinds = kinds_of(whole_model(model).config, settings.recompute)
-    whole = {f"planner {planner}": planner != LOCK_STEP_PLANNER, "compile": settings.asked.compile}
     choice = choose_shard(
         memory,
         free or None,
         tokens=settings.capacity_tokens or wanted_tokens(transport.world_size),
         kinds=kinds,
         offload=0.0 if settings.offload is None else 1.0,
-        keeps_whole=next((what for what, is_asked in whole.items() if is_asked), None),
+        keeps_whole=settings.asked.keeps_whole,
         can_offload=optimizer is not None and device.type == "cuda",
         seconds=_layout_seconds(transport, settings, cost, free, kinds),
         margin=MODEL_ERROR,  # a loop that reads the model between steps is worth more than what costs cannot tell

@@ -1,0 +1,112 @@
+"""What does not go together: one table for run files, sessions and trainers, which their pages print."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+
+from lengthwise.core.errors import ConfigError
+
+RUN_FILE, SESSION = "run file", "session"
+
+
+def plain(value: object) -> str:
+    """Return a value as a run file has it."""
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Some values of a key, or all others."""
+
+    listed: tuple[object, ...]
+    are_others: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        return (value in self.listed) != self.are_others
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Values of a key that are refused beside some values of another.
+
+    instead: what the key may be there; why: if the table says it. doors: where a user may write both.
+    """
+
+    key: str
+    refused: Values
+    beside: str
+    values: Values
+    instead: str
+    remedy: str
+    _: KW_ONLY
+    why: str = ""
+    doors: tuple[str, ...] = (RUN_FILE, SESSION)
+
+    def is_broken(self, values: Mapping[str, object]) -> bool:
+        """Return whether `values` break it; they may lack keys."""
+        pairs = ((self.key, self.refused), (self.beside, self.values))
+        return all(key in values and values[key] in listed for key, listed in pairs)
+
+    def error(self, values: Mapping[str, object]) -> ConfigError:
+        """Return the error for values that break it."""
+        why = f" ({self.why})" if self.why else ""
+        expected = f"{self.instead} beside `{self.beside}: {plain(values[self.beside])}`{why}"
+        return ConfigError(self.key, expected=expected, got=plain(values[self.key]), remedy=self.remedy)
+
+
+_ON, _AT_START, _GIVEN = Values((True,)), Values(("auto",)), Values((None,), are_others=True)
+_CUT, _STAGES = ("shard", Values(("zero3", "hybrid"))), ("stages", Values((1,), are_others=True))
+_OFF = "Take {} out.".format
+
+TABLE = (
+    Together("steps", _GIVEN, "epochs", _GIVEN, "null", "Take one of them out.", doors=(RUN_FILE,)),
+    Together(
+        *("ranks_per_node", _GIVEN, "shard", Values(("zero1", "zero3")), "none"),
+        "Take ranks_per_node out, or set hybrid.",
+        why="hybrid alone shards inside nodes",
+    ),
+    Together(
+        *("planner", Values(("lengthwise",), are_others=True), *_CUT, "lengthwise"),
+        _OFF("planner"),
+        why="the only one that plans in lock-step",
+    ),
+    Together(
+        *("measurements", _AT_START, *_CUT, "off, or a file of `lengthwise profile`"),
+        "Take measurements out, or measure under zero1 with `lengthwise profile`.",
+        doors=(RUN_FILE,),
+    ),
+    Together("compile", _ON, *_CUT, "false", _OFF("compile")),
+    Together(
+        *("virtual", Values((1,), are_others=True), "stages", Values((1,)), "1"),
+        "Add `stages`, or take virtual out.",
+    ),
+    Together(
+        *("shard", Values(("auto", "zero1"), are_others=True), *_STAGES, "auto or zero1"),
+        "Take shard out, or stages.",
+        why="each microbatch would gather the layers of a stage again",
+    ),
+    Together(
+        *("capacity_tokens", _AT_START, *_STAGES, "a number"),
+        "Give the tokens of a microbatch on a rank, for example 8K.",
+    ),
+    Together("compile", _ON, *_STAGES, "false", _OFF("compile")),
+    Together("ranks_per_node", _GIVEN, *_STAGES, "none", _OFF("ranks_per_node")),
+    Together("memory_check", _ON, *_STAGES, "false", _OFF("memory_check"), doors=(RUN_FILE,)),
+    Together(
+        *("measurements", _AT_START, *_STAGES, "off or a file"),
+        "Measure the whole model with `lengthwise profile`, and name its file.",
+        doors=(RUN_FILE,),
+    ),
+    Together(
+        *("optimizer", Values((None,)), *_STAGES, "an optimizer"),
+        "Give one, or take stages out.",
+        why="a session that only evaluates has none",
+        doors=(SESSION,),
+    ),
+)
+
+
+def broken(values: Mapping[str, object], door: str) -> list[Together]:
+    """Return what `values`, all or some and perhaps wrong, break of the table at a door."""
+    return [rule for rule in TABLE if door in rule.doors and rule.is_broken(values)]

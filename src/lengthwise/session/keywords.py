@@ -1,0 +1,117 @@
+"""The keywords of a session: the settings of a step, checked as those of a run file are, and what a loop has beside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from numbers import Integral
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypedDict
+
+import torch
+from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf
+from pydantic_core import PydanticCustomError
+
+from lengthwise.config import MEASURE_AT_START, MEASURE_NOTHING, TrainingSettings
+from lengthwise.config.problems import find_problems
+from lengthwise.config.settings import Attention, Experts, FusedLayers, Heads, Recompute, Shard
+from lengthwise.config.together import SESSION, broken
+from lengthwise.core.errors import ConfigError
+from lengthwise.cost import Cost
+
+
+def _take_measurements(value: object) -> object:
+    if value is None or isinstance(value, Path | Cost):
+        return value
+    if isinstance(value, str) and value not in ("", MEASURE_AT_START, MEASURE_NOTHING):
+        return value
+    raise PydanticCustomError("measurements", "a file of `lengthwise profile`, costs, or None")
+
+
+def _take_device(value: object) -> object:
+    if value is None or isinstance(value, torch.device):
+        return value
+    with suppress(RuntimeError):
+        if isinstance(value, str):
+            return torch.device(value)
+    raise PydanticCustomError("device", "a device of torch, for example cuda:0, or None")
+
+
+class SessionKeywords(TrainingSettings):
+    """The keywords of `Session`, and those of trainers among them."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+    door: ClassVar[str] = SESSION
+    page: ClassVar[str] = "docs/session.md"
+
+    measurements: Annotated[str | Path | InstanceOf[Cost] | None, BeforeValidator(_take_measurements)] = Field(  # type: ignore[assignment] - wider than a run file's
+        default=None,
+        description="the file that `lengthwise profile` wrote, or costs, to plan with; default None: estimates",
+    )
+    offload_optimizer: bool = Field(
+        default=False,
+        description="True: fp32 master weights and the optimizer's states are in the host's memory; default False",
+    )
+    precision: Literal["bf16"] | None = Field(
+        default=None,
+        description="bf16: mixed precision over fp32 weights; default None: that of a surrounding torch.autocast. For "
+        "another dtype convert the model; fp16 is not supported, because it needs a loss scale",
+    )
+    device: Annotated[torch.device | None, BeforeValidator(_take_device)] = Field(
+        default=None, description="where steps run, as cuda:0; default None: where the model is"
+    )
+
+
+class StepOptions(TypedDict, total=False):
+    """The keywords that trainers take, too, for type checkers and editors."""
+
+    capacity_tokens: int | str
+    planner: str
+    offload: Mapping[str, Any] | None
+    shard: Shard
+    ranks_per_node: int | None
+    heads: Heads
+    measurements: str | Path | Cost | None
+    attention: Attention
+    compile: bool
+    fused_layers: FusedLayers
+    experts: Experts
+    overlap: bool | None
+    offload_optimizer: bool
+
+
+class SessionOptions(StepOptions, total=False):
+    """All fields of `SessionKeywords`."""
+
+    recompute: Recompute
+    stages: int
+    virtual: int
+    precision: Literal["bf16"] | None
+    device: torch.device | str | None
+
+
+def keyword_problems(given: Mapping[str, Any], *, trains: bool) -> list[ConfigError]:
+    """Return all that is wrong with keywords, whatever the model. trains: whether there is an optimizer."""
+    values = _plain(given)
+    problems = find_problems(values, SessionKeywords)
+    if not trains and isinstance(values.get("stages"), int):
+        beside = {"stages": values["stages"], "optimizer": None}
+        problems += [rule.error(beside) for rule in broken(beside, SESSION)]
+    return problems
+
+
+def read_keywords(given: Mapping[str, Any]) -> SessionKeywords:
+    """Return keywords in which `keyword_problems` found nothing."""
+    return SessionKeywords.model_validate(_plain(given))
+
+
+def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keywords as a run file has them: whole numbers of NumPy as Python's, the folder of `offload` absolute."""
+    values = {
+        name: int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+        for name, value in given.items()
+    }
+    if isinstance(offload := values.get("offload"), Mapping):
+        path = offload.get("path")
+        values["offload"] = {**offload, **({"path": Path(path).absolute()} if isinstance(path, str | Path) else {})}
+    return values
