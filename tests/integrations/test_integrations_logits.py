@@ -18,7 +18,7 @@ from trl import DPOConfig, SFTConfig
 from lengthwise.integrations.trainer_loss import is_next_tokens
 from lengthwise.integrations.transformers import Trainer
 from lengthwise.integrations.trl import DPOTrainer, SFTTrainer
-from lengthwise.session import start
+from lengthwise.session import engine
 from tiers import some
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated")  # TRL reads it
@@ -47,7 +47,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", some(CASES, 0, 1, 2))
 def test_a_step_of_a_trainer_makes_all_logits_where_its_loss_needs_them(case, tmp_path, monkeypatch):
-    monkeypatch.setattr(start, "logits_at_once", lambda words, **_: 8 * words)
+    monkeypatch.setattr(engine, "logits_at_once", lambda words, **_: 8 * words)
     kind, make, given, whole = CASES[case]
     kind, given = partial(kind, capacity_tokens=4096), {name: each() for name, each in given.items()}
     with LargestTensor() as largest:

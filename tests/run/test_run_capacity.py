@@ -14,6 +14,7 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.held import held_by_rank
 from lengthwise.core.plan import Plan
+from lengthwise.cost import capacity as cost_capacity
 from lengthwise.engine import memory
 from lengthwise.engine.activations import start_offloading
 from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes
@@ -22,10 +23,10 @@ from lengthwise.engine.small_pass import SmallPasses
 from lengthwise.engine.step import run_plan
 from lengthwise.models import build_adapted
 from lengthwise.run import capacity
-from lengthwise.run import job as jobs
 from lengthwise.run.building import job_engine
 from lengthwise.run.start import prepare
 from lengthwise.session import capacity as session_capacity
+from lengthwise.session import engine as session_engine
 from run.small_runs import VOCAB, call, losses, make_rows, read_lines, train, write_model, write_run
 from tiers import some
 
@@ -89,7 +90,8 @@ def test_what_cannot_fit_is_told_what_would_save_it_and_that_does(tmp_path, monk
 def test_a_loss_in_chunks_is_told_where_whole_logits_do_not_fit(tmp_path, monkeypatch, capsys):
     write_model(tmp_path / "model", vocab_size=4096)
     rows = make_rows([1200, 60])
-    monkeypatch.setattr(jobs, "logits_at_once", lambda words, **_: 2**16)
+    for part in (cost_capacity, session_engine):
+        monkeypatch.setattr(part, "logits_at_once", lambda words, **_: 2**16)
     monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 32_000_000.0)
     run(tmp_path, rows=rows, status=2, recompute="none", loss="whole")
     assert "loss: chunked (a rank then holds 600 tokens)" in capsys.readouterr().err

@@ -37,7 +37,7 @@ from lengthwise.core.errors import (
 from lengthwise.models import keep_double
 from lengthwise.offload import DiskStore
 from lengthwise.session import capacity as session_capacity
-from lengthwise.session import start
+from lengthwise.session import engine
 from run.small_runs import children
 from tiers import more
 
@@ -414,7 +414,7 @@ def logps_of(model, row):
 @pytest.mark.parametrize(("per", "shard"), [("sequence", "zero1"), ("token", "zero3")])
 def test_a_loss_over_whole_sequences_has_the_right_gradient(per, shard, tmp_path, monkeypatch):
     """Of logits made for seven tokens at a time."""
-    monkeypatch.setattr(start, "logits_at_once", lambda words, **_: 7 * words)
+    monkeypatch.setattr(engine, "logits_at_once", lambda words, **_: 7 * words)
 
     def preference(chosen_and_rejected, reference):
         margins = [a - b for a, b in zip(chosen_and_rejected[::2], chosen_and_rejected[1::2], strict=True)]

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from lengthwise import Session
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.held import fullest_tokens
-from lengthwise.session import capacity, start
+from lengthwise.session import capacity, engine
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 WORDS = 4096
@@ -30,7 +30,7 @@ STEPS = {
 @pytest.fixture(autouse=True)
 def few_at_once(monkeypatch):
     """Let losses make the logits of eight tokens at once."""
-    monkeypatch.setattr(start, "logits_at_once", lambda words, **_: 8 * words)
+    monkeypatch.setattr(engine, "logits_at_once", lambda words, **_: 8 * words)
 
 
 def test_no_step_of_a_session_makes_all_logits():

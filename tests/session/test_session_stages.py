@@ -17,7 +17,7 @@ from lengthwise import Session
 from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import LengthwiseError, ModelRefused
 from lengthwise.models import keep_double
-from lengthwise.session import start
+from lengthwise.session import engine
 from lengthwise.session.stages import cut_stages
 from tiers import more
 
@@ -51,7 +51,7 @@ def test_a_planned_loop_in_stages_is_the_plain_loop(ranks, cut, tied, dtype, tmp
 
 
 def test_every_loss_of_a_session_is_exact_in_stages(tmp_path, monkeypatch):
-    monkeypatch.setattr(start, "logits_at_once", lambda words, **_: 7 * words)
+    monkeypatch.setattr(engine, "logits_at_once", lambda words, **_: 7 * words)
 
     def squares(output, tokens):
         each = F.cross_entropy(output.logits[0], tokens.shift_labels, ignore_index=-100, reduction="none")

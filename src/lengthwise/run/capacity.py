@@ -42,7 +42,6 @@ def measure_capacities(job: Job, engine: Engine, parameters: Parameters) -> Capa
         kinds=kinds_of(job.model.config, job.config.recompute),
         heads=job.config.heads,
         most_tokens=job.most_tokens,
-        offload=job.config.offload,
         end_bytes=step_end_bytes(parameters, job.config.optimizer),
     )
     capacities = measuring.capacities(ratio=job.planning.offload_ratio)

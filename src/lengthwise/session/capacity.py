@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from lengthwise.attention import BlockKernel
 from lengthwise.comm import Transport, share_first, share_numbers
-from lengthwise.config import OffloadConfig
 from lengthwise.core.errors import MemoryShortage, ModelRefused
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import RESERVED, STEP_TOKENS, MicrobatchBytes, shape_from_config
@@ -29,6 +28,10 @@ from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner.service.rank_memory import Capacities, RankMemory
 from lengthwise.report.figures import count
 from lengthwise.session.engine import Engine
+from lengthwise.setup import offload_of
+
+if TYPE_CHECKING:
+    from lengthwise.session.settings import SessionSettings
 
 _RING_RANKS = 3  # from which on a rank of a ring holds no more: its own keys, those it has, those that arrive
 _MOST_TOKENS = 2**22  # of a session's batch, as which memory is measured: what a loop will give is not known yet
@@ -170,11 +173,11 @@ def measuring_of(
     kinds: Sequence[str],
     heads: int | str,
     most_tokens: int,
-    offload: OffloadConfig | None,
     kept_bytes: float = 0.0,
     end_bytes: float,
 ) -> Measuring:
-    """Return what measures an engine's microbatches; kept_bytes, end_bytes: as for `Measuring`."""
+    """Return what measures an engine's microbatches; the rest as for `Measuring`."""
+    offload = engine.offload
     return Measuring(
         model=engine.model,
         kernel=engine.kernel(engine.cast_dtype() or engine.dtype),
@@ -193,14 +196,7 @@ def measuring_of(
 
 
 def measured_of(
-    engine: Engine,
-    *,
-    recompute: str,
-    heads: int | str,
-    offload: OffloadConfig | None,
-    kept_bytes: float,
-    end_bytes: float,
-    trains: bool,
+    engine: Engine, settings: SessionSettings, *, kept_bytes: float, end_bytes: float, trains: bool
 ) -> tuple[Capacities, Capacities]:
     """Measure what a rank of a session holds; kept_bytes, end_bytes: as for `Measuring`. Collective.
 
@@ -209,18 +205,18 @@ def measured_of(
     Returns what it holds where logits are made in chunks, and where all of a microbatch are made at once: that may be
     nothing.
     """
-    offload, kinds = offload if trains else None, kinds_of(engine.config, recompute)
-    ratio = offload.ratio if offload else "off"
+    ratio, kinds = offload_of(engine.offload if trains else None), kinds_of(engine.config, settings.recompute)
     engine.transport.phase = "start, measuring what fits into memory"
     measuring = measuring_of(
         engine,
         kinds=kinds if trains else ["layer" if "layer" in kinds else kinds[0]],
-        heads=heads,
+        heads=settings.asked.heads,
         most_tokens=_MOST_TOKENS,
-        offload=offload,
         kept_bytes=kept_bytes,
         end_bytes=end_bytes,
     )
+    if not trains:  # nothing is kept for backward, which could go away
+        measuring = replace(measuring, offloads=False, leaving_bytes=0)
     with (
         engine.attending(),
         torch.autocast(engine.device.type, enabled=False),

@@ -142,16 +142,15 @@ def planning_of(
 ) -> SessionPlanning:
     """Return what plans the steps of a session; what memory holds is measured where it is asked for. Collective."""
     asked, measured, whole = settings.asked, None, None
-    how: dict[str, Any] = {"recompute": settings.recompute, "heads": asked.heads, "offload": settings.offload}
     if settings.capacity_tokens is not None:
         capacities = {settings.recompute: settings.capacity_tokens}
     elif sharded is None:
-        found, whole = measured_of(engine, kept_bytes=0, end_bytes=0, trains=False, **how)
+        found, whole = measured_of(engine, settings, kept_bytes=0, end_bytes=0, trains=False)
         capacities = {"none": max(found.plain.values())}
     else:
         kept, end = _optimizer_bytes(sharded)
         with sharded.collecting():
-            measured, whole = measured_of(engine, kept_bytes=kept, end_bytes=end, trains=True, **how)
+            measured, whole = measured_of(engine, settings, kept_bytes=kept, end_bytes=end, trains=True)
         sharded.zero_grad()
         capacities = dict(measured.plain)
     trained = 0 if sharded is None else sum(math.prod(shape) for shape in sharded.shapes.values())
