@@ -173,13 +173,6 @@ def test_a_whole_model_is_saved_and_what_needs_one_is_refused_at_once(tmp_path):
     assert all("lie over the ranks" in each for each in said)
 
 
-def test_another_planner_and_an_unknown_layout_are_refused_by_name():
-    model = small_model()
-    for shard, planner, said in (("zero3", "packed-dp", "lock-step"), ("zero2", "lengthwise", "zero1 or zero3")):
-        with pytest.raises(LengthwiseError, match=said):
-            Session(model, MOMENTUM(model.parameters()), shard=shard, planner=planner)
-
-
 def test_a_layout_is_taken_by_what_the_poorest_rank_has(tmp_path, monkeypatch, capfd):
     """In parameters' bytes, with 128 tokens: zero1 needs 9.6 on each of 2 ranks, zero3 8.0; 1 is there."""
     model = small_model(torch.float32, hidden_size=64, num_hidden_layers=8)
