@@ -23,7 +23,7 @@ from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
 
 from lengthwise import Session
-from lengthwise.core.errors import LengthwiseError, ModelRefused
+from lengthwise.core.errors import ModelRefused
 from lengthwise.cost import costs
 from lengthwise.session import start as session_start
 from tiers import more
