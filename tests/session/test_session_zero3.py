@@ -23,7 +23,7 @@ from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
 
 from lengthwise import Session
-from lengthwise.core.errors import LengthwiseError, ModelRefused
+from lengthwise.core.errors import ModelRefused
 from lengthwise.cost import costs
 from lengthwise.session import start as session_start
 from tiers import more
@@ -171,13 +171,6 @@ def test_a_whole_model_is_saved_and_what_needs_one_is_refused_at_once(tmp_path):
     said = found[1][1]
     assert [each for each in said if "outside of a step" in each] == said[:2]
     assert all("lie over the ranks" in each for each in said)
-
-
-def test_another_planner_and_an_unknown_layout_are_refused_by_name():
-    model = small_model()
-    for shard, planner, said in (("zero3", "packed-dp", "lock-step"), ("zero2", "lengthwise", "zero1 or zero3")):
-        with pytest.raises(LengthwiseError, match=said):
-            Session(model, MOMENTUM(model.parameters()), shard=shard, planner=planner)
 
 
 def test_a_layout_is_taken_by_what_the_poorest_rank_has(tmp_path, monkeypatch, capfd):
