@@ -50,7 +50,7 @@ def model_of(adapters):
 
 def on_meta(model, optimizer, asked):
     """Return the settings of a GPU, for the meta device in its place."""
-    return replace(check_settings(model, optimizer, replace(asked, device="cuda:0")), device=META)
+    return replace(check_settings(model, optimizer, {**asked, "device": "cuda:0"}), device=META)
 
 
 check_settings = session_module.check_settings
