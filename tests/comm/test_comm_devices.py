@@ -1,6 +1,8 @@
 """Which GPUs a process may use: asked of torch itself, and never guessed from a count."""
 
+import multiprocessing
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,6 +66,19 @@ def test_what_a_call_apart_raises_is_raised_here_and_its_death_is_an_error():
     assert call_apart(os.getpid, gpus=0) == here
     with pytest.raises(RankError, match="got exit code 7"):
         call_apart(lambda: os._exit(7), gpus=1)
+
+
+def test_a_call_apart_computes_after_this_process_computed_with_threads():
+    values, threads = torch.zeros(1 << 17), torch.get_num_threads()
+    end = threading.Timer(15, lambda: [child.kill() for child in multiprocessing.active_children()])
+    end.start()
+    torch.set_num_threads(2)
+    try:
+        values.exp()
+        assert call_apart(lambda: float(values.exp().sum()), gpus=1) == len(values)
+    finally:
+        torch.set_num_threads(threads)
+        end.cancel()
 
 
 @pytest.mark.parametrize(

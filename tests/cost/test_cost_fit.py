@@ -118,6 +118,18 @@ def test_microbatches_that_wait_for_launches_are_left_out_where_the_host_runs_ah
     assert ahead.mean_error < 0.02 < all_of_them.mean_error
 
 
+def test_a_pass_that_waits_for_launches_leaves_its_microbatch_out_and_three_others_do():
+    true = replace(machine(), fixed_seconds=0.0)
+    samples = [each for each in samples_of(true) if each.kind == "local"]
+    *_, first, second, third = sorted(samples, key=lambda each: each.seconds)
+    forward, backward = 0.5 * first.forward_seconds, 0.5 * (first.seconds - first.forward_seconds)
+    both = replace(samples[0], seconds=forward + backward, forward_seconds=forward)
+    one = replace(samples[1], seconds=9 * forward + backward, forward_seconds=9 * forward)
+    fit = fit_samples([both, one, first, second, third], base(), launches_ahead=True)
+    for name in ("quadratic_seconds", "linear_seconds"):
+        assert fit.terms[name].value == pytest.approx(getattr(true, name), rel=2e-2)
+
+
 def test_fit_refuses_what_tells_nothing():
     true = samples_of(machine())
     with pytest.raises(ConfigError, match="three microbatches"):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lengthwise.core.errors import ConfigError, Problems
+from lengthwise.core.files import read_package_json
 from lengthwise.core.trained import FAMILIES
 from lengthwise.cost import (
     SHAPE_NAMES,
@@ -120,6 +121,15 @@ def test_heads_of_layers_without_a_window_count_where_they_differ() -> None:
     assert ours.quadratic_seconds / other.quadratic_seconds == pytest.approx(shape.query_width / plain.query_width)
     assert ours.ring_seconds / other.ring_seconds == pytest.approx(shape.key_width / plain.key_width)
     assert all_terms_cost(shape, hardware).ring_bytes == 2 * shape.key_width * (2 * 2 + 4)
+
+
+def test_gemma_4_has_no_values_beside_keys_in_full_layers_and_layers_add_up_to_the_model() -> None:
+    shape = named_shape("gemma-4-31b")
+    assert shape.attention_params == 5376 * (50 * 256 * (2 * 32 + 2 * 16) + 10 * 512 * (2 * 32 + 4))
+    config = read_package_json("lengthwise.cost", "models.json")["published"]["gemma-4-e2b"]
+    whole, layers = shape_from_config(config), layer_shapes(config)
+    assert whole.dense_width == sum(each.dense_width for each in layers) == 20 * 6144
+    assert sum(each.attention_params or 0 for each in layers) == pytest.approx(whole.attention_params, rel=1e-6)
 
 
 def test_named_shape_counts_the_windows_of_published_models() -> None:

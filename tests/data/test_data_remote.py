@@ -17,7 +17,9 @@ from data.test_data_tables import write
 from lengthwise.config import DataSource, GlobalBatch
 from lengthwise.core.errors import DataError
 from lengthwise.data import Batches, ByteTokenizer, load_dataset, load_tokenizer
+from lengthwise.data.numbered import numbered
 from lengthwise.data.shard import Shard
+from lengthwise.data.sources import Listing
 from lengthwise.engine.batch import StepBatch
 from lengthwise.program import Segment
 from properties import costly
@@ -125,6 +127,18 @@ def test_chats_are_masked_and_weights_mean_the_same(tmp_path):
         found = batches_of(dataset, GlobalBatch(sequences=3), 4)
         assert [*map(seen, found)] == [*map(seen, wanted)]
         assert any(-100 in seen(each)[4][:-1] for each in found)
+
+
+def test_a_weights_key_that_a_border_of_two_parts_cuts_is_seen(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"input_ids": [1, 2], "weights": [0.5, 1]}\n{"input_ids": [1, 2]}\n', encoding="utf-8")
+    size, key = path.stat().st_size, path.read_text().index('"weights"')
+    for border in range(key, key + 10):
+        parts = [Listing(root=path, label="data", part=part) for part in ((0, border), (border, size))]
+        rows = [numbered(part, 9) for part in parts]
+        assert any(each.counted.weighed for each in rows), border
+        for each in rows:
+            each.close()
 
 
 def lines(folder, rows, **settings):

@@ -19,6 +19,7 @@ from typing import TypeVar, cast
 import torch
 
 from lengthwise.core.errors import LengthwiseError, RankError
+from lengthwise.core.processes import let_threads_end
 
 Answer = TypeVar("Answer")
 _DRIVER_LIBRARY, _NOT_INITIALIZED = "libcuda.so.1", 3  # CUDA_ERROR_NOT_INITIALIZED
@@ -52,7 +53,13 @@ def ask_in_a_child(ask: Callable[[], Answer]) -> Answer | int | None:
         return ask()
     context = multiprocessing.get_context("fork")
     our_pipe, their_pipe = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: their_pipe.send(ask()))
+
+    def answer() -> None:
+        torch.set_num_threads(1)  # a fork has none of the threads that torch computed with before, and would wait
+        their_pipe.send(ask())
+
+    child = context.Process(target=answer)
+    let_threads_end()
     child.start()
     their_pipe.close()
     try:
