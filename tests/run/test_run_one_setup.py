@@ -15,7 +15,6 @@ from lengthwise.config import build_config
 from lengthwise.run.checks import prepare_job
 from lengthwise.run.sharding import settle_shard
 from lengthwise.session import start
-from lengthwise.session.request import SessionRequest
 from lengthwise.session.settings import check_settings, cost_of, planning_of
 from run.small_runs import make_rows, write_model, write_rows, write_run
 from tiers import some
@@ -47,9 +46,7 @@ def model(folder):
 
 def of_session(model, keys):
     """What plans a session of these settings, once its parameters lie on the ranks."""
-    asked = {"shard": "auto", "ranks_per_node": None, "planner": "lengthwise", "measurements": None, **keys}
-    optimizer = torch.optim.AdamW(model.parameters())
-    settings = check_settings(model, optimizer, SessionRequest(offload_optimizer=False, **asked))
+    settings = check_settings(model, torch.optim.AdamW(model.parameters()), keys)
     transport, cost = SimpleNamespace(world_size=RANKS, rank=0, device_ranks=RANKS), cost_of(model.config, settings)
     _, in_step = (
         (None, 1) if settings.asked.stages > 1 else start.shard_of(model, transport, settings, cost, local_ranks=2)
