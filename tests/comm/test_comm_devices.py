@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -66,6 +67,12 @@ def test_what_a_call_apart_raises_is_raised_here_and_its_death_is_an_error():
     assert call_apart(os.getpid, gpus=0) == here
     with pytest.raises(RankError, match="got exit code 7"):
         call_apart(lambda: os._exit(7), gpus=1)
+
+
+def test_a_child_that_does_not_answer_is_killed(monkeypatch):
+    monkeypatch.setattr(devices, "_ANSWER_SECONDS", 0.2)
+    with pytest.raises(RankError, match="got exit code -9"):
+        call_apart(lambda: time.sleep(60), gpus=1)
 
 
 def test_a_call_apart_computes_after_this_process_computed_with_threads():

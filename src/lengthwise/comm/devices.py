@@ -12,6 +12,7 @@ import os
 import socket
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
@@ -22,6 +23,7 @@ from lengthwise.core.errors import LengthwiseError, RankError
 from lengthwise.core.processes import let_threads_end
 
 Answer = TypeVar("Answer")
+_ANSWER_SECONDS, _END_SECONDS = 600.0, 10.0  # of a child: to answer, and to end after its answer
 _DRIVER_LIBRARY, _NOT_INITIALIZED = "libcuda.so.1", 3  # CUDA_ERROR_NOT_INITIALIZED
 _DRIVER = Path("/dev/nvidiactl")  # there where the NVIDIA driver, or a container that was given it, is
 
@@ -47,7 +49,7 @@ def find_gpus() -> Gpus:
 def ask_in_a_child(ask: Callable[[], Answer]) -> Answer | int | None:
     """Return what `ask` says of CUDA in a forked child; the exit code of a child that ended without an answer.
 
-    A process that has started CUDA itself asks here: a fork of it could not.
+    A process that has started CUDA itself asks here: a fork of it could not. A child that does not answer is killed.
     """
     if torch.cuda.is_initialized():
         return ask()
@@ -63,12 +65,16 @@ def ask_in_a_child(ask: Callable[[], Answer]) -> Answer | int | None:
     child.start()
     their_pipe.close()
     try:
-        return our_pipe.recv()
-    except EOFError:
+        if our_pipe.poll(_ANSWER_SECONDS):
+            with suppress(EOFError):
+                return our_pipe.recv()
+        else:
+            child.kill()
         child.join()
         return child.exitcode
     finally:
-        child.join()
+        child.join(_END_SECONDS)
+        child.kill()
         our_pipe.close()
 
 
