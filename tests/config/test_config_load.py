@@ -120,7 +120,7 @@ def test_config_each_optimizer_has_its_own_defaults_and_is_read_back(folder):
         ("optimizer=adamw", "optimizer", "a mapping of keys"),
         ("lora.use_dora=true", "lora.use_dora", "There is none"),
         ("lora.rank=8", "lora.rank", "-> `lora.r`"),
-        ("precision=fp16", "precision", "-> `bf16`, of auto, fp32, bf16 or fp64"),
+        ("precision=fp16", "precision", "-> bf16: fp16 needs a loss scale"),
         ("planner=fastest", "planner", "power-of-two or packed-dp"),
         ("model=''", "model", "text that is not empty"),
         ("output=", "output", "null -> a path"),

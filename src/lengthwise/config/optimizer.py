@@ -64,6 +64,7 @@ REFUSED_NAMES: Mapping[str, Mapping[str, str]] = {
         "lbfgs": "It takes several forward passes a step, and a global history",
     },
     "schedule": {"reduce_lr_on_plateau": _FOLLOWS_LOSS, "greedy": _FOLLOWS_LOSS},
+    "precision": dict.fromkeys(("fp16", "float16", "half"), "Here it is bf16: fp16 needs a loss scale"),
 }
 
 
