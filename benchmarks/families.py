@@ -243,12 +243,13 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    proved = arguments.model_types or sorted([*VARIANTS, *(name for name in FAMILIES if name in MODEL_TYPES)])
-    whole = arguments.model_types or sorted(TOWER_PAIRS)
-    known = {*FAMILIES, *VARIANTS, *TOWER_PAIRS, *(pair[0] for pair in TOWER_PAIRS.values())}
-    refused = [name for name in arguments.model_types or MODEL_TYPES if name not in known]
-    proofs = made(proof, [each for each in proved if each not in TOWER_PAIRS])
-    with_towers = made(proof, [each for each in whole if each in TOWER_PAIRS])
+    asked, wrappers = arguments.model_types, {pair[0] for pair in TOWER_PAIRS.values()}
+    proved = asked or sorted([*VARIANTS, *(name for name in FAMILIES if name in MODEL_TYPES)])
+    whole = [label for label in sorted(TOWER_PAIRS) if not asked or {label, TOWER_PAIRS[label][0]} & {*asked}]
+    known = {*FAMILIES, *VARIANTS, *TOWER_PAIRS, *wrappers}
+    refused = [name for name in asked or MODEL_TYPES if name not in known]
+    proofs = made(proof, [each for each in proved if each not in {*TOWER_PAIRS, *wrappers}])
+    with_towers = made(proof, whole)
     refusals = made(refusal, refused)
     if arguments.out:
         arguments.out.write_text(page(made(checkpoint, CHECKPOINTS), proofs, with_towers, refusals), encoding="utf-8")
