@@ -66,6 +66,11 @@ def test_packs_are_the_rows_of_their_documents_and_padding_goes_with_the_last(mo
     assert len(pack_documents([], window=None, device=CPU, padding=5, alone_from=alone_from)) == 1
 
 
+def test_a_document_as_long_as_its_window_is_alone_and_a_longer_one_is_not():
+    found = pack_documents([30, 31, 31, 3], window=30, device=CPU, alone_from=20)
+    assert {(each.rows.start, each.rows.stop) for each in found} == {(0, 30), (30, 95)}
+
+
 # Long documents first, in the middle, last, two of them, none, only: a microbatch each.
 PACKED = ((50, 3, 4), (3, 50, 4), (3, 4, 50), (3, 50, 40, 4), (3, 4, 5), (50,))
 NUMBERS = [range(start, stop) for start, stop in pairwise([0, *accumulate(map(len, PACKED))])]

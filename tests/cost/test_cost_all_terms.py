@@ -99,3 +99,12 @@ def test_sweeps_of_states_hide_behind_nothing_and_are_not_made_again(kind: str) 
             for each in (cost, bare)
         ]
         assert ran[0] - ran[1] == pytest.approx(rounds + scans, rel=1e-6)
+
+
+def test_sweeps_between_nodes_are_no_faster_than_the_uplink_and_one_rank_has_none() -> None:
+    cost = all_terms_cost(named_shape("Qwen/Qwen3.5-9B"), named_hardware("h100"))
+    narrow = replace(cost, uplink_bytes_per_second=cost.far.bytes_per_second / 4)
+    more = narrow.sweep_seconds(16, 1, 2) - cost.sweep_seconds(16, 1, 2)
+    assert more == pytest.approx(2 * cost.sweep_bytes * 3 / cost.far.bytes_per_second)
+    alone = replace(cost, crosses_node=True).reach(np.array([1, 2, 9]))
+    assert list(alone.far_rounds) == [0, 1, 2]

@@ -5,15 +5,18 @@ from math import inf
 
 import pytest
 
-from lengthwise.core.errors import MemoryShortage
+from lengthwise.core.errors import ConfigError, MemoryShortage
 from lengthwise.cost import (
     RESERVED,
+    ModelLayout,
     StepMemory,
     all_terms_cost,
     choose_shard,
+    memory_of,
     named_hardware,
     named_shape,
     offloaded_cost,
+    ranks_of_node,
     wanted_tokens,
 )
 
@@ -120,3 +123,19 @@ def test_an_optimizer_on_the_host_costs_the_end_of_a_step_what_its_copies_and_it
     adapters = offloaded_cost(plain, replace(held, trained=10**8)).step_end_seconds(16) - plain.step_end_seconds(16)
     assert adapters == pytest.approx(40 * 10**8 / 16 / rate)
     assert offloaded_cost(plain, replace(held, offloads=False)) is plain
+
+
+def test_ranks_of_a_machine_that_do_not_divide_all_are_refused_where_hybrid_is_asked_for():
+    assert [ranks_of_node(asked, 3, 8, is_asked=True) for asked in (2, 8)] == [2, 8]
+    assert ranks_of_node(None, 4, 8, is_asked=True) == 4
+    assert ranks_of_node(None, 3, 8, is_asked=False) is None
+    with pytest.raises(ConfigError, match="divides 8 ranks; got 3, those of this machine"):
+        ranks_of_node(None, 3, 8, is_asked=True)
+
+
+def test_an_optimizer_leaves_the_device_only_where_the_device_is_a_gpu():
+    layout = ModelLayout(ranks=2, offloads=True)
+    assert [memory_of(LLAMA_8B, layout, dtype_bytes=2, on_gpus=each).offloads for each in (True, False)] == [
+        True,
+        False,
+    ]

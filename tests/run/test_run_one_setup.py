@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM
 from lengthwise.cli.options import PlanChoices
 from lengthwise.cli.plan import PlanCommand
 from lengthwise.config import build_config
+from lengthwise.cost import analytic_cost, named_hardware, named_shape
 from lengthwise.run.checks import prepare_job
 from lengthwise.run.sharding import settle_shard
 from lengthwise.session import start
 from lengthwise.session.settings import check_settings, cost_of, planning_of
+from lengthwise.setup.resolve import Machine, TrainedModel, resolve
 from run.small_runs import make_rows, write_model, write_rows, write_run
 from tiers import some
 
@@ -114,3 +116,20 @@ def test_a_plan_for_gpus_is_priced_as_a_run_on_them(folder, keys):
     planned = of_plan(path, hardware="h100")
     assert_same(planned, job.planning)
     assert ("optimizer on hosts" in planned.cost.version) == ("optimizer" in keys)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "recompute", "batch", "shard"),
+    [
+        (8192, "layer", 8192, "zero1"),
+        (8192, "auto", 8192, "zero3"),  # none beside a number
+        (1 << 17, "layer", 1 << 17, "zero3"),
+        (1 << 17, "layer", 8192, "zero1"),  # no microbatch is larger than the batch
+    ],
+)
+def test_auto_makes_room_for_the_tokens_of_a_microbatch_as_they_are_recomputed(folder, tokens, recompute, batch, shard):
+    path = write_run(folder, precision="bf16", shard="auto", capacity_tokens=tokens, recompute=recompute)
+    config, shape = build_config(json.loads(path.read_text()), folder=folder), named_shape("llama-3.1-8b")
+    cost, machine = analytic_cost(shape, named_hardware("h100")), Machine(ranks=8, here=8, on_gpus=True)
+    found = resolve(config, TrainedModel(shape=shape), machine, cost, room_bytes=80e9, batch=batch)
+    assert found.config.shard == found.memory.shard == shard

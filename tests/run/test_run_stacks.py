@@ -3,6 +3,8 @@
 import os
 import resource
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -78,3 +80,19 @@ def test_stacks_are_kept_whole_of_a_rank_that_writes_slowly(tmp_path):
         keep_stacks([file], ["step 1"], {0: 2**22 + 1}, tmp_path)  # no process has this pid
         writer.join()
     assert (tmp_path / "rank-00000.txt").read_text().endswith("line 7\n")
+
+
+def test_a_rank_that_was_stopped_is_continued_to_write_its_stacks(tmp_path):
+    with tempfile.TemporaryFile(buffering=0) as file:
+        work = "import faulthandler, signal, time\n"
+        work += f"faulthandler.register(signal.SIGUSR1, file={file.fileno()})\nprint(flush=True)\ntime.sleep(60)"
+        rank = subprocess.Popen([sys.executable, "-c", work], pass_fds=[file.fileno()], stdout=subprocess.PIPE)
+        try:
+            rank.stdout.readline()
+            rank.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, rank.pid, os.WSTOPPED | os.WNOWAIT)
+            assert keep_stacks([file], ["step 1"], {0: rank.pid}, tmp_path)
+        finally:
+            rank.kill()
+            rank.communicate()
+    assert "most recent call first" in (tmp_path / "rank-00000.txt").read_text()

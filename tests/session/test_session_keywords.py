@@ -101,6 +101,18 @@ def test_wrong_keywords_are_refused_together_in_a_run_files_words():
     assert "optimizer" in found, "beside what is wrong with model and optimizer"
 
 
+def test_words_of_run_files_for_measurements_are_no_files_of_a_session():
+    for word in ("auto", "off", ""):
+        assert "a file of `lengthwise profile`, costs, or None" in " ".join(refused(session, {"measurements": word}))
+
+
+def test_a_misspelled_key_does_not_stand_for_one_that_is_there():
+    for call in (run_file, session):
+        lines = refused(call, {"shard": "zero3", "compile": True, "compil": False})
+        assert any("beside `shard: zero3`" in line for line in lines)
+        assert any("compil" in line and "unknown key" in line for line in lines)
+
+
 def test_keywords_are_read_as_those_of_a_run_file_and_numbers_of_numpy_as_whole():
     given = {"capacity_tokens": np.int64(64), "offload": {"store": "disk", "path": "x"}, "device": "cuda:1"}
     found = read_keywords(given)

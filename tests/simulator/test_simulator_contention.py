@@ -63,6 +63,10 @@ def test_bytes_of_a_node_are_those_of_the_rings_and_sweeps_that_cross_it() -> No
     mixed, two = all_terms_cost(named_shape("qwen3.5-9b"), NODES_OF_4), replace(piece, sequences=(0, 0))
     swept = mixed.ring_bytes * 2000 * 3 / 4 + 2 * mixed.sweep_bytes
     assert node_bytes(Microbatch(pieces=(two,)), (1000,), mixed) == pytest.approx({0: swept, 1: swept})
+    once = replace(two, ranks=(2, 3, 4, 5))  # the one map that crosses goes back, from rank 4 to rank 3
+    ring = node_bytes(Microbatch(pieces=(once,)), (1000,), replace(mixed, sweep_bytes=0.0))
+    swept = node_bytes(Microbatch(pieces=(once,)), (1000,), mixed)
+    assert swept == pytest.approx({0: ring[0], 1: ring[1] + 2 * mixed.sweep_bytes})
     inside = Piece(ranks=(4, 6, 7, 5), sequences=(0,))
     assert node_bytes(Microbatch(pieces=(inside, Piece(ranks=(9,), sequences=(0,)))), (1000,), cost) == {}
 
