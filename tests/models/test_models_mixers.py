@@ -174,11 +174,13 @@ def test_the_plain_model_takes_no_function_of_a_package(family, monkeypatch):
 
         return call
 
-    model, ids = copy.deepcopy(pair_of(family)["plain"]), torch.arange(9)
+    model, ids = copy.deepcopy(pair_of(family)["plain"]).train(), torch.arange(9)  # fused layers only train
     wanted = plain_output(model, ids).logits
     for file in mixers._modeling_files(model):
         for name in filter(partial(hasattr, file), mixers.mixers_in(model)):
             monkeypatch.setattr(file, name, of_a_package(mixers.plain_function(model, name)))
+        if fused := getattr(file, mixers._FUSED, None):
+            monkeypatch.setattr(file, mixers._FUSED, of_a_package(mixers._in_torch(fused)))
     assert torch.equal(plain_output(model, ids).logits, wanted)
     with pytest.raises(RuntimeError, match="active drivers"):
         model(input_ids=ids[None], use_cache=False)

@@ -123,6 +123,7 @@ def test_a_plan_for_gpus_is_priced_as_a_run_on_them(folder, keys):
     [
         (8192, "layer", 8192, "zero1"),
         (8192, "auto", 8192, "zero3"),  # none beside a number
+        ("auto", "auto", 1 << 16, "zero1"),
         (1 << 17, "layer", 1 << 17, "zero3"),
         (1 << 17, "layer", 8192, "zero1"),  # no microbatch is larger than the batch
     ],
