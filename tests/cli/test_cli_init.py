@@ -8,7 +8,7 @@ import yaml
 
 from lengthwise.config import load_config
 from lengthwise.cost import costs, named_hardware, named_shape
-from lengthwise.setup import Machine, TrainedModel, resolve
+from lengthwise.setup import Machine, model_of_run, resolve
 from run.small_runs import call, losses, make_rows, write_model
 
 
@@ -94,7 +94,7 @@ def test_the_layout_is_the_one_that_training_takes(tmp_path, rows_of, length, sh
     batch = [length] * (config.global_batch.sequences or 1)
     sizes = {"lengths": batch, "longest": length, "batch": sum(batch), "room_bytes": hardware.device_bytes}
     machine = Machine(ranks=64, here=hardware.ranks_per_node, on_gpus=True)
-    taken = resolve(config, TrainedModel(shape=shape), machine, costs(shape, hardware), **sizes)
+    taken = resolve(config, model_of_run(config, shape, on_gpus=True), machine, costs(shape, hardware), **sizes)
     assert taken.memory.shard == shard
 
 

@@ -17,7 +17,8 @@ from lengthwise.run.checks import prepare_job
 from lengthwise.run.sharding import settle_shard
 from lengthwise.session import start
 from lengthwise.session.settings import check_settings, cost_of, planning_of
-from lengthwise.setup.resolve import Machine, TrainedModel, resolve
+from lengthwise.session.start import Start, settled
+from lengthwise.setup.resolve import Machine, model_of_run, resolve
 from run.small_runs import make_rows, write_model, write_rows, write_run
 from tiers import some
 
@@ -47,20 +48,14 @@ def model(folder):
 
 
 def of_session(model, keys):
-    """What plans a session of these settings, once its parameters lie on the ranks."""
+    """What plans a session of these settings, once its layout is settled."""
     settings = check_settings(model, torch.optim.AdamW(model.parameters()), keys)
-    transport, cost = SimpleNamespace(world_size=RANKS, rank=0, device_ranks=RANKS), cost_of(model.config, settings)
-    _, in_step = (
-        (None, 1) if settings.asked.stages > 1 else start.shard_of(model, transport, settings, cost, local_ranks=2)
-    )
-    engine = SimpleNamespace(
-        config=model.config,
-        transport=transport,
-        parameters=SimpleNamespace(ranks_in_step=in_step),
-        num_parameters=model.num_parameters(),
-    )
-    sharded = SimpleNamespace(shapes={name: each.shape for name, each in model.named_parameters()})
-    return planning_of(engine, sharded, cost, settings).ahead
+    transport, cost = SimpleNamespace(world_size=RANKS, rank=0, device_ranks=RANKS), cost_of(settings)
+    begun = Start(
+        model=model, text=model, settings=settings, cost=cost, transport=transport, local_ranks=2, process=None,
+        updates=None, say=print,
+    )  # fmt: skip
+    return planning_of(SimpleNamespace(transport=transport), None, cost, settled(begun).settings).ahead
 
 
 def of_plan(path, **options):
@@ -89,6 +84,7 @@ def assert_same(planned, trained):
 @pytest.mark.parametrize(("layout", "ratio", "heads"), some(CASES, *range(0, 36, 4)))
 def test_all_doors_plan_alike(folder, model, monkeypatch, layout, ratio, heads):
     monkeypatch.setattr(start, "least", lambda _, numbers: list(numbers))
+    monkeypatch.setattr(start, "from_first", lambda _, work: work())
     number = CASES.index((layout, ratio, heads))
     keys = {**LAYOUTS[layout], "heads": heads, "capacity_tokens": 48 + 16 * (number % 5)}
     keys["recompute"] = ("none", "layer", "auto")[number // 2 % 3]
@@ -132,5 +128,5 @@ def test_auto_makes_room_for_the_tokens_of_a_microbatch_as_they_are_recomputed(f
     path = write_run(folder, precision="bf16", shard="auto", capacity_tokens=tokens, recompute=recompute)
     config, shape = build_config(json.loads(path.read_text()), folder=folder), named_shape("llama-3.1-8b")
     cost, machine = analytic_cost(shape, named_hardware("h100")), Machine(ranks=8, here=8, on_gpus=True)
-    found = resolve(config, TrainedModel(shape=shape), machine, cost, room_bytes=80e9, batch=batch)
-    assert found.config.shard == found.memory.shard == shard
+    found = resolve(config, model_of_run(config, shape, on_gpus=True), machine, cost, room_bytes=80e9, batch=batch)
+    assert found.settings.shard == found.memory.shard == shard

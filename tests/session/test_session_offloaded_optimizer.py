@@ -111,25 +111,30 @@ def on_gpu(model, optimizer, **changes):
     return session_settings.check_settings(model, optimizer, given)
 
 
-def test_of_layouts_that_fit_the_fastest_is_taken_as_rank_0_reckons(monkeypatch, capsys):
-    """Ranks of other devices have other costs, and yet one layout."""
-    model, numbers = small_model(torch.bfloat16, hidden_size=256, intermediate_size=1024), []
+def start_of(model, settings, cost):
+    """The start of a rank among eight on one node, which asks no other."""
+    there = SimpleNamespace(world_size=8, rank=0, device_ranks=1)
+    return session_start.Start(
+        model=model, text=model, settings=settings, cost=cost, transport=there, local_ranks=8, process=None,
+        updates=None, say=print,
+    )  # fmt: skip
+
+
+def alone(monkeypatch, free_bytes):
+    monkeypatch.setattr(session_start, "free_bytes", free_bytes)
+    monkeypatch.setattr(session_start, "least", lambda _, numbers: list(numbers))
+    monkeypatch.setattr(session_start, "from_first", lambda _, work: work())
+
+
+def test_of_layouts_that_fit_the_fastest_is_taken_by_costs(monkeypatch, capsys):
+    model = small_model(torch.bfloat16, hidden_size=256, intermediate_size=1024)
     settings = on_gpu(model, ADAMW(model.parameters()), capacity_tokens=2048)
-    shape = shape_from_config(model.config.to_dict())
-    plain = base_cost(shape, "h100", precision="bf16")
+    plain = base_cost(settings.trained.shape, "h100", precision="bf16")
     late = replace(plain, reduced_bytes=1e12)  # whose step's end takes long with whole parameters
-    monkeypatch.setattr(session_start, "free_bytes", lambda *_: 80e9)
-
-    def chosen(rank, cost, least):
-        monkeypatch.setattr(session_start, "least", lambda _, own: least(list(own)))
-        there = SimpleNamespace(world_size=8, rank=rank, device_ranks=1)
-        return session_start.shard_of(model, there, settings, cost, local_ranks=8)[0]
-
-    assert chosen(0, late, lambda own: numbers.append(own) or own) == "zero3"
+    alone(monkeypatch, lambda *_: 80e9)
+    assert session_start.settled(start_of(model, settings, late)).settings.asked.shard == "zero3"
     assert "shard zero3: a step takes" in capsys.readouterr().out
-    assert chosen(1, plain, lambda own: list(map(min, numbers.pop(0), own))) == "zero3"
-    assert numbers == []
-    assert chosen(0, plain, lambda own: own) == "zero1"
+    assert session_start.settled(start_of(model, settings, plain)).settings.asked.shard == "zero1"
 
 
 @pytest.mark.parametrize(("offloads", "shard"), [(False, "zero3"), (True, "zero1")])
@@ -138,16 +143,14 @@ def test_a_layout_is_taken_by_what_stays_on_the_gpu(offloads, shard, monkeypatch
     model = small_model(torch.bfloat16, hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
     size = sum(each.numel() for each in model.parameters())
     room = {"cuda": (6 + 1.5) * size / 0.9, "cpu": 1e12}
-    monkeypatch.setattr(session_start, "free_bytes", lambda device, _: room[device.type])
-    monkeypatch.setattr(session_start, "least", lambda _, numbers: list(numbers))
+    alone(monkeypatch, lambda device, _: room[device.type])
     settings = on_gpu(model, ADAMW(model.parameters()), offload_optimizer=offloads)
-    there = SimpleNamespace(world_size=8, rank=1, device_ranks=1)
-    cost = base_cost(shape_from_config(model.config.to_dict()), "h100", precision="bf16")
-    assert session_start.shard_of(model, there, settings, cost, local_ranks=8)[0] == shard
-    session_start.check_host_optimizer(model, there, settings, local_ranks=8)
+    start = start_of(model, settings, base_cost(settings.trained.shape, "h100", precision="bf16"))
+    assert session_start.settled(start).settings.asked.shard == shard
+    session_start._check_host_optimizer(start)
     room["cpu"] = 15.0 * size
     with pytest.raises(LengthwiseError, match="8 ranks") if offloads else nullcontext():
-        session_start.check_host_optimizer(model, there, settings, local_ranks=8)
+        session_start._check_host_optimizer(start)
 
 
 def test_stages_say_too_where_an_optimizer_on_the_host_saves_nothing(tmp_path):
@@ -157,7 +160,10 @@ def test_stages_say_too_where_an_optimizer_on_the_host_saves_nothing(tmp_path):
             Session(model, ADAMW(model.parameters()), capacity_tokens=64, offload_optimizer=True, stages=2).close()
         return said.getvalue()
 
-    assert in_ranks(work, 2, tmp_path) == ["lengthwise: offload_optimizer saves no memory without GPUs\n", ""]
+    first, other = in_ranks(work, 2, tmp_path)
+    assert first.startswith("lengthwise: an optimizer on the host saves no memory without GPUs")
+    assert first.endswith("lengthwise: stages: 2 with 1 rank a stage, of layers 0 | 1\n")
+    assert not other
 
 
 def test_a_plan_is_priced_with_its_optimizer_on_the_host():

@@ -48,9 +48,9 @@ def model_of(adapters):
         return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])) if adapters else model
 
 
-def on_meta(model, optimizer, asked):
+def on_meta(model, optimizer, asked, **how):
     """Return the settings of a GPU, for the meta device in its place."""
-    return replace(check_settings(model, optimizer, {**asked, "device": "cuda:0"}), device=META)
+    return replace(check_settings(model, optimizer, {**asked, "device": "cuda:0"}, **how), device=META)
 
 
 check_settings = session_module.check_settings

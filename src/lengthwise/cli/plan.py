@@ -205,7 +205,6 @@ class PlanCommand:
         """
         from lengthwise.cli.run_model import setup_of_run, ties_of
         from lengthwise.planner.service.step_planning import StepPlanning, step_planning
-        from lengthwise.setup import TrainedModel
 
         config, hardware, options = asked.config, asked.hardware, replace(asked.options, context_tokens=context)
         if config is None or hardware is None or asked.shape is None or not self._lays_out(config):
@@ -219,12 +218,10 @@ class PlanCommand:
             return planning, ""
         if self.capacity is not None and config.capacity_tokens != "auto":
             config = config.model_copy(update={"capacity_tokens": max(asked.capacities.values())})
-        model = TrainedModel(
-            shape=asked.shape, adapters=asked.adapters, ties=None if self.model_shape else ties_of(config.model)
-        )
-        known: dict[str, Any] = {"longest": context or 1, "batch": batch}
+        known: dict[str, Any] = {"longest": context or 1, "batch": batch, "adapters": asked.adapters}
+        known["ties"] = None if self.model_shape else ties_of(config.model)
         known["lengths"] = None if config.data[0].streaming else lengths
-        setup = setup_of_run(config, model, hardware, asked.cost, ranks=self.ranks, **known)
+        setup = setup_of_run(config, asked.shape, hardware, asked.cost, ranks=self.ranks, **known)
         planning = step_planning(
             setup.memory,
             asked.cost,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,30 @@ from lengthwise.core.files import read_json_object
 from lengthwise.core.host_memory import free_host_bytes
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost import Cost, Hardware, check_trained, named_shape, shape_from_config
-from lengthwise.setup import Machine, Setup, TrainedModel, resolve
+from lengthwise.setup import Machine, Setup, model_of_run, resolve
 
 
 def setup_of_run(
-    config: RunConfig, model: TrainedModel, hardware: Hardware, cost: Cost, *, ranks: int, **known: Any
-) -> Setup:
+    config: RunConfig,
+    shape: ModelShape,
+    hardware: Hardware,
+    cost: Cost,
+    *,
+    ranks: int,
+    adapters: int | None,
+    ties: bool | None,
+    **known: Any,
+) -> Setup[RunConfig]:
     """Return the setup of a run file on so many ranks of a hardware; on CPUs by what is free here.
 
-    cost: of whole parameters on every rank. known: of the data, as for `resolve`.
+    cost: of whole parameters on every rank. adapters, ties: of the model. known: of the data, as for `resolve`.
     """
     on_gpus = hardware.name != "cpu"
     here = min(ranks, hardware.ranks_per_node) if on_gpus else ranks
     room = hardware.device_bytes if on_gpus else free_host_bytes() / ranks or None
-    found = resolve(config, model, Machine(ranks=ranks, here=here, on_gpus=on_gpus), cost, room_bytes=room, **known)
-    return found if on_gpus or found.memory.shard != "zero1" else replace(found, why="")
+    machine = Machine(ranks=ranks, here=here, on_gpus=on_gpus)
+    model = model_of_run(config, shape, on_gpus=on_gpus, trained=adapters, ties=ties)
+    return resolve(config, model, machine, cost, room_bytes=room, **known)
 
 
 def ties_of(model: str) -> bool | None:

@@ -5,7 +5,7 @@ one for transfers; with pipeline stages one for messages between stages and one 
 """
 
 from lengthwise.comm.devices import built_for_gpus, count_gpus, find_gpus, has_unused_gpu
-from lengthwise.comm.exchange import agree, broadcast_bytes, share_first, share_numbers
+from lengthwise.comm.exchange import agree, broadcast_bytes, from_first, share_first, share_numbers
 from lengthwise.comm.mesh import Mesh
 from lengthwise.comm.solo import SoloTransport
 from lengthwise.comm.staged import StagedTransport
@@ -27,6 +27,7 @@ __all__ = [
     "built_for_gpus",
     "count_gpus",
     "find_gpus",
+    "from_first",
     "has_unused_gpu",
     "join",
     "session_world",

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from lengthwise.comm.transport import Transport
-from lengthwise.core.errors import RankError
+from lengthwise.core import errors
+from lengthwise.core.errors import Collector, LengthwiseError, RankError, raise_problems
+
+Value = TypeVar("Value")
 
 
 def broadcast_bytes(transport: Transport, data: bytes | None, source: int = 0) -> bytes:
@@ -46,6 +50,25 @@ def share_first(transport: Transport, found: Mapping[str, str]) -> dict[str, str
         return {}
     named = {name: f"rank {transport.rank}: {each}" for name, each in found.items()}
     return json.loads(broadcast_bytes(transport, json.dumps(named).encode(), ranks[0]))
+
+
+def from_first(transport: Transport, work: Callable[[], Value]) -> Value:
+    """Return on every rank what `work` returns on rank 0, which alone does it: what JSON holds. Collective.
+
+    Raises:
+        LengthwiseError: that which it raises there, on every rank.
+    """
+    found, problems = None, Collector()
+    if not transport.rank:
+        found = problems.attempt(work)
+    wrong = [(type(e).__name__, e.where, e.expected, e.got, e.remedy) for e in problems.problems]
+    sent = json.loads(broadcast_bytes(transport, None if transport.rank else json.dumps([found, wrong]).encode()))
+    raise_problems(problems.problems or [_error(*each) for each in sent[1]])
+    return sent[0]
+
+
+def _error(kind: str, where: str, expected: str, got: str, remedy: str) -> LengthwiseError:
+    return getattr(errors, kind)(where, expected=expected, got=got, remedy=remedy)
 
 
 _SAME_RUN = "All ranks must run the same version of lengthwise with the same run file and data."

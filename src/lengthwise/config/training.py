@@ -145,6 +145,13 @@ class TrainingSettings(Settings):
         within = {"zero3": ranks, "hybrid": self.ranks_per_node or ranks}.get(self.shard, 1)
         return min(within, ranks)
 
+    def layout(self, ranks: int) -> str:
+        """Return how parameters lie over the ranks: zero1, zero3 or hybrid; on one node the last two are the same."""
+        within = self.ranks_in_step(ranks)
+        if within == ranks:
+            return "zero1" if ranks == 1 else "zero3"
+        return "hybrid" if self.shard == "hybrid" else "zero1"
+
     def plan_mode(self, ranks: int) -> str:
         """Return how ranks run beside each other in plans for this layout."""
         return "free" if self.ranks_in_step(ranks) == 1 else "waves"

@@ -13,7 +13,7 @@ copied there once a step, and `Parameters.publish` brings the new values back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class ShardedOptimizer:
     def __init__(
         self, parameters: Parameters, config: OptimizerConfig, transport: Transport, *, fused: bool | None = None
     ) -> None:
-        self._parameters, self._config, self._transport = parameters, config, transport
+        self.parameters, self._config, self._transport = parameters, config, transport
         self._updates = 0
         groups: dict[bool, list[torch.nn.Parameter]] = {}
         shards, own = parameters.shards(), parameters.state()[MASTER_WEIGHTS]
@@ -114,13 +114,25 @@ class ShardedOptimizer:
             # The kernel's divisor is fp32, and fp64 is wider.
             self._optimizer.grad_scale = torch.full((), 1 / factor, device=self._weights[0].device)
         else:
-            self._parameters.grad_shard.mul_(factor)
+            self.parameters.grad_shard.mul_(factor)
+
+    def collecting(self) -> AbstractContextManager[None]:
+        """Return a block whose backwards add to the gradients, as all do."""
+        return nullcontext()
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of this rank."""
+        self.parameters.clear_gradients()
+
+    def pending_bytes(self) -> tuple[int, int]:
+        """Count the bytes of states that are yet to be made, none, and those that a step's end needs for a while."""
+        return 0, step_end_bytes(self.parameters, self._config)
 
     def update(self, lr: float) -> None:
         """Update this rank's shards."""
         self._updates += 1
-        if self._gradients is not self._parameters.grad_shard:
-            self._gradients.copy_(self._parameters.grad_shard)  # which waits for it
+        if self._gradients is not self.parameters.grad_shard:
+            self._gradients.copy_(self.parameters.grad_shard)  # which waits for it
         if self._optimizer is not None:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
@@ -130,12 +142,12 @@ class ShardedOptimizer:
     def step(self, lr: float) -> None:
         """Update this rank's shards, publish them, and clear the gradients. Collective."""
         self.update(lr)
-        self._parameters.publish()
-        self._parameters.clear_gradients()
+        self.parameters.publish()
+        self.parameters.clear_gradients()
 
     def end_step(self, lr: float) -> float:
         """Reduce, clip as the config says, and step, outside of any loop; return the norm before. Collective."""
-        norm, limit = reduce_gradients(self._parameters, self._transport), self._config.max_grad_norm
+        norm, limit = reduce_gradients(self.parameters, self._transport), self._config.max_grad_norm
         if limit is not None:
             self.scale_gradients(clip_factor(limit, norm))
         self.step(lr)

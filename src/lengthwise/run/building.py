@@ -1,4 +1,4 @@
-"""The ranks of a run, its model and parameters on one; `train` and `verify` begin here: one proves the other."""
+"""The ranks of a run, and a session of its model on each; `train` and `verify` begin here: one proves the other."""
 
 from __future__ import annotations
 
@@ -9,21 +9,17 @@ from typing import Any
 
 import torch
 
-from lengthwise.comm import Mesh, Transport, World, agree, join
+from lengthwise.comm import Transport, World, agree, join
 from lengthwise.config import dump_config
-from lengthwise.core.names import counted
+from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.pipeline import Pipeline
-from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.sharded import ShardedParameters
-from lengthwise.engine.stage_parameters import StageParameters
-from lengthwise.models import DTYPES, ModelStage, build_adapted, compute_so, wrapped_layers
+from lengthwise.models import DTYPES, build_adapted
 from lengthwise.models.own_rows import OwnRows, forget_towers, own_rows
+from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.run.job import Job
-from lengthwise.session.engine import Engine, engine_of
-from lengthwise.session.model import towers_sentence
-from lengthwise.session.source import StepPlanner
-from lengthwise.session.stages import cut_stages
+from lengthwise.session import Session
+from lengthwise.session.settings import SessionSettings
+from lengthwise.session.start import Start
 
 
 def connect(
@@ -46,121 +42,84 @@ def connect(
     return transport
 
 
-def build_trained(
-    job: Job, world: World, transport: Transport, *, say: Callable[[str], None] | None = None, draws_both: bool = False
-) -> tuple[Any, Parameters]:
-    """Build the job's model and take rank 0's parameters and buffers over, which alone reads weights. Collective.
-
-    Where parameters are sharded every rank reads its own rows, where the files have the model's parameters one by one.
-    Rank 0 alone holds what a model has beside its text part, and saves it.
-
-    `say` is called with how the model computes. `draws_both`: as for `build_adapted`.
-    """
-    dtype, overlaps = DTYPES[job.config.precision], job.config.overlaps(on_gpus=world.device.type == "cuda")
-    exact_on = torch.device("cpu") if job.config.optimizer.offload else None
-    transport.phase = "start, taking the model of rank 0 in"
-    build = partial(build_adapted, job.model, job.config.lora, seed=job.config.seed, draws_both=draws_both)
-    if job.config.stages > 1:
-        return _build_stage(job, world, transport, build, say, exact_on)
-    model: Any = build(stored=job.shard == "zero1" and transport.rank == 0)
-    rows = None if job.shard == "zero1" else _own_rows(job, model, transport)
-    if job.shard != "zero1" and rows is None and transport.rank == 0:
-        model = build(stored=True)
-    if rows is not None and transport.rank == 0:
-        rows.read_towers(model)
-    if say is not None and (towers := towers_sentence(model)):
-        say(towers)
-    compute_so(model, job.computing, world.device, dtype=dtype, say=say)
-    layers = wrapped_layers(model)
-    if job.shard != "zero1":
-        return model, ShardedParameters(
-            model,
-            transport,
-            dtype=dtype,
-            device=world.device,
-            layers=layers,
-            read=None if rows is None else rows.read,
-            ranks_per_node=job.config.ranks_in_step(job.ranks),
-            exact_on=exact_on,
-        )
-    parameters = FlatParameters(
-        model,
-        transport,
-        dtype=dtype,
-        device=world.device,
-        layers=layers,
-        overlaps=overlaps,
-        values_late=overlaps,
-        exact_on=exact_on,
-    )
-    return model, parameters
-
-
-def _build_stage(
+def open_session(
     job: Job,
     world: World,
     transport: Transport,
-    build: Callable[..., Any],
-    say: Callable[[str], None] | None,
-    exact_on: torch.device | None,
-) -> tuple[Any, StageParameters]:
-    """Build a stage of the job's model; the ranks of replica 0 read its weights.
+    process: PlannerProcess | None = None,
+    *,
+    say: Callable[[str], None],
+    draws_both: bool = False,
+) -> tuple[Session, ShardedOptimizer]:
+    """Return a session of the job's model, and the optimizer of its run file. Collective.
 
-    Where the files do not have the model's parameters one by one, they read or draw the whole model.
+    say: reports how the model computes, on rank 0. draws_both: as for `build_adapted`.
     """
-    config, dtype = job.config, DTYPES[job.config.precision]
-    mesh = Mesh(transport, config.stages)
-    model = build(stored=False)
-    rows = _own_rows(job, model, transport)
-    if rows is None and mesh.replica == 0:
-        model = build(stored=True)
-    if transport.rank:
-        forget_towers(model)
-    elif rows is not None:
-        rows.read_towers(model)
-    if say is not None and (towers := towers_sentence(model)):
-        say(towers)
-    compute_so(model, job.computing, world.device, dtype=dtype, say=say)
-    lengths, capacity = job.known.lengths[job.known.ids].tolist(), config.capacity_tokens
-    assert isinstance(capacity, int), "stages have a number: `config/together.py`"
-    count, cost = config.stages * config.virtual, job.measured_cost
-    chunks = cut_stages(mesh.world, job.model.config, count, lengths, capacity=capacity, cost=cost)
-    stage = ModelStage(model, chunks, stages=config.stages, stage=mesh.stage)
-    if rows is not None and mesh.replica == 0:
-        stage.read_weights(rows)
-    if say is not None:
-        of_stage = [chunks[each :: config.stages] for each in range(config.stages)]
-        cut = " | ".join(", ".join(map(_written, each)) for each in of_stage)
-        say(f"stages: {config.stages} with {counted(mesh.num_replicas, 'rank')} a stage, of layers {cut}")
-    overlaps = job.config.overlaps(on_gpus=world.device.type == "cuda")
-    options: dict[str, Any] = {"dtype": dtype, "device": world.device, "exact_on": exact_on}
-    return model, StageParameters(stage, mesh, overlaps=overlaps, values_late=overlaps, **options)
+    made = list[ShardedOptimizer]()
+
+    def updates(parameters: Parameters, _rank: int) -> ShardedOptimizer:
+        made.append(ShardedOptimizer(parameters, job.config.optimizer, transport))
+        return made[0]
+
+    transport.phase = "start, taking the model of rank 0 in"
+    model, rows = _load(job, transport, draws_both=draws_both)
+    start = Start(
+        model=model,
+        text=model,
+        settings=_settings(job, world.device),
+        cost=job.cost,
+        transport=transport,
+        local_ranks=world.local_size,
+        process=process,
+        updates=updates,
+        rows=rows,
+        stage_lengths=job.known.lengths[job.known.ids].tolist(),
+        stage_cost=job.measured_cost,
+        say=say,
+    )
+    session = Session.of(start)
+    session.engine.kernel(session.engine.dtype, say)
+    return session, made[0]
 
 
-def job_engine(
-    job: Job, world: World, transport: Transport, planner: StepPlanner | None, model: Any, parameters: Parameters
-) -> Engine:
-    """Return what runs the steps of this job with a model that was built for it."""
-    return engine_of(
-        model,
-        transport,
-        chunked=job.config.loss == "chunked",
-        planner=planner,
-        timeout_seconds=job.timeout_seconds,
+def _settings(job: Job, device: torch.device) -> SessionSettings:
+    """Return what a session takes of a job's settings, which were checked."""
+    config = job.config
+    return SessionSettings(
+        asked=config,
+        trained=job.trained_model,
+        dtype=DTYPES[config.precision],
+        device=device,
         computing=job.computing,
-        device=world.device,
-        dtype=DTYPES[job.config.precision],
-        seed=job.config.seed,
-        offload=job.config.offload,
-        parameters=parameters,
-        pipeline=Pipeline(stage=parameters.stage, mesh=parameters.mesh, virtual=job.config.virtual)
-        if isinstance(parameters, StageParameters)
-        else None,
+        seed=config.seed,
+        timeout_seconds=job.timeout_seconds,
+        most_tokens=job.most_tokens,
+        context_tokens=int(job.known.lengths.max()),
+        takes_any_loss=False,
+        is_read_between=False,
+        keeps_frozen=False,
     )
 
 
-def _written(layers: range) -> str:
-    return f"{layers.start}" if len(layers) == 1 else f"{layers.start} to {layers.stop - 1}"
+def _load(job: Job, transport: Transport, *, draws_both: bool) -> tuple[Any, OwnRows | None]:
+    """Return the job's model, with the weights that this rank gives others, and where ranks read their own. Collective.
+
+    Rank 0 alone reads weights; of stages the ranks of the first replica do. Where parameters are cut every rank reads
+    its own rows later, if the files have the model's parameters one by one. Rank 0 alone holds, and saves, what a model
+    has beside its text part.
+    """
+    rank, stages = transport.rank, job.config.stages
+    build = partial(build_adapted, job.model, job.config.lora, seed=job.config.seed, draws_both=draws_both)
+    is_cut = job.shard != "zero1" or stages > 1
+    model: Any = build(stored=not is_cut and rank == 0)
+    rows = _own_rows(job, model, transport) if is_cut else None
+    if is_cut and rows is None and rank < stages:
+        model = build(stored=True)
+    if stages > 1 and rank:
+        forget_towers(model)
+    elif rows is not None and not rank:
+        rows.read_towers(model)
+    return model, rows
 
 
 def _own_rows(job: Job, model: Any, transport: Transport) -> OwnRows | None:

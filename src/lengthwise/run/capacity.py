@@ -11,16 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from torch import nn
 
-from lengthwise.attention import BlockKernel
 from lengthwise.comm import SoloTransport, Transport
 from lengthwise.core.errors import DataError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.engine.batch import random_batch
 from lengthwise.engine.memory import memory_in_use, reporting_update
-from lengthwise.engine.optimizer import ShardedOptimizer, step_end_bytes
-from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.step import run_plan
 from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner import PACKED_DP
@@ -30,38 +27,27 @@ from lengthwise.session.capacity import Measuring, kinds_of, measuring_of
 from lengthwise.session.engine import Engine
 
 
-def measure_capacities(job: Job, engine: Engine, parameters: Parameters) -> Capacities:
-    """Return the tokens that a rank holds by kind of recomputation, the same on all ranks. Collective.
+def check_longest(job: Job, engine: Engine, capacities: Capacities, end_bytes: float) -> None:
+    """Refuse data whose longest sequence no plan holds; say what would make it fit. Collective.
+
+    end_bytes: as for `Measuring`.
 
     Raises:
-        MemoryShortage: not even 128, of any kind.
         DataError: the longest sequence does not fit all ranks together.
     """
-    measuring = measuring_of(
-        engine,
-        kinds=kinds_of(job.model.config, job.config.recompute),
-        heads=job.config.heads,
-        most_tokens=job.most_tokens,
-        end_bytes=step_end_bytes(parameters, job.config.optimizer),
-    )
-    capacities = measuring.capacities(ratio=job.planning.offload_ratio)
-    parameters.clear_gradients()
-    _check_longest(job, measuring, capacities)
-    return capacities
-
-
-def _check_longest(job: Job, measuring: Measuring, capacities: Capacities) -> None:
-    """Refuse data whose longest sequence no plan holds; say what would make it fit."""
     longest, held = job.longest_tokens, job.with_capacities(capacities).planning.most_held_tokens
     cuts = job.config.planner != PACKED_DP
     sharing = job.ranks if cuts else 1
     if longest <= held * sharing:
         return
+    kinds, most = kinds_of(job.model.config, job.config.recompute), job.most_tokens
+    measuring = measuring_of(engine, kinds=kinds, heads=job.config.heads, most_tokens=most, end_bytes=end_bytes)
     got = f"{longest} tokens; {job.ranks} ranks hold {held} each (measured)"
     shared = "" if job.gpus else " with as much memory each, on further machines: ranks of one share its memory"
     ranks, tokens = f"{-(-longest // held)} ranks{shared}", -(-longest // sharing)
     last = ranks if cuts else "a planner that cuts sequences (lengthwise)"
-    remedies = [*_savers(job, measuring, tokens, capacities), *_smaller_loss(job, measuring, tokens), last]
+    with engine.attending():
+        remedies = [*_savers(job, measuring, tokens, capacities), *_smaller_loss(job, measuring, tokens), last]
     remedy = f"Use {', or '.join(remedies)}, or data of at most {held * sharing} tokens (too_long: skip)."
     expected = "sequences that all ranks together hold" if cuts else f"sequences that one rank holds, for {PACKED_DP}"
     raise DataError("data", expected=expected, got=got, remedy=remedy)
@@ -101,7 +87,7 @@ def _savers(job: Job, measuring: Measuring, tokens: int, capacities: Capacities)
     return said
 
 
-def check_memory(model: nn.Module, parameters: Parameters, job: Job, kernel: BlockKernel) -> str:
+def check_memory(engine: Engine, job: Job) -> str:
     """Run the largest local microbatches forward and backward and discard their gradients; say what was found.
 
     Raises:
@@ -110,13 +96,15 @@ def check_memory(model: nn.Module, parameters: Parameters, job: Job, kernel: Blo
     longest, most = largest_pack(job), pack_of_most(job)
     packs = [longest, *([most] if len(most) > len(longest) else [])]
     for lengths in packs:
-        _run_pack(lengths, model, job, kernel)
-        parameters.clear_gradients()
+        with engine.attending():
+            _run_pack(lengths, engine, job)
+        assert engine.parameters is not None, "it trains"
+        engine.parameters.clear_gradients()
     also = f", so did one of {len(most)} sequences" if len(packs) > 1 else ""
     return f"memory check: the largest microbatch, {sum(longest)} tokens, ran{also}{memory_in_use()}"
 
 
-def _run_pack(lengths: Sequence[int], model: nn.Module, job: Job, kernel: BlockKernel) -> None:
+def _run_pack(lengths: Sequence[int], engine: Engine, job: Job) -> None:
     kind = max(job.capacities, key=lambda each: job.capacities[each])
     piece = Piece(ranks=(0,), sequences=tuple(range(len(lengths))))
     plan = Plan(
@@ -128,7 +116,8 @@ def _run_pack(lengths: Sequence[int], model: nn.Module, job: Job, kernel: BlockK
     )
     batch = random_batch(lengths, vocab=job.model.text.vocab_size)
     name, at_once = "memory check before the first step", job.logits_at_once
-    run_plan(model, plan, batch, SoloTransport(), kernel, name=name, logits_at_once=at_once)
+    kernel = engine.kernel(engine.dtype)
+    run_plan(engine.model, plan, batch, SoloTransport(), kernel, name=name, logits_at_once=at_once)
 
 
 def check_step_end(optimizer: ShardedOptimizer, transport: Transport) -> None:

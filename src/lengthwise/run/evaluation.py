@@ -96,12 +96,12 @@ class Evaluation:
             self._keep_if_best(metrics, name)
 
     def _evaluate(self, number: int, name: str) -> EvalMetrics:
-        engine, runner = self._rank.engine, self._rank.runner
+        session = self._rank.session
         loss, loss_weight, loss_tokens, tokens, sequences = 0.0, 0.0, 0, 0, 0
-        steps = engine.steps(self._rank.job.eval_batches())
+        steps = session.engine.steps(self._rank.job.eval_batches())
         while (planned := steps.next(name)) is not None:
             batch = planned.batch
-            loss += runner.evaluate(planned, engine.next_token(batch, divisor=1.0)).loss
+            loss += session.evaluate(planned, normalizer=1.0).loss
             loss_tokens += batch.loss_tokens
             loss_weight += batch.loss_weight
             tokens, sequences = tokens + sum(batch.lengths), sequences + len(batch.ids)

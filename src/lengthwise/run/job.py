@@ -23,7 +23,7 @@ from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.planner.service.step_planning import StepPlanning, step_planning
 from lengthwise.program import refuse_unsupported
 from lengthwise.run.resume import Resume
-from lengthwise.setup import TrainedModel, memory_of_run, offload_of
+from lengthwise.setup import TrainedModel, memory_of_settings, model_of_run, offload_of
 
 _UNMEASURED_TOKENS = 4096
 MEASURING_SECONDS = 8.0  # that measuring before the first step takes, about
@@ -211,10 +211,7 @@ class Job:
     @property
     def shard(self) -> str:
         """How parameters lie over the ranks: zero1, zero3 or hybrid; on one node the last two are the same."""
-        within = self.config.ranks_in_step(self.ranks)
-        if within == self.ranks:
-            return "zero1" if self.ranks == 1 else "zero3"
-        return "hybrid" if self.config.shard == "hybrid" else "zero1"
+        return self.config.layout(self.ranks)
 
     @property
     def hardware(self) -> str:
@@ -246,10 +243,12 @@ class Job:
     @property
     def trained_model(self) -> TrainedModel:
         """What of the model counts for the layout and for memory."""
-        return TrainedModel(
-            shape=self.shape,
+        return model_of_run(
+            self.config,
+            self.shape,
+            on_gpus=self.gpus > 0,
             parameters=self.facts.parameters + (self.facts.adapters or 0),
-            adapters=self.facts.adapters,
+            trained=self.facts.adapters,
             ties=bool(getattr(self.model.config, "tie_word_embeddings", False)),
             kinds=self.facts.kinds,
         )
@@ -257,7 +256,7 @@ class Job:
     @property
     def memory(self) -> StepMemory:
         """What a step holds in the layout of the run file."""
-        return memory_of_run(self.config, self.trained_model, ranks=self.ranks, on_gpus=self.gpus > 0)
+        return memory_of_settings(self.config, self.trained_model, ranks=self.ranks, on_gpus=self.gpus > 0)
 
     @property
     def planning(self) -> StepPlanning:

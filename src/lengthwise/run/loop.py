@@ -17,6 +17,7 @@ from lengthwise.comm import World
 from lengthwise.core.faults import fault
 from lengthwise.cost.rank_speeds import RanStep
 from lengthwise.engine.memory import reporting_update
+from lengthwise.engine.norm import clip_factor
 from lengthwise.engine.schedule import learning_rates
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.run.building import connect
@@ -26,10 +27,10 @@ from lengthwise.run.evaluation import Evaluation
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
 from lengthwise.run.launch import StopRequest
-from lengthwise.run.pricing import Pricing
 from lengthwise.run.resume import shared_resume, torchrun_agent
 from lengthwise.run.setup import RankRun, serving_rows, set_up
 from lengthwise.run.trackers import Trackers
+from lengthwise.session import StepResult
 from lengthwise.session.source import PlannedStep
 
 
@@ -39,10 +40,8 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
     Raises:
         NumericError: a loss, a gradient or the parameters are not finite; no model is saved.
     """
-    pricing = Pricing(job, follows_speeds=job.measures and not world.rank)
     with ExitStack() as ending, ExitStack() as stack:
         process = None if world.rank else stack.enter_context(PlannerProcess(forks=world.rendezvous is not None))
-        planner = None if process is None else partial(pricing.plan, process)
         folder = RunFolder(job.config.output, lambda line: call_back(callbacks, "on_note", line))
         hearing = () if world.rank else (folder, *callbacks)
         say, show = partial(call_back, hearing, "on_note"), partial(call_back, hearing, "on_phase")
@@ -60,11 +59,11 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
         hearing = () if world.rank else (*hearing, trackers)
         job = replace(job, resume=shared_resume(job.resume, job.config, transport))
         with serving_rows(job, world, transport, say, ending):
-            loop = _Loop(set_up(job, world, transport, planner, hearing, stop, pricing, folder))
+            run = set_up(job, world, transport, process, hearing, stop, folder)
             try:
-                result = loop.run()
+                result = _train(run)
             finally:
-                loop.close()
+                run.close()
         transport.close()
         if job.config.report_to:
             note_phase("the end of the reports to trackers")
@@ -91,111 +90,100 @@ class _Progress:
         self.first_loss = ran.loss if self.first_loss is None else self.first_loss
 
 
-class _Loop:
-    def __init__(self, rank: RankRun) -> None:
-        self._rank, self._runner, self._transport = rank, rank.runner, rank.engine.transport
-        self._evaluation, self._num_steps = Evaluation(rank), rank.job.num_steps
-        self._learning_rate = learning_rates(rank.job.config.optimizer, self._num_steps)
-        self._steps = rank.engine.steps(rank.job.batches(after=rank.runner.steps))
-
-    def run(self) -> TrainResult:
-        self._start()
-        rank, runner, start = self._rank, self._runner, time.perf_counter()
-        done = _Progress(*((None, 0.0) if rank.job.resume is None else rank.job.resume.losses))
-        planned = self._steps.next(f"step {runner.steps + 1}")
+def _train(run: RankRun) -> TrainResult:
+    """Make the steps of a run, and what is due after each of them; then save the model. Collective."""
+    session, checkpoints, start = run.session, run.end.checkpoints, time.perf_counter()
+    evaluation, rate = Evaluation(run), learning_rates(run.job.config.optimizer, run.job.num_steps)
+    done = _Progress(*((None, 0.0) if run.job.resume is None else run.job.resume.losses))
+    steps = session.engine.steps(run.job.batches(after=session.steps))
+    try:
+        _start(run, evaluation)
+        planned = steps.next(f"step {session.steps + 1}")
         while planned is not None and done.stopped_by is None:
-            position = planned.batch.end
-            ran, planned = self._step(planned)
-            if ran is not None:
-                done.add(ran)
-            self._evaluation.after(runner.steps)
-            self._transport.phase = f"step {runner.steps}, whether to stop"
-            done.stopped_by = int(max(rank.engine.each_rank(rank.stop.signal or 0))) or None
+            step, step_start = session.steps + 1, time.perf_counter()
+            session.engine.transport.phase = f"step {step}, start"
+            fault("microbatches", run.rank, step)
+            result = session.backward(planned)
+            if result.grad_norm is not None:
+                _update(run, result.grad_norm, rate(step))
+                run.end.finite.updated(planned.batch.ids)
+            ran, planned = planned, steps.next(f"step {step + 1}")
+            if result.grad_norm is not None:
+                result = replace(result, step_seconds=time.perf_counter() - step_start)
+                done.add(_report(run, ran, result, rate(step)))
+            evaluation.after(step)
+            done.stopped_by = run.stopped_by(f"step {step}, whether to stop")
             is_last = planned is None or done.stopped_by is not None
-            if rank.end.checkpoints.is_due(runner.steps, asked=is_last or rank.end.asks_for_checkpoint):
-                rank.check_parameters()
+            if checkpoints.is_due(step, asked=is_last or run.end.asks_for_checkpoint):
+                run.check_parameters()
                 losses = {"first_loss": done.first_loss or 0.0, "loss": done.loss}
-                skipped = rank.end.finite.skipped
-                rank.end.checkpoints.save(runner.steps, **losses, skipped=skipped, position=position)
-        self._save()
-        rank.end.checkpoints.finish()
-        return TrainResult(
-            steps=runner.steps,
-            num_tokens=done.tokens,
-            seconds=time.perf_counter() - start,
-            first_loss=done.first_loss or 0.0,
-            last_loss=done.loss,
-            metrics=done.metrics,
-            parameters=rank.engine.num_parameters,
-            stopped_by=done.stopped_by,
-            folder=rank.folder.path,
-            skipped=rank.end.finite.skipped,
-        )
+                checkpoints.save(step, **losses, skipped=run.end.finite.skipped, position=ran.batch.end)
+    finally:
+        steps.close()
+    _save(run)
+    checkpoints.finish()
+    return TrainResult(
+        steps=session.steps,
+        num_tokens=done.tokens,
+        seconds=time.perf_counter() - start,
+        first_loss=done.first_loss or 0.0,
+        last_loss=done.loss,
+        metrics=done.metrics,
+        parameters=session.engine.num_parameters,
+        stopped_by=done.stopped_by,
+        folder=run.folder.path,
+        skipped=run.end.finite.skipped,
+    )
 
-    def close(self) -> None:
-        self._steps.close()
-        self._rank.close()
 
-    def _start(self) -> None:
-        """Begin or go on in the run's folder, and check the memory where that is asked for. Collective."""
-        rank, job, done = self._rank, self._rank.job, self._runner.steps
-        fault("start", rank.rank, done)
-        rank.leave_if_asked("the first step")
-        if not rank.rank:
-            if job.resume is not None:
-                rank.folder.go_on(job.config, job.resume)
-            else:
-                rank.folder.start(job.config)
-            rank.folder.note_agent(torchrun_agent())
-            self._evaluation.start()
-            if rank.pricing.measurements is not None:
-                rank.folder.keep_measurements(rank.pricing.measurements)
-        checks = job.gpus > 0 if job.config.memory_check is None else job.config.memory_check
-        if checks and job.config.stages == 1:
-            self._transport.phase = "memory check before the first step"
-            said = check_memory(rank.engine.model, rank.parameters, job, rank.engine.kernel(rank.engine.dtype))
-            check_step_end(rank.optimizer, self._transport)
-            rank.say(said)
+def _start(run: RankRun, evaluation: Evaluation) -> None:
+    """Begin or go on in the run's folder, and check the memory where that is asked for. Collective."""
+    job = run.job
+    fault("start", run.rank, run.session.steps)
+    run.leave_if_asked("the first step")
+    if not run.rank:
+        if job.resume is not None:
+            run.folder.go_on(job.config, job.resume)
+        else:
+            run.folder.start(job.config)
+        run.folder.note_agent(torchrun_agent())
+        evaluation.start()
+        if run.pricing.measurements is not None:
+            run.folder.keep_measurements(run.pricing.measurements)
+    checks = job.gpus > 0 if job.config.memory_check is None else job.config.memory_check
+    if checks and job.config.stages == 1:
+        run.engine.transport.phase = "memory check before the first step"
+        said = check_memory(run.engine, job)
+        check_step_end(run.optimizer, run.engine.transport)
+        run.say(said)
 
-    def _step(self, planned: PlannedStep) -> tuple[StepMetrics | None, PlannedStep | None]:
-        """Run a step; return its metrics, None if it made no update, and the next one."""
-        rank, number, start = self._rank, self._runner.steps + 1, time.perf_counter()
-        self._transport.phase = f"step {number}, start"
-        fault("microbatches", rank.rank, number)
-        result, lr = self._runner.backward(planned), self._learning_rate(number)
-        if result.grad_norm is not None:
-            self._update(lr)
-            rank.end.finite.updated(planned.batch.ids)
-        following = self._steps.next(f"step {number + 1}")
-        if result.grad_norm is None:
-            return None, following
-        metrics = rank.end.metrics(
-            result,
-            step=number,
-            lr=lr,
-            step_seconds=time.perf_counter() - start,
-            predicted_seconds=rank.pricing.predicted_step_seconds(result.plan),
-        )
-        if said := rank.pricing.observe(RanStep(plan=result.plan, busy_seconds=result.busy_seconds)):
-            rank.say(said)
-        self._transport.phase = f"step {number}, reports"
-        names = {"num_steps": self._num_steps, "sequences": planned.batch.ids, "plan": result.plan}
-        call_back(rank.callbacks, "on_step", FinishedStep(metrics=metrics, **names))
-        return metrics, following
 
-    def _update(self, lr: float) -> None:
-        rank, limit = self._rank, self._rank.job.config.optimizer.max_grad_norm
-        fault("update", rank.rank, self._runner.steps)
-        with reporting_update(self._transport):
-            if limit is not None:
-                self._runner.clip_grad_norm_(limit)
-            rank.optimizer.step(lr)
-        fault("updated", rank.rank, self._runner.steps)
+def _update(run: RankRun, norm: float, lr: float) -> None:
+    step, limit = run.session.steps, run.job.config.optimizer.max_grad_norm
+    fault("update", run.rank, step)
+    with reporting_update(run.engine.transport):
+        if limit is not None:
+            run.optimizer.scale_gradients(clip_factor(limit, norm))
+        run.optimizer.step(lr)
+    fault("updated", run.rank, step)
 
-    def _save(self) -> None:
-        self._transport.phase = "saving the model"
-        self._rank.check_parameters()
-        with self._rank.whole_on_first():
-            if not self._rank.rank:
-                self._rank.folder.save_model(self._rank.write_model)
-                self._rank.folder.finish()
+
+def _report(run: RankRun, planned: PlannedStep, result: StepResult, lr: float) -> StepMetrics:
+    """Report a step that made its update; return its metrics."""
+    step, predicted = run.session.steps, run.pricing.predicted_step_seconds(result.plan)
+    metrics = run.end.metrics(result, step=step, lr=lr, predicted_seconds=predicted)
+    if said := run.pricing.observe(RanStep(plan=result.plan, busy_seconds=result.busy_seconds)):
+        run.say(said)
+    run.engine.transport.phase = f"step {step}, reports"
+    finished = FinishedStep(metrics=metrics, num_steps=run.job.num_steps, sequences=planned.batch.ids, plan=result.plan)
+    call_back(run.callbacks, "on_step", finished)
+    return metrics
+
+
+def _save(run: RankRun) -> None:
+    run.engine.transport.phase = "saving the model"
+    run.check_parameters()
+    with run.whole_on_first():
+        if not run.rank:
+            run.folder.save_model(run.write_model)
+            run.folder.finish()

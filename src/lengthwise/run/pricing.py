@@ -16,7 +16,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.cost.measured import measured_cost
 from lengthwise.cost.rank_speeds import STEPS, RanStep, rank_speeds
 from lengthwise.planner import PlanOptions
-from lengthwise.planner.service.process import PlannerProcess
+from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.profiler.profile import ProfileSettings, Trained, open_store, profile
 from lengthwise.report.figures import percent
 from lengthwise.run.job import MEASURING_SECONDS, Job
@@ -26,22 +26,21 @@ _LEAST_TOKENS = 1024  # of the longest sequence that is measured: shorter ones t
 
 
 class Pricing:
-    """The costs of a run; `follows_speeds`: whether slow ranks get less work, which makes plans differ by run."""
+    """The costs of a run that `planning` plans; `follows_speeds`: slow ranks get less work, so plans differ by run."""
 
-    def __init__(self, job: Job, *, follows_speeds: bool) -> None:
-        self._job, self._follows_speeds = job, follows_speeds
-        self.cost = job.planning.cost
+    def __init__(self, planning: StepPlanning, *, follows_speeds: bool) -> None:
+        self._options, self._ranks, self._follows_speeds = planning.options, planning.ranks, follows_speeds
+        self.cost = planning.cost
         self._steps: list[RanStep] = []
         self._said_speeds = False
         self.speeds: tuple[float, ...] | None = None
         self.measurements: Measurements | None = None
 
-    def measure(self, world: World, transport: Transport, trained: Trained) -> str:
+    def measure(self, job: Job, world: World, transport: Transport, trained: Trained) -> str:
         """Measure before the first step, on all ranks together, and price with what was found; say how it fits.
 
         What is trained stays as it is, to the bit.
         """
-        job = self._job
         settings = ProfileSettings(
             seconds=MEASURING_SECONDS,
             longest_tokens=max(_LEAST_TOKENS, *job.capacities.values()),
@@ -64,21 +63,16 @@ class Pricing:
         fits = percent(found.fit.mean_error)
         return f"measured {len(found.samples)} samples, which the costs miss by {fits} on average"
 
-    def plan_for(self, job: Job) -> None:
-        """Plan from now on with what this job knows: the same run, its capacities measured."""
-        self._job = job
-
-    def plan(self, process: PlannerProcess, lengths: Sequence[int]) -> tuple[str, float]:
-        """Plan one step with the costs of now (see `PlannerProcess.plan`)."""
-        planning = replace(self._job.planning, cost=self.cost)
-        options = planning.options
-        if self.speeds is not None and _plans_speeds(options):
-            planning = replace(planning, options=replace(options, speeds=self.speeds, heads="off"))
-        return process.plan(planning, lengths)
+    def priced(self, planning: StepPlanning) -> StepPlanning:
+        """Return a planning with the costs and speeds of now."""
+        planning = replace(planning, cost=self.cost)
+        if self.speeds is None or not _plans_speeds(planning.options):
+            return planning
+        return replace(planning, options=replace(planning.options, speeds=self.speeds, heads="off"))
 
     def predicted_step_seconds(self, plan: Plan) -> float:
         """Return the seconds of a step, by the costs that it was planned with."""
-        return float(plan.notes["predicted_seconds"]) + self.cost.step_end_seconds(self._job.replicas)
+        return float(plan.notes["predicted_seconds"]) + self.cost.step_end_seconds(self._ranks)
 
     def observe(self, step: RanStep) -> str | None:
         """Take in a step that was run; say so, once, when ranks turn out to differ in speed."""
@@ -89,7 +83,7 @@ class Pricing:
         if self.speeds is None or self._said_speeds:
             return None
         self._said_speeds = True
-        return _unequal(self.speeds, self._job.planning.options)
+        return _unequal(self.speeds, self._options)
 
 
 def _plans_speeds(options: PlanOptions) -> bool:

@@ -1,4 +1,4 @@
-"""A rank of a run before its first step: its model, what it goes on from, what it measures."""
+"""A rank of a run before its first step: its session, what it goes on from, what it measures."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import torch
 from lengthwise.comm import Transport, World
 from lengthwise.core.faults import fault
 from lengthwise.core.names import counted
-from lengthwise.cost import ZERO3_ALONE
 from lengthwise.data.remote import RemoteDataset
 from lengthwise.data.stream import StreamDataset
-from lengthwise.engine.memory import SMALLER_STATE, reporting_shortage
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.parameters import Parameters
-from lengthwise.run.building import build_trained, job_engine
+from lengthwise.planner.service.process import PlannerProcess
+from lengthwise.run.building import open_session
 from lengthwise.run.callbacks import Callback, call_back
-from lengthwise.run.capacity import measure_capacities
+from lengthwise.run.capacity import check_longest
 from lengthwise.run.checkpoints import Checkpoints
 from lengthwise.run.export import write_model
 from lengthwise.run.folder import RunFolder
@@ -30,10 +29,9 @@ from lengthwise.run.launch import StopRequest
 from lengthwise.run.pricing import Pricing
 from lengthwise.run.readers import reading
 from lengthwise.run.step_end import FinitePolicy, RunStepEnd
+from lengthwise.session import Session
 from lengthwise.session.capacity import capacities_sentence
 from lengthwise.session.engine import Engine
-from lengthwise.session.runner import StepRunner
-from lengthwise.session.source import StepPlanner
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,10 +39,9 @@ class RankRun:
     """What a rank's loop works with. callbacks: of rank 0."""
 
     job: Job
-    runner: StepRunner
-    end: RunStepEnd
-    parameters: Parameters
+    session: Session
     optimizer: ShardedOptimizer
+    end: RunStepEnd
     pricing: Pricing
     folder: RunFolder
     stop: StopRequest
@@ -53,38 +50,47 @@ class RankRun:
     @property
     def engine(self) -> Engine:
         """What runs the microbatches."""
-        return self.runner.engine
+        return self.session.engine
+
+    @property
+    def parameters(self) -> Parameters:
+        """Those of this rank."""
+        return self.optimizer.parameters
 
     @property
     def rank(self) -> int:
         """This rank."""
-        return self.engine.transport.rank
+        return self.session.rank
 
     def say(self, line: str) -> None:
         """Let the callbacks know a decision and its reason."""
         call_back(self.callbacks, "on_note", line)
 
+    def stopped_by(self, phase: str) -> int | None:
+        """Return the signal by which some rank was asked to stop; None: none was. Collective."""
+        self.engine.transport.phase = phase
+        return int(max(self.engine.each_rank(self.stop.signal or 0))) or None
+
     def leave_if_asked(self, before: str) -> None:
         """End all ranks where one was asked to stop and nothing was trained yet. Collective."""
-        self.engine.transport.phase = f"start, before {before}"
-        if any(self.engine.each_rank(self.stop.signal or 0)):
+        if self.stopped_by(f"start, before {before}") is not None:
             raise KeyboardInterrupt
 
     def check_parameters(self) -> None:
         """Check that parameters are finite before they are used or kept. Collective."""
-        self.end.finite.check_parameters(self.runner.steps, self.engine.each_rank(self.end.finite.largest))
+        self.end.finite.check_parameters(self.session.steps, self.engine.each_rank(self.end.finite.largest))
 
     def whole_on_first(self) -> AbstractContextManager[None]:
         """Let rank 0's model be written inside the block. Collective."""
-        return self.parameters.whole_on_first(trained_only=self.job.config.lora is not None)
+        return self.session.whole_on_first()
 
     def write_model(self, folder: Path) -> None:
         """Write the model, and the tokenizer beside it."""
         write_model(self.engine.model, self.job.config, self.job.tokenizer, folder)
-        fault("model-save", self.rank, self.runner.steps)
+        fault("model-save", self.rank, self.session.steps)
 
     def close(self) -> None:
-        """End what writes in the background, and the store of offloaded activations."""
+        """End what writes in the background, and the session."""
         self.end.checkpoints.close()
         self.engine.close()
 
@@ -93,29 +99,25 @@ def set_up(
     job: Job,
     world: World,
     transport: Transport,
-    planner: StepPlanner | None,
+    process: PlannerProcess | None,
     callbacks: Sequence[Callback],
     stop: StopRequest,
-    pricing: Pricing,
     folder: RunFolder,
 ) -> RankRun:
-    """Build the model and its optimizer, restore what the run goes on from, and measure what it asks for. Collective.
+    """Open the session, restore what the run goes on from, and measure what it asks for. Collective.
 
     Raises:
         MemoryShortage: model, gradients and optimizer do not fit, or no microbatch beside them.
+        DataError: the longest sequence does not fit all ranks together.
     """
     config, say = job.config, partial(call_back, callbacks, "on_note")
-    if job.hardware_note is not None:
-        say(job.hardware_note)
-    if "shard" in job.chosen and (job.gpus or job.shard != "zero1"):
-        say(job.chosen["shard"])
-    if config.shard == "zero3" and job.ranks == 1:
-        say(ZERO3_ALONE)
-    if config.optimizer.offload and not job.gpus:
-        say("optimizer.offload saves no memory on a machine without GPUs, where all is in the host's memory")
+    for note in (job.hardware_note, job.chosen.get("shard")):
+        if note is not None:
+            say(note)
     if isinstance(config.heads, int) and config.heads > job.replicas:
         say(f"heads: {config.heads} has no effect on {counted(job.replicas, 'rank')}")
-    engine, parameters, optimizer = _build(job, world, transport, planner, say)
+    session, optimizer = open_session(job, world, transport, process, say=say)
+    parameters = optimizer.parameters
     checkpoints = Checkpoints(
         config,
         transport,
@@ -129,65 +131,45 @@ def set_up(
         skips=config.not_finite == "skip",
         parameters=parameters,
         callbacks=callbacks,
-        largest_allowed=torch.finfo(engine.dtype).max,
+        largest_allowed=torch.finfo(session.engine.dtype).max,
     )
     end = RunStepEnd(rank=transport.rank, finite=finite, checkpoints=checkpoints)
+    session.end_steps_by(end)
+    _restore(job, session, end, say)
+    transport.phase = "measuring what fits into memory"
+    planning = session.plan_with(job.cost)
+    if (held := planning.ahead.measured) is not None:
+        check_longest(job, session.engine, held, optimizer.pending_bytes()[1])
+        job = job.with_capacities(held)
+        say(f"capacity of a rank: {capacities_sentence(held, job.most_tokens)}")
+    pricing = Pricing(planning.ahead, follows_speeds=job.measures and not world.rank)
+    planning.priced = pricing.priced
     rank = RankRun(
         job=job,
-        runner=StepRunner(engine=engine, end=end, scale_gradients=optimizer.scale_gradients),
-        end=end,
-        parameters=parameters,
+        session=session,
         optimizer=optimizer,
+        end=end,
         pricing=pricing,
         folder=folder,
         stop=stop,
         callbacks=callbacks,
     )
-    _restore(rank)
-    if config.capacity_tokens == "auto":
-        _measure_capacities(rank)
     if job.measures_at_start:
         _measure_costs(rank, world)
-    engine.start_offloading()
     return rank
 
 
-def _build(
-    job: Job, world: World, transport: Transport, planner: StepPlanner | None, say: Callable[[str], None]
-) -> tuple[Engine, Parameters, ShardedOptimizer]:
-    with reporting_shortage(
-        lambda: f"rank {world.rank}, start",
-        needs=lambda: "the model, its gradients and its optimizer",
-        remedy=SMALLER_STATE,
-    ):
-        model, parameters = build_trained(job, world, transport, say=say)
-        optimizer = ShardedOptimizer(parameters, job.config.optimizer, transport)
-    engine = job_engine(job, world, transport, planner, model, parameters)
-    engine.kernel(engine.dtype, say)
-    return engine, parameters, optimizer
-
-
-def _restore(rank: RankRun) -> None:
+def _restore(job: Job, session: Session, end: RunStepEnd, say: Callable[[str], None]) -> None:
     """Take parameters, states and counts from a checkpoint, where the run goes on from one. Collective."""
-    resume = rank.job.resume
+    resume = job.resume
     if resume is None:
         return
-    rank.end.finite.skipped = resume.manifest.skipped
-    rank.end.checkpoints.restore(resume)
-    rank.runner.steps = resume.step
+    end.finite.skipped = resume.manifest.skipped
+    end.checkpoints.restore(resume)
+    session.go_on_after(resume.step)
     for each in resume.passed_over:
-        rank.say(f"skipped and removed: {each}")
-    rank.say(f"resuming from {resume.folder}, after step {resume.step}")
-
-
-def _measure_capacities(rank: RankRun) -> None:
-    """Plan by what ranks hold, by what fits beside all that is in memory now. Collective."""
-    job = rank.job
-    rank.engine.transport.phase = "measuring what fits into memory"
-    found = measure_capacities(job, rank.engine, rank.parameters)
-    rank.job = job.with_capacities(found)
-    rank.pricing.plan_for(rank.job)
-    rank.say(f"capacity of a rank: {capacities_sentence(found, job.most_tokens)}")
+        say(f"skipped and removed: {each}")
+    say(f"resuming from {resume.folder}, after step {resume.step}")
 
 
 def _measure_costs(rank: RankRun, world: World) -> None:
@@ -196,7 +178,10 @@ def _measure_costs(rank: RankRun, world: World) -> None:
     engine = rank.engine
     engine.transport.phase = "measuring before the first step"
     rank.say(f"measuring the machine, about {MEASURING_SECONDS:.0f} s")
-    rank.say(rank.pricing.measure(world, engine.transport, (engine.model, rank.parameters, rank.optimizer)))
+    with engine.attending():
+        trained = (engine.model, rank.parameters, rank.optimizer)
+        said = rank.pricing.measure(rank.job, world, engine.transport, trained)
+    rank.say(said)
 
 
 @contextmanager

@@ -32,10 +32,10 @@ def settle_shard(job: Job) -> Job:
         known["lengths"] = job.first_lengths if job.gpus else None
     machine = Machine(ranks=job.ranks, here=here, on_gpus=job.gpus > 0)
     found = resolve(config, job.trained_model, machine, job.cost, **known)
-    if is_open and found.config.shard == "zero1" and job.gpus and job.model.weights:
+    if is_open and found.settings.shard == "zero1" and job.gpus and job.model.weights:
         check_room(job.model, job.facts.parameters)
     chosen = {**job.chosen, "shard": found.why} if found.why else job.chosen
-    return replace(job, config=found.config, chosen=chosen)
+    return replace(job, config=found.settings, chosen=chosen)
 
 
 def _ranks_here(job: Job) -> int:

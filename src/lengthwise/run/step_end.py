@@ -137,9 +137,7 @@ class RunStepEnd(StepEnd):
         """Whether the time since the last checkpoint asks for one."""
         return bool(self.ranks[0].asks_for_checkpoint)
 
-    def metrics(
-        self, result: StepResult, *, step: int, lr: float, step_seconds: float, predicted_seconds: float
-    ) -> StepMetrics:
+    def metrics(self, result: StepResult, *, step: int, lr: float, predicted_seconds: float) -> StepMetrics:
         """Return what is reported of a step that made its update."""
         assert result.grad_norm is not None, "of a step that made one"
         return StepMetrics(
@@ -151,7 +149,7 @@ class RunStepEnd(StepEnd):
             lr=lr,
             num_loss_tokens=result.num_loss_tokens,
             busy_seconds=result.busy_seconds,
-            step_seconds=step_seconds,
+            step_seconds=result.step_seconds,
             plan_seconds=result.plan_seconds,
             predicted_step_seconds=predicted_seconds,
             exposed_ring_seconds=max(result.wait_seconds),

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lengthwise.attention import activate_flash
 from lengthwise.attention.heads import shares_keys
 from lengthwise.comm import Transport, World
+from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Plan
 from lengthwise.cost import shape_from_config
 from lengthwise.engine.batch import StepBatch
@@ -28,12 +29,12 @@ from lengthwise.engine.memory import reporting_shortage
 from lengthwise.engine.replicated import trainable
 from lengthwise.models import ANY_KEY, DTYPES, build_adapted, has_states, keep_double, plain_attention
 from lengthwise.program import HeadRange
-from lengthwise.run.building import build_trained, connect, job_engine
+from lengthwise.run.building import connect, open_session
 from lengthwise.run.check import Check
 from lengthwise.run.job import Job
 from lengthwise.run.reference import Reference, plain_gradients
 from lengthwise.run.rounding import SUMS_TOLERANCE, TOLERANCES, Difference, Rounding, plain_kernels, rounding_of
-from lengthwise.session.runner import StepEnd, StepRunner
+from lengthwise.session.runner import StepEnd
 from lengthwise.session.source import PlannedStep
 
 _FLOOR = 1e-3
@@ -193,19 +194,24 @@ def _run_plan(
 ) -> _Planned:
     """Run the batch as a step of a session. rounds_to: what parameters are rounded to before."""
     dtype = DTYPES[job.config.precision]
-    model, parameters = build_trained(job, world, transport, say=say, draws_both=True)
-    engine = job_engine(job, world, transport, None, model, parameters)
-    engine.seed = ANY_KEY.seed
-    engine.kernel(dtype, say)
+    # Nothing is updated: no optimizer keeps states.
+    optimizer = OptimizerConfig.model_validate({"name": "sgd", "offload": job.config.optimizer.offload})
+    settings = {"optimizer": optimizer, "capacity_tokens": plan.capacity}
+    job = replace(job, config=job.config.model_copy(update=settings))
+    session, held = open_session(job, world, transport, say=say, draws_both=True)
+    parameters, engine = held.parameters, session.engine
     if rounds_to is not None:
         parameters.published()
         for values in parameters.read_by_forward():
             values.copy_(values.to(rounds_to))
+    engine.seed = ANY_KEY.seed
+    session.go_on_after(ANY_KEY.step - 1)
+    session.end_steps_by(_Comparison())
+    session.plan_with(job.cost)
     planned = PlannedStep(batch=batch, plan=plan, plan_seconds=0.0)
     is_whole = job.shard == "zero1" and job.config.stages == 1
-    runner = StepRunner(engine=engine, end=_Comparison(), steps=ANY_KEY.step - 1)
-    with keep_double(dtype), _summing(model, asked=dtype == torch.bfloat16 and is_whole) as own:
-        result = runner.backward(planned, name="verify")
+    with keep_double(dtype), _summing(engine.model, asked=dtype == torch.bfloat16 and is_whole) as own:
+        result = session.backward(planned)
     engine.close()
     transport.phase = "verify, gathering gradients"
     gradients = parameters.gather_gradients()

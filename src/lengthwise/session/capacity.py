@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from lengthwise.session.settings import SessionSettings
 
 _RING_RANKS = 3  # from which on a rank of a ring holds no more: its own keys, those it has, those that arrive
-_MOST_TOKENS = 2**22  # of a session's batch, as which memory is measured: what a loop will give is not known yet
 _AMPLE = 2.0  # times what is needed: rings and split heads need less than that more
 
 
@@ -197,13 +196,13 @@ def measuring_of(
 
 def measured_of(
     engine: Engine, settings: SessionSettings, *, kept_bytes: float, end_bytes: float, trains: bool
-) -> tuple[Capacities, Capacities]:
+) -> tuple[Capacities, Capacities | None]:
     """Measure what a rank of a session holds; kept_bytes, end_bytes: as for `Measuring`. Collective.
 
     A model that does not train holds less than with all layers computed again, and is measured so.
 
-    Returns what it holds where logits are made in chunks, and where all of a microbatch are made at once: that may be
-    nothing.
+    Returns what it holds of the session's own loss, and of losses over whole logits, which may be nothing; None: there
+    are no such losses.
     """
     ratio, kinds = offload_of(engine.offload if trains else None), kinds_of(engine.config, settings.recompute)
     engine.transport.phase = "start, measuring what fits into memory"
@@ -211,7 +210,7 @@ def measured_of(
         engine,
         kinds=kinds if trains else ["layer" if "layer" in kinds else kinds[0]],
         heads=settings.asked.heads,
-        most_tokens=_MOST_TOKENS,
+        most_tokens=settings.most_tokens,
         kept_bytes=kept_bytes,
         end_bytes=end_bytes,
     )
@@ -224,7 +223,9 @@ def measured_of(
         nullcontext() if trains else _embedding_alone_trains(engine.model),
     ):
         of_all = ratio if isinstance(ratio, float) else None
-        return measuring.capacities(ratio=of_all), replace(measuring, logits_at_once=None).held(ratio=of_all)
+        found = measuring.capacities(ratio=of_all)
+        whole = replace(measuring, logits_at_once=None) if settings.takes_any_loss else None
+        return found, whole and whole.held(ratio=of_all)
 
 
 @contextmanager

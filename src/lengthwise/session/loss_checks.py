@@ -214,21 +214,20 @@ def objective_of(
     """
     if loss is not None and compute_loss is not None:
         raise ConfigError("loss", expected="loss or compute_loss", got="both", remedy="Leave one out.")
-    batch = rows_of(planned)
-    divisor = batch.loss_weight if normalizer is None else float(normalizer)
+    divisor = planned.batch.loss_weight if normalizer is None else float(normalizer)
     if not 0 < divisor < math.inf:
         expected = "a token with a label in the step" if normalizer is None else "a finite normalizer above 0"
         remedy = "Give normalizer, or other sequences."
         raise ConfigError("normalizer", expected=expected, got=f"{divisor:g}", remedy=remedy)
     if compute_loss is not None:
         refuse_balance(engine.model, "compute_loss")
-        objective = OfModel(batch=batch, compute_loss=compute_loss, model=model, normalizer=divisor)
+        objective = OfModel(batch=rows_of(planned), compute_loss=compute_loss, model=model, normalizer=divisor)
         is_known = isinstance(compute_loss, KnownShare)
         return objective, None if is_known else ShareCheck(known, objective, planned, engine.device)
     if loss is not None:
         check = SumCheck()
-        return OfOutputs(batch=batch, loss=loss, divisor=divisor, check=check.compare), check
-    return engine.next_token(batch, divisor), None
+        return OfOutputs(batch=rows_of(planned), loss=loss, divisor=divisor, check=check.compare), check
+    return engine.next_token(planned.batch, divisor), None
 
 
 def _random_states(device: torch.device) -> list[Tensor]:

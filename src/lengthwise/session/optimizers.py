@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,6 +19,7 @@ BY_ENTRY: Mapping[str, tuple[str, ...]] = {  # classes by the package that has t
     "lion_pytorch": ("Lion",),
     "lengthwise": ("Lion",),
 }
+_STATES = 2  # an entry, of most optimizers; amsgrad and centered keep one more
 _WHY_NOT = {
     "Adafactor": "its update of an entry depends on the rows and columns of the matrix",
     "Muon": "its update of an entry depends on the whole matrix",
@@ -63,6 +65,14 @@ def check_optimizer(optimizer: Any, model: nn.Module, *, offloads: bool = False)
 
 def _refuse(expected: str, got: str, remedy: str = "Take another optimizer.") -> ConfigError:
     return ConfigError("optimizer", expected=expected, got=got, remedy=remedy)
+
+
+def states_an_entry(optimizer: Optimizer) -> int:
+    """Count what an optimizer keeps of each entry: two by most, and what arguments ask for beside."""
+    groups = optimizer.param_groups
+    if isinstance(optimizer, torch.optim.SGD):
+        return int(any(group.get("momentum") for group in groups))
+    return _STATES + any(group.get("amsgrad") or group.get("centered") for group in groups)
 
 
 def plain_value(value: Any) -> Any:

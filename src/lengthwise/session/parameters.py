@@ -1,4 +1,4 @@
-"""How a session takes a model over: whole on every rank, or its part on each, with what the optimizer then updates."""
+"""What a loop finds in its model and optimizer while a session has them: methods and hooks, until it closes."""
 
 from __future__ import annotations
 
@@ -9,54 +9,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from lengthwise.comm import Transport
 from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.engine.parameters import Parameters, pickled
-from lengthwise.engine.replicated import FlatParameters, share_values
-from lengthwise.engine.sharded import ShardedParameters
-from lengthwise.models import whole_model, wrapped_layers
+from lengthwise.engine.replicated import FlatParameters
 from lengthwise.session.sharded import ShardedInPlace
-
-
-def take_over(
-    model: nn.Module,
-    inner: nn.Module,
-    optimizer: Optimizer | None,
-    transport: Transport,
-    *,
-    shard: str,
-    ranks_in_step: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    closing: ExitStack,
-    offloads: bool = False,
-    overlaps: bool = False,
-) -> tuple[Parameters | None, ShardedInPlace | None]:
-    """Give all ranks the values of rank 0; return the parameters, if they are cut, and their optimizer. Collective.
-
-    inner: the Hugging Face model under peft's wrap, or its text part. shard, ranks_in_step: as `shard_of` returns them.
-    closing: what ends with the session. offloads: master weights and the optimizer's states are on the host. overlaps:
-    gradients are summed while the last backward runs.
-    """
-    updates = None if optimizer is None else ShardedInPlace(optimizer, inner, offloads=offloads)  # reads what there was
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "layers": wrapped_layers(inner), "keeps_frozen": True}
-    options["exact_on"] = torch.device("cpu") if offloads else None
-    parameters: Parameters
-    if shard != "zero1":
-        parameters = ShardedParameters(
-            inner, transport, trains=updates is not None, ranks_per_node=ranks_in_step, **options
-        )
-    elif updates is None:
-        share_values(inner, transport, inner.parameters(), dtype=None, device=device)
-        return None, None
-    else:
-        parameters = flat = FlatParameters(inner, transport, overlaps=overlaps, **options)
-        _hook(inner.register_load_state_dict_post_hook, flat.take_values, model, closing)
-    if updates is not None:
-        point_at_slices(updates, parameters, transport.rank, (model, whole_model(inner)), closing)
-    return parameters, updates
 
 
 def point_at_slices(
@@ -71,6 +28,7 @@ def point_at_slices(
     for each in models:
         _put_in_place(each, "zero_grad", updates.zero_grad, models[0], closing)
     if isinstance(parameters, FlatParameters):  # else the model has no values here, and refuses all of this by itself
+        _hook(models[-1].register_load_state_dict_post_hook, parameters.take_values, models[0], closing)
         closing.callback(parameters.release)
         for module in models[0].modules():
             _put_in_place(module, "_apply", partial(_convert_nothing, module), models[0], closing)

@@ -6,6 +6,7 @@ step that was planned ahead for chunks is planned again where such a loss comes 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,6 +20,11 @@ from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.session.engine import Engine
 from lengthwise.session.source import PlannedStep, StepPlanner
 
+
+def _as_it_is(planning: StepPlanning) -> StepPlanning:
+    return planning
+
+
 _WHOLE = {"logits": "whole"}  # a note of plans
 
 
@@ -26,18 +32,20 @@ _WHOLE = {"logits": "whole"}  # a note of plans
 class SessionPlanning:
     """Planning for losses that make logits in chunks, and for those over whole logits; of a given capacity the same.
 
-    expects_whole: which of them plans steps ahead. process: of rank 0, once it is there.
+    expects_whole: which of them plans steps ahead. process: of rank 0, once it is there. priced: returns a planning
+    with what was measured of costs and ranks since.
     """
 
     chunked: StepPlanning
     whole: StepPlanning
     expects_whole: bool = False
     process: PlannerProcess | None = None
+    priced: Callable[[StepPlanning], StepPlanning] = _as_it_is
 
     def start(self, process: PlannerProcess) -> StepPlanner:
         """Plan with a process from now on; return what plans steps ahead, for the losses that are expected by then."""
         self.process = process
-        return lambda lengths: process.plan(self.ahead, lengths)
+        return lambda lengths: process.plan(self.priced(self.ahead), lengths)
 
     def plan(self, engine: Engine, batch: StepBatch, name: str, *, whole: bool) -> PlannedStep:
         """Return a batch with its plan for such a loss. Collective. name: of the step, in words.

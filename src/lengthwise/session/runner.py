@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from lengthwise.comm import Transport, share_numbers
-from lengthwise.core.errors import ConfigError, NumericError
+from lengthwise.core.errors import NumericError
 from lengthwise.core.names import counted
 from lengthwise.core.plan import Plan
 from lengthwise.engine.memory import reporting_update
-from lengthwise.engine.norm import clip_factor, reduce_gradients
+from lengthwise.engine.norm import reduce_gradients
 from lengthwise.engine.objective import Objective
 from lengthwise.engine.step import RankResult
 from lengthwise.models import has_balance_loss
@@ -104,13 +104,11 @@ class StepEnd:
 class StepRunner:
     """Runs the steps of a loop.
 
-    end: what the loop decides at the end of one. scale_gradients: multiplies the reduced gradients; None: at once.
-    steps: made so far. grad_norm: of the last one, before clipping.
+    end: what the loop decides at the end of one. steps: made so far. grad_norm: of the last one, before clipping.
     """
 
     engine: Engine
     end: StepEnd = field(default_factory=StepEnd)
-    scale_gradients: Callable[[float], object] | None = None
     steps: int = 0
     grad_norm: float | None = None
 
@@ -156,16 +154,6 @@ class StepRunner:
         _, result = self._run(planned, objective, name, train=False, check=check)
         self._finish(check, name)
         return result
-
-    def clip_grad_norm_(self, limit: float) -> float:
-        """Scale the gradients as torch.nn.utils.clip_grad_norm_ does; return their norm before."""
-        if self.grad_norm is None:
-            remedy = "Call backward before it."
-            raise ConfigError("clip_grad_norm_", expected="gradients of a backward", got="none", remedy=remedy)
-        assert self.engine.parameters is not None, "of what trains"
-        scale = self.scale_gradients or self.engine.parameters.grad_shard.mul_
-        scale(clip_factor(limit, self.grad_norm))
-        return self.grad_norm
 
     def _finish(self, check: LossCheck | None, name: str) -> None:
         if check is not None:

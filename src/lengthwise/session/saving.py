@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
-from lengthwise.comm import Transport, broadcast_bytes
-from lengthwise.core.errors import OutputError
+from lengthwise.comm import Transport, from_first
+from lengthwise.core.errors import LengthwiseError, OutputError
 from lengthwise.models import save_model
 
 
@@ -19,21 +18,19 @@ def on_first_rank(transport: Transport, work: Callable[[], None]) -> None:
     """Do `work` on rank 0. Collective.
 
     Raises:
-        OutputError: that which it raised there, on all ranks.
+        LengthwiseError: that which it raised there, on all ranks.
     """
-    sent = b""
-    if not transport.rank:
+
+    def written() -> None:
         try:
             work()
-        except OutputError as error:
-            sent = json.dumps([error.where, error.expected, error.got, error.remedy]).encode()
-        except Exception as error:  # noqa: BLE001 - of a library; the others wait for a word
-            expected, remedy = "to write on rank 0", "Correct what it names."
-            sent = json.dumps(["rank 0", expected, f"{type(error).__name__}: {error}", remedy]).encode()
-    sent = broadcast_bytes(transport, None if transport.rank else sent)
-    if sent:
-        where, expected, got, remedy = json.loads(sent)
-        raise OutputError(where, expected=expected, got=got, remedy=remedy)
+        except LengthwiseError:
+            raise
+        except Exception as error:  # of a library; the others wait for a word
+            expected, remedy, got = "to write on rank 0", "Correct what it names.", f"{type(error).__name__}: {error}"
+            raise OutputError("rank 0", expected=expected, got=got, remedy=remedy) from error
+
+    from_first(transport, written)
 
 
 def saves_adapters_alone(model: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from lengthwise.comm import join, session_world
 from lengthwise.core.errors import ConfigError
+from lengthwise.cost import Cost
 from lengthwise.engine.norm import clip_factor, gradient_norm
+from lengthwise.engine.parameters import Parameters
 from lengthwise.models import check_adapters, placeholders, text_part, whole_model
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.agreement import Agreement
@@ -28,17 +30,20 @@ from lengthwise.session.keywords import SessionOptions
 from lengthwise.session.loss_checks import objective_of, takes_whole_logits
 from lengthwise.session.losses import ComputeLoss, TokenLoss, TokenValues
 from lengthwise.session.misuse import check_kinds, refuse_modes
-from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside, num_words, towers_sentence
+from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside, num_words
+from lengthwise.session.parameters import point_at_slices
+from lengthwise.session.planning import SessionPlanning
 from lengthwise.session.rows import Row, RowBatch
-from lengthwise.session.runner import StepResult, StepRunner, first_step_sentence, refuse_not_finite
+from lengthwise.session.runner import StepEnd, StepResult, StepRunner, first_step_sentence, refuse_not_finite
 from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
-from lengthwise.session.settings import check_settings, cost_of, planning_of
+from lengthwise.session.settings import SessionSettings, check_settings, cost_of, planning_of
 from lengthwise.session.sharded import ShardedInPlace
 from lengthwise.session.source import PlannedStep, StepsOfIterators
 from lengthwise.session.stages import whole_states
-from lengthwise.session.start import start_engine, take_model
+from lengthwise.session.start import Start, settled, start_engine
 from lengthwise.session.state import take_state
 from lengthwise.session.step_end import SessionStepEnd
+from lengthwise.session.updates import Updates
 from lengthwise.session.values import Combine, Per, combined, gather, refuse_dropout
 
 
@@ -90,44 +95,108 @@ class Session:
     ) -> None:
         check_kinds(model=model, seed=seed, timeout_seconds=timeout_seconds)
         check_adapters(model)
-        self.model, self.optimizer, self._inner = model, optimizer, text_part(hugging_face_model(model))
-        checked = check_settings(self._inner, optimizer, settings)
-        cost = cost_of(self._inner.config, checked)
+        inner = text_part(hugging_face_model(model))
+        how: dict[str, Any] = {"seed": seed, "timeout_seconds": timeout_seconds}
+        checked = check_settings(inner, optimizer, settings, **how)
+        cost = cost_of(checked)
+        self._clear(optimizer)
+        world = session_world(checked.device)
+        transport = join(world, timeout_seconds=timeout_seconds)
+        self._closing.callback(transport.close)
+        try:
+            process = None if transport.rank else self._closing.enter_context(PlannerProcess())
+            if process is not None:
+                weakref.finalize(self, process.close)  # of a session that nobody closes
+            start = Start(
+                model=model,
+                text=inner,
+                settings=checked,
+                cost=cost,
+                transport=transport,
+                local_ranks=world.local_size,
+                process=process,
+                updates=None if checked.optimizer is None else self._slices_of(model, inner, checked),
+                stage_cost=cost if checked.asked.measurements else None,
+                say=_say,
+            )
+            self._begin(start)
+            self._agreement = Agreement(inner, transport, self._sharded)
+            if self._sharded is not None:
+                stages = self._settings.asked.stages
+                self._runner.end = SessionStepEnd(updates=self._sharded, transport=transport, stages=stages)
+                self._sharded.compare = self._agreement.reach
+            self.plan_with(cost)
+        except BaseException:
+            self._closing.close()
+            raise
+
+    @classmethod
+    def of(cls, start: Start) -> Session:
+        """Return a session of a run file: its loop owns the process that plans, and transport, and is the same on all
+        ranks. `plan_with` is yet to be called. Collective.
+        """
+        session = cls.__new__(cls)
+        session._clear(None)
+        session._begin(start)
+        return session
+
+    def _clear(self, optimizer: Any) -> None:
+        self.optimizer, self._sharded, self._agreement = optimizer, None, None
+        self._known_losses, self._iterators = set[object](), StepsOfIterators()
+        self._closing, self._is_closed, self._has_said = ExitStack(), False, False
+
+    def _slices_of(self, model: nn.Module, inner: nn.Module, settings: SessionSettings) -> Callable[..., Updates]:
+        """Return what points the loop's optimizer at slices; it reads now what the optimizer has."""
+        assert settings.optimizer is not None, "it was checked"
+        sharded = ShardedInPlace(settings.optimizer, inner, offloads=settings.trained.offloads)
+
+        def updates(parameters: Parameters, rank: int) -> Updates:
+            self._sharded = sharded
+            point_at_slices(sharded, parameters, rank, (model, whole_model(inner)), self._closing)
+            return sharded
+
+        return updates
+
+    def _begin(self, start: Start) -> None:
+        """Take the model, in the layout that fits. Collective."""
+        self.model, self._inner, self._transport = start.model, start.text, start.transport
+        self.rank, self.world_size = self._transport.rank, self._transport.world_size
         self._words = {
             "num_words": num_words(self._inner),
             "placeholders": placeholders(whole_model(self._inner).config),
         }
-        self._known_losses, self._iterators = set[object](), StepsOfIterators()
-        self._closing, self._is_closed, self._has_said = ExitStack(), False, False
-        world = session_world(checked.device)
-        self._transport = join(world, timeout_seconds=timeout_seconds)
-        self._closing.callback(self._transport.close)
-        self.rank, self.world_size = self._transport.rank, self._transport.world_size
-        try:
-            self._planner = None if self.rank else self._closing.enter_context(PlannerProcess())
-            if self._planner is not None:
-                weakref.finalize(self, self._planner.close)  # of a session that nobody closes
-            how: dict[str, Any] = {"seed": seed, "timeout_seconds": timeout_seconds}
-            self._engine = start_engine(self._inner, self._transport, checked, **how)
-            self._closing.callback(self._engine.close)
-            self._runner = StepRunner(engine=self._engine)
-            self.shard, self._sharded = take_model(
-                model, self._engine, checked, cost, local_ranks=world.local_size, closing=self._closing
-            )
-            self._agreement = Agreement(self._inner, self._transport, self._sharded)
-            if self._sharded is not None:
-                stages = checked.asked.stages
-                self._runner.end = SessionStepEnd(updates=self._sharded, transport=self._transport, stages=stages)
-                self._sharded.compare = self._agreement.reach
-            self._planning = planning_of(self._engine, self._sharded, cost, checked)
-            self._engine.start_offloading()
-            if not self.rank and self._sharded is not None and (said := towers_sentence(self._inner)):
-                print(f"lengthwise: {said}", flush=True)
-        except BaseException:
-            self._closing.close()
-            raise
+        start = settled(start)
+        self._settings, self._planner = start.settings, start.process
+        self.engine, self._updates = start_engine(start)
+        self._closing.callback(self.engine.close)
+        self._runner = StepRunner(engine=self.engine)
+        self.shard = start.settings.asked.layout(self.world_size)
+
+    # What the loop of a run file does beside.
+
+    def plan_with(self, cost: Cost) -> SessionPlanning:
+        """Measure what memory holds, where that is asked for, and plan steps from then on. Collective.
+
+        cost: with whole parameters on every rank.
+
+        Raises:
+            MemoryShortage: capacity_tokens is auto, and 128 tokens do not fit.
+        """
+        self._planning = planning_of(self.engine, self._updates, cost, self._settings)
+        self.engine.start_offloading()
         if self._planner is not None:
-            self._engine.planner = self._planning.start(self._planner)
+            self.engine.planner = self._planning.start(self._planner)
+        return self._planning
+
+    def go_on_after(self, steps: int) -> None:
+        """Count steps from here on."""
+        self._runner.steps = steps
+
+    def end_steps_by(self, end: StepEnd) -> None:
+        """Let `end` decide at the end of steps."""
+        self._runner.end = end
+
+    # What a loop of a user's own does, too.
 
     @property
     def steps(self) -> int:
@@ -177,12 +246,12 @@ class Session:
             NumericError: loss or gradients are not finite; no update was made.
         """
         how: dict[str, Any] = {"loss": loss, "compute_loss": compute_loss, "normalizer": normalizer}
-        trained = self._training("backward", **how)
+        self._check_training("backward", **how)
         start, name, whole = time.perf_counter(), f"step {self.steps + 1}", takes_whole_logits(loss, compute_loss)
         self.expect(whole_logits=whole)
         planned = self._planned(sequences, name, whole, normalizer=normalizer)
-        objective, check = objective_of(self._engine, self.model, planned, known=self._known_losses, **how)
-        with trained.collecting():
+        objective, check = objective_of(self.engine, self.model, planned, known=self._known_losses, **how)
+        with self._collecting():
             result = self._runner.backward(planned, objective, check=check)
         return self._made(result, start)
 
@@ -208,15 +277,15 @@ class Session:
         Raises:
             ModelRefused: a model with dropout: the two passes would differ.
         """
-        trained = self._training("backward_by_sequence", combine=combine, values=values, per=per)
+        self._check_training("backward_by_sequence", combine=combine, values=values, per=per)
         refuse_dropout(self._inner)
         start, step, whole = time.perf_counter(), self.steps + 1, values is not None
         self.expect(whole_logits=whole)
         planned = self._planned(sequences, f"step {step}", whole)
-        found, sums, first = gather(self._engine, planned, values, per, f"step {step}", step=step)
+        found, sums, first = gather(self.engine, planned, values, per, f"step {step}", step=step)
         loss, weights = combined(found.gathered, sums, combine)
         objective = replace(found, weights=weights)
-        with trained.collecting():
+        with self._collecting():
             result = self._runner.backward(planned, objective, before=first, loss=loss)
         return self._made(result, start)
 
@@ -225,7 +294,7 @@ class Session:
         check_kinds(values=values)
         name = f"values after step {self.steps}"
         planned = self._planned(sequences, name, values is not None)
-        found, sums, _ = gather(self._engine, planned, values, "token", name, step=self.steps)
+        found, sums, _ = gather(self.engine, planned, values, "token", name, step=self.steps)
         return list(found.gathered.handed_on(sums))
 
     def evaluate(
@@ -241,7 +310,7 @@ class Session:
         check_kinds(**how)
         start, name = time.perf_counter(), f"evaluation after step {self.steps}"
         planned = self._planned(sequences, name, takes_whole_logits(loss, compute_loss), normalizer=normalizer)
-        objective, check = objective_of(self._engine, self.model, planned, known=self._known_losses, **how)
+        objective, check = objective_of(self.engine, self.model, planned, known=self._known_losses, **how)
         result = self._runner.evaluate(planned, objective, check=check)
         refuse_not_finite(f"{name}, loss", result.loss)
         return replace(result, step_seconds=time.perf_counter() - start)
@@ -255,7 +324,7 @@ class Session:
         self._refuse_closed()
         check_kinds(batches=batches)
         read = iter(batches)
-        start = partial(self._engine.steps, map(partial(RowBatch, **self._words), read))
+        start = partial(self.engine.steps, map(partial(RowBatch, **self._words), read))
         with self._iterators.of(read, start) if read is batches else closing(start()) as steps:
             number = self.steps
             while (planned := steps.next(f"step {(number := number + 1)}")) is not None:
@@ -268,7 +337,7 @@ class Session:
         """
         check_kinds(limit=limit)
         trained = self._trained("clip_grad_norm_")
-        self._agreement.reach(f"clip_grad_norm_ after step {self.steps}", limit=limit)
+        self._agree(f"clip_grad_norm_ after step {self.steps}", limit=limit)
         norm = gradient_norm(trained.parameters.grad_shard, self._transport)
         trained.scale_gradients(clip_factor(limit, norm))
         return norm
@@ -280,8 +349,8 @@ class Session:
         parameters by their names in the model, on the host, fp32 or wider.
         """
         trained = self._trained("state_dict")
-        self._agreement.reach(f"state_dict after step {self.steps}")
-        optimizer, weights = whole_states(trained, self._engine)
+        self._agree(f"state_dict after step {self.steps}")
+        optimizer, weights = whole_states(trained, self.engine)
         weights = names_in_wrap(self.model, weights)
         return {} if self.rank else {"steps": self.steps, "optimizer": optimizer, "master_weights": weights}
 
@@ -311,11 +380,11 @@ class Session:
 
         Of peft's adapters, where these are all that is saved of it, the base is left out.
         """
-        parameters = self._engine.parameters
+        parameters = self.engine.parameters
         if parameters is None:
             return nullcontext()
-        if parameters.ranks_in_step > 1 or self._engine.pipeline is not None:
-            self._agreement.reach(f"saving after step {self.steps}")
+        if parameters.ranks_in_step > 1 or self.engine.pipeline is not None:
+            self._agree(f"saving after step {self.steps}")
         return parameters.whole_on_first(trained_only=saves_adapters_alone(self.model))
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
@@ -328,7 +397,7 @@ class Session:
         """Leave the ranks and end the planner; the model and its values stay. Collective."""
         try:
             if not self._is_closed and self._sharded is not None and self._sharded.has_edited_weights:
-                self._agreement.reach(f"close after step {self.steps}")
+                self._agree(f"close after step {self.steps}")
         finally:
             self._end()
 
@@ -354,24 +423,38 @@ class Session:
             raise ConfigError("optimizer", expected=f"an optimizer for {what}", got="none", remedy=remedy)
         return self._sharded
 
-    def _training(self, what: str, **given: object) -> ShardedInPlace:
+    def _check_training(self, what: str, **given: object) -> None:
         """Check a method that trains, and its arguments."""
         check_kinds(**given)
-        refuse_modes(what, self._engine.cast_dtype())
-        return self._trained(what)
+        refuse_modes(what, self.engine.cast_dtype())
+        if self._updates is None or self._is_closed:
+            self._trained(what)
+
+    def _collecting(self) -> AbstractContextManager[None]:
+        assert self._updates is not None, "it trains"
+        return self._updates.collecting()
+
+    def _agree(self, name: str, **numbers: Any) -> None:
+        """Compare the ranks before they run `name`, where the loop is the user's. Collective."""
+        if self._agreement is not None:
+            self._agreement.reach(name, **numbers)
 
     def _planned(self, sequences: Sequence[Row] | PlannedStep, name: str, whole: bool, **numbers: Any) -> PlannedStep:
         """Return a step on which the ranks agree; one that was planned ahead for less than its loss takes, anew."""
         self._refuse_closed()
-        plan = partial(self._planning.plan, self._engine, name=name, whole=whole)
+        plan = partial(self._planning.plan, self.engine, name=name, whole=whole)
         planned = sequences if isinstance(sequences, PlannedStep) else plan(RowBatch(sequences, **self._words))
-        self._agreement.reach(name, **{**numbers, "kind of loss": whole})
+        self._agree(name, **{**numbers, "kind of loss": whole})
         return planned if self._planning.suits(planned.plan, whole=whole) else plan(planned.batch)
 
     def _made(self, result: StepResult, start: float) -> StepResult:
         """Finish a step that trains; say, once, what its plan was."""
         result = replace(result, step_seconds=time.perf_counter() - start)
-        if not self._has_said and not self.rank:
+        if not self._has_said and not self.rank and self._agreement is not None:
             self._has_said = True
             print(first_step_sentence(result, self._planning.ahead), flush=True)
         return result
+
+
+def _say(choice: str) -> None:
+    print(f"lengthwise: {choice}", flush=True)

@@ -1,71 +1,99 @@
-"""Checked settings of a session; and what then plans its steps: costs, and the tokens that a rank holds."""
+"""Checked settings of a session, of a user's loop or a run file; and what then plans its steps."""
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from lengthwise.config import OffloadConfig
+from lengthwise.config import OffloadConfig, TrainingSettings
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.cost import (
-    DTYPE_BYTES,
-    Cost,
-    ModelLayout,
-    StepMemory,
-    hardware_of_gpu,
-    memory_of,
-    shape_from_config,
-)
+from lengthwise.cost import Cost, hardware_of_gpu, shape_from_config
 from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.engine.activations import check_offload
-from lengthwise.engine.norm import norm_bytes
-from lengthwise.models import Computing, check_computing, check_cut, whole_model
+from lengthwise.models import Computing, check_computing, check_cut, has_own_logits, whole_model
 from lengthwise.planner.service.step_planning import step_planning
-from lengthwise.session.capacity import measured_of
+from lengthwise.session.capacity import kinds_of, measured_of
 from lengthwise.session.engine import Engine
-from lengthwise.session.keywords import SessionKeywords, keyword_problems, read_keywords
+from lengthwise.session.keywords import keyword_problems, read_keywords
 from lengthwise.session.model import PRECISIONS, check_session_model
-from lengthwise.session.optimizers import check_optimizer
+from lengthwise.session.optimizers import check_optimizer, states_an_entry
 from lengthwise.session.planning import SessionPlanning, for_whole_logits
-from lengthwise.session.sharded import ShardedInPlace
-from lengthwise.setup import offload_of
+from lengthwise.session.updates import Updates
+from lengthwise.setup import TrainedModel, memory_of_settings, offload_of
 
-_STATES = 2  # an entry, of most optimizers; amsgrad and centered keep one more
+_MOST_TOKENS = 2**22  # of a loop's batch, as which memory is measured: what it will give is not known yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
     """Checked settings: what was asked for, and what follows with a model.
 
-    dtype: of the parameters. autocast: of mixed precision. capacity_tokens: None: to be measured. recompute: a kind, or
-    auto. optimizer: torch's own; None: nothing trains. offloads_optimizer: masters and its states are on the host.
-    device: where steps run. computing: how the model computes there.
+    asked: its layout may be open. trained: what of the model and its optimizer counts. dtype: of the parameters.
+    autocast: of mixed precision. device: where steps run. computing: how the model computes there. optimizer: torch's
+    own; None: nothing trains, or a run file's. seed: of dropout. most_tokens, context_tokens: of a global batch, and of
+    the longest sequence; None: not known.
+    takes_any_loss: over whole logits, too. is_read_between: whether a loop may read the model between steps.
+    keeps_frozen: what does not train keeps its dtype.
     """
 
-    asked: SessionKeywords
+    asked: TrainingSettings
+    trained: TrainedModel
     dtype: torch.dtype
-    autocast: torch.dtype | None
-    capacity_tokens: int | None
-    recompute: str
-    optimizer: Optimizer | None
-    offloads_optimizer: bool
     device: torch.device
     computing: Computing
+    autocast: torch.dtype | None = None
+    optimizer: Optimizer | None = None
+    seed: int = 0
+    timeout_seconds: float = 600.0
+    most_tokens: int = _MOST_TOKENS
+    context_tokens: int | None = None
+    takes_any_loss: bool = True
+    is_read_between: bool = True
+    keeps_frozen: bool = True
 
     @property
     def offload(self) -> OffloadConfig | None:
         """The store of activations that leave the device."""
         return self.asked.offload
 
+    @property
+    def on_gpus(self) -> bool:
+        """Whether steps run on GPUs."""
+        return self.device.type == "cuda"
 
-def check_settings(model: Any, optimizer: Any, given: Mapping[str, Any]) -> SessionSettings:
+    @property
+    def trains(self) -> bool:
+        """Whether anything trains."""
+        return self.trained.trained != 0
+
+    @property
+    def capacity_tokens(self) -> int | None:
+        """The tokens of a microbatch, as asked for; None: to be measured."""
+        return None if self.asked.capacity_tokens == "auto" else self.asked.capacity_tokens
+
+    @property
+    def recompute(self) -> str:
+        """The kind of recomputation, or auto: beside a number of tokens that is none."""
+        return recompute_of(self.asked)
+
+
+def recompute_of(asked: TrainingSettings) -> str:
+    """Return the kind of recomputation that settings ask for; auto is none beside a number of tokens."""
+    is_none = asked.recompute == "auto" and asked.capacity_tokens != "auto"
+    return "none" if is_none else asked.recompute
+
+
+def check_settings(
+    model: Any, optimizer: Any, given: Mapping[str, Any], *, seed: int = 0, timeout_seconds: float = 600.0
+) -> SessionSettings:
     """Return the settings of a session around `model` that trains with `optimizer`; None: it evaluates.
 
     given: the keywords of the session, not checked yet.
@@ -78,13 +106,12 @@ def check_settings(model: Any, optimizer: Any, given: Mapping[str, Any]) -> Sess
         problems.add(each)
     are_right = not problems.problems
     asked = read_keywords(given if are_right else {})
-    recompute, offloads = asked.recompute, asked.offload_optimizer and trains
-    tokens = None if asked.capacity_tokens == "auto" else asked.capacity_tokens
+    offloads = asked.offload_optimizer and trains
     where = asked.device or next(model.parameters()).device
     if are_right and where.type == "meta":
         expected, got = "the device where steps run", "a model on the meta device, without storage"
         problems.add(ConfigError("device", expected=expected, got=got, remedy="Give device, for example cuda:0."))
-    kind = recompute if recompute != "auto" or tokens is None else "none"
+    kind = recompute_of(asked)
     wrapped = kind if kind in RECOMPUTE_KINDS else "none"
     dtype = problems.attempt(partial(check_session_model, model, wrapped, trains=trains))
     if trains:
@@ -103,68 +130,66 @@ def check_settings(model: Any, optimizer: Any, given: Mapping[str, Any]) -> Sess
     assert dtype is not None, "a model without one was refused"
     return SessionSettings(
         asked=asked,
+        trained=_trained_model(model, inner, offloads=offloads),
         dtype=dtype,
         autocast=torch.bfloat16 if asked.precision == "bf16" else None,
-        capacity_tokens=tokens,
-        recompute=kind,
         optimizer=inner,
-        offloads_optimizer=offloads,
         device=where,
         computing=computing,
+        seed=seed,
+        timeout_seconds=timeout_seconds,
     )
 
 
-def states_an_entry(optimizer: Optimizer) -> int:
-    """Count what an optimizer keeps of each entry: two by most, and what arguments ask for beside."""
-    groups = optimizer.param_groups
-    if isinstance(optimizer, torch.optim.SGD):
-        return int(any(group.get("momentum") for group in groups))
-    return _STATES + any(group.get("amsgrad") or group.get("centered") for group in groups)
+def _trained_model(model: nn.Module, optimizer: Optimizer | None, *, offloads: bool) -> TrainedModel:
+    """Return what counts of a loop's model and its optimizer."""
+    parameters, config = list(model.parameters()), whole_model(model).config
+    widths = Counter[int]()
+    for parameter in parameters:
+        widths[parameter.element_size()] += parameter.numel()
+    total = sum(widths.values())
+    trained = 0 if optimizer is None else sum(each.numel() for each in parameters if each.requires_grad)
+    return TrainedModel(
+        shape=shape_from_config(config.to_dict()),
+        dtype_bytes=widths.most_common(1)[0][0],
+        parameters=total,
+        trained=trained if trained < total else None,
+        ties=bool(getattr(config, "tie_word_embeddings", False)),
+        kinds=tuple(kinds_of(config, "auto")),
+        states=0 if optimizer is None else states_an_entry(optimizer),
+        offloads=offloads,
+        chunked=not has_own_logits(model),
+    )
 
 
-def cost_of(config: Any, settings: SessionSettings) -> Cost:
+def cost_of(settings: SessionSettings) -> Cost:
     """Return the costs to plan with: those given, measured, or estimated for the device."""
-    measurements = settings.asked.measurements
+    asked, trained, device = settings.asked, settings.trained, settings.device
+    measurements, precision = asked.measurements, PRECISIONS[settings.dtype]
     if isinstance(measurements, Cost):
         return measurements
-    device, precision = settings.device, PRECISIONS[settings.dtype]
-    shape, on_gpus = shape_from_config(config.to_dict()), device.type == "cuda"
+    how: dict[str, Any] = {"precision": precision, "adapters": trained.trained or None, "stages": asked.stages}
     if measurements is not None:
-        return cost_from_measurements(
-            measurements, shape, precision=precision, on_gpus=on_gpus, stages=settings.asked.stages
-        )
-    name = hardware_of_gpu(torch.cuda.get_device_name(device))[0] if on_gpus else "cpu"
-    return base_cost(shape, name, precision=precision, stages=settings.asked.stages)
+        return cost_from_measurements(measurements, trained.shape, on_gpus=settings.on_gpus, **how)
+    name = hardware_of_gpu(torch.cuda.get_device_name(device))[0] if settings.on_gpus else "cpu"
+    return base_cost(trained.shape, name, **how)
 
 
-def planning_of(
-    engine: Engine, sharded: ShardedInPlace | None, cost: Cost, settings: SessionSettings
-) -> SessionPlanning:
+def planning_of(engine: Engine, updates: Updates | None, cost: Cost, settings: SessionSettings) -> SessionPlanning:
     """Return what plans the steps of a session; what memory holds is measured where it is asked for. Collective."""
     asked, measured, whole = settings.asked, None, None
     if settings.capacity_tokens is not None:
         capacities = {settings.recompute: settings.capacity_tokens}
-    elif sharded is None:
+    elif updates is None:
         found, whole = measured_of(engine, settings, kept_bytes=0, end_bytes=0, trains=False)
         capacities = {"none": max(found.plain.values())}
     else:
-        kept, end = _optimizer_bytes(sharded)
-        with sharded.collecting():
+        kept, end = updates.pending_bytes()
+        with updates.collecting():
             measured, whole = measured_of(engine, settings, kept_bytes=kept, end_bytes=end, trains=True)
-        sharded.zero_grad()
+        updates.zero_grad()
         capacities = dict(measured.plain)
-    trained = 0 if sharded is None else sum(math.prod(shape) for shape in sharded.shapes.values())
-    in_step = 1 if engine.parameters is None else engine.parameters.ranks_in_step
-    memory = session_memory(
-        engine.config,
-        settings,
-        ranks=engine.transport.world_size,
-        shard="zero1" if in_step == 1 else "hybrid",
-        ranks_per_node=in_step,
-        parameters=engine.num_parameters,
-        trained=trained,
-        dtype_bytes=DTYPE_BYTES[PRECISIONS[settings.dtype]],
-    )
+    memory = memory_of_settings(asked, settings.trained, ranks=engine.transport.world_size, on_gpus=settings.on_gpus)
     ahead = step_planning(
         memory,
         cost,
@@ -173,47 +198,6 @@ def planning_of(
         offload=offload_of(settings.offload),
         planner=asked.planner,
         heads=asked.heads,
+        context_tokens=settings.context_tokens,
     )
     return SessionPlanning(chunked=ahead, whole=ahead if whole is None else for_whole_logits(ahead, whole))
-
-
-def session_memory(
-    config: Any,
-    settings: SessionSettings,
-    *,
-    ranks: int,
-    parameters: int,
-    trained: int,
-    dtype_bytes: int,
-    shard: str = "zero1",
-    ranks_per_node: int | None = None,
-    chunked: bool = True,
-) -> StepMemory:
-    """Return what a step of a session holds.
-
-    ranks: in all. shard, ranks_per_node: as of `ModelLayout`. parameters, trained: of the model, by its config.
-    chunked: whether a loss makes logits in chunks.
-    """
-    layout = ModelLayout(
-        ranks=ranks // settings.asked.stages,
-        stages=settings.asked.stages,
-        virtual=settings.asked.virtual,
-        shard=shard,
-        ranks_per_node=ranks_per_node,
-        parameters=parameters,
-        trained=trained if trained < parameters else None,
-        states=0 if settings.optimizer is None else states_an_entry(settings.optimizer),
-        offloads=settings.offloads_optimizer,
-        ties=bool(getattr(config, "tie_word_embeddings", False)),
-    )
-    on_gpus, shape = settings.device.type == "cuda", shape_from_config(config.to_dict())
-    return memory_of(shape, layout, dtype_bytes=dtype_bytes, on_gpus=on_gpus, chunked=chunked)
-
-
-def _optimizer_bytes(sharded: ShardedInPlace) -> tuple[int, int]:
-    """Count the bytes of states that an optimizer has yet to make, and those that a step's end needs for a while."""
-    parameters, optimizer = sharded.parameters, sharded.optimizer
-    part = parameters.grad_shard.nbytes
-    if sharded.offloads and parameters.grad_shard.is_cuda:
-        return 0, max(norm_bytes(parameters.grad_shard), parameters.publish_bytes())
-    return (0 if optimizer.state else states_an_entry(optimizer) * part), max(2 * part, parameters.publish_bytes())

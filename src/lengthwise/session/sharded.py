@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.engine.flat_layout import Run
+from lengthwise.engine.norm import norm_bytes
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.session.guards import (
@@ -34,7 +35,7 @@ from lengthwise.session.guards import (
     is_guarded,
     plain,
 )
-from lengthwise.session.optimizers import plain_value, sliced
+from lengthwise.session.optimizers import plain_value, sliced, states_an_entry
 from lengthwise.session.withheld import WithheldGradients, refuse_hooks
 
 
@@ -230,6 +231,14 @@ class ShardedInPlace:
         """Take its gradient from a parameter, as `settle` does where the loop has set it to None."""
         self._guarded[name].grad = None
         self.settle()
+
+    def pending_bytes(self) -> tuple[int, int]:
+        """Count the bytes of states that the optimizer has yet to make, and those that a step's end needs a while."""
+        part = self.parameters.grad_shard.nbytes
+        if self.offloads and self.parameters.grad_shard.is_cuda:
+            return 0, max(norm_bytes(self.parameters.grad_shard), self.parameters.publish_bytes())
+        states = 0 if self.optimizer.state else states_an_entry(self.optimizer)
+        return states * part, max(2 * part, self.parameters.publish_bytes())
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the sum of the gradients."""

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lengthwise.comm import Mesh, Transport, broadcast_bytes, share_numbers
 from lengthwise.core.errors import ConfigError
 from lengthwise.cost import Cost, layer_shapes
 from lengthwise.cost.analytic import layer_flops, layer_seconds
 from lengthwise.engine.gathering import gather_to_first
-from lengthwise.engine.pipeline import Pipeline
-from lengthwise.engine.stage_parameters import StageParameters
-from lengthwise.models import ModelStage, text_config, whole_model
+from lengthwise.models import text_config
 from lengthwise.program.stage_program import cut_layers
 from lengthwise.session.engine import Engine
-from lengthwise.session.parameters import point_at_slices
 from lengthwise.session.sharded import ShardedInPlace
 from lengthwise.session.state import GROUPS, STATE, whole_state
 
@@ -33,14 +28,16 @@ def check_replicas(ranks: int, stages: int) -> None:
         raise ConfigError("ranks", expected=expected, got=str(ranks), remedy="Start others, or change stages.")
 
 
-def join_stages(model: nn.Module, transport: Transport, stages: int) -> Mesh:
-    """Return the mesh of stages and replicas. Collective.
+def join_stages(model: nn.Module, transport: Transport, stages: int, *, reads: bool) -> Mesh:
+    """Return the mesh of stages and replicas. Collective. reads: every stage reads its values later.
 
     Raises:
         ConfigError: the ranks are no whole number of replicas, or a stage of the first one has no values, or others.
     """
     check_replicas(transport.world_size, stages)
     mesh = Mesh(transport, stages)
+    if reads:
+        return mesh
     is_empty = mesh.replica == 0 and any(parameter.is_meta for parameter in model.parameters())
     if share_numbers(transport, [float(is_empty)]).any():
         expected = f"a model with values on ranks 0 to {stages - 1}, the stages of the first replica"
@@ -74,36 +71,6 @@ def cut_stages(
         cuts = cut_layers(layers, chunks, first_seconds=embedding, last_seconds=head)
         sent = json.dumps([(each.start, each.stop) for each in cuts]).encode()
     return [range(*each) for each in json.loads(broadcast_bytes(world, sent if not world.rank else None))]
-
-
-def take_stage(
-    model: nn.Module,
-    inner: Any,
-    optimizer: Optimizer,
-    mesh: Mesh,
-    *,
-    virtual: int,
-    tokens: int,
-    cost: Cost | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    closing: ExitStack,
-    offloads: bool = False,
-    overlaps: bool = False,
-) -> tuple[Pipeline, StageParameters, ShardedInPlace]:
-    """Leave of a model this rank's stage alone, with the values of the first replica. Collective.
-
-    tokens, cost: of a microbatch, and what it takes, by which layers and head are weighed (`cut_stages`). The others as
-    for `take_over`.
-    """
-    updates = ShardedInPlace(optimizer, inner, offloads=offloads)  # reads the parameters of the whole model
-    chunks = cut_stages(mesh.world, inner.config, mesh.stages * virtual, [tokens], capacity=tokens, cost=cost)
-    stage = ModelStage(inner, chunks, stages=mesh.stages, stage=mesh.stage)
-    exact_on = torch.device("cpu") if offloads else None
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "overlaps": overlaps, "exact_on": exact_on}
-    parameters = StageParameters(stage, mesh, keeps_frozen=True, **how)
-    point_at_slices(updates, parameters, mesh.replica, (model, whole_model(inner)), closing)
-    return Pipeline(stage=stage, mesh=mesh, virtual=virtual), parameters, updates
 
 
 def _from_stages(mesh: Mesh, own: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

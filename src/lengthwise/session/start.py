@@ -1,93 +1,180 @@
-"""The start of a session: its engine, and what becomes of the loop's model: whole, cut as asked for, or in stages."""
+"""The start of a session, of a user's loop or a run file: how its model lies over the ranks, and what runs it."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
-from math import inf
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lengthwise.comm import Transport, broadcast_bytes
+from lengthwise.comm import Transport, broadcast_bytes, from_first
 from lengthwise.core.errors import ModelRefused
-from lengthwise.cost import (
-    ZERO3_ALONE,
-    Cost,
-    LayoutSeconds,
-    StepMemory,
-    check_host,
-    choose_shard,
-    ranks_of_node,
-    wanted_tokens,
-)
-from lengthwise.engine.memory import free_bytes
-from lengthwise.models import choose_layers, has_own_logits, whole_model
+from lengthwise.core.names import counted
+from lengthwise.cost import Cost, check_host
+from lengthwise.engine.lay import lay_parameters
+from lengthwise.engine.memory import SMALLER_STATE, free_bytes, reporting_shortage
+from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.pipeline import Pipeline
+from lengthwise.engine.replicated import share_values
+from lengthwise.models import ModelStage, choose_layers
+from lengthwise.models.own_rows import OwnRows
 from lengthwise.models.weights import first_names, is_finite
-from lengthwise.session.capacity import kinds_of, least
+from lengthwise.planner.service.process import PlannerProcess
+from lengthwise.session.capacity import least
 from lengthwise.session.engine import Engine, engine_of
-from lengthwise.session.parameters import take_over
-from lengthwise.session.settings import SessionSettings, session_memory
-from lengthwise.session.sharded import ShardedInPlace
-from lengthwise.session.stages import join_stages, take_stage
-from lengthwise.setup import offload_of
+from lengthwise.session.model import towers_sentence
+from lengthwise.session.settings import SessionSettings
+from lengthwise.session.stages import cut_stages, join_stages
+from lengthwise.session.updates import Updates
+from lengthwise.setup import Machine, memory_of_settings, resolve
 from lengthwise.simulator import MODEL_ERROR
-from lengthwise.simulator.layouts import layout_seconds, usual_lengths
 
 
-def start_engine(
-    model: Any, transport: Transport, settings: SessionSettings, *, seed: int, timeout_seconds: float
-) -> Engine:
-    """Return what runs the steps of a Hugging Face model, which computes as asked in them alone."""
-    computing, say = settings.computing, None if transport.rank else _say
-    return engine_of(
-        model,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What a session begins with.
+
+    model: as it is saved. text: of it, what runs. cost: with whole parameters on every rank. local_ranks: of this
+    machine. process: of rank 0, which plans; None elsewhere. updates: makes what updates the parameters, by them and
+    by this rank among those that have the same; None: nothing trains. rows: where ranks read their own weights; None:
+    those of the first rank count. stage_lengths, stage_cost: of sequences, by which layers are cut into stages; None:
+    by FLOPs. say: reports a choice, on rank 0.
+    """
+
+    model: nn.Module
+    text: Any
+    settings: SessionSettings
+    cost: Cost
+    transport: Transport
+    local_ranks: int
+    process: PlannerProcess | None
+    updates: Callable[[Parameters, int], Updates] | None
+    say: Callable[[str], None]
+    rows: OwnRows | None = None
+    stage_lengths: Sequence[int] = ()
+    stage_cost: Cost | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return not self.transport.rank
+
+
+def settled(start: Start) -> Start:
+    """Return the start with its layout settled: the one that is asked for, or the fastest that fits. Collective.
+
+    Rank 0 decides, by its costs. What model and optimizer hold already counts as free: it moves.
+
+    Raises:
+        ConfigError: nodes do not divide the ranks.
+        MemoryShortage: the model fits in no way.
+    """
+    settings, transport = start.settings, start.transport
+    ranks, on_gpus = transport.world_size, settings.on_gpus
+    least_here, most_here = least(transport, [start.local_ranks, -start.local_ranks])
+    here = int(least_here) if least_here == -most_here else ranks  # the same on all ranks, or no node
+    room = None
+    if settings.asked.shard == "auto" and settings.asked.stages == 1:
+        (room,) = least(transport, [free_bytes(settings.device, transport.device_ranks) + _held_bytes(start)])
+    margin = MODEL_ERROR if settings.is_read_between else 0.0  # whole values are worth more than what costs cannot tell
+    machine = Machine(ranks=ranks, here=here, on_gpus=on_gpus)
+
+    def layout() -> dict[str, Any]:
+        found = resolve(settings.asked, settings.trained, machine, start.cost, room_bytes=room or None, margin=margin)
+        if found.why:
+            start.say(found.why)
+        return {"shard": found.settings.shard, "ranks_per_node": found.settings.ranks_per_node}
+
+    asked = settings.asked.model_copy(update=from_first(transport, layout))
+    return replace(start, settings=replace(settings, asked=asked))
+
+
+def _held_bytes(start: Start) -> int:
+    """Count what a loop's model and its optimizer hold on the device where steps run."""
+    optimizer = start.settings.optimizer
+    states = () if optimizer is None else optimizer.state.values()
+    held = [*start.text.parameters(), *(each for part in states for each in part.values())]
+    device = start.settings.device.type
+    return sum(each.nbytes for each in held if isinstance(each, Tensor) and each.device.type == device)
+
+
+def start_engine(start: Start) -> tuple[Engine, Updates | None]:
+    """Return what runs the steps of a start whose layout is settled, and what updates its parameters. Collective."""
+    settings, transport, say = start.settings, start.transport, start.say if start.is_first else None
+    _refuse_not_finite(start.model, transport)
+    _check_host_optimizer(start)
+    if start.is_first and start.updates is not None and (towers := towers_sentence(start.text)):
+        start.say(towers)
+    engine = engine_of(
+        start.text,
         transport,
-        chunked=not has_own_logits(model),
+        chunked=settings.trained.chunked,
         planner=None,
-        timeout_seconds=timeout_seconds,
-        computing=computing,
+        timeout_seconds=settings.timeout_seconds,
+        computing=settings.computing,
         device=settings.device,
         dtype=settings.dtype,
         autocast=settings.autocast,
-        seed=seed,
+        seed=settings.seed,
         offload=settings.offload,
-        layers=choose_layers(model, computing, settings.device, dtype=settings.dtype, say=say),
+        layers=choose_layers(start.text, settings.computing, settings.device, dtype=settings.dtype, say=say),
     )
+    with reporting_shortage(
+        lambda: f"rank {transport.rank}, start",
+        needs=lambda: "the model, its gradients and its optimizer",
+        remedy=SMALLER_STATE,
+    ):
+        return engine, _take_model(start, engine)
 
 
-def _say(choice: str) -> None:
-    print(f"lengthwise: {choice}", flush=True)
+def _take_model(start: Start, engine: Engine) -> Updates | None:
+    """Give the engine the parameters of the model, or of its stage; return what updates them. Collective."""
+    settings, transport = start.settings, start.transport
+    overlaps = settings.asked.overlaps(on_gpus=settings.on_gpus)
+    how: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device, "overlaps": overlaps}
+    how |= {"offloads": settings.trained.offloads, "keeps_frozen": settings.keeps_frozen}
+    how["values_late"] = overlaps and not settings.is_read_between
+    rank, in_step = transport.rank, settings.asked.ranks_in_step(transport.world_size)
+    if start.updates is None and in_step == 1:
+        share_values(start.text, transport, start.text.parameters(), dtype=None, device=settings.device)
+        return None
+    if start.updates is not None and settings.asked.stages > 1:
+        engine.pipeline = pipeline = _take_stage(start)
+        assert engine.layers is not None, "chosen before"
+        engine.layers, rank = engine.layers.kept(), pipeline.mesh.replica
+        how["stage"] = pipeline.stage, pipeline.mesh
+    else:
+        how |= {"ranks_in_step": in_step, "rows": start.rows, "trains": start.updates is not None}
+    engine.parameters = parameters = lay_parameters(start.text, transport, **how)
+    return None if start.updates is None else start.updates(parameters, rank)
 
 
-def take_model(
-    model: nn.Module, engine: Engine, settings: SessionSettings, cost: Cost, *, local_ranks: int, closing: ExitStack
-) -> tuple[str, ShardedInPlace | None]:
-    """Give the engine the model's parameters; return how they lie over the ranks, and their optimizer. Collective.
+def _take_stage(start: Start) -> Pipeline:
+    """Leave of the model this rank's stage alone, with the values of the first replica. Collective."""
+    asked, transport = start.settings.asked, start.transport
+    mesh = join_stages(start.text, transport, asked.stages, reads=start.rows is not None)
+    chunks = cut_stages(
+        mesh.world,
+        start.text.config,
+        asked.stages * asked.virtual,
+        start.stage_lengths or [start.settings.capacity_tokens or 1],
+        capacity=start.settings.capacity_tokens or 1,
+        cost=start.stage_cost,
+    )
+    stage = ModelStage(start.text, chunks, stages=mesh.stages, stage=mesh.stage)
+    if start.rows is not None and mesh.replica == 0:
+        stage.read_weights(start.rows)
+    if start.is_first:
+        of_stage = [chunks[each :: asked.stages] for each in range(asked.stages)]
+        cut = " | ".join(", ".join(map(_written, each)) for each in of_stage)
+        start.say(f"stages: {asked.stages} with {counted(mesh.num_replicas, 'rank')} a stage, of layers {cut}")
+    return Pipeline(stage=stage, mesh=mesh, virtual=asked.virtual)
 
-    local_ranks: of this machine. closing: what ends with the session.
-    """
-    transport, optimizer, asked = engine.transport, settings.optimizer, settings.asked
-    options: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device, "closing": closing}
-    options |= {
-        "offloads": settings.offloads_optimizer,
-        "overlaps": asked.overlaps(on_gpus=settings.device.type == "cuda"),
-    }
-    _refuse_not_finite(model, transport)
-    check_host_optimizer(engine.model, transport, settings, local_ranks)
-    if optimizer is not None and asked.stages > 1:
-        mesh, tokens = join_stages(engine.model, transport, asked.stages), settings.capacity_tokens or 1
-        options |= {"virtual": asked.virtual, "tokens": tokens, "cost": cost if asked.measurements else None}
-        engine.pipeline, engine.parameters, sharded = take_stage(model, engine.model, optimizer, mesh, **options)
-        assert engine.layers is not None, "chosen at the start"
-        engine.layers = engine.layers.kept()
-        return "zero1", sharded
-    shard, in_step = shard_of(engine.model, transport, settings, cost, local_ranks=local_ranks)
-    options |= {"shard": shard, "ranks_in_step": in_step}
-    engine.parameters, sharded = take_over(model, engine.model, optimizer, transport, **options)
-    return shard, sharded
+
+def _written(layers: range) -> str:
+    return f"{layers.start}" if len(layers) == 1 else f"{layers.start} to {layers.stop - 1}"
 
 
 def _refuse_not_finite(model: nn.Module, transport: Transport) -> None:
@@ -96,7 +183,8 @@ def _refuse_not_finite(model: nn.Module, transport: Transport) -> None:
     Raises:
         ModelRefused: on all ranks, with the names of parameters.
     """
-    wrong = [name for name, each in model.named_parameters() if not transport.rank and not is_finite(each)]
+    given = () if transport.rank else model.named_parameters()
+    wrong = [name for name, each in given if not each.is_meta and not is_finite(each)]
     found = broadcast_bytes(transport, None if transport.rank else first_names(wrong).encode()).decode()
     if found:
         where, got = f"model {type(model).__name__}", f"NaN or infinity in {found}"
@@ -104,114 +192,16 @@ def _refuse_not_finite(model: nn.Module, transport: Transport) -> None:
         raise ModelRefused(where, expected="finite parameters", got=got, remedy=remedy)
 
 
-def shard_of(
-    model: nn.Module, transport: Transport, settings: SessionSettings, cost: Cost, *, local_ranks: int
-) -> tuple[str, int]:
-    """Return how the parameters of a model lie over the ranks, and how many neighbouring ranks share them. Collective.
-
-    As asked for, or the fastest for which there is room, by `cost`. What model and optimizer hold already counts as
-    free: it moves. Rank 0 says why, where parameters are cut. local_ranks: of this machine, which are a node where
-    nothing else was asked for.
-
-    Raises:
-        ConfigError: nodes do not divide the ranks.
-        MemoryShortage: the model fits in no way.
-    """
-    ranks, shard = transport.world_size, settings.asked.shard
-    least_here, most_here = least(transport, [local_ranks, -local_ranks])  # the same on all ranks, or no node
-    here = int(least_here) if least_here == -most_here else ranks
-    node = ranks_of_node(settings.asked.ranks_per_node, here, ranks, is_asked=shard == "hybrid")
-    within = {"zero1": 1, "zero3": ranks, "hybrid": node or ranks}
-    if shard == "auto" and ranks > 1:
-        shard = _chosen(model, transport, settings, _memory(model, settings, ranks, node), cost)
-    if ranks == 1:
-        if shard == "zero3":
-            print(f"lengthwise: {ZERO3_ALONE}", flush=True)
-        return "zero1", 1
-    if shard == "hybrid" and node == ranks:
-        if not transport.rank:
-            print("lengthwise: shard hybrid: all ranks are on one node, where it is zero3", flush=True)
-        shard = "zero3"
-    return shard, within[shard]
-
-
-def check_host_optimizer(model: nn.Module, transport: Transport, settings: SessionSettings, local_ranks: int) -> None:
+def _check_host_optimizer(start: Start) -> None:
     """Refuse an offloaded optimizer that is more than hosts have free; rank 0 says where it saves nothing. Collective.
-
-    local_ranks: of this machine.
 
     Raises:
         MemoryShortage: it is more.
     """
-    if settings.offloads_optimizer and settings.device.type == "cuda":
-        free, fewest = least(transport, [free_bytes(torch.device("cpu"), 1), -local_ranks])
-        memory = _memory(model, settings, transport.world_size)
+    settings, transport = start.settings, start.transport
+    if settings.trained.offloads and settings.on_gpus:
+        free, fewest = least(transport, [free_bytes(torch.device("cpu"), 1), -start.local_ranks])
+        memory = memory_of_settings(settings.asked, settings.trained, ranks=transport.world_size, on_gpus=True)
         check_host(memory, int(-fewest), free, key="offload_optimizer")
-    elif settings.offloads_optimizer and not transport.rank:
-        print("lengthwise: offload_optimizer saves no memory without GPUs", flush=True)
-
-
-def _memory(model: nn.Module, settings: SessionSettings, ranks: int, node: int | None = None) -> StepMemory:
-    """Return what a step of the model holds, under zero1."""
-    parameters = list(model.parameters())
-    widths = Counter[int]()
-    for parameter in parameters:
-        widths[parameter.element_size()] += parameter.numel()
-    trains = settings.optimizer is not None
-    return session_memory(
-        whole_model(model).config,
-        settings,
-        ranks=ranks,
-        ranks_per_node=node,
-        parameters=sum(widths.values()),
-        trained=sum(each.numel() for each in parameters if each.requires_grad) if trains else 0,
-        dtype_bytes=widths.most_common(1)[0][0],
-        chunked=not has_own_logits(model),
-    )
-
-
-def _chosen(model: nn.Module, transport: Transport, settings: SessionSettings, memory: StepMemory, cost: Cost) -> str:
-    """Return the fastest layout that what is free allows, and say why. Collective."""
-    device, optimizer = settings.device, settings.optimizer
-    states = () if optimizer is None else optimizer.state.values()
-    held = [*model.parameters(), *(each for part in states for each in part.values())]
-    own = sum(each.nbytes for each in held if isinstance(each, Tensor) and each.device.type == device.type)
-    (free,) = least(transport, [free_bytes(device, transport.device_ranks) + own])
-    kinds = kinds_of(whole_model(model).config, settings.recompute)
-    choice = choose_shard(
-        memory,
-        free or None,
-        tokens=settings.capacity_tokens or wanted_tokens(transport.world_size),
-        kinds=kinds,
-        offload=0.0 if settings.offload is None else 1.0,
-        keeps_whole=settings.asked.keeps_whole,
-        can_offload=optimizer is not None and device.type == "cuda",
-        seconds=_layout_seconds(transport, settings, cost, free, kinds),
-        margin=MODEL_ERROR,  # a loop that reads the model between steps is worth more than what costs cannot tell
-    )
-    if choice.shard != "zero1" and not transport.rank:
-        print(f"lengthwise: shard {choice.shard}: {choice.why}", flush=True)
-    return choice.shard
-
-
-def _layout_seconds(
-    transport: Transport, settings: SessionSettings, cost: Cost, free: float, kinds: Sequence[str]
-) -> LayoutSeconds | None:
-    """Return how long a step takes with a layout, by the costs of rank 0, for all. The result is collective, too.
-
-    None: nothing trains, costs know no transfers, or there is no GPU: on CPUs transfers and computing share cores.
-    """
-    trains = settings.optimizer is not None and settings.device.type == "cuda"
-    if not trains or not least(transport, [float(cost.prices_choices and free > 0)])[0]:
-        return None
-    tokens = settings.capacity_tokens
-    of_rank_0 = layout_seconds(
-        usual_lengths(transport.world_size, tokens),
-        cost,
-        free,
-        kinds=kinds,
-        capacity_tokens=tokens,
-        offload=offload_of(settings.offload),
-        heads=settings.asked.heads,
-    )
-    return lambda memory: least(transport, [inf if transport.rank else of_rank_0(memory)])[0]
+    elif settings.trained.offloads and start.is_first:
+        start.say("an optimizer on the host saves no memory without GPUs, where all is in the host's memory")

@@ -1,4 +1,4 @@
-"""A run file on a machine that need not be there: the layout it takes, and what a step of it then holds.
+"""Settings, a model's sizes and a machine that need not be there: the layout it takes, and what a step then holds.
 
 The layout is the one named, or for `shard: auto` the fastest that fits; on CPUs the first that fits, because there
 transfers and computing share cores, which costs do not know.
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
+from typing import Any, Generic, TypeVar
 
-from lengthwise.config import OffloadConfig, RunConfig
+from lengthwise.config import OffloadConfig, RunConfig, TrainingSettings
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost import (
     DTYPE_BYTES,
+    ZERO3_ALONE,
     Cost,
     LayoutSeconds,
     ModelLayout,
@@ -24,6 +27,8 @@ from lengthwise.cost import (
     wanted_tokens,
 )
 from lengthwise.simulator.layouts import layout_seconds, usual_lengths
+
+Asked = TypeVar("Asked", bound=TrainingSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,27 +42,44 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """What of a model counts.
+    """What of a model and its optimizer counts.
 
-    parameters: all of them, adapters too; None: those of the shape. adapters: that train in place of the model's own;
-    None: all train. ties: whether head and embedding are the same; None: as the family usually has it. kinds: of
-    recomputation that its family can.
+    dtype_bytes: of a parameter as forward reads it. parameters: all of them, adapters too; None: those of the shape.
+    trained: those that train, where others do not; None: all. ties: whether head and embedding are the same; None: as
+    the family usually has it. kinds: of recomputation that its family can. states: that the optimizer keeps of an
+    entry. offloads: it keeps them, and master weights, in the host's memory. chunked: the loss makes logits in chunks.
     """
 
     shape: ModelShape
+    dtype_bytes: int
     parameters: int | None = None
-    adapters: int | None = None
+    trained: int | None = None
     ties: bool | None = None
     kinds: Sequence[str] = RECOMPUTE_KINDS
+    states: int = 2
+    offloads: bool = False
+    chunked: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """A run file with its layout settled, and what a step then holds; why: "" where there was nothing to choose."""
+class Setup(Generic[Asked]):
+    """Settings with their layout settled, and what a step then holds; why: "" where there was nothing to choose."""
 
-    config: RunConfig
+    settings: Asked
     memory: StepMemory
     why: str = ""
+
+
+def model_of_run(config: RunConfig, shape: ModelShape, *, on_gpus: bool, **known: Any) -> TrainedModel:
+    """Return what counts of the model of a run file. known: other fields, of the model itself."""
+    return TrainedModel(
+        shape=shape,
+        dtype_bytes=DTYPE_BYTES[config.precision_on(gpus=on_gpus)],
+        states=len(config.optimizer.states),
+        offloads=config.optimizer.offload,
+        chunked=config.loss == "chunked",
+        **known,
+    )
 
 
 def offload_of(section: OffloadConfig | None) -> str | float:
@@ -65,26 +87,25 @@ def offload_of(section: OffloadConfig | None) -> str | float:
     return "off" if section is None else section.ratio
 
 
-def memory_of_run(config: RunConfig, model: TrainedModel, *, ranks: int, on_gpus: bool) -> StepMemory:
-    """Return what a step holds in the layout of a run file; auto is zero1 until it is settled."""
+def memory_of_settings(settings: TrainingSettings, model: TrainedModel, *, ranks: int, on_gpus: bool) -> StepMemory:
+    """Return what a step holds in the layout of these settings; auto is zero1 until it is settled."""
     layout = ModelLayout(
-        ranks=ranks // config.stages,
-        stages=config.stages,
-        virtual=config.virtual,
-        shard="zero1" if config.shard == "auto" else config.shard,
-        ranks_per_node=config.ranks_per_node,
+        ranks=ranks // settings.stages,
+        stages=settings.stages,
+        virtual=settings.virtual,
+        shard="zero1" if settings.shard == "auto" else settings.shard,
+        ranks_per_node=settings.ranks_per_node,
         parameters=model.parameters,
-        trained=model.adapters,
-        states=len(config.optimizer.states),
-        offloads=config.optimizer.offload,
+        trained=model.trained,
+        states=model.states,
+        offloads=model.offloads,
         ties=model.ties,
     )
-    narrow, chunked = DTYPE_BYTES[config.precision_on(gpus=on_gpus)], config.loss == "chunked"
-    return memory_of(model.shape, layout, dtype_bytes=narrow, on_gpus=on_gpus, chunked=chunked)
+    return memory_of(model.shape, layout, dtype_bytes=model.dtype_bytes, on_gpus=on_gpus, chunked=model.chunked)
 
 
 def resolve(
-    config: RunConfig,
+    settings: Asked,
     model: TrainedModel,
     machine: Machine,
     cost: Cost,
@@ -92,53 +113,59 @@ def resolve(
     room_bytes: float | None = None,
     lengths: Sequence[int] | None = None,
     longest: int = 1,
-    batch: int = 1,
-) -> Setup:
-    """Return the settled layout of a run file, as it is where nothing is open.
+    batch: float = inf,
+    margin: float = 0.0,
+) -> Setup[Asked]:
+    """Return the settled layout of these settings, as it is where nothing is open.
 
     cost: of whole parameters on every rank. room_bytes: of one rank; None: not known. lengths: of the first global
     batch; None: not known. longest, batch: tokens of the longest sequence, and at most of a global batch.
+    margin: by which share of its time another layout must be faster than the first that fits.
 
     Raises:
         MemoryShortage: the model fits under no layout.
         ConfigError: nodes do not divide the ranks.
     """
-    ranks, asked = machine.ranks, config.shard
-    node = ranks_of_node(config.ranks_per_node, machine.here, ranks, is_asked=asked == "hybrid")
-    memory, why = memory_of_run(config, model, ranks=ranks, on_gpus=machine.on_gpus), ""
+    ranks, asked = machine.ranks, settings.shard
+    node = ranks_of_node(settings.ranks_per_node, machine.here, ranks, is_asked=asked == "hybrid")
+    memory = memory_of_settings(settings, model, ranks=ranks, on_gpus=machine.on_gpus)
+    why = ZERO3_ALONE if asked == "zero3" and ranks == 1 else ""
     if asked == "hybrid":
-        config, memory = config.model_copy(update={"ranks_per_node": node}), replace(memory, ranks_per_node=node)
+        settings = settings.model_copy(update={"ranks_per_node": node})
+        memory = replace(memory, ranks_per_node=node)
         why = "shard hybrid: all ranks are on one node, where it is zero3" if node == ranks else ""
-    if asked != "auto" or config.stages > 1:  # stages have zero1 alone
-        return Setup(config=config, memory=memory, why=why)
+    if asked != "auto" or settings.stages > 1:  # stages have zero1 alone
+        return Setup(settings=settings, memory=memory, why=why)
     memory = replace(memory, ranks_per_node=node)
-    capacity = None if config.capacity_tokens == "auto" else config.capacity_tokens
-    recompute = config.recompute if capacity is None or config.recompute != "auto" else "none"
+    capacity = None if settings.capacity_tokens == "auto" else settings.capacity_tokens
+    recompute = settings.recompute if capacity is None or settings.recompute != "auto" else "none"
     kinds = model.kinds if recompute == "auto" else [recompute]
     seconds: LayoutSeconds | None = None
-    if machine.on_gpus and room_bytes is not None and cost.prices_choices:
+    if machine.on_gpus and room_bytes is not None and model.trained != 0 and cost.prices_choices:
         seconds = layout_seconds(
             lengths or usual_lengths(ranks, capacity),
             cost,
             room_bytes,
             kinds=kinds,
             capacity_tokens=capacity,
-            offload=offload_of(config.offload),
-            heads=config.heads,
+            offload=offload_of(settings.offload),
+            heads=settings.heads,
         )
     choice = choose_shard(
         memory,
         room_bytes,
-        tokens=wanted_tokens(ranks, longest=longest, batch=batch) if capacity is None else min(capacity, batch),
+        tokens=wanted_tokens(ranks, longest=longest, batch=batch) if capacity is None else int(min(capacity, batch)),
         kinds=kinds,
-        offload=config.most_offload,
-        keeps_whole=config.keeps_whole,
-        can_offload=machine.on_gpus,
+        offload=settings.most_offload,
+        keeps_whole=settings.keeps_whole,
+        can_offload=machine.on_gpus and model.trained != 0,
         seconds=seconds,
+        margin=margin,
     )
     within = node if choice.shard == "hybrid" else None
+    is_usual = choice.shard == "zero1" and (ranks == 1 or not machine.on_gpus)
     return Setup(
-        config=config.model_copy(update={"shard": choice.shard, "ranks_per_node": within}),
+        settings=settings.model_copy(update={"shard": choice.shard, "ranks_per_node": within}),
         memory=replace(memory, shard=choice.shard),
-        why=f"shard {choice.shard}: {choice.why}",
+        why="" if is_usual else f"shard {choice.shard}: {choice.why}",
     )
