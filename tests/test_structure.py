@@ -10,7 +10,18 @@ import lengthwise
 SOURCES = sorted(Path(lengthwise.__file__).parent.rglob("*.py"))
 
 
-@pytest.mark.parametrize("name", ["Engine", "PlanOptions", "StepMemory"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Engine",
+        "FlatParameters",
+        "PlanOptions",
+        "ShardedParameters",
+        "StageParameters",
+        "StepMemory",
+        "StepRunner",
+    ],
+)
 def test_a_record_of_many_callers_is_made_in_one_file(name):
     made = [path for path in SOURCES if re.search(rf"(?<!class )\b{name}\(", path.read_text(encoding="utf-8"))]
     assert len(made) == 1, made

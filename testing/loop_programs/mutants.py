@@ -204,7 +204,7 @@ def _loses_writes(parameters: Callable[[Session], list[nn.Parameter]]) -> Defect
 
 
 def _of_whole_model(session: Session) -> list[nn.Parameter]:
-    is_whole = session.shard == "zero1" and session._engine.pipeline is None
+    is_whole = session.shard == "zero1" and session.engine.pipeline is None
     return [each for each in session.model.parameters() if each.requires_grad] if is_whole else []
 
 

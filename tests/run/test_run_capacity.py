@@ -7,7 +7,6 @@ import torch
 from testing import LiveBytes, build_pair, make_batch, run_ranks, tiny_family_config
 
 from lengthwise import Session
-from lengthwise.attention import choose_kernel
 from lengthwise.comm import World
 from lengthwise.core import host_memory
 from lengthwise.core.errors import ConfigError
@@ -16,17 +15,14 @@ from lengthwise.core.held import held_by_rank
 from lengthwise.core.plan import Plan
 from lengthwise.cost import capacity as cost_capacity
 from lengthwise.engine import memory
-from lengthwise.engine.activations import start_offloading
-from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes
-from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.norm import clip_factor
+from lengthwise.engine.optimizer import kept_bytes
 from lengthwise.engine.small_pass import SmallPasses
-from lengthwise.engine.step import run_plan
-from lengthwise.models import build_adapted
-from lengthwise.run import capacity
-from lengthwise.run.building import job_engine
+from lengthwise.run.building import open_session
 from lengthwise.run.start import prepare
 from lengthwise.session import capacity as session_capacity
 from lengthwise.session import engine as session_engine
+from lengthwise.session.source import PlannedStep
 from run.small_runs import VOCAB, call, losses, make_rows, read_lines, train, write_model, write_run
 from tiers import some
 
@@ -138,29 +134,20 @@ def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, key
 
     def work(transport):
         with LiveBytes() as live:
-            model = build_adapted(job.model, None, seed=0)
-            parameters = FlatParameters(model, transport, dtype=torch.float32)
-            optimizer, kernel = ShardedOptimizer(parameters, job.config.optimizer, transport), choose_kernel(CPU)
-            world = World(rank=transport.rank, world_size=2)
-            found = capacity.measure_capacities(
-                job, job_engine(job, world, transport, None, model, parameters), parameters
-            )
-            offloading = start_offloading(job.config.offload, model, kernel, where="test")
-            batch, planning = make_batch(lengths, vocab=VOCAB), job.with_capacities(found).planning
+            session, optimizer = open_session(job, World(rank=transport.rank, world_size=2), transport, say=str)
+            planning = session.plan_with(job.cost).ahead
+            batch, found = make_batch(lengths, vocab=VOCAB), planning.measured
             for plan in (planning.plan((9,) * len(lengths)), planning.plan(lengths)):
                 live.peak_bytes = live.now_bytes
-                at_once = job.logits_at_once
                 few = make_batch(plan.tokens, vocab=VOCAB)
-                run_plan(
-                    model, plan, few if sum(plan.tokens) < 100 else batch, transport, kernel, name="test",
-                    logits_at_once=at_once, offloading=offloading,
-                )  # fmt: skip
-                optimizer.end_step(1e-3)
+                step = PlannedStep(batch=few if sum(plan.tokens) < 100 else batch, plan=plan, plan_seconds=0.0)
+                optimizer.scale_gradients(clip_factor(1.0, session.backward(step).grad_norm))
+                optimizer.step(1e-3)
         mine = [(each, held_by_rank(plan, each)[0][transport.rank]) for each in plan.microbatches]
         said = max(found.memory.peak_bytes(each.recompute, held, each.offload) for each, held in mine)
         return (
             live.peak_bytes,
-            kept_bytes(model, parameters, job.config.optimizer),
+            kept_bytes(session.engine.model, optimizer.parameters, job.config.optimizer),
             said,
             found.memory.budget_bytes,
             plan.to_json(),

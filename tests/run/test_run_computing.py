@@ -111,7 +111,7 @@ def test_what_is_measured_before_the_first_step_computes_as_the_run_does(tmp_pat
     monkeypatch.setattr(pricing, "profile", profile)
     monkeypatch.setattr(pricing, "open_store", lambda *_, **__: None)
     world = type("World", (), {"device": None, "rank": 0})()
-    assert "not measured" in pricing.Pricing(job, follows_speeds=False).measure(world, None, None)
+    assert "not measured" in pricing.Pricing(job.planning, follows_speeds=False).measure(job, world, None, None)
     assert asked == [Computing(attention="reference")]
 
 

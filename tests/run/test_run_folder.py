@@ -24,7 +24,7 @@ from lengthwise.config import load_config
 from lengthwise.core.errors import OutputError
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.run import export, folder, launch, loop, setup, writes
+from lengthwise.run import export, folder, launch, setup, writes
 from lengthwise.run.callbacks import EvalMetrics, FinishedStep, StepMetrics
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.writes import MOST_FAILURES
@@ -169,7 +169,7 @@ def test_an_interrupt_says_whether_the_model_was_saved_and_names_the_newest_chec
     given = "--set 'checkpoint={every_steps: 1, background: false}'"
     command = f"go on from the newest checkpoint: lengthwise train {path} {given} --resume"
     assert capfd.readouterr().err == f"interrupted: {saved}; {command}\n"
-    monkeypatch.setattr(loop._Loop, "close", interrupted)
+    monkeypatch.setattr(setup.RankRun, "close", interrupted)
     assert call("train", path, "--overwrite") == 130
     assert capfd.readouterr().err == f"interrupted: the model is saved in {tmp_path / 'out/model'}; {why}\n"
     assert (tmp_path / "out/model/model.safetensors").exists()

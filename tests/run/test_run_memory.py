@@ -7,19 +7,21 @@ import torch
 from testing import make_batch, make_plan
 
 from lengthwise.attention import FlashCpuKernel
-from lengthwise.comm import SoloTransport
+from lengthwise.comm import SoloTransport, World
 from lengthwise.config import build_config
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.plan import Piece
-from lengthwise.engine import objective
+from lengthwise.engine import lay, objective
 from lengthwise.engine import step as work
-from lengthwise.engine.replicated import FlatParameters
-from lengthwise.models import DTYPES, build_model
-from lengthwise.run import building, capacity
+from lengthwise.models import build_model
+from lengthwise.run import capacity
+from lengthwise.run.building import open_session
 from lengthwise.run.capacity import check_memory, largest_pack
 from lengthwise.run.checks import prepare_job
 from run.small_runs import VOCAB, call, losses, make_rows, train, write_run
 from tiers import more
+
+WORLD = World(rank=0, world_size=1)
 
 
 def job_of(folder, lengths, **keys):
@@ -47,11 +49,11 @@ def test_largest_pack_is_the_capacity_or_the_largest_batch(tmp_path, lengths, ke
 @pytest.mark.parametrize("precision", [more("fp64"), more("fp32"), "bf16"])
 def test_memory_check_leaves_no_gradient_and_no_other_parameter(tmp_path, precision):
     job = job_of(tmp_path, [30, 12], precision=precision)
-    model = build_model(job.model, seed=0)
-    flat = FlatParameters(model, SoloTransport(), dtype=DTYPES[precision])
+    session, optimizer = open_session(job, WORLD, SoloTransport(), say=str)
+    flat = optimizer.parameters
     before = flat.values.clone()
     flat.grads.fill_(7)  # whatever was there
-    said = check_memory(model, flat, job, FlashCpuKernel())
+    said = check_memory(session.engine, job)
     assert said == "memory check: the largest microbatch, 32 tokens, ran"
     assert torch.equal(flat.values, before)
     assert not flat.grads.any()
@@ -67,8 +69,8 @@ def test_memory_check_runs_the_most_sequences_too(tmp_path, monkeypatch):
         return done
 
     monkeypatch.setattr(capacity, "run_plan", watched)
-    model = build_model(job.model, seed=0)
-    said = check_memory(model, FlatParameters(model, SoloTransport(), dtype=torch.float64), job, FlashCpuKernel())
+    session, _ = open_session(job, WORLD, SoloTransport(), say=str)
+    said = check_memory(session.engine, job)
     assert seen == [((12,), True), ((1, 2, 3, 4), True)], "forward and backward"
     assert said == "memory check: the largest microbatch, 12 tokens, ran, so did one of 4 sequences"
 
@@ -92,7 +94,7 @@ def out_of_memory(*_, **__):
 def test_train_that_does_not_fit_says_so_before_the_first_step(tmp_path, monkeypatch, capfd, ranks):
     path = write_run(tmp_path, make_rows([30, 12]), memory_check=True)
     with monkeypatch.context() as patch:
-        patch.setattr(building, "FlatParameters", out_of_memory)
+        patch.setattr(lay, "FlatParameters", out_of_memory)
         assert call("train", path, "--ranks", ranks) == 1
     err = capfd.readouterr().err
     assert "start: expected the model, its gradients and its optimizer to fit; got" in err

@@ -49,7 +49,7 @@ def poison(monkeypatch, what, *steps, rank):
         update(self, lr)
         updates.append(lr)
         if what == "parameter" and self._transport.rank == rank and len(updates) in steps:
-            self._parameters.master_weights[0] = math.nan
+            self.parameters.master_weights[0] = math.nan
 
     monkeypatch.setattr(engine, "run_plan", poisoned_run)
     monkeypatch.setattr(ShardedOptimizer, "update", poisoned_update)

@@ -1,12 +1,11 @@
 """A slow rank in a run, on a machine whose seconds are known: found, named and planned for, without a clock."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from cost.test_cost_fit import machine
-from lengthwise.core.plan import Plan
 from lengthwise.cost.rank_speeds import RanStep
 from lengthwise.planner import PlanOptions, score
 from lengthwise.planner.service.step_planning import StepPlanning
@@ -15,21 +14,6 @@ from tiers import more
 
 RANKS = 4
 TRUE = replace(machine(curve=((1.0, 1.0),), hop=1e-4), heads=4)
-
-
-@dataclass
-class RunOf:
-    """As much of a job as pricing asks for."""
-
-    planning: StepPlanning
-    replicas: int = RANKS
-
-
-class Planner:
-    """Plans in this process."""
-
-    def plan(self, planning, lengths):
-        return planning.plan(lengths).to_json(), 0.0
 
 
 def run_of(
@@ -41,10 +25,10 @@ def run_of(
     cost = replace(TRUE, **{name: getattr(TRUE, name) * factor for name, factor in zip(names, factors, strict=True)})
     options = PlanOptions(**{"layers": 2, "planner": "lengthwise", **options})
     planning = StepPlanning(ranks=RANKS, cost=cost, capacities={recompute: 2048}, options=options)
-    pricing, plans, notes = Pricing(RunOf(planning), follows_speeds=follows), [], []
+    pricing, plans, notes = Pricing(planning, follows_speeds=follows), [], []
     for _ in range(steps + 1):
         lengths = np.minimum(6000, np.exp(rng.normal(6, 1.2, sequences)).astype(int) + 1).tolist()
-        plans.append(Plan.from_json(pricing.plan(Planner(), lengths)[0]))  # while the step before it runs
+        plans.append(pricing.priced(planning).plan(lengths))  # while the step before it runs
         if len(plans) > 1:
             busy = np.array(score(plans[-2], TRUE, speeds=[1.0] * RANKS).busy_seconds) / np.array(speeds)
             noisy = tuple((busy * np.exp(0.02 * rng.standard_normal(RANKS))).tolist())

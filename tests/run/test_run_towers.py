@@ -49,15 +49,15 @@ QWEN = "qwen3_vl", "qwen3_vl_text"
 @pytest.fixture
 def towers_on_rank_0(monkeypatch):
     """Let a rank that holds a tower and is not the first end in an error."""
-    made = building.build_trained
+    made = building.open_session
 
-    def build(job, world, transport, **options):
-        model, parameters = made(job, world, transport, **options)
-        places = {each.is_meta for each in left_alone(model).values()}
+    def opened_session(job, world, transport, *arguments, **options):
+        session, optimizer = made(job, world, transport, *arguments, **options)
+        places = {each.is_meta for each in left_alone(session.engine.model).values()}
         assert places == {transport.rank > 0}, f"rank {transport.rank}: towers on meta: {places}"
-        return model, parameters
+        return session, optimizer
 
-    monkeypatch.setattr(setup, "build_trained", build)
+    monkeypatch.setattr(setup, "open_session", opened_session)
 
 
 @pytest.mark.usefixtures("towers_on_rank_0")

@@ -283,7 +283,7 @@ class Planned(Plain):
         self.session.backward(rows)
 
     def evaluate(self, rows):
-        opens = self.session.shard == "zero1" and self.session._engine.pipeline is None
+        opens = self.session.shard == "zero1" and self.session.engine.pipeline is None
         with Session(self.model, capacity_tokens=64) if opens else nullcontext(self.session) as evaluating:
             self.numbers.append(evaluating.evaluate(rows).loss)
 

@@ -28,10 +28,10 @@ from lengthwise.cost import shape_from_config
 from lengthwise.cost.fit import fit_samples
 from lengthwise.cost.measured import base_cost, measured_model
 from lengthwise.engine.batch import random_batch
+from lengthwise.engine.lay import lay_parameters
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import (
     DTYPES,
@@ -43,7 +43,6 @@ from lengthwise.models import (
     compute_so,
     position_limit,
     score_cap,
-    wrapped_layers,
 )
 from lengthwise.offload import ActivationStore, DiskStore, PinnedStore
 from lengthwise.profiler.model_ends import run_embedding, run_head
@@ -154,8 +153,8 @@ def build(
     model = build_model(source, seed=0, stored=transport.rank == 0)
     compute_so(model, computing or Computing(), world.device, dtype=DTYPES[precision])
     choose_mixers(model, transport, world.device, dtype=DTYPES[precision])
-    flat = FlatParameters(model, transport, dtype=DTYPES[precision], device=world.device, layers=wrapped_layers(model))
-    return model, flat, ShardedOptimizer(flat, OptimizerConfig(), transport)
+    parameters = lay_parameters(model, transport, dtype=DTYPES[precision], device=world.device)
+    return model, parameters, ShardedOptimizer(parameters, OptimizerConfig(), transport)
 
 
 def open_store(device: torch.device, folder: Path | None, *, where: str) -> ActivationStore | None:

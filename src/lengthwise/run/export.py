@@ -23,7 +23,8 @@ from lengthwise.config import RunConfig, load_config
 from lengthwise.core.errors import ConfigError, OutputError
 from lengthwise.core.files import whole_folder
 from lengthwise.data import Tokenizer, load_tokenizer
-from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.lay import lay_parameters
+from lengthwise.engine.parameters import Parameters
 from lengthwise.models import (
     DTYPES,
     build_adapted,
@@ -31,7 +32,6 @@ from lengthwise.models import (
     find_model,
     save_adapter,
     save_model,
-    wrapped_layers,
 )
 from lengthwise.run.folder import CONFIG
 from lengthwise.run.resume import FOLDER, model_settings, run_settings
@@ -119,12 +119,10 @@ def export_checkpoint(output: Path, to: Path, *, step: int | None = None) -> Pat
     return path
 
 
-def _build(config: RunConfig) -> tuple[Any, FlatParameters]:
+def _build(config: RunConfig) -> tuple[Any, Parameters]:
     source = find_model(config.model, weights=config.weights)
     model: Any = build_adapted(source, config.lora, seed=config.seed)
-    parameters = FlatParameters(
-        model, SoloTransport(), dtype=DTYPES[config.precision], device=torch.device("cpu"), layers=wrapped_layers(model)
-    )
+    parameters = lay_parameters(model, SoloTransport(), dtype=DTYPES[config.precision], device=torch.device("cpu"))
     return model, parameters
 
 

@@ -134,7 +134,7 @@ def set_up(
         largest_allowed=torch.finfo(session.engine.dtype).max,
     )
     end = RunStepEnd(rank=transport.rank, finite=finite, checkpoints=checkpoints)
-    session.end_steps_by(end)
+    session.runner.end = end
     _restore(job, session, end, say)
     transport.phase = "measuring what fits into memory"
     planning = session.plan_with(job.cost)
@@ -166,7 +166,7 @@ def _restore(job: Job, session: Session, end: RunStepEnd, say: Callable[[str], N
         return
     end.finite.skipped = resume.manifest.skipped
     end.checkpoints.restore(resume)
-    session.go_on_after(resume.step)
+    session.runner.steps = resume.step
     for each in resume.passed_over:
         say(f"skipped and removed: {each}")
     say(f"resuming from {resume.folder}, after step {resume.step}")

@@ -205,8 +205,8 @@ def _run_plan(
         for values in parameters.read_by_forward():
             values.copy_(values.to(rounds_to))
     engine.seed = ANY_KEY.seed
-    session.go_on_after(ANY_KEY.step - 1)
-    session.end_steps_by(_Comparison())
+    session.runner.steps = ANY_KEY.step - 1
+    session.runner.end = _Comparison()
     session.plan_with(job.cost)
     planned = PlannedStep(batch=batch, plan=plan, plan_seconds=0.0)
     is_whole = job.shard == "zero1" and job.config.stages == 1

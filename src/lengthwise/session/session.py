@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,25 +18,22 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-from lengthwise.comm import join, session_world
 from lengthwise.core.errors import ConfigError
 from lengthwise.cost import Cost
 from lengthwise.engine.norm import clip_factor, gradient_norm
-from lengthwise.engine.parameters import Parameters
-from lengthwise.models import check_adapters, placeholders, text_part, whole_model
-from lengthwise.planner.service.process import PlannerProcess
+from lengthwise.models import placeholders, whole_model
 from lengthwise.session.agreement import Agreement
 from lengthwise.session.keywords import SessionOptions
 from lengthwise.session.loss_checks import objective_of, takes_whole_logits
 from lengthwise.session.losses import ComputeLoss, TokenLoss, TokenValues
 from lengthwise.session.misuse import check_kinds, refuse_modes
-from lengthwise.session.model import hugging_face_model, names_in_wrap, names_inside, num_words
-from lengthwise.session.parameters import point_at_slices
+from lengthwise.session.model import names_in_wrap, names_inside, num_words
+from lengthwise.session.own_loop import start_of_loop
 from lengthwise.session.planning import SessionPlanning
 from lengthwise.session.rows import Row, RowBatch
-from lengthwise.session.runner import StepEnd, StepResult, StepRunner, first_step_sentence, refuse_not_finite
+from lengthwise.session.runner import StepResult, StepRunner, first_step_sentence, refuse_not_finite
 from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
-from lengthwise.session.settings import SessionSettings, check_settings, cost_of, planning_of
+from lengthwise.session.settings import planning_of
 from lengthwise.session.sharded import ShardedInPlace
 from lengthwise.session.source import PlannedStep, StepsOfIterators
 from lengthwise.session.stages import whole_states
@@ -66,7 +63,7 @@ class Session:
         heads: split heads, as in a run file.
         offload: of activations, the section of a run file: {"store": "host"}.
         offload_optimizer: fp32 master weights and the optimizer's states are in the host's memory, where it updates.
-        planner: who plans each step, as in a run file.
+        planner: who plans each step.
         measurements: the file that `lengthwise profile` wrote, or costs, to plan with; None: estimates for the device.
         precision: "bf16": mixed precision over fp32 weights, as torch.autocast has it; None: that of a surrounding
             torch.autocast, if any.
@@ -93,48 +90,26 @@ class Session:
         timeout_seconds: float = 600.0,
         **settings: Unpack[SessionOptions],
     ) -> None:
-        check_kinds(model=model, seed=seed, timeout_seconds=timeout_seconds)
-        check_adapters(model)
-        inner = text_part(hugging_face_model(model))
-        how: dict[str, Any] = {"seed": seed, "timeout_seconds": timeout_seconds}
-        checked = check_settings(inner, optimizer, settings, **how)
-        cost = cost_of(checked)
         self._clear(optimizer)
-        world = session_world(checked.device)
-        transport = join(world, timeout_seconds=timeout_seconds)
-        self._closing.callback(transport.close)
+        how: dict[str, Any] = {"seed": seed, "timeout_seconds": timeout_seconds, "closing": self._closing}
         try:
-            process = None if transport.rank else self._closing.enter_context(PlannerProcess())
-            if process is not None:
-                weakref.finalize(self, process.close)  # of a session that nobody closes
-            start = Start(
-                model=model,
-                text=inner,
-                settings=checked,
-                cost=cost,
-                transport=transport,
-                local_ranks=world.local_size,
-                process=process,
-                updates=None if checked.optimizer is None else self._slices_of(model, inner, checked),
-                stage_cost=cost if checked.asked.measurements else None,
-                say=_say,
-            )
+            start, self._sharded = start_of_loop(model, optimizer, settings, **how)
+            if start.process is not None:
+                weakref.finalize(self, start.process.close)  # of a session that nobody closes
             self._begin(start)
-            self._agreement = Agreement(inner, transport, self._sharded)
+            self._agreement = Agreement(start.text, start.transport, self._sharded)
             if self._sharded is not None:
                 stages = self._settings.asked.stages
-                self._runner.end = SessionStepEnd(updates=self._sharded, transport=transport, stages=stages)
+                self.runner.end = SessionStepEnd(updates=self._sharded, transport=start.transport, stages=stages)
                 self._sharded.compare = self._agreement.reach
-            self.plan_with(cost)
+            self.plan_with(start.cost)
         except BaseException:
             self._closing.close()
             raise
 
     @classmethod
     def of(cls, start: Start) -> Session:
-        """Return a session of a run file: its loop owns the process that plans, and transport, and is the same on all
-        ranks. `plan_with` is yet to be called. Collective.
-        """
+        """Return a session of a loop that all ranks run alike, to be planned by `plan_with`. Collective."""
         session = cls.__new__(cls)
         session._clear(None)
         session._begin(start)
@@ -144,18 +119,6 @@ class Session:
         self.optimizer, self._sharded, self._agreement = optimizer, None, None
         self._known_losses, self._iterators = set[object](), StepsOfIterators()
         self._closing, self._is_closed, self._has_said = ExitStack(), False, False
-
-    def _slices_of(self, model: nn.Module, inner: nn.Module, settings: SessionSettings) -> Callable[..., Updates]:
-        """Return what points the loop's optimizer at slices; it reads now what the optimizer has."""
-        assert settings.optimizer is not None, "it was checked"
-        sharded = ShardedInPlace(settings.optimizer, inner, offloads=settings.trained.offloads)
-
-        def updates(parameters: Parameters, rank: int) -> Updates:
-            self._sharded = sharded
-            point_at_slices(sharded, parameters, rank, (model, whole_model(inner)), self._closing)
-            return sharded
-
-        return updates
 
     def _begin(self, start: Start) -> None:
         """Take the model, in the layout that fits. Collective."""
@@ -169,10 +132,8 @@ class Session:
         self._settings, self._planner = start.settings, start.process
         self.engine, self._updates = start_engine(start)
         self._closing.callback(self.engine.close)
-        self._runner = StepRunner(engine=self.engine)
+        self.runner = StepRunner(engine=self.engine)
         self.shard = start.settings.asked.layout(self.world_size)
-
-    # What the loop of a run file does beside.
 
     def plan_with(self, cost: Cost) -> SessionPlanning:
         """Measure what memory holds, where that is asked for, and plan steps from then on. Collective.
@@ -188,25 +149,15 @@ class Session:
             self.engine.planner = self._planning.start(self._planner)
         return self._planning
 
-    def go_on_after(self, steps: int) -> None:
-        """Count steps from here on."""
-        self._runner.steps = steps
-
-    def end_steps_by(self, end: StepEnd) -> None:
-        """Let `end` decide at the end of steps."""
-        self._runner.end = end
-
-    # What a loop of a user's own does, too.
-
     @property
     def steps(self) -> int:
         """The steps that were made so far."""
-        return self._runner.steps
+        return self.runner.steps
 
     @property
     def grad_norm(self) -> float | None:
         """The norm of the gradient of the last step, before clipping."""
-        return self._runner.grad_norm
+        return self.runner.grad_norm
 
     @property
     def capacity_tokens(self) -> int:
@@ -246,13 +197,13 @@ class Session:
             NumericError: loss or gradients are not finite; no update was made.
         """
         how: dict[str, Any] = {"loss": loss, "compute_loss": compute_loss, "normalizer": normalizer}
-        self._check_training("backward", **how)
+        trained = self._training("backward", **how)
         start, name, whole = time.perf_counter(), f"step {self.steps + 1}", takes_whole_logits(loss, compute_loss)
         self.expect(whole_logits=whole)
         planned = self._planned(sequences, name, whole, normalizer=normalizer)
         objective, check = objective_of(self.engine, self.model, planned, known=self._known_losses, **how)
-        with self._collecting():
-            result = self._runner.backward(planned, objective, check=check)
+        with trained.collecting():
+            result = self.runner.backward(planned, objective, check=check)
         return self._made(result, start)
 
     def backward_by_sequence(
@@ -277,7 +228,7 @@ class Session:
         Raises:
             ModelRefused: a model with dropout: the two passes would differ.
         """
-        self._check_training("backward_by_sequence", combine=combine, values=values, per=per)
+        trained = self._training("backward_by_sequence", combine=combine, values=values, per=per)
         refuse_dropout(self._inner)
         start, step, whole = time.perf_counter(), self.steps + 1, values is not None
         self.expect(whole_logits=whole)
@@ -285,8 +236,8 @@ class Session:
         found, sums, first = gather(self.engine, planned, values, per, f"step {step}", step=step)
         loss, weights = combined(found.gathered, sums, combine)
         objective = replace(found, weights=weights)
-        with self._collecting():
-            result = self._runner.backward(planned, objective, before=first, loss=loss)
+        with trained.collecting():
+            result = self.runner.backward(planned, objective, before=first, loss=loss)
         return self._made(result, start)
 
     def token_values(self, sequences: Sequence[Row] | PlannedStep, values: TokenValues | None = None) -> list[Tensor]:
@@ -311,7 +262,7 @@ class Session:
         start, name = time.perf_counter(), f"evaluation after step {self.steps}"
         planned = self._planned(sequences, name, takes_whole_logits(loss, compute_loss), normalizer=normalizer)
         objective, check = objective_of(self.engine, self.model, planned, known=self._known_losses, **how)
-        result = self._runner.evaluate(planned, objective, check=check)
+        result = self.runner.evaluate(planned, objective, check=check)
         refuse_not_finite(f"{name}, loss", result.loss)
         return replace(result, step_seconds=time.perf_counter() - start)
 
@@ -363,7 +314,7 @@ class Session:
             ConfigError, Problems: it is of another model or optimizer; nothing was changed.
         """
         trained = self._trained("load_state_dict")
-        self._runner.steps = take_state(trained, self._transport, state, partial(names_inside, self.model))
+        self.runner.steps = take_state(trained, self._transport, state, partial(names_inside, self.model))
         trained.publish()
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -423,16 +374,11 @@ class Session:
             raise ConfigError("optimizer", expected=f"an optimizer for {what}", got="none", remedy=remedy)
         return self._sharded
 
-    def _check_training(self, what: str, **given: object) -> None:
-        """Check a method that trains, and its arguments."""
+    def _training(self, what: str, **given: object) -> Updates:
+        """Check a method that trains, and its arguments; return what updates the parameters."""
         check_kinds(**given)
         refuse_modes(what, self.engine.cast_dtype())
-        if self._updates is None or self._is_closed:
-            self._trained(what)
-
-    def _collecting(self) -> AbstractContextManager[None]:
-        assert self._updates is not None, "it trains"
-        return self._updates.collecting()
+        return self._trained(what) if self._updates is None or self._is_closed else self._updates
 
     def _agree(self, name: str, **numbers: Any) -> None:
         """Compare the ranks before they run `name`, where the loop is the user's. Collective."""
@@ -454,7 +400,3 @@ class Session:
             self._has_said = True
             print(first_step_sentence(result, self._planning.ahead), flush=True)
         return result
-
-
-def _say(choice: str) -> None:
-    print(f"lengthwise: {choice}", flush=True)
