@@ -7,8 +7,6 @@ import pytest
 import yaml
 
 from lengthwise.config import load_config
-from lengthwise.cost import costs, named_hardware, named_shape
-from lengthwise.setup import Machine, model_of_run, resolve
 from run.small_runs import call, losses, make_rows, write_model
 
 
@@ -82,20 +80,6 @@ def test_a_model_that_fits_no_gpu_is_sharded(tmp_path, capsys):
     assert "lora" not in text
     assert call(*command, 1, "--force") == 2
     assert "under shard: zero3" in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize(("rows_of", "length", "shard"), [(1, 400_000, "zero3"), (64, 300, "zero1")])
-def test_the_layout_is_the_one_that_training_takes(tmp_path, rows_of, length, shard):
-    (tmp_path / "rows.jsonl").write_text((json.dumps({"input_ids": [1] * length}) + "\n") * rows_of)
-    assert call("init", "--model", "qwen3-8b", "--data", "rows.jsonl", "--gpus", 64) == 0
-    said = re.search(r"# shard: auto  # by estimate (\w+)", (tmp_path / "run.yaml").read_text())
-    assert (said[1] if said else "zero1") == shard
-    config, shape, hardware = load_config(tmp_path / "run.yaml", []), named_shape("qwen3-8b"), named_hardware("h100")
-    batch = [length] * (config.global_batch.sequences or 1)
-    sizes = {"lengths": batch, "longest": length, "batch": sum(batch), "room_bytes": hardware.device_bytes}
-    machine = Machine(ranks=64, here=hardware.ranks_per_node, on_gpus=True)
-    taken = resolve(config, model_of_run(config, shape, on_gpus=True), machine, costs(shape, hardware), **sizes)
-    assert taken.memory.shard == shard
 
 
 def test_all_that_is_wrong_is_told_and_nothing_is_replaced(tmp_path, capsys):

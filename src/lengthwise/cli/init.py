@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,10 +21,8 @@ from lengthwise.report.figures import count
 
 if TYPE_CHECKING:
     from lengthwise.core.shape import ModelShape
-    from lengthwise.cost.first_settings import FirstSettings
     from lengthwise.cost.hardware import Hardware
-    from lengthwise.cost.memory import StepMemory
-    from lengthwise.cost.sharding import LayoutSeconds
+    from lengthwise.setup.first_settings import FirstSettings
 
 _MOST_GPUS = 12_288
 _BATCH_TOKENS, _WIDTH = 1 << 19, 118  # of an optimizer step; of a line
@@ -52,9 +49,9 @@ class Init:
 
     def run(self) -> int:
         """Run the command; return the exit status."""
-        from lengthwise.cost.first_settings import first_settings
         from lengthwise.cost.hardware import named_hardware
         from lengthwise.cost.shapes import check_trained, named_shape
+        from lengthwise.setup.first_settings import first_settings
         from lengthwise.simulator.layouts import usual_lengths
 
         problems = Collector()
@@ -79,7 +76,7 @@ class Init:
             self.gpus,
             longest,
             batch_tokens=batch,
-            seconds=partial(_layout_seconds, hardware, lengths) if hardware.name != "cpu" else None,
+            lengths=lengths,
         )
         self.out.write_text(self._text(shape, hardware, known, unknown, chosen), encoding="utf-8")
         what = "adapters (LoRA)" if chosen.adapters else "the whole model"
@@ -155,15 +152,6 @@ class Init:
             "# eval: {data: [{path: held-out.jsonl}], every_steps: 100}",
         ]
         return "\n".join(lines) + "\n"
-
-
-def _layout_seconds(hardware: Hardware, lengths: Sequence[int], memory: StepMemory) -> LayoutSeconds:
-    """Return what times the layouts of a model on this hardware by a step of these lengths, as training chooses."""
-    from lengthwise.cost import all_terms_cost
-    from lengthwise.simulator.layouts import layout_seconds
-
-    cost = all_terms_cost(memory.shape, hardware, adapters=memory.trained)
-    return layout_seconds(lengths, cost, hardware.device_bytes)
 
 
 def _gigabytes(num_bytes: float) -> str:

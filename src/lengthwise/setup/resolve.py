@@ -108,7 +108,7 @@ def resolve(
     settings: Asked,
     model: TrainedModel,
     machine: Machine,
-    cost: Cost,
+    cost: Cost | None,
     *,
     room_bytes: float | None = None,
     lengths: Sequence[int] | None = None,
@@ -118,8 +118,9 @@ def resolve(
 ) -> Setup[Asked]:
     """Return the settled layout of these settings, as it is where nothing is open.
 
-    cost: of whole parameters on every rank. room_bytes: of one rank; None: not known. lengths: of the first global
-    batch; None: not known. longest, batch: tokens of the longest sequence, and at most of a global batch.
+    cost: of whole parameters on every rank; None: layouts are chosen by memory alone. room_bytes: of one rank; None:
+    not known. lengths: of the first global batch; None: not known. longest, batch: tokens of the longest sequence, and
+    at most of a global batch.
     margin: by which share of its time another layout must be faster than the first that fits.
 
     Raises:
@@ -141,7 +142,8 @@ def resolve(
     recompute = settings.recompute if capacity is None or settings.recompute != "auto" else "none"
     kinds = model.kinds if recompute == "auto" else [recompute]
     seconds: LayoutSeconds | None = None
-    if machine.on_gpus and room_bytes is not None and model.trained != 0 and cost.prices_choices:
+    is_timed = machine.on_gpus and model.trained != 0
+    if is_timed and room_bytes is not None and cost is not None and cost.prices_choices:
         seconds = layout_seconds(
             lengths or usual_lengths(ranks, capacity),
             cost,

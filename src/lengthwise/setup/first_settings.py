@@ -5,24 +5,17 @@ Learning rates are those with which published recipes of fine-tuning begin.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from lengthwise.config import TrainingSettings
 from lengthwise.core.errors import ConfigError, MemoryShortage
 from lengthwise.core.names import counted
 from lengthwise.core.shape import ModelShape
-from lengthwise.cost.capacity import recompute_capacities, step_memory
-from lengthwise.cost.hardware import Hardware
-from lengthwise.cost.layout import ranks_of_node
-from lengthwise.cost.memory import StepMemory
-from lengthwise.cost.sharding import (
-    LayoutSeconds,
-    choose_shard,
-    more_ranks,
-    wanted_tokens,
-    with_adapters,
-)
+from lengthwise.cost import Hardware, StepMemory, all_terms_cost, recompute_capacities
+from lengthwise.cost.sharding import LORA_RANK, lora_params, more_ranks
+from lengthwise.setup.resolve import Machine, TrainedModel, memory_of_settings, resolve
 
 _LORA_RATE = 2e-4
 _RATES = ((3e9, 2e-5), (2e10, 1e-5), (float("inf"), 5e-6))  # of whole models, by parameters below
@@ -51,20 +44,22 @@ def first_settings(
     longest_tokens: int,
     *,
     batch_tokens: float = inf,
-    seconds: Callable[[StepMemory], LayoutSeconds] | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> FirstSettings:
     """Choose the whole model where it and the longest row fit on so many ranks, else adapters.
 
-    seconds: what times the layouts of a model that holds so much, as for `choose_shard`.
+    batch_tokens, lengths: of a step; None: the usual ones.
 
     Raises:
         ConfigError: not even adapters fit; names the fewest ranks that do, by powers of two.
     """
-    whole = _whole(shape, hardware, ranks)
-    for memory in (whole, with_adapters(whole)):
-        if (found := _fitting(memory, hardware, longest_tokens, batch_tokens, seconds)) is not None:
+    models = _models(shape, hardware)
+    whole, _ = (_memory(each, hardware, ranks) for each in models)
+    for model in models:
+        found = _fitting(model, hardware, ranks, longest_tokens, batch_tokens, lengths)
+        if found is not None:
             laid, capacities = found
-            adapters = memory.trained is not None
+            adapters = model.trained is not None
             rates = (rate for most, rate in _RATES if shape.total_params < most)
             return FirstSettings(
                 adapters=adapters,
@@ -74,44 +69,48 @@ def first_settings(
                 state_bytes=_kept(laid),
                 whole_bytes=min(_kept(whole), _kept(replace(whole, shard="zero3"))),
             )
-    cut = [replace(each, shard="zero3") for each in (whole, with_adapters(whole))]
-    held = [_kept(each) / 1e9 for each in cut]
+    held = [_kept(replace(_memory(each, hardware, ranks), shard="zero3")) / 1e9 for each in models]
     expected = f"room for a row of {longest_tokens} tokens on {counted(ranks, 'rank')} of {hardware.name}, "
     expected += f"{hardware.device_bytes / 1e9:.0f} GB each"
     got = f"{held[0]:.0f} GB on each for the whole model under shard: zero3, {held[1]:.0f} GB with adapters"
-    more = next((n for n in more_ranks(ranks) if _fits(shape, hardware, n, longest_tokens)), None)
-    remedy = f"{more} of these are enough." if more else "No number of these is enough."
+    more = (n for n in more_ranks(ranks) if any(_fitting(each, hardware, n, longest_tokens) for each in models))
+    enough = next(more, None)
+    remedy = f"{enough} of these are enough." if enough else "No number of these is enough."
     raise ConfigError("--gpus", expected=expected, got=got, remedy=f"{remedy} Or take a smaller model.")
 
 
-def _whole(shape: ModelShape, hardware: Hardware, ranks: int) -> StepMemory:
-    node = ranks_of_node(None, min(ranks, hardware.ranks_per_node), ranks, is_asked=False)
-    return replace(step_memory(shape, hardware, ranks), ranks_per_node=node)
+def _models(shape: ModelShape, hardware: Hardware) -> tuple[TrainedModel, TrainedModel]:
+    """Return the whole model, and adapters on all linear layers of attention and MLP."""
+    whole = TrainedModel(shape=shape, dtype_bytes=hardware.compute_dtype_bytes)
+    return whole, replace(whole, trained=lora_params(shape, LORA_RANK))
+
+
+def _memory(model: TrainedModel, hardware: Hardware, ranks: int) -> StepMemory:
+    return memory_of_settings(TrainingSettings(), model, ranks=ranks, on_gpus=hardware.name != "cpu")
 
 
 def _kept(memory: StepMemory) -> float:
     return memory.state_bytes() + memory.gathered_bytes()
 
 
-def _fits(shape: ModelShape, hardware: Hardware, ranks: int, longest_tokens: int) -> bool:
-    whole = _whole(shape, hardware, ranks)
-    return any(_fitting(each, hardware, longest_tokens) is not None for each in (whole, with_adapters(whole)))
-
-
 def _fitting(
-    memory: StepMemory,
+    model: TrainedModel,
     hardware: Hardware,
+    ranks: int,
     longest_tokens: int,
     batch_tokens: float = inf,
-    seconds: Callable[[StepMemory], LayoutSeconds] | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> tuple[StepMemory, Mapping[str, int]] | None:
-    """Return the settings that a run chooses, and its capacities; None: it cannot hold the longest row."""
+    """Return what a run then holds, and its capacities; None: it cannot hold the longest row.
+
+    lengths: of a step, by which layouts are timed; None: by memory alone.
+    """
+    machine = Machine(ranks=ranks, here=min(ranks, hardware.ranks_per_node), on_gpus=hardware.name != "cpu")
+    cost = None if lengths is None else all_terms_cost(model.shape, hardware, adapters=model.trained)
+    known = {"room_bytes": hardware.device_bytes, "longest": longest_tokens, "batch": batch_tokens, "lengths": lengths}
     try:
-        tokens = wanted_tokens(memory.ranks, longest=longest_tokens, batch=batch_tokens)
-        timed = seconds and seconds(memory)
-        choice = choose_shard(memory, hardware.device_bytes, tokens=tokens, seconds=timed)
-        laid = replace(memory, shard=choice.shard)
+        laid = resolve(TrainingSettings(), model, machine, cost, **known).memory
         capacities = recompute_capacities(laid, hardware)
     except (ConfigError, MemoryShortage):
         return None
-    return (laid, capacities) if memory.ranks * max(capacities.values()) >= longest_tokens else None
+    return (laid, capacities) if ranks * max(capacities.values()) >= longest_tokens else None
