@@ -10,7 +10,7 @@ from testing import make_plan
 
 from lengthwise.comm import World
 from lengthwise.core.plan import Microbatch, Piece
-from lengthwise.run import loop
+from lengthwise.run import rank
 from lengthwise.run.callbacks import StepMetrics
 from lengthwise.run.launch import StatusBoard, StopRequest
 from lengthwise.run.verify import VerifyReport
@@ -92,7 +92,7 @@ def test_verification_fails_at_nan_infinity_and_what_is_over_the_tolerance(place
 def test_under_torchrun_a_second_signal_does_not_end_a_run_of_one_rank(monkeypatch):
     """A cluster signals all processes of a job, and torchrun its own again: the checkpoint must still be committed."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert loop._is_alone(World(rank=0, world_size=1))
-    assert not loop._is_alone(World(rank=0, world_size=2))
+    assert rank._is_alone(World(rank=0, world_size=1))
+    assert not rank._is_alone(World(rank=0, world_size=2))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert not loop._is_alone(World(rank=0, world_size=1))
+    assert not rank._is_alone(World(rank=0, world_size=1))

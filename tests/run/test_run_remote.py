@@ -15,7 +15,7 @@ import pytest
 import lengthwise
 from data.shards import LocalClient
 from lengthwise.core.errors import ConfigError, DataError
-from lengthwise.run import actors, loop
+from lengthwise.run import actors, rank
 from lengthwise.run.callbacks import Callback
 from lengthwise.run.launch import StopRequest
 from run.small_runs import assert_equal_runs, broken_off, call, make_rows, read_lines, write_run
@@ -48,7 +48,7 @@ def in_process(monkeypatch):
             for each in clients:
                 each.shard.close()
 
-    monkeypatch.setattr(loop, "serving_rows", rows_of)
+    monkeypatch.setattr(rank, "_serving_rows", rows_of)
 
 
 @pytest.mark.parametrize("size", [more({"sequences": 4}), {"tokens": 64}])

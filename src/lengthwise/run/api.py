@@ -29,7 +29,7 @@ from lengthwise.run.check import Check, part_of_batch, whole_batch
 from lengthwise.run.evaluation import read_best
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
-from lengthwise.run.loop import train_rank
+from lengthwise.run.rank import train_rank
 from lengthwise.run.resume import Resume, find_resume, has_checkpoint, has_model, is_finished, torchrun_agent
 from lengthwise.run.stacks import FOLDER as STACKS
 from lengthwise.run.start import Run, Start, prepare, run_ranks

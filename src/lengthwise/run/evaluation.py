@@ -79,7 +79,7 @@ class Evaluation:
     def start(self) -> None:
         """Find the best model of before, which a run that goes on has to beat; on rank 0."""
         job = self._rank.job
-        if job.config.save is not None and job.eval_dataset is not None:
+        if not self._rank.rank and job.config.save is not None and job.eval_dataset is not None:
             self._best = BestModel(self._rank.folder.path, job.eval_dataset.digest().hex(), self._rank.say)
 
     def after(self, number: int) -> None:

@@ -8,71 +8,18 @@ checkpoint and at the end, too: no model is saved that is not finite.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 
-from lengthwise.comm import World
 from lengthwise.core.faults import fault
 from lengthwise.cost.rank_speeds import RanStep
 from lengthwise.engine.memory import reporting_update
 from lengthwise.engine.norm import clip_factor
 from lengthwise.engine.schedule import learning_rates
-from lengthwise.planner.service.process import PlannerProcess
-from lengthwise.run.building import connect
-from lengthwise.run.callbacks import Callback, FinishedStep, StepMetrics, TrainResult, call_back
-from lengthwise.run.capacity import check_memory, check_step_end
+from lengthwise.run.callbacks import FinishedStep, StepMetrics, TrainResult, call_back
 from lengthwise.run.evaluation import Evaluation
-from lengthwise.run.folder import RunFolder
-from lengthwise.run.job import Job
-from lengthwise.run.launch import StopRequest
-from lengthwise.run.resume import shared_resume, torchrun_agent
-from lengthwise.run.setup import RankRun, serving_rows, set_up
-from lengthwise.run.trackers import Trackers
+from lengthwise.run.setup import RankRun, begin
 from lengthwise.session import StepResult
 from lengthwise.session.source import PlannedStep
-
-
-def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: Callable[[str], None]) -> TrainResult:
-    """Train to the end, or until asked to stop, and save the model (rank 0).
-
-    Raises:
-        NumericError: a loss, a gradient or the parameters are not finite; no model is saved.
-    """
-    with ExitStack() as ending, ExitStack() as stack:
-        process = None if world.rank else stack.enter_context(PlannerProcess(forks=world.rendezvous is not None))
-        folder = RunFolder(job.config.output, lambda line: call_back(callbacks, "on_note", line))
-        hearing = () if world.rank else (folder, *callbacks)
-        say, show = partial(call_back, hearing, "on_note"), partial(call_back, hearing, "on_phase")
-
-        def note_phase(phase: str) -> None:
-            on_phase(phase)
-            show(phase)
-
-        stack.callback(show, "")
-        transport = connect(world, job, note_phase, None if world.rank else say)
-        transport.phase = "start, what to go on from"
-        stop = StopRequest(ends_at_the_second=_is_alone(world), announces=_is_alone(world))
-        stack.enter_context(stop.listening())
-        trackers = stack.enter_context(Trackers(job, say))
-        hearing = () if world.rank else (*hearing, trackers)
-        job = replace(job, resume=shared_resume(job.resume, job.config, transport))
-        with serving_rows(job, world, transport, say, ending):
-            run = set_up(job, world, transport, process, hearing, stop, folder)
-            try:
-                result = _train(run)
-            finally:
-                run.close()
-        transport.close()
-        if job.config.report_to:
-            note_phase("the end of the reports to trackers")
-        return result
-
-
-def _is_alone(world: World) -> bool:
-    """Whether nobody else would end this process; a cluster may signal it and torchrun, which signals it again."""
-    return world.world_size == 1 and torchrun_agent() is None
 
 
 @dataclass(slots=True)
@@ -90,14 +37,15 @@ class _Progress:
         self.first_loss = ran.loss if self.first_loss is None else self.first_loss
 
 
-def _train(run: RankRun) -> TrainResult:
+def train_steps(run: RankRun) -> TrainResult:
     """Make the steps of a run, and what is due after each of them; then save the model. Collective."""
     session, checkpoints, start = run.session, run.end.checkpoints, time.perf_counter()
     evaluation, rate = Evaluation(run), learning_rates(run.job.config.optimizer, run.job.num_steps)
     done = _Progress(*((None, 0.0) if run.job.resume is None else run.job.resume.losses))
     steps = session.engine.steps(run.job.batches(after=session.steps))
     try:
-        _start(run, evaluation)
+        begin(run)
+        evaluation.start()
         planned = steps.next(f"step {session.steps + 1}")
         while planned is not None and done.stopped_by is None:
             step, step_start = session.steps + 1, time.perf_counter()
@@ -134,28 +82,6 @@ def _train(run: RankRun) -> TrainResult:
         folder=run.folder.path,
         skipped=run.end.finite.skipped,
     )
-
-
-def _start(run: RankRun, evaluation: Evaluation) -> None:
-    """Begin or go on in the run's folder, and check the memory where that is asked for. Collective."""
-    job = run.job
-    fault("start", run.rank, run.session.steps)
-    run.leave_if_asked("the first step")
-    if not run.rank:
-        if job.resume is not None:
-            run.folder.go_on(job.config, job.resume)
-        else:
-            run.folder.start(job.config)
-        run.folder.note_agent(torchrun_agent())
-        evaluation.start()
-        if run.pricing.measurements is not None:
-            run.folder.keep_measurements(run.pricing.measurements)
-    checks = job.gpus > 0 if job.config.memory_check is None else job.config.memory_check
-    if checks and job.config.stages == 1:
-        run.engine.transport.phase = "memory check before the first step"
-        said = check_memory(run.engine, job)
-        check_step_end(run.optimizer, run.engine.transport)
-        run.say(said)
 
 
 def _update(run: RankRun, norm: float, lr: float) -> None:

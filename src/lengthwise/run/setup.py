@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,21 +13,19 @@ import torch
 from lengthwise.comm import Transport, World
 from lengthwise.core.faults import fault
 from lengthwise.core.names import counted
-from lengthwise.data.remote import RemoteDataset
-from lengthwise.data.stream import StreamDataset
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.parameters import Parameters
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.run.building import open_session
 from lengthwise.run.callbacks import Callback, call_back
-from lengthwise.run.capacity import check_longest
+from lengthwise.run.capacity import check_longest, check_memory, check_step_end
 from lengthwise.run.checkpoints import Checkpoints
 from lengthwise.run.export import write_model
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import MEASURING_SECONDS, Job
 from lengthwise.run.launch import StopRequest
 from lengthwise.run.pricing import Pricing
-from lengthwise.run.readers import reading
+from lengthwise.run.resume import torchrun_agent
 from lengthwise.run.step_end import FinitePolicy, RunStepEnd
 from lengthwise.session import Session
 from lengthwise.session.capacity import capacities_sentence
@@ -184,26 +182,22 @@ def _measure_costs(rank: RankRun, world: World) -> None:
     rank.say(said)
 
 
-@contextmanager
-def serving_rows(
-    job: Job, world: World, transport: Transport, say: Callable[[str], None], ending: ExitStack
-) -> Iterator[None]:
-    """Let actors, or a process of each node, read data inside the block; nothing where it lies here. Collective.
-
-    ending: as for `reading`.
-    """
-    dataset, seconds = job.dataset, job.timeout_seconds
-    if isinstance(dataset, StreamDataset):
-        served = reading(dataset, world, transport, timeout_seconds=seconds, say=say, ending=ending)
-    elif isinstance(dataset, RemoteDataset):
-        from lengthwise.run.actors import serving
-
-        is_forked = world.rendezvous is not None
-        served = serving(dataset, transport, timeout_seconds=seconds, say=say, is_forked=is_forked)
-    else:
-        yield
-        return
-    with served:
-        yield
-    if dataset.skipped:
-        say(f"rows left out so far: {dataset.left_out}")
+def begin(run: RankRun) -> None:
+    """Begin or go on in the run's folder, and check the memory where that is asked for. Collective."""
+    job = run.job
+    fault("start", run.rank, run.session.steps)
+    run.leave_if_asked("the first step")
+    if not run.rank:
+        if job.resume is not None:
+            run.folder.go_on(job.config, job.resume)
+        else:
+            run.folder.start(job.config)
+        run.folder.note_agent(torchrun_agent())
+        if run.pricing.measurements is not None:
+            run.folder.keep_measurements(run.pricing.measurements)
+    checks = job.gpus > 0 if job.config.memory_check is None else job.config.memory_check
+    if checks and job.config.stages == 1:
+        run.engine.transport.phase = "memory check before the first step"
+        said = check_memory(run.engine, job)
+        check_step_end(run.optimizer, run.engine.transport)
+        run.say(said)

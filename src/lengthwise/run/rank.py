@@ -1,0 +1,89 @@
+"""A rank of a run, from its start to its end: the ranks it joins, who reads its rows, who hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+
+from lengthwise.comm import Transport, World
+from lengthwise.data.remote import RemoteDataset
+from lengthwise.data.stream import StreamDataset
+from lengthwise.planner.service.process import PlannerProcess
+from lengthwise.run.building import connect
+from lengthwise.run.callbacks import Callback, TrainResult, call_back
+from lengthwise.run.folder import RunFolder
+from lengthwise.run.job import Job
+from lengthwise.run.launch import StopRequest
+from lengthwise.run.loop import train_steps
+from lengthwise.run.readers import reading
+from lengthwise.run.resume import shared_resume, torchrun_agent
+from lengthwise.run.setup import set_up
+from lengthwise.run.trackers import Trackers
+
+
+def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: Callable[[str], None]) -> TrainResult:
+    """Train to the end, or until asked to stop, and save the model (rank 0).
+
+    Raises:
+        NumericError: a loss, a gradient or the parameters are not finite; no model is saved.
+    """
+    with ExitStack() as ending, ExitStack() as stack:
+        process = None if world.rank else stack.enter_context(PlannerProcess(forks=world.rendezvous is not None))
+        folder = RunFolder(job.config.output, lambda line: call_back(callbacks, "on_note", line))
+        hearing = () if world.rank else (folder, *callbacks)
+        say, show = partial(call_back, hearing, "on_note"), partial(call_back, hearing, "on_phase")
+
+        def note_phase(phase: str) -> None:
+            on_phase(phase)
+            show(phase)
+
+        stack.callback(show, "")
+        transport = connect(world, job, note_phase, None if world.rank else say)
+        transport.phase = "start, what to go on from"
+        stop = StopRequest(ends_at_the_second=_is_alone(world), announces=_is_alone(world))
+        stack.enter_context(stop.listening())
+        trackers = stack.enter_context(Trackers(job, say))
+        hearing = () if world.rank else (*hearing, trackers)
+        job = replace(job, resume=shared_resume(job.resume, job.config, transport))
+        with _serving_rows(job, world, transport, say, ending):
+            run = set_up(job, world, transport, process, hearing, stop, folder)
+            try:
+                result = train_steps(run)
+            finally:
+                run.close()
+        transport.close()
+        if job.config.report_to:
+            note_phase("the end of the reports to trackers")
+        return result
+
+
+def _is_alone(world: World) -> bool:
+    """Whether nobody else would end this process; a cluster may signal it and torchrun, which signals it again."""
+    return world.world_size == 1 and torchrun_agent() is None
+
+
+@contextmanager
+def _serving_rows(
+    job: Job, world: World, transport: Transport, say: Callable[[str], None], ending: ExitStack
+) -> Iterator[None]:
+    """Let actors, or a process of each node, read data inside the block; nothing where it lies here. Collective.
+
+    ending: as for `reading`.
+    """
+    dataset, seconds = job.dataset, job.timeout_seconds
+    if isinstance(dataset, StreamDataset):
+        served = reading(dataset, world, transport, timeout_seconds=seconds, say=say, ending=ending)
+    elif isinstance(dataset, RemoteDataset):
+        from lengthwise.run.actors import serving
+
+        is_forked = world.rendezvous is not None
+        served = serving(dataset, transport, timeout_seconds=seconds, say=say, is_forked=is_forked)
+    else:
+        yield
+        return
+    with served:
+        yield
+    if dataset.skipped:
+        say(f"rows left out so far: {dataset.left_out}")
