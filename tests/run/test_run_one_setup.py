@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from lengthwise.cli.options import PlanChoices
@@ -94,6 +95,20 @@ def test_all_doors_plan_alike(folder, model, monkeypatch, layout, ratio, heads):
     trained = settle_shard(prepare_job(config, ranks=RANKS, timeout_seconds=10)).planning
     assert known(of_session(model, keys)) == known(trained)
     assert_same(of_plan(path), trained)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
+def test_a_session_of_adapters_is_priced_as_a_run_of_them(folder, monkeypatch):
+    """Backward makes no gradient of the base: a session counted them."""
+    monkeypatch.setattr(start, "least", lambda _, numbers: list(numbers))
+    monkeypatch.setattr(start, "from_first", lambda _, work: work())
+    keys = {"capacity_tokens": 64, "heads": "off", "shard": "zero1"}
+    path = write_run(folder, precision="fp32", lora={"r": 2, "target_modules": ["q_proj"]}, **keys)
+    config = build_config(json.loads(path.read_text()), folder=folder)
+    trained = settle_shard(prepare_job(config, ranks=RANKS, timeout_seconds=10)).planning
+    plain = AutoModelForCausalLM.from_pretrained(folder / "model")
+    wrapped = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj"]))
+    assert known(of_session(wrapped.get_base_model(), keys)) == known(trained)
 
 
 @pytest.mark.parametrize(

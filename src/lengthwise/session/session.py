@@ -151,7 +151,7 @@ class Session:
 
     @property
     def steps(self) -> int:
-        """The steps that were made so far."""
+        """The steps made so far."""
         return self.runner.steps
 
     @property
