@@ -136,7 +136,7 @@ def test_a_rank_that_hangs_is_named_with_its_phase_in_time(tmp_path, monkeypatch
     assert "TransferError" in waiting
     assert hanging.startswith(f"rank 1, last seen in {phase}\n")
     # The signal that continues a stopped rank lets it run on a little before it writes: not always the very line.
-    assert re.search(r'loop\.py", line \d+ in (_train|_update)', hanging), "where it hangs"
+    assert re.search(r'loop\.py", line \d+ in (train_steps|_update)', hanging), "where it hangs"
 
 
 @pytest.mark.parametrize("rank", [more(0), 1])
