@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.core.shape import Cluster
+from lengthwise.core.shape import Cluster, LayerCut
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape, step_flops, step_memory
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.simulator import (
@@ -60,7 +60,7 @@ def test_a_pipeline_keeps_no_more_microbatches_than_it_has(sequences: int, kept:
     cost = all_terms_cost(SHAPE, HARDWARE, stages=4)
     setting = replace(SETTING, cost=cost, devices=4)
     (result,) = compare_planners(["static"], [[8192] * sequences], setting, progress=lambda *_: None)
-    memory = step_memory(SHAPE, HARDWARE, 16, stages=4)
+    memory = step_memory(SHAPE, HARDWARE, 16, cut=LayerCut(stages=4))
     (step,) = result.steps
     assert step.memory_bytes == memory.state_bytes() + memory.microbatch_bytes(8192, kept=kept)
     assert step.memory_bytes == pytest.approx(memory.state_bytes() + kept * 8192 * memory.saved_bytes("none"), rel=0.08)

@@ -15,6 +15,7 @@ import numpy as np
 
 from lengthwise.core.held import kept_ratio
 from lengthwise.core.shape import ModelShape
+from lengthwise.cost.choices import AS_CUT, Choice
 from lengthwise.cost.layout import ModelLayout
 from lengthwise.cost.links import Numbers
 from lengthwise.cost.microbatch import WINDOW_LAYERS
@@ -118,11 +119,6 @@ def loss_bytes(
     return np.where(logits <= logits_at_once, whole, chunk + head * wide + tokens * (shape.hidden * narrow))
 
 
-def microbatches_kept(stages: int, virtual: int = 1) -> float:
-    """Return of how many microbatches the first stage keeps activations at most: 1F1B, interleaved or not."""
-    return stages if virtual == 1 else stages + (stages - 1) / virtual
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory(ModelLayout):
     """What a step of a model on one of `ranks` is, beside its tokens; `cost.capacity.memory_of` makes it.
@@ -148,12 +144,12 @@ class StepMemory(ModelLayout):
             states=self.states,
             offloads=self.offloads,
         )
-        return held / (self.tensor * self.stages)
+        return held / self.devices
 
     def host_bytes(self) -> float:
         """Count what an offloaded optimizer keeps of a device's in the host's memory: masters, states and gradients."""
         trained = self._parameters() if self.trained is None else self.trained
-        held = (2 + self.states) * wide_bytes(self.dtype_bytes) * trained / (self.ranks * self.tensor * self.stages)
+        held = (2 + self.states) * wide_bytes(self.dtype_bytes) * trained / (self.ranks * self.devices)
         return held if self.offloads else 0.0
 
     def host_update_bytes(self) -> float:
@@ -163,11 +159,11 @@ class StepMemory(ModelLayout):
         """
         trained, wide = self._parameters() if self.trained is None else self.trained, wide_bytes(self.dtype_bytes)
         sent, updated = wide + self.dtype_bytes, wide * (2 + 2 * (1 + self.states)) + self.dtype_bytes
-        return (sent + updated) * trained / (self.ranks * self.tensor * self.stages) if self.offloads else 0.0
+        return (sent + updated) * trained / (self.ranks * self.devices) if self.offloads else 0.0
 
     def state_parts(self) -> dict[str, float]:
         """Return what a device keeps from step to step by its parts, in bytes; `state_bytes` is their sum."""
-        trained, devices = self._parameters() if self.trained is None else self.trained, self.tensor * self.stages
+        trained, devices = self._parameters() if self.trained is None else self.trained, self.devices
         bare = replace(self, states=0)
         states = self.state_bytes() - bare.state_bytes()
         if self.is_sharded:
@@ -219,24 +215,22 @@ class StepMemory(ModelLayout):
         """
         layer = self._layer()
         saved = self.shape.layers * layer.saved(recompute) + layer.bare_norm * self.shape.hidden
-        return saved / (self.tensor * self.stages)
+        return saved / self.devices
 
-    def peak_bytes(self, tokens: int, recompute: str = "none", offload: float = 0.0) -> float:
+    def peak_bytes(self, tokens: int, choice: Choice = AS_CUT) -> float:
         """Return the peak of the fullest device with microbatches of so many tokens on the rank."""
-        return self.state_bytes() + self.gathered_bytes() + float(self.microbatch_bytes(tokens, recompute, offload))
+        return self.state_bytes() + self.gathered_bytes() + float(self.microbatch_bytes(tokens, choice))
 
-    def microbatch_bytes(
-        self, tokens: Numbers, recompute: str = "none", offload: Numbers = 0.0, *, kept: Numbers | None = None
-    ) -> Numbers:
+    def microbatch_bytes(self, tokens: Numbers, choice: Choice = AS_CUT, *, kept: Numbers | None = None) -> Numbers:
         """Return what of the peak is not kept from step to step; arrays have an entry a microbatch.
 
         kept: of how many microbatches the first stage keeps activations, the last one fewer; None: as many as it may.
         """
-        layers, layer, chunks = self.shape.layers, self._layer(), self.stages * self.virtual
-        first = microbatches_kept(self.stages, self.virtual) if kept is None else kept
-        last = np.minimum(first, self.stages - (self.stages - 1) / self.virtual)
+        layers, layer, chunks, offload = self.shape.layers, self._layer(), self.cut.chunks, choice.offload
+        first = self.cut.microbatches_kept if kept is None else kept
+        last = np.minimum(first, self.cut.stages - self.cut.fill)
         norm, head = layer.bare_norm * self.shape.hidden, layer.tied_head_gradient
-        saved = layers * layer.saved(recompute) + norm
+        saved = layers * layer.saved(choice.recompute) + norm
         own, window = saved / chunks, min(WINDOW_LAYERS, layers / chunks) * saved / layers
         # In stages all of a chunk goes but of the last, of which two layers stay, as of a whole model.
         away_of_last = 1 - kept_ratio(offload, layers / chunks)
@@ -244,16 +238,16 @@ class StepMemory(ModelLayout):
         loss = loss_bytes(
             self.shape, tokens, self.dtype_bytes, logits_at_once=self.logits_at_once, trains_head=self.trained is None
         )
-        on_last = (last * saved / self.stages - own) * (1 - away) + own * (1 - away_of_last)
+        on_last = (last * saved / self.cut.stages - own) * (1 - away) + own * (1 - away_of_last)
         moments = [on_last * tokens + layer.result * tokens + loss]
-        if self.stages > 1:  # a layer that runs forward, while what the next backward needs first comes back
+        if self.cut.stages > 1:  # a layer that runs forward, while what the next backward needs first comes back
             back = np.minimum(away * own, np.maximum(0.0, window - (1 - away) * own))
             runs = np.where(away > 0, saved / layers, 0.0)
-            moments.append((first * saved / self.stages * (1 - away) + back + runs) * tokens)
-        for unpacked, beside in layer.turns(recompute):
+            moments.append((first * saved / self.cut.stages * (1 - away) + back + runs) * tokens)
+        for unpacked, beside in layer.turns(choice.recompute):
             left = own - norm / chunks - unpacked  # what is away comes back into a window beyond what is unpacked
             on_device = unpacked + np.maximum(left - away * own, np.minimum(left, window))
-            on_device = on_device + (first * saved / self.stages - own) * (1 - away)
+            on_device = on_device + (first * saved / self.cut.stages - own) * (1 - away)
             moments.append(on_device * tokens + beside * tokens + layer.experts_gradient + head)
         return np.maximum.reduce(np.broadcast_arrays(*moments)) / self.tensor
 

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.sizes import is_number
-from lengthwise.cost.choices import Choice, Choices
+from lengthwise.cost.choices import AS_CUT, Choice, Choices
 from lengthwise.cost.ending import Ending, Traffic
 from lengthwise.cost.links import Floats, Link, Numbers, Reach, Whole, least_reach, reach_of
 from lengthwise.cost.passes import BACKWARD, FORWARD, Pass, Work, parts_by_shares, passes, passes_seconds
 
 _FREE = Link(bytes_per_second=inf)
-_AS_CUT, _NOTHING, _NO_ENDING = Choice(), Choices(), Ending()
+_NOTHING, _NO_ENDING = Choices(), Ending()
 
 
 class _Part(NamedTuple):
@@ -221,7 +221,7 @@ class Cost:
             offload = float(self.choices.offload_needed(together, degrees, len(tokens))[0])
             each = (Choice(heads=u, offload=offload, recompute=self.choices.recompute) for u in self._groups(degree))
             return min(self.piece_seconds(tokens, degree, one) for one in each if degree % one.heads == 0)
-        choice = choice or _AS_CUT
+        choice = choice or AS_CUT
         if degree % choice.heads or self.heads % choice.heads:
             expected = f"a divisor of the {degree} ranks and of the model's {self.heads} heads"
             remedy = "Split heads over fewer ranks."
@@ -246,7 +246,7 @@ class Cost:
             arithmetic = attention + self._linear(tokens, degrees)
             return (arithmetic + exposed) / degrees + self.hop_seconds * (degrees - 1)
         if not self.chooses:
-            return self._rings_seconds(tokens, degrees, _AS_CUT)
+            return self._rings_seconds(tokens, degrees, AS_CUT)
         whole = Choice(offload=self.choices.offload_needed(tokens, degrees), recompute=self.choices.recompute)
         seconds = self._rings_seconds(tokens, degrees, whole)
         for group in self._groups(int(degrees.max(initial=1)))[1:]:

@@ -28,6 +28,7 @@ from lengthwise.config import (
 )
 from lengthwise.core.errors import Collector, ConfigError, DataError
 from lengthwise.core.packages import check_remote
+from lengthwise.core.shape import LayerCut
 from lengthwise.cost import Cost, shape_from_config
 from lengthwise.cost.measured import cost_from_measurements
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
@@ -237,7 +238,7 @@ def _facts_of(config: RunConfig, model: ModelSource, *, gpus: int) -> ModelFacts
     attempt(lambda: check_computing(model.config, Computing.of(config), dtype=dtype, on_gpus=gpus > 0))
     attempt(lambda: _check_heads(config, model))
     if config.stages > 1:
-        attempt(lambda: check_cut(model.config, config.stages, config.virtual))
+        attempt(lambda: check_cut(model.config, LayerCut(stages=config.stages, virtual=config.virtual)))
     attempt(lambda: check_offload(config.offload, model.text.num_hidden_layers, on_gpus=gpus > 0))
     adapters = attempt(lambda: check_lora(model, config.lora))
     collector.raise_all()

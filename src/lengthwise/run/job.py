@@ -11,7 +11,7 @@ import numpy as np
 from lengthwise.config import MEASURE_AT_START, RunConfig
 from lengthwise.core.measurements import Precision
 from lengthwise.core.plan import Plan
-from lengthwise.core.shape import ModelShape
+from lengthwise.core.shape import LayerCut, ModelShape
 from lengthwise.cost import Cost, StepMemory, hardware_of_gpu, shape_from_config
 from lengthwise.cost.measured import base_cost
 from lengthwise.data import Batches, Dataset, Tokenizer
@@ -275,8 +275,8 @@ class Job:
 
     def refuse_plan(self, plan: Plan) -> None:
         """Raise PlanError, or Problems, for a plan that the ranks of this run cannot run."""
-        config = self.config
-        refuse_unsupported(plan, num_heads=self.num_heads, stages=config.stages, virtual=config.virtual)
+        cut = LayerCut(stages=self.config.stages, virtual=self.config.virtual)
+        refuse_unsupported(plan, num_heads=self.num_heads, cut=cut)
 
     def make_plan(self, lengths: Sequence[int]) -> Plan:
         """Plan one step here and now, and check the plan before anyone runs it."""

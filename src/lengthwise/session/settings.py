@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lengthwise.config import OffloadConfig
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS
+from lengthwise.core.shape import LayerCut
 from lengthwise.cost import (
     DTYPE_BYTES,
     Cost,
@@ -98,7 +99,8 @@ def check_settings(model: Any, optimizer: Any, given: Mapping[str, Any]) -> Sess
             partial(check_computing, whole_model(model).config, computing, dtype=dtype, on_gpus=where.type == "cuda")
         )
     if not problems.problems and asked.stages > 1:
-        problems.attempt(partial(check_cut, whole_model(model).config, asked.stages, asked.virtual))
+        cut = LayerCut(stages=asked.stages, virtual=asked.virtual)
+        problems.attempt(partial(check_cut, whole_model(model).config, cut))
     problems.raise_all()
     assert dtype is not None, "a model without one was refused"
     return SessionSettings(
@@ -196,8 +198,7 @@ def session_memory(
     """
     layout = ModelLayout(
         ranks=ranks // settings.asked.stages,
-        stages=settings.asked.stages,
-        virtual=settings.asked.virtual,
+        cut=LayerCut(stages=settings.asked.stages, virtual=settings.asked.virtual),
         shard=shard,
         ranks_per_node=ranks_per_node,
         parameters=parameters,

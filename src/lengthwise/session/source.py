@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from lengthwise.comm import Transport, agree, broadcast_bytes
 from lengthwise.core.errors import LengthwiseError, PlanError, Problems, RankError, raise_problems
 from lengthwise.core.plan import Plan
+from lengthwise.core.shape import LayerCut
 from lengthwise.engine.batch import StepBatch
 from lengthwise.program import lower_plan, refuse_unsupported
 
@@ -151,7 +152,8 @@ class PlanAhead:
 
     def _planned(self, batch: StepBatch, text: str, seconds: float, name: str) -> PlannedStep:
         plan = Plan.from_json(text, f"plan of {name}" if not self._known else f"plan of a step after {name}")
-        refuse_unsupported(plan, num_heads=self._num_heads, stages=self._stages, virtual=self._virtual)
+        cut = LayerCut(stages=self._stages, virtual=self._virtual)
+        refuse_unsupported(plan, num_heads=self._num_heads, cut=cut)
         rank = self._transport.rank // self._stages  # in the plan
         batch.read_ahead([each for program in lower_plan(plan, rank) for each in program.segments(rank)])
         return PlannedStep(batch=batch, plan=plan, plan_seconds=seconds)

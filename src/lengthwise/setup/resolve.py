@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from lengthwise.config import OffloadConfig, RunConfig
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.core.shape import ModelShape
+from lengthwise.core.shape import LayerCut, ModelShape
 from lengthwise.cost import (
     DTYPE_BYTES,
     Cost,
@@ -69,8 +69,7 @@ def memory_of_run(config: RunConfig, model: TrainedModel, *, ranks: int, on_gpus
     """Return what a step holds in the layout of a run file; auto is zero1 until it is settled."""
     layout = ModelLayout(
         ranks=ranks // config.stages,
-        stages=config.stages,
-        virtual=config.virtual,
+        cut=LayerCut(stages=config.stages, virtual=config.virtual),
         shard="zero1" if config.shard == "auto" else config.shard,
         ranks_per_node=config.ranks_per_node,
         parameters=model.parameters,

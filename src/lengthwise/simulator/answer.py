@@ -21,6 +21,7 @@ from lengthwise.core.plan import RECOMPUTE_KINDS, Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost import (
+    Choice,
     Cost,
     Hardware,
     StepMemory,
@@ -203,7 +204,7 @@ def _rival(
         name=name,
         settings=settings,
         step_seconds=tuple(run.step_seconds for run in runs),
-        memory_bytes=question.memory("zero3").peak_bytes(held, settings.recompute),
+        memory_bytes=question.memory("zero3").peak_bytes(held, Choice(recompute=settings.recompute)),
         stretches=_stretches_in_lock_step(runs[0], settings.degree or 1),
     )
 
@@ -327,7 +328,7 @@ def run_ours(tokens: Sequence[int], settings: WaySettings, question: Question, *
     plan = plan_step(tokens, cluster, costs, options_of(memory, **choices))
     timeline = simulate_plan(plan, costs)
     kept = np.array([microbatch.offload for microbatch in plan.microbatches])[timeline.microbatch]
-    largest = memory.microbatch_bytes(timeline.held_tokens, settings.recompute, kept)
+    largest = memory.microbatch_bytes(timeline.held_tokens, Choice(recompute=settings.recompute, offload=kept))
     needed = memory.state_bytes() + memory.gathered_bytes() + float(np.max(largest))
     if offload != "off" and needed > question.hardware.device_bytes:
         remedy = "Use more devices, or hardware with more memory."

@@ -15,7 +15,7 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.timeline import Timeline
-from lengthwise.cost import Cost, Hardware, analytic_cost, microbatches_kept, step_flops, step_memory
+from lengthwise.cost import Choice, Cost, Hardware, analytic_cost, step_flops, step_memory
 from lengthwise.planner import PlanOptions, PlanStep, plan_recomputed, plan_step
 from lengthwise.planner.options import DEFAULT
 from lengthwise.program import features_of
@@ -270,25 +270,17 @@ def _memory_bytes(plan: Plan, timeline: Timeline, setting: Setting) -> float:
     """Return the bytes of the fullest device: states, and the most microbatches that it keeps at once."""
     first = timeline.stage == 0
     rank, microbatch, held = timeline.rank[first], timeline.microbatch[first], timeline.held_tokens[first]
-    virtual = int(plan.schedule.get("virtual", 1))
-    together = np.minimum(
-        np.bincount(rank, weights=held > 0) / virtual, microbatches_kept(setting.cost.stages, virtual)
-    )
-    stages = setting.cost.stages
-    memory = step_memory(
-        setting.shape,
-        setting.hardware,
-        setting.cluster.ranks,
-        tensor=setting.devices // stages,
-        stages=stages,
-        virtual=virtual,
-    )
+    cut = replace(plan.cut, stages=setting.cost.stages)
+    together = np.minimum(np.bincount(rank, weights=held > 0) / cut.virtual, cut.microbatches_kept)
+    tensor = setting.devices // cut.stages
+    memory = step_memory(setting.shape, setting.hardware, setting.cluster.ranks, tensor=tensor, cut=cut)
     kinds = np.array([each.recompute for each in plan.microbatches])[microbatch]
     offload = np.array([each.offload for each in plan.microbatches])[microbatch]
     largest = 0.0
     for kind in np.unique(kinds).tolist():
         tokens, ratio, kept = (each[kinds == kind] for each in (held, offload, together[rank]))
-        largest = max(largest, float(np.max(memory.microbatch_bytes(tokens, kind, ratio, kept=kept))))
+        needed = memory.microbatch_bytes(tokens, Choice(recompute=kind, offload=ratio), kept=kept)
+        largest = max(largest, float(np.max(needed)))
     return memory.state_bytes() + largest
 
 
