@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from lengthwise.cli.options import PlanChoices, refuse_beside, refuse_but_one, refuse_recompute
+from lengthwise.cli.options import PlanChoices, refuse_beside, refuse_but_one, refuse_kind
 from lengthwise.core.errors import Collector, ConfigError, MemoryShortage
 from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.processes import end_with_parent, kill_workers
+from lengthwise.core.shape import LayerCut
 from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
 from lengthwise.report.progress import LiveLine, showing
 
@@ -124,7 +125,7 @@ class MeshChoices:
                 attempt(partial(read_whole, option, value))
         if self.mesh not in MESHES:
             problems.add(unknown_name("--mesh", self.mesh, MESHES))
-        attempt(partial(refuse_recompute, self.recompute, self.capacity))
+        attempt(partial(refuse_kind, self.recompute, self.capacity))
         capacity = None if self.capacity is None else attempt(partial(parse_tokens, self.capacity, "--capacity"))
         devices = attempt(self._devices) if (self.tp or 1) > 0 and (self.pp or 1) > 0 else None
         described = self._priced(planning, problems) if self.measurements is None else attempt(self._measured)
@@ -161,16 +162,15 @@ class MeshChoices:
                 remedy = "Give other --gpus, --pp, or --mode free."
                 raise ConfigError("--mode", expected=expected, got="pipeline", remedy=remedy)
         recompute = self.recompute or ("none" if is_same or capacity else "auto")
+        usual, cut = "off" if is_same else "auto", LayerCut(virtual=planning.virtual or 1)
+        base = RankMesh(cut=cut, heads=planning.heads or usual, offload=planning.offload or usual)
         question = MeshQuestion(
             shape=shape, hardware=hardware, devices=devices, context_tokens=1, tensors=tensors, stages=stages,
             kinds=RECOMPUTE_KINDS if recompute == "auto" else (recompute,), capacity_tokens=capacity,
-            takes_capacity=is_fixed,
-            heads=planning.heads or ("off" if is_same else "auto"), loader=loader,
-            offload=planning.offload or ("off" if is_same else "auto"), mode=planning.mode, virtual=planning.virtual,
+            takes_capacity=is_fixed, base=base, loader=loader, mode=planning.mode,
             cost=cost if is_one_device else None,
         )  # fmt: skip
-        same = RankMesh(tensor=tensors[0], stages=stages[0], heads=question.heads, offload=question.offload)
-        return Meshes(question=question, same=same if is_same else None, cost=cost)
+        return Meshes(question=question, same=question.mesh(tensors[0], stages[0]) if is_same else None, cost=cost)
 
     def options(self, planning: PlanChoices) -> PlanOptions:
         """Return the options that all planners get, to be checked before any plan."""
@@ -305,7 +305,7 @@ def _search_and_tell(planner: str) -> Best:
 
 
 def _doing(mesh: RankMesh, tried: int) -> str:
-    return f"plan {tried + 1} (TP {mesh.tensor}, PP {mesh.stages}, {mesh.capacity_share:g} of what fits)"
+    return f"plan {tried + 1} (TP {mesh.tensor}, PP {mesh.cut.stages}, {mesh.capacity_share:g} of what fits)"
 
 
 def answered(
@@ -323,7 +323,7 @@ def answered(
     asked = meshes.question
     question = Question(
         shape=asked.shape, hardware=asked.hardware, devices=asked.devices, adapters=adapters,
-        capacity_tokens=asked.capacity_tokens, kinds=None if recompute in (None, "auto") else [recompute],
+        capacity_tokens=asked.capacity_tokens, kinds=RECOMPUTE_KINDS if recompute in (None, "auto") else [recompute],
         cost=asked.cost, offloads=offloads,
     )  # fmt: skip
     memory, node = question.memory("zero1"), min(asked.devices, asked.hardware.ranks_per_node)

@@ -62,7 +62,7 @@ class Question:
     """What is asked: a model on so many devices of a hardware.
 
     adapters: parameters that train in place of the model's own (LoRA); None: all train. capacity_tokens: of a device,
-    with the kinds of recomputation that leave so much. kinds: that may be tried; None: all. cost: measured; None: by
+    with the kinds of recomputation that leave so much. kinds: that may be tried. cost: measured; None: by
     hardware. offloads: the optimizer and its masters are on the host, in all ways.
     """
 
@@ -71,7 +71,7 @@ class Question:
     devices: int
     adapters: int | None = None
     capacity_tokens: int | None = None
-    kinds: Sequence[str] | None = None
+    kinds: Sequence[str] = RECOMPUTE_KINDS
     cost: Cost | None = None
     offloads: bool = False
 
@@ -105,7 +105,6 @@ class Question:
         For more ranks than a run plans when it chooses, by what it goes by, of one batch.
         """
         tokens, kinds = self.capacity_tokens or wanted_tokens(self.devices, longest=longest), self.kinds
-        kinds = RECOMPUTE_KINDS if kinds is None else kinds
         took = {row.layout: row.mean_seconds for row in rows if row.settings and not row.settings.offloads}
         estimated = layout_seconds(
             batch, self.costs, self.hardware.device_bytes, kinds=kinds, capacity_tokens=self.capacity_tokens
@@ -122,17 +121,16 @@ class Question:
             return ""
         return found.shard if found.shard in took else ""
 
-    def capacities(self, layout: str, kinds: Sequence[str]) -> Mapping[str, int]:
+    def capacities(self, layout: str) -> Mapping[str, int]:
         """Return the tokens that a device holds for each kind that leaves room; none: an empty mapping."""
-        kinds = [kind for kind in kinds if self.kinds is None or kind in self.kinds]
         try:
-            fitting = recompute_capacities(self.memory(layout), self.hardware, kinds=kinds) if kinds else {}
+            fitting = recompute_capacities(self.memory(layout), self.hardware, kinds=self.kinds)
         except ConfigError:
             fitting = {}
         given = self.capacity_tokens
         if given is None:
             return fitting
-        return dict.fromkeys([kind for kind, held in fitting.items() if held >= given] or kinds, given)
+        return dict.fromkeys([kind for kind, held in fitting.items() if held >= given] or self.kinds, given)
 
 
 def answer(batches: Sequence[Sequence[int]], question: Question) -> Answer:
@@ -195,7 +193,7 @@ def _rival(
         for number, settings in enumerate(_rival_settings(name, longest, most_tokens, question, in_order=in_order))
     ]
     if not tried:
-        capacities = question.capacities("zero3", RECOMPUTE_KINDS)
+        capacities = question.capacities("zero3")
         return WayRow(name=name, refusal=_too_long(name, longest, capacities, question))
     settings = min(tried)[2]
     runs = [run_rival(tokens, settings, question) for tokens in batches]
@@ -215,7 +213,7 @@ def _rival_settings(
     """List settings that hold the longest sequence; packs so large that every device has one in each microbatch."""
     ranks = question.devices
     degrees = [d for d in range(2, ranks + 1) if ranks % d == 0] if name == ONE_RING else [1]
-    for (kind, held), degree in product(question.capacities("zero3", RECOMPUTE_KINDS).items(), degrees):
+    for (kind, held), degree in product(question.capacities("zero3").items(), degrees):
         least = -(-longest // degree)
         if least > held:
             continue
@@ -275,36 +273,36 @@ def _ours(
     costs, tried_on = question.costs_of(layout), [heaviest] if longest in heaviest else [[longest], heaviest]
     least = {kind: arithmetic_seconds(heaviest, costs, kind) / question.devices for kind in RECOMPUTE_KINDS}
     ways = sorted(_our_settings(layout, question), key=lambda way: least[way.recompute])
-    for offload in ("off", "auto"):
-        tried: list[tuple[float, int]] = []
+    for offloads in (False, True):
+        ways, tried = [replace(way, offloads=offloads) for way in ways], list[tuple[float, int]]()
         for number, way in enumerate(ways):
             is_open = not tried or least[way.recompute] * _NEAR < min(tried)[0]
-            if is_open and (runs := _held(tried_on, way, question, offload)):
+            if is_open and (runs := _held(tried_on, way, question)):
                 tried.append((runs[-1].seconds, number))
         for _, number in sorted(tried):
-            if runs := _held(batches, ways[number], question, offload):
-                offloads = any(each.offload for run in runs for each in run.plan.microbatches)
+            if runs := _held(batches, ways[number], question):
+                is_used = any(each.offload for run in runs for each in run.plan.microbatches)
                 return WayRow(
                     name=OURS,
-                    settings=replace(ways[number], offloads=offloads),
+                    settings=replace(ways[number], offloads=is_used),
                     step_seconds=tuple(run.seconds for run in runs),
                     memory_bytes=max(run.memory_bytes for run in runs),
                     stretches=_stretches(runs[0]),
                     degrees=_degrees(runs[0].plan),
                 )
-    held = question.capacities(layout, RECOMPUTE_KINDS)
+    held = question.capacities(layout)
     return WayRow(name=OURS, refusal=_too_long(ONE_RING, longest, held, question, layout))
 
 
-def _held(batches: Sequence[Sequence[int]], way: WaySettings, question: Question, offload: str) -> list[OurStep] | None:
+def _held(batches: Sequence[Sequence[int]], way: WaySettings, question: Question) -> list[OurStep] | None:
     try:
-        return [run_ours(tokens, way, question, offload=offload) for tokens in batches]
+        return [run_ours(tokens, way, question) for tokens in batches]
     except PlanError:
         return None
 
 
 def _our_settings(layout: str, question: Question) -> list[WaySettings]:
-    capacities = question.capacities(layout, RECOMPUTE_KINDS).items()
+    capacities = question.capacities(layout).items()
     return [WaySettings(recompute=kind, capacity_tokens=held, layout=layout) for kind, held in capacities]
 
 
@@ -318,10 +316,11 @@ class OurStep:
     memory_bytes: float
 
 
-def run_ours(tokens: Sequence[int], settings: WaySettings, question: Question, *, offload: str = "off") -> OurStep:
+def run_ours(tokens: Sequence[int], settings: WaySettings, question: Question) -> OurStep:
     """Plan and simulate one batch with Lengthwise at these settings; PlanError: a device cannot hold it."""
     layout = settings.layout or "zero1"
-    choices = {"recompute": settings.recompute, "heads": "auto", "offload": offload, "planning_share": PLANNING_SHARE}
+    choices = {"recompute": settings.recompute, "heads": "auto", "planning_share": PLANNING_SHARE}
+    choices["offload"] = "auto" if settings.offloads else "off"
     memory = question.memory(layout)
     cluster = Cluster(ranks=question.devices, capacity_tokens=settings.capacity_tokens)
     costs = question.costs_of(layout)
@@ -330,7 +329,7 @@ def run_ours(tokens: Sequence[int], settings: WaySettings, question: Question, *
     kept = np.array([microbatch.offload for microbatch in plan.microbatches])[timeline.microbatch]
     largest = memory.microbatch_bytes(timeline.held_tokens, Choice(recompute=settings.recompute, offload=kept))
     needed = memory.state_bytes() + memory.gathered_bytes() + float(np.max(largest))
-    if offload != "off" and needed > question.hardware.device_bytes:
+    if settings.offloads and needed > question.hardware.device_bytes:
         remedy = "Use more devices, or hardware with more memory."
         expected, got = f"at most {question.hardware.device_bytes / 1e9:.1f} GB", f"{needed / 1e9:.1f} GB"
         raise PlanError("memory of a device", expected=expected, got=got, remedy=remedy)

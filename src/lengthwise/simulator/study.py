@@ -179,10 +179,9 @@ def _simulate(
         loading_seconds(
             plan,
             setting.loader,
+            setting.cost,
             tokens_per_second=setting.hardware.loader_tokens_per_second,
-            ranks_per_node=setting.cost.ranks_per_node,
             devices=setting.devices,
-            stages=setting.cost.stages,
             fixed_mesh=planner == "static",
         )
         for plan in plans
