@@ -38,6 +38,7 @@ from lengthwise.planner import PLANNING_SHARE, arithmetic_seconds, options_of, p
 from lengthwise.simulator.layouts import MOST_RANKS, layout_seconds
 from lengthwise.simulator.rivals import LockStep, lock_step, packed, padded, recomputing
 from lengthwise.simulator.step import simulate_plan
+from lengthwise.simulator.study import needed_bytes, too_large
 from lengthwise.simulator.ways import (
     BY_WORK,
     LAYOUTS,
@@ -318,21 +319,15 @@ class OurStep:
 
 def run_ours(tokens: Sequence[int], settings: WaySettings, question: Question) -> OurStep:
     """Plan and simulate one batch with Lengthwise at these settings; PlanError: a device cannot hold it."""
-    layout = settings.layout or "zero1"
-    choices = {"recompute": settings.recompute, "heads": "auto", "planning_share": PLANNING_SHARE}
-    choices["offload"] = "auto" if settings.offloads else "off"
-    memory = question.memory(layout)
+    layout, offload = settings.layout or "zero1", "auto" if settings.offloads else "off"
+    choices = {"recompute": settings.recompute, "heads": "auto", "offload": offload, "planning_share": PLANNING_SHARE}
+    memory, costs = question.memory(layout), question.costs_of(layout)
     cluster = Cluster(ranks=question.devices, capacity_tokens=settings.capacity_tokens)
-    costs = question.costs_of(layout)
     plan = plan_step(tokens, cluster, costs, options_of(memory, **choices))
     timeline = simulate_plan(plan, costs)
-    kept = np.array([microbatch.offload for microbatch in plan.microbatches])[timeline.microbatch]
-    largest = memory.microbatch_bytes(timeline.held_tokens, Choice(recompute=settings.recompute, offload=kept))
-    needed = memory.state_bytes() + memory.gathered_bytes() + float(np.max(largest))
+    needed = needed_bytes(plan, timeline, memory)
     if settings.offloads and needed > question.hardware.device_bytes:
-        remedy = "Use more devices, or hardware with more memory."
-        expected, got = f"at most {question.hardware.device_bytes / 1e9:.1f} GB", f"{needed / 1e9:.1f} GB"
-        raise PlanError("memory of a device", expected=expected, got=got, remedy=remedy)
+        raise too_large(needed, question.hardware.device_bytes)
     return OurStep(plan=plan, timeline=timeline, seconds=timeline.step_seconds, memory_bytes=needed)
 
 
