@@ -166,7 +166,7 @@ def more_ranks(ranks: int) -> list[int]:
 
 def _nothing_fits(
     whole: StepMemory,
-    cut: StepMemory | None,
+    sharded: StepMemory | None,
     device_bytes: float,
     kinds: Sequence[str],
     keeps_whole: str | None,
@@ -178,8 +178,8 @@ def _nothing_fits(
     def fits(memory: StepMemory, offload: float = 0.0, kinds: Sequence[str] = kinds) -> bool:
         return any(tokens_within(memory, room, Choice(recompute=kind, offload=offload)) for kind in kinds)
 
-    said = [f"zero1: {_parts(whole)}"] if cut is None else [f"zero1: {_parts(whole)}", f"zero3: {_parts(cut)}"]
-    best, remedies = cut or whole, list[str]()
+    said = [f"zero1: {_parts(whole)}"] if sharded is None else [f"zero1: {_parts(whole)}", f"zero3: {_parts(sharded)}"]
+    best, remedies = sharded or whole, list[str]()
     if keeps_whole is not None and whole.ranks > 1 and fits(replace(whole, shard="zero3")):
         remedies.append(f"no {keeps_whole}, so that shard zero3 can be taken")
     if fits(best, kinds=RECOMPUTE_KINDS):
