@@ -52,8 +52,9 @@ def bound_seconds(
     lengths = np.array(checked, dtype=np.int64)
     cost, relative = at_mean_speed(cost, read_speeds(speeds, cluster.ranks))
     topology = Topology(cost, cluster.ranks, relative, cluster.capacity_tokens)
-    kind = {"lone_rings": lone_rings, "shared_launches": shared_launches}
-    parts = least_makespan(lengths, cluster, cost, topology=topology, **kind)
+    parts = least_makespan(
+        lengths, cluster, cost, topology=topology, lone_rings=lone_rings, shared_launches=shared_launches
+    )
     return max(parts, launches_makespan(lengths, cluster, cost, topology)) if lone_rings and whole_launches else parts
 
 
