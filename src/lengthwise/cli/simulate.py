@@ -160,9 +160,8 @@ class Simulate:
         from lengthwise.cost.sharding import lora_params
 
         adapters = None if self.lora is None else lora_params(meshes.question.shape, self.lora)
-        return answered(
-            meshes, batches, adapters=adapters, recompute=self.machine.recompute, offloads=self.offload_optimizer
-        )
+        kinds, offloads = self.machine.kinds, self.offload_optimizer
+        return answered(meshes, batches, adapters=adapters, kinds=kinds, offloads=offloads)
 
     def _traces(self, found: Sequence[Best]) -> dict[str, str]:
         from lengthwise.report.simulation import shown_of

@@ -107,6 +107,11 @@ class MeshChoices:
     kind, at the capacity that it leaves (not with --capacity)."""
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of recomputation that may be taken: the given one, or all."""
+        return RECOMPUTE_KINDS if self.recompute is None or self.recompute == "auto" else (self.recompute,)
+
+    @property
     def searches_devices(self) -> bool:
         """Whether the devices of a rank are searched, all numbers of them."""
         given = (self.ranks, self.measurements, self.tp, self.pp)
@@ -161,12 +166,12 @@ class MeshChoices:
                 expected = f"devices and layers that 2 divides, not {devices} and {shape.layers}"
                 remedy = "Give other --gpus, --pp, or --mode free."
                 raise ConfigError("--mode", expected=expected, got="pipeline", remedy=remedy)
-        recompute = self.recompute or ("none" if is_same or capacity else "auto")
+        kinds = ("none",) if self.recompute is None and (is_same or capacity) else self.kinds
         usual, cut = "off" if is_same else "auto", LayerCut(virtual=planning.virtual or 1)
         base = RankMesh(cut=cut, heads=planning.heads or usual, offload=planning.offload or usual)
         question = MeshQuestion(
             shape=shape, hardware=hardware, devices=devices, context_tokens=1, tensors=tensors, stages=stages,
-            kinds=RECOMPUTE_KINDS if recompute == "auto" else (recompute,), capacity_tokens=capacity,
+            kinds=kinds, capacity_tokens=capacity,
             takes_capacity=is_fixed, base=base, loader=loader, mode=planning.mode,
             cost=cost if is_one_device else None,
         )  # fmt: skip
@@ -313,7 +318,7 @@ def answered(
     batches: list[list[int]],
     *,
     adapters: int | None = None,
-    recompute: str | None = None,
+    kinds: Sequence[str] = RECOMPUTE_KINDS,
     offloads: bool = False,
 ) -> Answer:
     """Compare FSDP2 and Lengthwise on these batches; MemoryShortage: `offloads`, and hosts have too little for it."""
@@ -323,8 +328,7 @@ def answered(
     asked = meshes.question
     question = Question(
         shape=asked.shape, hardware=asked.hardware, devices=asked.devices, adapters=adapters,
-        capacity_tokens=asked.capacity_tokens, kinds=RECOMPUTE_KINDS if recompute in (None, "auto") else [recompute],
-        cost=asked.cost, offloads=offloads,
+        capacity_tokens=asked.capacity_tokens, kinds=kinds, cost=asked.cost, offloads=offloads,
     )  # fmt: skip
     memory, node = question.memory("zero1"), min(asked.devices, asked.hardware.ranks_per_node)
     check_host(memory, node, asked.hardware.host_bytes, key="--offload-optimizer")

@@ -136,11 +136,10 @@ class Question:
 
 def answer(batches: Sequence[Sequence[int]], question: Question) -> Answer:
     """Compare the four ways on the same batches, entry i of each the length of sequence i in tokens."""
-    heaviest, longest = _heaviest(batches, question), max(map(max, batches))
-    names = RIVALS if question.devices > 1 else RIVALS[:-1]
-    rows = [_rival(name, batches, heaviest, longest, question) for name in names]
+    longest = max(map(max, batches))
+    rows = [_rival(name, batches, question) for name in (RIVALS if question.devices > 1 else RIVALS[:-1])]
     if question.devices > 1:
-        by_work = [_rival(name, batches, heaviest, longest, question, in_order=True) for name in (PACKED, ONE_RING)]
+        by_work = [_rival(name, batches, question, in_order=True) for name in (PACKED, ONE_RING)]
         rows.append(replace(_quickest(by_work), name=BY_WORK))
     layouts = compare_layouts(batches, question)
     auto = question.auto(batches[0], longest, layouts)
@@ -165,12 +164,11 @@ def _quickest(rows: Sequence[WayRow]) -> WayRow:
 
 def compare_layouts(batches: Sequence[Sequence[int]], question: Question) -> list[WayRow]:
     """Run Lengthwise with each layout that exists here, in the order of `LAYOUTS`."""
-    heaviest, longest = _heaviest(batches, question), max(map(max, batches))
     rows: list[WayRow] = []
     for layout in question.layouts():
         like = rows[-1].settings if layout == "hybrid" else None  # which gathers in the same waves as zero3
         asked = question if like is None else replace(question, kinds=[like.recompute])
-        rows.append(_ours(layout, batches, heaviest, longest, asked))
+        rows.append(_ours(layout, batches, asked))
     return rows
 
 
@@ -178,24 +176,15 @@ def _heaviest(batches: Sequence[Sequence[int]], question: Question) -> Sequence[
     return max(batches, key=lambda tokens: float(question.costs.compute_seconds(np.array(tokens)).sum()))
 
 
-def _rival(
-    name: str,
-    batches: Sequence[Sequence[int]],
-    heaviest: Sequence[int],
-    longest: int,
-    question: Question,
-    *,
-    in_order: bool = False,
-) -> WayRow:
+def _rival(name: str, batches: Sequence[Sequence[int]], question: Question, *, in_order: bool = False) -> WayRow:
     """Run one of `RIVALS` at its best settings; `in_order`: packs of like work side by side."""
-    most_tokens = max(map(sum, batches))
+    heaviest = _heaviest(batches, question)
     tried = [
         (run_rival(heaviest, settings, question).step_seconds, number, settings)
-        for number, settings in enumerate(_rival_settings(name, longest, most_tokens, question, in_order=in_order))
+        for number, settings in enumerate(_rival_settings(name, batches, question, in_order=in_order))
     ]
     if not tried:
-        capacities = question.capacities("zero3")
-        return WayRow(name=name, refusal=_too_long(name, longest, capacities, question))
+        return WayRow(name=name, refusal=_too_long(name, batches, question, "zero3"))
     settings = min(tried)[2]
     runs = [run_rival(tokens, settings, question) for tokens in batches]
     held = max(run.held_tokens for run in runs)
@@ -209,10 +198,10 @@ def _rival(
 
 
 def _rival_settings(
-    name: str, longest: int, most_tokens: int, question: Question, *, in_order: bool
+    name: str, batches: Sequence[Sequence[int]], question: Question, *, in_order: bool
 ) -> Iterator[WaySettings]:
     """List settings that hold the longest sequence; packs so large that every device has one in each microbatch."""
-    ranks = question.devices
+    ranks, longest, most_tokens = question.devices, max(map(max, batches)), max(map(sum, batches))
     degrees = [d for d in range(2, ranks + 1) if ranks % d == 0] if name == ONE_RING else [1]
     for (kind, held), degree in product(question.capacities("zero3").items(), degrees):
         least = -(-longest // degree)
@@ -242,7 +231,8 @@ def run_rival(tokens: Sequence[int], settings: WaySettings, question: Question) 
     return lock_step(microbatches, question.devices, degree, cost, traffic)
 
 
-def _too_long(name: str, longest: int, capacities: Mapping[str, int], question: Question, layout: str = "zero3") -> str:
+def _too_long(name: str, batches: Sequence[Sequence[int]], question: Question, layout: str) -> str:
+    longest, capacities = max(map(max, batches)), question.capacities(layout)
     if not capacities:
         states = question.memory(layout).state_bytes() / 1e9
         return f"no room beside {states:.0f} GB of parameters and states on each GPU"
@@ -264,14 +254,13 @@ def _stretches_in_lock_step(run: LockStep, degree: int) -> tuple[WorkSpan, ...]:
     )
 
 
-def _ours(
-    layout: str, batches: Sequence[Sequence[int]], heaviest: Sequence[int], longest: int, question: Question
-) -> WayRow:
+def _ours(layout: str, batches: Sequence[Sequence[int]], question: Question) -> WayRow:
     """Run Lengthwise with a layout at its best settings: offloading only where nothing holds the sequences without.
 
     Settings that could be no quicker than others were, by their arithmetic alone, are not tried.
     """
-    costs, tried_on = question.costs_of(layout), [heaviest] if longest in heaviest else [[longest], heaviest]
+    costs, heaviest, longest = question.costs_of(layout), _heaviest(batches, question), max(map(max, batches))
+    tried_on = [heaviest] if longest in heaviest else [[longest], heaviest]
     least = {kind: arithmetic_seconds(heaviest, costs, kind) / question.devices for kind in RECOMPUTE_KINDS}
     ways = sorted(_our_settings(layout, question), key=lambda way: least[way.recompute])
     for offloads in (False, True):
@@ -291,8 +280,7 @@ def _ours(
                     stretches=_stretches(runs[0]),
                     degrees=_degrees(runs[0].plan),
                 )
-    held = question.capacities(layout)
-    return WayRow(name=OURS, refusal=_too_long(ONE_RING, longest, held, question, layout))
+    return WayRow(name=OURS, refusal=_too_long(ONE_RING, batches, question, layout))
 
 
 def _held(batches: Sequence[Sequence[int]], way: WaySettings, question: Question) -> list[OurStep] | None:
