@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lengthwise.cost import all_terms_cost, named_hardware, named_shape, sharded_traffic, step_memory
+from lengthwise.cost import Choice, all_terms_cost, named_hardware, named_shape, sharded_traffic, step_memory
 from lengthwise.report.figures import percent
 from lengthwise.simulator.rivals import lock_step, recomputing
 from pages import Findings, parse_options
@@ -79,7 +79,7 @@ def forecast(run: Run) -> tuple[float, float]:
     traffic = sharded_traffic(memory, cost)
     priced = recomputing(cost, run.recompute, shape.layers)
     one = lock_step([[run.tokens] * run.sequences] * run.microbatches, run.gpus, run.degree, priced, traffic)
-    return one.step_seconds, memory.peak_bytes(one.held_tokens, run.recompute)
+    return one.step_seconds, memory.peak_bytes(one.held_tokens, Choice(recompute=run.recompute))
 
 
 def main() -> None:

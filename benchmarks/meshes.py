@@ -146,7 +146,8 @@ def mesh_words(found: Found) -> str:
     """Say what a planner took: devices of a rank, tokens that it holds, and what its plans use of what they may."""
     mesh, steps = found.mesh, found.result.steps
     held = [f"{tokens:,}" for tokens in found.held_tokens.values()]
-    words = [f"TP {mesh.tensor}", *([f"PP {mesh.stages}"] if mesh.stages > 1 else []), f"{' or '.join(held)} tokens"]
+    staged = [f"PP {mesh.cut.stages}"] if mesh.cut.stages > 1 else []
+    words = [f"TP {mesh.tensor}", *staged, f"{' or '.join(held)} tokens"]
     words += [f"recompute {kind}" for kind in found.held_tokens if kind != "none"]
     words += ["heads"] if max(step.most_heads for step in steps) > 1 else []
     words += ["offload"] if max(step.most_offload for step in steps) > 0 else []

@@ -17,7 +17,7 @@ from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport, Transport
 from lengthwise.config import LoraConfig, OptimizerConfig
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
-from lengthwise.cost import StepMemory, largest_peak, shape_from_config
+from lengthwise.cost import Choice, StepMemory, shape_from_config
 from lengthwise.engine.activations import Offloading, measure_microbatch
 from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes, step_end_bytes
@@ -171,7 +171,7 @@ def predicted_at_start(cell: Cell) -> float:
         for position in {0, cell.degree - 1}
     ]
     return states + max(
-        step_end_bytes(rank.parameters, OptimizerConfig()), largest_peak(passes, cell.tokens, cell.offload)
+        step_end_bytes(rank.parameters, OptimizerConfig()), max(each.peak(cell.tokens, cell.offload) for each in passes)
     )
 
 
@@ -188,7 +188,7 @@ def predicted_by_formula(cell: Cell) -> float:
         trained=None if counts[0] == counts[1] else counts[1],
         ranks=cell.degree,
         logits_at_once=cell.logits_at_once,
-    ).peak_bytes(cell.tokens, cell.recompute, cell.offload)
+    ).peak_bytes(cell.tokens, Choice(recompute=cell.recompute, offload=cell.offload))
 
 
 def _lora(cell: Cell) -> LoraConfig | None:

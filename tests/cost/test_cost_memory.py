@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.core.shape import ModelShape
+from lengthwise.core.shape import LayerCut, ModelShape
 from lengthwise.cost import (
     RESERVED,
     SHAPE_NAMES,
+    Choice,
     StepMemory,
     all_terms_cost,
-    capacity_tokens,
-    microbatches_kept,
     named_hardware,
     named_shape,
     recompute_capacities,
@@ -50,8 +49,7 @@ def memories(draw) -> StepMemory:
         dtype_bytes=draw(st.sampled_from([2, 4, 8])),
         trained=draw(st.sampled_from([None, 1000])),
         ranks=draw(st.integers(1, 100)),
-        stages=draw(st.integers(1, 8)),
-        virtual=draw(st.integers(1, 3)),
+        cut=LayerCut(stages=draw(st.integers(1, 8)), virtual=draw(st.integers(1, 3))),
         logits_at_once=draw(st.sampled_from([None, 1 << 18, 1 << 25])),
         fused_norms=draw(st.booleans()),
         shard=draw(st.sampled_from(["zero1", "zero3"])),
@@ -65,17 +63,20 @@ RATIOS = st.floats(0, 1)
 
 @given(memories(), KINDS, TOKENS, TOKENS, RATIOS)
 def test_bytes_rise_with_tokens(memory, kind, tokens, more, ratio) -> None:
-    few, many = (memory.peak_bytes(each, kind, ratio) for each in (tokens, tokens + more))
+    few, many = (memory.peak_bytes(each, Choice(recompute=kind, offload=ratio)) for each in (tokens, tokens + more))
     assert memory.state_bytes() < few < many
 
 
 @given(memories(), KINDS, TOKENS, RATIOS, RATIOS)
 def test_bytes_fall_with_the_ratio_of_offload(memory, kind, tokens, one, other) -> None:
     less, more = sorted((one, other))
-    assert memory.peak_bytes(tokens, kind, more) <= memory.peak_bytes(tokens, kind, less) * (1 + 1e-12)
+    most, fewer, some, none = (
+        memory.peak_bytes(tokens, Choice(recompute=kind, offload=ratio)) for ratio in (1.0, more, less, 0.0)
+    )
+    assert fewer <= some * (1 + 1e-12)
     # Two layers stay, so of two nothing goes.
     two = memory.shape.layers == 2
-    assert not two or memory.peak_bytes(tokens, kind, 1.0) == memory.peak_bytes(tokens, kind)
+    assert not two or most == none
 
 
 @given(memories())
@@ -88,8 +89,9 @@ def test_kinds_of_recomputation_keep_less_in_their_order(memory) -> None:
 @given(memories(), KINDS, st.lists(st.tuples(TOKENS, RATIOS), min_size=1, max_size=5))
 def test_arrays_are_counted_one_by_one(memory, kind, pairs) -> None:
     tokens, ratios = (np.array(each) for each in zip(*pairs, strict=True))
-    expected = [float(memory.microbatch_bytes(*pair)) for pair in ((n, kind, r) for n, r in pairs)]
-    assert memory.microbatch_bytes(tokens, kind, ratios).tolist() == pytest.approx(expected, rel=1e-12)
+    expected = [float(memory.microbatch_bytes(n, Choice(recompute=kind, offload=r))) for n, r in pairs]
+    together = memory.microbatch_bytes(tokens, Choice(recompute=kind, offload=ratios))
+    assert together.tolist() == pytest.approx(expected, rel=1e-12)
 
 
 def test_rows_of_parameters_and_what_is_gathered_of_them() -> None:
@@ -120,7 +122,8 @@ def test_a_llama_of_7b_keeps_what_its_operations_save() -> None:
     assert memory.saved_bytes("all_but_attention") == 32 * (2 * 2 * 4096 + 4 * 32) + last
     # Backward begins with an MLP: all of its layer again, the gradients of its result and of gate and up.
     turn = layer + 2 * (4096 + 2 * 11008)
-    assert memory.microbatch_bytes(10**6, "layer") == 10**6 * (32 * 2 * 4096 + turn - 2 * 4096 + 2 * 4096)
+    found = memory.microbatch_bytes(10**6, Choice(recompute="layer"))
+    assert found == 10**6 * (32 * 2 * 4096 + turn - 2 * 4096 + 2 * 4096)
     assert all_terms_cost(LLAMA_7B, named_hardware("h100")).copy_bytes["none"] == memory.saved_bytes("none")
 
 
@@ -145,9 +148,9 @@ def test_states_are_those_of_a_sharded_optimizer() -> None:
 
 
 def test_the_first_stage_keeps_more_microbatches_than_the_last() -> None:
-    assert microbatches_kept(4) == 4
-    assert microbatches_kept(4, 3) == 4 + 3 / 3
-    staged = StepMemory(shape=LLAMA_7B, dtype_bytes=2, stages=4)
+    assert LayerCut(stages=4).microbatches_kept == 4
+    assert LayerCut(stages=4, virtual=3).microbatches_kept == 4 + 3 / 3
+    staged = StepMemory(shape=LLAMA_7B, dtype_bytes=2, cut=LayerCut(stages=4))
     few, many = (float(staged.microbatch_bytes(10**5, kept=kept)) for kept in (1, 4))
     assert many - few == pytest.approx(3 * 10**5 * staged.saved_bytes("none"))
     assert staged.microbatch_bytes(10**5) == many
@@ -166,15 +169,16 @@ H100 = named_hardware("h100")
 def test_a_capacity_fits_and_128_tokens_more_do_not(shape, kind, ranks, mesh, device_bytes) -> None:
     tensor, stages, virtual = mesh
     hardware = replace(H100, device_bytes=device_bytes)
-    memory = step_memory(named_shape(shape), hardware, ranks, tensor=tensor, stages=stages, virtual=virtual)
+    cut = LayerCut(stages=stages, virtual=virtual)
+    memory, choice = step_memory(named_shape(shape), hardware, ranks, tensor=tensor, cut=cut), Choice(recompute=kind)
     room = device_bytes * (1 - RESERVED)
     try:
-        tokens = capacity_tokens(memory, hardware, recompute=kind)
+        tokens = recompute_capacities(memory, hardware, kinds=[kind])[kind]
     except ConfigError:
         tokens = 0
     assert tokens % 128 == 0
-    assert tokens == 0 or memory.peak_bytes(tokens, kind) <= room
-    assert memory.peak_bytes(tokens + 128, kind) > room
+    assert tokens == 0 or memory.peak_bytes(tokens, choice) <= room
+    assert memory.peak_bytes(tokens + 128, choice) > room
 
 
 def test_capacities_of_a_7b_model() -> None:
@@ -188,21 +192,21 @@ def test_capacities_of_a_7b_model() -> None:
     with pytest.raises(ConfigError, match="128 tokens"):
         recompute_capacities(memory, full)
     # four stages of four devices keep four microbatches
-    staged = capacity_tokens(step_memory(LLAMA_7B, H100, 64, stages=4), H100)
-    alone = capacity_tokens(replace(step_memory(LLAMA_7B, H100, 64), tensor=4), H100)
+    staged = recompute_capacities(replace(memory, cut=LayerCut(stages=4)), H100)["none"]
+    alone = recompute_capacities(replace(memory, tensor=4), H100)["none"]
     assert staged == pytest.approx(alone / 4, rel=0.02)
 
 
 def test_a_model_that_fills_the_device_is_refused() -> None:
     big = named_shape("llama-70b")
     with pytest.raises(ConfigError, match="llama-70b"):
-        capacity_tokens(step_memory(big, H100, 64), H100)
-    assert capacity_tokens(step_memory(big, H100, 64, tensor=4, stages=4), H100) > 0
+        recompute_capacities(step_memory(big, H100, 64), H100, kinds=["none"])
+    assert recompute_capacities(step_memory(big, H100, 64, tensor=4, cut=LayerCut(stages=4)), H100)["none"] > 0
 
 
 def test_fused_norms_leave_room_for_more_tokens() -> None:
     fused = replace(H100, fused_norms=True)
-    plain, more = (capacity_tokens(step_memory(LLAMA_7B, each, 64), each) for each in (H100, fused))
+    plain, more = (recompute_capacities(step_memory(LLAMA_7B, each, 64), each)["none"] for each in (H100, fused))
     assert more > 1.2 * plain
     copied = all_terms_cost(LLAMA_7B, fused).copy_bytes["none"]  # norms: input and result; attention; an MLP's widths
     assert copied == 32 * (2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 11008) + 4 * 32) + 2 * 4096

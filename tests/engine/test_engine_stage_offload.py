@@ -8,7 +8,8 @@ from testing.tiny import tiny_family_config
 
 from engine.test_engine_activations import FAMILIES, LAYERS, offloaded, planned_model
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
-from lengthwise.cost import StepMemory, shape_from_config
+from lengthwise.core.shape import LayerCut
+from lengthwise.cost import Choice, StepMemory, shape_from_config
 from lengthwise.offload.store import CopyStore
 from tiers import more
 
@@ -86,8 +87,9 @@ def test_a_stage_that_offloads_holds_less_of_every_microbatch(cut):
         )
         peaks[ratio], away[ratio] = first.peak_bytes, first.done.offloaded_bytes / len(lengths)
     shape, messages = shape_from_config(config.to_dict()), 9 * lengths[0] * config.hidden_size * 4
-    memory = StepMemory(shape=shape, dtype_bytes=4, ranks=1, stages=stages, virtual=cut[1], logits_at_once=None)
+    layers = LayerCut(stages=stages, virtual=cut[1])
+    memory = StepMemory(shape=shape, dtype_bytes=4, ranks=1, cut=layers, logits_at_once=None)
     for ratio, peak in peaks.items():
-        estimate = float(memory.microbatch_bytes(lengths[0], "none", ratio))
+        estimate = float(memory.microbatch_bytes(lengths[0], Choice(offload=ratio)))
         assert estimate * 0.95 < peak < estimate * 1.1 + messages  # sent and to arrive: estimates leave them out
     assert peaks[0.0] - peaks[0.5] > (stages - 1) * away[0.5] > 0

@@ -13,7 +13,7 @@ from testing.stage_actions import stage_items
 
 from lengthwise.core.errors import ConfigError, Problems
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.core.shape import Cluster
+from lengthwise.core.shape import Cluster, LayerCut
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, plan_step, score
@@ -103,7 +103,7 @@ def test_bound_of_pipelines_is_reached_by_one_sequence_and_by_launches() -> None
     request = PlanRequest(tokens=(100,) * 20, cluster=cluster, cost=cost)
     options = {"topology": request.topology}
     assert least_makespan(request.lengths, cluster, cost, **options) == 1500
-    assert least_makespan(request.lengths, cluster, cost, **options, stages=5, virtual=2) == 1500 + 50 * 2
+    assert least_makespan(request.lengths, cluster, cost, **options, cut=LayerCut(stages=5, virtual=2)) == 1500 + 50 * 2
 
 
 def test_microbatches_of_a_rank_grow_and_fall_and_their_stages_never_wait_long() -> None:

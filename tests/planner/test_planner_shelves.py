@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.plan import Plan
-from lengthwise.core.shape import Cluster
+from lengthwise.core.shape import Cluster, LayerCut
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import score
@@ -26,7 +26,7 @@ TERMS = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, r
 
 
 def _plans(request: PlanRequest) -> list[Plan]:
-    schedule = pipeline_schedule(request.stages, request.virtual)
+    schedule = pipeline_schedule(request.cut)
     found = [write_shelves(request, each) for each in plan_shelves(request)]
     return [replace(request.draft(each), layers=64, schedule=schedule, requires=("pipeline",)) for each in found]
 
@@ -62,7 +62,7 @@ def test_rings_of_like_length_follow_on_the_same_ranks() -> None:
     degrees = request.growth(request.lengths, request.least_degrees).grown(request.bound_seconds)
     shelves = Shelving(request, degrees, counts_filling=True).found(inf)[-1]
     assert Counter(first for _, first, _, _ in shelves.rings) == {0: 2, 4: 2}
-    schedule = pipeline_schedule(2, 1)
+    schedule = pipeline_schedule(LayerCut(stages=2))
     plan = replace(request.draft(write_shelves(request, shelves)), schedule=schedule, requires=("pipeline",))
     assert score(plan, cost).makespan_seconds == pytest.approx(300)
     best = min(score(plan, cost).makespan_seconds for plan in _plans(request))
@@ -87,8 +87,7 @@ def test_shelves_tell_when_their_plans_end() -> None:
     request = PlanRequest(tokens=tokens, cluster=Cluster(ranks=64, capacity_tokens=8192), cost=TERMS, stages=2)
     degrees = request.growth(request.lengths, request.least_degrees).grown(request.bound_seconds)
     shelves = Shelving(request, degrees, counts_filling=True).found(inf)[-1]
-    plan = replace(
-        request.draft(write_shelves(request, shelves)), schedule=pipeline_schedule(2, 1), requires=("pipeline",)
-    )
+    schedule = pipeline_schedule(request.cut)
+    plan = replace(request.draft(write_shelves(request, shelves)), schedule=schedule, requires=("pipeline",))
     assert score(plan, TERMS).makespan_seconds == pytest.approx(shelves.end_seconds, rel=0.05)
     assert min(score(each, TERMS).makespan_seconds for each in _plans(request)) < 0.86 * shelves.end_seconds

@@ -10,6 +10,7 @@ from testing.pipelines import as_pipeline
 from testing.stage_actions import stage_items
 
 from lengthwise.core.plan import Piece
+from lengthwise.core.shape import LayerCut
 from lengthwise.program.stage_clocks import stage_clocks
 from properties import costly
 from tiers import more
@@ -21,22 +22,21 @@ from tiers import more
 def test_equal_microbatches_end_after_w_m_v_plus_p_minus_1(stages: int, virtual: int, forward: float) -> None:
     for count in (stages, 2 * stages, 5 * stages):
         seconds = np.full(count, 6.0)
-        clocks = stage_clocks(
-            [(0,)] * count, forward * seconds, (1 - forward) * seconds, stages=stages, virtual=virtual
-        )
+        cut = LayerCut(stages=stages, virtual=virtual)
+        clocks = stage_clocks([(0,)] * count, forward * seconds, (1 - forward) * seconds, cut)
         chunk_seconds = 6.0 / virtual
         assert clocks.end.max() == pytest.approx(chunk_seconds * (count * virtual + stages - 1), rel=1e-12)
 
 
 def test_uninterleaved_pipelines_follow_the_formula_for_any_count() -> None:
     for count in (1, 2, 3, 7):
-        clocks = stage_clocks([(0,)] * count, np.full(count, 1.0), np.full(count, 2.0), stages=5, virtual=1)
+        clocks = stage_clocks([(0,)] * count, np.full(count, 1.0), np.full(count, 2.0), LayerCut(stages=5))
         assert clocks.end.max() == pytest.approx(3 * (count + 4))
 
 
 def test_one_microbatch_takes_its_time_once_a_stage() -> None:
     for virtual in (1, 2):
-        clocks = stage_clocks([(0,)], np.array([1.0]), np.array([2.0]), stages=4, virtual=virtual)
+        clocks = stage_clocks([(0,)], np.array([1.0]), np.array([2.0]), LayerCut(stages=4, virtual=virtual))
         assert clocks.end.max() == pytest.approx(4 * 3)
 
 
@@ -72,7 +72,7 @@ def test_clocks_are_those_of_devices_that_run_what_the_engine_posts(
         for each in (forward, backward, send)
     ]
     passes = [virtual * each for each in per_row[:2]]
-    clocks = stage_clocks(ranks_of, *passes, stages=stages, virtual=virtual, send_seconds=per_row[2])
+    clocks = stage_clocks(ranks_of, *passes, LayerCut(stages=stages, virtual=virtual), send_seconds=per_row[2])
     ends, chunks = FakeNccl(stage_items(plan, forward, backward, send)).ends, [*range(stages * virtual)]
     assert len(ends) == clocks.end.size
     row = 0
@@ -86,7 +86,7 @@ def test_clocks_are_those_of_devices_that_run_what_the_engine_posts(
 
 def _fill(seconds: np.ndarray, stages: int) -> float:
     """Tell what one pipeline takes beyond its work, in parts of its longest microbatch; forward is a third."""
-    clocks = stage_clocks([(0,)] * len(seconds), seconds / 3, seconds * 2 / 3, stages=stages, virtual=1)
+    clocks = stage_clocks([(0,)] * len(seconds), seconds / 3, seconds * 2 / 3, LayerCut(stages=stages))
     return float((clocks.end.max() - seconds.sum()) / seconds.max())
 
 

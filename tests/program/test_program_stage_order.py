@@ -10,6 +10,7 @@ from testing.stage_actions import device_actions, stage_items
 
 from lengthwise.core.errors import TransferError
 from lengthwise.core.plan import Microbatch, Piece
+from lengthwise.core.shape import LayerCut
 from lengthwise.program.stage_order import stage_order
 
 RANKS = 5
@@ -21,7 +22,8 @@ def _microbatches(*ranks_of: tuple[int, ...]) -> list[Microbatch]:
 
 
 def _order(microbatches: list[Microbatch], stages: int, virtual: int):
-    return stage_order([microbatch.ranks for microbatch in microbatches], stages, virtual)
+    cut = LayerCut(stages=stages, virtual=virtual)
+    return stage_order([microbatch.ranks for microbatch in microbatches], cut)
 
 
 intervals = st.integers(0, RANKS - 1).flatmap(

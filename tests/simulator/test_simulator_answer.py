@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import logits_at_once, named_hardware, named_shape
 from lengthwise.report.answer import answer_notes
 from lengthwise.simulator import Question, WayRow, answer
@@ -46,7 +45,7 @@ def test_answer_has_each_way_at_settings_that_fit(rows) -> None:
 
 
 def test_answer_takes_the_best_settings_of_each_way(rows) -> None:
-    heaviest, held = BATCHES[0], FEW.capacities("zero3", ["layer"])["layer"]
+    heaviest, held = BATCHES[0], FEW.capacities("zero3")["layer"]
     others = [
         (PADDED, WaySettings(recompute="layer", capacity_tokens=held, size=1, by_length=False)),
         (PACKED, WaySettings(recompute="layer", capacity_tokens=held, degree=1)),
@@ -64,7 +63,7 @@ def test_settings_of_ours_that_are_not_tried_are_no_better(layout) -> None:
     """Short sequences, of which a wave without recomputation holds few: many gathers."""
     batch = [500] * 400
     row = compare_layouts([batch], NODE)[LAYOUTS.index(layout)]
-    capacities = NODE.capacities(layout, RECOMPUTE_KINDS)
+    capacities = NODE.capacities(layout)
     seconds = {
         kind: run_ours(batch, WaySettings(recompute=kind, capacity_tokens=held, layout=layout), NODE).seconds
         for kind, held in capacities.items()
@@ -122,7 +121,7 @@ def test_simulated_ranks_hold_what_runs_hold() -> None:
 def test_answer_says_what_a_gpu_holds_where_a_sequence_is_too_long() -> None:
     found = answer([[200_000, 500]], NODE)
     refusals = {row.name: row.refusal for row in found.rows}
-    held = max(NODE.capacities("zero3", ["none", "layer"]).values())
+    held = max(NODE.capacities("zero3").values())
     assert refusals[PADDED] == refusals[PACKED] == f"longest sequence 200,000, a GPU holds {held:,}"
     assert refusals[ONE_RING] == refusals[OURS] == ""
 
@@ -135,8 +134,8 @@ def test_answer_of_a_model_that_fits_nowhere() -> None:
 
 def test_an_optimizer_on_the_host_makes_room_in_all_ways_and_takes_time() -> None:
     large = Question(shape=named_shape("qwen3-32b"), hardware=H100, devices=8)
-    assert not large.capacities("zero3", RECOMPUTE_KINDS)
-    assert replace(large, offloads=True).capacities("zero3", RECOMPUTE_KINDS)
+    assert not large.capacities("zero3")
+    assert replace(large, offloads=True).capacities("zero3")
     on_gpus = Question(shape=SHAPE, hardware=H100, devices=8)
     on_host, way = replace(on_gpus, offloads=True), WaySettings(recompute="layer", capacity_tokens=8192, degree=4)
     seconds = 40 * SHAPE.total_params / 8 / (300e9 / 8)  # 40 bytes a parameter, at a device's share of host memory

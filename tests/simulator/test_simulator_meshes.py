@@ -27,6 +27,7 @@ BATCHES = [draw_lengths("github", 2**18, seed, 2**16) for seed in range(2)]
 QUESTION = MeshQuestion(
     shape=SHAPE, hardware=HARDWARE, devices=16, context_tokens=2**16, tensors=(1, 2, 4, 8), kinds=("none", "layer")
 )
+NO_OFFLOAD = RankMesh(heads="auto")
 
 
 @pytest.mark.parametrize("devices", some([8, 13, 16], 0))
@@ -52,7 +53,7 @@ def test_search_ends_no_later_than_every_mesh(planner: str, devices: int) -> Non
 def test_offload_is_tried_where_only_it_holds_the_sequences() -> None:
     batches = [[60_000, 2000, 3000]]
     question = replace(QUESTION, devices=8, tensors=(1,), kinds=("none",), context_tokens=60_000)
-    assert best_mesh("lengthwise", batches, replace(question, offload="off")).any_mesh is None
+    assert best_mesh("lengthwise", batches, replace(question, base=NO_OFFLOAD)).any_mesh is None
     found = best_mesh("lengthwise", batches, question).today
     assert found.result.steps[0].most_offload > 0
 
@@ -62,14 +63,14 @@ def test_a_mesh_that_is_sized_for_more_than_a_batch_holds_may_offload_for_it() -
     shorter, longer = (best_mesh("static", [[top, 2000, 3000, 1000, 9000]], question) for top in (30_000, 60_000))
     assert shorter.today.result.steps[0].most_offload == 0, "its batch needs none"
     assert longer.today.result.steps[0].most_offload > 0
-    without = best_mesh("static", [[30_000, 2000, 3000, 1000, 9000]], replace(question, offload="off"))
+    without = best_mesh("static", [[30_000, 2000, 3000, 1000, 9000]], replace(question, base=NO_OFFLOAD))
     assert without.any_mesh is None, "the mesh holds the context only with it"
 
 
 def test_a_mesh_that_holds_the_batch_of_most_work_but_not_another_is_not_taken() -> None:
     """One device a rank is quickest for the many of 3,000 tokens, and without a cut does not hold the 9,000."""
     batches = [[3000] * 320, [9000, 1000]]
-    question = replace(QUESTION, devices=8, kinds=("none",), offload="off", context_tokens=9000)
+    question = replace(QUESTION, devices=8, kinds=("none",), base=NO_OFFLOAD, context_tokens=9000)
     first = best_mesh("packed-dp", batches[:1], question).any_mesh
     both = best_mesh("packed-dp", batches, question).any_mesh
     assert first.mesh.tensor < both.mesh.tensor
@@ -92,10 +93,10 @@ def test_what_trains_is_the_best_of_ranks_of_one_device() -> None:
 
 def test_a_smaller_capacity_is_found_where_it_ends_sooner() -> None:
     """ByteScale cuts a sequence over the fewest ranks that hold it: with all capacity the longest takes two."""
-    question = replace(QUESTION, tensors=(1,), kinds=("layer",), offload="off")
+    question = replace(QUESTION, tensors=(1,), kinds=("layer",), base=NO_OFFLOAD)
     batches = [[60_000] + [500] * 300]
     found = best_mesh("bytescale", batches, question).any_mesh
-    whole = on_one_mesh(RankMesh(heads="auto"), "bytescale", batches, question).any_mesh
+    whole = on_one_mesh(NO_OFFLOAD, "bytescale", batches, question).any_mesh
     assert found.mesh.capacity_share < 1
     assert found.result.mean_seconds < 0.8 * whole.result.mean_seconds
 
@@ -130,7 +131,7 @@ def test_a_plan_that_needs_more_memory_than_a_device_has_is_no_rival() -> None:
     """A layer computed again cannot be offloaded: a whole sequence beside it may need more than a device has."""
     question = replace(QUESTION, tensors=(1,), kinds=RECOMPUTE_KINDS)
     batches = [[2**17, 2**17, *[3000] * 30]]
-    whole = RankMesh(heads="auto", offload="auto")
+    whole = QUESTION.base
     assert on_one_mesh(whole, "packed-dp", batches, question).any_mesh is None
     taken = on_one_mesh(whole, "packed-dp", batches, replace(question, capacity_tokens=40_000, takes_capacity=True))
     assert taken.any_mesh.result.steps[0].memory_bytes > HARDWARE.device_bytes
@@ -144,7 +145,7 @@ def test_a_plan_that_needs_more_memory_than_a_device_has_is_no_rival() -> None:
 
 def test_where_offload_needs_too_much_memory_the_plan_does_without() -> None:
     question = replace(QUESTION, tensors=(1,), kinds=RECOMPUTE_KINDS)
-    mesh = RankMesh(heads="auto", offload="auto")
+    mesh = QUESTION.base
     setting, options = question.setting(mesh), {"progress": lambda *_: None, "options": question.options(mesh)}
 
     def step_on(device_bytes):
@@ -163,7 +164,7 @@ def test_where_offload_needs_too_much_memory_the_plan_does_without() -> None:
 
 
 def test_nobody_holds_the_sequences_is_an_error_and_somebody_is_not() -> None:
-    question = replace(QUESTION, devices=8, tensors=(1,), kinds=("none",), offload="off", capacity_tokens=2048)
+    question = replace(QUESTION, devices=8, tensors=(1,), kinds=("none",), base=NO_OFFLOAD, capacity_tokens=2048)
     question = replace(question, takes_capacity=True)
     with pytest.raises(LengthwiseError, match="20000"):
         best_meshes(["static", "lengthwise"], [[20_000, 7]], question)

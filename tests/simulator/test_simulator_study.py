@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.core.shape import Cluster
-from lengthwise.cost import all_terms_cost, named_hardware, named_shape, step_flops, step_memory
+from lengthwise.core.shape import Cluster, LayerCut
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, step_flops, step_memory
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.simulator import (
     MODEL_ERROR,
@@ -60,7 +60,7 @@ def test_a_pipeline_keeps_no_more_microbatches_than_it_has(sequences: int, kept:
     cost = all_terms_cost(SHAPE, HARDWARE, stages=4)
     setting = replace(SETTING, cost=cost, devices=4)
     (result,) = compare_planners(["static"], [[8192] * sequences], setting, progress=lambda *_: None)
-    memory = step_memory(SHAPE, HARDWARE, 16, stages=4)
+    memory = step_memory(SHAPE, HARDWARE, 16, cut=LayerCut(stages=4))
     (step,) = result.steps
     assert step.memory_bytes == memory.state_bytes() + memory.microbatch_bytes(8192, kept=kept)
     assert step.memory_bytes == pytest.approx(memory.state_bytes() + kept * 8192 * memory.saved_bytes("none"), rel=0.08)
@@ -127,24 +127,25 @@ PLAN = Plan(
 
 
 def test_local_loaders_read_for_every_process_and_remote_ones_once() -> None:
-    options = {"tokens_per_second": 10.0, "ranks_per_node": 2}
-    assert loading_seconds(PLAN, "none", **options) == 0.0
-    assert loading_seconds(PLAN, "local", **options) == pytest.approx(2 * 1320 / 10)  # two whole batches a node
-    assert loading_seconds(PLAN, "local", **options, devices=4) == pytest.approx(4 * 2 * 1320 / 10)
+    cost, options = Cost(linear_seconds=1.0, ranks_per_node=2), {"tokens_per_second": 10.0}
+    assert loading_seconds(PLAN, "none", cost, **options) == 0.0
+    assert loading_seconds(PLAN, "local", cost, **options) == pytest.approx(2 * 1320 / 10)  # two whole batches a node
+    assert loading_seconds(PLAN, "local", cost, **options, devices=4) == pytest.approx(4 * 2 * 1320 / 10)
     # On a fixed mesh: ranks 0 and 1 read the first sequence each, rank 2 too, rank 3 nothing, rank 4 the others.
-    assert loading_seconds(PLAN, "local", **options, fixed_mesh=True) == pytest.approx(2 * 1000 / 10)
-    assert loading_seconds(PLAN, "remote", **options, devices=4) == pytest.approx(1320 / 3 / 10)  # three nodes
+    assert loading_seconds(PLAN, "local", cost, **options, fixed_mesh=True) == pytest.approx(2 * 1000 / 10)
+    assert loading_seconds(PLAN, "remote", cost, **options, devices=4) == pytest.approx(1320 / 3 / 10)  # three nodes
+    staged = replace(cost, stages=4)
     # The same devices as stages are on so many times as many nodes, and each node reads for one stage.
-    assert loading_seconds(PLAN, "remote", **options, devices=4, stages=4) == pytest.approx(1320 / 12 / 10)
-    assert loading_seconds(PLAN, "local", **options, devices=4, stages=4) == pytest.approx(2 * 1320 / 10)
+    assert loading_seconds(PLAN, "remote", staged, **options, devices=4) == pytest.approx(1320 / 12 / 10)
+    assert loading_seconds(PLAN, "local", staged, **options, devices=4) == pytest.approx(2 * 1320 / 10)
 
 
 def test_loaders_are_refused_by_name_and_without_speed() -> None:
     with pytest.raises(ConfigError, match="Did you mean `remote`"):
-        loading_seconds(PLAN, "remot", tokens_per_second=1.0, ranks_per_node=1)
+        loading_seconds(PLAN, "remot", Cost(linear_seconds=1.0), tokens_per_second=1.0)
     for speed in (0.0, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="tokens_per_second"):
-            loading_seconds(PLAN, "local", tokens_per_second=speed, ranks_per_node=1)
+            loading_seconds(PLAN, "local", Cost(linear_seconds=1.0), tokens_per_second=speed)
 
 
 def test_waits_are_what_the_step_before_does_not_hide() -> None:

@@ -73,12 +73,12 @@ def refuse_beside(options: Mapping[str, object], expected: str, remedy: str, *, 
     )
 
 
-def refuse_recompute(recompute: str | None, capacity: object) -> None:
+def refuse_kind(kind: str | None, capacity: object) -> None:
     """Raise ConfigError for a kind of recomputation that there is not, and for a capacity beside `auto`."""
     kinds = (*RECOMPUTE_KINDS, "auto")
-    if recompute is not None and recompute not in kinds:
-        raise unknown_name("--recompute", recompute, kinds)
-    if recompute == "auto":
+    if kind is not None and kind not in kinds:
+        raise unknown_name("--recompute", kind, kinds)
+    if kind == "auto":
         expected = "nothing beside --recompute auto: every kind has its own"
         refuse_beside({"--capacity": capacity}, expected, "Leave out one of them.")
 

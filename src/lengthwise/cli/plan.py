@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from lengthwise.cli.options import (
-    PlanChoices,
-    named_alike,
-    parse_speeds,
-    refuse_beside,
-    refuse_but_one,
-    refuse_recompute,
-)
+from lengthwise.cli.options import PlanChoices, named_alike, parse_speeds, refuse_beside, refuse_but_one, refuse_kind
 from lengthwise.cli.output import plain_console, refuse_unwritable_file, write_atomically
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.names import counted
-from lengthwise.core.shape import ModelShape
+from lengthwise.core.shape import WHOLE, LayerCut, ModelShape
 from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
 from lengthwise.report.figures import count, seconds, unitless
 
@@ -165,6 +158,7 @@ class PlanCommand:
             problems.attempt(partial(refuse_beside, unused, expected, "Leave out {option} or --cost."))
         measured = problems.attempt(partial(self._measured, config)) if self.measurements and not self.cost else None
         hardware = None if self.cost or self.measurements else problems.attempt(self._hardware)
+        hardware = named_hardware(measured.hardware) if measured else hardware
         shape = problems.attempt(partial(self._shape, config, measured)) if config or not self.config else None
         adapters = problems.attempt(partial(adapters_of, config)) if config and shape and not self.cost else None
         cost = problems.attempt(partial(self._cost, config, shape, hardware, measured, adapters))
@@ -174,13 +168,13 @@ class PlanCommand:
         offload, ratio = self._offload(config)
         mode = self.planning.mode or (config.plan_mode(ranks or 1) if config else "free")
         own = {"heads": heads, "offload": offload, "mode": mode, "stages": self.stages}
-        if config is not None and self._in_stages(config):
-            own |= {"mode": "pipeline", "stages": config.stages, "virtual": config.virtual}
+        if (cut := self._cut(config)) != WHOLE:
+            own |= {"mode": "pipeline", **asdict(cut)}
         options = self.planning.options(planner=planner, layers=layers, speeds=speeds, **own)
         replicas = problems.attempt(partial(self._replicas, config, ranks or len(speeds or [1])))
         problems.attempt(partial(options.checked, replicas or 1, cost))
         lengths = problems.attempt(partial(lengths_from_file, self.lengths)) if self.lengths else None
-        capacities = problems.attempt(partial(self._capacities, config, shape, ranks, measured))
+        capacities = problems.attempt(partial(self._capacities, config, shape, ranks, hardware))
         problems.raise_all()
         assert cost is not None, "what has no costs has a problem"
         assert capacities is not None, "what has no capacity has a problem"
@@ -192,7 +186,7 @@ class PlanCommand:
             capacities=capacities,
             options=options,
             offload_ratio=ratio,
-            hardware=named_hardware(measured.hardware) if measured else hardware,
+            hardware=hardware,
             adapters=adapters,
         )
 
@@ -237,21 +231,22 @@ class PlanCommand:
 
     def _lays_out(self, config: RunConfig) -> bool:
         """Return whether parameters and stages lie as training has them, and no option says otherwise."""
-        return not self.planning.mode and (config.stages == 1 or self._in_stages(config))
+        return not self.planning.mode and (config.stages == 1 or self._cut(config) != WHOLE)
 
-    def _in_stages(self, config: RunConfig | None) -> bool:
-        """Return whether the stages of pipelines are those of a run file, and ranks as training counts them."""
+    def _cut(self, config: RunConfig | None) -> LayerCut:
+        """Return the stages of a run file where no option says otherwise: ranks are then as training counts them."""
         given = (self.stages, self.planning.mode, self.planning.virtual, self.cost)
-        return config is not None and config.stages > 1 and given == (None,) * len(given)
+        if config is None or config.stages == 1 or given != (None,) * len(given):
+            return WHOLE
+        return config.cut
 
     def _replicas(self, config: RunConfig | None, ranks: int) -> int:
         """Return the ranks of a plan."""
-        if config is None or not self._in_stages(config):
-            return ranks
-        if ranks % config.stages:
-            expected, got = f"a multiple of the {config.stages} stages", str(ranks)
+        stages = self._cut(config).stages
+        if ranks % stages:
+            expected, got = f"a multiple of the {stages} stages", str(ranks)
             raise ConfigError("ranks", expected=expected, got=got, remedy="Give others, or change stages.")
-        return ranks // config.stages
+        return ranks // stages
 
     def _offload(self, config: RunConfig | None) -> tuple[str, float | None]:
         """Return (what the planner may offload, the run file's own ratio of every microbatch)."""
@@ -281,22 +276,20 @@ class PlanCommand:
         return found
 
     def _capacities(
-        self, config: RunConfig | None, shape: ModelShape | None, ranks: int | None, measured: Measurements | None
+        self, config: RunConfig | None, shape: ModelShape | None, ranks: int | None, hardware: Hardware | None
     ) -> dict[str, int]:
         """Return the tokens a rank holds by kind of recomputation; empty where an earlier problem hides it."""
         if config is not None or self.cost is not None:
             expected = "nothing beside --config, whose recompute counts, or --cost, which knows none"
             refuse_beside({"--recompute": self.recompute}, expected, "Leave it out.")
-        refuse_recompute(self.recompute, self.capacity)
+        refuse_kind(self.recompute, self.capacity)
         if self.recompute == "auto":
-            from lengthwise.cost import named_hardware, recompute_capacities, step_memory
+            from lengthwise.cost import recompute_capacities, step_memory
 
-            named = measured.hardware if measured else self.hardware or "h100"
-            hardware, virtual = named_hardware(named), max(1, self.planning.virtual or 1)
-            if not (shape and ranks):
+            if not (shape and ranks and hardware):
                 return {}
-            memory = step_memory(shape, hardware, ranks, stages=max(1, self.stages or 1), virtual=virtual)
-            return recompute_capacities(memory, hardware)
+            cut = LayerCut(stages=max(1, self.stages or 1), virtual=max(1, self.planning.virtual or 1))
+            return recompute_capacities(step_memory(shape, hardware, ranks, cut=cut), hardware)
         kind = config.recompute if config and not self.cost else self.recompute or "none"
         if config and self.capacity is None and config.capacity_tokens == "auto":
             expected = "a number for a plan made here: `capacity_tokens: auto` is measured when a run starts"
@@ -364,7 +357,7 @@ class PlanCommand:
 
         if self.cost is not None:
             return costs(file=self.cost)
-        stages = config.stages if config and self._in_stages(config) else self.stages or 1
+        stages = self.stages or self._cut(config).stages
         if measured is not None:
             cost = measured_cost(measured, stages=stages)
             if self.ranks_per_node is not None:

@@ -160,9 +160,8 @@ class Simulate:
         from lengthwise.cost.sharding import lora_params
 
         adapters = None if self.lora is None else lora_params(meshes.question.shape, self.lora)
-        return answered(
-            meshes, batches, adapters=adapters, recompute=self.machine.recompute, offloads=self.offload_optimizer
-        )
+        kinds, offloads = self.machine.kinds, self.offload_optimizer
+        return answered(meshes, batches, adapters=adapters, kinds=kinds, offloads=offloads)
 
     def _traces(self, found: Sequence[Best]) -> dict[str, str]:
         from lengthwise.report.simulation import shown_of
@@ -293,12 +292,12 @@ class Simulate:
             "cost": meshes.cost.version,
             "mesh": self.machine.mesh,
             "mode": self.planning.mode,
-            "offload": question.offload,
-            "heads": question.heads,
+            "offload": question.base.offload,
+            "heads": question.base.heads,
             "recompute": list(question.kinds),
             "tensors": list(question.tensors),
             "stages": list(question.stages),
-            "virtual": self.planning.virtual or 1,
+            "virtual": question.base.cut.virtual,
             "devices": question.devices,
             "capacity_tokens": question.capacity_tokens,
             "context_tokens": question.context_tokens,

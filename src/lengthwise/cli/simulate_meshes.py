@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from lengthwise.cli.options import PlanChoices, refuse_beside, refuse_but_one, refuse_recompute
+from lengthwise.cli.options import PlanChoices, refuse_beside, refuse_but_one, refuse_kind
 from lengthwise.core.errors import Collector, ConfigError, MemoryShortage
 from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.processes import end_with_parent, kill_workers
+from lengthwise.core.shape import LayerCut
 from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
 from lengthwise.report.progress import LiveLine, showing
 
@@ -106,6 +107,11 @@ class MeshChoices:
     kind, at the capacity that it leaves (not with --capacity)."""
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of recomputation that may be taken: the given one, or all."""
+        return RECOMPUTE_KINDS if self.recompute is None or self.recompute == "auto" else (self.recompute,)
+
+    @property
     def searches_devices(self) -> bool:
         """Whether the devices of a rank are searched, all numbers of them."""
         given = (self.ranks, self.measurements, self.tp, self.pp)
@@ -124,7 +130,7 @@ class MeshChoices:
                 attempt(partial(read_whole, option, value))
         if self.mesh not in MESHES:
             problems.add(unknown_name("--mesh", self.mesh, MESHES))
-        attempt(partial(refuse_recompute, self.recompute, self.capacity))
+        attempt(partial(refuse_kind, self.recompute, self.capacity))
         capacity = None if self.capacity is None else attempt(partial(parse_tokens, self.capacity, "--capacity"))
         devices = attempt(self._devices) if (self.tp or 1) > 0 and (self.pp or 1) > 0 else None
         described = self._priced(planning, problems) if self.measurements is None else attempt(self._measured)
@@ -160,17 +166,16 @@ class MeshChoices:
                 expected = f"devices and layers that 2 divides, not {devices} and {shape.layers}"
                 remedy = "Give other --gpus, --pp, or --mode free."
                 raise ConfigError("--mode", expected=expected, got="pipeline", remedy=remedy)
-        recompute = self.recompute or ("none" if is_same or capacity else "auto")
+        kinds = ("none",) if self.recompute is None and (is_same or capacity) else self.kinds
+        usual, cut = "off" if is_same else "auto", LayerCut(virtual=planning.virtual or 1)
+        base = RankMesh(cut=cut, heads=planning.heads or usual, offload=planning.offload or usual)
         question = MeshQuestion(
             shape=shape, hardware=hardware, devices=devices, context_tokens=1, tensors=tensors, stages=stages,
-            kinds=RECOMPUTE_KINDS if recompute == "auto" else (recompute,), capacity_tokens=capacity,
-            takes_capacity=is_fixed,
-            heads=planning.heads or ("off" if is_same else "auto"), loader=loader,
-            offload=planning.offload or ("off" if is_same else "auto"), mode=planning.mode, virtual=planning.virtual,
+            kinds=kinds, capacity_tokens=capacity,
+            takes_capacity=is_fixed, base=base, loader=loader, mode=planning.mode,
             cost=cost if is_one_device else None,
         )  # fmt: skip
-        same = RankMesh(tensor=tensors[0], stages=stages[0], heads=question.heads, offload=question.offload)
-        return Meshes(question=question, same=same if is_same else None, cost=cost)
+        return Meshes(question=question, same=question.mesh(tensors[0], stages[0]) if is_same else None, cost=cost)
 
     def options(self, planning: PlanChoices) -> PlanOptions:
         """Return the options that all planners get, to be checked before any plan."""
@@ -305,7 +310,7 @@ def _search_and_tell(planner: str) -> Best:
 
 
 def _doing(mesh: RankMesh, tried: int) -> str:
-    return f"plan {tried + 1} (TP {mesh.tensor}, PP {mesh.stages}, {mesh.capacity_share:g} of what fits)"
+    return f"plan {tried + 1} (TP {mesh.tensor}, PP {mesh.cut.stages}, {mesh.capacity_share:g} of what fits)"
 
 
 def answered(
@@ -313,7 +318,7 @@ def answered(
     batches: list[list[int]],
     *,
     adapters: int | None = None,
-    recompute: str | None = None,
+    kinds: Sequence[str] = RECOMPUTE_KINDS,
     offloads: bool = False,
 ) -> Answer:
     """Compare FSDP2 and Lengthwise on these batches; MemoryShortage: `offloads`, and hosts have too little for it."""
@@ -323,8 +328,7 @@ def answered(
     asked = meshes.question
     question = Question(
         shape=asked.shape, hardware=asked.hardware, devices=asked.devices, adapters=adapters,
-        capacity_tokens=asked.capacity_tokens, kinds=None if recompute in (None, "auto") else [recompute],
-        cost=asked.cost, offloads=offloads,
+        capacity_tokens=asked.capacity_tokens, kinds=kinds, cost=asked.cost, offloads=offloads,
     )  # fmt: skip
     memory, node = question.memory("zero1"), min(asked.devices, asked.hardware.ranks_per_node)
     check_host(memory, node, asked.hardware.host_bytes, key="--offload-optimizer")

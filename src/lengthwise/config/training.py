@@ -13,6 +13,7 @@ from lengthwise.config.settings import Attention, Experts, FusedLayers, Recomput
 from lengthwise.config.together import RUN_FILE, broken, plain
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import PLANNER_GROUP
+from lengthwise.core.shape import LayerCut
 
 MEASURE_AT_START, MEASURE_NOTHING = "auto", "off"
 
@@ -139,6 +140,11 @@ class TrainingSettings(Settings):
         defaults = {name: field.default for name, field in cls.model_fields.items()}
         known = {**defaults, **values}
         return [rule.error(known) for rule in broken(known, cls.door)]
+
+    @property
+    def cut(self) -> LayerCut:
+        """How the layers of a rank are cut into stages and chunks."""
+        return LayerCut(stages=self.stages, virtual=self.virtual)
 
     def ranks_in_step(self, ranks: int) -> int:
         """Return how many neighbouring ranks have the parameters together; auto is zero1 until it is settled."""

@@ -26,6 +26,32 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCut:
+    """How the layers of a rank are cut: into `stages` pipeline stages, a device each, of `virtual` chunks each."""
+
+    stages: int = 1
+    virtual: int = 1
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of layers of a rank, over all its stages."""
+        return self.stages * self.virtual
+
+    @property
+    def fill(self) -> float:
+        """How long a rank waits for its stages, in times of a first and a last microbatch."""
+        return (self.stages - 1) / self.virtual
+
+    @property
+    def microbatches_kept(self) -> float:
+        """Of how many microbatches the first stage keeps activations at most: 1F1B, interleaved or not."""
+        return self.stages if self.virtual == 1 else self.stages + self.fill
+
+
+WHOLE = LayerCut()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The sizes of a decoder-only transformer from which FLOPs and bytes follow.
 

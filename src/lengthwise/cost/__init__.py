@@ -8,7 +8,6 @@ from lengthwise.cost.analytic import analytic_cost, step_flops
 from lengthwise.cost.capacity import (
     RESERVED,
     STEP_TOKENS,
-    capacity_tokens,
     memory_of,
     recompute_capacities,
     step_memory,
@@ -23,10 +22,9 @@ from lengthwise.cost.memory import (
     StepMemory,
     logits_at_once,
     loss_bytes,
-    microbatches_kept,
     state_bytes,
 )
-from lengthwise.cost.microbatch import WINDOW_LAYERS, MicrobatchBytes, Moments, largest_peak
+from lengthwise.cost.microbatch import WINDOW_LAYERS, MicrobatchBytes, Moments
 from lengthwise.cost.passes import Pass
 from lengthwise.cost.shapes import SHAPE_NAMES, check_trained, layer_shapes, named_shape, shape_from_config
 from lengthwise.cost.sharding import (
@@ -63,19 +61,16 @@ __all__ = [
     "StepMemory",
     "all_terms_cost",
     "analytic_cost",
-    "capacity_tokens",
     "check_host",
     "check_trained",
     "choose_shard",
     "costs",
     "hardware_of_gpu",
     "laid_cost",
-    "largest_peak",
     "layer_shapes",
     "logits_at_once",
     "loss_bytes",
     "memory_of",
-    "microbatches_kept",
     "named_hardware",
     "named_shape",
     "offloaded_cost",

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.core.shape import ModelShape
+from lengthwise.core.shape import LayerCut, ModelShape
 from lengthwise.cost.analytic import GRADIENT_BYTES, PASSES, STATE_BYTES, analytic_cost
 from lengthwise.cost.capacity import host_share_bytes, step_memory
 from lengthwise.cost.hardware import Hardware
@@ -35,7 +35,7 @@ def all_terms_cost(
     _check_mesh(shape, hardware, tensor, stages)
     plain, dtype_bytes, devices = analytic_cost(shape, hardware), hardware.compute_dtype_bytes, tensor * stages
     node_link, layers = hardware.node_link_bytes_per_second, shape.num_attention / stages
-    memory = replace(step_memory(shape, hardware, 1, tensor=tensor, stages=stages), trained=adapters)
+    memory = replace(step_memory(shape, hardware, 1, tensor=tensor, cut=LayerCut(stages=stages)), trained=adapters)
     copies = min(hardware.copy_bytes_per_second, hardware.host_copy_bytes_per_second / hardware.ranks_per_node)
     reduced_hidden = 2 * (tensor - 1) / tensor * shape.hidden * dtype_bytes  # an all-reduce, bytes a token
     tensor_bytes = 2 * _ALL_REDUCES * shape.layers * reduced_hidden

@@ -14,7 +14,8 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.core.held import kept_ratio, largest
 from lengthwise.core.names import counted
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.core.shape import ModelShape
+from lengthwise.core.shape import WHOLE, LayerCut, ModelShape
+from lengthwise.cost.choices import AS_CUT, Choice
 from lengthwise.cost.hardware import Hardware
 from lengthwise.cost.layout import ModelLayout
 from lengthwise.cost.memory import StepMemory, logits_at_once
@@ -48,61 +49,43 @@ def memory_of(
 
 
 def step_memory(
-    shape: ModelShape, hardware: Hardware, ranks: int, *, tensor: int = 1, stages: int = 1, virtual: int = 1
+    shape: ModelShape, hardware: Hardware, ranks: int, *, tensor: int = 1, cut: LayerCut = WHOLE
 ) -> StepMemory:
-    """Return what steps hold on a kind of device, for ranks of `tensor` x `stages` devices each, the loss in chunks."""
+    """Return what steps hold on a kind of device, for ranks in `tensor` devices a stage, the loss in chunks."""
     return memory_of(
         shape,
-        ModelLayout(ranks=ranks, tensor=tensor, stages=stages, virtual=virtual),
+        ModelLayout(ranks=ranks, tensor=tensor, cut=cut),
         dtype_bytes=hardware.compute_dtype_bytes,
         on_gpus=hardware.name != "cpu",
         fused_norms=hardware.fused_norms,
     )
 
 
-def capacity_tokens(memory: StepMemory, hardware: Hardware, *, recompute: str = "none") -> int:
-    """Count the tokens that one rank holds in a microbatch, rounded down to 128.
-
-    Raises:
-        ConfigError: not even 128, because weights and optimizer fill the device.
-    """
-    tokens = tokens_within(memory, hardware.device_bytes * (1 - RESERVED), recompute)
-    if not tokens:
-        devices = memory.tensor * memory.stages
-        expected = f"weights, gradients and optimizer that leave room for 128 tokens on a device of {hardware.name}, "
-        expected += f"{hardware.device_bytes / 1e9:.0f} GB less {RESERVED:.0%} kept free"
-        got = f"{memory.state_bytes() / 1e9:.0f} GB of them on each, {counted(memory.ranks, 'rank')} of "
-        got += counted(devices, "device")
-        remedy = "{make_room|Use more devices a rank, recompute, or give the capacity}."
-        raise ConfigError(f"model {memory.shape.name}", expected=expected, got=got, remedy=remedy)
-    return tokens
-
-
-def tokens_within(memory: StepMemory, room: float, recompute: str = "none", offload: float = 0.0) -> int:
+def tokens_within(memory: StepMemory, room: float, choice: Choice = AS_CUT) -> int:
     """Count the tokens whose peak is within `room` bytes, rounded down to 128; 0: not even these."""
-    a_token = memory.saved_bytes(recompute) * kept_ratio(offload, memory.shape.layers)
+    a_token = memory.saved_bytes(choice.recompute) * kept_ratio(float(choice.offload), memory.shape.layers)
     most = int(max(0.0, room) / a_token / STEP_TOKENS)
-    return STEP_TOKENS * largest(lambda some: memory.peak_bytes(some * STEP_TOKENS, recompute, offload) <= room, most)
+    return STEP_TOKENS * largest(lambda some: memory.peak_bytes(some * STEP_TOKENS, choice) <= room, most)
 
 
 def recompute_capacities(
     memory: StepMemory, hardware: Hardware, *, kinds: Sequence[str] = RECOMPUTE_KINDS
 ) -> dict[str, int]:
-    """Return `capacity_tokens` for each of these kinds of recomputation for which there is room.
+    """Count the tokens of a microbatch that one rank holds with each of these kinds, rounded down to 128.
 
     Raises:
-        ConfigError: there is room for none of them.
+        ConfigError: with none of them even 128, because weights and optimizer fill the device.
     """
-    found: dict[str, int] = {}
-    refused: list[ConfigError] = []
-    for kind in kinds:
-        try:
-            found[kind] = capacity_tokens(memory, hardware, recompute=kind)
-        except ConfigError as error:
-            refused.append(error)
-    if not found:
-        raise refused[-1]
-    return found
+    room = hardware.device_bytes * (1 - RESERVED)
+    held = {kind: tokens_within(memory, room, Choice(recompute=kind)) for kind in kinds}
+    if not any(held.values()):
+        expected = f"weights, gradients and optimizer that leave room for 128 tokens on a device of {hardware.name}, "
+        expected += f"{hardware.device_bytes / 1e9:.0f} GB less {RESERVED:.0%} kept free"
+        got = f"{memory.state_bytes() / 1e9:.0f} GB of them on each, {counted(memory.ranks, 'rank')} of "
+        got += counted(memory.devices, "device")
+        remedy = "{make_room|Use more devices a rank, recompute, or give the capacity}."
+        raise ConfigError(f"model {memory.shape.name}", expected=expected, got=got, remedy=remedy)
+    return {kind: tokens for kind, tokens in held.items() if tokens}
 
 
 def host_share_bytes(hardware: Hardware) -> float:

@@ -24,6 +24,9 @@ class Choice:
     recompute: str = "none"
 
 
+AS_CUT = Choice()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
     """What a planner may choose for each piece beside its degree.

@@ -31,7 +31,7 @@ def hardware_from_measurements(
     Args:
         found: of a model all of whose parameters trained.
         device_bytes, host_bytes: memory of a device and of its host; None: as of the file's named hardware.
-        ranks_per_node: devices of a node; None: as there. Its uplink grows with it.
+        ranks_per_node: as in `Hardware.in_nodes`.
 
     Raises:
         ConfigError: measurements of adapters.
@@ -39,20 +39,14 @@ def hardware_from_measurements(
     if found.adapters is not None:
         expected, remedy = "measurements of a model that trains whole", "Profile without {lora}."
         raise ConfigError("hardware description", expected=expected, got="of adapters", remedy=remedy)
-    base = named_hardware(found.hardware)
-    nodes = ranks_per_node or base.ranks_per_node
+    base = named_hardware(found.hardware).in_nodes(ranks_per_node)
     given: dict[str, Any] = {"device_bytes": device_bytes, "host_bytes": host_bytes}
     measured = {**_arithmetic(found, base), **_links(found), **{k: v for k, v in given.items() if v is not None}}
     if copies := measured.get("copy_bytes_per_second"):  # of all ranks at once: the host gives at least as much
         measured["host_copy_bytes_per_second"] = max(base.host_copy_bytes_per_second, copies * found.place.ranks)
-    assumed = {
-        "ranks_per_node": nodes,
-        "node_uplink_bytes_per_second": base.node_uplink_bytes_per_second / base.ranks_per_node * nodes,
-        "compute_dtype_bytes": DTYPE_BYTES[found.precision],
-    }
-    name = "-".join(found.place.device.lower().split())
-    own = {"kernel": "", "kernels": ()}  # the speed of attention is that of the kernel that ran
-    return replace(base, name=name, **own, **assumed, **measured, source=_source(found, base, tuple(measured)))
+    own: dict[str, Any] = {"kernel": "", "kernels": ()}  # the speed of attention is that of the kernel that ran
+    own |= {"name": "-".join(found.place.device.lower().split()), "compute_dtype_bytes": DTYPE_BYTES[found.precision]}
+    return replace(base, **own, **measured, source=_source(found, base, tuple(measured)))
 
 
 def hardware_to_json(hardware: Hardware) -> str:

@@ -93,6 +93,12 @@ class Hardware:
             raise unknown_name("kernel", name, [kernel.name for kernel in self.kernels], others=f"on {self.name}")
         return replace(self, kernel=name, **{key: getattr(found, key) for key in _OF_KERNEL})
 
+    def in_nodes(self, devices: int | None) -> Hardware:
+        """Return the same device in nodes of so many, whose uplink grows with them; None: of as many as here."""
+        nodes = devices or self.ranks_per_node
+        uplink = self.node_uplink_bytes_per_second / self.ranks_per_node * nodes
+        return replace(self, ranks_per_node=nodes, node_uplink_bytes_per_second=uplink)
+
     def __post_init__(self) -> None:
         problems = []
         for name in (field.name for field in fields(self) if field.name not in _NO_NUMBERS):

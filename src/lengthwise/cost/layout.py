@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.shape import WHOLE, LayerCut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLayout:
-    """Where parameters, gradients and optimizer are; a rank has `tensor` x `stages` devices.
+    """Where parameters, gradients and optimizer are; a rank has `tensor` devices for each stage of its `cut`.
 
-    ranks: copies of the model among which a step's tokens are cut. virtual: chunks of layers of a stage.
+    ranks: copies of the model among which a step's tokens are cut.
     shard: how parameters lie over the ranks, zero1, zero3 or hybrid. ranks_per_node: that share them under hybrid;
     None: all.
     parameters: all of them, tied ones once; None: those of the shape. trained: how many of them; None: all. Others are
@@ -22,8 +23,7 @@ class ModelLayout:
 
     ranks: int = 1
     tensor: int = 1
-    stages: int = 1
-    virtual: int = 1
+    cut: LayerCut = WHOLE
     shard: str = "zero1"
     ranks_per_node: int | None = None
     parameters: int | None = None
@@ -31,6 +31,11 @@ class ModelLayout:
     states: int = 2
     offloads: bool = False
     ties: bool | None = None
+
+    @property
+    def devices(self) -> int:
+        """Of a rank."""
+        return self.tensor * self.cut.stages
 
     @property
     def is_sharded(self) -> bool:

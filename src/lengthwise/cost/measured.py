@@ -83,11 +83,7 @@ def base_cost(
     ranks_per_node: of the measured nodes, whose uplinks grow with it; None: its own.
     adapters, stages: as in `all_terms_cost`.
     """
-    named = named_hardware(hardware)
-    ranks_per_node = ranks_per_node or named.ranks_per_node
-    uplink = named.node_uplink_bytes_per_second / named.ranks_per_node * ranks_per_node
-    changed = {"ranks_per_node": ranks_per_node, "node_uplink_bytes_per_second": uplink}
-    computing = replace(named, compute_dtype_bytes=DTYPE_BYTES[precision], **changed)
+    computing = replace(named_hardware(hardware).in_nodes(ranks_per_node), compute_dtype_bytes=DTYPE_BYTES[precision])
     return all_terms_cost(shape, computing, adapters=adapters, stages=stages)
 
 

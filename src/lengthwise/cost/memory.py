@@ -9,12 +9,12 @@ not kept. Held to what steps take by tests/engine/test_engine_peaks.py. `cost.ca
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
 from lengthwise.core.held import kept_ratio
 from lengthwise.core.shape import ModelShape
+from lengthwise.cost.choices import AS_CUT, Choice
 from lengthwise.cost.layout import ModelLayout
 from lengthwise.cost.links import Numbers
 from lengthwise.cost.microbatch import WINDOW_LAYERS
@@ -49,29 +49,6 @@ def state_bytes(
     if offloads:
         slices = 0.0 if ranks == 1 else 1 / ranks
     return parameters * dtype_bytes + trained * wide * (1 + slices)
-
-
-def sharded_state_bytes(
-    parameters: float,
-    *,
-    dtype_bytes: int,
-    ranks: int,
-    trained: float | None = None,
-    states: int = 2,
-    ranks_per_node: int | None = None,
-    offloads: bool = False,
-) -> float:
-    """Count a rank's rows of what `engine.sharded` and the optimizer keep: master weights, gradients and states.
-
-    Of what does not train, the parameters alone, in the model's numbers. trained: how many; None: all. ranks_per_node:
-    of hybrid, where a node's ranks have rows of values and sums beside that; None: zero3. offloads: master weights and
-    states are not on the device, which has values beside them.
-    """
-    trained, node = parameters if trained is None else trained, ranks_per_node or ranks
-    wide, is_one = wide_bytes(dtype_bytes), (ranks_per_node or ranks) == ranks
-    of_node = (dtype_bytes * (offloads or not is_one) + wide * (not is_one)) * trained / node
-    frozen = dtype_bytes * (parameters - trained) / node
-    return (1 if offloads else 2 + states) * wide * trained / ranks + of_node + frozen
 
 
 def gathered_bytes(
@@ -118,11 +95,6 @@ def loss_bytes(
     return np.where(logits <= logits_at_once, whole, chunk + head * wide + tokens * (shape.hidden * narrow))
 
 
-def microbatches_kept(stages: int, virtual: int = 1) -> float:
-    """Return of how many microbatches the first stage keeps activations at most: 1F1B, interleaved or not."""
-    return stages if virtual == 1 else stages + (stages - 1) / virtual
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory(ModelLayout):
     """What a step of a model on one of `ranks` is, beside its tokens; `cost.capacity.memory_of` makes it.
@@ -139,21 +111,32 @@ class StepMemory(ModelLayout):
 
     def state_bytes(self) -> float:
         """Count what a device keeps from step to step, gradients included."""
-        count = partial(sharded_state_bytes, ranks_per_node=self.node) if self.is_sharded else state_bytes
-        held = count(
-            self._parameters(),
+        if self.is_sharded:
+            return self._rows_bytes() / self.devices
+        held = state_bytes(
+            self._parameters,
             dtype_bytes=self.dtype_bytes,
             ranks=self.ranks,
             trained=self.trained,
             states=self.states,
             offloads=self.offloads,
         )
-        return held / (self.tensor * self.stages)
+        return held / self.devices
+
+    def _rows_bytes(self) -> float:
+        """Count a rank's rows of what `engine.sharded` and the optimizer keep: master weights, gradients and states.
+
+        Of what does not train, the parameters alone, in the model's numbers. Under hybrid a node's ranks have rows of
+        values and sums beside that. Where master weights and states are on the host, the device has values.
+        """
+        narrow, wide, is_one = self.dtype_bytes, wide_bytes(self.dtype_bytes), self.node == self.ranks
+        of_node = (narrow * (self.offloads or not is_one) + wide * (not is_one)) * self._trained / self.node
+        frozen = narrow * (self._parameters - self._trained) / self.node
+        return (1 if self.offloads else 2 + self.states) * wide * self._trained / self.ranks + of_node + frozen
 
     def host_bytes(self) -> float:
         """Count what an offloaded optimizer keeps of a device's in the host's memory: masters, states and gradients."""
-        trained = self._parameters() if self.trained is None else self.trained
-        held = (2 + self.states) * wide_bytes(self.dtype_bytes) * trained / (self.ranks * self.tensor * self.stages)
+        held = (2 + self.states) * wide_bytes(self.dtype_bytes) * self._trained / (self.ranks * self.devices)
         return held if self.offloads else 0.0
 
     def host_update_bytes(self) -> float:
@@ -161,21 +144,18 @@ class StepMemory(ModelLayout):
 
         At least: gradients go there, masters and states are read and written once, values cast and sent back.
         """
-        trained, wide = self._parameters() if self.trained is None else self.trained, wide_bytes(self.dtype_bytes)
+        wide = wide_bytes(self.dtype_bytes)
         sent, updated = wide + self.dtype_bytes, wide * (2 + 2 * (1 + self.states)) + self.dtype_bytes
-        return (sent + updated) * trained / (self.ranks * self.tensor * self.stages) if self.offloads else 0.0
+        return (sent + updated) * self._trained / (self.ranks * self.devices) if self.offloads else 0.0
 
     def state_parts(self) -> dict[str, float]:
         """Return what a device keeps from step to step by its parts, in bytes; `state_bytes` is their sum."""
-        trained, devices = self._parameters() if self.trained is None else self.trained, self.tensor * self.stages
-        bare = replace(self, states=0)
+        bare, sums = replace(self, states=0), self._trained * wide_bytes(self.dtype_bytes) / self.devices
         states = self.state_bytes() - bare.state_bytes()
         if self.is_sharded:
-            rows = 1 / self.ranks + (self.node < self.ranks) / self.node
-            sums = trained * wide_bytes(self.dtype_bytes) * rows / devices
+            sums *= 1 / self.ranks + (self.node < self.ranks) / self.node
             return {"weights": bare.state_bytes() - sums, "gradients": sums, "states": states}
-        weights = self._parameters() * self.dtype_bytes / devices
-        sums = trained * wide_bytes(self.dtype_bytes) / devices
+        weights = self._parameters * self.dtype_bytes / self.devices
         slices = bare.state_bytes() - weights - sums
         name = "sums" if self.offloads else "master weights and sums"
         return {"weights": weights, "gradients": sums, name: slices, "states": states}
@@ -201,16 +181,21 @@ class StepMemory(ModelLayout):
         """Count the parameters of a decoder layer, and of what is in none: embedding and head."""
         words = self.shape.hidden * self.shape.vocab
         rest = self.shape.lookup_params + (words if self._ties else 2 * words)
-        return (self._parameters() - rest) / self.shape.layers, rest
+        return (self._parameters - rest) / self.shape.layers, rest
 
     @property
     def _ties(self) -> bool:
         return self._layer().family.ties_head if self.ties is None else self.ties
 
+    @property
     def _parameters(self) -> float:
         if self.parameters is not None:
             return self.parameters
         return self.shape.total_params - self.shape.hidden * self.shape.vocab * self._ties
+
+    @property
+    def _trained(self) -> float:
+        return self._parameters if self.trained is None else self.trained
 
     def saved_bytes(self, recompute: str) -> float:
         """Count what a device keeps of one token from forward to backward: what can be offloaded, but for two layers.
@@ -219,24 +204,22 @@ class StepMemory(ModelLayout):
         """
         layer = self._layer()
         saved = self.shape.layers * layer.saved(recompute) + layer.bare_norm * self.shape.hidden
-        return saved / (self.tensor * self.stages)
+        return saved / self.devices
 
-    def peak_bytes(self, tokens: int, recompute: str = "none", offload: float = 0.0) -> float:
+    def peak_bytes(self, tokens: int, choice: Choice = AS_CUT) -> float:
         """Return the peak of the fullest device with microbatches of so many tokens on the rank."""
-        return self.state_bytes() + self.gathered_bytes() + float(self.microbatch_bytes(tokens, recompute, offload))
+        return self.state_bytes() + self.gathered_bytes() + float(self.microbatch_bytes(tokens, choice))
 
-    def microbatch_bytes(
-        self, tokens: Numbers, recompute: str = "none", offload: Numbers = 0.0, *, kept: Numbers | None = None
-    ) -> Numbers:
+    def microbatch_bytes(self, tokens: Numbers, choice: Choice = AS_CUT, *, kept: Numbers | None = None) -> Numbers:
         """Return what of the peak is not kept from step to step; arrays have an entry a microbatch.
 
         kept: of how many microbatches the first stage keeps activations, the last one fewer; None: as many as it may.
         """
-        layers, layer, chunks = self.shape.layers, self._layer(), self.stages * self.virtual
-        first = microbatches_kept(self.stages, self.virtual) if kept is None else kept
-        last = np.minimum(first, self.stages - (self.stages - 1) / self.virtual)
+        layers, layer, chunks, offload = self.shape.layers, self._layer(), self.cut.chunks, choice.offload
+        first = self.cut.microbatches_kept if kept is None else kept
+        last = np.minimum(first, self.cut.stages - self.cut.fill)
         norm, head = layer.bare_norm * self.shape.hidden, layer.tied_head_gradient
-        saved = layers * layer.saved(recompute) + norm
+        saved = layers * layer.saved(choice.recompute) + norm
         own, window = saved / chunks, min(WINDOW_LAYERS, layers / chunks) * saved / layers
         # In stages all of a chunk goes but of the last, of which two layers stay, as of a whole model.
         away_of_last = 1 - kept_ratio(offload, layers / chunks)
@@ -244,16 +227,16 @@ class StepMemory(ModelLayout):
         loss = loss_bytes(
             self.shape, tokens, self.dtype_bytes, logits_at_once=self.logits_at_once, trains_head=self.trained is None
         )
-        on_last = (last * saved / self.stages - own) * (1 - away) + own * (1 - away_of_last)
+        on_last = (last * saved / self.cut.stages - own) * (1 - away) + own * (1 - away_of_last)
         moments = [on_last * tokens + layer.result * tokens + loss]
-        if self.stages > 1:  # a layer that runs forward, while what the next backward needs first comes back
+        if self.cut.stages > 1:  # a layer that runs forward, while what the next backward needs first comes back
             back = np.minimum(away * own, np.maximum(0.0, window - (1 - away) * own))
             runs = np.where(away > 0, saved / layers, 0.0)
-            moments.append((first * saved / self.stages * (1 - away) + back + runs) * tokens)
-        for unpacked, beside in layer.turns(recompute):
+            moments.append((first * saved / self.cut.stages * (1 - away) + back + runs) * tokens)
+        for unpacked, beside in layer.turns(choice.recompute):
             left = own - norm / chunks - unpacked  # what is away comes back into a window beyond what is unpacked
             on_device = unpacked + np.maximum(left - away * own, np.minimum(left, window))
-            on_device = on_device + (first * saved / self.stages - own) * (1 - away)
+            on_device = on_device + (first * saved / self.cut.stages - own) * (1 - away)
             moments.append(on_device * tokens + beside * tokens + layer.experts_gradient + head)
         return np.maximum.reduce(np.broadcast_arrays(*moments)) / self.tensor
 

@@ -7,7 +7,6 @@ window of them back early.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,8 +73,3 @@ class MicrobatchBytes:
         away = (1 - kept_ratio(offload, self.layers)) * saved
         forward = self.forward.peak(rows, away=max(0.0, away - self.leaving(rows, leaving_bytes)))
         return round(max(forward, self.backward.peak(rows, away=away, window=WINDOW_LAYERS * saved / self.layers)))
-
-
-def largest_peak(layouts: Iterable[MicrobatchBytes], rows: int, offload: float = 0.0, *, leaving_bytes: int = 0) -> int:
-    """Return the largest peak of ways to lay out so many rows."""
-    return max(layout.peak(rows, offload, leaving_bytes=leaving_bytes) for layout in layouts)

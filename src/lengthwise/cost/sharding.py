@@ -18,6 +18,7 @@ from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.analytic import GRADIENT_BYTES
 from lengthwise.cost.capacity import RESERVED, STEP_TOKENS, tokens_within
+from lengthwise.cost.choices import Choice
 from lengthwise.cost.ending import Ending, Traffic
 from lengthwise.cost.memory import StepMemory
 from lengthwise.cost.terms import Cost
@@ -73,9 +74,9 @@ def choose_shard(
     if device_bytes is None:
         return ShardChoice(shard="zero1", why="how much memory there is could not be found")
     layouts: dict[Shard, StepMemory] = {shard: replace(memory, shard=shard) for shard in _shards(memory, keeps_whole)}
-    room = device_bytes * (1 - RESERVED)
+    room, ways = device_bytes * (1 - RESERVED), [Choice(recompute=kind, offload=offload) for kind in kinds]
     held: dict[Shard, int] = {
-        shard: max(tokens_within(laid, room, kind, offload) for kind in kinds) for shard, laid in layouts.items()
+        shard: max(tokens_within(laid, room, each) for each in ways) for shard, laid in layouts.items()
     }
     most = max(held, key=lambda shard: held[shard])
     if not held[most]:
@@ -165,7 +166,7 @@ def more_ranks(ranks: int) -> list[int]:
 
 def _nothing_fits(
     whole: StepMemory,
-    cut: StepMemory | None,
+    sharded: StepMemory | None,
     device_bytes: float,
     kinds: Sequence[str],
     keeps_whole: str | None,
@@ -175,10 +176,10 @@ def _nothing_fits(
     room = device_bytes * (1 - RESERVED)
 
     def fits(memory: StepMemory, offload: float = 0.0, kinds: Sequence[str] = kinds) -> bool:
-        return any(tokens_within(memory, room, kind, offload) for kind in kinds)
+        return any(tokens_within(memory, room, Choice(recompute=kind, offload=offload)) for kind in kinds)
 
-    said = [f"zero1: {_parts(whole)}"] if cut is None else [f"zero1: {_parts(whole)}", f"zero3: {_parts(cut)}"]
-    best, remedies = cut or whole, list[str]()
+    said = [f"zero1: {_parts(whole)}"] if sharded is None else [f"zero1: {_parts(whole)}", f"zero3: {_parts(sharded)}"]
+    best, remedies = sharded or whole, list[str]()
     if keeps_whole is not None and whole.ranks > 1 and fits(replace(whole, shard="zero3")):
         remedies.append(f"no {keeps_whole}, so that shard zero3 can be taken")
     if fits(best, kinds=RECOMPUTE_KINDS):

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.sizes import is_number
-from lengthwise.cost.choices import Choice, Choices
+from lengthwise.cost.choices import AS_CUT, Choice, Choices
 from lengthwise.cost.ending import Ending, Traffic
 from lengthwise.cost.links import Floats, Link, Numbers, Reach, Whole, least_reach, reach_of
 from lengthwise.cost.passes import BACKWARD, FORWARD, Pass, Work, parts_by_shares, passes, passes_seconds
 
 _FREE = Link(bytes_per_second=inf)
-_AS_CUT, _NOTHING, _NO_ENDING = Choice(), Choices(), Ending()
+_NOTHING, _NO_ENDING = Choices(), Ending()
 
 
 class _Part(NamedTuple):
@@ -221,7 +221,7 @@ class Cost:
             offload = float(self.choices.offload_needed(together, degrees, len(tokens))[0])
             each = (Choice(heads=u, offload=offload, recompute=self.choices.recompute) for u in self._groups(degree))
             return min(self.piece_seconds(tokens, degree, one) for one in each if degree % one.heads == 0)
-        choice = choice or _AS_CUT
+        choice = choice or AS_CUT
         if degree % choice.heads or self.heads % choice.heads:
             expected = f"a divisor of the {degree} ranks and of the model's {self.heads} heads"
             remedy = "Split heads over fewer ranks."
@@ -246,7 +246,7 @@ class Cost:
             arithmetic = attention + self._linear(tokens, degrees)
             return (arithmetic + exposed) / degrees + self.hop_seconds * (degrees - 1)
         if not self.chooses:
-            return self._rings_seconds(tokens, degrees, _AS_CUT)
+            return self._rings_seconds(tokens, degrees, AS_CUT)
         whole = Choice(offload=self.choices.offload_needed(tokens, degrees), recompute=self.choices.recompute)
         seconds = self._rings_seconds(tokens, degrees, whole)
         for group in self._groups(int(degrees.max(initial=1)))[1:]:
@@ -304,11 +304,11 @@ class Cost:
         near, far = (self.sweep_messages * hop + sequences * self.sweep_bytes / rate for hop, rate in links)
         return (degree - 1 - far_rounds) * near + far_rounds * far
 
-    def copy_seconds(self, held: Numbers, offload: Numbers, recompute: str) -> Numbers:
-        """Return the seconds of copying `held` tokens at ratio `offload` one way; two layers stay, in stages none."""
+    def copy_seconds(self, held: Numbers, choice: Choice) -> Numbers:
+        """Return the seconds of copying what is offloaded of `held` tokens one way; two layers stay, in stages none."""
         layers = max(self.layers, 2)
         goes = (layers - 2) / layers if self.stages == 1 else 1.0
-        return offload * goes * self.copy_bytes[recompute] * held / self.copy_bytes_per_second
+        return choice.offload * goes * self.copy_bytes[choice.recompute] * held / self.copy_bytes_per_second
 
     def step_end_seconds(self, ranks: int) -> float:
         """Return how long gradients and parameters take to be reduced and gathered over all ranks, once a step."""
@@ -341,8 +341,8 @@ class Cost:
         tokens, recompute = lengths.astype(np.float64), self.choices.recompute
         attention, linear = self.attention_seconds(tokens, degrees) / degrees, self.linear_seconds * tokens / degrees
         first, *others = (each.attention * attention + each.linear * linear for each in self.passes(recompute))
-        whole = np.maximum(self.copy_seconds(tokens / degrees, 1.0, recompute), 1e-300)  # none: any ratio is free
-        return np.minimum(1.0, np.minimum(first, sum(others)) / whole)
+        copies = self.copy_seconds(tokens / degrees, Choice(offload=1.0, recompute=recompute))
+        return np.minimum(1.0, np.minimum(first, sum(others)) / np.maximum(copies, 1e-300))  # none: any ratio is free
 
     def hides_copies(self, lengths: Whole, degrees: Whole) -> NDArray[np.bool_]:
         """Return where needed copies hide behind compute, entry i of `lengths[i]` over `degrees[i]` ranks: Eq. 3."""
@@ -398,7 +398,7 @@ class Cost:
             linear=part.linear,
             transfers=ring * repeated * (total * positions - total) / degree,
             exchange=self.exchange_bytes * part.held * (heads - 1) / heads / links,
-            copy=self.copy_seconds(part.held, choice.offload, choice.recompute) if np.any(choice.offload) else None,
+            copy=self.copy_seconds(part.held, choice) if np.any(choice.offload) else None,
             states=self.sweep_seconds(degree, reach.far_rounds, part.sequences),
             latency=latency,
             positions=positions,

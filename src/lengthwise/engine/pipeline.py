@@ -21,6 +21,7 @@ from torch import Tensor
 from lengthwise.attention import ActivationPolicy, BlockKernel, PlannedAttention, to_device
 from lengthwise.comm import Mesh, Pending, SoloTransport
 from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.shape import LayerCut
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_MICROBATCHES, reporting_shortage
@@ -53,12 +54,7 @@ class Pipeline:
 
     stage: ModelStage
     mesh: Mesh
-    virtual: int
-
-    @property
-    def stages(self) -> int:
-        """The stages of each replica."""
-        return self.mesh.stages
+    cut: LayerCut
 
 
 _Key = tuple[int, int, bool]  # of an action: microbatch, chunk, whether it is forward

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from lengthwise.core.errors import ConfigError, ModelRefused
+from lengthwise.core.shape import LayerCut
 from lengthwise.models.dropout import KeyedDropout
 from lengthwise.models.load import ModelSource, build_model
 from lengthwise.models.mixers import count_mixers
@@ -139,15 +140,15 @@ class _Parts:
         self.layers, self.norm = lists[0], norms[0]
 
 
-def check_cut(config: Any, stages: int, virtual: int) -> None:
+def check_cut(config: Any, cut: LayerCut) -> None:
     """Refuse more chunks than layers, and what `check_stages` refuses.
 
     Raises:
         ConfigError, ModelRefused: one of these.
     """
-    layers, chunks = text_config(config).num_hidden_layers, stages * virtual
-    if chunks > layers:
-        expected, got = f"stages x virtual of at most the {layers} layers", f"{stages} x {virtual}"
+    layers = text_config(config).num_hidden_layers
+    if cut.chunks > layers:
+        expected, got = f"stages x virtual of at most the {layers} layers", f"{cut.stages} x {cut.virtual}"
         raise ConfigError("stages", expected=expected, got=got, remedy="Use fewer of them.")
     check_stages(config)
 

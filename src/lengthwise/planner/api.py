@@ -90,7 +90,7 @@ def _bound_of(plan: Plan, request: PlanRequest) -> float:
         kind, bound = {"lone_rings": False}, request.least_seconds(lone_rings=False)
     if request.priced_stages == 1:
         return bound
-    return max(bound, request.least_seconds(**kind, stages=request.priced_stages))
+    return max(bound, request.least_seconds(**kind, cut=replace(request.cut, stages=request.priced_stages)))
 
 
 PlanStep: TypeAlias = Callable[[Sequence[int], Cluster, Cost, PlanOptions], Plan]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -114,10 +114,10 @@ def options_of(layout: StepMemory | None, **choices: Any) -> PlanOptions:
     """
     if layout is None:
         return PlanOptions(**choices)
-    by_itself = "pipeline" if layout.stages > 1 else "waves" if layout.ranks_in_step > 1 else "free"
+    by_itself = "pipeline" if layout.cut.stages > 1 else "waves" if layout.ranks_in_step > 1 else "free"
     found = {"layers": layout.shape.layers, "mode": by_itself} | choices
     if found["mode"] == "pipeline":
-        found = {"stages": layout.stages, "virtual": layout.virtual} | found
+        found = asdict(layout.cut) | found
     return PlanOptions(**found)
 
 

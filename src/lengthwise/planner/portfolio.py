@@ -129,7 +129,6 @@ def _quickest(plan: Plan, microbatch: Microbatch, piece: Piece, cost: Cost, aske
 
 def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selection:
     """Return the candidate that ends first. `request.cost`: the costs with all choices; `cost`: those of the plan."""
-    stages = options.stages or 1
     piped = options.mode == "pipeline"
     empty = Plan(
         ranks=request.cluster.ranks,
@@ -137,7 +136,7 @@ def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selec
         capacity=request.cluster.capacity_tokens,
         tokens=request.tokens,
         microbatches=(),
-        schedule=pipeline_schedule(stages, request.virtual) if piped else {"kind": options.mode},
+        schedule=pipeline_schedule(request.cut) if piped else {"kind": options.mode},
     )
     selection = Selection(plan=empty, cost=cost, options=options)
     longest = max(request.tokens)

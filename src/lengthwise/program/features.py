@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from lengthwise.core.errors import LengthwiseError, PlanError, raise_problems
 from lengthwise.core.plan import KNOWN_FEATURES, Plan
+from lengthwise.core.shape import WHOLE, LayerCut
 
 
 class Feature(StrEnum):
@@ -92,21 +93,20 @@ def unpriced_error(where: str, features: Sequence[str]) -> PlanError:
     return PlanError(where, expected=expected, got=f"a plan with {', '.join(sorted(features))}", remedy=remedy)
 
 
-def refuse_unsupported(plan: Plan, *, num_heads: int | None = None, stages: int = 1, virtual: int = 1) -> None:
+def refuse_unsupported(plan: Plan, *, num_heads: int | None = None, cut: LayerCut = WHOLE) -> None:
     """Raise PlanError, or Problems, for what the plan file can say but the engine cannot run.
 
-    num_heads: of the model's attention, which allow some splits only. stages, virtual: of the run's pipelines.
+    num_heads: of the model's attention, which allow some splits only. cut: of the run's layers.
     """
     problems: list[LengthwiseError] = []
     problems += list(_impossible_splits(plan, num_heads or 0))[:_REPORTED]
-    schedule = plan.schedule
-    is_pipeline = schedule.get("kind") == Feature.PIPELINE
-    cut = (schedule.get("stages"), schedule.get("virtual")) if is_pipeline else (1, 1)
-    if cut != (stages, virtual) or is_pipeline != (stages > 1):
+    is_pipeline = plan.schedule.get("kind") == Feature.PIPELINE
+    if plan.cut != cut or is_pipeline != (cut.stages > 1):
         expected = "kind free or waves, for a run without `stages`"
-        if stages > 1:
-            expected = f"kind pipeline with stages {stages} and virtual {virtual}, as the run has them"
-        got, remedy = ", ".join(f"{key} {value}" for key, value in schedule.items()), "Plan again for these stages."
+        if cut.stages > 1:
+            expected = f"kind pipeline with stages {cut.stages} and virtual {cut.virtual}, as the run has them"
+        got = ", ".join(f"{key} {value}" for key, value in plan.schedule.items())
+        remedy = "Plan again for these stages."
         problems.append(PlanError("plan: schedule", expected=expected, got=got, remedy=remedy))
     raise_problems(problems)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lengthwise.core.shape import LayerCut
 from lengthwise.program.stage_order import stage_order
 
 Floats = NDArray[np.float64]
@@ -33,9 +34,8 @@ def stage_clocks(
     ranks_of: Sequence[Sequence[int]],
     forward_seconds: Floats,
     backward_seconds: Floats,
+    cut: LayerCut,
     *,
-    stages: int,
-    virtual: int,
     send_seconds: Floats | None = None,
 ) -> StageClocks:
     """Run all microbatches through the stages of their ranks.
@@ -43,19 +43,19 @@ def stage_clocks(
     Args:
         ranks_of: the ranks of each microbatch, in the plan's order.
         forward_seconds, backward_seconds: of a row, all chunks of one stage together.
-        stages, virtual: of the pipeline that each rank is.
+        cut: of each rank's layers.
         send_seconds: of a row, from one stage to the next (default: 0).
     """
-    order = stage_order(ranks_of, stages, virtual)
-    chunks, stage = order.chunks, order.action_stages
+    order = stage_order(ranks_of, cut)
+    chunks, stage = cut.chunks, order.action_stages
     counts = np.array([len(ranks) for ranks in ranks_of], dtype=np.int64)
     first_row = np.cumsum(counts) - counts
     rank = np.array([each for ranks in ranks_of for each in ranks], dtype=np.int64)
     num_ranks = int(rank.max(initial=0)) + 1
-    free = np.zeros((stages, num_ranks))
-    call_begin, call_end = np.zeros((stages, num_ranks)), np.zeros((stages, num_ranks))
+    free = np.zeros((cut.stages, num_ranks))
+    call_begin, call_end = np.zeros((cut.stages, num_ranks)), np.zeros((cut.stages, num_ranks))
     ready = np.zeros(len(rank))
-    took = np.stack((forward_seconds, backward_seconds)) / virtual
+    took = np.stack((forward_seconds, backward_seconds)) / cut.virtual
     begin, end = np.empty((2 * chunks, len(rank))), np.empty((2 * chunks, len(rank)))
     for numbers, steps in order.together():
         width = counts[numbers]
@@ -69,7 +69,7 @@ def stage_clocks(
         done = start + took[np.where(step < chunks, 0, 1), rows]
         begin[step, rows], end[step, rows], free[where] = start, done, done
         ready[rows] = done
-        onward = (step != chunks - 1) & (step != 2 * chunks - 1) & (stages > 1)  # the last chunk turns where it is
+        onward = (step != chunks - 1) & (step != 2 * chunks - 1) & (cut.stages > 1)  # the last chunk turns where it is
         if send_seconds is None or not onward.any():
             continue
         sending = rows[onward]
@@ -85,7 +85,7 @@ def stage_clocks(
 
 
 def slot_clocks(
-    forward_seconds: Floats, backward_seconds: Floats, is_first: NDArray[np.bool_], *, stages: int, virtual: int
+    forward_seconds: Floats, backward_seconds: Floats, is_first: NDArray[np.bool_], cut: LayerCut
 ) -> Floats:
     """Run a grid of microbatches through the stages of its ranks; return when each rank is done.
 
@@ -94,15 +94,15 @@ def slot_clocks(
     Args:
         forward_seconds, backward_seconds: at [slot, rank], all chunks of a stage together; 0 where a rank has none.
         is_first: at [slot, rank], False where a rank shares the microbatch of the rank before it.
-        stages, virtual: of the pipeline that each rank is.
+        cut: of each rank's layers.
     """
     forward_seconds, backward_seconds, is_first = _closed_up(forward_seconds, backward_seconds, is_first)
     num_slots, ranks = forward_seconds.shape
-    order = stage_order([(0,)] * num_slots, stages, virtual)
-    took = np.stack((forward_seconds, backward_seconds)) / virtual
+    order = stage_order([(0,)] * num_slots, cut)
+    took = np.stack((forward_seconds, backward_seconds)) / cut.virtual
     absent = np.where(took.sum(axis=0) > 0, 0.0, -np.inf)
     is_shared = np.flatnonzero(~is_first).size > 0
-    free, ready = np.zeros((stages, ranks)), absent.copy()
+    free, ready = np.zeros((cut.stages, ranks)), absent.copy()
     for slots, steps in order.together():
         stage = order.action_stages[steps]
         start = np.maximum(ready[slots], free[stage])
@@ -110,7 +110,7 @@ def slot_clocks(
             firsts = np.flatnonzero(is_first[slots])
             together = np.maximum.reduceat(start.ravel(), firsts)
             start = np.repeat(together, np.diff(firsts, append=start.size)).reshape(start.shape)
-        free[stage] = done = start + took[np.where(steps < order.chunks, 0, 1), slots]
+        free[stage] = done = start + took[np.where(steps < cut.chunks, 0, 1), slots]
         ready[slots] = done + absent[slots]
     return free.max(axis=0)
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lengthwise.core.shape import LayerCut
+
 Whole = NDArray[np.int64]
 
 
@@ -19,34 +21,25 @@ Whole = NDArray[np.int64]
 class StageOrder:
     """The order of a step's actions: `ticks[i, j]` of action j of microbatch i, p v forward ones, then p v backward."""
 
-    stages: int
-    virtual: int
+    cut: LayerCut
     ticks: Whole
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of layers of a rank, over all its stages."""
-        return self.stages * self.virtual
 
     @property
     def action_stages(self) -> Whole:
         """The stage at which each of the 2 p v actions of a microbatch runs."""
-        return _action_stages(self.stages, self.virtual)
+        forward = np.arange(self.cut.chunks) % self.cut.stages
+        return np.concatenate((forward, forward[::-1]))
 
     def together(self) -> list[tuple[Whole, Whole]]:
         """List (microbatches, actions) of each tick, ascending; what shares a tick shares no stage of any rank."""
         flat = self.ticks.ravel()
         order = np.argsort(flat, kind="stable")
         borders = np.flatnonzero(np.diff(flat[order])) + 1
-        return [(part // (2 * self.chunks), part % (2 * self.chunks)) for part in np.split(order, borders)]
+        actions = 2 * self.cut.chunks
+        return [(part // actions, part % actions) for part in np.split(order, borders)]
 
 
-def _action_stages(stages: int, virtual: int) -> Whole:
-    forward = np.arange(stages * virtual) % stages
-    return np.concatenate((forward, forward[::-1]))
-
-
-def stage_order(ranks_of: Sequence[Sequence[int]], stages: int, virtual: int) -> StageOrder:
+def stage_order(ranks_of: Sequence[Sequence[int]], cut: LayerCut) -> StageOrder:
     """Order the actions of microbatches, given as the ranks of each in the plan's order.
 
     Slot k of a microbatch is one after the latest slot of its ranks; h = 1 for v = 1, else 2. Ticks:
@@ -54,14 +47,14 @@ def stage_order(ranks_of: Sequence[Sequence[int]], stages: int, virtual: int) ->
         forward, stage s, its chunk c    2 n(c) + h s                                n(c) = (k // p) v p + c p + k % p
         backward                         2 n(v - 1 - c) + 2 (v - 1) p + 2 h (p - 1) + 1 - h s
     """
-    slots = _slots(ranks_of)
-    stride, apart = stages * virtual, 1 if virtual == 1 else 2
+    slots, stages, virtual = _slots(ranks_of), cut.stages, cut.virtual
+    stride, apart = cut.chunks, 1 if virtual == 1 else 2
     chunk, stage = np.divmod(np.arange(stride), stages)
     first = ((slots // stages) * stride + slots % stages)[:, None]
     forward = 2 * (first + chunk * stages) + apart * stage
     backward = 2 * (first + (virtual - 1 - chunk) * stages) + 2 * (virtual - 1) * stages + 1
     backward += apart * (2 * (stages - 1) - stage)
-    return StageOrder(stages=stages, virtual=virtual, ticks=np.concatenate((forward, backward[:, ::-1]), axis=1))
+    return StageOrder(cut=cut, ticks=np.concatenate((forward, backward[:, ::-1]), axis=1))
 
 
 def _slots(ranks_of: Sequence[Sequence[int]]) -> Whole:

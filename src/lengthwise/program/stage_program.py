@@ -51,10 +51,9 @@ class StageTurn:
 
 def stage_turns(plan: Plan, replica: int, stage: int, *, forward_only: bool = False) -> list[StageTurn]:
     """List what a stage of a replica does, in its order; `forward_only`: no backward passes, as in an evaluation."""
-    stages, virtual = plan.schedule["stages"], plan.schedule["virtual"]
-    order = stage_order([each.ranks for each in plan.microbatches], stages, virtual)
+    order, chunks = stage_order([each.ranks for each in plan.microbatches], plan.cut), plan.cut.chunks
     stage_of = order.action_stages.tolist()
-    steps = order.chunks if forward_only else 2 * order.chunks
+    steps = chunks if forward_only else 2 * chunks
     own = [number for number, each in enumerate(plan.microbatches) if replica in each.ranks]
     actions: dict[int, StageAction] = {}
     sends, receives = dict[int, list[StageMessage]](), dict[int, list[StageMessage]]()
@@ -62,16 +61,14 @@ def stage_turns(plan: Plan, replica: int, stage: int, *, forward_only: bool = Fa
         for step, tick in enumerate(order.ticks[number, :steps].tolist()):
             if stage_of[step] == stage:
                 assert tick not in actions, f"stage {stage} of replica {replica} has two actions at tick {tick}"
-                actions[tick] = StageAction(
-                    microbatch=number, chunk=_chunk(step, order.chunks), is_forward=step < order.chunks
-                )
+                actions[tick] = StageAction(microbatch=number, chunk=_chunk(step, chunks), is_forward=step < chunks)
             if step + 1 == steps or stage_of[step] == stage_of[step + 1] or stage not in stage_of[step : step + 2]:
                 continue
             is_sender = stage_of[step] == stage
             message = StageMessage(
                 microbatch=number,
-                chunk=_chunk(step + 1, order.chunks),
-                is_forward=step + 1 < order.chunks,
+                chunk=_chunk(step + 1, chunks),
+                is_forward=step + 1 < chunks,
                 stage=stage_of[step + 1] if is_sender else stage_of[step],
             )
             (sends if is_sender else receives).setdefault(tick, []).append(message)

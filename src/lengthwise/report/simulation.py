@@ -62,7 +62,7 @@ def _mesh_cells(found: Found) -> tuple[str, ...]:
     degree = max(step.most_degree for step in steps)
     heads, offload = max(step.most_heads for step in steps), max(step.most_offload for step in steps)
     return (
-        f"TP {mesh.tensor}, PP {mesh.stages}" if mesh.devices > 1 else "1",
+        f"TP {mesh.tensor}, PP {mesh.cut.stages}" if mesh.devices > 1 else "1",
         f"up to {degree:,}" if degree > 1 else "1",
         f"up to {heads}" if heads > 1 else "no",
         _kinds(found.result),
@@ -125,7 +125,7 @@ def _figures(found: Found, best_other: Found) -> dict[str, Any]:
     result, mesh = found.result, found.mesh
     return {
         "tensor": mesh.tensor,
-        "stages": mesh.stages,
+        "stages": mesh.cut.stages,
         "heads": mesh.heads,
         "offload": mesh.offload,
         "capacities_tokens": dict(found.setting.capacities or {}),

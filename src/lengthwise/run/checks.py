@@ -237,7 +237,7 @@ def _facts_of(config: RunConfig, model: ModelSource, *, gpus: int) -> ModelFacts
     attempt(lambda: check_computing(model.config, Computing.of(config), dtype=dtype, on_gpus=gpus > 0))
     attempt(lambda: _check_heads(config, model))
     if config.stages > 1:
-        attempt(lambda: check_cut(model.config, config.stages, config.virtual))
+        attempt(lambda: check_cut(model.config, config.cut))
     attempt(lambda: check_offload(config.offload, model.text.num_hidden_layers, on_gpus=gpus > 0))
     adapters = attempt(lambda: check_lora(model, config.lora))
     collector.raise_all()

@@ -274,8 +274,7 @@ class Job:
 
     def refuse_plan(self, plan: Plan) -> None:
         """Raise PlanError, or Problems, for a plan that the ranks of this run cannot run."""
-        config = self.config
-        refuse_unsupported(plan, num_heads=self.num_heads, stages=config.stages, virtual=config.virtual)
+        refuse_unsupported(plan, num_heads=self.num_heads, cut=self.config.cut)
 
     def make_plan(self, lengths: Sequence[int]) -> Plan:
         """Plan one step here and now, and check the plan before anyone runs it."""

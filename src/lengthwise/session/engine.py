@@ -17,6 +17,7 @@ from torch import nn
 from lengthwise.attention import BlockKernel
 from lengthwise.comm import Transport, share_first, share_numbers
 from lengthwise.config import OffloadConfig
+from lengthwise.core.shape import WHOLE
 from lengthwise.cost import logits_at_once, shape_from_config
 from lengthwise.engine.activations import Offloading, start_offloading
 from lengthwise.engine.batch import StepBatch
@@ -74,8 +75,7 @@ class Engine:
             self.transport,
             timeout_seconds=self.timeout_seconds,
             num_heads=self.num_heads,
-            stages=self.pipeline.stages if self.pipeline is not None else 1,
-            virtual=self.pipeline.virtual if self.pipeline is not None else 1,
+            cut=WHOLE if self.pipeline is None else self.pipeline.cut,
         )
 
     @property

@@ -125,7 +125,7 @@ def check_settings(
             partial(check_computing, whole_model(model).config, computing, dtype=dtype, on_gpus=where.type == "cuda")
         )
     if not problems.problems and asked.stages > 1:
-        problems.attempt(partial(check_cut, whole_model(model).config, asked.stages, asked.virtual))
+        problems.attempt(partial(check_cut, whole_model(model).config, asked.cut))
     problems.raise_all()
     assert dtype is not None, "a model without one was refused"
     return SessionSettings(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from lengthwise.comm import Transport, agree, broadcast_bytes
 from lengthwise.core.errors import LengthwiseError, PlanError, Problems, RankError, raise_problems
 from lengthwise.core.plan import Plan
+from lengthwise.core.shape import WHOLE, LayerCut
 from lengthwise.engine.batch import StepBatch
 from lengthwise.program import lower_plan, refuse_unsupported
 
@@ -45,7 +46,7 @@ class PlanAhead:
     `planner` is there on rank 0 alone. A plan depends on lengths, ranks and costs only, so the plan of a step is the
     same whenever it is made and sent. A plan that takes longer than `timeout_seconds` ends the run; the first may take
     `start_seconds` more, for the planner's own start. `num_heads`: of the model's attention, which plans may split.
-    `stages`, `virtual`: of the pipelines that ranks make; plans are over their replicas.
+    `cut`: of the layers of the pipelines that ranks make; plans are over their replicas.
     """
 
     def __init__(
@@ -57,12 +58,10 @@ class PlanAhead:
         timeout_seconds: float,
         start_seconds: float = _START_SECONDS,
         num_heads: int | None = None,
-        stages: int = 1,
-        virtual: int = 1,
+        cut: LayerCut = WHOLE,
     ) -> None:
         self._batches, self._planner, self._transport = batches, planner, transport
-        self._timeout_seconds, self._num_heads = timeout_seconds, num_heads
-        self._stages, self._virtual = stages, virtual
+        self._timeout_seconds, self._num_heads, self._cut = timeout_seconds, num_heads, cut
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan ahead")
         self._making: deque[Future[_Made]] = deque()
         self._known: deque[PlannedStep] = deque()
@@ -151,8 +150,8 @@ class PlanAhead:
 
     def _planned(self, batch: StepBatch, text: str, seconds: float, name: str) -> PlannedStep:
         plan = Plan.from_json(text, f"plan of {name}" if not self._known else f"plan of a step after {name}")
-        refuse_unsupported(plan, num_heads=self._num_heads, stages=self._stages, virtual=self._virtual)
-        rank = self._transport.rank // self._stages  # in the plan
+        refuse_unsupported(plan, num_heads=self._num_heads, cut=self._cut)
+        rank = self._transport.rank // self._cut.stages  # in the plan
         batch.read_ahead([each for program in lower_plan(plan, rank) for each in program.segments(rank)])
         return PlannedStep(batch=batch, plan=plan, plan_seconds=seconds)
 

@@ -158,7 +158,7 @@ def _take_stage(start: Start) -> Pipeline:
     chunks = cut_stages(
         mesh.world,
         start.text.config,
-        asked.stages * asked.virtual,
+        asked.cut.chunks,
         start.stage_lengths or [start.settings.capacity_tokens or 1],
         capacity=start.settings.capacity_tokens or 1,
         cost=start.stage_cost,
@@ -170,7 +170,7 @@ def _take_stage(start: Start) -> Pipeline:
         of_stage = [chunks[each :: asked.stages] for each in range(asked.stages)]
         cut = " | ".join(", ".join(map(_written, each)) for each in of_stage)
         start.say(f"stages: {asked.stages} with {counted(mesh.num_replicas, 'rank')} a stage, of layers {cut}")
-    return Pipeline(stage=stage, mesh=mesh, virtual=asked.virtual)
+    return Pipeline(stage=stage, mesh=mesh, cut=asked.cut)
 
 
 def _written(layers: range) -> str:

@@ -91,8 +91,7 @@ def memory_of_settings(settings: TrainingSettings, model: TrainedModel, *, ranks
     """Return what a step holds in the layout of these settings; auto is zero1 until it is settled."""
     layout = ModelLayout(
         ranks=ranks // settings.stages,
-        stages=settings.stages,
-        virtual=settings.virtual,
+        cut=settings.cut,
         shard="zero1" if settings.shard == "auto" else settings.shard,
         ranks_per_node=settings.ranks_per_node,
         parameters=model.parameters,

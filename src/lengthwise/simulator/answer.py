@@ -21,6 +21,7 @@ from lengthwise.core.plan import RECOMPUTE_KINDS, Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost import (
+    Choice,
     Cost,
     Hardware,
     StepMemory,
@@ -37,6 +38,7 @@ from lengthwise.planner import PLANNING_SHARE, arithmetic_seconds, options_of, p
 from lengthwise.simulator.layouts import MOST_RANKS, layout_seconds
 from lengthwise.simulator.rivals import LockStep, lock_step, packed, padded, recomputing
 from lengthwise.simulator.step import simulate_plan
+from lengthwise.simulator.study import needed_bytes, too_large
 from lengthwise.simulator.ways import (
     BY_WORK,
     LAYOUTS,
@@ -61,7 +63,7 @@ class Question:
     """What is asked: a model on so many devices of a hardware.
 
     adapters: parameters that train in place of the model's own (LoRA); None: all train. capacity_tokens: of a device,
-    with the kinds of recomputation that leave so much. kinds: that may be tried; None: all. cost: measured; None: by
+    with the kinds of recomputation that leave so much. kinds: that may be tried. cost: measured; None: by
     hardware. offloads: the optimizer and its masters are on the host, in all ways.
     """
 
@@ -70,7 +72,7 @@ class Question:
     devices: int
     adapters: int | None = None
     capacity_tokens: int | None = None
-    kinds: Sequence[str] | None = None
+    kinds: Sequence[str] = RECOMPUTE_KINDS
     cost: Cost | None = None
     offloads: bool = False
 
@@ -104,7 +106,6 @@ class Question:
         For more ranks than a run plans when it chooses, by what it goes by, of one batch.
         """
         tokens, kinds = self.capacity_tokens or wanted_tokens(self.devices, longest=longest), self.kinds
-        kinds = RECOMPUTE_KINDS if kinds is None else kinds
         took = {row.layout: row.mean_seconds for row in rows if row.settings and not row.settings.offloads}
         estimated = layout_seconds(
             batch, self.costs, self.hardware.device_bytes, kinds=kinds, capacity_tokens=self.capacity_tokens
@@ -121,26 +122,24 @@ class Question:
             return ""
         return found.shard if found.shard in took else ""
 
-    def capacities(self, layout: str, kinds: Sequence[str]) -> Mapping[str, int]:
+    def capacities(self, layout: str) -> Mapping[str, int]:
         """Return the tokens that a device holds for each kind that leaves room; none: an empty mapping."""
-        kinds = [kind for kind in kinds if self.kinds is None or kind in self.kinds]
         try:
-            fitting = recompute_capacities(self.memory(layout), self.hardware, kinds=kinds) if kinds else {}
+            fitting = recompute_capacities(self.memory(layout), self.hardware, kinds=self.kinds)
         except ConfigError:
             fitting = {}
         given = self.capacity_tokens
         if given is None:
             return fitting
-        return dict.fromkeys([kind for kind, held in fitting.items() if held >= given] or kinds, given)
+        return dict.fromkeys([kind for kind, held in fitting.items() if held >= given] or self.kinds, given)
 
 
 def answer(batches: Sequence[Sequence[int]], question: Question) -> Answer:
     """Compare the four ways on the same batches, entry i of each the length of sequence i in tokens."""
-    heaviest, longest = _heaviest(batches, question), max(map(max, batches))
-    names = RIVALS if question.devices > 1 else RIVALS[:-1]
-    rows = [_rival(name, batches, heaviest, longest, question) for name in names]
+    longest = max(map(max, batches))
+    rows = [_rival(name, batches, question) for name in (RIVALS if question.devices > 1 else RIVALS[:-1])]
     if question.devices > 1:
-        by_work = [_rival(name, batches, heaviest, longest, question, in_order=True) for name in (PACKED, ONE_RING)]
+        by_work = [_rival(name, batches, question, in_order=True) for name in (PACKED, ONE_RING)]
         rows.append(replace(_quickest(by_work), name=BY_WORK))
     layouts = compare_layouts(batches, question)
     auto = question.auto(batches[0], longest, layouts)
@@ -165,12 +164,11 @@ def _quickest(rows: Sequence[WayRow]) -> WayRow:
 
 def compare_layouts(batches: Sequence[Sequence[int]], question: Question) -> list[WayRow]:
     """Run Lengthwise with each layout that exists here, in the order of `LAYOUTS`."""
-    heaviest, longest = _heaviest(batches, question), max(map(max, batches))
     rows: list[WayRow] = []
     for layout in question.layouts():
         like = rows[-1].settings if layout == "hybrid" else None  # which gathers in the same waves as zero3
         asked = question if like is None else replace(question, kinds=[like.recompute])
-        rows.append(_ours(layout, batches, heaviest, longest, asked))
+        rows.append(_ours(layout, batches, asked))
     return rows
 
 
@@ -178,24 +176,15 @@ def _heaviest(batches: Sequence[Sequence[int]], question: Question) -> Sequence[
     return max(batches, key=lambda tokens: float(question.costs.compute_seconds(np.array(tokens)).sum()))
 
 
-def _rival(
-    name: str,
-    batches: Sequence[Sequence[int]],
-    heaviest: Sequence[int],
-    longest: int,
-    question: Question,
-    *,
-    in_order: bool = False,
-) -> WayRow:
+def _rival(name: str, batches: Sequence[Sequence[int]], question: Question, *, in_order: bool = False) -> WayRow:
     """Run one of `RIVALS` at its best settings; `in_order`: packs of like work side by side."""
-    most_tokens = max(map(sum, batches))
+    heaviest = _heaviest(batches, question)
     tried = [
         (run_rival(heaviest, settings, question).step_seconds, number, settings)
-        for number, settings in enumerate(_rival_settings(name, longest, most_tokens, question, in_order=in_order))
+        for number, settings in enumerate(_rival_settings(name, batches, question, in_order=in_order))
     ]
     if not tried:
-        capacities = question.capacities("zero3", RECOMPUTE_KINDS)
-        return WayRow(name=name, refusal=_too_long(name, longest, capacities, question))
+        return WayRow(name=name, refusal=_too_long(name, batches, question, "zero3"))
     settings = min(tried)[2]
     runs = [run_rival(tokens, settings, question) for tokens in batches]
     held = max(run.held_tokens for run in runs)
@@ -203,18 +192,18 @@ def _rival(
         name=name,
         settings=settings,
         step_seconds=tuple(run.step_seconds for run in runs),
-        memory_bytes=question.memory("zero3").peak_bytes(held, settings.recompute),
+        memory_bytes=question.memory("zero3").peak_bytes(held, Choice(recompute=settings.recompute)),
         stretches=_stretches_in_lock_step(runs[0], settings.degree or 1),
     )
 
 
 def _rival_settings(
-    name: str, longest: int, most_tokens: int, question: Question, *, in_order: bool
+    name: str, batches: Sequence[Sequence[int]], question: Question, *, in_order: bool
 ) -> Iterator[WaySettings]:
     """List settings that hold the longest sequence; packs so large that every device has one in each microbatch."""
-    ranks = question.devices
+    ranks, longest, most_tokens = question.devices, max(map(max, batches)), max(map(sum, batches))
     degrees = [d for d in range(2, ranks + 1) if ranks % d == 0] if name == ONE_RING else [1]
-    for (kind, held), degree in product(question.capacities("zero3", RECOMPUTE_KINDS).items(), degrees):
+    for (kind, held), degree in product(question.capacities("zero3").items(), degrees):
         least = -(-longest // degree)
         if least > held:
             continue
@@ -242,7 +231,8 @@ def run_rival(tokens: Sequence[int], settings: WaySettings, question: Question) 
     return lock_step(microbatches, question.devices, degree, cost, traffic)
 
 
-def _too_long(name: str, longest: int, capacities: Mapping[str, int], question: Question, layout: str = "zero3") -> str:
+def _too_long(name: str, batches: Sequence[Sequence[int]], question: Question, layout: str) -> str:
+    longest, capacities = max(map(max, batches)), question.capacities(layout)
     if not capacities:
         states = question.memory(layout).state_bytes() / 1e9
         return f"no room beside {states:.0f} GB of parameters and states on each GPU"
@@ -264,46 +254,44 @@ def _stretches_in_lock_step(run: LockStep, degree: int) -> tuple[WorkSpan, ...]:
     )
 
 
-def _ours(
-    layout: str, batches: Sequence[Sequence[int]], heaviest: Sequence[int], longest: int, question: Question
-) -> WayRow:
+def _ours(layout: str, batches: Sequence[Sequence[int]], question: Question) -> WayRow:
     """Run Lengthwise with a layout at its best settings: offloading only where nothing holds the sequences without.
 
     Settings that could be no quicker than others were, by their arithmetic alone, are not tried.
     """
-    costs, tried_on = question.costs_of(layout), [heaviest] if longest in heaviest else [[longest], heaviest]
+    costs, heaviest, longest = question.costs_of(layout), _heaviest(batches, question), max(map(max, batches))
+    tried_on = [heaviest] if longest in heaviest else [[longest], heaviest]
     least = {kind: arithmetic_seconds(heaviest, costs, kind) / question.devices for kind in RECOMPUTE_KINDS}
     ways = sorted(_our_settings(layout, question), key=lambda way: least[way.recompute])
-    for offload in ("off", "auto"):
-        tried: list[tuple[float, int]] = []
+    for offloads in (False, True):
+        ways, tried = [replace(way, offloads=offloads) for way in ways], list[tuple[float, int]]()
         for number, way in enumerate(ways):
             is_open = not tried or least[way.recompute] * _NEAR < min(tried)[0]
-            if is_open and (runs := _held(tried_on, way, question, offload)):
+            if is_open and (runs := _held(tried_on, way, question)):
                 tried.append((runs[-1].seconds, number))
         for _, number in sorted(tried):
-            if runs := _held(batches, ways[number], question, offload):
-                offloads = any(each.offload for run in runs for each in run.plan.microbatches)
+            if runs := _held(batches, ways[number], question):
+                is_used = any(each.offload for run in runs for each in run.plan.microbatches)
                 return WayRow(
                     name=OURS,
-                    settings=replace(ways[number], offloads=offloads),
+                    settings=replace(ways[number], offloads=is_used),
                     step_seconds=tuple(run.seconds for run in runs),
                     memory_bytes=max(run.memory_bytes for run in runs),
                     stretches=_stretches(runs[0]),
                     degrees=_degrees(runs[0].plan),
                 )
-    held = question.capacities(layout, RECOMPUTE_KINDS)
-    return WayRow(name=OURS, refusal=_too_long(ONE_RING, longest, held, question, layout))
+    return WayRow(name=OURS, refusal=_too_long(ONE_RING, batches, question, layout))
 
 
-def _held(batches: Sequence[Sequence[int]], way: WaySettings, question: Question, offload: str) -> list[OurStep] | None:
+def _held(batches: Sequence[Sequence[int]], way: WaySettings, question: Question) -> list[OurStep] | None:
     try:
-        return [run_ours(tokens, way, question, offload=offload) for tokens in batches]
+        return [run_ours(tokens, way, question) for tokens in batches]
     except PlanError:
         return None
 
 
 def _our_settings(layout: str, question: Question) -> list[WaySettings]:
-    capacities = question.capacities(layout, RECOMPUTE_KINDS).items()
+    capacities = question.capacities(layout).items()
     return [WaySettings(recompute=kind, capacity_tokens=held, layout=layout) for kind, held in capacities]
 
 
@@ -317,22 +305,17 @@ class OurStep:
     memory_bytes: float
 
 
-def run_ours(tokens: Sequence[int], settings: WaySettings, question: Question, *, offload: str = "off") -> OurStep:
+def run_ours(tokens: Sequence[int], settings: WaySettings, question: Question) -> OurStep:
     """Plan and simulate one batch with Lengthwise at these settings; PlanError: a device cannot hold it."""
-    layout = settings.layout or "zero1"
+    layout, offload = settings.layout or "zero1", "auto" if settings.offloads else "off"
     choices = {"recompute": settings.recompute, "heads": "auto", "offload": offload, "planning_share": PLANNING_SHARE}
-    memory = question.memory(layout)
+    memory, costs = question.memory(layout), question.costs_of(layout)
     cluster = Cluster(ranks=question.devices, capacity_tokens=settings.capacity_tokens)
-    costs = question.costs_of(layout)
     plan = plan_step(tokens, cluster, costs, options_of(memory, **choices))
     timeline = simulate_plan(plan, costs)
-    kept = np.array([microbatch.offload for microbatch in plan.microbatches])[timeline.microbatch]
-    largest = memory.microbatch_bytes(timeline.held_tokens, settings.recompute, kept)
-    needed = memory.state_bytes() + memory.gathered_bytes() + float(np.max(largest))
-    if offload != "off" and needed > question.hardware.device_bytes:
-        remedy = "Use more devices, or hardware with more memory."
-        expected, got = f"at most {question.hardware.device_bytes / 1e9:.1f} GB", f"{needed / 1e9:.1f} GB"
-        raise PlanError("memory of a device", expected=expected, got=got, remedy=remedy)
+    needed = needed_bytes(plan, timeline, memory)
+    if settings.offloads and needed > question.hardware.device_bytes:
+        raise too_large(needed, question.hardware.device_bytes)
     return OurStep(plan=plan, timeline=timeline, seconds=timeline.step_seconds, memory_bytes=needed)
 
 

@@ -13,7 +13,7 @@ from math import inf
 
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.cost import RESERVED, Cost, StepMemory
+from lengthwise.cost import RESERVED, Choice, Cost, StepMemory
 from lengthwise.cost.capacity import tokens_within
 from lengthwise.cost.sharding import LEAST_TOKENS, LayoutSeconds
 from lengthwise.data.recipes import draw_lengths
@@ -52,7 +52,7 @@ def layout_seconds(
 
     def seconds(memory: StepMemory) -> float:
         room = device_bytes * (1 - RESERVED)
-        held = {kind: capacity_tokens or tokens_within(memory, room, kind) for kind in kinds}
+        held = {kind: capacity_tokens or tokens_within(memory, room, Choice(recompute=kind)) for kind in kinds}
         share = -(-memory.ranks // MOST_RANKS)
         capacities = {kind: tokens for kind, tokens in held.items() if tokens}
         planning = step_planning(memory, cost, capacities, heads=heads, offload=offload)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import unknown_name
 from lengthwise.core.plan import Plan
+from lengthwise.cost import Cost
 
 LOADERS = ("none", "local", "remote")
 
@@ -25,17 +26,16 @@ LOADERS = ("none", "local", "remote")
 def loading_seconds(
     plan: Plan,
     loader: str,
+    cost: Cost,
     *,
     tokens_per_second: float,
-    ranks_per_node: int,
     devices: int = 1,
-    stages: int = 1,
     fixed_mesh: bool = False,
 ) -> float:
     """Return how long the busiest node reads the sequences of `plan` for one step; `loader` is one of `LOADERS`.
 
-    tokens_per_second: of one node of `ranks_per_node` ranks. devices: of a rank, each with a reading process, in
-    `stages`, each on a node of its own. fixed_mesh: which rank takes which sequence is known before the plan.
+    cost: of ranks that share nodes, in stages, each on a node of its own. tokens_per_second: of one node. devices: of a
+    rank, each with a reading process. fixed_mesh: which rank takes which sequence is known before the plan.
 
     Raises:
         ConfigError: an unknown loader.
@@ -47,14 +47,14 @@ def loading_seconds(
     if not tokens_per_second > 0:
         got = repr(tokens_per_second)
         raise ConfigError("loader: tokens_per_second", expected="above 0", got=got, remedy="Give a loader's speed.")
-    nodes = -(-plan.ranks // ranks_per_node)  # for each stage
+    nodes = -(-plan.ranks // cost.ranks_per_node)  # for each stage
     if loader == "remote":
         # What servers send on is not counted: 4 bytes a token, where a ring's are tens of thousands.
-        return sum(plan.tokens) / (nodes * stages) / tokens_per_second
+        return sum(plan.tokens) / (nodes * cost.stages) / tokens_per_second
     # Where plans differ from step to step any sequence may become a process's own.
     read = _group_tokens(plan) if fixed_mesh else np.full(plan.ranks, float(sum(plan.tokens)))
-    of_nodes = np.bincount(np.arange(plan.ranks) // ranks_per_node, weights=read, minlength=nodes)
-    return float(of_nodes.max()) * (devices // stages) / tokens_per_second
+    of_nodes = np.bincount(np.arange(plan.ranks) // cost.ranks_per_node, weights=read, minlength=nodes)
+    return float(of_nodes.max()) * (devices // cost.stages) / tokens_per_second
 
 
 def waits_seconds(loads: Sequence[float], works: Sequence[float]) -> list[float]:

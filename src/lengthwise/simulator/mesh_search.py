@@ -112,9 +112,8 @@ class _Search:
                 break
         best = min(self.first, key=self._seconds, default=None)
         while best is not None:
-            share = best.capacity_share
-            more = replace(question.mesh(best.tensor, 2 * best.stages), capacity_share=share)
-            is_within = more.stages <= question.stages[-1] and question.devices % more.devices == 0
+            more = replace(best, cut=replace(best.cut, stages=2 * best.cut.stages))
+            is_within = more.cut.stages <= question.stages[-1] and question.devices % more.devices == 0
             if is_within:
                 self._try(more)
             best = more if is_within and self._seconds(more) < self._seconds(best) else None

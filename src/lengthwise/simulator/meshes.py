@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.core.shape import Cluster, ModelShape
+from lengthwise.core.shape import WHOLE, Cluster, LayerCut, ModelShape
 from lengthwise.cost import STEP_TOKENS, Cost, Hardware, StepMemory, all_terms_cost, recompute_capacities, step_memory
 from lengthwise.planner import PLANNING_SHARE, PlanOptions, PlanStep, options_of, plan_step
 from lengthwise.program import trains
@@ -21,13 +21,13 @@ _MOST_STAGES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMesh:
-    """Devices of a rank, and what it may do beside cutting sequences.
+    """Devices of a rank, `tensor` for each stage of its `cut`, and what it may do beside cutting sequences.
 
     capacity_share: of the tokens that fit by estimate. heads, offload: as of `PlanOptions`.
     """
 
     tensor: int = 1
-    stages: int = 1
+    cut: LayerCut = WHOLE
     capacity_share: float = 1.0
     heads: str | int = "off"
     offload: str = "off"
@@ -35,10 +35,10 @@ class RankMesh:
     @property
     def devices(self) -> int:
         """Of a rank."""
-        return self.tensor * self.stages
+        return self.tensor * self.cut.stages
 
     def __str__(self) -> str:
-        rank = f"TP {self.tensor} x PP {self.stages} devices a rank" if self.devices > 1 else "one device a rank"
+        rank = f"TP {self.tensor} x PP {self.cut.stages} devices a rank" if self.devices > 1 else "one device a rank"
         share = f", {self.capacity_share:g} of the tokens that fit" if self.capacity_share != 1 else ""
         choices = [f"{name} {each}" for name, each in (("heads", self.heads), ("offload", self.offload))]
         return f"{rank}{share}, {', '.join(choices)}"
@@ -49,9 +49,9 @@ class MeshQuestion:
     """What is asked: a model on so many devices of a hardware, and the meshes that may be tried.
 
     tensors, stages: of a rank, ascending. kinds: of recomputation, chosen for each step. capacity_tokens: of a rank
-    (default: what fits); takes_capacity: whatever the estimate says. heads, offload: what planners may choose.
-    cost: of ranks of one device, measured (default: by hardware). mode, virtual: of `PlanOptions` (default: `pipeline`
-    for ranks of several stages, else `free`). context_tokens, loader: of `Setting`.
+    (default: what fits); takes_capacity: whatever the estimate says. base: the mesh of one device, whose choices and
+    chunks of a stage all meshes have. cost: of ranks of one device, measured (default: by hardware). mode: of
+    `PlanOptions` (default: `pipeline` for ranks of several stages, else `free`). context_tokens, loader: of `Setting`.
     """
 
     shape: ModelShape
@@ -63,23 +63,20 @@ class MeshQuestion:
     kinds: tuple[str, ...] = RECOMPUTE_KINDS
     capacity_tokens: int | None = None
     takes_capacity: bool = False
-    heads: str | int = "auto"
-    offload: str = "auto"
+    base: RankMesh = RankMesh(heads="auto", offload="auto")
     cost: Cost | None = None
     loader: str = "none"
     mode: str | None = None
-    virtual: int | None = None
 
     def setting(self, mesh: RankMesh) -> Setting:
         """Return what is simulated on a mesh.
 
         Raises:
             ConfigError: no room beside weights and optimizer, or less than the given capacity, or a mesh that does not
-                fit
-                model or node.
+                fit model or node.
         """
         ranks = self.devices // mesh.devices
-        cost = self.cost or all_terms_cost(self.shape, self.hardware, tensor=mesh.tensor, stages=mesh.stages)
+        cost = self.cost or all_terms_cost(self.shape, self.hardware, tensor=mesh.tensor, stages=mesh.cut.stages)
         if self.capacity_tokens is not None and self.takes_capacity:
             capacities = dict.fromkeys(self.kinds, self.capacity_tokens)
         else:
@@ -121,8 +118,7 @@ class MeshQuestion:
 
     def _memory(self, mesh: RankMesh) -> StepMemory:
         ranks = self.devices // mesh.devices
-        of_rank = {"tensor": mesh.tensor, "stages": mesh.stages, "virtual": self.virtual or 1}
-        return step_memory(self.shape, self.hardware, ranks, **of_rank)
+        return step_memory(self.shape, self.hardware, ranks, tensor=mesh.tensor, cut=mesh.cut)
 
     def trained_today(self) -> MeshQuestion | None:
         """Return the question with the meshes alone that the engine runs; None: there are none."""
@@ -131,7 +127,7 @@ class MeshQuestion:
 
     def mesh(self, tensor: int, stages: int) -> RankMesh:
         """Return a mesh with all that fits, and all that planners may choose."""
-        return RankMesh(tensor=tensor, stages=stages, heads=self.heads, offload=self.offload)
+        return replace(self.base, tensor=tensor, cut=replace(self.base.cut, stages=stages))
 
 
 def powers_that_divide(devices: int, most: int) -> tuple[int, ...]:

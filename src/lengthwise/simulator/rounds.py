@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
-from lengthwise.cost import Cost, Pass
+from lengthwise.cost import Choice, Cost, Pass
 from lengthwise.cost.links import Floats
 from lengthwise.simulator.piece_layers import PieceLayer, piece_layer, stack_layers
 
@@ -98,7 +98,8 @@ def _run(pieces: Sequence[_Placed], shape: tuple[int, ...], microbatch: Microbat
         clock, worked = _run_pass(pieces, clock, held, each, cost)
         compute = compute + worked
         ends.append(clock)
-    copy = cost.copy_seconds(held, microbatch.offload, microbatch.recompute) if microbatch.offload else 0.0 * held
+    choice = Choice(offload=microbatch.offload, recompute=microbatch.recompute)
+    copy = cost.copy_seconds(held, choice) if microbatch.offload else 0.0 * held
     out = np.maximum(0.0, copy - ends[0])
     into = np.maximum(0.0, copy - (ends[-1] - ends[0]))
     return {

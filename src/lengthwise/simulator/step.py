@@ -37,8 +37,8 @@ def simulate_plan(plan: Plan, cost: Cost) -> Timeline:
     if not cost.prices_choices:
         refuse_unpriced(plan)
     stages = cost.stages
-    if plan.schedule["kind"] == "pipeline" and plan.schedule["stages"] != stages:
-        got, remedy = str(plan.schedule["stages"]), "Give costs of that many stages ({stages})."
+    if plan.schedule["kind"] == "pipeline" and plan.cut.stages != stages:
+        got, remedy = str(plan.cut.stages), "Give costs of that many stages ({stages})."
         raise PlanError("schedule: stages", expected=f"{stages}, as in the costs", got=got, remedy=remedy)
     run = _run_flat if stages == 1 else _run_stages
     clocks = _all_clocks(plan, lambda _: cost)
@@ -82,21 +82,20 @@ def _run_flat(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timelin
 def _run_stages(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timeline:
     if plan.schedule["kind"] == "waves":
         clocks = [_with_all_ranks(clock, plan.ranks) for clock in clocks]
-    virtual = int(plan.schedule.get("virtual", 1))
+    cut = replace(plan.cut, stages=cost.stages)
     rows = _rows(clocks)
     forward = np.concatenate([clock.forward for clock in clocks])
     ran = stage_clocks(
         [clock.ranks for clock in clocks],
         forward,
         np.concatenate([clock.total for clock in clocks]) - forward,
-        stages=cost.stages,
-        virtual=virtual,
+        cut,
         send_seconds=cost.stage_send_seconds(rows["held_tokens"]),
     )
-    chunks = cost.stages * virtual
+    chunks = cut.chunks
     repeated: dict[str, Any] = {name: np.tile(values, chunks) for name, values in rows.items()}
     for name in ("compute", "copied"):
-        repeated[name] /= virtual
+        repeated[name] /= cut.virtual
     return Timeline(
         **repeated,
         ranks=plan.ranks,

@@ -15,7 +15,7 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.timeline import Timeline
-from lengthwise.cost import Cost, Hardware, analytic_cost, microbatches_kept, step_flops, step_memory
+from lengthwise.cost import Choice, Cost, Hardware, StepMemory, analytic_cost, step_flops, step_memory
 from lengthwise.planner import PlanOptions, PlanStep, plan_recomputed, plan_step
 from lengthwise.planner.options import DEFAULT
 from lengthwise.program import features_of
@@ -27,6 +27,13 @@ MODEL_ERROR = 0.05  # between planners under the same costs: docs/benchmarks.md
 
 class TooLarge(PlanError):  # noqa: N818 - the name says what happened
     """A plan that needs more memory than a device has."""
+
+
+def too_large(needed: float, most: float) -> TooLarge:
+    """Return what is raised for a plan that needs so many bytes of a device."""
+    remedy = "Use more devices a rank, a smaller {capacity}, or hardware with more memory."
+    expected, got = f"at most {most / 1e9:.1f} GB", f"{needed / 1e9:.1f} GB"
+    return TooLarge("memory of a device", expected=expected, got=got, remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,10 +186,9 @@ def _simulate(
         loading_seconds(
             plan,
             setting.loader,
+            setting.cost,
             tokens_per_second=setting.hardware.loader_tokens_per_second,
-            ranks_per_node=setting.cost.ranks_per_node,
             devices=setting.devices,
-            stages=setting.cost.stages,
             fixed_mesh=planner == "static",
         )
         for plan in plans
@@ -209,8 +215,8 @@ def _simulate_step(
         plan = plan_recomputed(tokens, setting.cluster.ranks, setting.cost, kinds, with_options, plan_each=plan_each)
         return plan, simulate_plan(plan, setting.cost)
 
-    first = simulated(capacities, options)
-    if not setting.must_fit or (needed := _memory_bytes(*first, setting)) <= setting.hardware.device_bytes:
+    first, most = simulated(capacities, options), setting.hardware.device_bytes
+    if not setting.must_fit or (needed := _memory_bytes(*first, setting)) <= most:
         return first
     again = {kind: held for kind, held in capacities.items() if kind != "none"}
     ways = [({"none": capacities["none"]}, options)] if again and "none" in capacities else []
@@ -221,15 +227,10 @@ def _simulate_step(
             found = simulated(kinds, with_options)
         except PlanError:
             continue
-        if _memory_bytes(*found, setting) <= setting.hardware.device_bytes:
+        if _memory_bytes(*found, setting) <= most:
             fitting.append(found)
     if not fitting:
-        raise TooLarge(
-            "memory of a device",
-            expected=f"at most {setting.hardware.device_bytes / 1e9:.1f} GB",
-            got=f"{needed / 1e9:.1f} GB",
-            remedy="Use more devices a rank, a smaller {capacity}, or hardware with more memory.",
-        )
+        raise too_large(needed, most)
     return min(fitting, key=lambda each: each[1].step_seconds)
 
 
@@ -267,29 +268,25 @@ def _steps(simulated: Sequence[tuple[Plan, Timeline]], setting: Setting) -> tupl
 
 
 def _memory_bytes(plan: Plan, timeline: Timeline, setting: Setting) -> float:
-    """Return the bytes of the fullest device: states, and the most microbatches that it keeps at once."""
-    first = timeline.stage == 0
+    cut = replace(plan.cut, stages=setting.cost.stages)
+    tensor = setting.devices // cut.stages
+    memory = step_memory(setting.shape, setting.hardware, setting.cluster.ranks, tensor=tensor, cut=cut)
+    return needed_bytes(plan, timeline, memory)
+
+
+def needed_bytes(plan: Plan, timeline: Timeline, memory: StepMemory) -> float:
+    """Return the bytes of the fullest device: what lies there, and the most microbatches that it keeps at once."""
+    cut, first = memory.cut, timeline.stage == 0
     rank, microbatch, held = timeline.rank[first], timeline.microbatch[first], timeline.held_tokens[first]
-    virtual = int(plan.schedule.get("virtual", 1))
-    together = np.minimum(
-        np.bincount(rank, weights=held > 0) / virtual, microbatches_kept(setting.cost.stages, virtual)
-    )
-    stages = setting.cost.stages
-    memory = step_memory(
-        setting.shape,
-        setting.hardware,
-        setting.cluster.ranks,
-        tensor=setting.devices // stages,
-        stages=stages,
-        virtual=virtual,
-    )
+    together = np.minimum(np.bincount(rank, weights=held > 0) / cut.virtual, cut.microbatches_kept)
     kinds = np.array([each.recompute for each in plan.microbatches])[microbatch]
     offload = np.array([each.offload for each in plan.microbatches])[microbatch]
     largest = 0.0
     for kind in np.unique(kinds).tolist():
         tokens, ratio, kept = (each[kinds == kind] for each in (held, offload, together[rank]))
-        largest = max(largest, float(np.max(memory.microbatch_bytes(tokens, kind, ratio, kept=kept))))
-    return memory.state_bytes() + largest
+        needed = memory.microbatch_bytes(tokens, Choice(recompute=kind, offload=ratio), kept=kept)
+        largest = max(largest, float(np.max(needed)))
+    return memory.state_bytes() + memory.gathered_bytes() + largest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ class WaySettings:
 
     recompute: a kind of recomputation. capacity_tokens: of a device and microbatch. size, by_length: of padded
     microbatches. degree: of all its rings. sorted: packs run longest first. layout: of Lengthwise's parameters.
-    offloads: activations, to the host, without which nothing holds the sequences.
+    offloads: activations may go to the host, without which nothing holds the sequences; of a row: some do.
     """
 
     recompute: str

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.held import ROUNDING_TOKENS, fullest_tokens
 from lengthwise.core.plan import Plan
-from lengthwise.core.shape import Cluster
+from lengthwise.core.shape import WHOLE, Cluster, LayerCut
 from lengthwise.cost import Cost
 from lengthwise.planner.problem.degrees import DegreeTable, cheapest_degrees
 from lengthwise.planner.problem.lengths import NEARLY, ROUNDING, read_tokens, refuse_unheld
@@ -52,8 +52,9 @@ def bound_seconds(
     lengths = np.array(checked, dtype=np.int64)
     cost, relative = at_mean_speed(cost, read_speeds(speeds, cluster.ranks))
     topology = Topology(cost, cluster.ranks, relative, cluster.capacity_tokens)
-    kind = {"lone_rings": lone_rings, "shared_launches": shared_launches}
-    parts = least_makespan(lengths, cluster, cost, topology=topology, **kind)
+    parts = least_makespan(
+        lengths, cluster, cost, topology=topology, lone_rings=lone_rings, shared_launches=shared_launches
+    )
     return max(parts, launches_makespan(lengths, cluster, cost, topology)) if lone_rings and whole_launches else parts
 
 
@@ -74,8 +75,7 @@ def least_makespan(
     topology: Topology,
     lone_rings: bool = True,
     shared_launches: bool = False,
-    stages: int = 1,
-    virtual: int = 1,
+    cut: LayerCut = WHOLE,
 ) -> float:
     """Return `bound_seconds` for checked lengths; `cost` is that of the mean speed of `topology`."""
     lengths, counts = np.unique(tokens, return_counts=True)
@@ -104,8 +104,8 @@ def least_makespan(
         rings = degrees * spent.ring_piece_seconds(some, degrees) + launch
         return float(counts[picked] @ np.where((degrees > 1) | (some > capacity), rings, alone[picked] + shared * some))
 
-    fill = (stages - 1) / virtual * best.fixed_seconds  # the least that a first and a last microbatch can be
-    quick = stages * (best.ring_piece_seconds(lengths, least) + best.fixed_seconds)  # at the degree that owes least
+    fill = cut.fill * best.fixed_seconds  # the least that a first and a last microbatch can be
+    quick = cut.stages * (best.ring_piece_seconds(lengths, least) + best.fixed_seconds)  # at the degree that owes least
     low = (owed(least, np.ones(len(lengths), dtype=np.bool_)) + launches) / ranks + fill
     settled = quick <= low  # these keep their least degree, whatever T above `low`
     base = owed(least[settled], settled) + launches
@@ -113,7 +113,7 @@ def least_makespan(
     table = DegreeTable(best, open_, open_least, np.full_like(open_, ranks), launch_tokens=launch_tokens)
 
     def feasible(seconds: float) -> bool:
-        degrees = table.within(seconds / stages)
+        degrees = table.within(seconds / cut.stages)
         room = ranks * (seconds - fill) * (1 + ROUNDING)
         return bool(np.all(degrees <= ranks)) and base + owed(degrees, ~settled) <= room
 

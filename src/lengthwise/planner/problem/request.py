@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.held import ROUNDING_TOKENS
 from lengthwise.core.plan import Microbatch, Plan
-from lengthwise.core.shape import Cluster
+from lengthwise.core.shape import WHOLE, Cluster, LayerCut
 from lengthwise.cost import Cost
 from lengthwise.planner.problem.bounds import launches_makespan, least_makespan
 from lengthwise.planner.problem.degrees import (
@@ -44,6 +44,11 @@ class PlanRequest:
     stages: int = 1
     virtual: int = 1
     planning_share: float | None = None
+
+    @property
+    def cut(self) -> LayerCut:
+        """The pipeline that each rank is."""
+        return LayerCut(stages=self.stages, virtual=self.virtual)
 
     @property
     def priced_stages(self) -> int:
@@ -139,7 +144,7 @@ class PlanRequest:
         lengths, places = np.unique(self.lengths, return_inverse=True)
         return find(self.cost, lengths, self.cluster)[places]
 
-    def least_seconds(self, *, lone_rings: bool = True, shared_launches: bool = False, stages: int = 1) -> float:
+    def least_seconds(self, *, lone_rings: bool = True, shared_launches: bool = False, cut: LayerCut = WHOLE) -> float:
         """Return `least_makespan` of this step; launches may count in parts."""
         return least_makespan(
             self.lengths,
@@ -148,8 +153,7 @@ class PlanRequest:
             topology=self.topology,
             lone_rings=lone_rings,
             shared_launches=shared_launches,
-            stages=stages,
-            virtual=self.virtual,
+            cut=cut,
         )
 
     @cached_property

@@ -6,12 +6,13 @@ It reads the plan alone, so that all planners are compared by the same few lines
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.shape import LayerCut
 from lengthwise.cost import Choice, Cost
 from lengthwise.planner.problem.speeds import noted_speeds, read_speeds
 from lengthwise.program.features import refuse_unpriced, unpriced_error
@@ -62,7 +63,7 @@ def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> S
         ConfigError: speeds that are none.
     """
     speeds = noted_speeds(plan) if speeds is None else read_speeds(speeds, plan.ranks)
-    stages = _priced_stages(plan, cost)
+    cut = replace(plan.cut, stages=_priced_stages(plan, cost))
     lock_step = plan.schedule["kind"] == "waves"
     free, busy = [0.0] * plan.ranks, [0.0] * plan.ranks  # lists: single entries are read and written faster
     totals: list[dict[int, float]] = []
@@ -74,28 +75,22 @@ def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> S
         for rank, seconds in total.items():
             free[rank] = start + seconds
             busy[rank] += seconds
-        if stages > 1:
+        if cut.stages > 1:
             totals.append(dict.fromkeys(range(plan.ranks), 0.0) | total if lock_step else total)
     return Score(
-        makespan_seconds=max(free) if stages == 1 else _pipelined_seconds(plan, totals, stages, cost),
+        makespan_seconds=max(free) if cut.stages == 1 else _pipelined_seconds(plan, totals, cut, cost),
         busy_seconds=tuple(busy),
         ring_tokens=plan.ring_tokens,
         num_tokens=sum(plan.tokens),
     )
 
 
-def _pipelined_seconds(plan: Plan, totals: Sequence[Mapping[int, float]], stages: int, cost: Cost) -> float:
+def _pipelined_seconds(plan: Plan, totals: Sequence[Mapping[int, float]], cut: LayerCut, cost: Cost) -> float:
     """Run microbatches, as seconds of each of their ranks, through the stages; return when the last ends."""
     counts = [len(total) for total in totals]
     forward = np.repeat([cost.forward_share(_recompute(microbatch, cost)) for microbatch in plan.microbatches], counts)
     seconds = np.array([each for total in totals for each in total.values()])
-    clocks = stage_clocks(
-        [tuple(total) for total in totals],
-        forward * seconds,
-        (1 - forward) * seconds,
-        stages=stages,
-        virtual=int(plan.schedule.get("virtual", 1)),
-    )
+    clocks = stage_clocks([tuple(total) for total in totals], forward * seconds, (1 - forward) * seconds, cut)
     return float(clocks.end.max())
 
 
@@ -197,10 +192,10 @@ def _written_seconds(
 
 def _priced_stages(plan: Plan, cost: Cost) -> int:
     """Return the pipeline stages of a rank; refuse those that these costs do not price."""
-    asked = int(plan.schedule["stages"]) if plan.schedule["kind"] == "pipeline" else None
+    asked = plan.cut.stages
     if _reads_choices(cost):
-        if asked not in (None, cost.stages):
+        if plan.schedule["kind"] == "pipeline" and asked != cost.stages:
             raise unpriced_error("plan", [f"a pipeline of {asked} stages (the costs are those of {cost.stages})"])
         return cost.stages
     refuse_unpriced(plan)
-    return asked or 1
+    return asked

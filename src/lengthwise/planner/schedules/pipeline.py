@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
+from lengthwise.core.shape import LayerCut
 from lengthwise.planner.problem.effort import LARGE_STEP, SMALL_STEP
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.schedules.microbatch_slots import COARSE, MicrobatchSlots, bundle_rings
@@ -36,7 +37,7 @@ def plan_pipeline(request: PlanRequest, least_seconds: float) -> Iterator[list[M
     slots = _Slots(request)
     num_sequences = len(request.tokens)
     is_small = num_sequences * request.cluster.ranks <= SMALL_STEP
-    profiles = list(_profiles(slots.fewest, request.stages, request.virtual))
+    profiles = list(_profiles(slots.fewest, request.cut))
     ideal = slots.ideal_seconds(profiles)
     promising = [
         number for number in np.argsort(ideal, kind="stable").tolist() if is_small or ideal[number] < least_seconds
@@ -67,17 +68,17 @@ def is_worth_search(request: PlanRequest) -> bool:
     return request.stages * float(alone[0]) > request.bound_seconds
 
 
-def pipeline_schedule(stages: int, virtual: int) -> dict[str, object]:
+def pipeline_schedule(cut: LayerCut) -> dict[str, object]:
     """Return the `schedule` of a plan file."""
-    return {"kind": "pipeline", "stages": stages, "virtual": virtual}
+    return {"kind": "pipeline", "stages": cut.stages, "virtual": cut.virtual}
 
 
-def _profiles(fewest: int, stages: int, virtual: int) -> Iterator[Floats]:
-    """Yield slots as shares of a full one, as full as can be; interleaved ones in groups of `stages`."""
+def _profiles(fewest: int, cut: LayerCut) -> Iterator[Floats]:
+    """Yield slots as shares of a full one, as full as can be; interleaved ones in groups of as many as stages."""
     ramps = [np.ones(0)]
     ramps += [
         growth ** np.arange(-slots, 0.0)
-        for slots in sorted({max(1, int(stages * share)) for share in RAMPS})
+        for slots in sorted({max(1, int(cut.stages * share)) for share in RAMPS})
         for growth in GROWTHS
     ]
     seen = set[bytes]()
@@ -85,8 +86,8 @@ def _profiles(fewest: int, stages: int, virtual: int) -> Iterator[Floats]:
         for down in (up, ramps[0]):
             for share in FULL_SLOTS:
                 full = max(1, int(np.ceil(share * fewest - up.sum() - down.sum())))
-                if virtual > 1:
-                    full += -(full + len(up) + len(down)) % stages
+                if cut.virtual > 1:
+                    full += -(full + len(up) + len(down)) % cut.stages
                 profile = np.concatenate((up, np.ones(full), down[::-1]))
                 if len(profile) <= max(_MOST_SLOTS, fewest) and profile.tobytes() not in seen:
                     seen.add(profile.tobytes())
@@ -157,9 +158,8 @@ class _Slots:
         return float(self._clocks((seconds + launches).T, slots.is_first).max())
 
     def _clocks(self, seconds: Floats, is_first: NDArray[np.bool_]) -> Floats:
-        stages, virtual = self._request.stages, self._request.virtual
         forward = self._forward * seconds
-        return slot_clocks(forward, seconds - forward, is_first, stages=stages, virtual=virtual)
+        return slot_clocks(forward, seconds - forward, is_first, self._request.cut)
 
     def _cut(self, full_slots: float) -> tuple[NDArray[np.int64], Floats, float]:
         """Find degree and seconds of each length so that none exceeds a full slot, and the total work."""

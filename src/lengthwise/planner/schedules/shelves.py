@@ -111,7 +111,7 @@ class Shelving:
 
     def __init__(self, request: PlanRequest, degrees: NDArray[np.int64], *, counts_filling: bool) -> None:
         self._request, self._degrees = request, degrees
-        self._fill = (request.stages - 1) / request.virtual  # of a first microbatch, that its ranks wait for stages
+        self._fill = request.cut.fill  # of a first microbatch, that its ranks wait for stages
         self._lost_fill = self._fill if counts_filling else 0.0
         self._local = local = _Local(request, degrees)
         seconds = request.cost.ring_piece_seconds(request.lengths, degrees) + request.cost.fixed_seconds
@@ -198,4 +198,4 @@ class Shelving:
             grid[slot, interval] = seconds
             is_first[slot, interval.start + 1 : interval.stop] = False
         forward = request.cost.forward_share("none") * grid
-        return slot_clocks(forward, grid - forward, is_first, stages=request.stages, virtual=request.virtual)
+        return slot_clocks(forward, grid - forward, is_first, request.cut)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from lengthwise.core.held import fullest_tokens, kept_ratio, largest
 from lengthwise.core.plan import Microbatch, Plan
-from lengthwise.cost import STEP_TOKENS, MicrobatchBytes, largest_peak
+from lengthwise.cost import STEP_TOKENS, MicrobatchBytes
 
 _RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _DIGITS = 4  # of a ratio
@@ -32,7 +32,7 @@ class RankMemory:
 
     def peak_bytes(self, kind: str, tokens: int, offload: float = 0.0) -> int:
         """Return the most bytes of a microbatch of so many tokens here."""
-        return largest_peak(self.layouts[kind], tokens, offload, leaving_bytes=self.leaving_bytes)
+        return max(each.peak(tokens, offload, leaving_bytes=self.leaving_bytes) for each in self.layouts[kind])
 
     def most_tokens(self, kind: str, most: int, *, offload: float | None = 0.0) -> int:
         """Return the capacity in steps of 128 tokens, the last of which reaches `most`; 0 where 128 do not fit.
