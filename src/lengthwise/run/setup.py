@@ -90,7 +90,7 @@ class RankRun:
     def close(self) -> None:
         """End what writes in the background, and the session."""
         self.end.checkpoints.close()
-        self.engine.close()
+        self.session.close()
 
 
 def set_up(

@@ -212,11 +212,11 @@ def _run_plan(
     is_whole = job.shard == "zero1" and job.config.stages == 1
     with keep_double(dtype), _summing(engine.model, asked=dtype == torch.bfloat16 and is_whole) as own:
         result = session.backward(planned)
-    engine.close()
     transport.phase = "verify, gathering gradients"
     gradients = parameters.gather_gradients()
     for sum_of_rank in own.values():
         transport.all_reduce(sum_of_rank)
+    session.close()
     found = Reference(loss=result.loss, router_loss=result.router_loss or 0.0, gradients=gradients)
     on_host = {name: gradient.cpu() for name, gradient in gradients.items()} if own else {}
     return _Planned(found=found, sums=gradient_differences(on_host, own) if own else {})
