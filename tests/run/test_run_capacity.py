@@ -8,7 +8,7 @@ from testing import LiveBytes, build_pair, make_batch, run_ranks, tiny_family_co
 
 from lengthwise import Session
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import World
+from lengthwise.comm import Mesh, World
 from lengthwise.core import host_memory
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.files import read_plan_text
@@ -20,7 +20,7 @@ from lengthwise.engine.activations import start_offloading
 from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.small_pass import SmallPasses
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import build_adapted
 from lengthwise.run import capacity
 from lengthwise.run.building import job_engine
@@ -151,10 +151,10 @@ def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, key
                 live.peak_bytes = live.now_bytes
                 at_once = job.logits_at_once
                 few = make_batch(plan.tokens, vocab=VOCAB)
-                run_plan(
-                    model, plan, few if sum(plan.tokens) < 100 else batch, transport, kernel, name="test",
-                    logits_at_once=at_once, offloading=offloading,
-                )  # fmt: skip
+                context = StepContext(
+                    model, Mesh(transport, 1), kernel, name="test", logits_at_once=at_once, offloading=offloading
+                )
+                run_part(plan, few if sum(plan.tokens) < 100 else batch, context)
                 optimizer.end_step(1e-3)
         mine = [(each, held_by_rank(plan, each)[0][transport.rank]) for each in plan.microbatches]
         said = max(found.memory.peak_bytes(each.recompute, held, each.offload) for each, held in mine)

@@ -21,13 +21,13 @@ from testing.strict import StrictWorld
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import SoloTransport, TorchTransport
+from lengthwise.comm import Mesh, SoloTransport, TorchTransport
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
 from lengthwise.engine import step as work
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import (
     DTYPES,
     FAMILIES,
@@ -102,7 +102,8 @@ def run_rank(transport, family, plan, batch, precision="fp64", **options):
     model = copy.deepcopy(pair(family, **options)["planned"])
     flat = FlatParameters(model, transport, dtype=DTYPES[precision])
     with keep_double(DTYPES[precision]):
-        done = run_plan(model, plan, batch, transport, choose_kernel(torch.device("cpu")), name="test")
+        context = StepContext(model, Mesh(transport, 1), choose_kernel(torch.device("cpu")), name="test")
+        done = run_part(plan, batch, context)
     losses = torch.tensor([done.loss_sum, done.router_loss], dtype=torch.float64)
     transport.all_reduce(losses)
     flat.reduce_gradients()
@@ -225,7 +226,7 @@ def test_order_real_calls_are_those_of_the_checked_order():
         transport = RecordingTransport(inner)
         model = copy.deepcopy(pair("olmoe")["planned"])
         kernel = choose_kernel(torch.device("cpu"))
-        done = run_plan(model, plan, batch, transport, kernel, name="step", train=train)
+        done = run_part(plan, batch, StepContext(model, Mesh(transport, 1), kernel, name="step", train=train))
         return [(call.name, call.phase) for call in transport.calls], done.router_loss
 
     for rank, (calls, _) in enumerate(StrictWorld(3).run(lambda t: called(t, True))):

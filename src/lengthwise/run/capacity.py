@@ -14,14 +14,14 @@ import numpy as np
 from torch import nn
 
 from lengthwise.attention import BlockKernel
-from lengthwise.comm import SoloTransport, Transport
+from lengthwise.comm import Mesh, SoloTransport, Transport
 from lengthwise.core.errors import DataError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.engine.batch import random_batch
 from lengthwise.engine.memory import memory_in_use, reporting_update
 from lengthwise.engine.optimizer import ShardedOptimizer, step_end_bytes
 from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner import PACKED_DP
 from lengthwise.planner.service.rank_memory import Capacities
@@ -128,7 +128,7 @@ def _run_pack(lengths: Sequence[int], model: nn.Module, job: Job, kernel: BlockK
     )
     batch = random_batch(lengths, vocab=job.model.text.vocab_size)
     name, at_once = "memory check before the first step", job.logits_at_once
-    run_plan(model, plan, batch, SoloTransport(), kernel, name=name, logits_at_once=at_once)
+    run_part(plan, batch, StepContext(model, Mesh(SoloTransport(), 1), kernel, name=name, logits_at_once=at_once))
 
 
 def check_step_end(optimizer: ShardedOptimizer, transport: Transport) -> None:
