@@ -32,6 +32,7 @@ from lengthwise.models import (
     DTYPES,
     FAMILIES,
     ROUTER_FAMILIES,
+    RouterBalance,
     check_model_config,
     coefficient_key,
     keep_double,
@@ -243,6 +244,20 @@ def test_order_real_calls_are_those_of_the_checked_order():
     for calls, router_loss in StrictWorld(3).run(lambda t: called(t, False)):
         assert all(name == "exchange" and phase.endswith("forward") for name, phase in calls)
         assert router_loss == 0
+
+
+def test_routers_are_counted_by_the_logits_of_the_forward_under_autocast(monkeypatch):
+    plan = make_plan(1, (9, 7), [Piece(ranks=(0,), sequences=(i,)) for i in (0, 1)])
+    counted, weighed = [], []
+    count, share = work.count_choices, RouterBalance.share
+    monkeypatch.setattr(work, "count_choices", lambda *given: counted.extend(given[1]) or count(*given))
+    monkeypatch.setattr(RouterBalance, "share", lambda *given: weighed.extend(given[1]) or share(*given))
+    model, kernel = copy.deepcopy(pair("olmoe")["planned"]), choose_kernel(torch.device("cpu"))
+    context = StepContext(model, Mesh(SoloTransport(), 1), kernel, name="test", autocast=torch.bfloat16)
+    run_part(plan, make_batch((9, 7), vocab=48), context)
+    first, kept = counted[:2], counted[2:]  # of two layers
+    assert len(weighed) == 4
+    assert all(map(torch.equal, weighed, [*kept, *first]))
 
 
 # --- whole runs

@@ -79,8 +79,7 @@ class StepContext:
     chunks: of layers, by their numbers. name: of the step, in words. train: with gradients; without, no dropout.
     objective: the loss; None: that of the next token, from `logits_at_once` logits at a time. offloading: what plans
     that offload need. parameters: whose values may still arrive, and whose gradients may be summed early, by all ranks
-    alike; None: neither. dropout: by which entries fall out. autocast: what passes that make no loss are cast to, as
-    `objective` casts the others.
+    alike; None: neither. dropout: by which entries fall out. autocast: what forwards are cast to; None: as around.
     """
 
     model: nn.Module
@@ -154,14 +153,6 @@ def run_part(plan: Plan, batch: StepBatch, context: StepContext) -> RankResult:
         offloaded_bytes=rank.offloaded_bytes,
         offload_wait_seconds=context.offload_wait_seconds - waited,
     )
-
-
-def row_keys(
-    key: DropoutKey, batch: StepBatch, segments: Sequence[Segment], num_rows: int, device: torch.device
-) -> Tensor:
-    """Return what dropout draws by, (rows,): the keys of the tokens of a rank's segments, and zeros for padding."""
-    keys = token_keys(key, batch.sequences(segments), batch.positions(segments))
-    return to_device(F.pad(keys, (0, num_rows - len(keys))), device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,13 +241,13 @@ class _RankStep:
         planned = PlannedAttention(program, transport, context.kernel, rows_beyond=self.objective.rows_beyond)
         planned.layers_passed = chunk.layers_passed
         planned.lower(self._windows, self.device)
-        segments, dropout = program.segments(transport.rank), None
-        tensors = [to_device(tensor, self.device) for tensor in self.batch.tensors(segments)]
+        batch, segments = self.batch, program.segments(transport.rank)
+        tensors = [to_device(tensor, self.device) for tensor in batch.tensors(segments)]
+        dropout = KeyedDropout(None) if self._has_dropout else None
         if self._has_dropout and context.train:
-            keys = row_keys(context.dropout, self.batch, segments, planned.num_rows, self.device)
+            keys = token_keys(context.dropout, batch.sequences(segments), batch.positions(segments))
+            keys = to_device(F.pad(keys, (0, planned.num_rows - len(keys))), self.device)  # of padding: 0
             dropout = KeyedDropout(keys, calls=chunk.dropout_calls[self.model.training])
-        elif self._has_dropout:
-            dropout = KeyedDropout(None)
         found = _Prepared(planned=planned, segments=segments, tensors=tensors, dropout=dropout)
         self._prepared[place] = found
         return found
@@ -275,7 +266,9 @@ class _RankStep:
             if keeps:
                 before = list[Tensor]()
                 hidden = received(hidden, before)
+        cast = self.context.autocast
         with (
+            nullcontext() if cast is None else torch.autocast(self.device.type, dtype=cast),
             torch.set_grad_enabled(keeps),
             chunk.running(hidden),
             apply_policy(self.model, planned, policy, prepared.dropout),
@@ -315,14 +308,13 @@ class _RankStep:
 
     def _output(self, action: Pass, chunk: Chunk, prepared: _Prepared, routers: list[Tensor]) -> Tensor:
         """Return the hidden states of a chunk, or its loss, (), which is not made where routers are counted."""
-        planned, tensors, autocast = prepared.planned, prepared.tensors, self.context.autocast
+        planned, tensors = prepared.planned, prepared.tensors
         collect = routers.extend if self.program.counting is not None else None
-        if chunk.is_last and action.kind == "forward":
+        if not chunk.is_last:
+            return run_chunk(self.model, planned, *tensors[:2], collect_router=collect)
+        if action.kind == "forward":
             return self.objective(ForwardPass(self.model, planned, prepared.segments, *tensors, collect_router=collect))
-        with torch.autocast(self.device.type, dtype=autocast, enabled=autocast is not None):
-            if not chunk.is_last:
-                return run_chunk(self.model, planned, *tensors[:2], collect_router=collect)
-            routers += model_router_logits(self.model, planned, *tensors[:2])
+        routers += model_router_logits(self.model, planned, *tensors[:2])
         return torch.empty(0)
 
     def _add_share(self, kept: KeptForward) -> None:

@@ -28,7 +28,6 @@ from lengthwise.engine.step import RankResult, StepContext, run_part
 from lengthwise.models import Computing, DropoutKey, choose_mixers, choose_model_kernel, text_config, whole_model
 from lengthwise.models.adapter import attending_by_plan
 from lengthwise.models.computing import Layers
-from lengthwise.session.losses import Autocasting
 from lengthwise.session.source import PlanAhead, PlannedStep, StepPlanner
 
 
@@ -93,8 +92,6 @@ class Engine:
     def run(self, planned: PlannedStep, name: str, *, step: int, train: bool, objective: Objective) -> RankResult:
         """Run this rank's microbatches forward, and backward to `train`. Collective."""
         kind, dtype = self.device.type, self.cast_dtype()
-        if dtype is not None:
-            objective = Autocasting(inner=objective, device=self.device, dtype=dtype)
         kernel, pipeline = self.kernel(dtype or self.dtype), self.pipeline
         self.start_offloading()
         if self._offloading is not None:
