@@ -44,7 +44,7 @@ def stage_items(
             if turn.action is not None:
                 key = named(turn.action)
                 own += [Wait(call=arriving.pop(key))] if key in arriving else []
-                replicas = plan.microbatches[turn.action.microbatch].ranks
+                replicas = plan.microbatches[turn.action.place.microbatch].ranks
                 if len(replicas) > 1:
                     peers = [rank_of(each, stage, stages) for each in replicas if each != replica]
                     both = [
@@ -55,7 +55,7 @@ def stage_items(
                     ring = Call(communicator="transfers", operations=both, label=("ring", *key))
                     own += [ring, Wait(call=ring)]
                 seconds = forward if turn.action.is_forward else backward
-                own.append(Compute(label=key, seconds=seconds(turn.action.microbatch, replica)))
+                own.append(Compute(label=key, seconds=seconds(turn.action.place.microbatch, replica)))
             messages = [("send", each) for each in turn.sends] + [("receive", each) for each in turn.receives]
             if messages:
                 operations = [
@@ -63,7 +63,7 @@ def stage_items(
                         kind=kind,
                         peer=rank_of(replica, each.stage, stages),
                         size=named(each),
-                        payload=send(each.microbatch, replica),
+                        payload=send(each.place.microbatch, replica),
                     )
                     for kind, each in messages
                 ]
@@ -80,4 +80,4 @@ def stage_items(
 
 def named(each: Pass | Message) -> tuple[int, int, bool]:
     """Return which pass of which chunk this is, or a message is for."""
-    return each.microbatch, each.chunk, each.is_forward
+    return each.place.microbatch, each.place.chunk, each.is_forward

@@ -135,7 +135,7 @@ def test_a_stage_that_fails_ends_all_ranks_and_they_say_where_they_wait(monkeypa
     backward = _RankStep.backward
 
     def failing(step, action):
-        if (step.mesh.world.rank, action.microbatch) == (3, 1):
+        if (step.mesh.world.rank, action.place.microbatch) == (3, 1):
             raise OSError("a stage that fails")
         backward(step, action)
 

@@ -35,7 +35,7 @@ def test_every_microbatch_runs_forward_and_backward_once_and_every_message_has_b
                 if turn.action is not None:
                     key = (*turn.action.place, turn.action.is_forward)
                     done.append((turn.action.kind, *turn.action.place))
-                    if turn.action.chunk not in ((0,) if turn.action.is_forward else (chunks - 1,)):
+                    if turn.action.place.chunk not in ((0,) if turn.action.is_forward else (chunks - 1,)):
                         assert come.pop(key) < turn.tick
                 sent |= {(part, turn.tick, replica, stage, m.stage, *m.place, m.is_forward) for m in turn.sends}
                 received |= {(part, turn.tick, replica, m.stage, stage, *m.place, m.is_forward) for m in turn.receives}

@@ -77,7 +77,7 @@ def test_a_slow_rank_is_seen_and_gets_less_work_and_losses_stay(tmp_path, monkey
 
     def slow(self, action):
         if self.mesh.world.rank == 1:
-            program = self.program.microbatches[action.microbatch]
+            program = self.program.microbatches[action.place.microbatch]
             time.sleep(3e-4 * sum(each.num_tokens for each in program.segments(1)))
         forward(self, action)
 

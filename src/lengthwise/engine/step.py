@@ -216,8 +216,8 @@ class _RankStep:
     def _run(self, action: Pass) -> None:
         if action.prepares is not None:
             self.prepare(action.prepares)  # while the device runs what it was given
-        where = f", stage {self.mesh.stage}, chunk {action.chunk}" if self.mesh.stages > 1 else ""
-        place = f"microbatch {self._numbers[action.microbatch]} of {len(self._numbers)}"
+        where = f", stage {self.mesh.stage}, chunk {action.place.chunk}" if self.mesh.stages > 1 else ""
+        place = f"microbatch {self._numbers[action.place.microbatch]} of {len(self._numbers)}"
         self.mesh.world.phase = f"{self.context.name}, {place} {action.kind}{where}"
         if action.is_forward:
             self.forward(action)
@@ -236,8 +236,8 @@ class _RankStep:
         """Make the tensors of a pass forward, once, and lower what its layers are known to ask for."""
         if place in self._prepared:
             return self._prepared[place]
-        context, chunk = self.context, self.chunks[place[1]]
-        program, transport = self.program.microbatches[place[0]], self.mesh.replicas
+        context, chunk = self.context, self.chunks[place.chunk]
+        program, transport = self.program.microbatches[place.microbatch], self.mesh.replicas
         planned = PlannedAttention(program, transport, context.kernel, rows_beyond=self.objective.rows_beyond)
         planned.layers_passed = chunk.layers_passed
         planned.lower(self._windows, self.device)
@@ -254,11 +254,11 @@ class _RankStep:
 
     def forward(self, action: Pass) -> None:
         """Run a chunk forward, and keep what backward needs of it."""
-        chunk, keeps = self.chunks[action.chunk], self.context.train and action.kind == "forward"
+        chunk, keeps = self.chunks[action.place.chunk], self.context.train and action.kind == "forward"
         prepared = self.prepare(action.place)
         planned = prepared.planned
         del self._prepared[action.place]
-        self._meet_values(action.microbatch)
+        self._meet_values(action.place.microbatch)
         policy = self._policy(action, planned.num_rows) if keeps else ActivationPolicy()
         hidden, before, routers = None, None, list[Tensor]()
         if not chunk.is_first:
@@ -289,7 +289,7 @@ class _RankStep:
             )
             self._add_share(kept)
         if not chunk.is_last:
-            self._messages.give((action.microbatch, action.chunk + 1), True, output.detach())
+            self._messages.give(Place(action.place.microbatch, chunk.number + 1), True, output.detach())
         elif action.kind == "forward":
             self.sums[0] += output.detach()
 
@@ -300,10 +300,10 @@ class _RankStep:
             parameters.published()
 
     def _policy(self, action: Pass, rows: int) -> ActivationPolicy:
-        microbatch, saver = self.program.microbatches[action.microbatch].microbatch, None
+        microbatch, saver = self.program.microbatches[action.place.microbatch].microbatch, None
         if microbatch.offload:
             assert self.context.offloading is not None, f"nowhere to offload {microbatch.offload} of {action}"
-            saver = self.context.offloading.saver(microbatch, rows, self.chunks[action.chunk])
+            saver = self.context.offloading.saver(microbatch, rows, self.chunks[action.place.chunk])
         return ActivationPolicy(recompute=microbatch.recompute, saver=saver)
 
     def _output(self, action: Pass, chunk: Chunk, prepared: _Prepared, routers: list[Tensor]) -> Tensor:
@@ -326,7 +326,7 @@ class _RankStep:
 
     def backward(self, action: Pass) -> None:
         """Run a chunk backward, from its loss or from the gradient of what it gave on."""
-        chunk, kept, parameters = self.chunks[action.chunk], self._kept.pop(action.place), self.context.parameters
+        chunk, kept, parameters = self.chunks[action.place.chunk], self._kept.pop(action.place), self.context.parameters
         if chunk.is_last:
             ends = [kept.end / self.objective.divisor]
         else:
@@ -343,10 +343,10 @@ class _RankStep:
             kept.saver.end()
         if kept.before is not None:
             gradient = kept.before.pop() if kept.before else empty_hidden(self.model, chunk, kept.rows).zero_()
-            self._messages.give((action.microbatch, action.chunk - 1), False, gradient)
+            self._messages.give(Place(action.place.microbatch, chunk.number - 1), False, gradient)
 
     def _room(self, message: Message) -> Tensor:
         """Make room for hidden states, or for the gradient of what this stage gave on."""
         kept = None if message.is_forward else self._kept[message.place]
         rows = self.prepare(message.place).planned.num_rows if kept is None else kept.rows
-        return empty_hidden(self.model, self.chunks[message.chunk], rows)
+        return empty_hidden(self.model, self.chunks[message.place.chunk], rows)

@@ -17,36 +17,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from lengthwise.core.plan import Plan
 from lengthwise.program.lower import MicrobatchProgram, all_end_alone, last_on_all_ranks, lower_plan
 from lengthwise.program.stage_order import stage_order
 
 Kind: TypeAlias = Literal["counting", "forward", "backward"]
-Place: TypeAlias = tuple[int, int]
-"""A microbatch of the plan, and a chunk."""
+
+
+class Place(NamedTuple):
+    """A microbatch, by its index in the plan, in a chunk of layers; chunks count over all stages of a replica."""
+
+    microbatch: int
+    chunk: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One pass of a microbatch through a chunk of layers; chunks count over all stages of a replica.
+    """One pass of a microbatch through a chunk of layers.
 
     prepares: the pass forward that the host prepares before this one, which keeps the device busy. reads_ahead: whose
     activations are brought back after it, for a backward that comes soon. sums_early: gradients may be summed in it.
     """
 
     kind: Kind
-    microbatch: int
-    chunk: int
-    prepares: Place | None = None
-    reads_ahead: Place | None = None
-    sums_early: bool = False
-
-    @property
-    def place(self) -> Place:
-        """Its microbatch and chunk."""
-        return self.microbatch, self.chunk
+    place: Place
+    prepares: Place | None
+    reads_ahead: Place | None
+    sums_early: bool
 
     @property
     def is_forward(self) -> bool:
@@ -56,17 +55,11 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """Hidden states of a microbatch, or their gradient, for `chunk` in a pass, to or from `stage`."""
+    """Hidden states, or their gradient, that the pass at a place needs, to or from `stage`."""
 
-    microbatch: int
-    chunk: int
+    place: Place
     is_forward: bool
     stage: int
-
-    @property
-    def place(self) -> Place:
-        """The microbatch and the chunk of the pass that needs it."""
-        return self.microbatch, self.chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +68,8 @@ class Turn:
 
     tick: int
     action: Pass | None
-    sends: Sequence[Message] = ()
-    receives: Sequence[Message] = ()
+    sends: Sequence[Message]
+    receives: Sequence[Message]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +103,7 @@ def step_program(
     ranks_in_step: see `lower_plan`. train: with passes backward. counts_routers: they have a balance loss.
     """
     microbatches = {each.index: each for each in lower_plan(plan, replica, ranks_in_step=ranks_in_step)}
-    counting, keeps, is_whole = None, frozenset[int](), plan.schedule.get("stages", 1) == 1
+    counting, keeps, is_whole = None, frozenset[int](), _cut(plan) == (1, 1)
     if train and counts_routers:
         keeps = last_on_all_ranks(plan, ranks_in_step=ranks_in_step) if is_whole else keeps
         counting = _turns(
@@ -125,9 +118,10 @@ def step_program(
 
 
 def _turns(plan: Plan, stage: int, kinds: _Kinds, *, sums_early: bool = False) -> list[Turn]:
-    chunks = plan.schedule.get("stages", 1) * plan.schedule.get("virtual", 1)
+    stages, virtual = _cut(plan)
+    chunks = stages * virtual
     stage_of, ticks = _clock(plan, kinds)
-    passes: dict[int, tuple[Kind, int, int]] = {}
+    passes: dict[int, tuple[Kind, Place]] = {}
     sends, receives = dict[int, list[Message]](), dict[int, list[Message]]()
     for (number, of_number), at in zip(kinds.items(), ticks, strict=True):
         steps = [step for step in range(2 * chunks) if of_number[step >= chunks] is not None]
@@ -135,12 +129,11 @@ def _turns(plan: Plan, stage: int, kinds: _Kinds, *, sums_early: bool = False) -
             tick, kind = at[step], of_number[step >= chunks]
             if stage_of[step] == stage and kind is not None:
                 assert tick not in passes, f"stage {stage} has two passes at tick {tick}"
-                passes[tick] = kind, number, _chunk(step, chunks)
+                passes[tick] = kind, Place(number, _chunk(step, chunks))
             if following is None or stage_of[step] == stage_of[following]:
                 continue
-            message = partial(
-                Message, microbatch=number, chunk=_chunk(following, chunks), is_forward=following < chunks
-            )
+            place = Place(number, _chunk(following, chunks))
+            message = partial(Message, place=place, is_forward=following < chunks)
             if stage_of[step] == stage:
                 sends.setdefault(tick, []).append(message(stage=stage_of[following]))
             elif stage_of[following] == stage:
@@ -154,33 +147,36 @@ def _turns(plan: Plan, stage: int, kinds: _Kinds, *, sums_early: bool = False) -
 
 def _clock(plan: Plan, kinds: _Kinds) -> tuple[list[int], list[list[int]]]:
     """Return the stage of each step of a microbatch, forward and then backward, and the ticks of these microbatches."""
-    stages, virtual = plan.schedule.get("stages", 1), plan.schedule.get("virtual", 1)
-    if stages == 1:  # nobody else goes by the ticks
-        assert virtual == 1, f"{virtual} chunks of one stage"
+    stages, virtual = _cut(plan)
+    if stages * virtual == 1:  # nobody else goes by the ticks
         return [0, 0], [[2 * place, 2 * place + 1] for place in range(len(kinds))]
     order = stage_order([each.ranks for each in plan.microbatches], stages, virtual)
     return order.action_stages.tolist(), order.ticks[list(kinds)].tolist()
+
+
+def _cut(plan: Plan) -> tuple[int, int]:
+    """Return the stages of a replica, and the chunks of a stage."""
+    return plan.schedule.get("stages", 1), plan.schedule.get("virtual", 1)
 
 
 def _chunk(step: int, chunks: int) -> int:
     return step if step < chunks else 2 * chunks - 1 - step
 
 
-def _passes(ordered: Sequence[tuple[Kind, int, int]], sums_early: bool) -> list[Pass]:
+def _passes(ordered: Sequence[tuple[Kind, Place]], sums_early: bool) -> list[Pass]:
     """Return passes in their order, with what the host does for those to come."""
     found, prepares, backward = list[Pass](), None, deque[Place | None]([None, None], 2)
-    for kind, microbatch, chunk in reversed(ordered):
+    for kind, place in reversed(ordered):
         is_backward = kind == "backward"
         found.append(
             Pass(
                 kind=kind,
-                microbatch=microbatch,
-                chunk=chunk,
+                place=place,
                 prepares=prepares if is_backward else None,
                 reads_ahead=backward[1] or backward[0],
                 sums_early=sums_early and not found,
             )
         )
-        backward.append((microbatch, chunk) if is_backward else None)
-        prepares = prepares if is_backward else (microbatch, chunk)
+        backward.append(place if is_backward else None)
+        prepares = prepares if is_backward else place
     return found[::-1]
