@@ -46,11 +46,10 @@ class Pipeline:
 
 @dataclass(slots=True, kw_only=True)
 class Messages:
-    """Hidden states and their gradients between stages. room: makes what a message is received in."""
+    """Hidden states and their gradients between stages."""
 
     mesh: Mesh
     name: str
-    room: Callable[[Message], Tensor]
     _leaving: dict[tuple[Place, bool], Tensor] = field(default_factory=dict)
     _arriving: dict[tuple[Place, bool], tuple[Pending, Tensor]] = field(default_factory=dict)
     _sent: deque[Pending] = field(default_factory=deque)
@@ -65,16 +64,16 @@ class Messages:
         pending.wait()
         return hidden
 
-    def post(self, turn: Turn) -> None:
-        """Post the messages of a turn in one grouped call."""
+    def post(self, turn: Turn, room: Callable[[Message], Tensor]) -> None:
+        """Post the messages of a turn in one grouped call; room: makes what one is received in."""
         self.mesh.world.phase = f"{self.name}, hidden states between stages at tick {turn.tick}"
         rank_of = self.mesh.rank_of_stage
         sends = [
             (self._leaving.pop((each.place, each.is_forward)).contiguous(), rank_of(each.stage)) for each in turn.sends
         ]
-        rooms = [(self.room(each), each) for each in turn.receives]
-        pending = self.mesh.between.exchange(sends, [(room, rank_of(each.stage)) for room, each in rooms])
-        self._arriving |= {(each.place, each.is_forward): (pending, room) for room, each in rooms}
+        rooms = [(room(each), each) for each in turn.receives]
+        pending = self.mesh.between.exchange(sends, [(hidden, rank_of(each.stage)) for hidden, each in rooms])
+        self._arriving |= {(each.place, each.is_forward): (pending, hidden) for hidden, each in rooms}
         self._sent.append(pending)
         self._wait(2 * self.mesh.stages)
 

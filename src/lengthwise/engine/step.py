@@ -182,7 +182,7 @@ class _RankStep:
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # reading them would stop it each time
         self.offloaded_bytes = 0
         self._numbers = {index: number for number, index in enumerate(program.microbatches, start=1)}
-        self._messages = Messages(mesh=context.mesh, name=context.name, room=self._room)
+        self._messages = Messages(mesh=context.mesh, name=context.name)
         self._has_dropout = has_dropout(context.model)
         self._counts: Tensor | None = None  # of what routers choose
         self._balance: RouterBalance | None = None  # once they are counted
@@ -210,7 +210,7 @@ class _RankStep:
             if turn.action is not None:
                 self._run(turn.action)
             if turn.sends or turn.receives:
-                self._messages.post(turn)
+                self._messages.post(turn, self._room)
         self._messages.end()
 
     def _run(self, action: Pass) -> None:
