@@ -38,14 +38,14 @@ from transformers import LlamaConfig
 from batches import stdlib_files
 from lengthwise.attention import choose_kernel
 from lengthwise.cli.machine import machine_lines
-from lengthwise.comm import SoloTransport
+from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.names import counted
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.cost import shape_from_config
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.engine.batch import StepBatch, random_batch
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import ModelSource, build_model
 from lengthwise.report.figures import count
 from namespaces import shaped_nodes
@@ -181,7 +181,8 @@ def _rank_flops(source: ModelSource) -> float:
         for each in lengths:
             plan = make_plan(1, each, [Piece(ranks=(0,), sequences=tuple(range(len(each))))], layers=shape.layers)
             batch = random_batch(each, vocab=shape.vocab)
-            run_plan(model, plan, batch, SoloTransport(), choose_kernel(torch.device("cpu")), name="FLOP/s")
+            context = StepContext(model, Mesh(SoloTransport(), 1), choose_kernel(torch.device("cpu")), name="FLOP/s")
+            run_part(plan, batch, context)
         if repeat:
             work = sum(training_flops(shape, tokens) for each in lengths for tokens in each)
             rates.append(work / (time.process_time() - start))

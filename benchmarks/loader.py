@@ -41,14 +41,14 @@ import torch
 from pyarrow import parquet
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import SoloTransport
+from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.config import DataSource, build_config
 from lengthwise.core.plan import Plan
 from lengthwise.data import ByteTokenizer, load_dataset
 from lengthwise.data.remote import RemoteDataset
 from lengthwise.engine.batch import StepBatch, random_batch
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import ModelSource, build_model
 from lengthwise.models.load import tiny_config
 from lengthwise.planner.service.process import PlannerProcess
@@ -125,7 +125,7 @@ class Loops:
             return (time.perf_counter() - start) / self._steps, sum(reading) / self._steps
 
     def _run(self, batch: StepBatch, plan: Plan) -> None:
-        run_plan(self._model, plan, batch, self._transport, self._kernel, name="step")
+        run_part(plan, batch, StepContext(self._model, Mesh(self._transport, 1), self._kernel, name="step"))
 
 
 @contextmanager

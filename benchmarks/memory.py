@@ -25,11 +25,11 @@ from testing import LiveBytes, make_batch, make_plan
 from transformers import LlamaConfig
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import SoloTransport
+from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.plan import Piece
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import ModelSource, build_model
 from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.offload import DiskStore
@@ -100,7 +100,10 @@ class Way:
         plan = make_plan(1, [tokens], [Piece(ranks=(0,), sequences=(0,))], layers=layers)
         microbatch = replace(plan.microbatches[0], recompute=self.recompute, offload=self.offload)
         plan, kernel = replace(plan, microbatches=(microbatch,)), choose_kernel(torch.device("cpu"))
-        run_plan(self.model, plan, batch, SoloTransport(), kernel, name="benchmark", offloading=self.offloading)
+        context = StepContext(
+            self.model, Mesh(SoloTransport(), 1), kernel, name="benchmark", offloading=self.offloading
+        )
+        run_part(plan, batch, context)
 
     def peak_bytes(self, tokens: int) -> int:
         """Return states and the most that tensors hold beside them."""

@@ -3,7 +3,7 @@
     python benchmarks/pipeline.py --part emulated [--repeats 5] [--slower 8]
     python benchmarks/pipeline.py --part clock [--repeats 5] [--batches 2] [--batch-tokens 6144] [--capacity 2048]
 
-`emulated`, as in `emulate`: ranks are processes that post the real transfers of `stage_turns` over gloo, and sleep
+`emulated`, as in `emulate`: ranks are processes that post the real transfers of `step_program` over gloo, and sleep
 compute and links for what the simulator is given; the quickest repeat counts. It shows that stages run in the order
 and wait as the simulator says, and how plans differ where no stage takes another's core.
 
@@ -44,13 +44,14 @@ from lengthwise.data import NO_LOSS
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.engine.batch import StepBatch
-from lengthwise.engine.pipeline import run_stage
 from lengthwise.engine.stage_parameters import StageParameters
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import ModelStage, build_model
 from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.program import lower_plan
-from lengthwise.program.stage_program import StageTurn, cut_layers, stage_turns
+from lengthwise.program.stage_program import cut_layers
+from lengthwise.program.step_program import Place, Turn, step_program
 from lengthwise.simulator import simulate_plan
 from pages import Findings, markdown, parse_options
 from sharding import CONFIG, CPU, LAYERS, SOURCE, TOLERANCE, WORDS, pack, pad
@@ -82,17 +83,17 @@ class EmulatedStage(EmulatedRank):
             number: sum(each.num_tokens for each in program.segments(self._mesh.replica))
             for number, program in programs.items()
         }
-        layers, arriving = self._cost.layers // plan.schedule["virtual"], dict[tuple[int, int, bool], Any]()
-        turns = stage_turns(plan, self._mesh.replica, self._mesh.stage)
+        layers, arriving = self._cost.layers // plan.schedule["virtual"], dict[tuple[Place, bool], Any]()
+        turns = step_program(plan, self._mesh.replica, self._mesh.stage).turns
         start = self._until = self._common_start()
         self._sleep(0.0)
         for turn in turns:
             if (action := turn.action) is not None:
-                if message := arriving.pop((action.microbatch, action.chunk, action.is_forward), None):
+                if message := arriving.pop((action.place, action.is_forward), None):
                     message[0].wait()
                     self._until = max(self._until, float(message[1]), message[2])
                     self._sleep(0.0)
-                forward, *backward = passes[action.microbatch]
+                forward, *backward = passes[action.place.microbatch]
                 for layer in layers * ([forward] if action.is_forward else backward):
                     self._run_layer(layer)
             arriving |= self._post_hidden(turn, held)
@@ -102,20 +103,22 @@ class EmulatedStage(EmulatedRank):
         self._sleep(self._cost.step_end_seconds(plan.ranks))
         return time.monotonic() - start
 
-    def _post_hidden(self, turn: StageTurn, held: dict[int, int]) -> dict[tuple[int, int, bool], Any]:
+    def _post_hidden(self, turn: Turn, held: dict[int, int]) -> dict[tuple[Place, bool], Any]:
         """Post the messages of a turn, of which each says when it arrives; return what to wait for.
 
         A message takes its time from when both sides have come to it: the third of what is returned is for this one.
         """
-        sends = [(self._stamped(held[each.microbatch]), self._mesh.rank_of_stage(each.stage)) for each in turn.sends]
+        sends = [
+            (self._stamped(held[each.place.microbatch]), self._mesh.rank_of_stage(each.stage)) for each in turn.sends
+        ]
         rooms = [torch.zeros(1, dtype=torch.float64) for _ in turn.receives]
         sources = [self._mesh.rank_of_stage(each.stage) for each in turn.receives]
         if not sends and not rooms:
             return {}
         self._sent.append(self._mesh.between.exchange(sends, list(zip(rooms, sources, strict=True))))
-        keys = [(each.microbatch, each.chunk, each.is_forward) for each in turn.receives]
+        keys = [(each.place, each.is_forward) for each in turn.receives]
         return {
-            key: (self._sent[-1], room, self._due() + self._send_seconds(held[key[0]]))
+            key: (self._sent[-1], room, self._due() + self._send_seconds(held[key[0].microbatch]))
             for key, room in zip(keys, rooms, strict=True)
         }
 
@@ -217,7 +220,8 @@ class _Ours:
         def step() -> float:
             self._parameters.clear_gradients()
             options = {"name": way, "parameters": self._parameters}
-            done = run_stage(self._stage, plan, batch, self._mesh, self._kernel, **options)
+            context = StepContext(self._stage.model, self._mesh, self._kernel, chunks=self._stage.own, **options)
+            done = run_part(plan, batch, context)
             self._parameters.reduce_gradients()
             return done.loss_sum / batch.loss_weight
 

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import Transport, World
+from lengthwise.comm import Mesh, Transport, World
 from lengthwise.comm.exchange import broadcast_bytes
 from lengthwise.config import FRESH_RATE, OptimizerConfig
 from lengthwise.core.plan import Microbatch, Piece, Plan
@@ -37,7 +37,7 @@ from lengthwise.cost.measured import measured_cost
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import ModelSource, build_model, plain_attention
 from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.planner import PLANNING_SHARE, PlanOptions, plan_step
@@ -303,7 +303,8 @@ class _Trainee:
         if plan is None:
             loss_sum, waited = self._one_by_one(batch), 0.0
         else:
-            result = run_plan(self._model, plan, batch, self._transport, self._kernel, name="benchmark")
+            context = StepContext(self._model, Mesh(self._transport, 1), self._kernel, name="benchmark")
+            result = run_part(plan, batch, context)
             loss_sum, waited = result.loss_sum, result.ring_wait_seconds
         work_seconds = time.perf_counter() - start
         self._optimizer.end_step(FRESH_RATE)

@@ -36,7 +36,7 @@ from transformers import LlamaConfig
 
 from batches import STDLIB, tokens_batch
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import SoloTransport, Transport
+from lengthwise.comm import Mesh, SoloTransport, Transport
 from lengthwise.config import FRESH_RATE, OptimizerConfig
 from lengthwise.core.names import counted
 from lengthwise.core.plan import Microbatch, Piece, Plan
@@ -54,7 +54,7 @@ from lengthwise.engine.batch import StepBatch, random_batch
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.sharded import ShardedParameters
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import ModelSource, build_model, wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.planner import PlanOptions, plan_step
@@ -211,7 +211,8 @@ class _Ours:
     def _forward_backward(self, batch: StepBatch) -> float:
         more = {"parameters": self._parameters} if self._sharded else {}
         plan = self.plan(batch)
-        return run_plan(self._model, plan, batch, self._transport, self._kernel, name="step", **more).loss_sum
+        context = StepContext(self._model, Mesh(self._transport, 1), self._kernel, name="step", **more)
+        return run_part(plan, batch, context).loss_sum
 
     def measured(self, way: str) -> Bytes:
         count = self._memory.parameters or 1
@@ -259,7 +260,8 @@ class _Fsdp:
             ranks=1, layers=LAYERS, capacity=self._cluster.capacity_tokens, tokens=tuple(batch.lengths),
             microbatches=tuple(own),
         )  # fmt: skip
-        return run_plan(self._model, plan, batch, SoloTransport(), self._kernel, name="step").loss_sum
+        context = StepContext(self._model, Mesh(SoloTransport(), 1), self._kernel, name="step")
+        return run_part(plan, batch, context).loss_sum
 
     def _run_padded(self, batch: StepBatch) -> float:
         total = 0.0

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import SoloTransport, Transport
+from lengthwise.comm import Mesh, SoloTransport, Transport
 from lengthwise.config import LoraConfig, OptimizerConfig
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
 from lengthwise.cost import Choice, StepMemory, shape_from_config
@@ -23,7 +23,7 @@ from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes, step_end_bytes
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.small_pass import Layout, Lone
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import DTYPES, ModelSource, build_adapted
 from lengthwise.offload import CopyStore
 from testing.ranks import run_ranks
@@ -104,16 +104,15 @@ class Rank:
             microbatches=(Microbatch(pieces=pieces, recompute=cell.recompute, offload=cell.offload),),
             requires=("heads",) if cell.heads > 1 else (),
         )
-        run_plan(
+        context = StepContext(
             self.model,
-            plan,
-            make_batch(cell.lengths, vocab=VOCAB),
-            self.transport,
+            Mesh(self.transport, 1),
             self.kernel,
             name="step",
             logits_at_once=cell.logits_at_once,
             offloading=self.offloading,
         )
+        run_part(plan, make_batch(cell.lengths, vocab=VOCAB), context)
         self.optimizer.end_step(1e-3)
 
 

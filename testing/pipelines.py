@@ -16,9 +16,8 @@ from lengthwise.core.plan import Plan
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.live_bytes import LiveBytes
-from lengthwise.engine.pipeline import run_stage
 from lengthwise.engine.stage_parameters import StageParameters
-from lengthwise.engine.step import RankResult
+from lengthwise.engine.step import RankResult, StepContext, run_part
 from lengthwise.models import DTYPES, ModelStage, keep_double, score_cap
 from lengthwise.offload import ActivationStore
 from lengthwise.program.stage_program import cut_layers
@@ -95,9 +94,17 @@ def run_pipeline(
         offloading = None if make_store is None else Offloading(model, kernel, make_store(transport.rank))
         before = (*model.parameters(), *(each.grad for each in model.parameters() if each.grad is not None))
         with keep_double(dtype), LiveBytes(*before) if watches else nullcontext() as live:
-            done = run_stage(
-                stage, plan, batch, mesh, kernel, name="step", parameters=parameters, offloading=offloading, **options
+            context = StepContext(
+                stage.model,
+                mesh,
+                kernel,
+                chunks=stage.own,
+                name="step",
+                parameters=parameters,
+                offloading=offloading,
+                **options,
             )
+            done = run_part(plan, batch, context)
         if offloading is not None:
             offloading.store.close()
         parameters.reduce_gradients()

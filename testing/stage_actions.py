@@ -8,7 +8,8 @@ from itertools import product
 
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.program.stage_order import StageOrder
-from lengthwise.program.stage_program import StageAction, StageMessage, rank_of, stage_turns
+from lengthwise.program.stage_program import rank_of
+from lengthwise.program.step_program import Message, Pass, step_program
 from testing.fake_nccl import Call, Compute, Item, Wait
 from testing.order import Operation
 
@@ -31,7 +32,7 @@ def device_actions(microbatches: Sequence[Microbatch], order: StageOrder) -> dic
 def stage_items(
     plan: Plan, forward: Seconds, backward: Seconds, send: Seconds, *, apart: bool = True
 ) -> list[list[Item]]:
-    """List what the ranks of a plan of kind `pipeline` give their devices, as `engine.pipeline` does.
+    """List what the ranks of a plan of kind `pipeline` give their devices, as `engine.step` does.
 
     Seconds are functions of microbatch and replica: of passes through a chunk, and of a message to the next stage. An
     action of several replicas begins with a ring of them all. apart: messages have a communicator of their own.
@@ -39,11 +40,11 @@ def stage_items(
     stages, items = plan.schedule["stages"], list[list[Item]]()
     for replica, stage in product(range(plan.ranks), range(stages)):
         arriving, sent, own = dict[object, Call](), deque[Call](), list[Item]()
-        for turn in stage_turns(plan, replica, stage):
+        for turn in step_program(plan, replica, stage).turns:
             if turn.action is not None:
                 key = named(turn.action)
                 own += [Wait(call=arriving.pop(key))] if key in arriving else []
-                replicas = plan.microbatches[turn.action.microbatch].ranks
+                replicas = plan.microbatches[turn.action.place.microbatch].ranks
                 if len(replicas) > 1:
                     peers = [rank_of(each, stage, stages) for each in replicas if each != replica]
                     both = [
@@ -54,7 +55,7 @@ def stage_items(
                     ring = Call(communicator="transfers", operations=both, label=("ring", *key))
                     own += [ring, Wait(call=ring)]
                 seconds = forward if turn.action.is_forward else backward
-                own.append(Compute(label=key, seconds=seconds(turn.action.microbatch, replica)))
+                own.append(Compute(label=key, seconds=seconds(turn.action.place.microbatch, replica)))
             messages = [("send", each) for each in turn.sends] + [("receive", each) for each in turn.receives]
             if messages:
                 operations = [
@@ -62,7 +63,7 @@ def stage_items(
                         kind=kind,
                         peer=rank_of(replica, each.stage, stages),
                         size=named(each),
-                        payload=send(each.microbatch, replica),
+                        payload=send(each.place.microbatch, replica),
                     )
                     for kind, each in messages
                 ]
@@ -77,6 +78,6 @@ def stage_items(
     return items
 
 
-def named(each: StageAction | StageMessage) -> tuple[int, int, bool]:
-    """Return which pass of which chunk an action is, or a message is for."""
-    return each.microbatch, each.chunk, each.is_forward
+def named(each: Pass | Message) -> tuple[int, int, bool]:
+    """Return which pass of which chunk this is, or a message is for."""
+    return each.place.microbatch, each.place.chunk, each.is_forward

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from lengthwise.attention import BlockKernel, choose_kernel
-from lengthwise.comm import Transport
+from lengthwise.comm import Mesh, Transport
 from lengthwise.core.plan import Plan
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.sharded import ShardedParameters
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import DTYPES, keep_double, score_cap, wrapped_layers
 from testing.strict import StrictWorld
 
@@ -69,7 +69,7 @@ def run_step(
         if make_store is not None:
             own_options["offloading"] = Offloading(own, kernel, make_store())
         with keep_double(dtype):
-            done = run_plan(own, plan, batch, transport, kernel, **own_options)
+            done = run_part(plan, batch, StepContext(own, Mesh(transport, 1), kernel, **own_options))
         parameters.reduce_gradients()
         return done, parameters.gather_gradients()
 

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from gpu.setting import draw_model, model_source, packs_of
-from lengthwise.comm import SoloTransport, Transport
+from lengthwise.comm import Mesh, SoloTransport, Transport
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Plan
 from lengthwise.cost import logits_at_once
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import Computing, choose_mixers, choose_model_kernel, compute_so, plain_attention
 
 VARLEN = "torch_varlen"
@@ -53,7 +53,8 @@ class OurLoop:
         there = transport or self.transport
         config: Any = self.model.config
         at_once = logits_at_once(config.vocab_size, on_gpus=self.device.type == "cuda")
-        return run_plan(self.model, plan, batch, there, self.kernel, name="benchmark", logits_at_once=at_once).loss_sum
+        context = StepContext(self.model, Mesh(there, 1), self.kernel, name="benchmark", logits_at_once=at_once)
+        return run_part(plan, batch, context).loss_sum
 
     def step(self, plan: Plan, batch: StepBatch) -> float:
         """Run a whole step; return its loss."""

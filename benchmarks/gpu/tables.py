@@ -38,12 +38,13 @@ from lengthwise.attention.kernels import Gradients
 from lengthwise.attention.packs import Pack, PackKernel, pack_documents
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.cli import main
+from lengthwise.comm import Mesh
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import named_hardware
 from lengthwise.cost.measured import read_measurements
 from lengthwise.engine.batch import random_batch
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -198,7 +199,10 @@ def _logits(sizes: Sizes, records: Records) -> bool:
     found: list[tuple[float, Tensor]] = []
     for at_once in (sizes.logits_at_once, None):
         try:
-            ran = run_plan(loop.model, plan, batch, loop.transport, loop.kernel, name="logits", logits_at_once=at_once)
+            context = StepContext(
+                loop.model, Mesh(loop.transport, 1), loop.kernel, name="logits", logits_at_once=at_once
+            )
+            ran = run_part(plan, batch, context)
         except MemoryShortage as error:
             records.add("logits", logits_at_once=at_once, refused=error.got[:200])
             return False

@@ -307,7 +307,7 @@ def test_start_interrupted_ends_soon_and_leaves_no_process(tmp_path, monkeypatch
         (tmp_path / "here").touch()
         time.sleep(60)
 
-    monkeypatch.setattr("lengthwise.session.engine.run_plan", endless)
+    monkeypatch.setattr("lengthwise.session.engine.run_part", endless)
     command = Command(verb, write_run(tmp_path, make_rows([30, 12])), "--ranks", 2)
     command.wait_for((tmp_path / "here").exists)
     command.send(signal.SIGINT, group=True)
@@ -334,7 +334,7 @@ def test_train_alone_interrupted_twice_ends_soon(tmp_path, monkeypatch, wakes):
             time.sleep(60)
         ctypes.CDLL(None).sleep(60)
 
-    monkeypatch.setattr("lengthwise.session.engine.run_plan", endless)
+    monkeypatch.setattr("lengthwise.session.engine.run_part", endless)
     command = Command("train", write_run(tmp_path, make_rows([30, 12])), "--ranks", 1)
     command.wait_for((tmp_path / "here").exists)
     command.send(signal.SIGINT)

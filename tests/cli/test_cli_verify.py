@@ -373,17 +373,17 @@ def test_verify_allows_an_error_of_one_in_ten_million_in_fp32(run_file, monkeypa
 
 @pytest.mark.parametrize("place", some(["gradient", "loss"], 0))
 def test_verify_counts_nan_as_a_failure(run_file, capsys, monkeypatch, place):
-    real = engine.run_plan
+    real = engine.run_part
 
-    def poisoned(model, plan, batch, transport, kernel, **keys):
-        found = real(model, plan, batch, transport, kernel, **keys)
-        if transport.rank == 1 and place == "gradient":
-            next(model.parameters()).grad.view(-1)[0] = float("nan")
-        if transport.rank == 1 and place == "loss":
+    def poisoned(plan, batch, context):
+        found, rank = real(plan, batch, context), context.mesh.world.rank
+        if rank == 1 and place == "gradient":
+            next(context.model.parameters()).grad.view(-1)[0] = float("nan")
+        if rank == 1 and place == "loss":
             found = dataclasses.replace(found, loss_sum=float("nan"))
         return found
 
-    monkeypatch.setattr(engine, "run_plan", poisoned)
+    monkeypatch.setattr(engine, "run_part", poisoned)
     assert full(run_file, "--ranks", 2) == 1
     out = capsys.readouterr().out
     assert "FAIL" in out

@@ -7,9 +7,10 @@ from testing import make_batch, tiny_family_config
 from transformers import AutoModelForCausalLM
 
 from lengthwise.attention import choose_kernel
+from lengthwise.comm import Mesh
 from lengthwise.core.plan import Piece
 from lengthwise.engine.sharded import ShardedParameters
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import keep_double, wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 
@@ -57,4 +58,4 @@ def run(model, parameters, transport, plan, lengths=LENGTHS, dtype=torch.float64
     batch = make_batch(lengths, vocab=model.config.vocab_size)
     with keep_double(dtype):
         options = {"name": "step", "parameters": parameters, **options}
-        return run_plan(model, plan, batch, transport, choose_kernel(CPU), **options)
+        return run_part(plan, batch, StepContext(model, Mesh(transport, 1), choose_kernel(CPU), **options))

@@ -11,11 +11,12 @@ from testing.strict import StrictWorld
 from transformers import AutoModelForCausalLM
 
 from lengthwise.attention import choose_kernel
+from lengthwise.comm import Mesh
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import keep_double, wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 from lengthwise.models.computing import compiled_forwards
@@ -88,7 +89,8 @@ def train(inner, family, dtype, recompute, *, overlaps, compiles=False):
         for number, plan in enumerate(plans_of(recompute)):
             transport.calls.clear()
             batch = make_batch(LENGTHS, vocab=48, seed=number)
-            run_plan(model, plan, batch, transport, choose_kernel(CPU), name=f"step {number}", parameters=flat)
+            context = StepContext(model, Mesh(transport, 1), choose_kernel(CPU), name=f"step {number}", parameters=flat)
+            run_part(plan, batch, context)
             names.append([(call.name, call.phase) for call in transport.calls])
             norms.append(optimizer.end_step(1e-2))
         flat.published()
@@ -161,7 +163,7 @@ def test_values_are_waited_for_layer_by_layer(monkeypatch):
             # A communicator ends its calls in order: a wait for a later one is a wait for all of them.
             layer.register_forward_pre_hook(lambda *_: in_order.append(order[4 - counts[-1] :] == list(flat._arriving)))
         plan, batch = plans_of("none")[2], make_batch(LENGTHS, vocab=48)
-        run_plan(model, plan, batch, inner, choose_kernel(CPU), name="step", parameters=flat)
+        run_part(plan, batch, StepContext(model, Mesh(inner, 1), choose_kernel(CPU), name="step", parameters=flat))
         flat.reduce_gradients()
         seen.append((inner.rank, counts))
 

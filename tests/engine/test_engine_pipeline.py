@@ -18,7 +18,7 @@ from testing.tiny import tiny_family_config
 
 from lengthwise.core.errors import TransferError
 from lengthwise.core.plan import Piece
-from lengthwise.engine.pipeline import _StageStep
+from lengthwise.engine.step import _RankStep
 from lengthwise.offload.store import CopyStore
 from properties import costliest
 from tiers import more
@@ -80,15 +80,17 @@ def test_stages_post_what_is_run_on_clocks():
             for call in items
             if isinstance(call, Call)
         ]
-        assert [name for name, _ in groupby(map(_posted, recorded[rank].calls)) if name] == expected
+        own = [number for number, each in enumerate(plan.microbatches) if rank // 2 in each.ranks]
+        posted = [_posted(call, own) for call in recorded[rank].calls]
+        assert [name for name, _ in groupby(posted) if name] == expected
 
 
-def _posted(call):
+def _posted(call, own):
     """Return the label of what a call is part of, and its peers if it is one between stages; None: the step's end."""
     if tick := re.search("hidden states between stages at tick (.*)", call.phase):
         return str(("messages of tick", int(tick[1]))), sorted(peer for peer, *_ in (*call.sends, *call.receives))
-    if action := re.search(r"microbatch (\d+) of the plan (\w+), chunk (\d+)", call.phase):
-        return str(("ring", int(action[1]) - 1, int(action[3]), action[2] == "forward")), []
+    if action := re.search(r"microbatch (\d+) of \d+ (\w+), stage \d, chunk (\d+)", call.phase):
+        return str(("ring", own[int(action[1]) - 1], int(action[3]), action[2] == "forward")), []
     return None
 
 
@@ -130,14 +132,14 @@ def test_a_stage_that_fails_ends_all_ranks_and_they_say_where_they_wait(monkeypa
     plan = as_pipeline(
         make_plan(2, lengths, [Piece(ranks=(0, 1), sequences=(0, 1)), Piece(ranks=(1,), sequences=(2, 3))]), 2
     )
-    backward = _StageStep._backward
+    backward = _RankStep.backward
 
     def failing(step, action):
-        if (step.mesh.world.rank, action.microbatch) == (3, 1):
+        if (step.mesh.world.rank, action.place.microbatch) == (3, 1):
             raise OSError("a stage that fails")
         backward(step, action)
 
-    monkeypatch.setattr(_StageStep, "_backward", failing)
+    monkeypatch.setattr(_RankStep, "backward", failing)
     said = []
     monkeypatch.setattr(TransferError, "__init__", _noting(TransferError.__init__, said))
     with pytest.raises(OSError, match="a stage that fails"):

@@ -5,7 +5,6 @@ Lengths are those of long contexts, which cost nothing here, so that all kernels
 
 import itertools
 from dataclasses import dataclass, field, replace
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -25,11 +24,10 @@ from lengthwise.core.plan import Piece
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.optimizer import ShardedOptimizer
-from lengthwise.engine.pipeline import run_stage
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.engine.stage_parameters import StageParameters
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import (
     FAMILIES,
     Computing,
@@ -54,8 +52,7 @@ RINGS = (
     ],
 )
 FLASH, CUDNN = "_flash_attention", "_scaled_dot_product_cudnn_attention"
-STEP = ["copy to the host: step.run_plan", "event: clock._seconds_between"]
-STEP_OF_STAGE = ["copy to the host: pipeline.run_stage", "event: clock._seconds_between"]
+STEP = ["copy to the host: step.run_part", "event: clock._seconds_between"]
 NORM = ["number: norm.gradient_norm"]
 
 
@@ -127,18 +124,18 @@ def plan_of(case, layers):
 
 
 def prepare(case, model, transport):
-    """Cut a model as the case says; return its parameters, and what runs a plan of it."""
+    """Cut a model as the case says; return its parameters, and where it runs."""
     host = torch.device("cpu") if case.host_optimizer else None
     how = {"dtype": BF16, "device": META, "exact_on": host}
     if case.stages > 1:
         mesh, chunks = Mesh(transport, case.stages), cut_layers([1.0] * 2, case.stages)
         stage = ModelStage(model, chunks, stages=case.stages, stage=mesh.stage)
         with patch.object(StageParameters, "_join_saved"):  # which asks the other stages
-            return StageParameters(stage, mesh, **how), partial(run_stage, stage), mesh
-    how["layers"] = wrapped_layers(model)
+            return StageParameters(stage, mesh, **how), {"mesh": mesh, "chunks": stage.own}
+    how["layers"], there = wrapped_layers(model), {"mesh": Mesh(transport, 1)}
     if case.node:
-        return ShardedParameters(model, transport, ranks_per_node=case.node, **how), partial(run_plan, model), transport
-    return FlatParameters(model, transport, overlaps=True, **how), partial(run_plan, model), transport
+        return ShardedParameters(model, transport, ranks_per_node=case.node, **how), there
+    return FlatParameters(model, transport, overlaps=True, **how), there
 
 
 def run_case(case):
@@ -148,11 +145,12 @@ def run_case(case):
     with device_without_values() as waits:
         kernel = choose_model_kernel(model.config, Computing(), META, dtype=BF16)
         transport = OneOfMany(case.rank, plan.ranks * case.stages)
-        parameters, run, there = prepare(case, model, transport)
+        parameters, there = prepare(case, model, transport)
         optimizer = ShardedOptimizer(parameters, OptimizerConfig(offload=case.host_optimizer), transport)
         offloading = Offloading(model, kernel, pinned_store_on_meta()) if case.offload else None
         waits.found.clear()
-        run(plan, batch, there, kernel, name="step", parameters=parameters, offloading=offloading)
+        how = {"name": "step", "kernel": kernel, "parameters": parameters, "offloading": offloading}
+        run_part(plan, batch, StepContext(model=model, **there, **how))
         during = waits.take()
         optimizer.end_step(1e-3)
         return during, waits.take(), waits.operators
@@ -164,7 +162,7 @@ def test_a_step_waits_for_its_device_where_it_must(name):
     """The sums of losses are read once, when all of a step was posted, with its clock, and the norm at its end."""
     case = CASES[name]
     during, end, operators = run_case(case)
-    assert during == [*case.once, *(STEP if case.stages == 1 else STEP_OF_STAGE)]
+    assert during == [*case.once, *STEP]
     assert end == [*NORM, *case.end]
     for kernel in (FLASH, CUDNN):
         assert {f"{kernel}_forward", f"{kernel}_backward"} & operators, kernel
@@ -217,11 +215,12 @@ def test_the_next_microbatch_is_prepared_before_this_ones_backward(monkeypatch, 
     model, told, lengths = build_model(source, seed=0), list[str](), (9, 5, 7)
     _tell(monkeypatch, told, StepBatch, "tensors", "tensors")
     _tell(monkeypatch, told, planned, "ring_steps_of", "lowered")
-    _tell(monkeypatch, told, torch.Tensor, "backward", "backward")
+    _tell(monkeypatch, told, torch.autograd, "backward", "backward")
     model.register_forward_pre_hook(lambda *_: told.append("forward"))
     plan = make_plan(1, lengths, [Piece(sequences=(i,), ranks=(0,)) for i in range(3)], layers=2)
     kernel = choose_kernel(torch.device("cpu"))
-    run_plan(model, plan, make_batch(lengths, vocab=VOCAB), SoloTransport(), kernel, name="test", train=train)
+    context = StepContext(model, Mesh(SoloTransport(), 1), kernel, name="test", train=train)
+    run_part(plan, make_batch(lengths, vocab=VOCAB), context)
     backward, ahead = ["backward"] * train, ["lowered", "lowered", "tensors"]
     first = ["tensors", "forward", "lowered", "lowered"]  # which windows there are the first one tells
     assert told == [*first, *ahead, *backward, "forward", *ahead, *backward, "forward", *backward]

@@ -9,12 +9,12 @@ from testing import SIZES, LiveBytes, make_batch, make_plan
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import SoloTransport
+from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
 from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 
@@ -37,7 +37,8 @@ def make(device, dtype, *, hidden=128, fused=None, offload=False):
 def run(model, flat, device, dtype, *, name="step"):
     kernel = choose_kernel(device, dtype=dtype, head_dim=model.config.head_dim)
     plan = make_plan(1, LENGTHS, [[Piece(ranks=(0,), sequences=each)] for each in ((0,), (1, 2), (3, 4, 5))])
-    return run_plan(model, plan, make_batch(LENGTHS, vocab=48), SoloTransport(), kernel, name=name, parameters=flat)
+    context = StepContext(model, Mesh(SoloTransport(), 1), kernel, name=name, parameters=flat)
+    return run_part(plan, make_batch(LENGTHS, vocab=48), context)
 
 
 @contextlib.contextmanager

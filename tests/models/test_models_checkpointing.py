@@ -23,13 +23,13 @@ from testing.order import check_order
 from transformers import Qwen3Config
 
 from lengthwise.attention import ActivationPolicy, PlannedAttention, choose_kernel
-from lengthwise.comm import SoloTransport
+from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, shape_from_config
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import apply_policy, check_recompute, model_loss
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.program import check_plan, far_peers, lower_plan, refuse_unsupported
@@ -160,9 +160,8 @@ def test_evaluation_recomputes_nothing():
     model = copy.deepcopy(built("llama"))
     runs = {}
     for kind in RECOMPUTE_KINDS:
-        work = run_plan(
-            model, recomputing(plan, kind), batch, SoloTransport(), choose_kernel(CPU), name="e", train=False
-        )
+        context = StepContext(model, Mesh(SoloTransport(), 1), choose_kernel(CPU), name="e", train=False)
+        work = run_part(recomputing(plan, kind), batch, context)
         runs[kind] = work.loss_sum
     assert len(set(runs.values())) == 1
     assert not any(module.gradient_checkpointing for module in model.model.layers)
@@ -182,8 +181,9 @@ def test_a_layer_outside_of_hugging_faces_wrap_is_refused():
     model = copy.deepcopy(built("llama"))
     model.model.layers[1] = Plain(model.model.layers[1])
     batch, plan = make_batch((6,), vocab=48), make_plan(1, (6,), [Piece(ranks=(0,), sequences=(0,))])
+    context = StepContext(model, Mesh(SoloTransport(), 1), choose_kernel(CPU), name="test")
     with pytest.raises(ModelRefused, match=r"all 2 layers that mix tokens .* got 1 that did"):
-        run_plan(model, recomputing(plan, "layer"), batch, SoloTransport(), choose_kernel(CPU), name="test")
+        run_part(recomputing(plan, "layer"), batch, context)
 
 
 def test_a_model_that_writes_over_its_attention_is_found():
@@ -191,8 +191,9 @@ def test_a_model_that_writes_over_its_attention_is_found():
     layer = model.model.layers[0].self_attn
     layer.o_proj.register_forward_pre_hook(lambda _, given: given[0].mul_(1.0))
     batch, plan = make_batch((6,), vocab=48), make_plan(1, (6,), [Piece(ranks=(0,), sequences=(0,))])
+    context = StepContext(model, Mesh(SoloTransport(), 1), choose_kernel(CPU), name="test")
     with pytest.raises(AssertionError, match="wrote over"):
-        run_plan(model, recomputing(plan, "all_but_attention"), batch, SoloTransport(), choose_kernel(CPU), name="test")
+        run_part(recomputing(plan, "all_but_attention"), batch, context)
 
 
 DEEP, MANY_HEADS = "qwen3 of 120 heads", 120  # divided by 1 to 6 and by 8

@@ -11,11 +11,11 @@ from testing.tiny import VOCAB, tiny_family_config
 from torch._dynamo.utils import counters
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import SoloTransport
+from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.plan import Piece
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import Computing, ModelSource, build_model, compute_so, keep_double
 from lengthwise.models.computing import compiled_forwards
 from lengthwise.offload import CopyStore
@@ -52,7 +52,7 @@ class Trained:
         batch = make_batch(lengths, vocab=VOCAB, seed=len(lengths))
         options = {"name": "test", "train": train, "offloading": self._offloading}
         with keep_double(torch.float64):
-            work = run_plan(self.model, plan, batch, SoloTransport(), KERNEL, **options)
+            work = run_part(plan, batch, StepContext(self.model, Mesh(SoloTransport(), 1), KERNEL, **options))
         if not train:
             return work.loss_sum, {}
         self._flat.reduce_gradients()

@@ -9,11 +9,11 @@ from testing import enliven, make_batch, make_plan
 from testing.tiny import MODEL_TYPES, VOCAB, tiny_family_config
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import SoloTransport
+from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Piece
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import DTYPES, Computing, ModelSource, build_model, check_computing, compute_so
 from lengthwise.models.experts import ExpertsNeeds, choose_experts, experts_of, needs_of
 from lengthwise.models.families import FAMILIES
@@ -43,7 +43,7 @@ def run(family, experts, precision):
     flat = FlatParameters(model, SoloTransport(), dtype=DTYPES[precision])
     plan = make_plan(1, LENGTHS, PIECES, layers=model.config.num_hidden_layers)
     batch = make_batch(LENGTHS, vocab=VOCAB)
-    work = run_plan(model, plan, batch, SoloTransport(), choose_kernel(CPU), name="test")
+    work = run_part(plan, batch, StepContext(model, Mesh(SoloTransport(), 1), choose_kernel(CPU), name="test"))
     flat.reduce_gradients()
     return work.loss_sum, flat.gather_gradients(), said
 

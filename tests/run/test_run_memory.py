@@ -63,12 +63,12 @@ def test_memory_check_runs_the_most_sequences_too(tmp_path, monkeypatch):
     """Kernels for packs need memory for every sequence, however short."""
     job, seen = job_of(tmp_path, [20, 3, 4, 2, 5, 1], capacity_tokens=12), []
 
-    def watched(model, plan, *rest, **options):
-        done = work.run_plan(model, plan, *rest, **options)
-        seen.append((plan.tokens, any(p.grad.any() for p in model.parameters())))
+    def watched(plan, batch, context):
+        done = work.run_part(plan, batch, context)
+        seen.append((plan.tokens, any(p.grad.any() for p in context.model.parameters())))
         return done
 
-    monkeypatch.setattr(capacity, "run_plan", watched)
+    monkeypatch.setattr(capacity, "run_part", watched)
     session, _ = open_session(job, WORLD, SoloTransport(), say=str)
     said = check_memory(session.engine, job)
     assert seen == [((12,), True), ((1, 2, 3, 4), True)], "forward and backward"
@@ -112,14 +112,10 @@ def test_a_microbatch_that_does_not_fit_is_named_with_step_and_tokens(monkeypatc
     job = job_of(tmp_path, [30, 12])
     monkeypatch.setattr(objective, "model_loss", out_of_memory)
     plan = make_plan(1, [30, 12, 5], [Piece(ranks=(0,), sequences=(0,)), Piece(ranks=(0,), sequences=(1, 2))])
+    context = work.StepContext(
+        build_model(job.model, seed=0), Mesh(SoloTransport(), 1), FlashCpuKernel(), name="step 7"
+    )
     with pytest.raises(MemoryShortage) as raised:
-        work.run_plan(
-            build_model(job.model, seed=0),
-            plan,
-            make_batch([30, 12, 5], vocab=VOCAB),
-            SoloTransport(),
-            FlashCpuKernel(),
-            name="step 7",
-        )
+        work.run_part(plan, make_batch([30, 12, 5], vocab=VOCAB), context)
     assert raised.value.where == "rank 0, step 7, microbatch 1 of 2 forward"
     assert "up to 30 tokens" in raised.value.expected

@@ -33,16 +33,16 @@ KEYS = {"optimizer": {"lr": LR}, "capacity_tokens": 48}
 
 def poison(monkeypatch, what, *steps, rank):
     """Make a value of one rank NaN or infinite in some steps: its loss, its gradients, or what its update leaves."""
-    run_plan, update = engine.run_plan, ShardedOptimizer.update
+    run_part, update = engine.run_part, ShardedOptimizer.update
     updates = []
 
-    def poisoned_run(model, plan, batch, transport, kernel, *, name, parameters, **settings):
-        work = run_plan(model, plan, batch, transport, kernel, name=name, parameters=parameters, **settings)
-        if transport.rank == rank and name in {f"step {step}" for step in steps}:
+    def poisoned_run(plan, batch, context):
+        work = run_part(plan, batch, context)
+        if context.mesh.world.rank == rank and context.name in {f"step {step}" for step in steps}:
             if what == "loss":
                 return replace(work, loss_sum=math.nan)
             if what == "gradient":
-                parameters.grads[3] = math.inf
+                context.parameters.grads[3] = math.inf
         return work
 
     def poisoned_update(self, lr):
@@ -51,7 +51,7 @@ def poison(monkeypatch, what, *steps, rank):
         if what == "parameter" and self._transport.rank == rank and len(updates) in steps:
             self.parameters.master_weights[0] = math.nan
 
-    monkeypatch.setattr(engine, "run_plan", poisoned_run)
+    monkeypatch.setattr(engine, "run_part", poisoned_run)
     monkeypatch.setattr(ShardedOptimizer, "update", poisoned_update)
 
 

@@ -75,10 +75,11 @@ def test_a_slow_rank_is_seen_and_gets_less_work_and_losses_stay(tmp_path, monkey
     plain = losses(train(write_run(tmp_path / "plain", rows, **keys), "--ranks", 2))
     forward = step._RankStep.forward
 
-    def slow(self, number, prepared=None, *, train):
-        if self.transport.rank == 1:
-            time.sleep(3e-4 * sum(each.num_tokens for each in self.programs[number].segments(1)))
-        return forward(self, number, prepared, train=train)
+    def slow(self, action):
+        if self.mesh.world.rank == 1:
+            program = self.program.microbatches[action.place.microbatch]
+            time.sleep(3e-4 * sum(each.num_tokens for each in program.segments(1)))
+        forward(self, action)
 
     monkeypatch.setattr(step._RankStep, "forward", slow)
     output = train(write_run(tmp_path, rows, **keys, measurements="measurements.json"), "--ranks", 2)

@@ -21,17 +21,18 @@ from testing.strict import StrictWorld
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import SoloTransport, TorchTransport
+from lengthwise.comm import Mesh, SoloTransport, TorchTransport
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
 from lengthwise.engine import step as work
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import (
     DTYPES,
     FAMILIES,
     ROUTER_FAMILIES,
+    RouterBalance,
     check_model_config,
     coefficient_key,
     keep_double,
@@ -102,7 +103,8 @@ def run_rank(transport, family, plan, batch, precision="fp64", **options):
     model = copy.deepcopy(pair(family, **options)["planned"])
     flat = FlatParameters(model, transport, dtype=DTYPES[precision])
     with keep_double(DTYPES[precision]):
-        done = run_plan(model, plan, batch, transport, choose_kernel(torch.device("cpu")), name="test")
+        context = StepContext(model, Mesh(transport, 1), choose_kernel(torch.device("cpu")), name="test")
+        done = run_part(plan, batch, context)
     losses = torch.tensor([done.loss_sum, done.router_loss], dtype=torch.float64)
     transport.all_reduce(losses)
     flat.reduce_gradients()
@@ -225,7 +227,7 @@ def test_order_real_calls_are_those_of_the_checked_order():
         transport = RecordingTransport(inner)
         model = copy.deepcopy(pair("olmoe")["planned"])
         kernel = choose_kernel(torch.device("cpu"))
-        done = run_plan(model, plan, batch, transport, kernel, name="step", train=train)
+        done = run_part(plan, batch, StepContext(model, Mesh(transport, 1), kernel, name="step", train=train))
         return [(call.name, call.phase) for call in transport.calls], done.router_loss
 
     for rank, (calls, _) in enumerate(StrictWorld(3).run(lambda t: called(t, True))):
@@ -242,6 +244,20 @@ def test_order_real_calls_are_those_of_the_checked_order():
     for calls, router_loss in StrictWorld(3).run(lambda t: called(t, False)):
         assert all(name == "exchange" and phase.endswith("forward") for name, phase in calls)
         assert router_loss == 0
+
+
+def test_routers_are_counted_by_the_logits_of_the_forward_under_autocast(monkeypatch):
+    plan = make_plan(1, (9, 7), [Piece(ranks=(0,), sequences=(i,)) for i in (0, 1)])
+    counted, weighed = [], []
+    count, share = work.count_choices, RouterBalance.share
+    monkeypatch.setattr(work, "count_choices", lambda *given: counted.extend(given[1]) or count(*given))
+    monkeypatch.setattr(RouterBalance, "share", lambda *given: weighed.extend(given[1]) or share(*given))
+    model, kernel = copy.deepcopy(pair("olmoe")["planned"]), choose_kernel(torch.device("cpu"))
+    context = StepContext(model, Mesh(SoloTransport(), 1), kernel, name="test", autocast=torch.bfloat16)
+    run_part(plan, make_batch((9, 7), vocab=48), context)
+    first, kept = counted[:2], counted[2:]  # of two layers
+    assert len(weighed) == 4
+    assert all(map(torch.equal, weighed, [*kept, *first]))
 
 
 # --- whole runs

@@ -13,7 +13,7 @@ from lengthwise.cli.options import PlanChoices, named_alike, parse_speeds, refus
 from lengthwise.cli.output import plain_console, refuse_unwritable_file, write_atomically
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.names import counted
-from lengthwise.core.shape import WHOLE, LayerCut, ModelShape
+from lengthwise.core.shape import UNCUT, LayerCut, ModelShape
 from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
 from lengthwise.report.figures import count, seconds, unitless
 
@@ -168,7 +168,7 @@ class PlanCommand:
         offload, ratio = self._offload(config)
         mode = self.planning.mode or (config.plan_mode(ranks or 1) if config else "free")
         own = {"heads": heads, "offload": offload, "mode": mode, "stages": self.stages}
-        if (cut := self._cut(config)) != WHOLE:
+        if (cut := self._cut(config)) != UNCUT:
             own |= {"mode": "pipeline", **asdict(cut)}
         options = self.planning.options(planner=planner, layers=layers, speeds=speeds, **own)
         replicas = problems.attempt(partial(self._replicas, config, ranks or len(speeds or [1])))
@@ -231,13 +231,13 @@ class PlanCommand:
 
     def _lays_out(self, config: RunConfig) -> bool:
         """Return whether parameters and stages lie as training has them, and no option says otherwise."""
-        return not self.planning.mode and (config.stages == 1 or self._cut(config) != WHOLE)
+        return not self.planning.mode and (config.stages == 1 or self._cut(config) != UNCUT)
 
     def _cut(self, config: RunConfig | None) -> LayerCut:
         """Return the stages of a run file where no option says otherwise: ranks are then as training counts them."""
         given = (self.stages, self.planning.mode, self.planning.virtual, self.cost)
         if config is None or config.stages == 1 or given != (None,) * len(given):
-            return WHOLE
+            return UNCUT
         return config.cut
 
     def _replicas(self, config: RunConfig | None, ranks: int) -> int:

@@ -3,6 +3,7 @@
 `Mesh.replicas` has the replicas of this rank's stage as its ranks: the world's transfers in the world's order, and
 collectives over the replicas alone. `Mesh.between` is for what stages send each other: a grouped call of NCCL ends when
 both neighbours have come, and rings of the next action would wait behind it. All edges of both are met when it is made.
+Of one stage, all three are the world.
 """
 
 from __future__ import annotations
@@ -15,15 +16,21 @@ from lengthwise.program.stage_program import rank_of
 
 
 class Mesh:
-    """The place of a rank: `replica`, `stage`, and transports along both axes of `world`. Making one is collective."""
+    """The place of a rank: `replica`, `stage`, and transports along both axes of `world`.
+
+    Making one of several stages is collective.
+    """
 
     def __init__(self, world: Transport, stages: int) -> None:
         self.world, self.stages = world, stages
         self.num_replicas = world.world_size // stages
         assert self.num_replicas * stages == world.world_size, f"{world.world_size} ranks in {stages} stages"
         self.replica, self.stage = divmod(world.rank, stages)
+        self.replicas = self.between = world
+        if stages == 1:
+            return
         of_stage = [[rank_of(each, stage, stages) for each in range(self.num_replicas)] for stage in range(stages)]
-        self.replicas: Transport = _Replicas(world, world.among(of_stage), of_stage[self.stage])
+        self.replicas = _Replicas(world, world.among(of_stage), of_stage[self.stage])
         self.between = world.apart()
         self.replicas.connect(line_peers(self.replica, self.num_replicas))
         self.between.connect(sorted(self._peers()))

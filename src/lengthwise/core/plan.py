@@ -14,7 +14,7 @@ from typing import Any
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.files import is_deeper, unique_keys
-from lengthwise.core.shape import WHOLE, LayerCut
+from lengthwise.core.shape import UNCUT, LayerCut
 from lengthwise.core.sizes import MOST, is_number
 
 SCHEMA = "lengthwise.plan/1"
@@ -77,7 +77,7 @@ class Plan:
     def cut(self) -> LayerCut:
         """The stages that each rank is in a plan of kind `pipeline`, else one."""
         is_cut, of = self.schedule["kind"] == "pipeline", self.schedule.get
-        return LayerCut(stages=of("stages", 1), virtual=of("virtual", 1)) if is_cut else WHOLE
+        return LayerCut(stages=of("stages", 1), virtual=of("virtual", 1)) if is_cut else UNCUT
 
     @property
     def ring_tokens(self) -> int:

@@ -48,7 +48,7 @@ class LayerCut:
         return self.stages if self.virtual == 1 else self.stages + self.fill
 
 
-WHOLE = LayerCut()
+UNCUT = LayerCut()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

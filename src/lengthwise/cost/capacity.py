@@ -14,7 +14,7 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.core.held import kept_ratio, largest
 from lengthwise.core.names import counted
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.core.shape import WHOLE, LayerCut, ModelShape
+from lengthwise.core.shape import UNCUT, LayerCut, ModelShape
 from lengthwise.cost.choices import AS_CUT, Choice
 from lengthwise.cost.hardware import Hardware
 from lengthwise.cost.layout import ModelLayout
@@ -49,7 +49,7 @@ def memory_of(
 
 
 def step_memory(
-    shape: ModelShape, hardware: Hardware, ranks: int, *, tensor: int = 1, cut: LayerCut = WHOLE
+    shape: ModelShape, hardware: Hardware, ranks: int, *, tensor: int = 1, cut: LayerCut = UNCUT
 ) -> StepMemory:
     """Return what steps hold on a kind of device, for ranks in `tensor` devices a stage, the loss in chunks."""
     return memory_of(

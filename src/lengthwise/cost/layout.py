@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lengthwise.core.errors import ConfigError
-from lengthwise.core.shape import WHOLE, LayerCut
+from lengthwise.core.shape import UNCUT, LayerCut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class ModelLayout:
 
     ranks: int = 1
     tensor: int = 1
-    cut: LayerCut = WHOLE
+    cut: LayerCut = UNCUT
     shard: str = "zero1"
     ranks_per_node: int | None = None
     parameters: int | None = None

@@ -23,7 +23,7 @@ from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import Microbatch
 from lengthwise.cost import WINDOW_LAYERS, MicrobatchBytes, shape_from_config
 from lengthwise.engine.small_pass import ALONE, Casting, Layout, RunLayers, Seen, SmallPasses, fitted
-from lengthwise.models import ModelStage, position_limit, run_chunk
+from lengthwise.models import WHOLE, Chunk, position_limit, run_chunk
 from lengthwise.offload import ActivationSaver, ActivationStore, DiskStore, PinnedStore, parameter_storages
 
 _ROWS = 64  # of the larger pass: enough for lines that are exact
@@ -47,31 +47,29 @@ class Offloading:
         while self._savers:
             self._savers.pop().end()
 
-    def saver(
-        self, microbatch: Microbatch, rows: int, *, stage: ModelStage | None = None, chunk: int = 0
-    ) -> ActivationSaver | None:
-        """Return the saver of a microbatch that has `rows` rows here; None where nothing is to be offloaded.
+    def saver(self, microbatch: Microbatch, rows: int, chunk: Chunk = WHOLE) -> ActivationSaver | None:
+        """Return the saver of a microbatch that has `rows` rows in a chunk; None where nothing is to be offloaded.
 
-        stage: whose `chunk` of layers runs; None: all layers of the model. What other stages run on is not needed soon,
-        so all layers of it may go; of the last chunk two stay, as of a model: together at most what the plan counts.
+        What other stages run on is not needed soon, so all layers of it may go; of the last chunk two stay: together at
+        most what the plan counts.
         """
         if not microbatch.offload:
             return None
         kind, heads = microbatch.recompute, max(piece.heads for piece in microbatch.pieces)
-        if (kind, heads, chunk) not in self._bytes:
-            self._bytes[kind, heads, chunk] = measure_saved(
+        key = (kind, heads, chunk.number)
+        if key not in self._bytes:
+            self._bytes[key] = measure_saved(
                 self._model,
                 self._kernel,
                 kind,
                 layout=Layout(degree=heads, heads=heads),
                 casting=self._casting,
-                run=None if stage is None else partial(_run_alone, stage, chunk),
-                layers=None if stage is None else len(stage.chunks[chunk]),
+                run=None if chunk.num_layers is None else partial(_run_alone, self._model, chunk),
+                layers=chunk.num_layers,
             )
-        found = self._bytes[kind, heads, chunk]
+        found = self._bytes[key]
         saved = found.saved(rows)
-        waits = stage is not None and not stage.is_last(chunk)
-        goes = microbatch.offload if waits else 1 - kept_ratio(microbatch.offload, found.layers)
+        goes = 1 - kept_ratio(microbatch.offload, found.layers) if chunk.is_last else microbatch.offload
         self.store.leaving_bytes = found.leaving(rows, self._leaving_bytes)
         made = ActivationSaver(
             self.store,
@@ -146,15 +144,15 @@ def measure_saved(
     return fitted(seen, (), layers=config.num_hidden_layers if layers is None else layers)
 
 
-def _run_alone(stage: ModelStage, chunk: int, planned: PlannedAttention, ids: Tensor, positions: Tensor) -> None:
+def _run_alone(model: nn.Module, chunk: Chunk, planned: PlannedAttention, ids: Tensor, positions: Tensor) -> None:
     """Run a chunk of a stage on what another stage might send."""
-    planned.layers_passed = stage.layers_passed(chunk)
+    planned.layers_passed = chunk.layers_passed
     hidden = None
-    if not stage.is_first(chunk):
-        like, random = next(stage.model.parameters()), torch.Generator().manual_seed(0)
-        hidden = torch.randn(1, planned.num_rows, stage.width, generator=random).to(like).requires_grad_()
-    with stage.running(chunk, hidden):
-        run_chunk(stage.model, stage.decoder, planned, ids, positions)
+    if not chunk.is_first:
+        like, random = next(model.parameters()), torch.Generator().manual_seed(0)
+        hidden = torch.randn(1, planned.num_rows, chunk.width, generator=random).to(like).requires_grad_()
+    with chunk.running(hidden):
+        run_chunk(model, planned, ids, positions)
 
 
 def measure_microbatch(

@@ -15,20 +15,22 @@ from torch import Tensor
 from lengthwise.offload import ActivationSaver
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class KeptForward:
     """What backward needs of a forward of so many rows.
 
     end: the loss, or a number whose backward takes what is in `after`, the gradient of what was given on. before: gets
-    the gradient of what came in; None: ids did. router_share: its part of the routers' balance loss; None: it has none.
+    the gradient of what came in; None: ids did. router_logits: where routers have a balance loss. router_share: its
+    part of that, once all choices are counted.
     """
 
     rows: int
     end: Tensor
     after: list[Tensor]
     before: list[Tensor] | None
-    router_share: Tensor | None
+    router_logits: list[Tensor]
     saver: ActivationSaver | None
+    router_share: Tensor | None = None
 
 
 class _Received(torch.autograd.Function):

@@ -1,32 +1,38 @@
-"""A rank's part of a step before its end: forward and backward of its microbatches, in plan order.
+"""A rank's part of a step before its end: one interpreter of `program.step_program`, for whole models and stages.
 
-Where the config asks for the routers' balance loss, all microbatches first run forward without gradients, and what all
-tokens choose is summed over the ranks (`models.router`). A microbatch that is the last of all its ranks keeps its graph
-instead and goes backward first: a rank of n pays for at most n more forward passes and never holds two graphs. Ranks in
-lock-step have the same last one.
+1. The program says which pass comes when, and what is sent and received after it; a whole model has one chunk, and
+   neither sends nor receives.
+2. A pass takes ids or hidden states, and makes the loss or gives hidden states on; a backward does so with gradients.
+3. Rings of a pass run among the ranks, or the replicas of a stage, which are all at that pass.
+
+A microbatch is kept from its forward to its backward, in the store where the plan offloads: one of whole models, at
+most p - s of them on stage s of p (one chunk a stage). Of hidden states is kept what autograd saved of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lengthwise.attention import ActivationPolicy, BlockKernel, PlannedAttention, to_device
-from lengthwise.comm import Transport
+from lengthwise.comm import Mesh
 from lengthwise.core.plan import Plan
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_MICROBATCHES, reporting_shortage
 from lengthwise.engine.objective import ForwardPass, NextToken, Objective
 from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.pipeline import Messages, count_dropout_calls, empty_hidden
+from lengthwise.engine.stage_graph import KeptForward, given_on, received
 from lengthwise.models import (
     ANY_KEY,
+    WHOLE,
+    Chunk,
     DropoutKey,
     KeyedDropout,
     LogitsAtOnce,
@@ -37,10 +43,11 @@ from lengthwise.models import (
     has_dropout,
     mixing_of,
     model_router_logits,
+    run_chunk,
     token_keys,
 )
-from lengthwise.offload import ActivationSaver
-from lengthwise.program import MicrobatchProgram, Segment, all_end_alone, far_peers, last_on_all_ranks, lower_plan
+from lengthwise.program import Segment, far_peers
+from lengthwise.program.step_program import Message, Pass, Place, StepProgram, Turn, step_program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,60 +71,79 @@ class RankResult:
     loss_check: float = 0.0
 
 
-def run_plan(
-    model: nn.Module,
-    plan: Plan,
-    batch: StepBatch,
-    transport: Transport,
-    kernel: BlockKernel,
-    *,
-    name: str,
-    train: bool = True,
-    logits_at_once: LogitsAtOnce = "auto",
-    objective: Objective | None = None,
-    offloading: Offloading | None = None,
-    parameters: Parameters | None = None,
-    dropout: DropoutKey = ANY_KEY,
-) -> RankResult:
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What a rank runs a plan with.
+
+    model: whole, or what a stage has of it. mesh: the place of the rank; of one stage, plans name the world's ranks.
+    chunks: of layers, by their numbers. name: of the step, in words. train: with gradients; without, no dropout.
+    objective: the loss; None: that of the next token, from `logits_at_once` logits at a time. offloading: what plans
+    that offload need. parameters: whose values may still arrive, and whose gradients may be summed early, by all ranks
+    alike; None: neither. dropout: by which entries fall out. autocast: what forwards are cast to; None: as around.
+    """
+
+    model: nn.Module
+    mesh: Mesh
+    kernel: BlockKernel
+    _: KW_ONLY
+    name: str
+    chunks: Mapping[int, Chunk] = field(default_factory=lambda: {WHOLE.number: WHOLE})
+    train: bool = True
+    objective: Objective | None = None
+    logits_at_once: LogitsAtOnce = "auto"
+    offloading: Offloading | None = None
+    parameters: Parameters | None = None
+    dropout: DropoutKey = ANY_KEY
+    autocast: torch.dtype | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return next(self.model.parameters()).device
+
+    @property
+    def offload_wait_seconds(self) -> float:
+        """Seconds in which the store of offloaded activations was waited for so far."""
+        return 0.0 if self.offloading is None else self.offloading.store.waited_seconds
+
+
+def run_part(plan: Plan, batch: StepBatch, context: StepContext) -> RankResult:
     """Run the microbatches of this rank and let gradients add up in the model's parameters.
 
-    The loss is divided once, by what all loss tokens of the global batch weigh, and made from `logits_at_once` logits
-    at a time, or it is what `objective` says. No collective is issued before this rank's
-    last transfer: a rank can never wait in one for another that waits for its next ring message. In lock-step ranks
-    post both in one order (`engine.wave_order`). `offloading` is what plans that offload need. `parameters`: whose
-    values may still arrive, and whose gradients may be summed early, by all ranks alike; None: neither. `dropout`: by
-    which entries fall out where the model has dropout; without `train` none does.
+    The loss is divided once, by what all loss tokens of the global batch weigh, or as the objective says; it is that
+    of the last stage, 0 elsewhere. No collective over all ranks is issued before this rank's last transfer: a rank can
+    never wait in one for another that waits for its next ring message. In lock-step ranks post both in one order
+    (`engine.wave_order`).
 
     Raises:
         MemoryShortage: a microbatch does not fit on the device.
     """
-    interval = transport.clock.start(next(model.parameters()).device)
-    copied = 0.0 if offloading is None else offloading.store.waited_seconds
-    in_step = 1 if parameters is None else parameters.ranks_in_step
-    programs = lower_plan(plan, transport.rank, ranks_in_step=in_step)
-    transport.phase = f"{name}, connecting"
-    new_peers = far_peers(programs, transport.rank, mixing_of(model))
-    if new_peers and parameters is not None:
-        parameters.published()
-    transport.connect(new_peers)
-    rank = _RankStep(
-        model,
-        batch,
-        transport,
-        kernel,
-        programs,
-        name,
-        objective or NextToken(batch=batch, divisor=batch.loss_weight, logits_at_once=logits_at_once),
-        offloading,
-        parameters,
-        dropout=dropout if has_dropout(model) else None,
+    mesh, parameters, transport = context.mesh, context.parameters, context.mesh.replicas
+    interval, waited = transport.clock.start(context.device), context.offload_wait_seconds
+    program = step_program(
+        plan,
+        mesh.replica,
+        mesh.stage,
+        ranks_in_step=1 if parameters is None else parameters.ranks_in_step,
+        train=context.train,
+        counts_routers=has_balance_loss(context.model.config),
     )
+    transport.phase = f"{context.name}, connecting"
+    new_peers = far_peers(tuple(program.microbatches.values()), mesh.replica, mixing_of(context.model))
+    if parameters is not None and (new_peers or mesh.stages > 1):
+        parameters.published()  # no transfer may be posted while values arrive
+    transport.connect(new_peers)
+    rank = _RankStep(context=context, batch=batch, program=program)
     with reporting_shortage(
-        lambda: f"rank {transport.rank}, {transport.phase}",
+        lambda: f"rank {mesh.world.rank}, {transport.phase}",
         needs=lambda: f"microbatches of up to {rank.most_tokens()} tokens",
         remedy=SMALLER_MICROBATCHES,
     ):
-        loss_sum, router_loss = rank.run(plan, train=train).tolist()
+        rank.run()
+        if context.train and parameters is not None:
+            transport.phase = f"{context.name}, sum of gradients"
+            parameters.begin_reducing()
+        loss_sum, router_loss = rank.sums.tolist()
     spent = interval.stop()
     return RankResult(
         loss_sum=loss_sum,
@@ -125,182 +151,202 @@ def run_plan(
         busy_seconds=spent.busy_seconds,
         ring_wait_seconds=spent.transfer_seconds,
         offloaded_bytes=rank.offloaded_bytes,
-        offload_wait_seconds=0.0 if offloading is None else offloading.store.waited_seconds - copied,
+        offload_wait_seconds=context.offload_wait_seconds - waited,
     )
-
-
-def row_keys(
-    key: DropoutKey, batch: StepBatch, segments: Sequence[Segment], num_rows: int, device: torch.device
-) -> Tensor:
-    """Return what dropout draws by, (rows,): the keys of the tokens of a rank's segments, and zeros for padding."""
-    keys = token_keys(key, batch.sequences(segments), batch.positions(segments))
-    return to_device(F.pad(keys, (0, num_rows - len(keys))), device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Forward:
-    """A microbatch that has run forward; router logits only of models with a balance loss."""
-
-    loss: Tensor
-    router_logits: list[Tensor]
-    saver: ActivationSaver | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """What a microbatch needs before it runs: its lowered attention, and (input_ids, position_ids, shift_labels).
+    """What a pass forward needs before it runs.
 
-    `keys` of its rows (tokens, and padding) where the model has dropout.
+    planned: its lowered attention. segments: of this rank. tensors: (input_ids, position_ids, shift_labels). dropout:
+    what draws in it, as if the chunks before it had drawn here; None: the model has no dropout.
     """
 
     planned: PlannedAttention
+    segments: Sequence[Segment]
     tensors: Sequence[Tensor]
-    keys: Tensor | None
-
-    def dropout(self, *, train: bool) -> KeyedDropout | None:
-        """Return what draws in a forward of the microbatch; None: the model has no dropout."""
-        return None if self.keys is None else KeyedDropout(self.keys if train else None)
+    dropout: KeyedDropout | None
 
 
-@dataclass(slots=True)
 class _RankStep:
-    model: nn.Module
-    batch: StepBatch
-    transport: Transport
-    kernel: BlockKernel
-    programs: Sequence[MicrobatchProgram]
-    name: str
-    objective: Objective
-    offloading: Offloading | None
-    parameters: Parameters | None = None
-    dropout: DropoutKey | None = None
-    offloaded_bytes: int = 0
-    windows: frozenset[int | None] = frozenset()  # of the layers that have run: those of the model after a microbatch
+    """The program of a rank's step, run; `sums`: (loss, part of the router loss), (2,), in fp64, on the device."""
 
-    def run(self, plan: Plan, *, train: bool) -> Tensor:
-        """Run all microbatches; return (summed loss, part of the router loss), (2,), in fp64."""
-        prepared: _Prepared | None = None
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # there: reading them would stop it each time
-        todo, kept, balance = list(range(len(self.programs))), dict[int, _Forward](), None
-        keeps: Collection[int] = ()
-        if train and has_balance_loss(self.model.config):
-            keeps = self._keeps(plan)
-            balance, kept = self.count_routers(keeps)
-            todo = sorted(todo, key=lambda number: number not in kept)
-        early = all_end_alone(plan, first=keeps)
-        for number, following in zip_longest(todo, todo[1:]):
-            done = kept.pop(number) if number in kept else self.forward(number, prepared, train=train)
-            prepared = None
-            if following is not None and following not in kept:
-                prepared = self.prepare(following)  # while the device runs what it was given
-            if train:
-                objective = done.loss / self.objective.divisor
-                if balance is not None:
-                    share = balance.share(done.router_logits)
-                    objective = objective + balance.coefficient * share
-                    sums[1] += share.detach()
-                self.enter(number, "backward")
-                with self._reducing(early=early and following is None):
-                    self._backward(objective, done.saver)
-            sums[0] += done.loss.detach()
-        if train and self.parameters is not None:
-            self.parameters.begin_reducing()
-        return sums
+    def __init__(self, *, context: StepContext, batch: StepBatch, program: StepProgram) -> None:
+        self.context, self.program, self.batch = context, program, batch
+        self.model, self.mesh, self.chunks, self.device = context.model, context.mesh, context.chunks, context.device
+        weight = batch.loss_weight
+        self.objective = context.objective or NextToken(
+            batch=batch, divisor=weight, logits_at_once=context.logits_at_once
+        )
+        self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # reading them would stop it each time
+        self.offloaded_bytes = 0
+        self._numbers = {index: number for number, index in enumerate(program.microbatches, start=1)}
+        self._messages = Messages(mesh=context.mesh, name=context.name)
+        self._has_dropout = has_dropout(context.model)
+        self._counts: Tensor | None = None  # of what routers choose
+        self._balance: RouterBalance | None = None  # once they are counted
+        self._prepared, self._kept = dict[Place, _Prepared](), dict[Place, KeptForward]()
+        self._windows = frozenset[int | None]()  # of the layers that have run: those of the chunks after a microbatch
 
-    def _keeps(self, plan: Plan) -> Collection[int]:
-        """List the microbatches whose graph is kept while routers are counted, one a rank at most."""
-        return last_on_all_ranks(plan, ranks_in_step=1 if self.parameters is None else self.parameters.ranks_in_step)
+    def run(self) -> None:
+        """Take all turns of the program."""
+        context, program = self.context, self.program
+        if self._has_dropout and context.train:
+            self.mesh.world.phase = f"{context.name}, counting calls of dropout"
+            count_dropout_calls(self.model, self.mesh, self.chunks, context.kernel, self.device)
+        if program.counting is not None:
+            self._counts = counts = count_choices(self.model, [])
+            self._take(program.counting)
+            self.mesh.world.phase = f"{context.name}, sum of the routers' counts"
+            self.mesh.world.all_reduce(counts)
+            self._counts, self._balance = None, RouterBalance(self.model, counts)
+            for kept in self._kept.values():
+                self._add_share(kept)
+        self._take(program.turns)
 
-    def _reducing(self, *, early: bool) -> AbstractContextManager[None]:
-        """Sum gradients while the backward of a microbatch makes them.
+    def _take(self, turns: Sequence[Turn]) -> None:
+        for turn in turns:
+            if turn.action is not None:
+                self._run(turn.action)
+            if turn.sends or turn.receives:
+                self._messages.post(turn, self._room)
+        self._messages.end()
 
-        `early`: it is the last, and no rank ends in transfers: a sum that waits for one in a ring would keep its thread
-        blocks from this backward.
-        """
-        return self.parameters.reducing_early() if early and self.parameters is not None else nullcontext()
+    def _run(self, action: Pass) -> None:
+        if action.prepares is not None:
+            self.prepare(action.prepares)  # while the device runs what it was given
+        where = f", stage {self.mesh.stage}, chunk {action.place.chunk}" if self.mesh.stages > 1 else ""
+        place = f"microbatch {self._numbers[action.place.microbatch]} of {len(self._numbers)}"
+        self.mesh.world.phase = f"{self.context.name}, {place} {action.kind}{where}"
+        if action.is_forward:
+            self.forward(action)
+        else:
+            self.backward(action)
+        ahead = None if action.reads_ahead is None else self._kept.get(action.reads_ahead)
+        if ahead is not None and ahead.saver is not None:
+            ahead.saver.prefetch()
 
     def most_tokens(self) -> int:
         """Count the tokens of this rank's largest microbatch."""
-        return max(sum(each.num_tokens for each in program.segments(self.transport.rank)) for program in self.programs)
+        rank, programs = self.mesh.replica, self.program.microbatches.values()
+        return max(sum(each.num_tokens for each in program.segments(rank)) for program in programs)
 
-    @property
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
+    def prepare(self, place: Place) -> _Prepared:
+        """Make the tensors of a pass forward, once, and lower what its layers are known to ask for."""
+        if place in self._prepared:
+            return self._prepared[place]
+        context, chunk = self.context, self.chunks[place.chunk]
+        program, transport = self.program.microbatches[place.microbatch], self.mesh.replicas
+        planned = PlannedAttention(program, transport, context.kernel, rows_beyond=self.objective.rows_beyond)
+        planned.layers_passed = chunk.layers_passed
+        planned.lower(self._windows, self.device)
+        batch, segments = self.batch, program.segments(transport.rank)
+        tensors = [to_device(tensor, self.device) for tensor in batch.tensors(segments)]
+        dropout = KeyedDropout(None) if self._has_dropout else None
+        if self._has_dropout and context.train:
+            keys = token_keys(context.dropout, batch.sequences(segments), batch.positions(segments))
+            keys = to_device(F.pad(keys, (0, planned.num_rows - len(keys))), self.device)  # of padding: 0
+            dropout = KeyedDropout(keys, calls=chunk.dropout_calls[self.model.training])
+        found = _Prepared(planned=planned, segments=segments, tensors=tensors, dropout=dropout)
+        self._prepared[place] = found
+        return found
 
-    def enter(self, number: int, what: str) -> None:
-        """Say in which microbatch this rank is."""
-        self.transport.phase = f"{self.name}, microbatch {number + 1} of {len(self.programs)} {what}"
-
-    def forward(self, number: int, prepared: _Prepared | None = None, *, train: bool) -> _Forward:
-        self.enter(number, "forward")
-        program, router_logits = self.programs[number], list[Tensor]()
-        prepared = prepared or self.prepare(number)
+    def forward(self, action: Pass) -> None:
+        """Run a chunk forward, and keep what backward needs of it."""
+        chunk, keeps = self.chunks[action.place.chunk], self.context.train and action.kind == "forward"
+        prepared = self.prepare(action.place)
         planned = prepared.planned
-        self._meet_values(number)
-        collect = router_logits.extend if train and has_balance_loss(self.model.config) else None
-        policy = self._policy(program, planned.num_rows) if train else ActivationPolicy()
-        dropout = prepared.dropout(train=train)
-        with torch.set_grad_enabled(train), apply_policy(self.model, planned, policy, dropout):
-            loss = self.objective(
-                ForwardPass(
-                    self.model,
-                    planned,
-                    program.segments(self.transport.rank),
-                    *prepared.tensors,
-                    collect_router=collect,
-                )
+        del self._prepared[action.place]
+        self._meet_values(action.place.microbatch)
+        policy = self._policy(action, planned.num_rows) if keeps else ActivationPolicy()
+        hidden, before, routers = None, None, list[Tensor]()
+        if not chunk.is_first:
+            hidden = self._messages.take(action.place, True)
+            if keeps:
+                before = list[Tensor]()
+                hidden = received(hidden, before)
+        cast = self.context.autocast
+        with (
+            nullcontext() if cast is None else torch.autocast(self.device.type, dtype=cast),
+            torch.set_grad_enabled(keeps),
+            chunk.running(hidden),
+            apply_policy(self.model, planned, policy, prepared.dropout),
+        ):
+            output = self._output(action, chunk, prepared, routers)
+        self._windows |= planned.windows
+        if self._counts is not None:
+            self._counts += count_choices(self.model, routers)
+        if keeps:
+            after = list[Tensor]()
+            self._kept[action.place] = kept = KeptForward(
+                rows=planned.num_rows,
+                end=output if chunk.is_last else given_on(output, after),
+                after=after,
+                before=before,
+                router_logits=routers,
+                saver=policy.saver,
             )
-        self.windows |= planned.windows
-        return _Forward(loss=loss, router_logits=router_logits, saver=policy.saver)
+            self._add_share(kept)
+        if not chunk.is_last:
+            self._messages.give(Place(action.place.microbatch, chunk.number + 1), True, output.detach())
+        elif action.kind == "forward":
+            self.sums[0] += output.detach()
 
-    def _meet_values(self, number: int) -> None:
+    def _meet_values(self, microbatch: int) -> None:
         """Have all values before a microbatch with transfers: none is posted while a collective is under way."""
-        if self.parameters is not None and self.programs[number].shares(self.transport.rank):
-            self.parameters.published()
+        parameters = self.context.parameters
+        if parameters is not None and self.program.microbatches[microbatch].shares(self.mesh.replica):
+            parameters.published()
 
-    def _policy(self, program: MicrobatchProgram, rows: int) -> ActivationPolicy:
-        microbatch, saver = program.microbatch, None
+    def _policy(self, action: Pass, rows: int) -> ActivationPolicy:
+        microbatch, saver = self.program.microbatches[action.place.microbatch].microbatch, None
         if microbatch.offload:
-            assert self.offloading is not None, f"nowhere to offload {microbatch.offload} of microbatch {program.index}"
-            saver = self.offloading.saver(microbatch, rows)
+            assert self.context.offloading is not None, f"nowhere to offload {microbatch.offload} of {action}"
+            saver = self.context.offloading.saver(microbatch, rows, self.chunks[action.place.chunk])
         return ActivationPolicy(recompute=microbatch.recompute, saver=saver)
 
-    def _backward(self, objective: Tensor, saver: ActivationSaver | None) -> None:
-        objective.backward()
-        if saver is not None:
-            self.offloaded_bytes += saver.totals.offloaded_bytes
-            saver.end()
+    def _output(self, action: Pass, chunk: Chunk, prepared: _Prepared, routers: list[Tensor]) -> Tensor:
+        """Return the hidden states of a chunk, or its loss, (), which is not made where routers are counted."""
+        planned, tensors = prepared.planned, prepared.tensors
+        collect = routers.extend if self.program.counting is not None else None
+        if not chunk.is_last:
+            return run_chunk(self.model, planned, *tensors[:2], collect_router=collect)
+        if action.kind == "forward":
+            return self.objective(ForwardPass(self.model, planned, prepared.segments, *tensors, collect_router=collect))
+        routers += model_router_logits(self.model, planned, *tensors[:2])
+        return torch.empty(0)
 
-    def prepare(self, number: int) -> _Prepared:
-        """Make a microbatch's tensors, and lower what its layers are known to ask for."""
-        program = self.programs[number]
-        beyond = self.objective.rows_beyond
-        planned = PlannedAttention(program, self.transport, self.kernel, rows_beyond=beyond)
-        planned.lower(self.windows, self._device)
-        segments = program.segments(self.transport.rank)
-        tensors, keys = self.batch.tensors(segments), None
-        if self.dropout is not None:
-            keys = row_keys(self.dropout, self.batch, segments, planned.num_rows, self._device)
-        return _Prepared(planned=planned, tensors=[to_device(tensor, self._device) for tensor in tensors], keys=keys)
+    def _add_share(self, kept: KeptForward) -> None:
+        """Add the part of the router loss of a forward, once all choices are counted."""
+        if self._balance is not None and kept.router_logits:
+            kept.router_share = self._balance.share(kept.router_logits)
+            self.sums[1] += kept.router_share.detach()
+            kept.router_logits.clear()
 
-    def count_routers(self, keeps: Collection[int]) -> tuple[RouterBalance, dict[int, _Forward]]:
-        """Sum over all ranks what all tokens choose, after each rank's last ring; keep graphs of these microbatches."""
-        counts, kept = count_choices(self.model, []), dict[int, _Forward]()
-        for number, program in enumerate(self.programs):
-            if program.index in keeps:
-                kept[number] = self.forward(number, train=True)
-                counts += count_choices(self.model, kept[number].router_logits)
-            else:
-                counts += count_choices(self.model, self._router_logits(number))
-        self.transport.phase = f"{self.name}, sum of the routers' counts"
-        self.transport.all_reduce(counts)
-        return RouterBalance(self.model, counts), kept
+    def backward(self, action: Pass) -> None:
+        """Run a chunk backward, from its loss or from the gradient of what it gave on."""
+        chunk, kept, parameters = self.chunks[action.place.chunk], self._kept.pop(action.place), self.context.parameters
+        if chunk.is_last:
+            ends = [kept.end / self.objective.divisor]
+        else:
+            ends = [kept.end]
+            kept.after.append(self._messages.take(action.place, False))
+        if kept.router_share is not None and self._balance is not None:
+            ends.append(self._balance.coefficient * kept.router_share)
+        trained = [end for end in ends if end.requires_grad]
+        with parameters.reducing_early() if action.sums_early and parameters is not None else nullcontext():
+            if trained or chunk.is_last:
+                torch.autograd.backward(trained or ends)  # which refuses a loss that no parameter has a part in
+        if kept.saver is not None:
+            self.offloaded_bytes += kept.saver.totals.offloaded_bytes
+            kept.saver.end()
+        if kept.before is not None:
+            gradient = kept.before.pop() if kept.before else empty_hidden(self.model, chunk, kept.rows).zero_()
+            self._messages.give(Place(action.place.microbatch, chunk.number - 1), False, gradient)
 
-    @torch.no_grad()
-    def _router_logits(self, number: int) -> list[Tensor]:
-        self.enter(number, "counting")
-        prepared = self.prepare(number)
-        self._meet_values(number)
-        input_ids, position_ids, _ = prepared.tensors
-        with prepared.dropout(train=True) or nullcontext():
-            return model_router_logits(self.model, prepared.planned, input_ids, position_ids)
+    def _room(self, message: Message) -> Tensor:
+        """Make room for hidden states, or for the gradient of what this stage gave on."""
+        kept = None if message.is_forward else self._kept[message.place]
+        rows = self.prepare(message.place).planned.num_rows if kept is None else kept.rows
+        return empty_hidden(self.model, self.chunks[message.place.chunk], rows)

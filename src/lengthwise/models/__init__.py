@@ -53,7 +53,7 @@ from lengthwise.models.router import (
     experts_of,
     has_balance_loss,
 )
-from lengthwise.models.stages import ModelStage, check_cut
+from lengthwise.models.stages import WHOLE, Chunk, ModelStage, check_cut
 from lengthwise.models.text_part import left_alone, placeholders, text_config, text_part, whole_model
 
 __all__ = [
@@ -61,6 +61,8 @@ __all__ = [
     "DTYPES",
     "FAMILIES",
     "ROUTER_FAMILIES",
+    "WHOLE",
+    "Chunk",
     "Computing",
     "DropoutKey",
     "KeyedDropout",

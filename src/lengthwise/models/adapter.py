@@ -138,7 +138,6 @@ def run_layers(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, p
 
 def run_chunk(
     model: nn.Module,
-    decoder: nn.Module,
     planned: PlannedAttention,
     input_ids: Tensor,
     position_ids: Tensor,
@@ -149,6 +148,7 @@ def run_chunk(
 
     `collect_router`: see `model_loss`.
     """
+    decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
     output = _run(model, planned, input_ids, position_ids, runs=decoder)
     if collect_router is not None:
         collect_router(_own_router_logits(output, planned))

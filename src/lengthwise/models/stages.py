@@ -10,7 +10,9 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -205,12 +207,33 @@ def _idle_stage(number: int, chunks: Sequence[range], stages: int) -> ConfigErro
     return ConfigError("stages", expected=expected, got=got, remedy=remedy)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Some layers of a model, which run in one go: where their inputs come from, and what they make.
+
+    is_first: they run on ids; else on hidden states (1, rows, width). is_last: they make the loss; else hidden states.
+    num_layers: of a model in stages; None: all. layers_passed: of those that mix tokens, what the chunk does not run.
+    dropout_calls: of a forward before the chunk, by whether the model trains, once they are counted.
+    running: lets the model be this chunk inside a block, on hidden states; None: on ids.
+    """
+
+    number: int = 0
+    is_first: bool = True
+    is_last: bool = True
+    num_layers: int | None = None
+    layers_passed: int = 0
+    width: int = 0
+    dropout_calls: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
+    running: Callable[[Tensor | None], AbstractContextManager[Any]] = nullcontext
+
+
+WHOLE = Chunk()
+
+
 class ModelStage:
     """The chunks of a model that a stage has; what the others have is taken out of the model.
 
     chunks: the layers of each chunk of the whole model, of which stage s of p has s, s + p, .., its `own`.
-    dropout_calls: of a forward before each chunk, by whether the model trains, once they are counted.
-    width: of the hidden states.
     trained: shapes of the parameters that train on each stage, by name; a tied head is the embedding's.
     entries: (shape, dtype) of what each stage has of the state dict; dtype None: that of its parameters.
 
@@ -220,12 +243,10 @@ class ModelStage:
 
     def __init__(self, model: Any, chunks: Sequence[range], *, stages: int, stage: int) -> None:
         self.model, self.stages, self.stage = model, stages, stage
-        self.dropout_calls: dict[bool, list[int]] = {}
         self.chunks, parts = chunks, _Parts(model)
-        self.width = _width(model)
         self._parts, self._embedding, self._norm = parts, _Place(model, parts.embedding), _Place(model, parts.norm)
         self._head = _Place(model, parts.head)
-        self.own = [number for number in range(len(chunks)) if number % stages == stage]
+        self.own = {number: self._chunk(number) for number in range(len(chunks)) if number % stages == stage}
         stage_of_layer = {layer: number % stages for number, chunk in enumerate(chunks) for layer in chunk}
         modules = {0: [parts.embedding], stages - 1: [parts.norm, parts.head]}
         for number, layer in enumerate(parts.layers):
@@ -318,30 +339,23 @@ class ModelStage:
         holder: Any = holders.get(self.stage) if self._is_tied else None
         return None if holder is None else holder.weight
 
-    @property
-    def decoder(self) -> nn.Module:
-        """The decoder, which is all that runs of a chunk before the last."""
-        return self._parts.decoder
-
-    def is_first(self, chunk: int) -> bool:
-        """Whether a chunk takes ids."""
-        return chunk == 0
-
-    def is_last(self, chunk: int) -> bool:
-        """Whether a chunk has norm, head and loss."""
-        return chunk == len(self.chunks) - 1
-
-    def layers_passed(self, chunk: int) -> int:
-        """Count the layers that mix tokens of the model that a chunk does not run."""
-        return count_mixers(self.model.config) - count_mixers(self.model.config, self.chunks[chunk])
+    def _chunk(self, number: int) -> Chunk:
+        config = self.model.config
+        return Chunk(
+            number=number,
+            is_first=number == 0,
+            is_last=number == len(self.chunks) - 1,
+            num_layers=len(self.chunks[number]),
+            layers_passed=count_mixers(config) - count_mixers(config, self.chunks[number]),
+            width=_width(self.model),
+            dropout_calls={},
+            running=partial(self._running, number),
+        )
 
     @contextmanager
-    def running(self, chunk: int, hidden: Tensor | None) -> Iterator[None]:
-        """Let the model be one chunk inside the block, on `hidden` (1, rows, width); None: on ids."""
-        assert chunk in self.own, f"chunk {chunk} is not of stage {self.stage} of {self.stages}"
-        assert (hidden is None) == self.is_first(chunk), (
-            f"chunk {chunk} on {'ids' if hidden is None else 'hidden states'}"
-        )
+    def _running(self, chunk: int, hidden: Tensor | None) -> Iterator[None]:
+        is_first, is_last = self.own[chunk].is_first, self.own[chunk].is_last
+        assert (hidden is None) == is_first, f"chunk {chunk} on {'ids' if hidden is None else 'hidden states'}"
         swapped: list[tuple[Callable[[nn.Module], nn.Module], nn.Module]] = []
 
         def swap(put: Callable[[nn.Module], nn.Module], module: nn.Module) -> None:
@@ -354,9 +368,9 @@ class ModelStage:
             layers._modules[str(number)] = self._passed[number]
         if self.stage == 0 and hidden is not None:
             swap(self._embedding.put, self._received)
-        if self.stage == self.stages - 1 and not self.is_last(chunk):
+        if self.stage == self.stages - 1 and not is_last:
             swap(self._norm.put, _Without())
-        before = None if self.is_first(chunk) else self._passed[self.chunks[chunk].start - 1]
+        before = None if is_first else self._passed[self.chunks[chunk].start - 1]
         self._received.hidden = hidden
         if before is not None:
             before.instead = hidden

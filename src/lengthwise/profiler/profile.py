@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.attention import Block, BlockKernel, Saved
-from lengthwise.comm import Transport, World
+from lengthwise.comm import Mesh, Transport, World
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.measurements import Clock, Kind, Measurements, Precision, Sample
@@ -32,7 +32,7 @@ from lengthwise.engine.lay import lay_parameters
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import (
     DTYPES,
     Computing,
@@ -255,7 +255,9 @@ class RankProfiler:
             return self._copy(run.num_bytes)
         assert run.plan is not None, run
         batch = random_batch(run.plan.tokens, vocab=self._shape.vocab)
-        work = partial(run_plan, self._model, run.plan, batch, self._transport, self._kernel, name="profile")
+        there = Mesh(self._transport, 1)
+        context = StepContext(model=self._model, mesh=there, kernel=self._kernel, name="profile")
+        work = partial(run_part, run.plan, batch, context)
 
         def time_it() -> tuple[float, float, float]:
             self._transport.backward_began = None

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from lengthwise.core.errors import LengthwiseError, PlanError, raise_problems
 from lengthwise.core.plan import KNOWN_FEATURES, Plan
-from lengthwise.core.shape import WHOLE, LayerCut
+from lengthwise.core.shape import UNCUT, LayerCut
 
 
 class Feature(StrEnum):
@@ -93,7 +93,7 @@ def unpriced_error(where: str, features: Sequence[str]) -> PlanError:
     return PlanError(where, expected=expected, got=f"a plan with {', '.join(sorted(features))}", remedy=remedy)
 
 
-def refuse_unsupported(plan: Plan, *, num_heads: int | None = None, cut: LayerCut = WHOLE) -> None:
+def refuse_unsupported(plan: Plan, *, num_heads: int | None = None, cut: LayerCut = UNCUT) -> None:
     """Raise PlanError, or Problems, for what the plan file can say but the engine cannot run.
 
     num_heads: of the model's attention, which allow some splits only. cut: of the run's layers.

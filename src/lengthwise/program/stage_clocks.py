@@ -1,7 +1,7 @@
 """The clocks of every stage of every rank: a `StageOrder` executed, tick by tick.
 
 An action starts when the stage is free on all ranks of its microbatch and its input has come. What a stage sends and
-receives at a tick is one grouped call (`stage_program`), which begins when its action and the call before are done, and
+receives at a tick is one grouped call (`step_program`), which begins when its action and the call before are done, and
 ends as a whole, when both sides of each message have begun it. The sender computes on; a ring waits until the call has
 begun (NCCL_LAUNCH_ORDER_IMPLICIT). 1,024 ranks with 40 microbatches each in 8 stages take 0.2 s.
 """

@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from lengthwise.comm import SoloTransport, Transport
+from lengthwise.comm import Mesh, SoloTransport, Transport
 from lengthwise.core.errors import DataError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.engine.batch import random_batch
 from lengthwise.engine.memory import memory_in_use, reporting_update
 from lengthwise.engine.optimizer import ShardedOptimizer
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import StepContext, run_part
 from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner import PACKED_DP
 from lengthwise.planner.service.rank_memory import Capacities
@@ -116,8 +116,8 @@ def _run_pack(lengths: Sequence[int], engine: Engine, job: Job) -> None:
     )
     batch = random_batch(lengths, vocab=job.model.text.vocab_size)
     name, at_once = "memory check before the first step", job.logits_at_once
-    kernel = engine.kernel(engine.dtype)
-    run_plan(engine.model, plan, batch, SoloTransport(), kernel, name=name, logits_at_once=at_once)
+    mesh, kernel = Mesh(SoloTransport(), 1), engine.kernel(engine.dtype)
+    run_part(plan, batch, StepContext(engine.model, mesh, kernel, name=name, logits_at_once=at_once))
 
 
 def check_step_end(optimizer: ShardedOptimizer, transport: Transport) -> None:

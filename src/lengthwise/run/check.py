@@ -15,7 +15,7 @@ import numpy as np
 
 from lengthwise.core.names import counted
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
-from lengthwise.core.shape import WHOLE
+from lengthwise.core.shape import UNCUT
 from lengthwise.cost import Cost, state_bytes
 from lengthwise.cost.memory import DTYPE_BYTES, wide_bytes
 from lengthwise.data import NO_LOSS, Dataset
@@ -181,7 +181,7 @@ def _bytes(job: Job, plan: Plan) -> float:
     parameters = job.facts.parameters
     narrow = DTYPE_BYTES[job.precision]
     wide, rounds = wide_bytes(narrow), job.precision == "bf16"
-    memory = replace(job.memory, cut=WHOLE)
+    memory = replace(job.memory, cut=UNCUT)
     model = state_bytes(parameters, dtype_bytes=narrow, ranks=plan.ranks, states=0)
     held = float(memory.microbatch_bytes(plan.capacity))
     plain = parameters * ((wide if rounds else narrow) + (4 + rounds) * wide)

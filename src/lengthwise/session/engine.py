@@ -15,21 +15,20 @@ import torch
 from torch import nn
 
 from lengthwise.attention import BlockKernel
-from lengthwise.comm import Transport, share_first, share_numbers
+from lengthwise.comm import Mesh, Transport, share_first, share_numbers
 from lengthwise.config import OffloadConfig
-from lengthwise.core.shape import WHOLE
+from lengthwise.core.shape import UNCUT
 from lengthwise.cost import logits_at_once, shape_from_config
 from lengthwise.engine.activations import Offloading, start_offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.objective import NextToken, Objective
 from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.pipeline import Pipeline, run_stage
+from lengthwise.engine.pipeline import Pipeline
 from lengthwise.engine.small_pass import Casting
-from lengthwise.engine.step import RankResult, run_plan
+from lengthwise.engine.step import RankResult, StepContext, run_part
 from lengthwise.models import Computing, DropoutKey, choose_mixers, choose_model_kernel, text_config, whole_model
 from lengthwise.models.adapter import attending_by_plan
 from lengthwise.models.computing import Layers
-from lengthwise.session.losses import Autocasting
 from lengthwise.session.source import PlanAhead, PlannedStep, StepPlanner
 
 
@@ -75,7 +74,7 @@ class Engine:
             self.transport,
             timeout_seconds=self.timeout_seconds,
             num_heads=self.num_heads,
-            cut=WHOLE if self.pipeline is None else self.pipeline.cut,
+            cut=UNCUT if self.pipeline is None else self.pipeline.cut,
         )
 
     @property
@@ -93,22 +92,28 @@ class Engine:
     def run(self, planned: PlannedStep, name: str, *, step: int, train: bool, objective: Objective) -> RankResult:
         """Run this rank's microbatches forward, and backward to `train`. Collective."""
         kind, dtype = self.device.type, self.cast_dtype()
-        if dtype is not None:
-            objective = Autocasting(inner=objective, device=self.device, dtype=dtype)
-        kernel = self.kernel(dtype or self.dtype)
+        kernel, pipeline = self.kernel(dtype or self.dtype), self.pipeline
         self.start_offloading()
         if self._offloading is not None:
             self._offloading.begin_step()
-        # Only forwards are cast, by the objective: backward follows what they did.
+        part: dict[str, Any] = {"mesh": Mesh(self.transport, 1)}
+        if pipeline is not None:
+            part = {"mesh": pipeline.mesh, "chunks": pipeline.stage.own}
+        context = StepContext(
+            **part,
+            model=self.model,
+            kernel=kernel,
+            name=name,
+            train=train,
+            objective=objective,
+            offloading=self._offloading,
+            parameters=self.parameters,
+            dropout=DropoutKey(seed=self.seed, step=step),
+            autocast=dtype,
+        )
+        # Only forwards are cast: backward follows what they did.
         with self.attending(), torch.autocast(kind, enabled=False):
-            how: dict[str, Any] = {"name": name, "train": train, "objective": objective}
-            how |= {"offloading": self._offloading, "parameters": self.parameters}
-            how["dropout"] = DropoutKey(seed=self.seed, step=step)
-            if self.pipeline is not None:
-                stage, mesh = self.pipeline.stage, self.pipeline.mesh
-                result = run_stage(stage, planned.plan, planned.batch, mesh, kernel, autocast=dtype, **how)
-            else:
-                result = run_plan(self.model, planned.plan, planned.batch, self.transport, kernel, **how)
+            result = run_part(planned.plan, planned.batch, context)
         if not train and self.parameters is not None:
             self.parameters.free()
         return result

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lengthwise.attention import to_device
 from lengthwise.core.errors import ConfigError
 from lengthwise.data import NO_LOSS
-from lengthwise.engine.objective import ForwardPass, Objective
+from lengthwise.engine.objective import ForwardPass
 from lengthwise.models import token_losses
 from lengthwise.models.adapter import planned_output, run_planned
 from lengthwise.session.misuse import shown
@@ -128,30 +128,6 @@ class OfModel:
         }
         found = run_planned(forward.model, planned, lambda: self.compute_loss(self.model, inputs), once=False)
         return one_number("compute_loss", found, device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Autocasting:
-    """An `Objective` whose forward runs under torch.autocast; its backward does not."""
-
-    inner: Objective
-    device: torch.device
-    dtype: torch.dtype
-
-    @property
-    def divisor(self) -> float:
-        """That of the objective."""
-        return self.inner.divisor
-
-    @property
-    def rows_beyond(self) -> int:
-        """Those of the objective."""
-        return self.inner.rows_beyond
-
-    def __call__(self, forward: ForwardPass) -> Tensor:
-        """Return the objective's sum."""
-        with torch.autocast(self.device.type, dtype=self.dtype):
-            return self.inner(forward)
 
 
 def tokens_of(batch: RowBatch, forward: ForwardPass) -> Tokens:

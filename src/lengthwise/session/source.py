@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lengthwise.comm import Transport, agree, broadcast_bytes
 from lengthwise.core.errors import LengthwiseError, PlanError, Problems, RankError, raise_problems
 from lengthwise.core.plan import Plan
-from lengthwise.core.shape import WHOLE, LayerCut
+from lengthwise.core.shape import UNCUT, LayerCut
 from lengthwise.engine.batch import StepBatch
 from lengthwise.program import lower_plan, refuse_unsupported
 
@@ -58,7 +58,7 @@ class PlanAhead:
         timeout_seconds: float,
         start_seconds: float = _START_SECONDS,
         num_heads: int | None = None,
-        cut: LayerCut = WHOLE,
+        cut: LayerCut = UNCUT,
     ) -> None:
         self._batches, self._planner, self._transport = batches, planner, transport
         self._timeout_seconds, self._num_heads, self._cut = timeout_seconds, num_heads, cut

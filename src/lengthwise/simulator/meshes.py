@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.core.shape import WHOLE, Cluster, LayerCut, ModelShape
+from lengthwise.core.shape import UNCUT, Cluster, LayerCut, ModelShape
 from lengthwise.cost import STEP_TOKENS, Cost, Hardware, StepMemory, all_terms_cost, recompute_capacities, step_memory
 from lengthwise.planner import PLANNING_SHARE, PlanOptions, PlanStep, options_of, plan_step
 from lengthwise.program import trains
@@ -27,7 +27,7 @@ class RankMesh:
     """
 
     tensor: int = 1
-    cut: LayerCut = WHOLE
+    cut: LayerCut = UNCUT
     capacity_share: float = 1.0
     heads: str | int = "off"
     offload: str = "off"

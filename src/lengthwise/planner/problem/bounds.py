@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.held import ROUNDING_TOKENS, fullest_tokens
 from lengthwise.core.plan import Plan
-from lengthwise.core.shape import WHOLE, Cluster, LayerCut
+from lengthwise.core.shape import UNCUT, Cluster, LayerCut
 from lengthwise.cost import Cost
 from lengthwise.planner.problem.degrees import DegreeTable, cheapest_degrees
 from lengthwise.planner.problem.lengths import NEARLY, ROUNDING, read_tokens, refuse_unheld
@@ -75,7 +75,7 @@ def least_makespan(
     topology: Topology,
     lone_rings: bool = True,
     shared_launches: bool = False,
-    cut: LayerCut = WHOLE,
+    cut: LayerCut = UNCUT,
 ) -> float:
     """Return `bound_seconds` for checked lengths; `cost` is that of the mean speed of `topology`."""
     lengths, counts = np.unique(tokens, return_counts=True)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.held import ROUNDING_TOKENS
 from lengthwise.core.plan import Microbatch, Plan
-from lengthwise.core.shape import WHOLE, Cluster, LayerCut
+from lengthwise.core.shape import UNCUT, Cluster, LayerCut
 from lengthwise.cost import Cost
 from lengthwise.planner.problem.bounds import launches_makespan, least_makespan
 from lengthwise.planner.problem.degrees import (
@@ -144,7 +144,7 @@ class PlanRequest:
         lengths, places = np.unique(self.lengths, return_inverse=True)
         return find(self.cost, lengths, self.cluster)[places]
 
-    def least_seconds(self, *, lone_rings: bool = True, shared_launches: bool = False, cut: LayerCut = WHOLE) -> float:
+    def least_seconds(self, *, lone_rings: bool = True, shared_launches: bool = False, cut: LayerCut = UNCUT) -> float:
         """Return `least_makespan` of this step; launches may count in parts."""
         return least_makespan(
             self.lengths,
