@@ -202,8 +202,8 @@ def check_order(
     Each rank connects to whom it needs and posts, for its microbatches in order, the forward and the backward rounds of
     every layer, between them what recomputation runs again, and last the step-end collective. `windows` says what each
     layer is (default: `layers` layers of full attention). `counts_routers`: the counting pass of a model
-    with a router balance loss comes first (`program.step_program`). In a plan of kind `waves` every rank runs all microbatches
-    of its node's ranks (`ranks_per_node`; None: of all), and gathers and reduces units between rounds, as
+    with a router balance loss comes first (`program.step_program`). In a plan of kind `waves` every rank runs all
+    microbatches of its node's ranks (`ranks_per_node`; None: of all), and gathers and reduces units between rounds, as
     `engine.waves` does; `tied`: all that is in no layer is one unit.
 
     Raises:

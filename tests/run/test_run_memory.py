@@ -7,7 +7,7 @@ import torch
 from testing import make_batch, make_plan
 
 from lengthwise.attention import FlashCpuKernel
-from lengthwise.comm import SoloTransport, World
+from lengthwise.comm import Mesh, SoloTransport, World
 from lengthwise.config import build_config
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.plan import Piece
