@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from loops import plain_losses, small_model
 from peft import LoraConfig, get_peft_model
 from preferences import tokenizer as words
 from preferences import whole_model
@@ -19,6 +18,7 @@ from lengthwise.core.errors import LengthwiseError
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.integrations.transformers import Trainer as PlannedTrainer
 from lengthwise.models import keep_double
+from session.loops import plain_losses, small_model
 from tiers import more
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
