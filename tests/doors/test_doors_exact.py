@@ -6,14 +6,14 @@ A cell of (door, layout, loss) that is refused is a row of `config/together.py`,
 import pytest
 
 from doors import plain
-from doors.trained import DOORS, LAYOUTS, PAIRS
+from doors.trained import DOORS, LAYOUTS, MORE
 from tiers import more
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated"),  # peft and TRL read it
     pytest.mark.filterwarnings("ignore:(train|eval)_dataset. .* without a label"),
 ]
-ALL = {**LAYOUTS, **PAIRS}
+ALL = {**LAYOUTS, **MORE}
 CELLS = [
     (name, layout, loss)
     for name, door in DOORS.items()
@@ -22,26 +22,19 @@ CELLS = [
     for loss in door.losses
 ]
 DEFAULT = [
-    ("train", "zero3", "next token"),
-    ("train", "stages", "next token"),
-    ("train", "virtual stages", "next token"),
+    *(("train", layout, "next token") for layout in ("zero3", "stages", "virtual stages", "split heads")),
     ("train", "optimizer on the host", "next token"),
-    ("train", "split heads", "next token"),
-    ("train", "activations on the disk", "next token"),
     ("train", "stages, activations on the disk", "next token"),
     ("session", "zero1", "by sequence"),
     ("session", "zero3", "by token"),
     ("session", "hybrid", "token loss"),
     ("session", "stages", "by sequence"),
     ("session", "virtual stages", "compute_loss"),
-    ("session", "stages, adapters", "next token"),
     ("session", "layers computed again", "by token"),
     ("session", "split heads", "token loss"),
     ("trainer", "zero1", "next token"),
     ("trainer", "hybrid", "compute_loss"),
     ("trainer", "adapters", "next token"),
-    ("trainer", "activations on the disk", "next token"),
-    ("sft", "zero3", "next token"),
     ("sft", "adapters", "compute_loss"),
     ("sft", "layers computed again", "next token"),
     ("sft", "optimizer on the host", "compute_loss"),

@@ -32,28 +32,29 @@ class Layout:
     model: str = "whole"
 
 
-DISK = {"offload": {"store": "disk", "ratio": 1.0}}
+DISK = {"offload": {"store": "disk", "ratio": 1.0}, "capacity_tokens": 40}  # in which 128 do not fit otherwise
 LAYOUTS = {
-    "zero1": Layout(3, {"shard": "zero1"}),
+    "zero1": Layout(2, {"shard": "zero1"}),
     "zero3": Layout(3, {"shard": "zero3"}, "tied"),
     "hybrid": Layout(4, {"shard": "hybrid", "ranks_per_node": 2}, "tied"),
-    "stages": Layout(4, {"stages": 2, "capacity_tokens": 80}),
+    "stages": Layout(2, {"stages": 2, "capacity_tokens": 140}),
     "virtual stages": Layout(4, {"stages": 2, "virtual": 2, "capacity_tokens": 80}, "tied"),
     "optimizer on the host": Layout(2, {"offload_optimizer": True}),
     "adapters": Layout(2, {}, "adapters"),
     "layers computed again": Layout(2, {"recompute": "layer"}),
     "split heads": Layout(2, {"heads": 2}),
-    "activations on the disk": Layout(2, {"capacity_tokens": 40, **DISK}),  # fewer tokens than fit without
 }
-PAIRS = {
-    "one rank": Layout(1, {"capacity_tokens": 200}),
+MORE = {
+    "one rank": Layout(1, {"capacity_tokens": 140}),
+    "three ranks": Layout(3, {"shard": "zero1"}),
+    "activations on the disk": Layout(2, DISK),
     "zero3, untied": Layout(2, {"shard": "zero3"}),
     "zero3, optimizer on the host": Layout(3, {"shard": "zero3", "offload_optimizer": True}, "tied"),
     "zero3, adapters": Layout(3, {"shard": "zero3"}, "adapters"),
-    "zero3, activations on the disk": Layout(2, {"shard": "zero3", "capacity_tokens": 40, **DISK}, "tied"),
-    "three stages of one rank": Layout(3, {"stages": 3, "capacity_tokens": 200}, "tied"),
+    "zero3, activations on the disk": Layout(2, {"shard": "zero3", **DISK}, "tied"),
+    "three stages of one rank": Layout(3, {"stages": 3, "capacity_tokens": 140}, "tied"),
     "stages, adapters": Layout(4, {"stages": 2, "capacity_tokens": 80}, "adapters"),
-    "stages, activations on the disk": Layout(4, {"stages": 2, "capacity_tokens": 40, **DISK}),
+    "stages, activations on the disk": Layout(4, {"stages": 2, **DISK}),
     "all but attention computed again": Layout(2, {"recompute": "all_but_attention"}),
 }
 
