@@ -1,6 +1,6 @@
 """The training that every door is compared with: Hugging Face and torch.optim, one process, one sequence at a time.
 
-Nothing here is of lengthwise, so that no mistake is on both sides.
+No code of lengthwise is in it, so that no mistake is on both sides.
 """
 
 import random
@@ -12,19 +12,18 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-VOCAB, LR, DECAY, BETAS, EPS, LIMIT = 64, 1e-2, 0.1, (0.9, 0.95), 1e-8, 1.0
+from run.small_runs import VOCAB, write_model
+
+LR, DECAY, BETAS, EPS, LIMIT = 1e-2, 0.1, (0.9, 0.95), 1e-8, 1.0
 STEP_LENGTHS = (
     (1, 2, 97, 3, 64, 17, 9, 33, 5, 1, 31, 2),
     (65, 63, 2, 90, 11, 128, 8, 1, 4, 23, 2, 37),
 )
 EVAL_LENGTHS = (7, 1, 2, 101, 18, 9)
 MODELS = {"whole": {}, "tied": {"tie_word_embeddings": True}, "adapters": {}}
-SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
-SIZES |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
 def norm_as_given(self, hidden):
@@ -60,13 +59,10 @@ def importance_of(row):
 def make_models(folder):
     """Write each of MODELS, weights in fp32; return their folders, and that of adapters for the last."""
     for name, changes in MODELS.items():
-        torch.manual_seed(7)
-        model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "tie_word_embeddings": False, **changes}))
-        for each in model.parameters():  # livelier than at the start of a training, so that errors show
-            each.data.mul_(3) if each.dim() > 1 else each.data.add_(torch.rand_like(each) * 0.2)
-        model.save_pretrained(folder / name)
+        write_model(folder / name, num_hidden_layers=4, **changes)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    config.task_type = "CAUSAL_LM"
+    model = AutoModelForCausalLM.from_pretrained(folder / "adapters", dtype=torch.float32)
+    torch.manual_seed(7)
     get_peft_model(model, config).save_pretrained(folder / "adapter")
     return folder
 

@@ -22,7 +22,7 @@ CELLS = [
     for loss in door.losses
 ]
 DEFAULT = [
-    *(("train", layout, "next token") for layout in ("zero3", "stages", "virtual stages", "split heads")),
+    *(("train", layout, "next token") for layout in ("zero3", "stages", "virtual stages", "adapters", "split heads")),
     ("train", "optimizer on the host", "next token"),
     ("train", "stages, activations on the disk", "next token"),
     ("session", "zero1", "by sequence"),
@@ -34,7 +34,6 @@ DEFAULT = [
     ("session", "split heads", "token loss"),
     ("trainer", "zero1", "next token"),
     ("trainer", "hybrid", "compute_loss"),
-    ("trainer", "adapters", "next token"),
     ("sft", "adapters", "compute_loss"),
     ("sft", "layers computed again", "next token"),
     ("sft", "optimizer on the host", "compute_loss"),

@@ -16,7 +16,7 @@ import lengthwise
 from doors import plain
 from doors.plain import EVAL_ROWS, ROWS, STEPS, Outcome
 from integrations.preferences import tokenizer
-from integrations.trainers import in_trainers, padded
+from integrations.trainers import arguments, in_trainers, padded
 from lengthwise import Session
 from lengthwise.integrations.transformers import Trainer
 from lengthwise.integrations.trl import SFTTrainer
@@ -101,6 +101,7 @@ def by_train(layout, _loss, models, folder):
     )
     sizes = {(row["num_sequences"], row["num_tokens"], row["num_loss_tokens"]) for row in evaluated}
     assert sizes == {(len(EVAL_ROWS), sum(plain.EVAL_LENGTHS), plain.count_labels(EVAL_ROWS))}
+    assert sum(row["num_loss_tokens"] for row in metrics) == plain.count_labels(ROWS)
     names = {"losses": "loss", "norms": "grad_norm", "rings": "ring_token_ratio"}
     found = Outcome(**{ours: [row[name] for row in metrics] for ours, name in names.items()})
     found.evaluated, found.weights = [row["loss"] for row in evaluated], plain.load_saved(folder / "out/model")
@@ -193,31 +194,28 @@ def by_trainer(layout, loss, models, folder, *, base=Trainer, config=TrainingArg
 
     def work(_rank):
         found, model = Outcome(), plain.load_model(models, layout.model)
-        arguments = config(
-            str(folder / "trainer"),
+        settings_of_trainer = arguments(
+            folder / "trainer",
+            kind=config,
             max_steps=len(STEPS),
-            train_sampling_strategy="sequential",
             per_device_train_batch_size=len(STEPS[0]) // layout.ranks,
+            train_sampling_strategy="sequential",
             per_device_eval_batch_size=1,
-            learning_rate=plain.LR,
-            lr_scheduler_type="constant",
-            weight_decay=plain.DECAY,
-            adam_beta1=plain.BETAS[0],
-            adam_beta2=plain.BETAS[1],
-            adam_epsilon=plain.EPS,
-            max_grad_norm=plain.LIMIT,
-            optim="adamw_torch",
-            logging_steps=1,
+            bf16=False,
             eval_strategy="steps",
             eval_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            bf16=False,
             activation_checkpointing=recomputes,
+            learning_rate=plain.LR,
+            lr_scheduler_type="constant",
+            warmup_steps=0,
+            optim="adamw_torch",
+            weight_decay=plain.DECAY,
+            adam_epsilon=plain.EPS,
+            max_grad_norm=plain.LIMIT,
+            adam_beta1=plain.BETAS[0],
+            adam_beta2=plain.BETAS[1],
         )
-        given.update(rows, args=arguments, callbacks=[Logged(found)], data_collator=padded)
+        given.update(rows, args=settings_of_trainer, callbacks=[Logged(found)], data_collator=padded)
         trainer = kind(model=model, **given, **settings)
         trainer.train()
         trainer.save_model(str(folder / "saved"))

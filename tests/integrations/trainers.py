@@ -32,7 +32,7 @@ def padded(examples):
     }
 
 
-def arguments(folder, ranks=1, **changes):
+def arguments(folder, ranks=1, kind=TrainingArguments, **changes):
     """Return arguments whose global batch is the same for any number of ranks that divides 4."""
     settings = {
         "per_device_train_batch_size": 4 // ranks,
@@ -50,7 +50,7 @@ def arguments(folder, ranks=1, **changes):
         "include_num_input_tokens_seen": "non_padding",
         **changes,
     }
-    return TrainingArguments(str(folder), **settings)
+    return kind(str(folder), **settings)
 
 
 class Kept(TrainerCallback):
