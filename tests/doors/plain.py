@@ -94,19 +94,10 @@ def load_saved(folder):
 
 @dataclass
 class Outcome:
-    """What a training gives: of each step its loss, its norm before clipping, the loss of EVAL_ROWS after it."""
+    """Of each step (loss, norm before clipping, loss of EVAL_ROWS after it, share of tokens in rings); what is saved."""
 
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    evaluated: list[float] = field(default_factory=list)
+    steps: list[tuple[float, float, float, float]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    rings: list[float] = field(default_factory=list)  # shares of its tokens in rings
-
-    def add(self, loss, norm, evaluated, rings=0.0):
-        self.losses.append(loss)
-        self.norms.append(norm)
-        self.evaluated.append(evaluated)
-        self.rings.append(rings)
 
 
 # Losses: functions of logits (tokens, words) and labels (tokens,), which users write much as they stand here.
@@ -191,7 +182,7 @@ def reference(folder, name, loss, steps=STEPS):
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT).item()
         optimizer.step()
         with torch.no_grad():
-            found.add(total.item(), norm, loss_of(model, EVAL_ROWS).item())
+            found.steps.append((total.item(), norm, loss_of(model, EVAL_ROWS).item(), 0.0))
     saved = folder / "-".join(["plain", name, loss, *map(str, steps[0])])
     model.save_pretrained(saved)
     found.weights = load_saved(saved)

@@ -4,7 +4,6 @@ A door is a function of a layout, a loss, the models' folder and one to work in.
 training, and which of `plain.ROWS` each step took.
 """
 
-import json
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,6 +19,7 @@ from integrations.trainers import arguments, in_trainers, padded
 from lengthwise import Session
 from lengthwise.integrations.transformers import Trainer
 from lengthwise.integrations.trl import SFTTrainer
+from run.small_runs import read_lines, write_rows, write_run
 from session.loops import in_ranks
 
 
@@ -69,43 +69,34 @@ def settings_of(layout, folder):
 # `lengthwise train`.
 
 
+ADAMW = {"lr": plain.LR, "betas": plain.BETAS, "eps": plain.EPS, "weight_decay": plain.DECAY}
+ADAMW |= {"max_grad_norm": plain.LIMIT, "schedule": "constant", "warmup_steps": 0}
+
+
 def by_train(layout, _loss, models, folder):
     settings = settings_of(layout, folder)
-    for name, rows in (("train", ROWS), ("eval", EVAL_ROWS)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = {
-        "model": str(models / layout.model),
-        "data": [{"path": str(folder / "train.jsonl")}],
-        "eval": {"data": [{"path": str(folder / "eval.jsonl")}], "every_steps": 1},
-        "steps": len(STEPS),
-        "global_batch": {"sequences": len(STEPS[0])},
-        "precision": "fp64",
-        "optimizer": {
-            "lr": plain.LR,
-            "betas": plain.BETAS,
-            "eps": plain.EPS,
-            "weight_decay": plain.DECAY,
-            "max_grad_norm": plain.LIMIT,
-            "schedule": "constant",
-            "warmup_steps": 0,
-            "offload": settings.pop("offload_optimizer", False),
-        },
-        "lora": {"adapter": str(models / "adapter")} if layout.model == "adapters" else None,
-        "output": str(folder / "out"),
+    offloads = settings.pop("offload_optimizer", False)
+    run = write_run(
+        folder,
+        ROWS,
+        model=models / layout.model,
+        lora={"adapter": str(models / "adapter")} if layout.model == "adapters" else None,
+        eval={"data": [{"path": str(write_rows(folder / "eval.jsonl", EVAL_ROWS))}], "every_steps": 1},
+        steps=len(STEPS),
+        global_batch={"sequences": len(STEPS[0])},
+        optimizer={**ADAMW, "offload": offloads},
         **settings,
-    }
-    lengthwise.train(values, ranks=layout.ranks)
-    metrics, evaluated, ledger = (
-        [json.loads(line) for line in (folder / f"out/{name}.jsonl").read_text().splitlines()]
-        for name in ("metrics", "eval", "ledger")
     )
+    lengthwise.train(run, ranks=layout.ranks)
+    trained, evaluated, ledger = (read_lines(folder / f"out/{name}.jsonl") for name in ("metrics", "eval", "ledger"))
     sizes = {(row["num_sequences"], row["num_tokens"], row["num_loss_tokens"]) for row in evaluated}
     assert sizes == {(len(EVAL_ROWS), sum(plain.EVAL_LENGTHS), plain.count_labels(EVAL_ROWS))}
-    assert sum(row["num_loss_tokens"] for row in metrics) == plain.count_labels(ROWS)
-    names = {"losses": "loss", "norms": "grad_norm", "rings": "ring_token_ratio"}
-    found = Outcome(**{ours: [row[name] for row in metrics] for ours, name in names.items()})
-    found.evaluated, found.weights = [row["loss"] for row in evaluated], plain.load_saved(folder / "out/model")
-    return [found], tuple(tuple(row["sequences"]) for row in ledger)
+    assert sum(row["num_loss_tokens"] for row in trained) == plain.count_labels(ROWS)
+    steps = [
+        (row["loss"], row["grad_norm"], after["loss"], row["ring_token_ratio"])
+        for row, after in zip(trained, evaluated, strict=True)
+    ]
+    return [Outcome(steps, plain.load_saved(folder / "out/model"))], tuple(tuple(row["sequences"]) for row in ledger)
 
 
 # A loop of the user's. Losses in the forms that `Session` has for them.
@@ -157,7 +148,7 @@ def by_session(layout, loss, models, folder):
                 optimizer.step()
                 optimizer.zero_grad()
                 evaluated = evaluate(session, columns(EVAL_ROWS), loss)
-                found.add(result.loss, result.grad_norm, evaluated, result.ring_token_ratio)
+                found.steps.append((result.loss, result.grad_norm, evaluated, result.ring_token_ratio))
             session.save_pretrained(folder / "saved")
         return found
 
@@ -168,6 +159,13 @@ def by_session(layout, loss, models, folder):
 # Trainers of other libraries.
 
 
+ARGUMENTS = {"optim": "adamw_torch", "learning_rate": plain.LR, "weight_decay": plain.DECAY, "adam_epsilon": plain.EPS}
+ARGUMENTS |= {"adam_beta1": plain.BETAS[0], "adam_beta2": plain.BETAS[1], "max_grad_norm": plain.LIMIT}
+ARGUMENTS |= {"lr_scheduler_type": "constant", "warmup_steps": 0, "max_steps": len(STEPS), "bf16": False}
+ARGUMENTS |= {"train_sampling_strategy": "sequential", "per_device_eval_batch_size": 1}
+ARGUMENTS |= {"eval_strategy": "steps", "eval_steps": 1}
+
+
 class Logged(TrainerCallback):
     def __init__(self, found):
         self.found, self.logs = found, {}
@@ -175,7 +173,8 @@ class Logged(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **_):
         self.logs |= logs
         if "eval_loss" in logs:  # which is logged after its step
-            self.found.add(*(self.logs[name] for name in ("loss", "grad_norm", "eval_loss", "ring_token_ratio")))
+            names = ("loss", "grad_norm", "eval_loss", "ring_token_ratio")
+            self.found.steps.append(tuple(self.logs[name] for name in names))
 
 
 class OwnLoss:
@@ -194,28 +193,11 @@ def by_trainer(layout, loss, models, folder, *, base=Trainer, config=TrainingArg
 
     def work(_rank):
         found, model = Outcome(), plain.load_model(models, layout.model)
-        settings_of_trainer = arguments(
-            folder / "trainer",
-            kind=config,
-            max_steps=len(STEPS),
-            per_device_train_batch_size=len(STEPS[0]) // layout.ranks,
-            train_sampling_strategy="sequential",
-            per_device_eval_batch_size=1,
-            bf16=False,
-            eval_strategy="steps",
-            eval_steps=1,
-            activation_checkpointing=recomputes,
-            learning_rate=plain.LR,
-            lr_scheduler_type="constant",
-            warmup_steps=0,
-            optim="adamw_torch",
-            weight_decay=plain.DECAY,
-            adam_epsilon=plain.EPS,
-            max_grad_norm=plain.LIMIT,
-            adam_beta1=plain.BETAS[0],
-            adam_beta2=plain.BETAS[1],
+        size = len(STEPS[0]) // layout.ranks
+        given["args"] = arguments(
+            folder, kind=config, per_device_train_batch_size=size, activation_checkpointing=recomputes, **ARGUMENTS
         )
-        given.update(rows, args=settings_of_trainer, callbacks=[Logged(found)], data_collator=padded)
+        given.update(rows, callbacks=[Logged(found)], data_collator=padded)
         trainer = kind(model=model, **given, **settings)
         trainer.train()
         trainer.save_model(str(folder / "saved"))

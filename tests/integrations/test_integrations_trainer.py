@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
 from preferences import tokenizer as words
 from preferences import whole_model
 from torch.utils.data import IterableDataset
@@ -15,7 +14,6 @@ from trainers import CAPACITY, LENGTHS, arguments, data, difference, in_trainers
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
 
 from lengthwise.core.errors import LengthwiseError
-from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.integrations.transformers import Trainer as PlannedTrainer
 from lengthwise.models import keep_double
 from session.loops import plain_losses, small_model
@@ -39,32 +37,6 @@ def with_z_loss(outputs, labels, num_items_in_batch=None):
     return (found + 1e-3 * z) / num_items_in_batch
 
 
-class Doubled:
-    """A subclass that people have: it changes the loss, and logs."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
-        return (2 * loss, outputs) if return_outputs else 2 * loss
-
-
-class DoubledTrainer(Doubled, Trainer):
-    pass
-
-
-class PlannedDoubledTrainer(PlannedTrainerMixin, DoubledTrainer):
-    pass
-
-
-def lora(model):
-    adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=True)
-    return get_peft_model(model, adapters)
-
-
-def adapted():
-    torch.manual_seed(1)
-    return lora(small_model(torch.float32))
-
-
 # name: (arguments, what else a trainer is given, most that loss, norm and weights differ)
 CASES = {
     "base": ({}, {}, 2e-6),
@@ -78,11 +50,9 @@ CASES = {
     "smoothing": ({"label_smoothing_factor": 0.1}, {}, 2e-6),
     "own loss": ({}, {"compute_loss_func": with_z_loss}, 2e-6),
     "bf16": ({"bf16": True}, {}, 2e-2),
-    "lora": ({}, {"model": adapted}, 2e-6),
     "stream": ({"max_steps": 6}, {"train_dataset": Stream}, 2e-6),
     "datasets": ({"remove_unused_columns": True}, {"train_dataset": lambda: noted(data())}, 2e-6),
     "sequential": ({"train_sampling_strategy": "sequential", "dataloader_drop_last": True}, {}, 2e-6),
-    "subclass": ({}, {"kinds": (PlannedDoubledTrainer, DoubledTrainer)}, 2e-6),
 }
 
 
@@ -92,10 +62,8 @@ def noted(rows):
 
 def run(name, folder, *, ranks):
     changes, options, _ = CASES[name]
-    options = dict(options)
-    planned, plain = options.pop("kinds", (PlannedTrainer, Trainer))
-    kind = partial(planned, capacity_tokens=CAPACITY) if ranks else plain
-    options = {key: value() if key in ("model", "train_dataset") else value for key, value in options.items()}
+    kind = PLANNED if ranks else Trainer
+    options = {key: value() if key == "train_dataset" else value for key, value in options.items()}
     found = trained(kind, arguments(folder, ranks or 1, **{"max_steps": 8, **changes}), **options)
     found.pop("trainer")
     return found

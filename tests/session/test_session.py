@@ -145,10 +145,11 @@ def test_every_optimizer_by_entry_is_itself(tmp_path):
         assert {name: weights for name, (_, _, weights) in found.items() if weights > 1e-10} == {}
 
 
-def test_single_and_mixed_precision_stay_within_rounding(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"stages": 2, "capacity": 128}])
+def test_single_and_mixed_precision_stay_within_rounding(tmp_path, options):
     def work(_rank):
-        how, steps = {"dtype": torch.float32}, steps_of()[:1]
-        return both_loops(ADAMW, steps=steps, **how), both_loops(SGD, steps=steps, precision="bf16", **how)
+        how = {"dtype": torch.float32, "steps": steps_of()[:1], **options}
+        return both_loops(ADAMW, **how), both_loops(SGD, precision="bf16", **how)
 
     for single, mixed in in_ranks(work, 2, tmp_path):
         assert single[0] < 2e-6
