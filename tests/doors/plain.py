@@ -94,7 +94,7 @@ def load_saved(folder):
 
 @dataclass
 class Outcome:
-    """Of each step (loss, norm before clipping, loss of EVAL_ROWS after it, share of tokens in rings); what is saved."""
+    """Of each step (loss, norm before clipping, loss of EVAL_ROWS after, share of tokens in rings); what is saved."""
 
     steps: list[tuple[float, float, float, float]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
