@@ -31,7 +31,10 @@ def run_file(folder, *, layers=3, tied=False, **keys):
 @pytest.mark.parametrize("precision", ["fp64", more("bf16")])
 def test_verify_compares_stages_with_one_process(tmp_path, capsys, precision):
     """By the plan that `plan` writes."""
-    path, plan = run_file(tmp_path, tied=True, stages=2, precision=precision), tmp_path / "plan.json"
+    path, plan = (
+        run_file(tmp_path, tied=True, stages=2, precision=precision, capacity_tokens=48),
+        tmp_path / "plan.json",
+    )
     assert call("plan", "--config", path, "--out", plan, "--ranks", 5) == 2
     assert call("plan", "--config", path, "--out", plan, "--ranks", 4) == 0
     assert call("verify", path, "--ranks", 4, "--plan", plan) == 0
