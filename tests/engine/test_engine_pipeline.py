@@ -48,7 +48,7 @@ def pair_of(name: str):
     return PAIRS[name]
 
 
-@pytest.mark.parametrize("name", [more(name) if name.startswith("gemma2") else name for name in CONFIGS])
+@pytest.mark.parametrize("name", [more(name) if name.startswith(("llama", "gemma2")) else name for name in CONFIGS])
 def test_rings_and_packs_of_three_replicas_give_the_gradients_of_one_process(name):
     lengths = (17, 5, 3, 9, 1, 12)
     rows = [
@@ -115,16 +115,6 @@ def test_any_plan_on_any_stages_gives_the_gradients_of_one_process(seed, name, r
     options = {"logits_at_once": choose.choice([None, 48, 480]), "make_store": lambda _: CopyStore()}
     found = pipeline_difference(pair_of(name), plan, lengths, **options)
     assert max(found.gradient, found.loss, found.router_loss) < TOLERANCE
-
-
-def test_an_evaluation_in_stages_has_the_loss_of_one_process():
-    lengths = (17, 5, 3, 9)
-    plan = as_pipeline(
-        make_plan(2, lengths, [Piece(ranks=(0, 1), sequences=(0, 1)), Piece(ranks=(1,), sequences=(2, 3))]), 3
-    )
-    found = pipeline_difference(pair_of("llama, tied"), plan, lengths, train=False)
-    assert found.loss < TOLERANCE
-    assert found.gradient == 1.0  # no backward ran
 
 
 def test_a_stage_that_fails_ends_all_ranks_and_they_say_where_they_wait(monkeypatch):

@@ -4,8 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from loops import LargestTensor, small_model
 from trainers import arguments, data, padded, trained
+
+from session.loops import LargestTensor, small_model
 
 pytest.importorskip("trl")  # an extra
 

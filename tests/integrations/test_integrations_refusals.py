@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from loops import small_model
 from peft import PromptTuningConfig, get_peft_model
 from trainers import CAPACITY, Kept, arguments, data, difference, in_trainers, padded, relative, trained
 from transformers import Trainer, TrainingArguments
@@ -19,6 +18,7 @@ from lengthwise.integrations.arguments import CALLABLES, KEPT, REFUSED, WITHOUT_
 from lengthwise.integrations.rows import rows_of
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.integrations.transformers import Trainer as PlannedTrainer
+from session.loops import small_model
 from tiers import more
 
 

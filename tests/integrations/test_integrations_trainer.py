@@ -7,8 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from loops import plain_losses, small_model
-from peft import LoraConfig, get_peft_model
 from preferences import tokenizer as words
 from preferences import whole_model
 from torch.utils.data import IterableDataset
@@ -16,9 +14,9 @@ from trainers import CAPACITY, LENGTHS, arguments, data, difference, in_trainers
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
 
 from lengthwise.core.errors import LengthwiseError
-from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.integrations.transformers import Trainer as PlannedTrainer
 from lengthwise.models import keep_double
+from session.loops import plain_losses, small_model
 from tiers import more
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
@@ -39,32 +37,6 @@ def with_z_loss(outputs, labels, num_items_in_batch=None):
     return (found + 1e-3 * z) / num_items_in_batch
 
 
-class Doubled:
-    """A subclass that people have: it changes the loss, and logs."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
-        return (2 * loss, outputs) if return_outputs else 2 * loss
-
-
-class DoubledTrainer(Doubled, Trainer):
-    pass
-
-
-class PlannedDoubledTrainer(PlannedTrainerMixin, DoubledTrainer):
-    pass
-
-
-def lora(model):
-    adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=True)
-    return get_peft_model(model, adapters)
-
-
-def adapted():
-    torch.manual_seed(1)
-    return lora(small_model(torch.float32))
-
-
 # name: (arguments, what else a trainer is given, most that loss, norm and weights differ)
 CASES = {
     "base": ({}, {}, 2e-6),
@@ -78,11 +50,9 @@ CASES = {
     "smoothing": ({"label_smoothing_factor": 0.1}, {}, 2e-6),
     "own loss": ({}, {"compute_loss_func": with_z_loss}, 2e-6),
     "bf16": ({"bf16": True}, {}, 2e-2),
-    "lora": ({}, {"model": adapted}, 2e-6),
     "stream": ({"max_steps": 6}, {"train_dataset": Stream}, 2e-6),
     "datasets": ({"remove_unused_columns": True}, {"train_dataset": lambda: noted(data())}, 2e-6),
     "sequential": ({"train_sampling_strategy": "sequential", "dataloader_drop_last": True}, {}, 2e-6),
-    "subclass": ({}, {"kinds": (PlannedDoubledTrainer, DoubledTrainer)}, 2e-6),
 }
 
 
@@ -92,10 +62,8 @@ def noted(rows):
 
 def run(name, folder, *, ranks):
     changes, options, _ = CASES[name]
-    options = dict(options)
-    planned, plain = options.pop("kinds", (PlannedTrainer, Trainer))
-    kind = partial(planned, capacity_tokens=CAPACITY) if ranks else plain
-    options = {key: value() if key in ("model", "train_dataset") else value for key, value in options.items()}
+    kind = PLANNED if ranks else Trainer
+    options = {key: value() if key == "train_dataset" else value for key, value in options.items()}
     found = trained(kind, arguments(folder, ranks or 1, **{"max_steps": 8, **changes}), **options)
     found.pop("trainer")
     return found
@@ -127,12 +95,12 @@ def test_a_planned_trainer_is_the_plain_trainer(tmp_path):
         assert any(log.get("ring_token_ratio", 0) > 0 for log in found["base"]["logs"])
 
 
-@pytest.mark.parametrize("make", [whole_model, more(small_model)])
-def test_in_double_precision_nothing_but_rounding_differs(tmp_path, make):
+@pytest.mark.exhaustive
+def test_a_model_with_a_tower_is_trained_as_by_the_plain_trainer(tmp_path):
     def work(ranks, _rank):
         with keep_double(torch.float64):
             kind, rows = PLANNED if ranks else Trainer, data(LENGTHS[:12])  # three steps an epoch
-            found = trained(kind, arguments(tmp_path, ranks or 1), model=make(torch.float64), train_dataset=rows)
+            found = trained(kind, arguments(tmp_path, ranks or 1), model=whole_model(torch.float64), train_dataset=rows)
         return found["weights"], [log["loss"] for log in found["logs"] if "loss" in log]
 
     ((expected, losses),) = in_trainers(partial(work, 0), 1, tmp_path)

@@ -3,8 +3,9 @@
 import os
 
 import torch
-from loops import VOCAB, in_ranks, small_model
 from transformers import TrainerCallback, TrainingArguments
+
+from session.loops import VOCAB, in_ranks, small_model
 
 CAPACITY = 96
 LENGTHS = [3, 1, 150, 17, 64, 65, 2, 33, 128, 9, 40, 5, 90, 71, 8, 23, 12, 110, 7, 4, 59, 31, 2, 19]
@@ -31,7 +32,7 @@ def padded(examples):
     }
 
 
-def arguments(folder, ranks=1, **changes):
+def arguments(folder, ranks=1, kind=TrainingArguments, **changes):
     """Return arguments whose global batch is the same for any number of ranks that divides 4."""
     settings = {
         "per_device_train_batch_size": 4 // ranks,
@@ -49,7 +50,7 @@ def arguments(folder, ranks=1, **changes):
         "include_num_input_tokens_seen": "non_padding",
         **changes,
     }
-    return TrainingArguments(str(folder), **settings)
+    return kind(str(folder), **settings)
 
 
 class Kept(TrainerCallback):

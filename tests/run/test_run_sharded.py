@@ -26,10 +26,9 @@ from run.small_runs import (
     count_lines,
     make_rows,
     read_lines,
-    write_model,
     write_run,
 )
-from tiers import more, some
+from tiers import more
 
 CPU = torch.device("cpu")
 LENGTHS = [37, 11, 5, 7, 2, 90, 64, 33, 12, 8, 9, 23]
@@ -61,43 +60,22 @@ def largest_difference(got, expected):
     return max((got[name].double() - each.double()).abs().max().item() for name, each in expected.items())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("keys", "tolerance"),
-    some(
-        [
-            ({}, 1e-13),
-            ({"capacity_tokens": "auto", "memory_check": True}, 1e-13),
-            ({"lora": {"r": 4, "target_modules": ["q_proj", "down_proj"]}}, 1e-13),
-            ({"recompute": "layer", "optimizer": {"name": "lion", "lr": 1e-3, "max_grad_norm": 0.1}}, 1e-13),
-            ({"heads": 2, "precision": "fp32"}, 1e-6),
-            ({"precision": "bf16"}, 1e-3),
-        ],
-        3,
-    ),
+    [
+        ({"capacity_tokens": "auto", "memory_check": True}, 1e-13),
+        ({"recompute": "layer", "optimizer": {"name": "lion", "lr": 1e-3, "max_grad_norm": 0.1}}, 1e-13),
+        ({"precision": "bf16"}, 1e-3),
+    ],
 )
-@pytest.mark.parametrize(("ranks", "layout"), [(3, ZERO3), more(4, HYBRID)])
+@pytest.mark.parametrize(("ranks", "layout"), [(3, ZERO3), (4, HYBRID)])
 def test_a_run_has_the_numbers_of_one_that_is_not_sharded(tmp_path, keys, tolerance, ranks, layout):
     path = run_file(tmp_path, **keys)
     expected, model = trained(path, "zero1", ranks=2)
     numbers, own = trained(path, "sharded", *layout, ranks=ranks)
     assert numbers == pytest.approx(expected, rel=tolerance)
     assert largest_difference(own, model) <= tolerance
-
-
-def test_offload_and_evaluation_work_beside_it(tmp_path):
-    model = write_model(tmp_path / "model", num_hidden_layers=3)
-    keys = {"offload": {"store": "disk", "path": str(tmp_path), "ratio": 1.0}, "save": {"best": "eval_loss"}}
-    keys["eval"] = {"data": [{"path": "train.jsonl"}], "every_steps": 1}
-    path = run_file(tmp_path, model=model, **keys)
-    expected, _ = trained(path, "zero1", ranks=2)
-    numbers, _ = trained(path, "zero3", *ZERO3, ranks=2)
-    assert numbers == pytest.approx(expected, rel=1e-13)
-    evaluated = [[row["loss"] for row in read_lines(tmp_path / each / "eval.jsonl")] for each in ("zero1", "zero3")]
-    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-13)
-    best = [load_file(tmp_path / each / "model-best/model.safetensors") for each in ("zero1", "zero3")]
-    assert largest_difference(*best) <= 1e-15
-    rows = read_lines(tmp_path / "zero3/metrics.jsonl")
-    assert all(row["offloaded_bytes"] for row in rows)
 
 
 @pytest.mark.parametrize(

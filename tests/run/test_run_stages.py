@@ -1,6 +1,5 @@
 """`stages` of the run file: the numbers and the model of one rank, refusals, and a stage that dies."""
 
-import json
 import shutil
 from dataclasses import replace
 
@@ -13,9 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from lengthwise.comm import SoloTransport, World
 from lengthwise.core.faults import VARIABLE
-from lengthwise.core.files import read_plan_text
 from lengthwise.core.measurements import Term
-from lengthwise.core.plan import Plan
 from lengthwise.models import find_model
 from lengthwise.profiler.profile import ProfileSettings, profile
 from lengthwise.run.launch import threads_of_each
@@ -31,34 +28,16 @@ def run_file(folder, *, layers=3, tied=False, **keys):
     return write_run(folder, make_rows(LENGTHS), model=model, **{**KEYS, **keys})
 
 
-@pytest.mark.parametrize(("ranks", "cut"), [
-    (4, ("stages=2", "virtual=2")),
-    more(6, ("stages=2",)),
-    more(3, ("stages=3",)),
-])  # fmt: skip
-def test_a_run_in_stages_has_the_numbers_and_the_model_of_one_rank(tmp_path, request, ranks, cut):
-    path = run_file(tmp_path, layers=4, tied=True, eval={"data": [{"path": "train.jsonl"}], "every_steps": 2})
-    one, whole = trained(path, "one", ranks=1)
-    request.getfixturevalue("checked_transfers")
-    found, model = trained(path, "staged", "--set", *cut, ranks=ranks)
-    assert found == pytest.approx(one, rel=1e-12)
-    assert largest_difference(model, whole) < 1e-12
-    losses = [
-        [json.loads(line)["loss"] for line in (tmp_path / each / "eval.jsonl").read_text().splitlines()]
-        for each in ("one", "staged")
-    ]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
-    plan = ("plan", "--config", tmp_path / "staged/config.yaml", "--out", tmp_path / "plan.json")
-    assert call(*plan, "--ranks", ranks) == 0
-    first = Plan.from_json(read_plan_text(tmp_path / "staged/plans/step-000001.json.gz"))
-    assert Plan.from_json((tmp_path / "plan.json").read_text()) == first
-    assert call(*plan, "--ranks", 5) == 2
-
-
 @pytest.mark.parametrize("precision", ["fp64", more("bf16")])
 def test_verify_compares_stages_with_one_process(tmp_path, capsys, precision):
-    path = run_file(tmp_path, tied=True)
-    assert call("verify", path, "--ranks", 4, "--set", "stages=2", f"precision={precision}") == 0
+    """By the plan that `plan` writes."""
+    path, plan = (
+        run_file(tmp_path, tied=True, stages=2, precision=precision, capacity_tokens=48),
+        tmp_path / "plan.json",
+    )
+    assert call("plan", "--config", path, "--out", plan, "--ranks", 5) == 2
+    assert call("plan", "--config", path, "--out", plan, "--ranks", 4) == 0
+    assert call("verify", path, "--ranks", 4, "--plan", plan) == 0
     said = words(capsys.readouterr().out)
     assert "stages: 2 with 2 ranks a stage, of layers 0 to 1 | 2" in said
     assert "exercised: rings of 2 ranks" in said
@@ -152,18 +131,6 @@ def test_adapters_in_stages_are_those_of_one_rank_with_the_same_dropout(tmp_path
     found, model = trained(path, "staged", "--set", "stages=2", ranks=4)
     assert found == pytest.approx(one, rel=1e-12)
     assert largest_difference(model, whole) < 1e-12
-
-
-@pytest.mark.parametrize("ratio", ["auto", more(1.0)])
-def test_stages_that_offload_hold_longer_sequences_and_have_the_model_of_one_rank(tmp_path, ratio):
-    path = run_file(tmp_path, layers=6)
-    one, whole = trained(path, "one", ranks=1)
-    offload = {"ratio": ratio, "store": "disk", "path": str(tmp_path)}
-    cut = ("stages=2", "capacity_tokens=20", f"offload={json.dumps(offload)}")
-    found, model = trained(path, "staged", "--set", *cut, ranks=4)
-    assert found == pytest.approx(one, rel=1e-12)
-    assert largest_difference(model, whole) < 1e-12
-    assert sum(row["offloaded_bytes"] for row in read_lines(tmp_path / "staged" / "metrics.jsonl")) > 0
 
 
 def write_measurements(folder, *, ranks, head_seconds):

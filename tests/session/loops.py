@@ -86,10 +86,10 @@ def plain_loop(model, optimizer, scheduler, steps, *, limit=1.0, **how):
     return found
 
 
-def planned_loop(session, optimizer, scheduler, steps, *, limit=1.0, ahead=False):
+def planned_loop(session, optimizer, scheduler, steps, *, limit=1.0):
     """The same loop, planned."""
     found = []
-    for rows in session.batches(steps) if ahead else steps:
+    for rows in steps:
         result = session.backward(rows)
         session.clip_grad_norm_(limit)
         optimizer.step()
@@ -99,9 +99,7 @@ def planned_loop(session, optimizer, scheduler, steps, *, limit=1.0, ahead=False
     return found
 
 
-def both_loops(
-    make_optimizer, *, dtype=torch.float64, precision=None, ahead=False, capacity=64, model=None, steps=None, **options
-):
+def both_loops(make_optimizer, *, dtype=torch.float64, precision=None, capacity=64, model=None, steps=None, **options):
     """Return the worst relative differences of loss, norm and weights between the planned loop and the plain one."""
     model = small_model(dtype) if model is None else model
     plain, steps, found = copy.deepcopy(model), steps or steps_of(), []
@@ -110,7 +108,7 @@ def both_loops(
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
         if each is model:
             with Session(model, optimizer, capacity_tokens=capacity, precision=precision, **options) as session:
-                found.append(planned_loop(session, optimizer, scheduler, steps, ahead=ahead))
+                found.append(planned_loop(session, optimizer, scheduler, steps))
                 exact = session.state_dict().get("master_weights", {})  # of rank 0
         else:
             casting = {

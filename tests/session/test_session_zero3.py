@@ -26,7 +26,6 @@ from lengthwise import Session
 from lengthwise.core.errors import ModelRefused
 from lengthwise.cost import costs
 from lengthwise.session import start as session_start
-from tiers import more
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -40,32 +39,6 @@ def family_model(family, dtype=torch.float64, **changes):
     attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
     how = {"attn_implementation": attention, "experts_implementation": "eager", "dtype": dtype}
     return AutoModelForCausalLM.from_config(config, **how).train()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "node", "make", "changes"),
-    [
-        (3, None, ADAMW, {"tie_word_embeddings": True}),
-        (4, 2, ADAMW, {"tie_word_embeddings": True}),
-        more(4, 1, ADAMW, {}),
-        more(6, 3, ADAMW, {}),
-        more(2, None, MOMENTUM, {"tie_word_embeddings": True}),
-        more(1, None, ADAMW, {"tie_word_embeddings": True}),
-    ],
-)
-def test_a_loop_is_the_plain_loop(ranks, node, make, changes, tmp_path):
-    capacity, shard = 128 if ranks == 1 else 64, "hybrid" if node else "zero3"
-    options = {
-        "capacity": capacity,
-        "shard": shard,
-        "ranks_per_node": node,
-        "recompute": "layer" if ranks == 2 else "auto",
-    }
-    work = in_double(lambda _rank: both_loops(make, model=small_model(**changes), steps=steps_of()[:3], **options))
-    for loss, norm, weights in in_ranks(work, ranks, tmp_path):
-        assert loss < 1e-13
-        assert norm < 1e-12
-        assert weights < 1e-11
 
 
 @pytest.mark.exhaustive
