@@ -2,8 +2,8 @@
 
 As Hugging Face's `load_balancing_loss_func` over all layers' rows, E x sum over experts e of f_e x P_e, f_e = choices
 of e / rows, P_e = mean probability. f is counted over the batch first (`program.step_program`), then each row adds
-E x sum of f_e x p_e / rows. Switch Transformer (arXiv 2101.03961), equations 4 to 6. A model with towers has the loss where its
-own class adds it, with what the config of its text part says.
+E x sum of f_e x p_e / rows. Switch Transformer (arXiv 2101.03961), equations 4 to 6. A model with towers has the loss
+where its own class adds it, with what the config of its text part says.
 """
 
 from __future__ import annotations
