@@ -54,6 +54,7 @@ class Parameters(Protocol):
     layout: where the entries of each parameter, as `names` has them, lie in the `state` of all ranks.
     master_weights, grad_shard: this rank's exact parameters, and what `reduce_gradients` returns, (entries,) each; the
     first may be in the host's memory, the second is where the model runs.
+    saved: where the parameters that all ranks train lie, those of other stages too.
     ranks_in_step: how many neighbouring ranks gather and sum together in every pass, so that each of them takes part in
     all microbatches of the others; 1: none do.
     """
@@ -62,6 +63,7 @@ class Parameters(Protocol):
     master_weights: Tensor
     grad_shard: Tensor
     ranks_in_step: int
+    saved: SavedParameters
 
     @property
     def names(self) -> Sequence[str]:

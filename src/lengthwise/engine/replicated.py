@@ -24,7 +24,7 @@ from lengthwise.comm import Pending, Transport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.engine.edits import take_edits, take_edits_to_host
 from lengthwise.engine.flat_layout import BUCKET_ENTRIES, BucketOrder, lay_out
-from lengthwise.engine.parameters import MASTER_WEIGHTS, Shard, brought, shards_of
+from lengthwise.engine.parameters import MASTER_WEIGHTS, SavedParameters, Shard, brought, shards_of
 
 
 class FlatParameters:
@@ -75,6 +75,7 @@ class FlatParameters:
             world_size=transport.world_size,
             bucket_entries=bucket_entries,
         )
+        self.saved = SavedParameters(layout=self.layout, names=self.names, shapes=self.shapes, rank=transport.rank)
         self._gathered = list(range(self.layout.num_buckets))  # in this order
         self._collects = True  # gradients of the model's parameters
         self._is_summed = False  # what `grads` has is in `grad_shard`, with what the other ranks had

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lengthwise.comm import Pending, Transport
 from lengthwise.engine.flat_layout import FlatLayout, lay_out
 from lengthwise.engine.gathering import gathered
-from lengthwise.engine.parameters import MASTER_WEIGHTS, Shard, brought, refuse_parts, shards_of
+from lengthwise.engine.parameters import MASTER_WEIGHTS, SavedParameters, Shard, brought, refuse_parts, shards_of
 from lengthwise.engine.replicated import refuse_hooks, replace_parameters, replaced, share_values, trainable
 from lengthwise.engine.units import ModelUnit, UnitPart, units_of
 from lengthwise.engine.waves import Waves
@@ -81,6 +81,7 @@ class ShardedParameters:
             for own, names in sorted(frozen.items(), key=str)
         ]
         self._trained, self.names, self.shapes, self.layout = trained, trained.names, trained.shapes, trained.layout
+        self.saved = SavedParameters(layout=self.layout, names=self.names, shapes=self.shapes, rank=transport.rank)
         self.master_weights = trained.values
         self.grad_shard = self._sums = torch.zeros_like(self.master_weights, device=device)
         if self._replicas is not None:

@@ -33,8 +33,7 @@ from lengthwise.core.errors import LengthwiseError, OutputError
 from lengthwise.core.faults import fault
 from lengthwise.data.sampler import Position
 from lengthwise.engine.optimizer import ShardedOptimizer
-from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters, SavedParameters
-from lengthwise.engine.stage_parameters import StageParameters
+from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters
 from lengthwise.run.resume import FOLDER, Resume, run_settings
 
 IDLE, WRITTEN, WRITING, FAILED = 0.0, 1.0, 2.0, 3.0
@@ -56,13 +55,7 @@ class Checkpoints:
         note: Callable[[str], None],
     ) -> None:
         self._config, self._transport, self._parameters, self._optimizer = config, transport, parameters, optimizer
-        self._saved = (
-            parameters.saved
-            if isinstance(parameters, StageParameters)
-            else SavedParameters(
-                layout=parameters.layout, names=parameters.names, shapes=parameters.shapes, rank=transport.rank
-            )
-        )
+        self._saved = parameters.saved
         self._asked, self._note, self._data, self._lines = config.checkpoint, note, data, lines
         self._folder = CheckpointFolder(config.output / FOLDER)
         self._step = self._failures = 0  # the step of the one under way; failures in a row

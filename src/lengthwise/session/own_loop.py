@@ -13,9 +13,9 @@ from lengthwise.comm import join, session_world
 from lengthwise.engine.parameters import Parameters
 from lengthwise.models import check_adapters, text_part, whole_model
 from lengthwise.planner.service.process import PlannerProcess
+from lengthwise.session.hooks import point_at_slices
 from lengthwise.session.misuse import check_kinds
 from lengthwise.session.model import hugging_face_model
-from lengthwise.session.parameters import point_at_slices
 from lengthwise.session.settings import check_settings, cost_of
 from lengthwise.session.sharded import ShardedInPlace
 from lengthwise.session.start import Start
