@@ -62,7 +62,7 @@ def check_best(output):
     return step
 
 
-@pytest.mark.parametrize("keys", [{}, more({"overlap": True})], ids=str)
+@pytest.mark.parametrize("keys", [{}, {"shard": "zero3"}, more({"overlap": True})], ids=str)
 def test_the_best_model_is_kept_beside_the_last(tmp_path, capsys, keys):
     output = train(run_file(tmp_path, **keys), "--ranks", 2)
     step = check_best(output)
