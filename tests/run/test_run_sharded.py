@@ -243,3 +243,8 @@ def test_one_rank_and_one_node_have_all_of_it(tmp_path, capfd):
     assert trained(path, "b", *ZERO3, ranks=1)[0] == one
     assert trained(path, "c", "--set", "shard=hybrid", ranks=2)[0] == pytest.approx(one, rel=1e-12)
     assert "where it is zero3" in words(capfd.readouterr().out)
+
+
+def test_a_layout_without_effect_is_said_once(tmp_path, capfd):
+    trained(run_file(tmp_path, capacity_tokens=96, steps=1), "out", "--set", "shard=zero3", ranks=1)
+    assert capfd.readouterr().out.count("shard zero3 has no effect on one rank") == 1

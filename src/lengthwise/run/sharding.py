@@ -34,7 +34,8 @@ def settle_shard(job: Job) -> Job:
     found = resolve(config, job.trained_model, machine, job.cost, **known)
     if is_open and found.settings.shard == "zero1" and job.gpus and job.model.weights:
         check_room(job.model, job.facts.parameters)
-    chosen = {**job.chosen, "shard": found.why} if found.why else job.chosen
+    # Of a layout that was asked for, the session says what there is to say.
+    chosen = {**job.chosen, "shard": found.why} if is_open and found.why else job.chosen
     return replace(job, config=found.settings, chosen=chosen)
 
 
