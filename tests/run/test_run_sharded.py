@@ -26,6 +26,7 @@ from run.small_runs import (
     count_lines,
     make_rows,
     read_lines,
+    write_model,
     write_run,
 )
 from tiers import more
@@ -248,3 +249,12 @@ def test_one_rank_and_one_node_have_all_of_it(tmp_path, capfd):
 def test_a_layout_without_effect_is_said_once(tmp_path, capfd):
     trained(run_file(tmp_path, capacity_tokens=96, steps=1), "out", "--set", "shard=zero3", ranks=1)
     assert capfd.readouterr().out.count("shard zero3 has no effect on one rank") == 1
+
+
+def test_hybrid_with_a_rank_a_node_is_zero1(tmp_path):
+    """Nobody shares parameters then, and no rank reads rows of its own."""
+    path = run_file(tmp_path, model=write_model(tmp_path / "model"))
+    expected, weights = trained(path, "zero1", ranks=2)
+    numbers, saved = trained(path, "hybrid", "--set", "shard=hybrid", "ranks_per_node=1", ranks=2)
+    assert numbers == expected
+    assert largest_difference(saved, weights) == 0.0

@@ -152,11 +152,9 @@ class TrainingSettings(Settings):
         return min(within, ranks)
 
     def layout(self, ranks: int) -> str:
-        """Return how parameters lie over the ranks: zero1, zero3 or hybrid; on one node the last two are the same."""
+        """Return how parameters lie over the ranks: zero1, or by how many share them, hybrid or zero3."""
         within = self.ranks_in_step(ranks)
-        if within == ranks:
-            return "zero1" if ranks == 1 else "zero3"
-        return "hybrid" if self.shard == "hybrid" else "zero1"
+        return "zero1" if within == 1 else "zero3" if within == ranks else "hybrid"
 
     def plan_mode(self, ranks: int) -> str:
         """Return how ranks run beside each other in plans for this layout."""

@@ -45,6 +45,7 @@ def lay_parameters(
         return StageParameters(*stage, **early, **how)
     how["layers"] = wrapped_layers(model)
     if ranks_in_step == 1:
+        assert rows is None, "whole parameters come from rank 0"
         return FlatParameters(model, transport, **early, **how)
     read = None if rows is None else rows.read
     return ShardedParameters(model, transport, trains=trains, ranks_per_node=ranks_in_step, read=read, **how)
