@@ -121,9 +121,10 @@ class SignalsReaders(Callback):
                 os.kill(each, self._number)
 
 
-def broken_by(number, said, path, ranks):
+def broken_by(number, said, path, ranks, seconds=60):
+    """Train until a reader is broken; return the run's folder. seconds: that a rank waits: a busy disk is no hang."""
     with pytest.raises(RankError, match=re.escape(f"waiting for the reader of the stream: expected {said}")):
-        lengthwise.train(path, ranks=ranks, callbacks=[SignalsReaders(3, number)], timeout_seconds=4)
+        lengthwise.train(path, ranks=ranks, callbacks=[SignalsReaders(3, number)], timeout_seconds=seconds)
     assert not readers()
     return path.parent / "out"
 
@@ -143,7 +144,7 @@ def test_a_run_whose_reader_is_killed_goes_on_where_it_was(tmp_path, named, at_t
 
 @pytest.mark.exhaustive
 def test_a_reader_that_stops_is_named_and_ended(tmp_path, named):
-    broken_by(signal.SIGSTOP, "rows within 4 s; got none", run_of(tmp_path, streaming=True), 2)
+    broken_by(signal.SIGSTOP, "rows within 4 s; got none", run_of(tmp_path, streaming=True), 2, seconds=4)
 
 
 @pytest.mark.exhaustive
