@@ -14,6 +14,7 @@ from lengthwise.cli.options import PlanChoices
 from lengthwise.cli.plan import PlanCommand
 from lengthwise.config import build_config
 from lengthwise.cost import analytic_cost, named_hardware, named_shape
+from lengthwise.run.building import session_settings
 from lengthwise.run.checks import prepare_job
 from lengthwise.run.sharding import settle_shard
 from lengthwise.session import start
@@ -92,7 +93,11 @@ def test_all_doors_plan_alike(folder, model, monkeypatch, layout, ratio, heads):
     keys["offload"] = ratio and {"store": "disk", "path": str(folder), "ratio": ratio}
     path = write_run(folder, precision="fp32", **keys)
     config = build_config(json.loads(path.read_text()), folder=folder)
-    trained = settle_shard(prepare_job(config, ranks=RANKS, timeout_seconds=10)).planning
+    job = settle_shard(prepare_job(config, ranks=RANKS, timeout_seconds=10))
+    trained, transport = job.planning, SimpleNamespace(world_size=RANKS)
+    run = planning_of(SimpleNamespace(transport=transport), None, job.cost, session_settings(job, torch.device("cpu")))
+    assert run.ahead == run.whole == trained
+    assert trained.options.context_tokens == max(LENGTHS)
     assert known(of_session(model, keys)) == known(trained)
     assert_same(of_plan(path), trained)
 

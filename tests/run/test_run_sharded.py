@@ -84,7 +84,7 @@ def test_a_run_has_the_numbers_of_one_that_is_not_sharded(tmp_path, keys, tolera
     [
         more(("zero1", 3), ("hybrid", 4)),
         more(("hybrid", 4), ("hybrid", 4)),
-        more(("hybrid", 4), ("zero3", 3)),
+        (("hybrid", 4), ("zero3", 3)),
         (("zero3", 3), ("zero1", 2)),
     ],
 )

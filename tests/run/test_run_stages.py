@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from testing import tiny_family_config
+from testing import run_ranks, tiny_family_config
 from testing.families import enliven
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +15,10 @@ from lengthwise.core.faults import VARIABLE
 from lengthwise.core.measurements import Term
 from lengthwise.models import find_model
 from lengthwise.profiler.profile import ProfileSettings, profile
+from lengthwise.run.building import open_session
 from lengthwise.run.launch import threads_of_each
+from lengthwise.run.start import prepare
+from lengthwise.session import start
 from run.small_runs import call, make_rows, read_lines, write_model, write_run
 from run.test_run_sharded import LENGTHS, largest_difference, trained, words
 from tiers import more
@@ -42,6 +45,17 @@ def test_verify_compares_stages_with_one_process(tmp_path, capsys, precision):
     assert "stages: 2 with 2 ranks a stage, of layers 0 to 1 | 2" in said
     assert "exercised: rings of 2 ranks" in said
     assert said.endswith("PASS")
+
+
+def test_layers_are_cut_by_the_rows_of_the_data(tmp_path, monkeypatch):
+    job, seen, cut = prepare(run_file(tmp_path, stages=2), [], ranks=2, timeout_seconds=60).job, [], start.cut_stages
+    monkeypatch.setattr(start, "cut_stages", lambda *given, **how: seen.append(given[3]) or cut(*given, **how))
+
+    def work(transport):
+        open_session(job, World(rank=transport.rank, world_size=2), transport, say=str)
+        return sorted(seen[0])
+
+    assert run_ranks(work, 2)[0] == sorted(LENGTHS)
 
 
 def test_routers_are_counted_through_the_stages(tmp_path, request):

@@ -17,6 +17,7 @@ from lengthwise.cost.measured import base_cost
 from lengthwise.planner.service.step_planning import step_planning
 from lengthwise.session import settings as session_settings
 from lengthwise.session import start as session_start
+from lengthwise.setup import resolve
 from tiers import more
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -135,6 +136,22 @@ def test_of_layouts_that_fit_the_fastest_is_taken_by_costs(monkeypatch, capsys):
     assert session_start.settled(start_of(model, settings, late)).settings.asked.shard == "zero3"
     assert "shard zero3: a step takes" in capsys.readouterr().out
     assert session_start.settled(start_of(model, settings, plain)).settings.asked.shard == "zero1"
+
+
+@pytest.mark.parametrize(("others", "here"), [(8, 8), (4, 8)])
+def test_ranks_of_machines_of_two_sizes_are_no_node_and_whole_values_are_worth_a_margin(monkeypatch, others, here):
+    model, seen = small_model(torch.bfloat16), []
+    settings = on_gpu(model, ADAMW(model.parameters()))
+    alone(monkeypatch, lambda *_: 80e9)
+    monkeypatch.setattr(session_start, "least", lambda _, numbers: [min(others, numbers[0]), *numbers[1:]])
+    monkeypatch.setattr(
+        session_start, "resolve", lambda *given, **known: seen.append((given, known)) or resolve(*given)
+    )
+    start = start_of(model, settings, base_cost(settings.trained.shape, "h100", precision="bf16"))
+    for is_read in (True, False):
+        session_start.settled(replace(start, settings=replace(settings, is_read_between=is_read)))
+    assert [given[2].here for given, _ in seen] == [here, here]
+    assert [known["margin"] for _, known in seen] == [session_start.MODEL_ERROR, 0.0]
 
 
 @pytest.mark.parametrize(("offloads", "shard"), [(False, "zero3"), (True, "zero1")])

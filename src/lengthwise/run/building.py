@@ -66,7 +66,7 @@ def open_session(
     start = Start(
         model=model,
         text=model,
-        settings=_settings(job, world.device),
+        settings=session_settings(job, world.device),
         cost=job.cost,
         transport=transport,
         local_ranks=world.local_size,
@@ -82,7 +82,7 @@ def open_session(
     return session, made[0]
 
 
-def _settings(job: Job, device: torch.device) -> SessionSettings:
+def session_settings(job: Job, device: torch.device) -> SessionSettings:
     """Return what a session takes of a job's settings, which were checked."""
     config = job.config
     return SessionSettings(
