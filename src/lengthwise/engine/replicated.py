@@ -5,9 +5,8 @@
     master_weights  (fp32, or fp64)   this rank's slices of the exact parameters
 
 Once a step: a reduce-scatter of `grads`, the optimizer on the slices, an all-gather into `values`, bucket by bucket
-(`engine.flat_layout`). Each of W ranks has, with AdamW, 6 + 16/W bytes a parameter in bf16, 8 + 16/W in fp32, one rank
-alone 18 and 16, as its slices are the buffers themselves, and no more while it takes the model in. ZeRO stage 1 (arXiv
-1910.02054).
+(`engine.flat_layout`). With AdamW each of W ranks has 6 + 16/W bytes a parameter in bf16, 8 + 16/W in fp32; one rank
+alone 18 and 16, as its slices are the buffers themselves. ZeRO stage 1 (arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ from lengthwise.engine.parameters import MASTER_WEIGHTS, SavedParameters, Shard,
 class FlatParameters:
     """`Parameters` in flat buffers, values and gradients whole on every rank; the model works on views of them.
 
-    What rank 0 has of the model counts, buffers as well, wherever it lies; the others' parameters may be without
-    storage (on the meta device).
+    What rank 0 has of the model counts, wherever it lies; other ranks may have no storage (the meta device).
     device: where the buffers are; None: where the model is. layers: the decoder's, whose parameters stay together.
-    overlaps: whether sums of buckets travel while backward runs. values_late: whether published values travel while the
-    next forward runs, which waits for what it reads. keeps_frozen: what does not train keeps its dtype, and is not made
-    to compute in `dtype`. exact_on: where master weights are, apart from all else; None: where the model is.
+    overlaps: sums of buckets travel while backward runs. values_late: published values travel while the next forward
+    runs, which waits for what it reads. keeps_frozen: what does not train keeps its dtype. exact_on: where master
+    weights are, apart from all else; None: where the model is.
     """
 
     ranks_in_step = 1

@@ -1,8 +1,7 @@
 """A profile, as one of its ranks: runs the parts of a step in turn, again and again, and fits what they took.
 
 Microbatches of doubling lengths, rings and blocks warm up until one takes too long; then all take turns with messages
-and the step's end. Lower quartiles over ranks make the samples (`cost.fit`). Costs `seconds`, no memory beside that of
-training. Not run on a GPU yet, which is waited for around each run.
+and the step's end. Lower quartiles over ranks make the samples (`cost.fit`). It needs the memory of training alone.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ a tick sends on, by which each rank posts: one only waits for earlier ones.
 
 Where routers have a balance loss, all microbatches first run forward without gradients, and what all tokens choose is
 summed over the ranks (`models.router`). A microbatch of whole models that is the last of all its ranks keeps its graph
-instead and goes backward first: a rank of n pays for at most n more forward passes and never holds two graphs. Ranks in
-lock-step have the same last one.
+instead and goes backward first, so that no rank holds two graphs. Ranks in lock-step have the same last one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A planned step in a loop of somebody else's: their model, optimizer, scheduler and data.
+"""Planned steps inside a training loop: a user's own, or that of `lengthwise train`.
 
-Between steps the model is plain Hugging Face. A step plans the sequences it is given, runs this rank's microbatches and
-reduces their gradients; `optimizer.step()` updates this rank's slices, and a hook sends them to all ranks. All ranks
-are given the same sequences, and call the same methods in the same order.
+A step plans the sequences it is given, runs this rank's microbatches and reduces their gradients. In a user's loop
+`optimizer.step()` updates this rank's slices, and a hook sends them to all ranks; between steps the model is plain
+Hugging Face. All ranks are given the same sequences, and call the same methods in the same order.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ class Session:
         shard: zero1: each rank has all parameters; zero3: its part, and the model no values between steps; hybrid: its
             part of what a node has; auto: the fastest that leaves room, by estimate.
         ranks_per_node: that share the parameters under hybrid; None: those that the launcher started on a machine.
-        stages: of a pipeline, as in a run file: each rank keeps its layers of the model, with the values of the first
-            replica's ranks, and no others after that.
-        virtual: chunks of layers of a stage.
+        stages, virtual: of a pipeline, as in a run file: each rank keeps its layers of the model, with the values of
+            the first replica's ranks, and no others after that.
         recompute: activation checkpointing: none, layer or all_but_attention; auto: each step's best, and none where
             capacity_tokens is a number.
         heads: split heads, as in a run file.
@@ -67,9 +66,8 @@ class Session:
         measurements: the file that `lengthwise profile` wrote, or costs, to plan with; None: estimates for the device.
         precision: "bf16": mixed precision over fp32 weights, as torch.autocast has it; None: that of a surrounding
             torch.autocast, if any.
-        attention: the attention implementation, as in a run file.
-        compile, fused_layers, experts: how layers compute in planned steps, as in a run file; the model itself stays as
-            it is.
+        attention, compile, fused_layers, experts: how layers compute in planned steps, as in a run file; the model
+            itself stays as it is.
         overlap: gradients are summed while a rank's last backward runs, where it is in no ring; None: on GPUs only.
         device: where steps run; None: where the model is. Where parameters are cut the model may lie in the host's
             memory, and that of ranks other than 0 on the meta device.
