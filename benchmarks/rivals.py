@@ -35,7 +35,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.cost.measured import measured_cost
 from lengthwise.engine.batch import StepBatch
-from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import ModelSource, build_model, plain_attention
@@ -292,8 +292,9 @@ class _Trainee:
         self._transport = transport
         self._model = build_model(source, seed=0, attention=plain_attention(source) if plain else ATTENTION_NAME)
         self._parameters = FlatParameters(self._model, transport, dtype=torch.float32)
-        self._config = OptimizerConfig(lr=FRESH_RATE)
-        self._optimizer = ShardedOptimizer(self._parameters, self._config, transport)
+        self._optimizer = sliced_optimizer(
+            OptimizerConfig(lr=FRESH_RATE), self._model, self._parameters, transport.rank
+        )
         self._kernel = choose_kernel(torch.device("cpu"))
 
     def step(self, plan: Plan | None, batch: StepBatch) -> list[float]:
@@ -307,7 +308,7 @@ class _Trainee:
             result = run_part(plan, batch, context)
             loss_sum, waited = result.loss_sum, result.ring_wait_seconds
         work_seconds = time.perf_counter() - start
-        self._optimizer.end_step(FRESH_RATE)
+        self._optimizer.end_step(FRESH_RATE, self._transport)
         return [time.perf_counter() - start, loss_sum, waited, work_seconds]
 
     def _one_by_one(self, batch: StepBatch) -> float:

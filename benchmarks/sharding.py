@@ -51,7 +51,7 @@ from lengthwise.cost import (
 )
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.engine.batch import StepBatch, random_batch
-from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.engine.step import StepContext, run_part
@@ -184,9 +184,8 @@ class _Ours:
             if self._sharded
             else FlatParameters(self._model, transport, dtype=torch.float32)
         )
-        self._optimizer = ShardedOptimizer(
-            self._parameters, OptimizerConfig(lr=FRESH_RATE, weight_decay=0.0), transport
-        )
+        config = OptimizerConfig(lr=FRESH_RATE, weight_decay=0.0)
+        self._optimizer = sliced_optimizer(config, self._model, self._parameters, transport.rank)
         shape = shape_from_config(CONFIG.to_dict())
         self._memory = StepMemory(
             shape=shape, dtype_bytes=4, ranks=cluster.ranks, shard="zero3" if self._sharded else "zero1", ties=False,
@@ -205,7 +204,7 @@ class _Ours:
 
     def step(self, batch: StepBatch) -> float:
         loss_sum = self._forward_backward(batch)
-        self._optimizer.end_step(FRESH_RATE)
+        self._optimizer.end_step(FRESH_RATE, self._transport)
         return loss_sum / batch.loss_weight
 
     def _forward_backward(self, batch: StepBatch) -> float:
@@ -217,7 +216,7 @@ class _Ours:
     def measured(self, way: str) -> Bytes:
         count = self._memory.parameters or 1
         kept = sum({id(each): each.nbytes for each in self._parameters.tensors()}.values())
-        kept += sum(each.nbytes for each in self._optimizer.state().values())
+        kept += sum(each.nbytes for each in self._optimizer.vectors().values())
         batch = random_batch([2] * self._cluster.ranks, vocab=WORDS)
         gc.collect()
         with LiveBytes(*self._model.parameters(), *self._parameters.tensors()) as live:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig
 
 from lengthwise.attention import choose_kernel
@@ -20,7 +21,8 @@ from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
 from lengthwise.cost import Choice, StepMemory, shape_from_config
 from lengthwise.engine.activations import Offloading, measure_microbatch
 from lengthwise.engine.live_bytes import LiveBytes
-from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes, step_end_bytes
+from lengthwise.engine.optimizer import sliced_optimizer
+from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.small_pass import Layout, Lone
 from lengthwise.engine.step import StepContext, run_part
@@ -89,7 +91,7 @@ class Rank:
         self.transport, self.kernel = transport, choose_kernel(torch.device("cpu"))
         self.model: Any = build_adapted(source, _lora(cell), seed=0)
         self.parameters = FlatParameters(self.model, transport, dtype=DTYPES[cell.precision])
-        self.optimizer = ShardedOptimizer(self.parameters, OptimizerConfig(), transport)
+        self.optimizer = sliced_optimizer(OptimizerConfig(), self.model, self.parameters, transport.rank)
         self.offloading = Offloading(self.model, self.kernel, CopyStore())
 
     def step(self, cell: Cell) -> None:
@@ -113,7 +115,7 @@ class Rank:
             offloading=self.offloading,
         )
         run_part(plan, make_batch(cell.lengths, vocab=VOCAB), context)
-        self.optimizer.end_step(1e-3)
+        self.optimizer.end_step(1e-3, self.transport)
 
 
 def measured_peak(cell: Cell) -> int:
@@ -169,9 +171,18 @@ def predicted_at_start(cell: Cell) -> float:
         )
         for position in {0, cell.degree - 1}
     ]
-    return states + max(
-        step_end_bytes(rank.parameters, OptimizerConfig()), max(each.peak(cell.tokens, cell.offload) for each in passes)
-    )
+    peak = max(each.peak(cell.tokens, cell.offload) for each in passes)
+    return states + max(rank.optimizer.pending_bytes()[1], peak)
+
+
+def kept_bytes(model: nn.Module, parameters: Parameters, config: OptimizerConfig) -> int:
+    """Count the bytes of a rank from step to step: of the model, its gradients and masters, and optimizer states.
+
+    Where the optimizer is offloaded, without what is in the host's memory.
+    """
+    there = (*model.parameters(), *model.buffers(), *parameters.tensors())
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in there}
+    return sum(storages.values()) + (-1 if config.offload else len(config.states)) * parameters.master_weights.nbytes
 
 
 def predicted_by_formula(cell: Cell) -> float:

@@ -23,7 +23,7 @@ from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Plan
 from lengthwise.cost import logits_at_once
 from lengthwise.engine.batch import StepBatch
-from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import Computing, choose_mixers, choose_model_kernel, compute_so, plain_attention
@@ -41,7 +41,7 @@ class OurLoop:
         self.model = draw_model(name, device)
         self.transport: Transport = SoloTransport()
         self.parameters = FlatParameters(self.model, self.transport, dtype=dtype)
-        self.optimizer = ShardedOptimizer(self.parameters, OptimizerConfig(), self.transport)
+        self.optimizer = sliced_optimizer(OptimizerConfig(), self.model, self.parameters, 0)
         config: Any = self.model.config
         self.computing = computing or Computing()
         compute_so(self.model, self.computing, device, dtype=dtype, say=self.said.append)
@@ -59,7 +59,7 @@ class OurLoop:
     def step(self, plan: Plan, batch: StepBatch) -> float:
         """Run a whole step; return its loss."""
         loss = self.work(plan, batch)
-        self.optimizer.end_step(1e-5)
+        self.optimizer.end_step(1e-5, self.transport)
         return loss / batch.loss_tokens
 
 
@@ -72,24 +72,15 @@ class PlainLoop:
         self.device, self.said, self._packed, self._pack_tokens = device, list[str](), packed, pack_tokens
         self.model = draw_model(name, device, attention=VARLEN if packed else plain_attention(model_source(name)))
         self.parameters = FlatParameters(self.model, SoloTransport(), dtype=dtype)
-        config, groups = OptimizerConfig(), []
-        for shard in self.parameters.shards():
-            weights = nn.Parameter(shard.weights)
-            weights.grad = shard.gradient
-            groups.append({"params": [weights], "weight_decay": config.weight_decay if shard.decayed else 0.0})
-        self._adamw = torch.optim.AdamW(groups, lr=1e-5, **config.arguments, fused=device.type == "cuda")
-        self._weights = [each for group in groups for each in group["params"]]
+        fused = device.type == "cuda"
+        self._optimizer = sliced_optimizer(OptimizerConfig(), self.model, self.parameters, 0, fused=fused)
 
     def step(self, plan: Plan, batch: StepBatch) -> float:
         """Run a whole step; of the plan only the kind of recomputation counts."""
         self._recompute(plan.microbatches[0].recompute)
         packs = packs_of(batch.lengths, self._pack_tokens) if self._packed else [(i,) for i in range(len(batch.ids))]
         losses = [self._forward_backward(batch, pack) for pack in packs]
-        self.parameters.reduce_gradients()
-        nn.utils.clip_grad_norm_(self._weights, 1.0)
-        self._adamw.step()
-        self.parameters.publish()
-        self.parameters.clear_gradients()
+        self._optimizer.end_step(1e-5, SoloTransport())
         return float(torch.stack(losses).sum())
 
     def _recompute(self, kind: str) -> None:

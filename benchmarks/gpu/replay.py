@@ -33,7 +33,7 @@ from lengthwise.cost import Cost, shape_from_config
 from lengthwise.cost.fit import with_terms
 from lengthwise.cost.measured import base_cost
 from lengthwise.engine.batch import StepBatch, random_batch
-from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.profiler.profile import ProfileSettings, profile
 from lengthwise.simulator import simulate_plan
 from lengthwise.simulator.rounds import microbatch_clocks
@@ -78,7 +78,7 @@ def _measure(sizes: Sizes, loop: OurLoop) -> Measurements:
         seconds=sizes.replay_profile_seconds, longest_tokens=sizes.replay_capacity_tokens, precision=sizes.precision,
         clock="wall", hardware=hardware_here(loop.device), computing=loop.computing,
     )  # fmt: skip
-    trained = (loop.model, loop.parameters, ShardedOptimizer(loop.parameters, OptimizerConfig(), loop.transport))
+    trained = loop.model, loop.parameters, sliced_optimizer(OptimizerConfig(), loop.model, loop.parameters, 0)
     return profile(model_source(sizes.replay_model), world, loop.transport, settings, trained=trained)
 
 

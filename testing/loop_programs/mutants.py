@@ -236,10 +236,10 @@ def _dropping_own_gradients(updates: Any, settle: Callable[[Any], None]) -> None
 
 
 def _dropping_settle() -> AbstractContextManager[object]:
-    from lengthwise.session.sharded import ShardedInPlace
+    from lengthwise.session.loop_optimizer import LoopOptimizer
 
-    settle: Any = vars(ShardedInPlace)["settle"]
-    return mock.patch.object(ShardedInPlace, "settle", lambda self: _dropping_own_gradients(self, settle))
+    settle: Any = vars(LoopOptimizer)["settle"]
+    return mock.patch.object(LoopOptimizer, "settle", lambda self: _dropping_own_gradients(self, settle))
 
 
 def _nothing(*_: object, **__: object) -> None: ...

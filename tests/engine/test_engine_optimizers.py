@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from testing.peaks import kept_bytes
 from testing.strict import StrictWorld
 from torch import nn
 from transformers import LlamaConfig
@@ -12,9 +13,8 @@ from engine.optimizer_cases import CASES, keys_of, plain_optimizer
 from lengthwise.comm import SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.config.optimizer import OPTIMIZERS
-from lengthwise.engine import optimizer as optimizer_module
 from lengthwise.engine.live_bytes import LiveBytes
-from lengthwise.engine.optimizer import FUSED, ShardedOptimizer, kept_bytes, step_end_bytes
+from lengthwise.engine.optimizer import FUSED, sliced_optimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import wrapped_layers
 from lengthwise.models.load import build_skeleton
@@ -32,11 +32,11 @@ def make_model(width):
     return model
 
 
-def make(transport, case, dtype=torch.float64, *, width=70, fused=None, **keys):
+def make(transport, case, dtype=torch.float64, *, width=70, fused=None):
     model = make_model(width)
-    config = OptimizerConfig.model_validate(keys_of(case, **keys))
+    config = OptimizerConfig.model_validate(keys_of(case))
     flat = FlatParameters(model, transport, dtype=dtype, layers=[*model], bucket_entries=1)
-    return model, flat, ShardedOptimizer(flat, config, transport, fused=fused)
+    return model, flat, sliced_optimizer(config, model, flat, transport.rank, fused=fused)
 
 
 def objectives(model, step):
@@ -47,11 +47,16 @@ def objectives(model, step):
         yield model(x.to(dtype)).square().mean()
 
 
-def train(model, optimizer, steps):
+def train(model, optimizer, steps, limit=1.0):
     for step in steps:
         for objective in objectives(model, step):
             objective.backward()
-        optimizer.end_step(LR / (step + 1))
+        optimizer.end_step(LR / (step + 1), SoloTransport(), limit=limit)
+
+
+def rehearse(optimizer, transport):
+    with optimizer.rehearsing():
+        optimizer.end_step(0.0, transport)
 
 
 def plain(case, max_grad_norm):
@@ -83,13 +88,13 @@ def test_every_optimizer_is_tried():
 @pytest.mark.parametrize(("ranks", "max_grad_norm"), [(3, 1e-3), (2, None), more(1, 1e-3), more(4, None)])
 def test_slices_make_the_update_of_whole_parameters(case, fused, ranks, max_grad_norm):
     def work(transport):
-        model, _, own = make(transport, case, fused=fused, max_grad_norm=max_grad_norm)
-        own.rehearse()  # which changes nothing of what follows
+        model, _, own = make(transport, case, fused=fused)
+        rehearse(own, transport)  # which changes nothing of what follows
         for step in range(STEPS):
             for number, objective in enumerate(objectives(model, step)):
                 if transport.rank == (step + number) % transport.world_size:
                     objective.backward()
-            own.end_step(LR / (step + 1))
+            own.end_step(LR / (step + 1), transport, limit=max_grad_norm)
         return [each.detach().clone() for each in model.parameters()]
 
     wanted, start = plain(case, max_grad_norm), make_model(70).double()
@@ -100,8 +105,8 @@ def test_slices_make_the_update_of_whole_parameters(case, fused, ranks, max_grad
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_entry_is_updated_to_the_same_bits_however_parameters_are_cut(case, monkeypatch):
-    """Vectors of a CPU round otherwise than one entry: no entry is left over at the end of a slice, or of a part."""
+def test_an_entry_is_updated_to_the_same_bits_however_parameters_are_cut(case):
+    """Vectors of a CPU round otherwise than one entry: no slice ends between two vectors of a parameter."""
     gradients = [torch.randn(each.shape, generator=torch.Generator().manual_seed(1)) for each in make_parameters()]
 
     def updated(ranks):
@@ -110,7 +115,7 @@ def test_an_entry_is_updated_to_the_same_bits_however_parameters_are_cut(case, m
             transport, model = Silent(), nn.ModuleList(nn.ParameterList([each]) for each in make_parameters())
             transport.rank, transport.world_size = rank, ranks
             flat = FlatParameters(model, transport, dtype=torch.bfloat16, layers=[*model], bucket_entries=1)
-            optimizer = ShardedOptimizer(flat, OptimizerConfig.model_validate(keys_of(case)), transport)
+            optimizer = sliced_optimizer(OptimizerConfig.model_validate(keys_of(case)), model, flat, rank)
             for step in range(4):
                 for run in flat.layout.runs(rank):
                     own = gradients[run.parameter].flatten()[run.entry : run.entry + run.stop - run.start]
@@ -125,8 +130,6 @@ def test_an_entry_is_updated_to_the_same_bits_however_parameters_are_cut(case, m
     whole = updated(1)
     assert not any(each.isnan().any() for each in whole)
     assert all(map(torch.equal, updated(5), whole))
-    monkeypatch.setattr(optimizer_module, "_MOST_AT_ONCE", 32)
-    assert all(map(torch.equal, updated(1), whole))
 
 
 def make_parameters():
@@ -140,26 +143,23 @@ def make_parameters():
 def test_one_kernel_makes_the_same_update(case, dtype, tolerance):
     found = []
     for fused in (False, True):
-        model, flat, optimizer = make(SoloTransport(), case, dtype, fused=fused, max_grad_norm=1e-3)
-        assert optimizer.fused == fused
-        train(model, optimizer, range(STEPS))
+        model, flat, optimizer = make(SoloTransport(), case, dtype, fused=fused)
+        assert [group["fused"] for group in optimizer.optimizer.param_groups] == [fused] * 2
+        train(model, optimizer, range(STEPS), limit=1e-3)
         found.append(flat.master_weights.clone())
     torch.testing.assert_close(*found, rtol=10 * tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("case", "fused"), KERNELS)
 def test_what_goes_on_from_its_state_is_the_same_to_the_bit(case, fused):
-    keys = {"fused": fused}
-    model, flat, optimizer = make(SoloTransport(), case, torch.float32, **keys)
+    model, flat, optimizer = make(SoloTransport(), case, torch.float32, fused=fused)
     train(model, optimizer, range(3))
-    weights, states = flat.master_weights.clone(), {name: each.clone() for name, each in optimizer.state().items()}
-    again, others, later = make(SoloTransport(), case, torch.float32, **keys)
+    weights, states = flat.master_weights.clone(), optimizer.vectors()
+    again, others, later = make(SoloTransport(), case, torch.float32, fused=fused)
     others.master_weights.copy_(weights)
-    assert later.state().keys() == states.keys()
-    for name, each in later.state().items():
-        each.copy_(states[name])
-    later.go_on_from(3)
-    later.rehearse()  # of a run that goes on, as of one that starts
+    assert later.vectors().keys() == states.keys()
+    later.take_vectors(states, updates=3)
+    rehearse(later, SoloTransport())  # of a run that goes on, as of one that starts
     train(model, optimizer, range(3, STEPS))
     train(again, later, range(3, STEPS))
     assert torch.equal(flat.master_weights, others.master_weights)
@@ -173,28 +173,28 @@ def test_an_offloaded_optimizer_makes_the_same_update_to_the_bit(case, ranks, dt
 
     def work(transport, offload, state=None):
         model = make_model(70)
-        config = OptimizerConfig.model_validate(keys_of(case, offload=offload, max_grad_norm=1e-3))
+        config = OptimizerConfig.model_validate(keys_of(case, offload=offload))
         options = {"dtype": dtype, "layers": [*model], "bucket_entries": 1}
         flat = FlatParameters(model, transport, exact_on=torch.device("cpu") if offload else None, **options)
-        optimizer = ShardedOptimizer(flat, config, transport)
-        apart = {each.untyped_storage().data_ptr() for each in (*flat.state().values(), *optimizer.state().values())}
+        optimizer = sliced_optimizer(config, model, flat, transport.rank)
+        kept = [each for state in optimizer.optimizer.state.values() for each in state.values()]
+        apart = {each.untyped_storage().data_ptr() for each in (flat.master_weights, *kept)}
         on_device = [flat.values, flat.grads, flat.grad_shard, *model.parameters()]
         if offload:
             assert not apart & {each.untyped_storage().data_ptr() for each in on_device}
         steps = range(STEPS) if state is None else range(STEPS // 2, STEPS)
-        for own, given in zip((*flat.state().values(), *optimizer.state().values()), state or (), strict=bool(state)):
-            own.copy_(given)
         if state is not None:
-            optimizer.go_on_from(STEPS // 2)
+            flat.master_weights.copy_(state[0])
+            optimizer.take_vectors(state[1], updates=STEPS // 2)
             flat.publish()
         middle = None
         for step in steps:
             if step == STEPS // 2:
-                middle = [each.clone() for each in (*flat.state().values(), *optimizer.state().values())]
+                middle = flat.master_weights.clone(), optimizer.vectors()
             for number, objective in enumerate(objectives(model, step)):
                 if transport.rank == (step + number) % transport.world_size:
                     objective.backward()
-            optimizer.end_step(LR / (step + 1))
+            optimizer.end_step(LR / (step + 1), transport, limit=1e-3)
         return middle, [each.detach().clone() for each in model.parameters()]
 
     found = {offload: StrictWorld(ranks).run(partial(work, offload=offload)) for offload in (False, True)}
@@ -215,15 +215,16 @@ def test_all_that_is_kept_is_there_before_the_first_step_and_its_end_needs_what_
         live.peak_bytes = before = live.now_bytes
         for step in range(STEPS):
             live.peak_bytes = live.now_bytes
-            optimizer.end_step(LR)
-            assert live.peak_bytes - before <= step_end_bytes(flat, config) + (1 << 14), step
+            optimizer.end_step(LR, SoloTransport())
+            assert live.peak_bytes - before <= optimizer.pending_bytes()[1] + (1 << 14), step
             assert live.now_bytes - before < 1 << 12
     assert abs(before - kept_bytes(model, flat, config)) < 1 << 14  # counters of steps
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_torch_has_fused_is_on_the_cpu_too(case):
-    assert make(SoloTransport(), case)[2].fused == (case in FUSED_CASES)
+    groups = make(SoloTransport(), case)[2].optimizer.param_groups
+    assert all(group.get("fused", False) == (case in FUSED_CASES) for group in groups)
 
 
 class Silent(SoloTransport):
@@ -248,7 +249,7 @@ def test_an_8b_model_starts_and_ends_a_step_within_6_and_16_by_w_bytes_a_paramet
     transport.world_size = world_size
     with LiveBytes() as live:
         flat = FlatParameters(model, transport, dtype=torch.bfloat16, device=torch.device("meta"), layers=layers)
-        optimizer = ShardedOptimizer(flat, OptimizerConfig(), transport, fused=True)
+        optimizer = sliced_optimizer(OptimizerConfig(), model, flat, 0, fused=True)
         optimizer.step(1e-3)
     kept = parameters * (6 + 16 / world_size)
     assert kept <= live.now_bytes < kept * 1.001

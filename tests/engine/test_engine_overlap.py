@@ -14,7 +14,7 @@ from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
-from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import keep_double, wrapped_layers
@@ -83,7 +83,7 @@ def train(inner, family, dtype, recompute, *, overlaps, compiles=False):
         values_late=overlaps,
     )
     assert flat.layout.num_buckets > 2
-    optimizer = ShardedOptimizer(flat, OptimizerConfig(max_grad_norm=0.1), transport)
+    optimizer = sliced_optimizer(OptimizerConfig(), model, flat, transport.rank)
     names, values, norms = [], [], []
     with keep_double(dtype):
         for number, plan in enumerate(plans_of(recompute)):
@@ -92,7 +92,7 @@ def train(inner, family, dtype, recompute, *, overlaps, compiles=False):
             context = StepContext(model, Mesh(transport, 1), choose_kernel(CPU), name=f"step {number}", parameters=flat)
             run_part(plan, batch, context)
             names.append([(call.name, call.phase) for call in transport.calls])
-            norms.append(optimizer.end_step(1e-2))
+            norms.append(optimizer.end_step(1e-2, transport, limit=0.1))
         flat.published()
     values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return names, norms, values
@@ -155,8 +155,9 @@ def test_values_are_waited_for_layer_by_layer(monkeypatch):
         model = copy.deepcopy(built("llama"))
         layers = wrapped_layers(model)
         flat = FlatParameters(model, inner, dtype=torch.float32, layers=layers, bucket_entries=1, values_late=True)
-        optimizer = ShardedOptimizer(flat, OptimizerConfig(), inner)
-        optimizer.rehearse()
+        optimizer = sliced_optimizer(OptimizerConfig(), model, flat, inner.rank)
+        with optimizer.rehearsing():
+            optimizer.end_step(0.0, inner)
         counts, order = [len(flat._arriving)], list(flat._arriving)
         for layer in layers:
             layer.register_forward_pre_hook(lambda *_: counts.append(len(flat._arriving)))

@@ -22,6 +22,7 @@ from testing import (
     run_step,
     tiny_family_config,
 )
+from testing.peaks import kept_bytes
 from testing.strict import StrictWorld
 from torch.distributed.fsdp import fully_shard
 
@@ -32,7 +33,7 @@ from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.cost import shape_from_config
 from lengthwise.cost.memory import StepMemory, gathered_bytes
-from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes
+from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.units import UnitPart
 from lengthwise.engine.wave_order import CallKey
@@ -134,12 +135,12 @@ def test_clipped_updates_are_those_of_zero1(changes, frozen):
     def trained(transport, make, plan, offload=False):
         own = copy.deepcopy(model)
         parameters = make(own, transport)
-        config = OptimizerConfig(lr=1e-2, max_grad_norm=1e-3, offload=offload)
-        optimizer = ShardedOptimizer(parameters, config, transport)
+        config = OptimizerConfig(lr=1e-2, offload=offload)
+        optimizer = sliced_optimizer(config, own, parameters, transport.rank)
         norms = []
         for _ in range(2):
             run(own, parameters, transport, plan)
-            norms.append(optimizer.end_step(1e-2))
+            norms.append(optimizer.end_step(1e-2, transport, limit=1e-3))
         with parameters.whole_on_first(trained_only=False):
             return norms, {} if transport.rank else {name: each.detach() for name, each in own.named_parameters()}
 
@@ -282,11 +283,11 @@ def test_what_the_optimizer_leaves_on_the_device_is_what_the_memory_model_counts
             parameters = FlatParameters(own, transport, dtype=dtype, layers=wrapped_layers(own), exact_on=exact_on)
         else:
             parameters = shard(own, transport, dtype, per_node, exact_on)
-        optimizer = ShardedOptimizer(parameters, config, transport)
+        optimizer = sliced_optimizer(config, own, parameters, transport.rank)
         count, width = sum(each.numel() for each in own.parameters()), dtype.itemsize
         memory = StepMemory(shape=shape, dtype_bytes=width, parameters=count, ranks=ranks, offloads=offload)
         expected = replace(memory, shard=layout, ranks_per_node=per_node).state_bytes()
-        host = sum(each.nbytes for each in (*parameters.state().values(), *optimizer.state().values()))
+        host = sum(each.nbytes for each in (*parameters.state().values(), *optimizer.vectors().values()))
         host += parameters.grad_shard.nbytes
         return kept_bytes(own, parameters, config) / expected, host / memory.host_bytes() if offload else 1.0
 

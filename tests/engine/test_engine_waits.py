@@ -23,7 +23,7 @@ from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
-from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.engine.stage_parameters import StageParameters
@@ -77,7 +77,7 @@ class Case:
 BALANCE = {**VARIANTS["mixtral, router loss"][1], "sliding_window": None}
 LONG_FACTORS = ("copy to the device: modeling_rope_utils._compute_longrope_parameters",)
 FULL = {"use_sliding_window": False}
-UPDATE_ON_HOST = "copy to the host: optimizer.update"
+UPDATE_ON_HOST = "copy to the host: optimizer._bring_gradients"
 CASES = {
     "packs": Case(plan=PACKS),
     "rings, split heads, every kind of recomputation": Case(recompute=KINDS),
@@ -146,13 +146,13 @@ def run_case(case):
         kernel = choose_model_kernel(model.config, Computing(), META, dtype=BF16)
         transport = OneOfMany(case.rank, plan.ranks * case.stages)
         parameters, there = prepare(case, model, transport)
-        optimizer = ShardedOptimizer(parameters, OptimizerConfig(offload=case.host_optimizer), transport)
+        optimizer = sliced_optimizer(OptimizerConfig(offload=case.host_optimizer), model, parameters, case.rank)
         offloading = Offloading(model, kernel, pinned_store_on_meta()) if case.offload else None
         waits.found.clear()
         how = {"name": "step", "kernel": kernel, "parameters": parameters, "offloading": offloading}
         run_part(plan, batch, StepContext(model=model, **there, **how))
         during = waits.take()
-        optimizer.end_step(1e-3)
+        optimizer.end_step(1e-3, transport)
         return during, waits.take(), waits.operators
 
 

@@ -6,13 +6,14 @@ import warnings
 import pytest
 import torch
 from testing import SIZES, LiveBytes, make_batch, make_plan
+from testing.peaks import kept_bytes
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
-from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes
+from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import wrapped_layers
@@ -30,8 +31,8 @@ def make(device, dtype, *, hidden=128, fused=None, offload=False):
     options = {"dtype": dtype, "device": device, "layers": wrapped_layers(model), "exact_on": exact_on}
     flat = FlatParameters(model, SoloTransport(), **options)
     # A large eps: where a gradient is next to nothing, AdamW else makes a whole update of its rounding.
-    config = OptimizerConfig(max_grad_norm=0.1, offload=offload, eps=1e-4)
-    return model, flat, ShardedOptimizer(flat, config, SoloTransport(), fused=fused)
+    config = OptimizerConfig(offload=offload, eps=1e-4)
+    return model, flat, sliced_optimizer(config, model, flat, 0, fused=fused)
 
 
 def run(model, flat, device, dtype, *, name="step"):
@@ -61,7 +62,7 @@ def test_gpu_host_waits_once_for_the_microbatches_of_a_step(device):
     dtype = torch.bfloat16
     model, flat, optimizer = make(device, dtype)
     run(model, flat, device, dtype, name="warm-up")
-    optimizer.end_step(1e-3)
+    optimizer.end_step(1e-3, SoloTransport(), limit=0.1)
     told = []
     with telling_waits(device, told):
         run(model, flat, device, dtype)
@@ -93,6 +94,6 @@ def test_gpu_updates_are_those_of_the_cpu(device, fused, offload):
         model, flat, optimizer = make(where, torch.float32, fused=own, offload=away)
         for step in range(3):
             run(model, flat, where, torch.float32, name=f"step {step}")
-            optimizer.end_step(1e-2)
+            optimizer.end_step(1e-2, SoloTransport(), limit=0.1)
         found.append(flat.master_weights.cpu())
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=2e-5)

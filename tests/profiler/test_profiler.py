@@ -9,7 +9,7 @@ from lengthwise.comm import SoloTransport, World
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.shape import Cluster
 from lengthwise.cost.measured import measured_cost, read_measurements
-from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import build_model, find_model
 from lengthwise.planner import PlanOptions, plan_step
@@ -60,11 +60,11 @@ def test_a_model_that_is_to_be_trained_stays_as_it_is_to_the_bit():
         torch.manual_seed(transport.rank)
         drawn = torch.random.get_rng_state()
         world = World(rank=transport.rank, world_size=ranks, local_rank=transport.rank, local_size=ranks)
-        optimizer = ShardedOptimizer(parameters, OptimizerConfig(weight_decay=0.5), transport)
+        optimizer = sliced_optimizer(OptimizerConfig(weight_decay=0.5), model, parameters, transport.rank)
         parameters.grads.fill_(7)  # of no step
         profile(source, world, transport, settings, trained=(model, parameters, optimizer))
         after = [parameters.values, parameters.master_weights]
-        assert not any(each.any() for each in optimizer.state().values())
+        assert not any(each.any() for each in optimizer.vectors().values())
         assert not parameters.grads.any()
         assert torch.equal(drawn, torch.random.get_rng_state())
         return all(torch.equal(old, new) for old, new in zip(before, after, strict=True))

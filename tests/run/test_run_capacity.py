@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from testing import LiveBytes, build_pair, make_batch, run_ranks, tiny_family_config
+from testing.peaks import kept_bytes
 
 from lengthwise import Session
 from lengthwise.comm import World
@@ -16,7 +17,6 @@ from lengthwise.core.plan import Plan
 from lengthwise.cost import capacity as cost_capacity
 from lengthwise.engine import memory
 from lengthwise.engine.norm import clip_factor
-from lengthwise.engine.optimizer import kept_bytes
 from lengthwise.engine.small_pass import SmallPasses
 from lengthwise.run.building import open_session
 from lengthwise.run.start import prepare

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lengthwise
-from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.run import step_end
 from lengthwise.session import engine
 from run.small_runs import (
@@ -33,7 +33,7 @@ KEYS = {"optimizer": {"lr": LR}, "capacity_tokens": 48}
 
 def poison(monkeypatch, what, *steps, rank):
     """Make a value of one rank NaN or infinite in some steps: its loss, its gradients, or what its update leaves."""
-    run_part, update = engine.run_part, ShardedOptimizer.update
+    run_part, update = engine.run_part, SlicedOptimizer.update
     updates = []
 
     def poisoned_run(plan, batch, context):
@@ -48,11 +48,11 @@ def poison(monkeypatch, what, *steps, rank):
     def poisoned_update(self, lr):
         update(self, lr)
         updates.append(lr)
-        if what == "parameter" and self._transport.rank == rank and len(updates) in steps:
+        if what == "parameter" and self.rank == rank and len(updates) in steps:
             self.parameters.master_weights[0] = math.nan
 
     monkeypatch.setattr(engine, "run_part", poisoned_run)
-    monkeypatch.setattr(ShardedOptimizer, "update", poisoned_update)
+    monkeypatch.setattr(SlicedOptimizer, "update", poisoned_update)
 
 
 def run_of(folder, **keys):

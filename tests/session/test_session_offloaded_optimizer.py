@@ -117,7 +117,7 @@ def start_of(model, settings, cost):
     there = SimpleNamespace(world_size=8, rank=0, device_ranks=1)
     return session_start.Start(
         model=model, text=model, settings=settings, cost=cost, transport=there, local_ranks=8, process=None,
-        updates=None, say=print,
+        optimizer=None, say=print,
     )  # fmt: skip
 
 

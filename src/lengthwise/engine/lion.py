@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Lion(torch.optim.Optimizer):
-    """torch has none; its one state, `exp_avg` of each parameter, must be there before the first step."""
+    """torch has none; its one state is `exp_avg` of each parameter."""
 
     def __init__(
         self, params: Iterable[Tensor], lr: float, *, betas: tuple[float, float], weight_decay: float = 0.0
@@ -22,7 +22,12 @@ class Lion(torch.optim.Optimizer):
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]
             for weights in group["params"]:
-                average = self.state[weights]["exp_avg"]
+                if weights.grad is None:
+                    continue
+                state = self.state[weights]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(weights)
+                average = state["exp_avg"]
                 sign = average.lerp(weights.grad, 1 - beta1).sign_()
                 weights.mul_(1 - lr * group["weight_decay"]).add_(sign, alpha=-lr)
                 average.lerp_(weights.grad, 1 - beta2)

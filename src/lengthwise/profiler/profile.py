@@ -29,7 +29,7 @@ from lengthwise.cost.measured import base_cost, measured_model
 from lengthwise.engine.batch import random_batch
 from lengthwise.engine.lay import lay_parameters
 from lengthwise.engine.norm import clip_factor, gradient_norm
-from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.engine.optimizer import SlicedOptimizer, sliced_optimizer
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import (
@@ -64,7 +64,7 @@ _LEAST_TOKENS = 256  # up to here lengths double however long it takes: fewer te
 _Timed = Callable[[], tuple[float, float, float]]
 """Runs something; returns its seconds on this rank, of these those waited, those before backward (NaN: not apart)."""
 
-Trained = tuple[nn.Module, Parameters, ShardedOptimizer]
+Trained = tuple[nn.Module, Parameters, SlicedOptimizer]
 """A model, its parameters and their optimizer."""
 
 
@@ -153,7 +153,7 @@ def build(
     compute_so(model, computing or Computing(), world.device, dtype=DTYPES[precision])
     choose_mixers(model, transport, world.device, dtype=DTYPES[precision])
     parameters = lay_parameters(model, transport, dtype=DTYPES[precision], device=world.device)
-    return model, parameters, ShardedOptimizer(parameters, OptimizerConfig(), transport)
+    return model, parameters, sliced_optimizer(OptimizerConfig(), model, parameters, transport.rank)
 
 
 def open_store(device: torch.device, folder: Path | None, *, where: str) -> ActivationStore | None:
@@ -170,7 +170,7 @@ class RankProfiler:
         self,
         model: nn.Module,
         parameters: Parameters,
-        optimizer: ShardedOptimizer,
+        optimizer: SlicedOptimizer,
         shape: ModelShape,
         world: World,
         transport: Transport,

@@ -11,7 +11,7 @@ import torch
 
 from lengthwise.comm import Transport, World, agree, join
 from lengthwise.config import dump_config
-from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.engine.optimizer import SlicedOptimizer, optimizer_of
 from lengthwise.engine.parameters import Parameters
 from lengthwise.models import DTYPES, build_adapted
 from lengthwise.models.own_rows import OwnRows, forget_towers, own_rows
@@ -50,19 +50,20 @@ def open_session(
     *,
     say: Callable[[str], None],
     draws_both: bool = False,
-) -> tuple[Session, ShardedOptimizer]:
+) -> tuple[Session, SlicedOptimizer]:
     """Return a session of the job's model, and the optimizer of its run file. Collective.
 
     say: reports how the model computes, on rank 0. draws_both: as for `build_adapted`.
     """
-    made = list[ShardedOptimizer]()
-
-    def updates(parameters: Parameters, _rank: int) -> ShardedOptimizer:
-        made.append(ShardedOptimizer(parameters, job.config.optimizer, transport))
-        return made[0]
-
     transport.phase = "start, taking the model of rank 0 in"
     model, rows = _load(job, transport, draws_both=draws_both)
+    whole = optimizer_of(job.config.optimizer, model)
+
+    def on_slices(parameters: Parameters, rank: int) -> SlicedOptimizer:
+        optimizer = SlicedOptimizer(whole, parameters, rank, offloads=job.config.optimizer.offload)
+        optimizer.make_states()
+        return optimizer
+
     start = Start(
         model=model,
         text=model,
@@ -71,15 +72,15 @@ def open_session(
         transport=transport,
         local_ranks=world.local_size,
         process=process,
-        updates=updates,
+        optimizer=on_slices,
         rows=rows,
         stage_lengths=job.known.lengths[job.known.ids].tolist(),
         stage_cost=job.measured_cost,
         say=say,
     )
-    session = Session.of(start)
+    session, optimizer = Session.of(start)
     session.engine.kernel(session.engine.dtype, say)
-    return session, made[0]
+    return session, optimizer
 
 
 def session_settings(job: Job, device: torch.device) -> SessionSettings:

@@ -17,7 +17,7 @@ from lengthwise.core.errors import DataError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.engine.batch import random_batch
 from lengthwise.engine.memory import memory_in_use, reporting_update
-from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner import PACKED_DP
@@ -120,15 +120,15 @@ def _run_pack(lengths: Sequence[int], engine: Engine, job: Job) -> None:
     run_part(plan, batch, StepContext(engine.model, mesh, kernel, name=name, logits_at_once=at_once))
 
 
-def check_step_end(optimizer: ShardedOptimizer, transport: Transport) -> None:
+def check_step_end(optimizer: SlicedOptimizer, transport: Transport) -> None:
     """Run the end of a step that changes nothing, as all ranks do at once. Collective.
 
     Raises:
         MemoryShortage: it does not fit.
     """
     transport.phase = "memory check before the first step, step end"
-    with reporting_update(transport):
-        optimizer.rehearse()
+    with reporting_update(transport), optimizer.rehearsing():
+        optimizer.end_step(0.0, transport)
 
 
 def largest_pack(job: Job) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from lengthwise.core import __version__
 from lengthwise.core.errors import LengthwiseError, OutputError
 from lengthwise.core.faults import fault
 from lengthwise.data.sampler import Position
-from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters
 from lengthwise.run.resume import FOLDER, Resume, run_settings
 
@@ -48,7 +48,7 @@ class Checkpoints:
         config: RunConfig,
         transport: Transport,
         parameters: Parameters,
-        optimizer: ShardedOptimizer,
+        optimizer: SlicedOptimizer,
         *,
         data: Callable[[], str],
         lines: Callable[[], dict[str, int]],
@@ -106,7 +106,7 @@ class Checkpoints:
                 self._error = str(error)
         self._share()  # nobody writes before the folder is there
         fault("checkpoint-copy", self._transport.rank, step)
-        state = {name: each.detach().to("cpu", copy=True) for name, each in self._state().items()}
+        state = self._state()
         self._thread = threading.Thread(target=self._write, args=(step, state), name=f"checkpoint {step}")
         self._thread.start()
         assert self._asked is not None, "who saves was asked to"
@@ -191,7 +191,9 @@ class Checkpoints:
         self._folder.keep_last(self._asked.keep_last)
 
     def _state(self) -> dict[str, Tensor]:
-        return {**self._parameters.state(), **self._optimizer.state()}
+        """Return a copy of what this rank holds, on the host."""
+        exact = {name: each.detach().to("cpu", copy=True) for name, each in self._parameters.state().items()}
+        return {**exact, **self._optimizer.vectors()}
 
     def _share(self) -> list[float]:
         """Return how far each rank is. Collective."""
@@ -215,13 +217,16 @@ class Checkpoints:
             raise OutputError(str(resume.folder), expected="a checkpoint of this run", got=got, remedy=remedy)
         own = {"first": transport.rank, "every": transport.world_size}
         layout, names = parameters.layout, parameters.names
-        found = broken(resume.folder, manifest, **own) or unfit(resume.folder, manifest, self._state(), **own)
+        state = self._state()
+        found = broken(resume.folder, manifest, **own) or unfit(resume.folder, manifest, state, **own)
         failed = [each for each in _all_texts(transport, found or "") if each]
         if failed:
             remedy = "Remove this checkpoint: {resume|resuming} then takes the one before."
             raise OutputError(str(resume.folder), expected="the files that were written", got=failed[0], remedy=remedy)
-        read_state(resume.folder, manifest, layout, names, self._saved.rank, self._state())
-        self._optimizer.go_on_from(manifest.step - manifest.skipped)
+        read_state(resume.folder, manifest, layout, names, self._saved.rank, state)
+        for name, each in parameters.state().items():
+            each.copy_(state.pop(name))
+        self._optimizer.take_vectors(state, updates=manifest.step - manifest.skipped)
         parameters.publish()
         parameters.published()
         self._folder_is_clean(resume)

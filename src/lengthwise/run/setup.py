@@ -13,7 +13,7 @@ import torch
 from lengthwise.comm import Transport, World
 from lengthwise.core.faults import fault
 from lengthwise.core.names import counted
-from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.parameters import Parameters
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.run.building import open_session
@@ -38,7 +38,7 @@ class RankRun:
 
     job: Job
     session: Session
-    optimizer: ShardedOptimizer
+    optimizer: SlicedOptimizer
     end: RunStepEnd
     pricing: Pricing
     folder: RunFolder

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lengthwise.comm import Transport, share_numbers
 from lengthwise.core.errors import ConfigError, RankError
 from lengthwise.engine.stage_parameters import StageParameters
-from lengthwise.session.sharded import ShardedInPlace
+from lengthwise.session.loop_optimizer import LoopOptimizer
 
 _BITS = 48  # of a digest, which fp64 has exactly
 _GROUPS = "arguments of the optimizer's groups, such as learning rates"
@@ -32,7 +32,7 @@ _OWN = 5  # numbers of a rank before its digests
 class Agreement:
     """Compares the ranks of a session. updates: None: nothing trains."""
 
-    def __init__(self, model: nn.Module, transport: Transport, updates: ShardedInPlace | None) -> None:
+    def __init__(self, model: nn.Module, transport: Transport, updates: LoopOptimizer | None) -> None:
         self._transport, self._updates, self._model = transport, updates, model
         self._stages = None if updates is None else _stages(updates)
         self._parameters = dict(model.named_parameters())
@@ -119,7 +119,7 @@ class Agreement:
         parameters.share_tied(from_first=from_first)
 
 
-def _stages(updates: ShardedInPlace) -> StageParameters | None:
+def _stages(updates: LoopOptimizer) -> StageParameters | None:
     return updates.parameters if isinstance(updates.parameters, StageParameters) else None
 
 

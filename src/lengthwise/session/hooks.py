@@ -11,16 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.core.errors import ConfigError, ModelRefused
-from lengthwise.engine.parameters import Parameters, pickled
+from lengthwise.engine.parameters import pickled
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.session.sharded import ShardedInPlace
+from lengthwise.session.loop_optimizer import LoopOptimizer
 
 
-def point_at_slices(
-    updates: ShardedInPlace, parameters: Parameters, rank: int, models: Sequence[nn.Module], closing: ExitStack
-) -> None:
-    """Let the optimizer update slices; the models' own gradients are out of reach, and the models stay as they are."""
-    updates.point_at(parameters, rank)
+def guard_models(updates: LoopOptimizer, models: Sequence[nn.Module], closing: ExitStack) -> None:
+    """Keep the models as they are, and uses of what only the optimizer's slices have out of them, until it closes."""
+    parameters = updates.parameters
     closing.callback(lambda: updates.optimizer.register_step_pre_hook(_refuse_closed))
     closing.callback(updates.release)
     for register in (models[-1].register_forward_pre_hook, models[-1].register_state_dict_pre_hook):

@@ -1,12 +1,11 @@
-"""The optimizers of a loop that a session takes, which compute each entry by itself, and what they keep of it."""
+"""The optimizers of a loop that a session takes: those that compute each entry by itself."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
@@ -19,7 +18,6 @@ BY_ENTRY: Mapping[str, tuple[str, ...]] = {  # classes by the package that has t
     "lion_pytorch": ("Lion",),
     "lengthwise": ("Lion",),
 }
-_STATES = 2  # an entry, of most optimizers; amsgrad and centered keep one more
 _WHY_NOT = {
     "Adafactor": "its update of an entry depends on the rows and columns of the matrix",
     "Muon": "its update of an entry depends on the whole matrix",
@@ -65,23 +63,3 @@ def check_optimizer(optimizer: Any, model: nn.Module, *, offloads: bool = False)
 
 def _refuse(expected: str, got: str, remedy: str = "Take another optimizer.") -> ConfigError:
     return ConfigError("optimizer", expected=expected, got=got, remedy=remedy)
-
-
-def states_an_entry(optimizer: Optimizer) -> int:
-    """Count what an optimizer keeps of each entry: two by most, and what arguments ask for beside."""
-    groups = optimizer.param_groups
-    if isinstance(optimizer, torch.optim.SGD):
-        return int(any(group.get("momentum") for group in groups))
-    return _STATES + any(group.get("amsgrad") or group.get("centered") for group in groups)
-
-
-def plain_value(value: Any) -> Any:
-    """Return an argument of a group as a number; a learning rate may be a tensor."""
-    return value.tolist() if isinstance(value, Tensor) else value
-
-
-def sliced(value: Any, shape: tuple[int, ...], entries: slice) -> Any:
-    """Return a slice of what is kept of each entry of a parameter, and a copy of any other tensor."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.reshape(-1)[entries].clone() if tuple(value.shape) == shape else value.clone()

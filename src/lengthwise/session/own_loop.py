@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from lengthwise.comm import join, session_world
+from lengthwise.engine.optimizer import read_optimizer
 from lengthwise.engine.parameters import Parameters
 from lengthwise.models import check_adapters, text_part, whole_model
 from lengthwise.planner.service.process import PlannerProcess
-from lengthwise.session.hooks import point_at_slices
+from lengthwise.session.hooks import guard_models
+from lengthwise.session.loop_optimizer import LoopOptimizer
 from lengthwise.session.misuse import check_kinds
 from lengthwise.session.model import hugging_face_model
-from lengthwise.session.settings import check_settings, cost_of
-from lengthwise.session.sharded import ShardedInPlace
+from lengthwise.session.settings import SessionSettings, check_settings, cost_of
 from lengthwise.session.start import Start
+from lengthwise.session.withheld import refuse_hooks
 
 
 def start_of_loop(
@@ -29,8 +30,8 @@ def start_of_loop(
     seed: int,
     timeout_seconds: float,
     closing: ExitStack,
-) -> tuple[Start, ShardedInPlace | None]:
-    """Return what a session of a loop begins with, and its optimizer on slices; None: nothing trains. Collective.
+) -> Start[LoopOptimizer]:
+    """Return what a session of a loop begins with. Collective.
 
     given: the keywords of the session, not checked yet. closing: what ends with the session.
 
@@ -44,10 +45,7 @@ def start_of_loop(
     cost, world = cost_of(settings), session_world(settings.device)
     transport = join(world, timeout_seconds=timeout_seconds)
     closing.callback(transport.close)
-    sharded = None
-    if settings.optimizer is not None:  # reads what there was
-        sharded = ShardedInPlace(settings.optimizer, text, offloads=settings.trained.offloads)
-    start = Start(
+    return Start(
         model=model,
         text=text,
         settings=settings,
@@ -55,18 +53,26 @@ def start_of_loop(
         transport=transport,
         local_ranks=world.local_size,
         process=None if transport.rank else closing.enter_context(PlannerProcess()),
-        updates=None if sharded is None else partial(_pointed, sharded, (model, whole_model(text)), closing),
+        optimizer=None if settings.optimizer is None else _on_slices(settings, model, text, closing),
         stage_cost=cost if settings.asked.measurements else None,
         say=_say,
     )
-    return start, sharded
 
 
-def _pointed(
-    sharded: ShardedInPlace, models: tuple[nn.Module, nn.Module], closing: ExitStack, parameters: Parameters, rank: int
-) -> ShardedInPlace:
-    point_at_slices(sharded, parameters, rank, models, closing)
-    return sharded
+def _on_slices(
+    settings: SessionSettings, model: nn.Module, text: nn.Module, closing: ExitStack
+) -> Callable[[Parameters, int], LoopOptimizer]:
+    """Return what points the loop's optimizer, as it is now, at slices of the model's parameters."""
+    assert settings.optimizer is not None, "it trains"
+    whole = read_optimizer(settings.optimizer, text)
+    refuse_hooks(whole.given)
+
+    def point(parameters: Parameters, rank: int) -> LoopOptimizer:
+        optimizer = LoopOptimizer(whole, parameters, rank, text, offloads=settings.trained.offloads)
+        guard_models(optimizer, (model, whole_model(text)), closing)
+        return optimizer
+
+    return point
 
 
 def _say(choice: str) -> None:

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from lengthwise.core.errors import ConfigError
 from lengthwise.cost import Cost
 from lengthwise.engine.norm import clip_factor, gradient_norm
+from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.models import placeholders, whole_model
 from lengthwise.session.agreement import Agreement
 from lengthwise.session.keywords import SessionOptions
+from lengthwise.session.loop_optimizer import LoopOptimizer
 from lengthwise.session.loss_checks import objective_of, takes_whole_logits
 from lengthwise.session.losses import ComputeLoss, TokenLoss, TokenValues
 from lengthwise.session.misuse import check_kinds, refuse_modes
@@ -34,13 +36,11 @@ from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.runner import StepResult, StepRunner, first_step_sentence, refuse_not_finite
 from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
 from lengthwise.session.settings import planning_of
-from lengthwise.session.sharded import ShardedInPlace
 from lengthwise.session.source import PlannedStep, StepsOfIterators
 from lengthwise.session.stages import whole_states
-from lengthwise.session.start import Start, settled, start_engine
+from lengthwise.session.start import Own, Start, settled, start_engine
 from lengthwise.session.state import take_state
 from lengthwise.session.step_end import SessionStepEnd
-from lengthwise.session.updates import Updates
 from lengthwise.session.values import Combine, Per, combined, gather, refuse_dropout
 
 
@@ -91,10 +91,10 @@ class Session:
         self._clear(optimizer)
         how: dict[str, Any] = {"seed": seed, "timeout_seconds": timeout_seconds, "closing": self._closing}
         try:
-            start, self._sharded = start_of_loop(model, optimizer, settings, **how)
+            start = start_of_loop(model, optimizer, settings, **how)
             if start.process is not None:
                 weakref.finalize(self, start.process.close)  # of a session that nobody closes
-            self._begin(start)
+            self._sharded = self._begin(start)
             self._agreement = Agreement(start.text, start.transport, self._sharded)
             if self._sharded is not None:
                 stages = self._settings.asked.stages
@@ -106,20 +106,21 @@ class Session:
             raise
 
     @classmethod
-    def of(cls, start: Start) -> Session:
-        """Return a session of a loop that all ranks run alike, to be planned by `plan_with`. Collective."""
+    def of(cls, start: Start[Own]) -> tuple[Session, Own]:
+        """Return a session of a loop that all ranks run alike, to be planned, and its optimizer. Collective."""
         session = cls.__new__(cls)
         session._clear(None)
-        session._begin(start)
-        return session
+        optimizer = session._begin(start)
+        assert optimizer is not None, "it trains"
+        return session, optimizer
 
     def _clear(self, optimizer: Any) -> None:
         self.optimizer, self._sharded, self._agreement = optimizer, None, None
         self._known_losses, self._iterators = set[object](), StepsOfIterators()
         self._closing, self._is_closed, self._has_said = ExitStack(), False, False
 
-    def _begin(self, start: Start) -> None:
-        """Take the model, in the layout that fits. Collective."""
+    def _begin(self, start: Start[Own]) -> Own | None:
+        """Take the model, in the layout that fits; return its optimizer on slices. Collective."""
         self.model, self._inner, self._transport = start.model, start.text, start.transport
         self.rank, self.world_size = self._transport.rank, self._transport.world_size
         self._words = {
@@ -128,10 +129,12 @@ class Session:
         }
         start = settled(start)
         self._settings, self._planner = start.settings, start.process
-        self.engine, self._updates = start_engine(start)
+        self.engine, optimizer = start_engine(start)
+        self._updates: SlicedOptimizer | None = optimizer
         self._closing.callback(self.engine.close)
         self.runner = StepRunner(engine=self.engine)
         self.shard = start.settings.asked.layout(self.world_size)
+        return optimizer
 
     def plan_with(self, cost: Cost) -> SessionPlanning:
         """Measure what memory holds, where that is asked for, and plan steps from then on. Collective.
@@ -365,14 +368,14 @@ class Session:
         if self._is_closed:
             raise ConfigError("session", expected="an open one", got="one after close", remedy="Make another Session.")
 
-    def _trained(self, what: str) -> ShardedInPlace:
+    def _trained(self, what: str) -> LoopOptimizer:
         self._refuse_closed()
         if self._sharded is None:
             remedy = "Give Session an optimizer."
             raise ConfigError("optimizer", expected=f"an optimizer for {what}", got="none", remedy=remedy)
         return self._sharded
 
-    def _training(self, what: str, **given: object) -> Updates:
+    def _training(self, what: str, **given: object) -> SlicedOptimizer:
         """Check a method that trains, and its arguments; return what updates the parameters."""
         check_kinds(**given)
         refuse_modes(what, self.engine.cast_dtype())

@@ -18,15 +18,15 @@ from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import Cost, hardware_of_gpu, shape_from_config
 from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.engine.activations import check_offload
+from lengthwise.engine.optimizer import SlicedOptimizer, states_an_entry
 from lengthwise.models import Computing, check_computing, check_cut, has_own_logits, whole_model
 from lengthwise.planner.service.step_planning import step_planning
 from lengthwise.session.capacity import kinds_of, measured_of
 from lengthwise.session.engine import Engine
 from lengthwise.session.keywords import keyword_problems, read_keywords
 from lengthwise.session.model import PRECISIONS, check_session_model
-from lengthwise.session.optimizers import check_optimizer, states_an_entry
+from lengthwise.session.optimizers import check_optimizer
 from lengthwise.session.planning import SessionPlanning, for_whole_logits
-from lengthwise.session.updates import Updates
 from lengthwise.setup import TrainedModel, memory_of_settings, offload_of
 
 _MOST_TOKENS = 2**22  # of a loop's batch, as which memory is measured: what it will give is not known yet
@@ -175,7 +175,9 @@ def cost_of(settings: SessionSettings) -> Cost:
     return base_cost(trained.shape, name, **how)
 
 
-def planning_of(engine: Engine, updates: Updates | None, cost: Cost, settings: SessionSettings) -> SessionPlanning:
+def planning_of(
+    engine: Engine, updates: SlicedOptimizer | None, cost: Cost, settings: SessionSettings
+) -> SessionPlanning:
     """Return what plans the steps of a session; what memory holds is measured where it is asked for. Collective."""
     asked, measured, whole = settings.asked, None, None
     if settings.capacity_tokens is not None:

@@ -17,7 +17,7 @@ from lengthwise.engine.gathering import gather_to_first
 from lengthwise.models import text_config
 from lengthwise.program.stage_program import cut_layers
 from lengthwise.session.engine import Engine
-from lengthwise.session.sharded import ShardedInPlace
+from lengthwise.session.loop_optimizer import LoopOptimizer
 from lengthwise.session.state import GROUPS, STATE, whole_state
 
 
@@ -95,7 +95,7 @@ def _from_stages(mesh: Mesh, own: Mapping[str, Tensor], device: torch.device) ->
     return {} if world.rank else found
 
 
-def whole_states(updates: ShardedInPlace, engine: Engine) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def whole_states(updates: LoopOptimizer, engine: Engine) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return on rank 0 the optimizer's state, as `whole_state` does, and the weights by name; {} on others. Collective.
 
     Of all stages, where there are some.

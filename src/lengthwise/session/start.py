@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from lengthwise.core.names import counted
 from lengthwise.cost import Cost, check_host
 from lengthwise.engine.lay import lay_parameters
 from lengthwise.engine.memory import SMALLER_STATE, free_bytes, reporting_shortage
+from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.pipeline import Pipeline
 from lengthwise.engine.replicated import share_values
@@ -27,20 +28,21 @@ from lengthwise.session.engine import Engine, engine_of
 from lengthwise.session.model import towers_sentence
 from lengthwise.session.settings import SessionSettings
 from lengthwise.session.stages import cut_stages, join_stages
-from lengthwise.session.updates import Updates
 from lengthwise.setup import Machine, memory_of_settings, resolve
 from lengthwise.simulator import MODEL_ERROR
 
+Own = TypeVar("Own", bound=SlicedOptimizer)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class Start(Generic[Own]):
     """What a session begins with.
 
     model: as it is saved. text: of it, what runs. cost: with whole parameters on every rank. local_ranks: of this
-    machine. process: of rank 0, which plans; None elsewhere. updates: makes what updates the parameters, by them and
-    by this rank among those that have the same; None: nothing trains. rows: where ranks read their own weights; None:
-    those of the first rank count. stage_lengths, stage_cost: of sequences, by which layers are cut into stages; None:
-    by FLOPs. say: reports a choice, on rank 0.
+    machine. process: of rank 0, which plans; None elsewhere. optimizer: makes the one on slices, by the parameters
+    and by this rank among those that have the same; None: nothing trains. rows: where ranks read their own weights;
+    None: those of the first rank count. stage_lengths, stage_cost: of sequences, by which layers are cut into stages;
+    None: by FLOPs. say: reports a choice, on rank 0.
     """
 
     model: nn.Module
@@ -50,7 +52,7 @@ class Start:
     transport: Transport
     local_ranks: int
     process: PlannerProcess | None
-    updates: Callable[[Parameters, int], Updates] | None
+    optimizer: Callable[[Parameters, int], Own] | None
     say: Callable[[str], None]
     rows: OwnRows | None = None
     stage_lengths: Sequence[int] = ()
@@ -62,7 +64,7 @@ class Start:
         return not self.transport.rank
 
 
-def settled(start: Start) -> Start:
+def settled(start: Start[Own]) -> Start[Own]:
     """Return the start with its layout settled: the one that is asked for, or the fastest that fits. Collective.
 
     Rank 0 decides, by its costs. What model and optimizer hold already counts as free: it moves.
@@ -91,7 +93,7 @@ def settled(start: Start) -> Start:
     return replace(start, settings=replace(settings, asked=asked))
 
 
-def _held_bytes(start: Start) -> int:
+def _held_bytes(start: Start[Any]) -> int:
     """Count what a loop's model and its optimizer hold on the device where steps run."""
     optimizer = start.settings.optimizer
     states = () if optimizer is None else optimizer.state.values()
@@ -100,12 +102,12 @@ def _held_bytes(start: Start) -> int:
     return sum(each.nbytes for each in held if isinstance(each, Tensor) and each.device.type == device)
 
 
-def start_engine(start: Start) -> tuple[Engine, Updates | None]:
+def start_engine(start: Start[Own]) -> tuple[Engine, Own | None]:
     """Return what runs the steps of a start whose layout is settled, and what updates its parameters. Collective."""
     settings, transport, say = start.settings, start.transport, start.say if start.is_first else None
     _refuse_not_finite(start.model, transport)
     _check_host_optimizer(start)
-    if start.is_first and start.updates is not None and (towers := towers_sentence(start.text)):
+    if start.is_first and start.optimizer is not None and (towers := towers_sentence(start.text)):
         start.say(towers)
     engine = engine_of(
         start.text,
@@ -129,7 +131,7 @@ def start_engine(start: Start) -> tuple[Engine, Updates | None]:
         return engine, _take_model(start, engine)
 
 
-def _take_model(start: Start, engine: Engine) -> Updates | None:
+def _take_model(start: Start[Own], engine: Engine) -> Own | None:
     """Give the engine the parameters of the model, or of its stage; return what updates them. Collective."""
     settings, transport = start.settings, start.transport
     overlaps = settings.asked.overlaps(on_gpus=settings.on_gpus)
@@ -137,21 +139,21 @@ def _take_model(start: Start, engine: Engine) -> Updates | None:
     how |= {"offloads": settings.trained.offloads, "keeps_frozen": settings.keeps_frozen}
     how["values_late"] = overlaps and not settings.is_read_between
     rank, in_step = transport.rank, settings.asked.ranks_in_step(transport.world_size)
-    if start.updates is None and in_step == 1:
+    if start.optimizer is None and in_step == 1:
         share_values(start.text, transport, start.text.parameters(), dtype=None, device=settings.device)
         return None
-    if start.updates is not None and settings.asked.stages > 1:
+    if start.optimizer is not None and settings.asked.stages > 1:
         engine.pipeline = pipeline = _take_stage(start)
         assert engine.layers is not None, "chosen before"
         engine.layers, rank = engine.layers.kept(), pipeline.mesh.replica
         how["stage"] = pipeline.stage, pipeline.mesh
     else:
-        how |= {"ranks_in_step": in_step, "rows": start.rows, "trains": start.updates is not None}
+        how |= {"ranks_in_step": in_step, "rows": start.rows, "trains": start.optimizer is not None}
     engine.parameters = parameters = lay_parameters(start.text, transport, **how)
-    return None if start.updates is None else start.updates(parameters, rank)
+    return None if start.optimizer is None else start.optimizer(parameters, rank)
 
 
-def _take_stage(start: Start) -> Pipeline:
+def _take_stage(start: Start[Any]) -> Pipeline:
     """Leave of the model this rank's stage alone, with the values of the first replica. Collective."""
     asked, transport = start.settings.asked, start.transport
     mesh = join_stages(start.text, transport, asked.stages, reads=start.rows is not None)
@@ -192,7 +194,7 @@ def _refuse_not_finite(model: nn.Module, transport: Transport) -> None:
         raise ModelRefused(where, expected="finite parameters", got=got, remedy=remedy)
 
 
-def _check_host_optimizer(start: Start) -> None:
+def _check_host_optimizer(start: Start[Any]) -> None:
     """Refuse an offloaded optimizer that is more than hosts have free; rank 0 says where it saves nothing. Collective.
 
     Raises:

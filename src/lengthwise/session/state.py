@@ -7,24 +7,21 @@ before anything changes: what the optimizer keeps of a parameter is found by one
 
 from __future__ import annotations
 
-import copy
 import json
 import math
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from lengthwise.comm import Transport, broadcast_bytes
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.engine.gathering import gather_to_first, set_master_weights
+from lengthwise.engine.optimizer import kept_of, plain_value
 from lengthwise.engine.parameters import Parameters
+from lengthwise.session.loop_optimizer import LoopOptimizer
 from lengthwise.session.misuse import is_number, is_whole, shown
-from lengthwise.session.optimizers import plain_value
-from lengthwise.session.sharded import ShardedInPlace
 
 STATE, GROUPS, MEMBERS = "state", "param_groups", "params"
 _SHOWN = 10  # parameters that differ
@@ -32,7 +29,7 @@ _NEVER_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf
 _REMEDY = "Give rank 0 the result of state_dict for this model and optimizer."
 
 
-def whole_state(optimizer: ShardedInPlace, transport: Transport) -> dict[str, Any]:
+def whole_state(optimizer: LoopOptimizer, transport: Transport) -> dict[str, Any]:
     """Return what torch's `Optimizer.state_dict` would of the whole parameters, on rank 0; {} on others. Collective."""
     optimizer.take_changes()
     parameters = optimizer.parameters
@@ -71,7 +68,7 @@ def whole_state(optimizer: ShardedInPlace, transport: Transport) -> dict[str, An
 
 
 def take_state(
-    optimizer: ShardedInPlace,
+    optimizer: LoopOptimizer,
     transport: Transport,
     state: Mapping[str, Any] | None,
     names_inside: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
@@ -119,7 +116,7 @@ def take_state(
 
 
 def _checked(
-    state: Any, optimizer: ShardedInPlace, names_inside: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+    state: Any, optimizer: LoopOptimizer, names_inside: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 ) -> tuple[list[LengthwiseError], tuple[dict[str, Any], Mapping[str, Any], Mapping[str, Tensor] | None] | None]:
     """Return why a state cannot be loaded; else what all ranks learn of it, its optimizer's state, and its weights."""
     problems = _problems_of_form(state)
@@ -140,7 +137,7 @@ def _checked(
     return [], (sent, given, weights)
 
 
-def _kinds(optimizer: ShardedInPlace, transport: Transport) -> tuple[list[str], list[str]]:
+def _kinds(optimizer: LoopOptimizer, transport: Transport) -> tuple[list[str], list[str]]:
     """Return what states of all ranks are named that have one number an entry, and the others."""
     vectors, numbers = set[str](), set[str]()
     for run, state in optimizer.states():
@@ -199,7 +196,7 @@ def _are_groups(groups: object) -> bool:
     return isinstance(groups, list | tuple) and all(isinstance(each, Mapping) and MEMBERS in each for each in groups)
 
 
-def _problems_of_optimizer(given: Mapping[str, Any], optimizer: ShardedInPlace) -> list[LengthwiseError]:
+def _problems_of_optimizer(given: Mapping[str, Any], optimizer: LoopOptimizer) -> list[LengthwiseError]:
     """Return why the states and groups of an optimizer cannot be loaded."""
     own_groups, groups = optimizer.plain_groups(), given[GROUPS]
     wanted, got = ([list(group[MEMBERS]) for group in each] for each in (own_groups, groups))
@@ -214,7 +211,7 @@ def _problems_of_optimizer(given: Mapping[str, Any], optimizer: ShardedInPlace) 
     if problems:
         return problems
     known = {number: name for name, number in optimizer.numbers.items()}
-    kept = [_kept_of(optimizer.optimizer, {**own, **group}) for own, group in zip(own_groups, groups, strict=True)]
+    kept = [kept_of(optimizer.optimizer, {**own, **group}) for own, group in zip(own_groups, groups, strict=True)]
     kept_by = {number: kept[place] for place, own in enumerate(own_groups) for number in own[MEMBERS]}
     for number, states in given[STATE].items():
         if number not in known:
@@ -232,24 +229,6 @@ def _problems_of_optimizer(given: Mapping[str, Any], optimizer: ShardedInPlace) 
 def _states_of(given: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return what a state has of a parameter; torch keeps None where an optimizer keeps nothing."""
     return {key: value for key, value in given[STATE].get(number, {}).items() if value is not None}
-
-
-def _kept_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, bool] | None:
-    """Return what an optimizer keeps of a parameter by these arguments, and whether for each entry; None: unknown."""
-    probe, parameter = copy.copy(optimizer), nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.ones(2)
-    plain = {key: value for key, value in group.items() if key not in ("fused", "capturable", "foreach")}
-    probe.param_groups = [{**plain, "fused": False, "capturable": False, "foreach": False, MEMBERS: [parameter]}]
-    probe.state = defaultdict(dict)
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(probe, name, OrderedDict())
-    try:
-        with torch.enable_grad():
-            type(optimizer).step(probe)
-    except Exception:  # noqa: BLE001 - an optimizer of the loop's, which may need more
-        return None
-    found = probe.state[parameter].items()
-    return {key: isinstance(each, Tensor) and each.dim() > 0 for key, each in found if each is not None}
 
 
 def _wrong_arguments(own: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from lengthwise.comm import Transport, share_numbers
 from lengthwise.engine.step import RankResult
+from lengthwise.session.loop_optimizer import LoopOptimizer
 from lengthwise.session.runner import StepEnd
-from lengthwise.session.sharded import ShardedInPlace
 
 _BITS = 48  # of a number
 
@@ -25,7 +25,7 @@ class SessionNumbers(RankResult):
 class SessionStepEnd(StepEnd):
     """The end of a session's steps. stages: of the pipelines that the ranks make."""
 
-    updates: ShardedInPlace
+    updates: LoopOptimizer
     transport: Transport
     stages: int
 
