@@ -55,7 +55,7 @@ def of_session(model, keys):
     transport, cost = SimpleNamespace(world_size=RANKS, rank=0, device_ranks=RANKS), cost_of(settings)
     begun = Start(
         model=model, text=model, settings=settings, cost=cost, transport=transport, local_ranks=2, process=None,
-        updates=None, say=print,
+        optimizer=None, say=print,
     )  # fmt: skip
     return planning_of(SimpleNamespace(transport=transport), None, cost, settled(begun).settings).ahead
 
