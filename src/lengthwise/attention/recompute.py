@@ -14,10 +14,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lengthwise.attention.partials import Attended
 from lengthwise.offload import ActivationSaver
 from lengthwise.program import HeadRange
 
-Attention = tuple[Tensor, Mapping[HeadRange, Tensor]]
+Kept = tuple[Tensor, Mapping[HeadRange, Tensor]]
 """(out, lse of each range of heads) of one layer."""
 
 
@@ -43,7 +44,7 @@ class Recomputation:
 
     def __init__(self, *, keeps_attention: bool, saver: ActivationSaver | None = None) -> None:
         self._keeps_attention, self._saver = keeps_attention, saver
-        self._kept = deque[Callable[[], Attention]]()
+        self._kept = deque[Callable[[], Kept]]()
         self._received = deque[list[Tensor]]()
         self._is_second_run, self.num_mixed = False, 0
 
@@ -68,20 +69,25 @@ class Recomputation:
             return [each.detach() for each in self._received[-1]]
         return self._received.popleft()
 
-    def attend(self, run: Callable[[], Attention]) -> Attention:
-        """Return (out, lse) of `run`, or those that the first run kept."""
+    def attend(
+        self,
+        run: Callable[[], tuple[Tensor, Attended]],
+        read_again: Callable[[Tensor, Mapping[HeadRange, Tensor]], Attended],
+    ) -> tuple[Tensor, Attended]:
+        """Return what `run` does; in the second run `read_again` of its (out, lse), where the first kept those."""
         if not self._keeps_attention:
             return run()
         if not self._is_second_run:
-            out, lse = run()
-            self._kept.append(self._keep(out.detach(), lse))
-            return out, lse
-        return self._kept.popleft()()
+            out, attended = run()
+            self._kept.append(self._keep(out.detach(), {heads: saved.lse for heads, (_, saved) in attended.items()}))
+            return out, attended
+        out, lse = self._kept.popleft()()
+        return out, read_again(out, lse)
 
-    def _keep(self, out: Tensor, lse: Mapping[HeadRange, Tensor]) -> Callable[[], Attention]:
+    def _keep(self, out: Tensor, lse: Mapping[HeadRange, Tensor]) -> Callable[[], Kept]:
         saver, version = self._saver, out._version
 
-        def unwritten() -> Attention:
+        def unwritten() -> Kept:
             assert out._version == version, "the model wrote over the output of its attention"
             return out, lse
 
