@@ -50,6 +50,7 @@ class PlannedAttention:
         self.num_rows = max(1, -(-rows // multiple)) * multiple  # with the padding that the model runs
         self.layers_run = 0  # layers that mix tokens: attention, scans, convolutions
         self.layers_kept = 0  # of these, those that backward will run through
+        self.layers_checkpointed = 0  # those of a checkpointed layer's first run
         self.layers_passed = 0  # of those of the model, what others run, where it is cut into stages
         self.recomputation: Recomputation | None = None  # the checkpointed layer that is running, if one is
         self.mixers: Mapping[Any, Any] = {}  # what computes layers that are no attention, where models choose it
@@ -84,8 +85,7 @@ class PlannedAttention:
         """Count a layer that mixes tokens and runs by the plan."""
         self.layers_run += 1
         self.layers_kept += torch.is_grad_enabled()
-        if self.recomputation is not None:
-            self.recomputation.count()
+        self.layers_checkpointed += self.recomputation is not None and not self.recomputation.is_second_run
 
     @property
     def windows(self) -> frozenset[int | None]:
@@ -102,9 +102,7 @@ class PlannedAttention:
         for window in windows:
             self._steps_of(window, device, self.num_rows)
 
-    def forward(
-        self, layer: Block, window: int | None = None, sinks: Tensor | None = None
-    ) -> tuple[Tensor, Attended]:
+    def forward(self, layer: Block, window: int | None = None, sinks: Tensor | None = None) -> tuple[Tensor, Attended]:
         """Return (out (tokens, heads, head_dim) in q's dtype, and by range of heads what backward needs)."""
         rows = layer.q.shape[0]
         ring, _ = self._steps_of(window, layer.q.device, rows)

@@ -6,9 +6,8 @@ first run's (out, lse) and sends nothing (`all_but_attention`). Layers that are 
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,31 +39,26 @@ class Recomputed(Protocol):
 
 
 class Recomputation:
-    """One checkpointed call of one layer, over its two runs. `num_mixed`: layers that mix tokens, in the first."""
+    """One checkpointed call of one layer of `planned`, which runs in a block of this, and then in another."""
 
-    def __init__(self, *, keeps_attention: bool, saver: ActivationSaver | None = None) -> None:
-        self._keeps_attention, self._saver = keeps_attention, saver
+    def __init__(self, planned: Recomputed, *, keeps_attention: bool, saver: ActivationSaver | None = None) -> None:
+        self._planned, self._keeps_attention, self._saver = planned, keeps_attention, saver
         self._kept = deque[Callable[[], Kept]]()
         self._received = deque[list[Tensor]]()
-        self._is_second_run, self.num_mixed = False, 0
+        self.is_second_run = False
 
-    @contextlib.contextmanager
-    def running(self, planned: Recomputed, *, second: bool) -> Iterator[None]:
-        """Let the layers of `planned` inside the block know which run it is in."""
-        assert planned.recomputation is None, "one checkpointed layer inside another"
-        planned.recomputation, self._is_second_run = self, second
-        try:
-            yield
-        finally:
-            planned.recomputation = None
+    def __enter__(self) -> None:
+        """Let the layers of `planned` know that they run here."""
+        assert self._planned.recomputation is None, "one checkpointed layer inside another"
+        self._planned.recomputation = self
 
-    def count(self) -> None:
-        """Count a layer that mixes tokens."""
-        self.num_mixed += not self._is_second_run
+    def __exit__(self, *_error: object) -> None:
+        """End a run; those that follow are second ones."""
+        self._planned.recomputation, self.is_second_run = None, True
 
     def receive(self, run: Callable[[], list[Tensor]]) -> list[Tensor]:
         """Return what `run` receives from other ranks, or what it did in the first run."""
-        if not self._is_second_run:
+        if not self.is_second_run:
             self._received.append([each.detach() for each in run()])
             return [each.detach() for each in self._received[-1]]
         return self._received.popleft()
@@ -77,7 +71,7 @@ class Recomputation:
         """Return what `run` does; in the second run `read_again` of its (out, lse), where the first kept those."""
         if not self._keeps_attention:
             return run()
-        if not self._is_second_run:
+        if not self.is_second_run:
             out, attended = run()
             self._kept.append(self._keep(out.detach(), {heads: saved.lse for heads, (_, saved) in attended.items()}))
             return out, attended
