@@ -34,10 +34,20 @@ Arriving = list[tuple[Content, Shard, Tensor]]
 
 
 class PlannedAttention:
-    """One rank's part in a microbatch's attention, for all layers and passes; `rows_beyond`: least padding rows."""
+    """One rank's part in a microbatch's attention, for all layers and passes.
+
+    rows_beyond: least padding rows. layers_passed: of the model's layers that mix tokens, what others run, where it is
+    cut into stages.
+    """
 
     def __init__(
-        self, program: MicrobatchProgram, transport: Transport, kernel: BlockKernel, *, rows_beyond: int = 0
+        self,
+        program: MicrobatchProgram,
+        transport: Transport,
+        kernel: BlockKernel,
+        *,
+        rows_beyond: int = 0,
+        layers_passed: int = 0,
     ) -> None:
         self._program, self._transport, self._kernel = program, transport, kernel
         self._packs = kernel if isinstance(kernel, PackKernel) else None
@@ -51,7 +61,7 @@ class PlannedAttention:
         self.layers_run = 0  # layers that mix tokens: attention, scans, convolutions
         self.layers_kept = 0  # of these, those that backward will run through
         self.layers_checkpointed = 0  # those of a checkpointed layer's first run
-        self.layers_passed = 0  # of those of the model, what others run, where it is cut into stages
+        self.layers_passed = layers_passed
         self.recomputation: Recomputation | None = None  # the checkpointed layer that is running, if one is
         self.mixers: Mapping[Any, Any] = {}  # what computes layers that are no attention, where models choose it
         self._halos: dict[int, Halo] = {}
