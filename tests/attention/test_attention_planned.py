@@ -93,7 +93,7 @@ def test_sinks_of_any_size_do_not_overflow():
 def test_a_rank_lowers_its_own_part_alone(degree, heads, window):
     piece = Piece(ranks=ring_order(0, degree, heads), sequences=(0,), heads=heads)
     program = lower_microbatch(make_plan(degree, [64 * degree], [piece]), 0).with_window(window)
-    forward, backward = ring_steps_of(program, 5, None)
+    forward, backward = (ring.steps for ring in ring_steps_of(program, 5, None))
     assert not {"forward_rounds", "backward_rounds"} & vars(program).keys()
     positions = degree // heads
     if window is None:

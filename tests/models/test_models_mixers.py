@@ -131,8 +131,8 @@ def test_a_stage_that_mixes_no_tokens_computes_any_loss_and_no_layer_beside_it()
     model = pair_of(CONVOLUTION)["planned"]
     (program,) = lower_plan(make_plan(1, (6,), [Piece(ranks=(0,), sequences=(0,))]), 0)
     for once in (True, False):
-        planned = PlannedAttention(program, SoloTransport(), choose_kernel(torch.device("cpu")))
-        planned.layers_passed = count_mixers(model.config)
+        passed, kernel = count_mixers(model.config), choose_kernel(torch.device("cpu"))
+        planned = PlannedAttention(program, SoloTransport(), kernel, layers_passed=passed)
         assert run_planned(model, planned, lambda: 7, once=once) == 7
         with pytest.raises(ModelRefused, match="all 0 layers that mix tokens"):
             run_planned(model, planned, planned.count_layer, once=once)

@@ -121,25 +121,25 @@ class ByLengthKernel:
     def forward_pack(self, block: Block, pack: Pack) -> tuple[Tensor, Tensor]:
         """Compute all documents (see `PackKernel.forward_pack`)."""
         if self._is_one(block, pack):
-            return self.long.forward(replace(block, causal=True))
+            return self.long.forward(block)
         return self._rest.forward_pack(block, pack)
 
     def backward_pack(self, grad_out: Tensor, block: Block, saved: Saved, pack: Pack) -> Gradients:
         """Compute all documents' gradients (see `PackKernel.backward_pack`)."""
         if self._is_one(block, pack):
-            return self.long.backward(grad_out, replace(block, causal=True), saved)
+            return self.long.backward(grad_out, block, saved)
         return self._rest.backward_pack(grad_out, block, saved, pack)
 
     def _is_long(self, block: Block) -> bool:
         # Its backward adds in no fixed order and has no other: where one is asked for, the varlen kernel keeps it.
-        is_long = min(len(block.q), len(block.k)) >= self._least[block.causal]
+        is_long = min(block.q.shape[0], block.k.shape[0]) >= self._least[block.causal]
         return is_long and block.mask is None and not torch.are_deterministic_algorithms_enabled()
 
     def _is_one(self, block: Block, pack: Pack) -> bool:
         # Padding after it is hidden by causality, and what its queries see of the document nobody reads.
-        documents = len(pack.cu_seqlens) - 1 - (pack.padding > 0)
+        documents = pack.cu_seqlens.shape[0] - 1 - (pack.padding > 0)
         is_whole = documents == 1 and (pack.window is None or pack.window >= pack.max_seqlen)
-        return is_whole and self._is_long(replace(block, causal=True))
+        return is_whole and self._is_long(block)
 
 
 def _rounded(block: Block) -> Block:

@@ -6,15 +6,18 @@ first, so nothing is read before it is written. Rows after the tokens are paddin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from lengthwise.attention.kernels import Block, Gradients, Saved, merge_block
 from lengthwise.attention.packs import Pack
-from lengthwise.attention.ring_steps import RingStep
+from lengthwise.attention.ring_steps import RingPass
 from lengthwise.program import BlockTask, HeadRange
+
+Attended: TypeAlias = dict[HeadRange, tuple[Block, Saved]]
+"""By range of heads that a rank attends: queries, keys and values, and what they gave."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -23,24 +26,27 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class PartialOut:
-    """Output and log-sum-exp of the first `tokens` queries of `block`, which `heads` of `ring_steps` will add to."""
+    """Output and log-sum-exp of the first `tokens` queries of `block`, which `heads` of `ring` will add to."""
 
-    def __init__(self, block: Block, heads: HeadRange, ring_steps: Sequence[RingStep], *, tokens: int) -> None:
+    def __init__(self, block: Block, heads: HeadRange, ring: RingPass, *, tokens: int) -> None:
         q = block.q
-        merges = any(not task.causal and task.heads == heads for ring_step in ring_steps for task in ring_step.tasks)
-        # A pack of all rows brings the memory for its results.
-        rows = 0 if len(ring_steps[0].packs.get(heads, ())) == 1 else len(q)
-        self._dtype = q.dtype
-        self._out = q.new_empty(rows, *q.shape[1:], dtype=wide(q.dtype) if merges else q.dtype)
-        self._lse = q.new_empty(q.shape[1], rows, dtype=wide(q.dtype))
-        _clear(self._out[tokens:], self._lse[:, tokens:])
+        self._dtype, widest, rows = q.dtype, wide(q.dtype), q.shape[0]
+        self._sums_in = widest if heads in ring.merged else q.dtype
+        self._is_one_pack = len(ring.steps[0].packs.get(heads, ())) == 1
+        if self._is_one_pack:  # of all rows: it brings the memory for its results
+            return
+        self._out = q.new_empty(q.shape, dtype=self._sums_in)
+        self._lse = q.new_empty(q.shape[1], rows, dtype=widest)
+        if tokens < rows:
+            self._out[tokens:].zero_()
+            self._lse[:, tokens:].zero_()
 
     def take_pack(self, pack: Pack, out: Tensor, lse: Tensor) -> None:
         """Take what a pack gave, of its rows."""
-        if len(self._out):
-            self._out[pack.rows], self._lse[:, pack.rows] = out, lse
+        if self._is_one_pack:
+            self._out, self._lse = out.to(self._sums_in), lse
         else:
-            self._out, self._lse = out.to(self._out.dtype), lse
+            self._out[pack.rows], self._lse[:, pack.rows] = out, lse
 
     def take(self, task: BlockTask, out: Tensor, lse: Tensor) -> None:
         """Take what a block gave."""
@@ -62,12 +68,9 @@ class PartialOut:
 class PartialGradients:
     """Gradients of the first `tokens` queries of `block`, and of its keys and values; sums unless `is_of_packs`."""
 
-    def __init__(
-        self, block: Block, heads: HeadRange, ring_steps: Sequence[RingStep], *, windowed: bool, tokens: int
-    ) -> None:
+    def __init__(self, block: Block, heads: HeadRange, ring: RingPass, *, windowed: bool, tokens: int) -> None:
         self._block, self._first_writes = block, not windowed
-        others = [one for ring_step in ring_steps for one in (*ring_step.tasks, *ring_step.sends, *ring_step.receives)]
-        self.is_of_packs = heads in ring_steps[0].packs and not any(one.heads == heads for one in others)
+        self.is_of_packs = heads in ring.steps[0].packs and heads not in ring.summed
         self._found: tuple[Tensor, ...] = ()
         if self.is_of_packs:
             return
@@ -75,13 +78,15 @@ class PartialGradients:
         self.dq = torch.empty_like(block.q, dtype=wide(block.q.dtype))
         self.dkv = make(2, *block.k.shape, dtype=self.dq.dtype, device=block.k.device)
         self._found = (self.dq, *self.dkv)
-        _clear(self.dq[tokens:], self.dkv[:, tokens:])
+        if tokens < block.q.shape[0]:
+            self.dq[tokens:].zero_()
+            self.dkv[:, tokens:].zero_()
 
     def take_pack(self, pack: Pack, grads: Gradients) -> None:
         """Take what a pack gave, of its rows."""
         if not self._found:
             block = self._block
-            if len(grads[0]) == len(block.q):
+            if grads[0].shape[0] == block.q.shape[0]:
                 self._found = grads
                 return
             self._found = tuple(x.new_empty(x.shape) for x in (block.q, block.k, block.v))
@@ -105,12 +110,6 @@ class PartialGradients:
     def done(self, *, widely: bool) -> Gradients:
         """Return (dq, dk, dv) in the dtypes of q, k and v; `widely`: as they were summed."""
         block = self._block
-        dtypes = [wide(x.dtype) if widely else x.dtype for x in (block.q, block.k, block.v)]
-        dq, dk, dv = (grad.to(dtype) for grad, dtype in zip(self._found, dtypes, strict=True))
+        dtypes = (block.q.dtype, block.k.dtype, block.v.dtype)
+        dq, dk, dv = map(Tensor.to, self._found, map(wide, dtypes) if widely else dtypes)
         return dq, dk, dv
-
-
-def _clear(*padding: Tensor) -> None:
-    for each in padding:
-        if each.numel():
-            each.zero_()

@@ -7,8 +7,8 @@ again, and gradients to their owners. Ring attention (arXiv 2310.01889), zigzag 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,11 +19,11 @@ from lengthwise.attention.halos import Halo
 from lengthwise.attention.heads import HeadExchange, Rows, query_heads, shares_keys
 from lengthwise.attention.kernels import Block, BlockKernel, BlockMask, Gradients, Saved
 from lengthwise.attention.mixing import LocalSpans
-from lengthwise.attention.packs import Pack, PackKernel, pack_documents
-from lengthwise.attention.partials import PartialGradients, PartialOut, wide
+from lengthwise.attention.packs import PackKernel, pack_documents
+from lengthwise.attention.partials import Attended, PartialGradients, PartialOut, wide
 from lengthwise.attention.recompute import Recomputation
-from lengthwise.attention.ring_steps import RingStep, Shard, ring_steps_of
-from lengthwise.comm import Done, Pending, Transport
+from lengthwise.attention.ring_steps import RingPass, RingStep, Shard, ring_steps_of
+from lengthwise.comm import Pending, Transport
 from lengthwise.program import BlockTask, Content, HeadRange, MicrobatchProgram
 from lengthwise.program.heads import heads_of
 
@@ -33,21 +33,24 @@ Arriving = list[tuple[Content, Shard, Tensor]]
 """Messages on their way: content (keys, or their gradients), of which shard, and where they will be."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attended:
-    """The rows of one range of heads: queries, keys and values, and what they gave."""
-
-    block: Block
-    saved: Saved
-
-
 class PlannedAttention:
-    """One rank's part in a microbatch's attention, for all layers and passes; `rows_beyond`: least padding rows."""
+    """One rank's part in a microbatch's attention, for all layers and passes.
+
+    rows_beyond: least padding rows. layers_passed: of the model's layers that mix tokens, what others run, where it is
+    cut into stages.
+    """
 
     def __init__(
-        self, program: MicrobatchProgram, transport: Transport, kernel: BlockKernel, *, rows_beyond: int = 0
+        self,
+        program: MicrobatchProgram,
+        transport: Transport,
+        kernel: BlockKernel,
+        *,
+        rows_beyond: int = 0,
+        layers_passed: int = 0,
     ) -> None:
         self._program, self._transport, self._kernel = program, transport, kernel
+        self._packs = kernel if isinstance(kernel, PackKernel) else None
         segments = program.segments(transport.rank)
         self.spans = [(segment.num_tokens, program.tokens[segment.sequence]) for segment in segments]
         """(tokens here, tokens of the whole sequence) of each segment, in local order."""
@@ -57,7 +60,8 @@ class PlannedAttention:
         self.num_rows = max(1, -(-rows // multiple)) * multiple  # with the padding that the model runs
         self.layers_run = 0  # layers that mix tokens: attention, scans, convolutions
         self.layers_kept = 0  # of these, those that backward will run through
-        self.layers_passed = 0  # of those of the model, what others run, where it is cut into stages
+        self.layers_checkpointed = 0  # those of a checkpointed layer's first run
+        self.layers_passed = layers_passed
         self.recomputation: Recomputation | None = None  # the checkpointed layer that is running, if one is
         self.mixers: Mapping[Any, Any] = {}  # what computes layers that are no attention, where models choose it
         self._halos: dict[int, Halo] = {}
@@ -70,7 +74,10 @@ class PlannedAttention:
             (index, group): slice(start, start + program.ring_tokens(index, group)) for index, group, start in groups
         }
         self._travels = {index: piece.degree > piece.heads for index, piece, *_ in pieces}
-        self._steps: dict[tuple[int | None, int], tuple[list[RingStep], list[RingStep]]] = {}
+        self._tokens = dict.fromkeys(self._heads.ranges, 0)
+        for (index, _), own in self._own.items():
+            self._tokens[self._ranges[index]] += own.stop - own.start
+        self._steps: dict[tuple[int | None, int], tuple[RingPass, RingPass]] = {}
         self._masks: dict[tuple[int, int, int, bool, int | None], BlockMask] = {}
 
     @cached_property
@@ -88,8 +95,7 @@ class PlannedAttention:
         """Count a layer that mixes tokens and runs by the plan."""
         self.layers_run += 1
         self.layers_kept += torch.is_grad_enabled()
-        if self.recomputation is not None:
-            self.recomputation.count()
+        self.layers_checkpointed += self.recomputation is not None and not self.recomputation.is_second_run
 
     @property
     def windows(self) -> frozenset[int | None]:
@@ -106,127 +112,129 @@ class PlannedAttention:
         for window in windows:
             self._steps_of(window, device, self.num_rows)
 
-    def forward(
-        self, layer: Block, window: int | None = None, sinks: Tensor | None = None
-    ) -> tuple[Tensor, dict[HeadRange, Attended]]:
+    def forward(self, layer: Block, window: int | None = None, sinks: Tensor | None = None) -> tuple[Tensor, Attended]:
         """Return (out (tokens, heads, head_dim) in q's dtype, and by range of heads what backward needs)."""
-        rows = len(layer.q)
-        ring_steps, _ = self._steps_of(window, layer.q.device, rows)
-        split = self._heads.split(Content.QKV, (layer.q, layer.k, layer.v))
-        blocks = {heads: replace(layer, q=q, k=k, v=v) for heads, (q, k, v) in split.items()}
-        parts = {
-            heads: PartialOut(block, heads, ring_steps, tokens=self._tokens(heads)) for heads, block in blocks.items()
-        }
-        held = self._own_keys(blocks)
-        for ring_step in ring_steps:
-            pending, arriving = self._post(ring_step, held, {}, blocks)
-            for heads, pack, kernel in self._packs(ring_step):
-                parts[heads].take_pack(pack, *kernel.forward_pack(blocks[heads].at(pack.rows), pack))
+        rows = layer.q.shape[0]
+        ring, _ = self._steps_of(window, layer.q.device, rows)
+        blocks, parts = dict[HeadRange, Block](), dict[HeadRange, PartialOut]()
+        for heads, (q, k, v) in self._heads.split(Content.QKV, (layer.q, layer.k, layer.v)).items():
+            blocks[heads] = block = layer if q is layer.q else replace(layer, q=q, k=k, v=v)
+            parts[heads] = PartialOut(block, heads, ring, tokens=self._tokens[heads])
+        held = self._own_keys(blocks, ring)
+        for ring_step in ring.steps:
+            posted = self._post(ring_step, held, {}, blocks) if ring_step.sends or ring_step.receives else None
+            for heads, packs in ring_step.packs.items():
+                assert self._packs is not None, f"{self._kernel.name} takes no packs"
+                for pack in packs:
+                    parts[heads].take_pack(pack, *self._packs.forward_pack(blocks[heads].at(pack.rows), pack))
             for task in ring_step.tasks:
                 block = self._block(blocks[task.heads], task, held)
                 parts[task.heads].take(task, *self._kernel.forward(block))
-            pending.wait()
-            _take_over(held, arriving, ring_step)
-        attended = {
-            heads: Attended(block=blocks[heads], saved=part.done(_sinks_of(heads, sinks)))
-            for heads, part in parts.items()
-        }
-        outs = {heads: (each.saved.out,) for heads, each in attended.items()}
+            if posted is not None:
+                _take_over(posted, held, {})
+            for shard in ring_step.last_used:
+                del held[shard]
+        attended, outs = Attended(), dict[HeadRange, Sequence[Tensor]]()
+        for heads, part in parts.items():
+            own_sinks = None if sinks is None else sinks[query_heads(heads, len(sinks))]
+            attended[heads] = blocks[heads], part.done(own_sinks)
+            outs[heads] = (attended[heads][1].out,)
         (out,) = self._heads.join(Content.OUT, outs, layer.q.shape[1:2], rows_of_all=rows)
         return out, attended
 
-    def read_again(self, layer: Block, out: Tensor, lses: Mapping[HeadRange, Tensor]) -> dict[HeadRange, Attended]:
+    def read_again(self, layer: Block, out: Tensor, lses: Mapping[HeadRange, Tensor]) -> Attended:
         """Return what `forward` did of the same layer, from its results, where they were kept and `layer` was not."""
         split = self._heads.split(Content.QKV_OUT, (layer.q, layer.k, layer.v, out))
         return {
-            heads: Attended(block=replace(layer, q=q, k=k, v=v), saved=Saved(out=part, lse=lses[heads]))
+            heads: (replace(layer, q=q, k=k, v=v), Saved(out=part, lse=lses[heads]))
             for heads, (q, k, v, part) in split.items()
         }
 
     def backward(
         self,
         grad_out: Tensor,
-        attended: Mapping[HeadRange, Attended],
+        attended: Attended,
         num_heads: Sequence[int],
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
         """Return (dq, dk, dv, gradient of the sinks) of this rank's tokens; `attended`: what `forward` returned."""
-        rows = len(grad_out)
-        _, ring_steps = self._steps_of(window, grad_out.device, rows)
+        rows, windowed = grad_out.shape[0], window is not None
+        _, ring = self._steps_of(window, grad_out.device, rows)
         split = self._heads.split(Content.GRAD_OUT, (grad_out,))
-        blocks = {heads: each.block for heads, each in attended.items()}
-        sums = {
-            heads: PartialGradients(block, heads, ring_steps, windowed=window is not None, tokens=self._tokens(heads))
-            for heads, block in blocks.items()
-        }
+        blocks, sums = dict[HeadRange, Block](), dict[HeadRange, PartialGradients]()
+        for heads, (block, _) in attended.items():
+            blocks[heads] = block
+            sums[heads] = PartialGradients(block, heads, ring, windowed=windowed, tokens=self._tokens[heads])
         gradients = self._own_gradients(sums)
-        held = self._own_keys(blocks)
-        for ring_step in ring_steps:
-            pending, arriving = self._post(ring_step, held, gradients, blocks)
-            for heads, pack, kernel in self._packs(ring_step):
-                grad, saved = split[heads][0][pack.rows], attended[heads].saved.at(pack.rows)
-                sums[heads].take_pack(pack, kernel.backward_pack(grad, blocks[heads].at(pack.rows), saved, pack))
+        held = self._own_keys(blocks, ring)
+        for ring_step in ring.steps:
+            posted = self._post(ring_step, held, gradients, blocks) if ring_step.sends or ring_step.receives else None
+            for heads, packs in ring_step.packs.items():
+                assert self._packs is not None, f"{self._kernel.name} takes no packs"
+                for pack in packs:
+                    block, saved = blocks[heads].at(pack.rows), attended[heads][1].at(pack.rows)
+                    grads = self._packs.backward_pack(split[heads][0][pack.rows], block, saved, pack)
+                    sums[heads].take_pack(pack, grads)
             for task in ring_step.tasks:
                 grads = self._block_gradients(task, split[task.heads][0], attended[task.heads], held)
                 shard = (task.piece, task.owner)
                 if shard not in gradients:
                     gradients[shard] = self._buffer(*shard, blocks[task.heads].k, sums[task.heads].dq.dtype).zero_()
                 sums[task.heads].take(task, grads, gradients[shard])
-            pending.wait()
-            for content, shard, message in arriving:
-                if content == Content.DKV:
-                    gradients[shard] = gradients[shard].add_(message) if shard in gradients else message
-            _take_over(held, arriving, ring_step)
+            if posted is not None:
+                _take_over(posted, held, gradients)
+            for shard in ring_step.last_used:
+                del held[shard]
         done = {heads: each.done(widely=shares_keys(heads, *num_heads[:2])) for heads, each in sums.items()}
-        joined = self._heads.join(Content.DQKV, done, num_heads, rows_of_all=rows)
-        dq, dk, dv = (grad.to(grad_out.dtype) for grad in joined)
-        return dq, dk, dv, _sink_gradient(sinks, split, attended)
+        dq, dk, dv = self._heads.join(Content.DQKV, done, num_heads, rows_of_all=rows)
+        of_sinks = None if sinks is None else _sink_gradient(sinks, split, attended)
+        return dq.to(grad_out.dtype), dk.to(grad_out.dtype), dv.to(grad_out.dtype), of_sinks
 
-    def _block_gradients(self, task: BlockTask, grad_out: Tensor, attended: Attended, held: Held) -> Gradients:
-        rows = slice(task.q_start, task.q_stop)
-        return self._kernel.backward(grad_out[rows], self._block(attended.block, task, held), attended.saved.at(rows))
+    def _block_gradients(
+        self, task: BlockTask, grad_out: Tensor, attended: tuple[Block, Saved], held: Held
+    ) -> Gradients:
+        rows, (block, saved) = slice(task.q_start, task.q_stop), attended
+        return self._kernel.backward(grad_out[rows], self._block(block, task, held), saved.at(rows))
 
-    def _packs(self, ring_step: RingStep) -> Iterator[tuple[HeadRange, Pack, PackKernel]]:
-        for heads, packs in ring_step.packs.items():
-            assert isinstance(self._kernel, PackKernel), f"{self._kernel.name} takes no packs"
-            yield from ((heads, pack, self._kernel) for pack in packs)
-
-    def _steps_of(self, window: int | None, device: torch.device, rows: int) -> tuple[list[RingStep], list[RingStep]]:
+    def _steps_of(self, window: int | None, device: torch.device, rows: int) -> tuple[RingPass, RingPass]:
         """Return this rank's (forward, backward) ring steps for layers with `window`; lowered once a microbatch."""
         if (window, rows) not in self._steps:
             program, padding = self._program.with_window(window), rows - self.num_tokens
-            kernel, packing = self._kernel, None
-            if isinstance(kernel, PackKernel):
-                packing = partial(pack_documents, device=device, alone_from=kernel.alone_from)
+            packing = None
+            if self._packs is not None:
+                packing = partial(pack_documents, device=device, alone_from=self._packs.alone_from)
             self._steps[window, rows] = ring_steps_of(program, self._transport.rank, packing, padding=padding)
         return self._steps[window, rows]
 
-    def _tokens(self, heads: HeadRange) -> int:
-        return sum(rows.stop - rows.start for shard, rows in self._own.items() if self._ranges[shard[0]] == heads)
-
     def _own_gradients(self, sums: Mapping[HeadRange, PartialGradients]) -> dict[Shard, Tensor]:
         """Return where the gradients of this rank's own keys and values are summed, of those that are."""
-        own = {shard: (sums[self._ranges[shard[0]]], rows) for shard, rows in self._own.items()}
-        return {shard: each.dkv[:, rows] for shard, (each, rows) in own.items() if not each.is_of_packs}
+        found = dict[Shard, Tensor]()
+        for shard, rows in self._own.items():
+            of_range = sums[self._ranges[shard[0]]]
+            if not of_range.is_of_packs:
+                found[shard] = of_range.dkv[:, rows]
+        return found
 
-    def _own_keys(self, blocks: Mapping[HeadRange, Block]) -> Held:
+    def _own_keys(self, blocks: Mapping[HeadRange, Block], ring: RingPass) -> Held:
         held: Held = {}
         for shard, rows in self._own.items():
-            block = blocks[self._ranges[shard[0]]]
-            keys = (block.k[rows], block.v[rows])
-            held[shard] = torch.stack(keys) if self._travels[shard[0]] else keys
+            if shard in ring.used:  # packs have theirs in their rows
+                block = blocks[self._ranges[shard[0]]]
+                keys = (block.k[rows], block.v[rows])
+                held[shard] = torch.stack(keys) if self._travels[shard[0]] else keys
         return held
 
     def _block(self, layer: Block, task: BlockTask, held: Held) -> Block:
         keys, values = held[task.piece, task.owner]
-        return replace(
-            layer,
+        return Block(
             q=layer.q[task.q_start : task.q_stop],
             k=keys[task.kv_start : task.kv_stop],
             v=values[task.kv_start : task.kv_stop],
+            scale=layer.scale,
             causal=task.causal,
             mask=self._mask(task),
+            softcap=layer.softcap,
         )
 
     def _mask(self, task: BlockTask) -> BlockMask | None:
@@ -242,8 +250,6 @@ class PlannedAttention:
         self, ring_step: RingStep, held: Held, gradients: dict[Shard, Tensor], blocks: Mapping[HeadRange, Block]
     ) -> tuple[Pending, Arriving]:
         """Post the ring step's grouped call; return what to wait for, and the messages that arrive with it."""
-        if not ring_step.sends and not ring_step.receives:
-            return Done(), []
         sends = []
         for send in ring_step.sends:
             shard, like = (send.piece, send.owner), blocks[send.heads].k
@@ -264,15 +270,15 @@ class PlannedAttention:
         return like.new_empty(2, self._program.ring_tokens(piece, owner), *like.shape[1:], dtype=dtype)
 
 
-def _take_over(held: Held, arriving: Arriving, ring_step: RingStep) -> None:
-    """Store the keys that arrived; drop those that no later ring step needs."""
-    held.update({shard: message for content, shard, message in arriving if content == Content.KV})
-    for shard in ring_step.last_used:
-        del held[shard]
-
-
-def _sinks_of(heads: HeadRange, sinks: Tensor | None) -> Tensor | None:
-    return None if sinks is None else sinks[query_heads(heads, len(sinks))]
+def _take_over(posted: tuple[Pending, Arriving], held: Held, gradients: dict[Shard, Tensor]) -> None:
+    """Wait for what a grouped call brings: keep the keys, and add the gradients."""
+    pending, arriving = posted
+    pending.wait()
+    for content, shard, message in arriving:
+        if content == Content.KV:
+            held[shard] = message
+        else:
+            gradients[shard] = gradients[shard].add_(message) if shard in gradients else message
 
 
 class _Attention(torch.autograd.Function):
@@ -283,28 +289,20 @@ class _Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        planned: PlannedAttention,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        how: tuple[PlannedAttention, float, int | None, float | None],
     ) -> Tensor:
-        layer, attended = Block(q=q, k=k, v=v, scale=scale, softcap=softcap), dict[HeadRange, Attended]()
-
-        def run() -> tuple[Tensor, Mapping[HeadRange, Tensor]]:
-            out, found = planned.forward(layer, window, sinks)
-            attended.update(found)
-            return out, {heads: each.saved.lse for heads, each in found.items()}
-
-        out, lses = run() if planned.recomputation is None else planned.recomputation.attend(run)
-        if not attended:  # the first run's results were kept
-            attended = planned.read_again(layer, out, lses)
-        blocks = [(each.block, each.saved) for each in attended.values()]
-        ctx.save_for_backward(
-            sinks, *(x for block, saved in blocks for x in (block.q, block.k, block.v, saved.out, saved.lse))
-        )
-        ctx.planned, ctx.scale, ctx.window, ctx.softcap = planned, scale, window, softcap
-        ctx.ranges = tuple(attended)
-        ctx.num_heads = [x.shape[1] for x in (q, k, v)]
+        planned, scale, window, softcap = how
+        layer = Block(q=q, k=k, v=v, scale=scale, softcap=softcap)
+        if planned.recomputation is None:
+            out, attended = planned.forward(layer, window, sinks)
+        else:
+            run, read_again = partial(planned.forward, layer, window, sinks), partial(planned.read_again, layer)
+            out, attended = planned.recomputation.attend(run, read_again)
+        kept = [sinks]
+        for block, saved in attended.values():
+            kept += (block.q, block.k, block.v, saved.out, saved.lse)
+        ctx.save_for_backward(*kept)
+        ctx.how, ctx.ranges, ctx.num_heads = how, tuple(attended), (q.shape[1], k.shape[1], v.shape[1])
         return out
 
     @staticmethod
@@ -312,24 +310,19 @@ class _Attention(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides its parameters
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        sinks, *saved = ctx.saved_tensors
-        attended = {
-            heads: Attended(
-                block=Block(q=q, k=k, v=v, scale=ctx.scale, softcap=ctx.softcap), saved=Saved(out=out, lse=lse)
-            )
-            for heads, (q, k, v, out, lse) in zip(ctx.ranges, zip(*[iter(saved)] * 5, strict=True), strict=True)
-        }
-        grads = ctx.planned.backward(grad_outputs[0], attended, ctx.num_heads, ctx.window, sinks)
-        return *grads, None, None, None, None
+        sinks, *kept = ctx.saved_tensors
+        planned, scale, window, softcap = ctx.how
+        attended = Attended()
+        for heads, (q, k, v, out, lse) in zip(ctx.ranges, zip(*[iter(kept)] * 5, strict=True), strict=True):
+            attended[heads] = Block(q=q, k=k, v=v, scale=scale, softcap=softcap), Saved(out=out, lse=lse)
+        return *planned.backward(grad_outputs[0], attended, ctx.num_heads, window, sinks), None
 
 
-def _sink_gradient(sinks: Tensor | None, grad_out: Rows, attended: Mapping[HeadRange, Attended]) -> Tensor | None:
+def _sink_gradient(sinks: Tensor, grad_out: Rows, attended: Attended) -> Tensor:
     """Return -exp(sink - lse) x (grad_out . out) of each head, summed over the rows of this rank that have it."""
-    if sinks is None:
-        return None
     total = torch.zeros_like(sinks)
-    for heads, each in attended.items():
-        out, lse, (grad,) = each.saved.out, each.saved.lse, grad_out[heads]
+    for heads, (_, saved) in attended.items():
+        out, lse, (grad,) = saved.out, saved.lse, grad_out[heads]
         mine = query_heads(heads, len(sinks))
         weight = torch.exp(sinks[mine].to(lse.dtype)[:, None] - lse)
         received = (grad.to(weight.dtype) * out.to(weight.dtype)).sum(-1).t()
@@ -356,4 +349,4 @@ def planned_attention(
     counts as softcap x tanh(s / softcap), which the kernel must be able to do. Returns (tokens, heads, head_dim).
     """
     planned.count_layer()
-    return _Attention.apply(q, k, v, sinks, planned, scale, window, softcap)
+    return _Attention.apply(q, k, v, sinks, (planned, scale, window, softcap))  # one argument: each costs calls

@@ -6,18 +6,18 @@ first run's (out, lse) and sends nothing (`all_but_attention`). Layers that are 
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from lengthwise.attention.partials import Attended
 from lengthwise.offload import ActivationSaver
 from lengthwise.program import HeadRange
 
-Attention = tuple[Tensor, Mapping[HeadRange, Tensor]]
+Kept = tuple[Tensor, Mapping[HeadRange, Tensor]]
 """(out, lse of each range of heads) of one layer."""
 
 
@@ -39,49 +39,49 @@ class Recomputed(Protocol):
 
 
 class Recomputation:
-    """One checkpointed call of one layer, over its two runs. `num_mixed`: layers that mix tokens, in the first."""
+    """One checkpointed call of one layer of `planned`, which runs in a block of this, and then in another."""
 
-    def __init__(self, *, keeps_attention: bool, saver: ActivationSaver | None = None) -> None:
-        self._keeps_attention, self._saver = keeps_attention, saver
-        self._kept = deque[Callable[[], Attention]]()
+    def __init__(self, planned: Recomputed, *, keeps_attention: bool, saver: ActivationSaver | None = None) -> None:
+        self._planned, self._keeps_attention, self._saver = planned, keeps_attention, saver
+        self._kept = deque[Callable[[], Kept]]()
         self._received = deque[list[Tensor]]()
-        self._is_second_run, self.num_mixed = False, 0
+        self.is_second_run = False
 
-    @contextlib.contextmanager
-    def running(self, planned: Recomputed, *, second: bool) -> Iterator[None]:
-        """Let the layers of `planned` inside the block know which run it is in."""
-        assert planned.recomputation is None, "one checkpointed layer inside another"
-        planned.recomputation, self._is_second_run = self, second
-        try:
-            yield
-        finally:
-            planned.recomputation = None
+    def __enter__(self) -> None:
+        """Let the layers of `planned` know that they run here."""
+        assert self._planned.recomputation is None, "one checkpointed layer inside another"
+        self._planned.recomputation = self
 
-    def count(self) -> None:
-        """Count a layer that mixes tokens."""
-        self.num_mixed += not self._is_second_run
+    def __exit__(self, *_error: object) -> None:
+        """End a run; those that follow are second ones."""
+        self._planned.recomputation, self.is_second_run = None, True
 
     def receive(self, run: Callable[[], list[Tensor]]) -> list[Tensor]:
         """Return what `run` receives from other ranks, or what it did in the first run."""
-        if not self._is_second_run:
+        if not self.is_second_run:
             self._received.append([each.detach() for each in run()])
             return [each.detach() for each in self._received[-1]]
         return self._received.popleft()
 
-    def attend(self, run: Callable[[], Attention]) -> Attention:
-        """Return (out, lse) of `run`, or those that the first run kept."""
+    def attend(
+        self,
+        run: Callable[[], tuple[Tensor, Attended]],
+        read_again: Callable[[Tensor, Mapping[HeadRange, Tensor]], Attended],
+    ) -> tuple[Tensor, Attended]:
+        """Return what `run` does; in the second run `read_again` of its (out, lse), where the first kept those."""
         if not self._keeps_attention:
             return run()
-        if not self._is_second_run:
-            out, lse = run()
-            self._kept.append(self._keep(out.detach(), lse))
-            return out, lse
-        return self._kept.popleft()()
+        if not self.is_second_run:
+            out, attended = run()
+            self._kept.append(self._keep(out.detach(), {heads: saved.lse for heads, (_, saved) in attended.items()}))
+            return out, attended
+        out, lse = self._kept.popleft()()
+        return out, read_again(out, lse)
 
-    def _keep(self, out: Tensor, lse: Mapping[HeadRange, Tensor]) -> Callable[[], Attention]:
+    def _keep(self, out: Tensor, lse: Mapping[HeadRange, Tensor]) -> Callable[[], Kept]:
         saver, version = self._saver, out._version
 
-        def unwritten() -> Attention:
+        def unwritten() -> Kept:
             assert out._version == version, "the model wrote over the output of its attention"
             return out, lse
 

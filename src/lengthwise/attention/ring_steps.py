@@ -24,9 +24,23 @@ class RingStep:
     packs: Mapping[HeadRange, tuple[Pack, ...]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingPass:
+    """A rank's ring steps of one pass, and what they all come to.
+
+    used: the shards that blocks or transfers need. summed: ranges of heads with blocks or transfers; packs alone make
+    the gradients of the others. merged: ranges with blocks off the diagonal, whose results are merged.
+    """
+
+    steps: tuple[RingStep, ...]
+    used: frozenset[Shard]
+    summed: frozenset[HeadRange]
+    merged: frozenset[HeadRange]
+
+
 def ring_steps_of(
     program: MicrobatchProgram, rank: int, packing: Callable[..., tuple[Pack, ...]] | None, *, padding: int = 0
-) -> tuple[list[RingStep], list[RingStep]]:
+) -> tuple[RingPass, RingPass]:
     """Return a rank's (forward, backward) ring steps.
 
     `packing`: `pack_documents` with what the kernel and its device decide; None: the kernel takes no packs. `padding`:
@@ -44,13 +58,13 @@ def ring_steps_of(
                 packs[heads] = packing(lengths, window=program.window, padding=padded)
         tasks[0] = tuple(task for task in tasks[0] if not task.causal)
     passes = (program.forward_rounds_of(rank), program.backward_rounds_of(rank))
-    forward, backward = (_ring_steps(rounds, tasks, packs) for rounds in passes)
+    forward, backward = (_ring_pass(rounds, tasks, packs) for rounds in passes)
     return forward, backward
 
 
-def _ring_steps(
+def _ring_pass(
     rounds: Sequence[RankRound], tasks: Sequence[tuple[BlockTask, ...]], packs: Mapping[HeadRange, tuple[Pack, ...]]
-) -> list[RingStep]:
+) -> RingPass:
     count = max(len(tasks), len(rounds))
     rounds = [*rounds, *[RankRound()] * (count - len(rounds))]
     tasks = [*tasks, *[()] * (count - len(tasks))]
@@ -61,7 +75,9 @@ def _ring_steps(
     last_used: dict[int, list[Shard]] = defaultdict(list)
     for shard, number in last_use.items():
         last_used[number].append(shard)
-    return [
+    blocks = [task for each in tasks for task in each]
+    summed = {one.heads for each in rounds for one in (*each.sends, *each.receives)} | {task.heads for task in blocks}
+    steps = (
         RingStep(
             sends=each.sends,
             receives=each.receives,
@@ -70,4 +86,6 @@ def _ring_steps(
             packs={} if number else packs,
         )
         for number, each in enumerate(rounds)
-    ]
+    )
+    merged = frozenset(task.heads for task in blocks if not task.causal)
+    return RingPass(steps=tuple(steps), used=frozenset(last_use), summed=frozenset(summed), merged=merged)

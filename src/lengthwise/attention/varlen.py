@@ -118,7 +118,8 @@ def _all(pack: Pack) -> Documents:
 
 
 def _readable(block: Block) -> Block:
-    return replace(block, q=_aligned(block.q), k=_aligned(block.k), v=_aligned(block.v))
+    q, k, v = _aligned(block.q), _aligned(block.k), _aligned(block.v)
+    return block if q is block.q and k is block.k and v is block.v else replace(block, q=q, k=k, v=v)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -126,6 +127,6 @@ def _aligned(x: Tensor) -> Tensor:
     missing = -x.shape[-1] % HEAD_DIM_MULTIPLE
     if missing:
         return F.pad(x, (0, missing)).contiguous()
-    step = _ALIGNMENT_BYTES // x.element_size()
-    readable = x.stride(-1) == 1 and not any(each % step for each in (*x.stride()[:-1], x.storage_offset()))
+    step, (of_row, of_head, of_entry) = _ALIGNMENT_BYTES // x.element_size(), x.stride()
+    readable = of_entry == 1 and not (of_row % step or of_head % step or x.storage_offset() % step)
     return x if readable else x.clone(memory_format=torch.contiguous_format)

@@ -22,7 +22,7 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import Microbatch
 from lengthwise.cost import WINDOW_LAYERS, MicrobatchBytes, shape_from_config
-from lengthwise.engine.small_pass import ALONE, Casting, Layout, RunLayers, Seen, SmallPasses, fitted
+from lengthwise.engine.small_pass import ALONE, Casting, Layout, Seen, SmallPasses, fitted
 from lengthwise.models import WHOLE, Chunk, position_limit, run_chunk
 from lengthwise.offload import ActivationSaver, ActivationStore, DiskStore, PinnedStore, parameter_storages
 
@@ -64,8 +64,7 @@ class Offloading:
                 kind,
                 layout=Layout(degree=heads, heads=heads),
                 casting=self._casting,
-                run=None if chunk.num_layers is None else partial(_run_alone, self._model, chunk),
-                layers=chunk.num_layers,
+                chunk=chunk,
             )
         found = self._bytes[key]
         saved = found.saved(rows)
@@ -130,23 +129,20 @@ def measure_saved(
     *,
     layout: Layout = ALONE,
     casting: Casting = nullcontext,
-    run: RunLayers | None = None,
-    layers: int | None = None,
+    chunk: Chunk = WHOLE,
 ) -> MicrobatchBytes:
-    """Measure what autograd saves of the layers of a model under one kind of recomputation; forward only.
-
-    run: runs some `layers` of them alone; None: all are run.
-    """
-    passes = SmallPasses(model=model, kernel=kernel, recompute=recompute, layout=layout, casting=casting)
+    """Measure what autograd saves of the layers of a chunk under one kind of recomputation; forward only."""
+    how = {"recompute": recompute, "layout": layout, "casting": casting, "layers_passed": chunk.layers_passed}
+    passes = SmallPasses(model=model, kernel=kernel, **how)
     rows = _rows(model, kernel, layout)
     config: Any = model.config
+    run = None if chunk.num_layers is None else partial(_run_alone, model, chunk)
     seen = [passes.saved(each, run) for each in (rows // 2, rows)]
-    return fitted(seen, (), layers=config.num_hidden_layers if layers is None else layers)
+    return fitted(seen, (), layers=config.num_hidden_layers if chunk.num_layers is None else chunk.num_layers)
 
 
 def _run_alone(model: nn.Module, chunk: Chunk, planned: PlannedAttention, ids: Tensor, positions: Tensor) -> None:
     """Run a chunk of a stage on what another stage might send."""
-    planned.layers_passed = chunk.layers_passed
     hidden = None
     if not chunk.is_first:
         like, random = next(model.parameters()), torch.Generator().manual_seed(0)

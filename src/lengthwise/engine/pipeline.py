@@ -91,8 +91,7 @@ def count_dropout_calls(
     (program,) = lower_plan(_ONE_TOKEN, 0)
     calls = torch.zeros(len(chunks) * mesh.stages, dtype=torch.int64, device=device)
     for chunk in chunks.values():
-        planned = PlannedAttention(program, SoloTransport(), kernel)
-        planned.layers_passed = chunk.layers_passed
+        planned = PlannedAttention(program, SoloTransport(), kernel, layers_passed=chunk.layers_passed)
         row = torch.zeros(1, dtype=torch.int64, device=device)
         counting = KeyedDropout(torch.zeros(planned.num_rows, dtype=torch.int64, device=device))
         hidden = None if chunk.is_first else empty_hidden(model, chunk, planned.num_rows).zero_()

@@ -210,7 +210,8 @@ class Seen:
 class SmallPasses:
     """Runs small passes of a model under one kind of recomputation, but those that are `done`, of any kind.
 
-    casting: around each forward, as mixed precision has it; what it keeps of weights ends with it.
+    casting: around each forward, as mixed precision has it; what it keeps of weights ends with it. layers_passed: as
+    of `PlannedAttention`.
     """
 
     model: nn.Module
@@ -219,6 +220,7 @@ class SmallPasses:
     layout: Layout = ALONE
     done: dict[object, Seen] = field(default_factory=dict)
     casting: Casting = nullcontext
+    layers_passed: int = 0
 
     def measure(self, rows: int, *, chunk_tokens: int | None, offloads: bool) -> MicrobatchBytes:
         """Measure all moments of microbatches, from passes of so many rows and half of them.
@@ -312,7 +314,7 @@ class SmallPasses:
             requires=("heads",) if layout.heads > 1 else (),
         )
         program = lower_microbatch(plan, 0)
-        planned = _Watched(program, Lone(layout.position, layout.degree), self.kernel)
+        planned = _Watched(program, Lone(layout.position, layout.degree), self.kernel, layers_passed=self.layers_passed)
         segments = program.segments(layout.position)
         positions = torch.cat([torch.arange(each.start, each.stop, device=self._device) for each in segments])
         return planned, positions % self._config.vocab_size, positions

@@ -238,8 +238,8 @@ class _RankStep:
             return self._prepared[place]
         context, chunk = self.context, self.chunks[place.chunk]
         program, transport = self.program.microbatches[place.microbatch], self.mesh.replicas
-        planned = PlannedAttention(program, transport, context.kernel, rows_beyond=self.objective.rows_beyond)
-        planned.layers_passed = chunk.layers_passed
+        how = {"rows_beyond": self.objective.rows_beyond, "layers_passed": chunk.layers_passed}
+        planned = PlannedAttention(program, transport, context.kernel, **how)
         planned.lower(self._windows, self.device)
         batch, segments = self.batch, program.segments(transport.rank)
         tensors = [to_device(tensor, self.device) for tensor in batch.tensors(segments)]

@@ -171,8 +171,12 @@ def run_planned(
 ) -> Result:
     """Return what `call` does, which runs `model` by the plan; ModelRefused: layers did not run through it."""
     planned.mixers = put_mixers(model, in_planned_forward)
-    with sequence_lengths(model, planned.spans), _planned_forward():
-        result = call()
+    with sequence_lengths(model, planned.spans):
+        _here.is_planned = True
+        try:
+            result = call()
+        finally:
+            _here.is_planned = False
     layers = count_mixers(model.config) - planned.layers_passed
     run = planned.layers_run
     if run != layers if once or not layers else (not run or run % layers):
@@ -215,15 +219,6 @@ def attending_by_plan(model: nn.Module) -> Iterator[None]:
 
 
 _here = threading.local()  # ranks of a strict world are threads
-
-
-@contextmanager
-def _planned_forward() -> Iterator[None]:
-    _here.is_planned = True
-    try:
-        yield
-    finally:
-        _here.is_planned = False
 
 
 def in_planned_forward() -> bool:
@@ -287,14 +282,18 @@ def _attend(
     attention_mask: Tensor | AskedMask | None,
     *,
     lengthwise: PlannedAttention | None = None,
+    scaling: float | None = None,
+    dropout: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
     """Attend as planned; query is (1, heads, tokens, head_dim), key and value (1, kv_heads, tokens, head_dim).
 
-    `asked`: Hugging Face's other arguments; `s_aux` (heads,) are attention sinks, `softcap` caps scores.
+    `s_aux` (heads,) are attention sinks, `softcap` caps scores. `asked`: Hugging Face's other arguments.
     """
-    handled = ("scaling", "dropout", "sliding_window", "s_aux", "is_causal", "softcap")
-    scaling, dropout, sliding_window, sinks, is_causal, softcap = (asked.pop(name, None) for name in handled)
     refused = {name: value for name, value in asked.items() if name not in _WITHOUT_EFFECT and value is not None}
     if isinstance(attention_mask, Tensor):
         refused["attention_mask"] = "a tensor"
@@ -318,19 +317,17 @@ def _attend(
         raise ModelRefused(where, expected="only arguments that the planned attention handles", got=got, remedy=remedy)
     assert query.shape[2] == lengthwise.num_rows, f"{query.shape[2]} queries in {lengthwise.num_rows} rows"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    head_dim = max(query.shape[-1], value.shape[-1])
-    q, k, v = (_widened(x[0].transpose(0, 1), head_dim) for x in (query, key, value))
-    kind = query.device.type
+    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    sizes = query.shape[-1], value.shape[-1]
+    if sizes[0] != sizes[1]:
+        # Zeros at the end of each head change no score; of values the part is cut off again. Kernels and the ring want
+        # one size; multi-head latent attention has smaller values than keys (128 and 192).
+        q, k, v = (F.pad(x, (0, max(sizes) - x.shape[-1])) for x in (q, k, v))
+    kind, how = query.device.type, {"scale": scale, "window": sliding_window, "sinks": s_aux, "softcap": softcap}
     if torch.is_autocast_enabled(kind):  # RoPE leaves queries and keys wide; torch casts for its own attention only
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
-    with torch.autocast(kind, enabled=False):
-        out = planned_attention(q, k, v, lengthwise, scale=scale, window=sliding_window, sinks=sinks, softcap=softcap)
+        with torch.autocast(kind, enabled=False):
+            out = planned_attention(q, k, v, lengthwise, **how)
+    else:
+        out = planned_attention(q, k, v, lengthwise, **how)
     return out[None, ..., : value.shape[-1]], None
-
-
-def _widened(x: Tensor, head_dim: int) -> Tensor:
-    """Append zeros to each head, which change no score; of values the part is cut off again.
-
-    Kernels and the ring want one size; multi-head latent attention has smaller values than keys (128 and 192).
-    """
-    return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))

@@ -22,6 +22,7 @@ from lengthwise.core.errors import ModelRefused
 from lengthwise.models.double import as_here
 from lengthwise.models.dropout import KeyedDropout
 from lengthwise.models.load import build_skeleton
+from lengthwise.models.modules import modules_of
 
 _REMEDY = "This model can only be trained with `recompute: none`."
 
@@ -54,15 +55,13 @@ def _recomputing(
     if policy.recompute == "none":
         yield
         return
-    wrapped = wrapped_layers(model)
-    runs: list[Recomputation] = []
+    wrapped, precision = wrapped_layers(model), as_here()
 
     def run(forward: Callable[..., Any], *arguments: Any) -> Any:
         if not torch.is_grad_enabled():  # a forward that keeps nothing, as a loss may make for its metrics
             return forward(*arguments)
-        layer = Recomputation(keeps_attention=policy.recompute == "all_but_attention", saver=policy.saver)
-        runs.append(layer)
-        again = nullcontext() if dropout is None else dropout.again()  # from where this layer begins
+        layer = Recomputation(planned, keeps_attention=policy.recompute == "all_but_attention", saver=policy.saver)
+        again = [] if dropout is None else [dropout.again()]  # from where this layer begins
         # torch ends a second run once all that was saved is there again. An attention saves after its ring is done,
         # so a ring is never left halfway.
         return checkpoint(
@@ -70,7 +69,7 @@ def _recomputing(
             *arguments,
             use_reentrant=False,
             preserve_rng_state=False,  # what is drawn has keys
-            context_fn=lambda: (layer.running(planned, second=False), _second_run(layer, planned, as_here(), again)),
+            context_fn=lambda: (layer, _All(layer, precision, *again)),
         )
 
     if not all(module.training for module in wrapped):
@@ -78,31 +77,34 @@ def _recomputing(
         remedy = "Call model.train(), or train with `recompute: none`."
         expected = "a model in training mode, for recomputation"
         raise ModelRefused(f"model {type(model).__name__}", expected=expected, got=got, remedy=remedy)
-    for module in wrapped:
-        module._gradient_checkpointing_func, module.gradient_checkpointing = run, True
+    for module in wrapped:  # past a module's way of setting, which looks for parameters among what it is given
+        vars(module).update(_gradient_checkpointing_func=run, gradient_checkpointing=True)
     try:
         yield
     finally:
         for module in wrapped:
-            module.gradient_checkpointing = False
-    mixed = sum(layer.num_mixed for layer in runs)
-    if mixed != planned.layers_kept:
+            vars(module)["gradient_checkpointing"] = False
+    if planned.layers_checkpointed != planned.layers_kept:
         where = f"model {type(model).__name__}"
         expected = f"all {planned.layers_kept} layers that mix tokens to run in Hugging Face's gradient checkpointing"
-        raise ModelRefused(where, expected=expected, got=f"{mixed} that did", remedy=_REMEDY)
+        raise ModelRefused(where, expected=expected, got=f"{planned.layers_checkpointed} that did", remedy=_REMEDY)
 
 
 def wrapped_layers(model: nn.Module) -> list[Any]:
     """List the layers that Hugging Face wraps for checkpointing: the decoder's; none for families without the wrap."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [module for module in modules_of(model) if isinstance(module, GradientCheckpointingLayer)]
 
 
-@contextlib.contextmanager
-def _second_run(
-    layer: Recomputation,
-    planned: PlannedAttention,
-    precision: AbstractContextManager[None],
-    dropout: AbstractContextManager[object],
-) -> Iterator[None]:
-    with layer.running(planned, second=True), precision, dropout:
-        yield
+class _All:
+    """Blocks one inside the other, as ExitStack has them, which makes five times the calls."""
+
+    def __init__(self, *blocks: AbstractContextManager[object]) -> None:
+        self._blocks = blocks
+
+    def __enter__(self) -> None:
+        for each in self._blocks:
+            each.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for each in reversed(self._blocks):
+            each.__exit__(*error)

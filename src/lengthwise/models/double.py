@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,14 +30,15 @@ class _KeepDouble(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def keep_double(dtype: torch.dtype) -> Iterator[None]:
+def keep_double(dtype: torch.dtype) -> AbstractContextManager[object]:
     """Make casts from fp64 to fp32 do nothing inside the block; only for models in fp64, else nothing changes."""
-    with _KeepDouble() if dtype == torch.float64 else contextlib.nullcontext():
-        yield
+    return _KeepDouble() if dtype == torch.float64 else nullcontext()
 
 
-def as_here() -> contextlib.AbstractContextManager[None]:
-    """Return a block that keeps fp64 if this place does, for what torch runs again in backward, outside any block."""
+def as_here() -> AbstractContextManager[object]:
+    """Return a block that keeps fp64 if this place does, for what torch runs again in backward, outside any block.
+
+    It may be entered again, once it was left.
+    """
     kept = torch.zeros((), dtype=torch.float64).float().dtype == torch.float64
     return keep_double(torch.float64 if kept else torch.float32)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lengthwise.core.errors import ModelRefused
+from lengthwise.models.modules import modules_of
 from lengthwise.models.text_part import text_config
 
 # What a config calls the chance that an entry of hidden states falls out, in the families known to be right.
@@ -120,7 +121,7 @@ def asks_for_dropout(config: Any) -> bool:
 
 def has_dropout(model: nn.Module) -> bool:
     """Return whether entries of a model's hidden states, or of what its adapters see, fall out in training."""
-    modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules_of(model))
     return modules or asks_for_dropout(model.config)
 
 

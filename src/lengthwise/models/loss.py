@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lengthwise.core.errors import ModelRefused
+from lengthwise.models.modules import modules_of
 from lengthwise.models.text_part import whole_model
 
 
@@ -113,10 +114,10 @@ def _with_hidden(output: Any, hidden: Tensor) -> Any:
 
 def _outside(model: nn.Module, decoder: nn.Module) -> list[nn.Parameter]:
     """List trained parameters outside the decoder; a tied head's weight belongs to the embedding inside."""
-    inside = set(decoder.modules())
+    inside = set(modules_of(decoder))
     found = (
         parameter
-        for module in model.modules()
+        for module in modules_of(model)
         if module not in inside
         for parameter in module.parameters(recurse=False)
     )

@@ -34,6 +34,7 @@ from lengthwise.models.mixer_kernels import (
     plain_kernel,
     spans_in,
 )
+from lengthwise.models.modules import modules_of
 from lengthwise.program import Mixing
 
 Kernels = Mapping[tuple[str, torch.dtype], MixerKernel]
@@ -58,7 +59,7 @@ def mixing_of(model: nn.Module) -> Mixing:
     files = {module for module in _modeling_files(model) if any(hasattr(module, name) for name in _PLANNED)}
     if not files:
         return Mixing()
-    widths = [module.kernel_size[0] for module in model.modules() if isinstance(module, nn.Conv1d)]
+    widths = [module.kernel_size[0] for module in modules_of(model) if isinstance(module, nn.Conv1d)]
     return Mixing(
         has_states=any(hasattr(module, name) for module in files for name in _SCANS), width=max(widths, default=1)
     )
@@ -294,7 +295,7 @@ def runs_by_plan(kind: type[nn.Module]) -> bool:
 
 def _modeling_files(model: nn.Module) -> set[Any]:
     """Return the modules of transformers in which a model's layers are."""
-    names = {kind.__module__ for kind in {type(module) for module in model.modules()}}
+    names = {kind.__module__ for kind in {type(module) for module in modules_of(model)}}
     return {sys.modules[name] for name in names if name.startswith("transformers.models.")}
 
 

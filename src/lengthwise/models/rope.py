@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lengthwise.core.errors import ModelRefused
+from lengthwise.models.modules import modules_of
 
 LENGTH_ROPE = ("dynamic", "longrope")
 """RoPE kinds whose frequencies depend on how long the sequence at hand is."""
@@ -30,7 +31,7 @@ def sequence_lengths(model: nn.Module, spans: Sequence[tuple[int, int]]) -> Iter
     Raises:
         ModelRefused: such a module is part of a layer, and would run again in backward, outside the block.
     """
-    modules = _length_rope(model)
+    modules: list[Any] = _length_rope(model)
     for module in modules:
         module.forward = _by_sequence(module, spans)
     try:
@@ -50,19 +51,22 @@ def forget_lengths(model: nn.Module) -> None:
             module(torch.zeros(1, device=device), torch.zeros(1, 1, dtype=torch.int64, device=device), **options)
 
 
-def _length_rope(model: nn.Module) -> list[Any]:
-    found = []
-    for name, module in model.named_modules():
-        kinds = getattr(module, "rope_type", ())
-        if not set(kinds.values() if isinstance(kinds, dict) else (kinds,)) & set(LENGTH_ROPE):
-            continue
+def _length_rope(model: nn.Module) -> list[nn.Module]:
+    found = [module for module in modules_of(model) if "rope_type" in vars(module) and _is_by_length(module)]
+    names = {module: name for name, module in model.named_modules()} if found else {}
+    for module in found:
+        name = names[module]
         parents = [model.get_submodule(name[:end]) for end, sign in enumerate(name) if sign == "."]
         if any(isinstance(parent, GradientCheckpointingLayer) for parent in parents):
             expected, got = f"rope of kind {' or '.join(LENGTH_ROPE)} made once for all layers", "a module of one layer"
             remedy = "Use another rope_type. Needed: lengths of sequences where a layer is run again."
             raise ModelRefused(f"{name} ({type(module).__name__})", expected=expected, got=got, remedy=remedy)
-        found.append(module)
     return found
+
+
+def _is_by_length(module: Any) -> bool:
+    kinds = module.rope_type
+    return bool(set(kinds.values() if isinstance(kinds, dict) else (kinds,)) & set(LENGTH_ROPE))
 
 
 class _Positions(Tensor):

@@ -46,9 +46,8 @@ class Content(StrEnum):
         return self in (Content.OUT, Content.DQKV)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadRange:
-    """Part `index` of a model's attention heads, cut into `parts` of equally many."""
+class HeadRange(NamedTuple):
+    """Part `index` of a model's attention heads, cut into `parts` of equally many; a tuple, as keys of each layer."""
 
     index: int = 0
     parts: int = 1

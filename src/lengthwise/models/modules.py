@@ -1,0 +1,19 @@
+"""A model's modules, as every microbatch looks for some of them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """List a model and all modules in it, as `model.modules()` yields them.
+
+    Those are generators in generators: a call of Python a module and level, a quarter of a microbatch's in all.
+    """
+    found, left = dict[nn.Module, None](), list[nn.Module | None]([model])
+    while left:
+        module = left.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            left += reversed(module._modules.values())
+    return list(found)
