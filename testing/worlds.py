@@ -112,4 +112,4 @@ def _rounds(program: MicrobatchProgram, rank: int) -> Iterator[tuple[tuple[int, 
 
 def _said(transfer: Transfer) -> tuple[int, ...]:
     content = _CONTENTS[transfer.content]
-    return content, transfer.piece, transfer.owner, transfer.tokens, transfer.heads.index, transfer.heads.parts
+    return content, transfer.piece, transfer.owner, transfer.tokens, transfer.heads.part, transfer.heads.parts

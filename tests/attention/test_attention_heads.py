@@ -102,7 +102,7 @@ def test_every_part_holds_the_keys_of_its_queries_in_the_order_kernels_pair_them
         return
     size = heads // parts
     for index in range(parts):
-        part = HeadRange(index=index, parts=parts)
+        part = HeadRange(part=index, parts=parts)
         queries, keys = heads_taken(part, heads, heads), heads_taken(part, heads, kv_heads)
         assert queries == tuple(range(index * size, (index + 1) * size))
         assert [keys[place // (size // len(keys))] for place in range(size)] == [query // ratio for query in queries]

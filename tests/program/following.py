@@ -47,7 +47,7 @@ def expected_pairs(plan: Plan, window: int | None = None) -> dict[tuple[int, Hea
     }
     pieces = [piece for microbatch in plan.microbatches for piece in microbatch.pieces]
     return {
-        (i, HeadRange(index=index, parts=piece.heads)): seen[i]
+        (i, HeadRange(part=index, parts=piece.heads)): seen[i]
         for piece in pieces
         for i in piece.sequences
         for index in range(piece.heads)
@@ -72,7 +72,7 @@ def rows_of(program, rank):
     rows = {}
     for index, piece, position in program.pieces_of(rank):
         heads = next(h for h, starts in program.row_starts(rank).items() if index in starts)
-        assert heads == HeadRange(index=position % piece.heads, parts=piece.heads)
+        assert heads == HeadRange(part=position % piece.heads, parts=piece.heads)
         assert program.row_starts(rank)[heads][index] == len(rows.get(heads, ()))
         lengths = [program.tokens[i] for i in piece.sequences]
         held = {

@@ -84,7 +84,7 @@ def test_groups_exchange_every_part_of_every_token_once_and_bring_it_home(choose
         for content in (*INTO, *HOME):
             transfers = program.exchange(content).transfers
             expected = {
-                (number, owner, HeadRange(index=member % piece.heads, parts=piece.heads), member)
+                (number, owner, HeadRange(part=member % piece.heads, parts=piece.heads), member)
                 for number, piece in enumerate(program.microbatch.pieces)
                 for owner in range(piece.degree)
                 for member in group_of(piece, owner)

@@ -31,14 +31,14 @@ def heads_taken(heads: HeadRange, num_heads: int, num_kv_heads: int) -> tuple[in
         expected = f"a divisor of the model's {num_heads} attention heads"
         raise PlanError("plan: heads", expected=expected, got=str(heads.parts), remedy="Plan with heads off.")
     size, ratio = num_heads // heads.parts, num_heads // num_kv_heads
-    first = heads.index * size
+    first = heads.part * size
     return tuple((first + query) // ratio for query in range(0, size, gcd(size, ratio)))
 
 
 def query_heads(heads: HeadRange, num_heads: int) -> slice:
     """Return which of the model's query heads a range has."""
     size = num_heads // heads.parts
-    return slice(heads.index * size, (heads.index + 1) * size)
+    return slice(heads.part * size, (heads.part + 1) * size)
 
 
 def shares_keys(heads: HeadRange, num_heads: int, num_kv_heads: int) -> bool:

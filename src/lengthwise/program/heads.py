@@ -17,7 +17,7 @@ from lengthwise.program.records import ALL_HEADS, Content, HeadRange, Transfer
 
 def heads_of(piece: Piece, position: int) -> HeadRange:
     """Return the heads that a position of the piece attends."""
-    return HeadRange(index=position % piece.heads, parts=piece.heads) if piece.heads > 1 else ALL_HEADS
+    return HeadRange(part=position % piece.heads, parts=piece.heads) if piece.heads > 1 else ALL_HEADS
 
 
 def ring_bounds(length: int, piece: Piece) -> tuple[int, ...]:

@@ -47,9 +47,9 @@ class Content(StrEnum):
 
 
 class HeadRange(NamedTuple):
-    """Part `index` of a model's attention heads, cut into `parts` of equally many; a tuple, as keys of each layer."""
+    """One `part` of a model's attention heads, cut into `parts` of equally many; a tuple, as keys of each layer."""
 
-    index: int = 0
+    part: int = 0
     parts: int = 1
 
 

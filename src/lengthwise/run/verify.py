@@ -163,7 +163,7 @@ def _compare(check: Check, world: World, on_phase: Callable[[str], None]) -> Ver
 def _shared_keys(job: Job, plan: Plan) -> tuple[int, ...]:
     shape = shape_from_config(job.model.config.to_dict())
     groups = sorted({piece.heads for microbatch in plan.microbatches for piece in microbatch.pieces} - {1})
-    return tuple(n for n in groups if shares_keys(HeadRange(index=0, parts=n), shape.heads, shape.kv_heads))
+    return tuple(n for n in groups if shares_keys(HeadRange(part=0, parts=n), shape.heads, shape.kv_heads))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
