@@ -12,11 +12,10 @@ from safetensors.torch import load_file
 from transformers.optimization import get_scheduler
 
 import lengthwise
-from lengthwise.checkpoint import write_part
+from lengthwise.checkpoint import write_part, writer
 from lengthwise.checkpoint.manifest import signed
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import OutputError
-from lengthwise.run import checkpoints
 from lengthwise.run.callbacks import Callback
 from lengthwise.run.resume import FREE_SETTINGS
 from run.small_runs import (
@@ -241,17 +240,17 @@ def test_a_broken_newest_is_passed_over_and_told(broken, capfd):
 
 def test_a_failed_save_is_a_warning_and_the_third_in_a_row_an_error(tmp_path, monkeypatch, capsys):
     """Of five, the second fails, and then the last three."""
-    path, saves, write = run_of(tmp_path, steps=5, checkpoint={**EVERY, "every_steps": 1}), [], checkpoints.write_part
+    path, saves, write = run_of(tmp_path, steps=5, checkpoint={**EVERY, "every_steps": 1}), [], writer.write_part
 
     def fail_at(numbers):
-        def write_or_fail(folder, rank, state):
+        def write_or_fail(folder, *part):
             saves.append(folder.name)
             if len(saves) in numbers:
                 (folder / "rank-00000.safetensors").write_bytes(b"half")
                 raise OSError(28, "No space left on device")
-            write(folder, rank, state)
+            write(folder, *part)
 
-        monkeypatch.setattr(checkpoints, "write_part", write_or_fail)
+        monkeypatch.setattr(writer, "write_part", write_or_fail)
 
     fail_at({2})
     assert call("train", path) == 0

@@ -64,8 +64,8 @@ def train_steps(run: RankRun) -> TrainResult:
             is_last = planned is None or done.stopped_by is not None
             if checkpoints.is_due(step, asked=is_last or run.end.asks_for_checkpoint):
                 run.check_parameters()
-                losses = {"first_loss": done.first_loss or 0.0, "loss": done.loss}
-                checkpoints.save(step, **losses, skipped=run.end.finite.skipped, position=ran.batch.end)
+                of_step = {"first_loss": done.first_loss or 0.0, "loss": done.loss, "lr": rate(step)}
+                checkpoints.save(step, **of_step, skipped=run.end.finite.skipped, position=ran.batch.end)
     finally:
         steps.close()
     _save(run)

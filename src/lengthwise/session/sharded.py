@@ -394,16 +394,21 @@ class ShardedInPlace:
 
     def set_states(self, parameter: int, states: Mapping[str, Tensor]) -> None:
         """Replace what is kept of a parameter by this rank's slices of `states`, (entries,) or () each."""
-        name = self.parameters.names[parameter]
-        group, piece = self.optimizer.param_groups[self._groups[name]], self._pieces[name]
         for run in self._runs:
             if run.parameter == parameter:
                 entries = slice(run.entry, run.entry + run.stop - run.start)
-                counts_on = piece.device if group.get("fused") or group.get("capturable") else "cpu"
-                self.optimizer.state[self._guarded[name]] = {
-                    key: value[entries].to(piece.device, copy=True) if value.dim() else value.to(counts_on, copy=True)
-                    for key, value in states.items()
-                }
+                self.set_slice(run, {key: each[entries] if each.dim() else each for key, each in states.items()})
+
+    def set_slice(self, run: Run, states: Mapping[str, Tensor] | None) -> None:
+        """Replace what is kept of a slice by copies, (entries of the slice,) or () each; None: nothing is kept."""
+        name = self.parameters.names[run.parameter]
+        group, piece = self.optimizer.param_groups[self._groups[name]], self._pieces[name]
+        counts_on = piece.device if group.get("fused") or group.get("capturable") else "cpu"
+        self.optimizer.state.pop(self._guarded[name], None)
+        if states is not None:
+            self.optimizer.state[self._guarded[name]] = {
+                key: each.to(piece.device if each.dim() else counts_on, copy=True) for key, each in states.items()
+            }
 
 
 def _refuse_slices(name: str) -> None:

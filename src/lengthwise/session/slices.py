@@ -1,0 +1,288 @@
+"""A session's state as a folder of slices: each rank writes its own, and reads its own of what any ranks wrote.
+
+No rank has more than its slices in the host's memory, while it writes as while it reads. What is read is checked whole
+before anything changes, and all ranks raise what one finds.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lengthwise.checkpoint import (
+    Ended,
+    Kept,
+    Manifest,
+    OptimizerState,
+    SliceWriter,
+    check_files,
+    check_sizes,
+    differences,
+    fields_of_state,
+    read_manifest,
+    read_state,
+)
+from lengthwise.checkpoint.manifest import MEMBERS, NAME
+from lengthwise.comm import Transport, agree, from_first, raise_together, share_names
+from lengthwise.core.errors import ConfigError, LengthwiseError, OutputError
+from lengthwise.core.files import previous_of
+from lengthwise.engine.parameters import MASTER_WEIGHTS
+from lengthwise.session.misuse import shown
+from lengthwise.session.optimizers import plain_value
+from lengthwise.session.sharded import ShardedInPlace
+from lengthwise.session.state import is_by_entry, kept_of, wrong_arguments, wrong_number
+
+_SHOWN = 8  # differences
+_ANOTHER = "Take another checkpoint: remove this folder."
+_SHARED = "Give a folder on a disk that all machines share, by the same path on all ranks."
+
+
+class OptimizerSlices:
+    """What a checkpoint takes of a loop's own optimizer on this rank's slices, and gives back."""
+
+    def __init__(self, updates: ShardedInPlace) -> None:
+        self._updates, self._names = updates, updates.parameters.names
+
+    @property
+    def kind(self) -> str:
+        """The optimizer's class."""
+        return type(self._updates.optimizer).__name__
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the groups as torch's `state_dict` does, by the names of the parameters that train.
+
+        Raises:
+            ConfigError: an argument of a group cannot be written.
+        """
+        names = {number: name for name, number in self._updates.numbers.items()}
+        found = list[dict[str, Any]]()
+        for number, group in enumerate(self._updates.plain_groups()):
+            plain = {key: plain_value(value) for key, value in group.items()}
+            plain[MEMBERS] = [names[each] for each in group[MEMBERS] if each in names]
+            for key, value in plain.items():
+                try:
+                    json.dumps(value, allow_nan=False)
+                except (TypeError, ValueError):
+                    where, expected = f"optimizer.param_groups, {number}, {key}", "a number, a word, or several"
+                    raise ConfigError(where, expected=expected, got=shown(value), remedy="Take it out.") from None
+            found.append(plain)
+        return found
+
+    def kept(self) -> dict[str, dict[str, float | None]]:
+        """Return what it keeps of each parameter that has entries and a state here: numbers, None for vectors."""
+        return {
+            self._names[run.parameter]: {
+                key: None if is_by_entry(value, run) else float(value)
+                for key, value in state.items()
+                if value is not None
+            }
+            for run, state in self._updates.states()
+            if state
+        }
+
+    def vectors(self, names: list[str]) -> dict[str, Tensor]:
+        """Return copies in the host's memory of what it keeps of each entry, (entries,) by name; 0 where none is."""
+        found = {name: torch.zeros_like(self._updates.parameters.master_weights, device="cpu") for name in names}
+        for run, state in self._updates.states():
+            for name in names:
+                if name in state:
+                    found[name][run.start : run.stop].copy_(state[name])
+        return found
+
+    def set_states(self, state: OptimizerState, vectors: Mapping[str, Tensor]) -> None:
+        """Set groups and all that is kept of slices. vectors: (entries,) of this rank's slices, by name."""
+        self._updates.set_groups([{k: v for k, v in group.items() if k != MEMBERS} for group in state.groups])
+        for run, _ in self._updates.states():
+            kept = state.states.get(self._names[run.parameter])
+            found = (
+                None
+                if kept is None
+                else {
+                    key: vectors[key][run.start : run.stop] if number is None else torch.tensor(number)
+                    for key, number in kept.items()
+                }
+            )
+            self._updates.set_slice(run, found)
+
+    def problems_of(self, state: OptimizerState | None) -> Iterator[tuple[str, str, str]]:
+        """Yield what of a saved optimizer is not of this one, what was expected, and what was got."""
+        if state is None:
+            yield "its optimizer", "groups and states by parameter", "those of a run of an earlier version"
+            return
+        if state.kind != self.kind:
+            yield "its optimizer", self.kind, state.kind
+            return
+        own = self.groups()
+        members = [[sorted(group[MEMBERS]) for group in each] for each in (own, state.groups)]
+        if members[0] != members[1]:
+            counts = [f"{len(each)} of {', '.join(str(len(one)) for one in each)} parameters" for each in members]
+            got = counts[1] if counts[0] != counts[1] else f"{counts[1]}, which are others"
+            yield "its optimizer's groups", counts[0], got
+            return
+        for number, (group, given) in enumerate(zip(own, state.groups, strict=True)):
+            for key, expected in wrong_arguments(group, given):
+                yield f"its optimizer's groups, {number}, {key}", expected, shown(given.get(key))
+            kept = kept_of(self._updates.optimizer, {**group, **given})
+            for name in given[MEMBERS]:
+                found = state.states.get(name)
+                if found:
+                    yield from _wrong_kept(name, found, kept)
+
+
+def _wrong_kept(
+    name: str, found: Mapping[str, float | None], kept: Mapping[str, bool] | None
+) -> Iterator[tuple[str, str, str]]:
+    """Yield what of a parameter's states is not as the optimizer keeps it. kept: as of `kept_of`."""
+    own = {key: number is None for key, number in found.items()}
+    if kept is not None and own != dict(kept):
+        yield f"states of {name}", ", ".join(sorted(kept)) or "none", ", ".join(sorted(own))
+    for key, number in found.items():
+        if number is not None and (expected := wrong_number(key, number)):
+            yield f"states of {name}, {key}", expected, shown(number)
+
+
+class StateFolders:
+    """Saves a session's state into folders, and loads it. Methods marked so are collective."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport, self._writer = transport, SliceWriter(transport)
+
+    @property
+    def progress(self) -> float:
+        """How far this rank is with what it writes, for `settle`."""
+        return self._writer.progress
+
+    def save(self, updates: ShardedInPlace, folder: Path, step: int, *, background: bool) -> None:
+        """Write the state after `step` into a folder, which all ranks were given. Collective.
+
+        Raises:
+            OutputError: it cannot be written; with `background` this is a warning of a later step's end.
+            ConfigError: an argument of the optimizer's groups cannot be written.
+        """
+        self.finish()
+        updates.take_changes()
+        self._transport.phase = f"saving after step {step}"
+        from_first(self._transport, lambda: _refuse_other(folder))
+        slices, parameters = OptimizerSlices(updates), updates.parameters
+        groups = tuple(slices.groups())  # the same on all ranks
+        kept = slices.kept()
+        own = {key for states in kept.values() for key, number in states.items() if number is None}
+        vectors = share_names(self._transport, own)
+        manifest = None
+        if self._transport.rank == 0:
+            optimizer = OptimizerState(kind=slices.kind, groups=groups)
+            state = {"step": step, "ranks": self._transport.world_size, "dtype": _dtype(updates)}
+            manifest = Manifest(**fields_of_state(parameters.saved, **state, optimizer=optimizer))
+
+        def copy() -> tuple[dict[str, Tensor], Kept]:
+            masters = parameters.master_weights.detach().to("cpu", copy=True)
+            return {MASTER_WEIGHTS: masters, **slices.vectors(vectors)}, kept
+
+        self._writer.begin(folder, step, copy, manifest)
+        if not background:
+            ended = self._writer.finish()
+            if ended is not None and ended.error is not None:
+                remedy = "Free or repair the disk; a checkpoint that was there before still is."
+                raise OutputError(str(folder), expected="a folder that can be written", got=ended.error, remedy=remedy)
+
+    def settle(self, progress: Sequence[float]) -> None:
+        """Commit what is under way if all ranks have written, by `progress` of each; collective where one failed."""
+        _warn(self._writer.settle(progress))
+
+    def finish(self) -> None:
+        """Wait until what is under way is committed, or has failed. Collective."""
+        _warn(self._writer.finish())
+
+    def close(self) -> None:
+        """Wait for what writes; it stays unfinished."""
+        self._writer.close()
+
+    def load(self, updates: ShardedInPlace, folder: Path) -> int:
+        """Take the state of a folder; return its steps. Nothing changes where something is wrong. Collective.
+
+        Raises:
+            OutputError, Problems: a file is not what was written, or of another model or optimizer; on all ranks.
+        """
+        self.finish()
+        transport, parameters = self._transport, updates.parameters
+        transport.phase = f"reading {folder}"
+        from_first(transport, lambda: _put_back(folder))
+        slices = OptimizerSlices(updates)
+        manifest, problems = self._read_manifest(updates, slices, folder)
+        raise_together(transport, problems)
+        assert manifest is not None, "else there are problems"
+        assert manifest.optimizer is not None, "else there are problems"
+        agree(transport, manifest.to_json().encode(), f"{NAME} in {folder}", _SHARED)
+        names = [MASTER_WEIGHTS, *manifest.optimizer.vectors]
+        state = {name: torch.zeros_like(parameters.master_weights, device="cpu") for name in names}
+        check_files(transport, folder, manifest, state, remedy=_ANOTHER)
+        problems = list[LengthwiseError]()
+        try:
+            read_state(folder, manifest, parameters.layout, parameters.names, updates.rank, state)
+        except Exception as error:  # noqa: BLE001 - of a disk or a library; the other ranks wait
+            problems.append(_problem(folder, "the files that were written", f"{type(error).__name__}: {error}"))
+        raise_together(transport, problems)
+        parameters.master_weights.copy_(state.pop(MASTER_WEIGHTS))
+        slices.set_states(manifest.optimizer, state)
+        updates.publish()
+        return manifest.step
+
+    def _read_manifest(
+        self, updates: ShardedInPlace, slices: OptimizerSlices, folder: Path
+    ) -> tuple[Manifest | None, list[LengthwiseError]]:
+        """Return the manifest of a folder, as this rank sees it, and why it cannot be loaded."""
+        if not folder.is_dir():
+            where = f"rank {self._transport.rank}, {folder}"
+            remedy = "Name a folder that Session.save has written." if self._transport.rank == 0 else _SHARED
+            return None, [OutputError(where, expected="a checkpoint", got="no such folder", remedy=remedy)]
+        try:
+            manifest = read_manifest(folder)
+            check_sizes(folder, manifest)
+        except LengthwiseError as error:
+            return None, [error]
+        saved = updates.parameters.saved
+        wrong = differences(manifest, saved.names, saved.shapes, _dtype(updates))
+        if wrong:
+            got = "; ".join(wrong[:_SHOWN]) + (f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
+            remedy = "Give the session the model that it was saved of, in its precision."
+            return None, [OutputError(str(folder), expected="the session's parameters", got=got, remedy=remedy)]
+        remedy = "Give the session an optimizer of the class, groups and arguments that it was saved with."
+        problems: list[LengthwiseError] = [
+            OutputError(f"{folder}, {what}", expected=expected, got=got, remedy=remedy)
+            for what, expected, got in slices.problems_of(manifest.optimizer)
+        ]
+        return manifest, problems[:_SHOWN]
+
+
+def _dtype(updates: ShardedInPlace) -> str:
+    return str(updates.parameters.master_weights.dtype).removeprefix("torch.")
+
+
+def _refuse_other(folder: Path) -> None:
+    """Refuse to write where something else is than a checkpoint; OutputError: it is."""
+    is_free = not folder.exists() or (folder / NAME).is_file() or (folder.is_dir() and not any(folder.iterdir()))
+    if not is_free:
+        remedy = "Name a new folder, or remove this one."
+        raise OutputError(str(folder), expected="a new folder, or a checkpoint to replace", got="others", remedy=remedy)
+
+
+def _put_back(folder: Path) -> None:
+    """Restore the checkpoint that was there where a fault came between the two renames of a save."""
+    if not folder.exists() and (previous_of(folder) / NAME).is_file():
+        previous_of(folder).rename(folder)
+
+
+def _problem(folder: Path, expected: str, got: str) -> OutputError:
+    return OutputError(str(folder), expected=expected, got=got, remedy=_ANOTHER)
+
+
+def _warn(ended: Ended | None) -> None:
+    if ended is not None and ended.error is not None:
+        text = f"lengthwise: no checkpoint {ended.path} after step {ended.step}: {ended.error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
