@@ -10,11 +10,12 @@ from functools import partial
 import pytest
 import torch
 
-from lengthwise.checkpoint.manifest import signed
+from lengthwise.checkpoint.manifest import read_run_manifest, signed
 from lengthwise.checkpoint.writer import WRITTEN
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.faults import VARIABLE
 from lengthwise.session import Session
+from run.small_runs import call
 from session.loops import LargestTensor, in_double, in_ranks, planned_loop, small_model, steps_of
 from tiers import more
 
@@ -168,6 +169,8 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(tmp_path)
             session.save(tmp_path / "state")
 
     in_ranks(save, 2, tmp_path)
+    with pytest.raises(LengthwiseError, match="expected a checkpoint of a run; got one of a session"):
+        read_run_manifest(tmp_path / "state")
     for number, (damage, _) in enumerate(DAMAGES):
         shutil.copytree(tmp_path / "state", tmp_path / f"state-{number}")
         damage(tmp_path / f"state-{number}")
@@ -282,4 +285,5 @@ def test_a_save_in_the_background_is_there_at_a_later_end_and_one_that_fails_is_
         assert "rank 1: OSError: [Errno 5]" in warning
         assert "rank 1: OSError: [Errno 5]" in error
     assert saved_step() == 4, "written until the session closed"
+    assert call("checkpoint", "verify", folder) == 0
     assert [each.name for each in tmp_path.glob("state*")] == ["state"]
