@@ -28,7 +28,7 @@ UNREACHED = "model.norm.weight"
 
 
 def tied():
-    return small_model(tie_word_embeddings=True, num_hidden_layers=4)
+    return small_model(tie_word_embeddings=True)
 
 
 def groups_of(model, make):

@@ -243,7 +243,8 @@ class StateFolders:
             return None, [OutputError(where, expected="a checkpoint", got="no such folder", remedy=remedy)]
         try:
             manifest = read_manifest(folder)
-            check_sizes(folder, manifest)
+            if self._transport.rank == 0:
+                check_sizes(folder, manifest)
         except LengthwiseError as error:
             return None, [error]
         saved = updates.parameters.saved
