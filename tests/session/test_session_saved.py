@@ -1,11 +1,15 @@
 """A session's state in a folder of slices: read by any number of ranks under any layout, or refused by all of them."""
 
+import gc
 import json
 import re
+import resource
 import shutil
+import threading
 import time
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,6 +121,46 @@ def test_which_parameters_have_states_survives_and_no_rank_holds_more_than_its_s
     assert names.index(UNREACHED) not in saved[0][0]["optimizer"]["state"]
     assert [largest for _, largest, _ in saved] == [own for *_, own in saved]
     assert [largest for _, largest in loaded] == [own for *_, own in saved]
+
+
+def peak_bytes(work):
+    """Return by how much the memory of this process grew at most while it works."""
+    gc.collect()
+    start, grown, ends = resident_bytes(), [0], threading.Event()
+
+    def watch():
+        while not ends.wait(0.002):
+            grown[0] = max(grown[0], resident_bytes() - start)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    work()
+    ends.set()
+    watcher.join()
+    return grown[0]
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.exhaustive
+def test_a_save_grows_no_process_by_more_than_its_slices(tmp_path):
+    """42M parameters in fp32, 482 MB of state. A load has the slices and the files' pages, which the system takes back."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8}
+
+    def work(_rank):
+        model = small_model(torch.float32, num_hidden_layers=4, **sizes)
+        with opened(ZERO3[0], model=model) as session:
+            step(session, [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 3)
+            own = 3 * session.engine.parameters.master_weights.nbytes
+            save, load = (partial(each, tmp_path / "state") for each in (session.save, session.load))
+            return [peak_bytes(each) / own for each in (save, load, session.state_dict)]
+
+    found = in_ranks(work, 3, tmp_path)
+    assert max(saving for saving, _, _ in found) < 1.1, found
+    assert max(loading for _, loading, _ in found) < 2.5, found
+    assert found[0][2] > 3, "what a gathered state takes of rank 0's host is seen"
 
 
 def break_byte(folder):

@@ -272,12 +272,13 @@ def _contradictions(found: Manifest) -> Iterator[str]:
 
 def _contradictions_of_optimizer(found: OptimizerState, names: set[str]) -> Iterator[str]:
     members = [group.get(MEMBERS) for group in found.groups]
-    if not all(isinstance(each, list) for each in members):
+    listed = [name for each in members if isinstance(each, list) for name in each if isinstance(name, str)]
+    if sum(len(each) if isinstance(each, list) else 1 for each in members) != len(listed):
         yield f"groups without a list of {MEMBERS}"
-    elif sorted(str(name) for each in members for name in each) != sorted(names):  # pyright: ignore[reportOptionalIterable]
+    elif sorted(listed) != sorted(names):
         yield "groups of other parameters"
     if not found.states.keys() <= names:
-        yield f"states of {min(found.states.keys() - names)}, which is no parameter"
+        yield f"states of {shown(min(found.states.keys() - names))}, which is no parameter"
     if MASTER_WEIGHTS in found.vectors:
         yield f"states with the name {MASTER_WEIGHTS}"
 
