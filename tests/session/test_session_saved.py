@@ -146,7 +146,7 @@ def resident_bytes():
 
 @pytest.mark.exhaustive
 def test_a_save_grows_no_process_by_more_than_its_slices(tmp_path):
-    """42M parameters in fp32, 482 MB of state. A load has the slices and the files' pages, which the system takes back."""
+    """42M parameters in fp32, 482 MB of state. A load also maps the files, whose pages the system takes back."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8}
 
     def work(_rank):
