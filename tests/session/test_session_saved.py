@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 import warnings
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -82,14 +82,25 @@ def assert_same(found, wanted, tolerance):
             assert (own[name] - expected).norm() <= tolerance * expected.norm(), name
 
 
-@pytest.mark.parametrize(
-    ("make", "others"), [(ADAMW, [ZERO1, STAGES]), (SGD, [HYBRID]), more(ADAMW, [HYBRID, ZERO3]), more(SGD, [ZERO1])]
-)
-def test_training_goes_on_from_a_folder_on_other_ranks_under_other_layouts(make, others, tmp_path):
-    folder = tmp_path / "state"
-    wanted = run(tmp_path, *ZERO3, make, saves=folder)
-    for layout, ranks in others:
-        assert_same(run(tmp_path, layout, ranks, make, loads=folder), wanted, 1e-12)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return, by optimizer, the folder that 3 ranks saved after a step, and their state after one more."""
+
+    @cache
+    def of(make):
+        path = tmp_path_factory.mktemp("saved")
+        return path / "state", run(path, *ZERO3, make, saves=path / "state")
+
+    return of
+
+
+CASES = [(ADAMW, ZERO1), (ADAMW, STAGES), (SGD, HYBRID), more(ADAMW, HYBRID), more(ADAMW, ZERO3), more(SGD, ZERO1)]
+
+
+@pytest.mark.parametrize(("make", "other"), CASES)
+def test_training_goes_on_from_a_folder_on_other_ranks_under_other_layouts(make, other, saved, tmp_path):
+    folder, wanted = saved(make)
+    assert_same(run(tmp_path, *other, make, loads=folder), wanted, 1e-12)
 
 
 def test_which_parameters_have_states_survives_and_no_rank_holds_more_than_its_slices(tmp_path):
@@ -261,6 +272,25 @@ def test_ranks_that_are_given_other_folders_and_folders_of_other_things_are_refu
         assert "the same folder on all ranks" in apart
         assert "expected a new folder, or a checkpoint to replace" in mine
     assert [each.name for each in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+
+
+def test_a_rank_that_does_not_see_the_folder_is_named_on_all_ranks(tmp_path):
+    def work(rank):
+        found = []
+        with opened(ZERO1[0], model=small_model()) as session, pytest.MonkeyPatch.context() as patch:
+            session.save(tmp_path / "seen")
+            if rank == 1:
+                patch.setattr(Path, "is_dir", lambda _: False)  # as where its machine has another disk there
+            for call_it, folder in ((session.save, "state"), (session.load, "seen")):
+                with pytest.raises(LengthwiseError) as caught:
+                    call_it(tmp_path / folder)
+                found.append(str(caught.value))
+        return found
+
+    for saving, loading in in_ranks(work, 2, tmp_path):
+        assert re.search(r"got rank 1: no .*state\.unfinished, which rank 0 has made: give a folder that all", saving)
+        assert re.search(r"rank 1, .*seen: expected a checkpoint; got no such folder\. Give a folder", loading)
+    assert not list(tmp_path.glob("state*"))
 
 
 @pytest.mark.parametrize(("point", "rank"), [("checkpoint-written", 1), ("checkpoint-rename", 0)])

@@ -9,7 +9,7 @@ from lengthwise.checkpoint.manifest import Manifest as Manifest
 from lengthwise.checkpoint.manifest import OptimizerState as OptimizerState
 from lengthwise.checkpoint.manifest import RunManifest as RunManifest
 from lengthwise.checkpoint.manifest import changed as changed
-from lengthwise.checkpoint.manifest import fields_of_state as fields_of_state
+from lengthwise.checkpoint.manifest import dtype_of as dtype_of
 from lengthwise.checkpoint.manifest import parameters_of as parameters_of
 from lengthwise.checkpoint.manifest import read_manifest as read_manifest
 from lengthwise.checkpoint.manifest import read_run_manifest as read_run_manifest

@@ -20,7 +20,7 @@ from lengthwise.core import __version__
 from lengthwise.core.errors import OutputError
 from lengthwise.core.files import read_json
 from lengthwise.engine.flat_layout import FlatLayout
-from lengthwise.engine.parameters import MASTER_WEIGHTS, SavedParameters
+from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters
 
 SCHEMA = "lengthwise.checkpoint/1"
 NAME = "manifest.json"
@@ -154,15 +154,14 @@ class RunManifest(Manifest):
             yield f"step {shown(self.step)}, by the folder's name another"
 
 
-def fields_of_state(
-    saved: SavedParameters, *, step: int, ranks: int, dtype: str, optimizer: OptimizerState
-) -> dict[str, Any]:
+def fields_of_state(parameters: Parameters, *, step: int, ranks: int, optimizer: OptimizerState) -> dict[str, Any]:
     """Return what a manifest says of a state that is about to be written, without its files."""
+    saved = parameters.saved
     return {
         "version": __version__,
         "step": step,
         "ranks": ranks,
-        "dtype": dtype,
+        "dtype": dtype_of(parameters),
         "borders": saved.layout.borders,
         "ranks_per_node": saved.layout.ranks_per_node,
         "stage_buckets": saved.layout.stage_buckets,
@@ -170,6 +169,11 @@ def fields_of_state(
         "files": {},
         "optimizer": optimizer,
     }
+
+
+def dtype_of(parameters: Parameters) -> str:
+    """Name the dtype of exact parameters as a manifest does."""
+    return str(parameters.master_weights.dtype).removeprefix("torch.")
 
 
 def signed(values: Mapping[str, object]) -> str:

@@ -12,17 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from lengthwise.checkpoint.folder import begin, commit
-from lengthwise.checkpoint.manifest import Manifest
+from lengthwise.checkpoint.manifest import Manifest, OptimizerState, fields_of_state
 from lengthwise.checkpoint.part import Kept, take_digests, write_part, wrong_numbers
-from lengthwise.comm import Transport, share_first, share_numbers
+from lengthwise.comm import Transport, share_first, share_names, share_numbers
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.faults import fault
 from lengthwise.core.files import put_back, unfinished_of
+from lengthwise.engine.parameters import Parameters
 
 Result = TypeVar("Result")
 
@@ -36,6 +37,27 @@ class Ended:
     path: Path
     step: int
     error: str | None
+
+
+class SavedOptimizer(Protocol):
+    """What a writer asks of an optimizer that updates this rank's slices."""
+
+    @property
+    def kind(self) -> str:
+        """Its class."""
+        ...
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return its groups as torch's `state_dict` does, with names in `params`; the same on all ranks."""
+        ...
+
+    def kept(self) -> Kept:
+        """Return what it keeps of each parameter with a state here: numbers, None for one value an entry."""
+        ...
+
+    def vectors(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return copies in the host's memory of what it keeps of each entry, (entries,) by name; 0 where none is."""
+        ...
 
 
 class SliceWriter:
@@ -56,13 +78,38 @@ class SliceWriter:
             return WRITING
         return WRITTEN if self._error is None else FAILED
 
-    def begin(
+    def save(
+        self,
+        path: Path,
+        step: int,
+        parameters: Parameters,
+        optimizer: SavedOptimizer,
+        manifest_of: Callable[[dict[str, Any]], Manifest],
+    ) -> None:
+        """Copy this rank's state after `step` and begin to write it; nothing may be under way. Collective.
+
+        manifest_of: makes the manifest, on rank 0, of the fields of `Manifest`.
+        """
+        groups, kept, manifest = tuple(optimizer.groups()), optimizer.kept(), None
+        own = {key for states in kept.values() for key, number in states.items() if number is None}
+        vectors = share_names(self._transport, own)  # a rank may have no state of what others have
+        if self._transport.rank == 0:
+            state = OptimizerState(kind=optimizer.kind, groups=groups)
+            counts = {"step": step, "ranks": self._transport.world_size}
+            manifest = manifest_of(fields_of_state(parameters, optimizer=state, **counts))
+
+        def copy() -> tuple[dict[str, Tensor], Kept]:
+            exact = {name: each.detach().to("cpu", copy=True) for name, each in parameters.state().items()}
+            return {**exact, **optimizer.vectors(vectors)}, kept
+
+        self._begin(path, step, copy, manifest)
+
+    def _begin(
         self, path: Path, step: int, copy: Callable[[], tuple[dict[str, Tensor], Kept]], manifest: Manifest | None
     ) -> None:
-        """Copy this rank's state and begin to write it; nothing may be under way. Collective.
+        """Copy this rank's state and begin to write it. Collective.
 
-        copy: returns copies of it in the host's memory, (entries,) each by name, and what it keeps of parameters.
-        manifest: of rank 0, which adds the files, and that.
+        manifest: of rank 0, which adds the files, and what the optimizer keeps of parameters.
         """
         assert self._thread is None, f"{self._path} is under way"
         self._path, self._step, self._manifest, self._error = path, step, manifest, None

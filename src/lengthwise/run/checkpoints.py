@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -14,20 +15,19 @@ from lengthwise.checkpoint import (
     CheckpointFolder,
     Ended,
     Kept,
-    OptimizerState,
     RunManifest,
     SliceWriter,
     check_files,
     differences,
-    fields_of_state,
+    dtype_of,
     read_state,
 )
 from lengthwise.comm import Transport
-from lengthwise.config import RunConfig
+from lengthwise.config import OptimizerConfig, RunConfig
 from lengthwise.core.errors import OutputError
 from lengthwise.data.sampler import Position
 from lengthwise.engine.optimizer import ShardedOptimizer
-from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters
+from lengthwise.engine.parameters import Parameters
 from lengthwise.run.resume import FOLDER, Resume, run_settings
 
 _MOST_FAILURES = 3
@@ -84,11 +84,11 @@ class Checkpoints:
         self.finish()
         self._transport.phase = f"step {step}, checkpoint"
         self._last = time.monotonic()
-        manifest = None
-        if self._transport.rank == 0:
-            state = {"step": step, "ranks": self._transport.world_size, "dtype": _name(self._parameters)}
-            manifest = RunManifest(
-                **fields_of_state(self._saved, **state, optimizer=self._optimizer_state(lr)),
+        slices = _RunSlices(self._optimizer, self._config.optimizer, lr=lr, updates=step - skipped)
+
+        def manifest_of(state: dict[str, Any]) -> RunManifest:
+            return RunManifest(
+                **state,
                 first_loss=first_loss,
                 loss=loss,
                 skipped=skipped,
@@ -97,7 +97,8 @@ class Checkpoints:
                 run=run_settings(self._config),
                 data=self._data(),
             )
-        self._writer.begin(self._folder.at(step), step, lambda: self._copy(step - skipped), manifest)
+
+        self._writer.save(self._folder.at(step), step, self._parameters, slices, manifest_of)
         if not self._asked.background:
             self.finish()
 
@@ -129,28 +130,6 @@ class Checkpoints:
             expected = f"one of {_MOST_FAILURES} checkpoints written"
             raise OutputError(where, expected=expected, got=ended.error, remedy=remedy)
 
-    def _optimizer_state(self, lr: float) -> OptimizerState:
-        """Return the groups of a plain optimizer that updates as the run's does: matrices decay, vectors do not."""
-        config, shapes = self._config.optimizer, zip(self._saved.names, self._saved.shapes, strict=True)
-        members: dict[bool, list[str]] = {True: [], False: []}
-        for name, shape in shapes:
-            members[len(shape) >= 2].append(name)
-        groups = tuple(
-            {**config.arguments, "lr": lr, "weight_decay": config.weight_decay if decayed else 0.0, "params": names}
-            for decayed, names in members.items()
-            if names
-        )
-        return OptimizerState(kind=_CLASSES[config.name], groups=groups)
-
-    def _copy(self, updates: int) -> tuple[dict[str, Tensor], Kept]:
-        """Return copies of this rank's state, and what it keeps of parameters after so many updates."""
-        kept: dict[str, float | None] = dict.fromkeys(self._optimizer.state())
-        if self._config.optimizer.name in _COUNTED:
-            kept["step"] = float(updates)
-        own = {self._parameters.names[run.parameter] for run in self._parameters.layout.runs(self._saved.rank)}
-        state = {name: each.detach().to("cpu", copy=True) for name, each in self._state().items()}
-        return state, dict.fromkeys(own, kept)
-
     def _state(self) -> dict[str, Tensor]:
         return {**self._parameters.state(), **self._optimizer.state()}
 
@@ -162,7 +141,7 @@ class Checkpoints:
         """
         transport, manifest, parameters = self._transport, resume.manifest, self._parameters
         transport.phase = "reading the checkpoint"
-        wrong = differences(manifest, self._saved.names, self._saved.shapes, _name(parameters))
+        wrong = differences(manifest, self._saved.names, self._saved.shapes, dtype_of(parameters))
         other_data = manifest.data != self._data()
         if other_data and not resume.accepts_changes:
             wrong.append("it was trained on other data")
@@ -186,5 +165,39 @@ class Checkpoints:
             self._folder.go_back_to(resume.step)
 
 
-def _name(parameters: Parameters) -> str:
-    return str(parameters.state()[MASTER_WEIGHTS].dtype).removeprefix("torch.")
+class _RunSlices:
+    """What a checkpoint takes of a run's optimizer after so many updates, the last with this rate."""
+
+    def __init__(self, optimizer: ShardedOptimizer, config: OptimizerConfig, *, lr: float, updates: int) -> None:
+        self._optimizer, self._config, self._lr, self._updates = optimizer, config, lr, updates
+        self._parameters = optimizer.parameters
+        self.kind = _CLASSES[config.name]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the groups of a plain optimizer that updates as the run's does: matrices decay, vectors do not."""
+        saved, config = self._parameters.saved, self._config
+        members: dict[bool, list[str]] = {True: [], False: []}
+        for name, shape in zip(saved.names, saved.shapes, strict=True):
+            members[len(shape) >= 2].append(name)
+        return [
+            {
+                **config.arguments,
+                "lr": self._lr,
+                "weight_decay": config.weight_decay if decayed else 0.0,
+                "params": names,
+            }
+            for decayed, names in members.items()
+            if names
+        ]
+
+    def kept(self) -> Kept:
+        """Return what it keeps of each parameter that has entries here, all alike."""
+        kept: dict[str, float | None] = dict.fromkeys(self._optimizer.state())
+        if self._config.name in _COUNTED:
+            kept["step"] = float(self._updates)
+        layout, names = self._parameters.layout, self._parameters.names
+        return {names[run.parameter]: kept for run in layout.runs(self._parameters.saved.rank)}
+
+    def vectors(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return copies in the host's memory of its states."""
+        return {name: self._optimizer.state()[name].to("cpu", copy=True) for name in names}

@@ -17,19 +17,18 @@ from torch import Tensor
 
 from lengthwise.checkpoint import (
     Ended,
-    Kept,
     Manifest,
     OptimizerState,
     SliceWriter,
     check_files,
     check_sizes,
     differences,
-    fields_of_state,
+    dtype_of,
     read_manifest,
     read_state,
 )
 from lengthwise.checkpoint.manifest import MEMBERS, NAME
-from lengthwise.comm import Transport, agree, from_first, raise_together, share_names
+from lengthwise.comm import Transport, agree, from_first, raise_together
 from lengthwise.core.errors import ConfigError, LengthwiseError, OutputError
 from lengthwise.core.files import previous_of
 from lengthwise.engine.parameters import MASTER_WEIGHTS
@@ -86,7 +85,7 @@ class OptimizerSlices:
             if state
         }
 
-    def vectors(self, names: list[str]) -> dict[str, Tensor]:
+    def vectors(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return copies in the host's memory of what it keeps of each entry, (entries,) by name; 0 where none is."""
         found = {name: torch.zeros_like(self._updates.parameters.master_weights, device="cpu") for name in names}
         for run, state in self._updates.states():
@@ -169,22 +168,7 @@ class StateFolders:
         updates.take_changes()
         self._transport.phase = f"saving after step {step}"
         from_first(self._transport, lambda: _refuse_other(folder))
-        slices, parameters = OptimizerSlices(updates), updates.parameters
-        groups = tuple(slices.groups())  # the same on all ranks
-        kept = slices.kept()
-        own = {key for states in kept.values() for key, number in states.items() if number is None}
-        vectors = share_names(self._transport, own)
-        manifest = None
-        if self._transport.rank == 0:
-            optimizer = OptimizerState(kind=slices.kind, groups=groups)
-            state = {"step": step, "ranks": self._transport.world_size, "dtype": _dtype(updates)}
-            manifest = Manifest(**fields_of_state(parameters.saved, **state, optimizer=optimizer))
-
-        def copy() -> tuple[dict[str, Tensor], Kept]:
-            masters = parameters.master_weights.detach().to("cpu", copy=True)
-            return {MASTER_WEIGHTS: masters, **slices.vectors(vectors)}, kept
-
-        self._writer.begin(folder, step, copy, manifest)
+        self._writer.save(folder, step, updates.parameters, OptimizerSlices(updates), lambda state: Manifest(**state))
         if not background:
             ended = self._writer.finish()
             if ended is not None and ended.error is not None:
@@ -248,7 +232,7 @@ class StateFolders:
         except LengthwiseError as error:
             return None, [error]
         saved = updates.parameters.saved
-        wrong = differences(manifest, saved.names, saved.shapes, _dtype(updates))
+        wrong = differences(manifest, saved.names, saved.shapes, dtype_of(updates.parameters))
         if wrong:
             got = "; ".join(wrong[:_SHOWN]) + (f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
             remedy = "Give the session the model that it was saved of, in its precision."
@@ -259,10 +243,6 @@ class StateFolders:
             for what, expected, got in slices.problems_of(manifest.optimizer)
         ]
         return manifest, problems[:_SHOWN]
-
-
-def _dtype(updates: ShardedInPlace) -> str:
-    return str(updates.parameters.master_weights.dtype).removeprefix("torch.")
 
 
 def _refuse_other(folder: Path) -> None:
