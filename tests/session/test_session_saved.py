@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 import warnings
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from lengthwise.core.faults import VARIABLE
 from lengthwise.session import Session
 from run.small_runs import call
 from session.loops import LargestTensor, in_double, in_ranks, planned_loop, small_model, steps_of
-from tiers import more
+from tiers import more, some
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
@@ -84,23 +84,63 @@ def assert_same(found, wanted, tolerance):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return, by optimizer, the folder that 3 ranks saved after a step, and their state after one more."""
+    """Return, by layout and optimizer, the folder that ranks saved after a step, and their state after one more."""
+    made = {}
 
-    @cache
-    def of(make):
-        path = tmp_path_factory.mktemp("saved")
-        return path / "state", run(path, *ZERO3, make, saves=path / "state")
+    def of(layout, ranks, make):
+        key = (*layout, make)
+        if key not in made:
+            path = tmp_path_factory.mktemp("saved")
+            made[key] = path / "state", run(path, layout, ranks, make, saves=path / "state")
+        return made[key]
 
     return of
 
 
-CASES = [(ADAMW, ZERO1), (ADAMW, STAGES), (SGD, HYBRID), more(ADAMW, HYBRID), more(ADAMW, ZERO3), more(SGD, ZERO1)]
+CASES = [
+    (ADAMW, ZERO3, ZERO1),
+    (ADAMW, ZERO3, STAGES),
+    (SGD, ZERO3, HYBRID),
+    (ADAMW, STAGES, ZERO1),
+    more(ADAMW, ZERO3, HYBRID),
+    more(ADAMW, ZERO3, ZERO3),
+    more(SGD, ZERO3, ZERO1),
+    more(SGD, STAGES, ZERO3),
+    more(ADAMW, HYBRID, STAGES),
+]
 
 
-@pytest.mark.parametrize(("make", "other"), CASES)
-def test_training_goes_on_from_a_folder_on_other_ranks_under_other_layouts(make, other, saved, tmp_path):
-    folder, wanted = saved(make)
+@pytest.mark.parametrize(("make", "first", "other"), CASES)
+def test_training_goes_on_from_a_folder_on_other_ranks_under_other_layouts(make, first, other, saved, tmp_path):
+    folder, wanted = saved(*first, make)
     assert_same(run(tmp_path, *other, make, loads=folder), wanted, 1e-12)
+
+
+OTHERS = {
+    "NAdam": (torch.optim.NAdam, {}),
+    "AMSGrad": (partial(torch.optim.AdamW, amsgrad=True), {}),
+    "fused": (partial(torch.optim.AdamW, fused=True), {}),
+    "on the host": (torch.optim.AdamW, {"offload_optimizer": True}),
+    "ASGD": (torch.optim.ASGD, {}),
+    "centered RMSprop": (partial(torch.optim.RMSprop, centered=True, momentum=0.5), {}),
+    "nothing": (torch.optim.SGD, {}),
+}
+
+
+@pytest.mark.parametrize("name", some(OTHERS))
+def test_whatever_an_optimizer_keeps_is_kept_to_the_bit(name, tmp_path):
+    make, options = OTHERS[name]
+    found = []
+    for loads in (False, True):
+        with opened(options, make, small_model(torch.float32, num_hidden_layers=1)) as session:
+            if loads:
+                session.load(tmp_path / "state")
+            for rows in steps_of([[9, 20], [31, 2]])[session.steps :]:
+                step(session, rows)
+                if session.steps == 1:
+                    session.save(tmp_path / "state")
+            found.append(session.state_dict())
+    assert_same(found[1], found[0], 0.0)
 
 
 def test_which_parameters_have_states_survives_and_no_rank_holds_more_than_its_slices(tmp_path):
