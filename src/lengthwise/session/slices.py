@@ -28,12 +28,13 @@ from lengthwise.checkpoint import (
     read_state,
 )
 from lengthwise.checkpoint.manifest import MEMBERS, NAME
-from lengthwise.comm import Transport, agree, from_first, raise_together
+from lengthwise.comm import Transport, agree, raise_together
 from lengthwise.core.errors import ConfigError, LengthwiseError, OutputError
 from lengthwise.core.files import previous_of
 from lengthwise.engine.parameters import MASTER_WEIGHTS
 from lengthwise.session.misuse import shown
 from lengthwise.session.optimizers import plain_value
+from lengthwise.session.saving import on_first_rank
 from lengthwise.session.sharded import ShardedInPlace
 from lengthwise.session.state import is_by_entry, kept_of, wrong_arguments, wrong_number
 
@@ -167,7 +168,7 @@ class StateFolders:
         self.finish()
         updates.take_changes()
         self._transport.phase = f"saving after step {step}"
-        from_first(self._transport, lambda: _refuse_other(folder))
+        on_first_rank(self._transport, lambda: _refuse_other(folder))
         self._writer.save(folder, step, updates.parameters, OptimizerSlices(updates), lambda state: Manifest(**state))
         if not background:
             ended = self._writer.finish()
@@ -196,7 +197,7 @@ class StateFolders:
         self.finish()
         transport, parameters = self._transport, updates.parameters
         transport.phase = f"reading {folder}"
-        from_first(transport, lambda: _put_back(folder))
+        on_first_rank(transport, lambda: _put_back(folder))
         slices = OptimizerSlices(updates)
         manifest, problems = self._read_manifest(updates, slices, folder)
         raise_together(transport, problems)
