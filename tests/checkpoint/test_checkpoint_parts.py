@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lengthwise.checkpoint import (
     CheckpointFolder,
-    Manifest,
+    RunManifest,
     broken,
     differences,
     parameters_of,
@@ -20,6 +20,7 @@ from lengthwise.checkpoint import (
     unfit,
     write_part,
 )
+from lengthwise.checkpoint.folder import begin, commit
 from lengthwise.checkpoint.manifest import read_manifest, signed
 from lengthwise.checkpoint.part import take_digests
 from lengthwise.core.errors import OutputError, Problems
@@ -44,11 +45,11 @@ def with_moment(shard):
 
 def save(path, layout, values, *, step=5, names=None, states=with_moment):
     folder = CheckpointFolder(path)
-    folder.begin(step)
+    unfinished = begin(folder.at(step))
     for rank, shard in enumerate(shards(layout, values)):
-        write_part(folder.unfinished(step), rank, states(shard))
+        write_part(unfinished, rank, states(shard))
     names = names or [f"p{index}" for index in range(len(values))]
-    manifest = Manifest(
+    manifest = RunManifest(
         version="0",
         step=step,
         ranks=layout.world_size,
@@ -60,9 +61,9 @@ def save(path, layout, values, *, step=5, names=None, states=with_moment):
         borders=layout.borders,
         ranks_per_node=layout.ranks_per_node,
         parameters=parameters_of(layout, names, [(len(value),) for value in values]),
-        files=take_digests(folder.unfinished(step), layout.world_size),
+        files=take_digests(unfinished, layout.world_size)[0],
     )
-    folder.commit(manifest)
+    commit(folder.at(step), manifest)
     return folder, manifest
 
 
@@ -219,3 +220,19 @@ def test_a_file_whose_states_do_not_fit_is_named_with_the_state(tmp_path, change
     assert (found is None) == (change == "none")
     named = "master_weights" if "weights" in change else "exp_avg_sq"
     assert found is None or ("rank-00001.safetensors" in found and named in found)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read():
+    """Its files lie in `earlier/`, as that version wrote them: two ranks, no word of the optimizer."""
+    folder, manifest, _ = CheckpointFolder(Path(__file__).parent / "earlier").newest()
+    assert (manifest.step, manifest.skipped, manifest.position, manifest.optimizer) == (7, 1, (1, 3), None)
+    values = [torch.arange(size) + start for size, start in ((5, 100.0), (4, 200.0), (3, 300.0))]
+    layout = lay_out([3, 5, 4], [0, 1, 2], world_size=1)
+    state = {name: torch.zeros(layout.entries) for name in ("master_weights", "exp_avg", "exp_avg_sq")}
+    assert broken(folder, manifest) is None
+    assert unfit(folder, manifest, state) is None
+    read_state(folder, manifest, layout, ["c.bias", "a.weight", "b.weight"], 0, state)
+    for run, expected in zip(layout.runs(0), (values[2], values[0], values[1]), strict=True):
+        assert torch.equal(state["master_weights"][run.start : run.stop], expected)
+        assert torch.equal(state["exp_avg"][run.start : run.stop], -expected)
+        assert torch.equal(state["exp_avg_sq"][run.start : run.stop], expected.square())

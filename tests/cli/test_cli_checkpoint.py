@@ -48,6 +48,8 @@ def test_checkpoints_are_listed_and_verified(trained, capsys):
     assert "3 checkpoints, none broken; every byte was read" in capsys.readouterr().out
     assert call("checkpoint", "verify", trained, "--step", 4) == 0
     assert "1 checkpoint, none broken" in capsys.readouterr().out
+    assert call("checkpoint", "verify", trained / "checkpoints/step-000004") == 0
+    assert "1 checkpoint, none broken" in capsys.readouterr().out
 
 
 def test_what_is_broken_is_named_and_the_status_says_it(own, capsys):

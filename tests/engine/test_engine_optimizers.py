@@ -14,8 +14,9 @@ from lengthwise.comm import SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.config.optimizer import OPTIMIZERS
 from lengthwise.engine.live_bytes import LiveBytes
-from lengthwise.engine.optimizer import FUSED, sliced_optimizer
+from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.whole_optimizer import FUSED
 from lengthwise.models import wrapped_layers
 from lengthwise.models.load import build_skeleton
 from tiers import more, some

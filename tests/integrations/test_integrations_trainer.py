@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from datasets import Dataset
 from preferences import tokenizer as words
 from preferences import whole_model
+from safetensors.torch import save_file
 from torch.utils.data import IterableDataset
 from trainers import CAPACITY, LENGTHS, arguments, data, difference, in_trainers, padded, relative, trained
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
@@ -173,15 +175,29 @@ def plain_mean(model, rows):
 SAVING = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
 
 
+class Exporting(PlannedTrainer):
+    """Writes what a plain Trainer goes on from, too, as the page says."""
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+        state = self.session.state_dict()
+        if self.session.rank == 0:
+            torch.save(state["optimizer"], Path(output_dir, "optimizer.pt"))
+
+
 @pytest.mark.parametrize(
     ("dtype", "plain_too"), [(torch.float32, False), more(torch.float32, True), more(torch.bfloat16, False)]
 )
 def test_run_goes_on_from_a_checkpoint_on_any_number_of_ranks(tmp_path, dtype, plain_too):
-    """To the same bits on as many ranks; on others, and between planned and plain, within rounding."""
+    """To the same bits on as many ranks; on others, and between planned and plain, within rounding.
+
+    A plain Trainer goes on from what the session exports of itself, in the checkpoint's folder.
+    """
 
     def work(ranks, folder, resume, _rank):
         args = arguments(tmp_path / folder, ranks or 1, **SAVING)
-        kind = partial(PlannedTrainer, capacity_tokens=2 * CAPACITY // ranks) if ranks else Trainer
+        ours = Exporting if plain_too else PlannedTrainer
+        kind = partial(ours, capacity_tokens=2 * CAPACITY // ranks) if ranks else Trainer
         found = trained(kind, args, model=small_model(dtype), resume=resume)
         return found["weights"], [log["loss"] for log in found["logs"] if "loss" in log]
 
@@ -200,7 +216,12 @@ def test_run_goes_on_from_a_checkpoint_on_any_number_of_ranks(tmp_path, dtype, p
     for weights, losses in found:
         assert difference(weights, whole[0]) < (2e-5 if exact else 2e-2)
         assert max(map(relative, losses, whole[1][2:])) < (2e-6 if exact else 1e-2)
-    assert (tmp_path / "two/checkpoint-2/master_weights.safetensors").exists() != exact
+    assert sorted(each.name for each in Path(middle, "lengthwise").iterdir()) == [
+        "manifest.json",
+        "rank-00000.safetensors",
+        "rank-00001.safetensors",
+    ]
+    assert Path(middle, "optimizer.pt").exists() == plain_too, "which ours does not read"
     state = json.loads((tmp_path / "two/checkpoint-2/trainer_state.json").read_text())
     assert state["global_step"] == 2
 
@@ -248,6 +269,26 @@ def test_parts_that_an_evaluation_left_are_not_trained(tmp_path):
 
     for found, expected in in_trainers(work, 2, tmp_path):
         assert relative(found, expected) < 2e-6
+
+
+class Earlier(PlannedTrainer):
+    """Writes its state as earlier versions did."""
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        state = self.session.state_dict()
+        torch.save(state["optimizer"], Path(output_dir, "optimizer.pt"))
+        save_file(state["master_weights"], Path(output_dir, "master_weights.safetensors"))
+        torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_an_earlier_version(tmp_path):
+    def work(kind, folder, resume, _rank):
+        args, kind = arguments(tmp_path / folder, **SAVING), partial(kind, capacity_tokens=256)
+        return trained(kind, args, model=small_model(torch.bfloat16), resume=resume)["weights"]
+
+    whole, *_ = in_trainers(partial(work, Earlier, "earlier", None), 1, tmp_path)
+    again, *_ = in_trainers(partial(work, PlannedTrainer, "again", str(tmp_path / "earlier/checkpoint-2")), 1, tmp_path)
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
 
 
 def test_a_run_with_its_optimizer_on_the_host_goes_on_without(tmp_path):

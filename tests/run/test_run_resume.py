@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 from transformers.optimization import get_scheduler
 
 import lengthwise
-from lengthwise.checkpoint import write_part
+from lengthwise.checkpoint import write_part, writer
 from lengthwise.checkpoint.manifest import signed
-from lengthwise.config import RunConfig
+from lengthwise.config import RunConfig, load_config
 from lengthwise.core.errors import OutputError
-from lengthwise.run import checkpoints
 from lengthwise.run.callbacks import Callback
 from lengthwise.run.resume import FREE_SETTINGS
+from lengthwise.session import Session
 from run.small_runs import (
     Command,
     FailsAfter,
@@ -126,6 +127,25 @@ def test_a_run_that_is_asked_to_stop_at_a_steps_end_begins_no_other(tmp_path):
 
     result = lengthwise.train(run_of(tmp_path, steps=9), callbacks=[Stops()])
     assert (result.steps, result.stopped_by) == (2, signal.SIGTERM)
+
+
+def test_a_loop_of_ones_own_goes_on_from_a_checkpoint_of_a_run(broken, tmp_path):
+    """Its optimizer has the run's groups: matrices, which decay, and vectors."""
+    config, folder = load_config(broken), broken.parent / "out/checkpoints/step-000004"
+    assert call("checkpoint", "export", broken.parent / "out", "--to", tmp_path / "model", "--step", 4) == 0
+    wanted = load_file(tmp_path / "model/model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float64)
+    matrices, vectors = ([each for each in model.parameters() if (each.dim() < 2) == few] for few in (False, True))
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=1.0)
+    with Session(model, optimizer, capacity_tokens=64) as session:
+        session.load(folder)
+        state = session.state_dict()
+        assert session.steps == 4
+    assert all(torch.equal(each, wanted[name]) for name, each in state["master_weights"].items())
+    assert all(each["step"] == 4 and each["exp_avg"].any() for each in state["optimizer"]["state"].values())
+    first, second = state["optimizer"]["param_groups"]
+    assert (first["lr"], first["weight_decay"]) == (config.optimizer.lr, config.optimizer.weight_decay)
+    assert (second["lr"], second["weight_decay"]) == (config.optimizer.lr, 0.0)
 
 
 def contents(folder):
@@ -241,17 +261,17 @@ def test_a_broken_newest_is_passed_over_and_told(broken, capfd):
 
 def test_a_failed_save_is_a_warning_and_the_third_in_a_row_an_error(tmp_path, monkeypatch, capsys):
     """Of five, the second fails, and then the last three."""
-    path, saves, write = run_of(tmp_path, steps=5, checkpoint={**EVERY, "every_steps": 1}), [], checkpoints.write_part
+    path, saves, write = run_of(tmp_path, steps=5, checkpoint={**EVERY, "every_steps": 1}), [], writer.write_part
 
     def fail_at(numbers):
-        def write_or_fail(folder, rank, state):
+        def write_or_fail(folder, *part):
             saves.append(folder.name)
             if len(saves) in numbers:
                 (folder / "rank-00000.safetensors").write_bytes(b"half")
                 raise OSError(28, "No space left on device")
-            write(folder, rank, state)
+            write(folder, *part)
 
-        monkeypatch.setattr(checkpoints, "write_part", write_or_fail)
+        monkeypatch.setattr(writer, "write_part", write_or_fail)
 
     fail_at({2})
     assert call("train", path) == 0

@@ -58,6 +58,7 @@ def deep(levels):
     return json.loads("[" * levels + "]" * levels)
 
 
+OF_ALL = {"params": ["p0", "p1"]}
 HOSTILE = {
     "parent": rename("../outside/rank-00000.safetensors"),
     "absolute": rename("{folder}/../outside/rank-00000.safetensors"),
@@ -84,6 +85,12 @@ HOSTILE = {
     "another precision": setting("dtype", to="bfloat16"),
     "other borders": setting("borders", to=[0, 64]),
     "a path for data": setting("data", to="../x"),
+    "groups of nothing": setting("optimizer", to={"kind": "AdamW", "groups": [{"params": 7}], "states": {}}),
+    "nested groups": setting("optimizer", to={"kind": "AdamW", "groups": [{"params": deep(900)}], "states": {}}),
+    "states of nothing": setting("optimizer", to={"kind": "AdamW", "groups": [OF_ALL], "states": {"x" * 5000: {}}}),
+    "states that are weights": setting(
+        "optimizer", to={"kind": "AdamW", "groups": [OF_ALL], "states": {"p0": {"master_weights": None}}}
+    ),
     "more skipped than steps": setting("skipped", to=99),
 }
 

@@ -23,15 +23,15 @@ UGLY = [[1, 2, 97, 3], [64, 65, 63, 1, 1, 31], [128, 5], [59, 2, 2, 2]]
 
 
 class LargestTensor(TorchDispatchMode):
-    """Counts the numbers of the largest tensor that operations inside the block make, backward included."""
+    """Counts the numbers and bytes of the largest tensor that operations inside the block make, backward included."""
 
-    numbers = 0
+    numbers = bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         for each in made if isinstance(made, tuple | list) else [made]:
             if isinstance(each, torch.Tensor):
-                self.numbers = max(self.numbers, each.numel())
+                self.numbers, self.bytes = max(self.numbers, each.numel()), max(self.bytes, each.nbytes)
         return made
 
 

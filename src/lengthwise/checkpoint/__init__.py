@@ -1,14 +1,26 @@
-"""What a run goes on from: each rank's slice of parameters and moments, in a folder that is whole or not there."""
+"""The state that a loop goes on from: each rank's slice of parameters and of what the optimizer keeps, in a folder.
+
+The folder is whole or not there, and is read at any number of ranks, under any layout.
+"""
 
 from lengthwise.checkpoint.folder import CheckpointFolder as CheckpointFolder
 from lengthwise.checkpoint.folder import check_sizes as check_sizes
 from lengthwise.checkpoint.manifest import Manifest as Manifest
+from lengthwise.checkpoint.manifest import OptimizerState as OptimizerState
+from lengthwise.checkpoint.manifest import RunManifest as RunManifest
 from lengthwise.checkpoint.manifest import changed as changed
+from lengthwise.checkpoint.manifest import dtype_of as dtype_of
 from lengthwise.checkpoint.manifest import parameters_of as parameters_of
 from lengthwise.checkpoint.manifest import read_manifest as read_manifest
+from lengthwise.checkpoint.manifest import read_run_manifest as read_run_manifest
+from lengthwise.checkpoint.optimizer import state_of as state_of
+from lengthwise.checkpoint.optimizer import take_state as take_state
 from lengthwise.checkpoint.part import broken as broken
+from lengthwise.checkpoint.part import check_files as check_files
 from lengthwise.checkpoint.part import differences as differences
 from lengthwise.checkpoint.part import read_state as read_state
 from lengthwise.checkpoint.part import take_digests as take_digests
 from lengthwise.checkpoint.part import unfit as unfit
 from lengthwise.checkpoint.part import write_part as write_part
+from lengthwise.checkpoint.writer import Ended as Ended
+from lengthwise.checkpoint.writer import SliceWriter as SliceWriter

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: a folder a step, made under another name, synced, renamed when its manifest is written.
+"""A checkpoint's folder: made under another name, synced, renamed when its manifest is written; a run has one a step.
 
 checkpoints/step-000050/manifest.json, rank-00000.safetensors, rank-00001.safetensors
 checkpoints/step-000100.unfinished/
@@ -10,13 +10,34 @@ import re
 import shutil
 from pathlib import Path
 
-from lengthwise.checkpoint.manifest import NAME, Manifest, read_manifest
+from lengthwise.checkpoint.manifest import NAME, Manifest, RunManifest, read_run_manifest
 from lengthwise.core.errors import LengthwiseError, OutputError, Problems
 from lengthwise.core.faults import fault
-from lengthwise.core.files import found_at, sync
+from lengthwise.core.files import found_at, previous_of, put_back, sync, unfinished_of
 
 _COMMITTED = re.compile(r"step-(\d{6,})")
-_UNFINISHED = ".unfinished"
+
+
+def begin(path: Path) -> Path:
+    """Make the folder that ranks write into before it becomes `path`; one that was left there goes."""
+    put_back(path)
+    unfinished = unfinished_of(path)
+    unfinished.mkdir(parents=True)
+    return unfinished
+
+
+def commit(path: Path, manifest: Manifest) -> None:
+    """Write the manifest and rename: from now on the checkpoint is there, whole; one that was there goes then."""
+    unfinished, previous = unfinished_of(path), previous_of(path)
+    (unfinished / NAME).write_text(manifest.to_json(), encoding="utf-8")
+    sync(unfinished / NAME)
+    sync(unfinished)
+    fault("checkpoint-rename", 0, manifest.step)
+    if path.exists():
+        path.rename(previous)
+    unfinished.rename(path)
+    sync(path.parent)
+    shutil.rmtree(previous, ignore_errors=True)
 
 
 class CheckpointFolder:
@@ -29,37 +50,12 @@ class CheckpointFolder:
         """Where the checkpoint after `step` is, or will be."""
         return self.path / f"step-{step:06d}"
 
-    def unfinished(self, step: int) -> Path:
-        """Where ranks write before it is committed."""
-        return self.path / f"step-{step:06d}{_UNFINISHED}"
-
     def steps(self) -> list[int]:
         """Return the steps of the committed checkpoints, ascending."""
         if not self.path.is_dir():
             return []
         names = [_COMMITTED.fullmatch(path.name) for path in self.path.iterdir() if not path.is_symlink()]
         return sorted(int(name[1]) for name in names if name)
-
-    def begin(self, step: int) -> None:
-        """Make the folder that ranks write into; one that was left there goes."""
-        shutil.rmtree(self.unfinished(step), ignore_errors=True)
-        self.unfinished(step).mkdir(parents=True)
-
-    def commit(self, manifest: Manifest) -> None:
-        """Write the manifest and rename: from now on the checkpoint is there, whole."""
-        unfinished, done = self.unfinished(manifest.step), self.at(manifest.step)
-        (unfinished / NAME).write_text(manifest.to_json(), encoding="utf-8")
-        sync(unfinished / NAME)
-        sync(unfinished)
-        fault("checkpoint-rename", 0, manifest.step)
-        if done.exists():  # of a run that went on from an earlier step
-            shutil.rmtree(done)
-        unfinished.rename(done)
-        sync(self.path)
-
-    def abandon(self, step: int) -> None:
-        """Remove what was written of a checkpoint that failed."""
-        shutil.rmtree(self.unfinished(step), ignore_errors=True)
 
     def keep_last(self, number: int) -> None:
         """Remove all but the newest checkpoints."""
@@ -68,19 +64,20 @@ class CheckpointFolder:
 
     def go_back_to(self, step: int) -> None:
         """Remove what is unfinished, and checkpoints after `step`: the run makes them again."""
-        for path in self.path.glob(f"step-*{_UNFINISHED}"):
-            shutil.rmtree(path, ignore_errors=True)
+        for pattern in (unfinished_of(self.path / "step-*"), previous_of(self.path / "step-*")):
+            for path in self.path.glob(pattern.name):
+                shutil.rmtree(path, ignore_errors=True)
         for later in self.steps():
             if later > step:
                 shutil.rmtree(self.at(later), ignore_errors=True)
 
-    def newest(self) -> tuple[Path, Manifest, list[LengthwiseError]]:
+    def newest(self) -> tuple[Path, RunManifest, list[LengthwiseError]]:
         """Return the newest whole checkpoint, and what newer ones have wrong; OutputError, Problems: there is none."""
         problems: list[LengthwiseError] = []
         for step in reversed(self.steps()):
             folder = self.at(step)
             try:
-                manifest = read_manifest(folder)
+                manifest = read_run_manifest(folder)
                 check_sizes(folder, manifest)
                 return folder, manifest, problems
             except OutputError as error:

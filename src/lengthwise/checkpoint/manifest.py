@@ -1,4 +1,7 @@
-"""`manifest.json` of a checkpoint: what it is of, where each parameter lies in the ranks' files, and their digests."""
+"""`manifest.json` of a checkpoint: what it is of, where each parameter lies in the ranks' files, and their digests.
+
+A `Manifest` is the state, as any loop has it; a `RunManifest` is that of a run, which adds what the run goes on with.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from lengthwise.config.problems import shown
+from lengthwise.core import __version__
 from lengthwise.core.errors import OutputError
 from lengthwise.core.files import read_json
 from lengthwise.engine.flat_layout import FlatLayout
+from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters
+from lengthwise.engine.whole_optimizer import MEMBERS
 
 SCHEMA = "lengthwise.checkpoint/1"
 NAME = "manifest.json"
@@ -27,6 +33,7 @@ _FromZero = Annotated[int, Field(ge=0, le=_MOST)]
 _Hex = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _ENTRY_BYTES = {"float32": 4, "float64": 8}
 _DIGEST = "sha256"
+_RUN = "run"  # the key that a run's manifest alone has
 _REMEDY = "Take an earlier checkpoint: remove this folder."
 
 
@@ -54,35 +61,47 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """A checkpoint after `step` steps, `skipped` of them without an update.
+class OptimizerState:
+    """An optimizer's state without its tensors.
 
-    dtype: of master weights and moments. ranks: that wrote a file each. borders, stage_buckets, ranks_per_node: as in
-    `FlatLayout`.
-    run: the settings that decide what is trained. data: SHA-256 of the tokens, or of remote files. position: of remote
-    data and streams, what the next step begins at (`Position` of `data/sampler.py`). first_loss, loss: of step 1 and of
-    `step`. lines: how many the run's files of lines had then.
+    kind: its class. groups: as torch's `state_dict` has them, with the names of the parameters that train in `params`.
+    states: what it keeps of each parameter that a loss has reached: a number, or null for one value an entry, which the
+    ranks' files have under this name.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    kind: str
+    groups: tuple[Mapping[str, Any], ...]
+    states: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+
+    @property
+    def vectors(self) -> list[str]:
+        """The names of what it keeps of each entry."""
+        return sorted({key for kept in self.states.values() for key, number in kept.items() if number is None})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The state after `step` steps.
+
+    dtype: of master weights and of what is kept of each entry. ranks: that wrote a file each. borders, stage_buckets,
+    ranks_per_node: as in `FlatLayout`. optimizer: None in checkpoints of earlier versions, all of runs.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     schema: Literal["lengthwise.checkpoint/1"] = SCHEMA
     version: str
-    step: _Count
+    step: _FromZero
     ranks: _Count
     dtype: Literal["float32", "float64"]
-    first_loss: float
-    loss: float
-    skipped: _FromZero = 0
-    run: Mapping[str, object]
-    data: _Hex
     borders: tuple[_FromZero, ...]
     ranks_per_node: _Count = 1
     stage_buckets: tuple[_Count, ...] = ()
-    lines: Mapping[str, _FromZero] = field(default_factory=dict)
-    position: tuple[_FromZero, _FromZero] | tuple[_FromZero, _FromZero, str] | None = None
     parameters: tuple[Parameter, ...]
     files: Mapping[str, File]
+    optimizer: OptimizerState | None = None
 
     @property
     def layout(self) -> FlatLayout:
@@ -97,9 +116,64 @@ class Manifest:
             stage_buckets=self.stage_buckets,
         )
 
+    def contradictions(self, folder_name: str) -> Iterator[str]:
+        """Yield what cannot be so in what a kind of manifest adds, in a folder of this name."""
+        del folder_name
+        yield from ()
+
     def to_json(self) -> str:
         """Write the file, canonical, with the digest of its own values."""
         return signed(asdict(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunManifest(Manifest):
+    """A checkpoint of a run after `step` steps, `skipped` of them without an update.
+
+    run: the settings that decide what is trained. data: SHA-256 of the tokens, or of remote files. position: of remote
+    data and streams, what the next step begins at (`Position` of `data/sampler.py`). first_loss, loss: of step 1 and of
+    `step`. lines: how many the run's files of lines had then.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    step: _Count
+    first_loss: float
+    loss: float
+    skipped: _FromZero = 0
+    run: Mapping[str, object]
+    data: _Hex
+    lines: Mapping[str, _FromZero] = field(default_factory=dict)
+    position: tuple[_FromZero, _FromZero] | tuple[_FromZero, _FromZero, str] | None = None
+
+    def contradictions(self, folder_name: str) -> Iterator[str]:
+        """Yield steps that contradict each other, or the folder's name."""
+        if self.skipped > self.step:
+            yield f"skipped: {self.skipped} of {self.step} steps"
+        if folder_name != f"step-{self.step:06d}":
+            yield f"step {shown(self.step)}, by the folder's name another"
+
+
+def fields_of_state(parameters: Parameters, *, step: int, ranks: int, optimizer: OptimizerState) -> dict[str, Any]:
+    """Return what a manifest says of a state that is about to be written, without its files."""
+    saved = parameters.saved
+    return {
+        "version": __version__,
+        "step": step,
+        "ranks": ranks,
+        "dtype": dtype_of(parameters),
+        "borders": saved.layout.borders,
+        "ranks_per_node": saved.layout.ranks_per_node,
+        "stage_buckets": saved.layout.stage_buckets,
+        "parameters": parameters_of(saved.layout, list(saved.names), list(saved.shapes)),
+        "files": {},
+        "optimizer": optimizer,
+    }
+
+
+def dtype_of(parameters: Parameters) -> str:
+    """Name the dtype of exact parameters as a manifest does."""
+    return str(parameters.master_weights.dtype).removeprefix("torch.")
 
 
 def signed(values: Mapping[str, object]) -> str:
@@ -121,8 +195,20 @@ def parameters_of(layout: FlatLayout, names: list[str], shapes: list[tuple[int, 
     )
 
 
+def read_run_manifest(folder: Path) -> RunManifest:
+    """Read the manifest of a run's checkpoint; OutputError: as `read_manifest`, or it is of no run."""
+    found = _read(folder, RunManifest)
+    assert isinstance(found, RunManifest), "as asked"
+    return found
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint; OutputError: there is none, or it is broken, with the first thing wrong."""
+    return _read(folder, None)
+
+
+def _read(folder: Path, kind: type[Manifest] | None) -> Manifest:
+    """Read a manifest of this kind; None: of the one that it has the keys of."""
     path = folder / NAME
     try:
         if path.is_symlink():
@@ -130,16 +216,18 @@ def read_manifest(folder: Path) -> Manifest:
         raw = read_json(path)
         if not isinstance(raw, dict) or raw.pop(_DIGEST, None) != _digest_of(raw):
             raise ValueError(f"other values than those of its {_DIGEST}")
-        found = TypeAdapter(Manifest).validate_json(json.dumps(raw))
+        kind = kind or (RunManifest if _RUN in raw else Manifest)
+        if kind is RunManifest and _RUN not in raw:
+            remedy = "Load it by Session.load, in a loop of your own."
+            raise OutputError(str(path), expected="a checkpoint of a run", got="one of a session", remedy=remedy)
+        found = TypeAdapter(kind).validate_json(json.dumps(raw))
     except ValidationError as error:
         first = error.errors()[0]
         got = f"{shown(first['input'])} at {'.'.join(map(str, first['loc'])) or 'the top'}"
         raise OutputError(str(path), expected="a checkpoint's manifest", got=got, remedy=_REMEDY) from None
     except ValueError as error:
         raise OutputError(str(path), expected="a checkpoint's manifest", got=str(error), remedy=_REMEDY) from None
-    wrong = next(_contradictions(found), None)
-    if folder.name != f"step-{found.step:06d}":
-        wrong = f"step {shown(found.step)}, by the folder's name another"
+    wrong = next(found.contradictions(folder.name), None) or next(_contradictions(found), None)
     if wrong is not None:
         raise OutputError(str(path), expected="a manifest without contradictions", got=wrong, remedy=_REMEDY)
     return found
@@ -147,8 +235,6 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _contradictions(found: Manifest) -> Iterator[str]:
     """Yield what contradicts itself in a manifest; readers of its files trust it."""
-    if found.skipped > found.step:
-        yield f"skipped: {found.skipped} of {found.step} steps"
     if len(found.files) != found.ranks or list(found.files) != [file_name(rank) for rank in range(found.ranks)]:
         yield "other files than one of each rank"
     if found.ranks % found.ranks_per_node:
@@ -181,8 +267,24 @@ def _contradictions(found: Manifest) -> Iterator[str]:
             yield f"parameter {parameter.name} at a place that it cannot have"
             return
         end = parameter.start + size
-    if len({parameter.name for parameter in found.parameters}) < len(found.parameters):
+    names = {parameter.name for parameter in found.parameters}
+    if len(names) < len(found.parameters):
         yield "a parameter twice"
+    if found.optimizer is not None:
+        yield from _contradictions_of_optimizer(found.optimizer, names)
+
+
+def _contradictions_of_optimizer(found: OptimizerState, names: set[str]) -> Iterator[str]:
+    members = [group.get(MEMBERS) for group in found.groups]
+    listed = [name for each in members if isinstance(each, list) for name in each if isinstance(name, str)]
+    if sum(len(each) if isinstance(each, list) else 1 for each in members) != len(listed):
+        yield f"groups without a list of {MEMBERS}"
+    elif sorted(listed) != sorted(names):
+        yield "groups of other parameters"
+    if not found.states.keys() <= names:
+        yield f"states of {shown(min(found.states.keys() - names))}, which is no parameter"
+    if MASTER_WEIGHTS in found.vectors:
+        yield f"states with the name {MASTER_WEIGHTS}"
 
 
 def file_name(rank: int) -> str:

@@ -1,6 +1,7 @@
 """A rank's file of a checkpoint: written beside its digest, checked before it is read, at any number of ranks.
 
-A tensor a state ("master_weights", "exp_avg", "exp_avg_sq"), each (entries,) of the rank's shard.
+A tensor a state ("master_weights", and what the optimizer keeps of each entry by its own names: "exp_avg",
+"momentum_buffer"), each (entries,) of the rank's shard.
 """
 
 from __future__ import annotations
@@ -20,40 +21,55 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lengthwise.checkpoint.manifest import File, Manifest, file_name
+from lengthwise.comm import Transport, raise_together
 from lengthwise.core.errors import OutputError
 from lengthwise.core.files import make_readable, read_json, sync
 from lengthwise.engine.flat_layout import FlatLayout
 from lengthwise.engine.parameters import MASTER_WEIGHTS
 
-_NOT_NEGATIVE = ("exp_avg_sq",)  # means of squares; see `OptimizerConfig.states`
+# Means and sums of squares, and largest magnitudes.
+NOT_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf")
 _AT_ONCE = 1 << 24  # numbers of a state that are looked at
 
 _DIGEST = ".digest"  # beside a rank's file until the checkpoint is committed
 
 
-def write_part(folder: Path, rank: int, state: Mapping[str, Tensor]) -> None:
-    """Write a rank's file and, beside it, its size and digest; both are on the disk then."""
+Kept = Mapping[str, Mapping[str, float | None]]  # of each parameter; see `OptimizerState.states`
+
+
+def write_part(folder: Path, rank: int, state: Mapping[str, Tensor], kept: Kept | None = None) -> None:
+    """Write a rank's file and, beside it, size, digest and what it keeps of parameters; all are on the disk then."""
     path = folder / file_name(rank)
     save_file(dict(state), path)
     make_readable(path)
     sync(path)
-    row = {"num_bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    row = {"num_bytes": path.stat().st_size, "sha256": sha256_of(path), "kept": kept or {}}
     path.with_suffix(_DIGEST).write_text(json.dumps(row), encoding="utf-8")
     sync(path.with_suffix(_DIGEST))
 
 
-def take_digests(folder: Path, ranks: int) -> dict[str, File]:
-    """Return the digests that all ranks wrote, by file, and remove them; OutputError: a rank's file is missing."""
-    found = {}
+def take_digests(folder: Path, ranks: int) -> tuple[dict[str, File], dict[str, Mapping[str, float | None]]]:
+    """Return the digests that all ranks wrote, by file, and what they keep of parameters; remove the notes of both.
+
+    Raises:
+        OutputError: a rank's file is missing, or ranks keep different numbers of a parameter.
+    """
+    files, kept = dict[str, File](), dict[str, Mapping[str, float | None]]()
     for rank in range(ranks):
         note = (folder / file_name(rank)).with_suffix(_DIGEST)
         try:
-            found[file_name(rank)] = File(**read_json(note))
+            row = read_json(note)
+            own: Kept = row.pop("kept")
+            files[file_name(rank)] = File(**row)
             note.unlink()
         except (OSError, ValueError) as error:
             remedy = "Let all machines write into one shared folder."
             raise OutputError(str(note), expected=f"what rank {rank} wrote", got=str(error), remedy=remedy) from None
-    return found
+        for name, states in own.items():
+            if kept.setdefault(name, states) != states:
+                got, remedy = f"{states} on rank {rank}, {kept[name]} before", "Let every rank run the same loop."
+                raise OutputError(f"states of {name}", expected="the same on all ranks", got=got, remedy=remedy)
+    return files, kept
 
 
 def broken(folder: Path, manifest: Manifest, *, every: int = 1, first: int = 0) -> str | None:
@@ -99,12 +115,36 @@ def _wrong(saved: Any, name: str, number: int, dtype: torch.dtype) -> str | None
         part = saved[start : start + _AT_ONCE]
         if part.dtype != dtype:
             return f"of {part.dtype}, not {dtype}"
+        if wrong := wrong_numbers(name, part):
+            return wrong
+    return None
+
+
+def wrong_numbers(name: str, numbers: Tensor) -> str | None:
+    """Return what is wrong with numbers of a state, (entries,), that no run could go on with; None: nothing."""
+    for part in numbers.split(_AT_ONCE):
+        if not len(part):
+            continue
         low, high = (each.item() for each in part.aminmax())
         if math.isnan(low) or (name == MASTER_WEIGHTS and not (math.isfinite(low) and math.isfinite(high))):
             return "with a value that is not finite"
-        if name in _NOT_NEGATIVE and low < 0:
+        if name in NOT_NEGATIVE and low < 0:
             return "with a negative value"
     return None
+
+
+def check_files(
+    transport: Transport, folder: Path, manifest: Manifest, state: Mapping[str, Tensor], *, remedy: str
+) -> None:
+    """Read every byte of a checkpoint, of which each rank takes some files. Collective.
+
+    Raises:
+        OutputError: a file is not what was written, or `read_state` cannot take such a state from it: on all ranks.
+    """
+    own = {"first": transport.rank, "every": transport.world_size}
+    found = broken(folder, manifest, **own) or unfit(folder, manifest, state, **own)
+    error = OutputError(str(folder), expected="the files that were written", got=found or "", remedy=remedy)
+    raise_together(transport, [] if found is None else [error])
 
 
 def differences(manifest: Manifest, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: str) -> list[str]:

@@ -29,7 +29,7 @@ class Checkpoint:
     action: Annotated[tyro.conf.Positional[Literal["list", "verify", "export"]], tyro.conf.arg(metavar="ACTION")]
     """list, verify or export."""
     output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
-    """The run's output folder."""
+    """The run's output folder; verify: also a folder that `Session.save` wrote."""
     step: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """The checkpoint saved after this step; default: verify all, export the newest."""
     to: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
@@ -62,7 +62,7 @@ class Checkpoint:
         return folder
 
     def _list(self) -> int:
-        from lengthwise.checkpoint import check_sizes, read_manifest
+        from lengthwise.checkpoint import check_sizes, read_run_manifest
         from lengthwise.report.tables import ColumnTable
 
         if self._print_best(alone=True):
@@ -71,7 +71,7 @@ class Checkpoint:
         rows = [("after step", "ranks", "loss", "bytes", "parameters")]
         for step in folder.steps():
             try:
-                manifest = read_manifest(folder.at(step))
+                manifest = read_run_manifest(folder.at(step))
                 check_sizes(folder.at(step), manifest)
             except OutputError as error:
                 wrong.append(str(error))
@@ -101,21 +101,31 @@ class Checkpoint:
     def _verify(self) -> int:
         from lengthwise.checkpoint import broken, read_manifest
 
-        folder, bad = self._folder(), 0
+        folders, bad = self._to_verify(), 0
+        for folder in folders:
+            try:
+                wrong = broken(folder, read_manifest(folder))
+            except OutputError as error:
+                wrong = str(error)
+            bad += wrong is not None
+            print(f"{folder}: {'whole' if wrong is None else f'NOT what was written: {wrong}'}", flush=True)
+        print(f"{counted(len(folders), 'checkpoint')}, {bad or 'none'} broken; every byte was read")
+        return int(bad > 0)
+
+    def _to_verify(self) -> list[Path]:
+        """Return the folder itself where it is a checkpoint; else those of the run in it."""
+        from lengthwise.checkpoint.manifest import NAME
+
+        if self.step is None and (self.output / NAME).exists():
+            return [self.output]
+        folder = self._folder()
         steps = folder.steps() if self.step is None else [self.step]
         for step in steps:
             if step not in folder.steps():
                 got = f"those after {', '.join(map(str, folder.steps()))}"
                 expected, remedy = f"a checkpoint after step {step}", "Take another {step}."
                 raise OutputError(str(folder.path), expected=expected, got=got, remedy=remedy)
-            try:
-                wrong = broken(folder.at(step), read_manifest(folder.at(step)))
-            except OutputError as error:
-                wrong = str(error)
-            bad += wrong is not None
-            print(f"{folder.at(step)}: {'whole' if wrong is None else f'NOT what was written: {wrong}'}", flush=True)
-        print(f"{counted(len(steps), 'checkpoint')}, {bad or 'none'} broken; every byte was read")
-        return int(bad > 0)
+        return [folder.at(step) for step in steps]
 
     def _export(self) -> int:
         from lengthwise.run.export import export_checkpoint

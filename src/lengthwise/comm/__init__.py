@@ -5,7 +5,15 @@ one for transfers; with pipeline stages one for messages between stages and one 
 """
 
 from lengthwise.comm.devices import built_for_gpus, count_gpus, find_gpus, has_unused_gpu
-from lengthwise.comm.exchange import agree, broadcast_bytes, from_first, share_first, share_numbers
+from lengthwise.comm.exchange import (
+    agree,
+    broadcast_bytes,
+    from_first,
+    raise_together,
+    share_first,
+    share_names,
+    share_numbers,
+)
 from lengthwise.comm.mesh import Mesh
 from lengthwise.comm.solo import SoloTransport
 from lengthwise.comm.staged import StagedTransport
@@ -30,8 +38,10 @@ __all__ = [
     "from_first",
     "has_unused_gpu",
     "join",
+    "raise_together",
     "session_world",
     "share_first",
+    "share_names",
     "share_numbers",
     "world_from_environment",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -61,10 +61,37 @@ def from_first(transport: Transport, work: Callable[[], Value]) -> Value:
     found, problems = None, Collector()
     if not transport.rank:
         found = problems.attempt(work)
-    wrong = [(type(e).__name__, e.where, e.expected, e.got, e.remedy) for e in problems.problems]
-    sent = json.loads(broadcast_bytes(transport, None if transport.rank else json.dumps([found, wrong]).encode()))
+    own = json.dumps([found, _as_values(problems.problems)]).encode()
+    sent = json.loads(broadcast_bytes(transport, None if transport.rank else own))
     raise_problems(problems.problems or [_error(*each) for each in sent[1]])
     return sent[0]
+
+
+def raise_together(transport: Transport, problems: Sequence[LengthwiseError]) -> None:
+    """Raise on every rank what the first rank that has problems has; nothing where none has. Collective."""
+    failed = share_numbers(transport, [len(problems)])[:, 0].nonzero().flatten().tolist()
+    if failed:
+        is_own = transport.rank == failed[0]
+        sent = broadcast_bytes(transport, json.dumps(_as_values(problems)).encode() if is_own else None, failed[0])
+        raise_problems(problems if is_own else [_error(*each) for each in json.loads(sent)])
+
+
+def share_names(transport: Transport, own: Iterable[str]) -> list[str]:
+    """Return the names that any rank has, sorted; mostly all have the same. Collective."""
+    names = sorted(own)
+    text = json.dumps(names).encode()
+    digest = float(int.from_bytes(hashlib.sha256(text).digest()[:6], "big"))
+    if len(share_numbers(transport, [digest]).unique()) == 1:
+        return names
+    sent = (
+        broadcast_bytes(transport, text if rank == transport.rank else None, rank)
+        for rank in range(transport.world_size)
+    )
+    return sorted({name for each in sent for name in json.loads(each)})
+
+
+def _as_values(problems: Sequence[LengthwiseError]) -> list[tuple[str, ...]]:
+    return [(type(each).__name__, each.where, each.expected, each.got, each.remedy) for each in problems]
 
 
 def _error(kind: str, where: str, expected: str, got: str, remedy: str) -> LengthwiseError:

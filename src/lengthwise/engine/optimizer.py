@@ -10,11 +10,8 @@ copied there once a step, and `Parameters.publish` brings the new values back.
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,80 +21,12 @@ from torch.optim import Optimizer
 from lengthwise.comm import Transport
 from lengthwise.config import OptimizerConfig
 from lengthwise.engine.flat_layout import Run
-from lengthwise.engine.lion import Lion
 from lengthwise.engine.norm import clip_factor, norm_bytes, reduce_gradients
 from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.whole_optimizer import MEMBERS, WholeOptimizer, kept_of, optimizer_of, states_an_entry
 
-_KINDS: Mapping[str, Callable[..., Any]] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-    "lion": Lion,
-}
-FUSED = ("adamw", "adam", "sgd")  # of which torch has one kernel for a whole update, on the CPU as on GPUs
-_TEMPORARIES: Mapping[type[Optimizer], int] = {
-    torch.optim.AdamW: 2
-}  # of a slice's size in an update by one slice after the other
+_TEMPORARIES: Mapping[type[Optimizer], int] = {torch.optim.AdamW: 2}  # of a slice's size, one slice after the other
 _MOST_TEMPORARIES = 6
-_STATES = 2  # an entry, of most optimizers; amsgrad and centered keep one more
-_MEMBERS = "params"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeOptimizer:
-    """An optimizer of whole parameters, as it was before these were cut.
-
-    given: the parameters that train, by name in the whole model. group_of: the number of each one's group. numbers:
-    which of the optimizer's parameters, as torch counts them, each is. members: the numbers of each group. frozen: by
-    number, parameters in its groups that do not train. states: what it has kept of each so far, until slices take it.
-    """
-
-    optimizer: Optimizer
-    given: Mapping[str, nn.Parameter]
-    group_of: Mapping[str, int]
-    numbers: Mapping[str, int]
-    members: Sequence[Sequence[int]]
-    frozen: Mapping[int, nn.Parameter]
-    states: dict[str, Mapping[str, Any]]
-
-
-def read_optimizer(optimizer: Optimizer, model: nn.Module) -> WholeOptimizer:
-    """Return what there is of an optimizer of a model's parameters."""
-    groups = [group[_MEMBERS] for group in optimizer.param_groups]
-    group_of = {id(each): number for number, group in enumerate(groups) for each in group}
-    every = [each for group in groups for each in group]
-    counted = {id(each): number for number, each in enumerate(every)}
-    given = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    learning = {id(each) for each in given.values()}  # towers may be in groups, and have no gradients
-    return WholeOptimizer(
-        optimizer=optimizer,
-        given=given,
-        group_of={name: group_of[id(each)] for name, each in given.items()},
-        numbers={name: counted[id(each)] for name, each in given.items()},
-        members=[[counted[id(each)] for each in group] for group in groups],
-        frozen={number: each for number, each in enumerate(every) if id(each) not in learning},
-        states={name: optimizer.state.get(each, {}) for name, each in given.items()},
-    )
-
-
-def optimizer_of(config: OptimizerConfig, model: nn.Module, *, fused: bool | None = None) -> WholeOptimizer:
-    """Return the optimizer of a run file: weight decay is for parameters of two or more dimensions.
-
-    fused: None: where `FUSED` has it.
-    """
-    options: dict[str, Any] = {"fused": config.name in FUSED if fused is None else fused}
-    if config.name == "lion":
-        options = {}
-    elif not options["fused"]:
-        options["foreach"] = False  # which would need as much as all slices
-    # Of a tensor that has a device, as the parameters may have none yet.
-    made = _KINDS[config.name]([torch.zeros(1)], lr=config.lr or 0.0, **config.arguments, **options)
-    made.param_groups.clear()
-    trained = [each for each in model.parameters() if each.requires_grad]
-    for decays in (True, False):
-        members = [each for each in trained if (each.dim() >= 2) == decays]
-        made.add_param_group({_MEMBERS: members, "weight_decay": config.weight_decay if decays else 0.0})
-    return read_optimizer(made, model)
 
 
 def sliced_optimizer(
@@ -153,7 +82,7 @@ class SlicedOptimizer:
         for name, each in members.items():
             lists[self._group_of[name]].append(each)
         for group, own in zip(self.optimizer.param_groups, lists, strict=True):
-            group[_MEMBERS] = own
+            group[MEMBERS] = own
 
     # A step: gradients, their scale, the update.
 
@@ -293,22 +222,47 @@ class SlicedOptimizer:
 
     def set_states(self, parameter: int, states: Mapping[str, Tensor]) -> None:
         """Replace what is kept of a parameter by this rank's slices of `states`, (entries,) or () each."""
-        name = self.parameters.names[parameter]
-        entries = _entries(self._runs[name])
-        self._keep(name, {key: (each[entries] if each.dim() else each).clone() for key, each in states.items()})
+        run = self._runs[self.parameters.names[parameter]]
+        entries = _entries(run)
+        if run.start < run.stop:
+            self.set_slice(run, {key: each[entries] if each.dim() else each for key, each in states.items()})
 
-    def vectors(self) -> dict[str, Tensor]:
-        """Return a copy of what is kept of each entry, by name: (entries,) of this rank's shard, on the host."""
-        found, exact = dict[str, Tensor](), self.parameters.master_weights
+    def set_slice(self, run: Run, states: Mapping[str, Tensor] | None) -> None:
+        """Replace what is kept of a slice by copies, (entries of the slice,) or () each; None: nothing is kept."""
+        name = self.parameters.names[run.parameter]
+        self.optimizer.state.pop(self._key(name), None)
+        if states is not None:
+            self._keep(name, {key: each.clone() for key, each in states.items()})
+
+    def kept(self) -> dict[str, dict[str, float | None]]:
+        """Return what is kept of each parameter that has entries and a state here: numbers, None for vectors."""
+        return {
+            self.parameters.names[run.parameter]: {
+                key: None if is_by_entry(value, run) else float(value)
+                for key, value in state.items()
+                if value is not None
+            }
+            for run, state in self.states()
+            if state
+        }
+
+    def vectors(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Return copies in the host's memory of what is kept of each entry, (entries,) by name; 0 where none is.
+
+        names: None: those of which this rank keeps some.
+        """
+        exact = self.parameters.master_weights
+        if names is None:
+            names = sorted({key for kept in self.kept().values() for key, number in kept.items() if number is None})
+        found = {name: torch.zeros(exact.shape, dtype=exact.dtype) for name in names}
         for run, state in self.states():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.dim():
-                    whole = found.setdefault(key, torch.zeros(exact.shape, dtype=exact.dtype))
-                    whole[run.start : run.stop].copy_(value)
+            for name in names:
+                if name in state:
+                    found[name][run.start : run.stop].copy_(state[name])
         return found
 
     def take_vectors(self, vectors: Mapping[str, Tensor], *, updates: int) -> None:
-        """Take what `vectors` returned, in the states that there are, after so many updates."""
+        """Take what `vectors` returned into states that were made at once, after so many updates."""
         for run, state in self.states():
             for key, value in vectors.items():
                 state[key].copy_(value[run.start : run.stop])
@@ -318,13 +272,13 @@ class SlicedOptimizer:
 
     def plain_groups(self) -> list[dict[str, Any]]:
         """Return the groups as torch's `state_dict` does, with the numbers of the whole parameters."""
-        groups = ({k: v for k, v in group.items() if k != _MEMBERS} for group in self.optimizer.param_groups)
-        return [{**group, _MEMBERS: list(each)} for group, each in zip(groups, self._members, strict=True)]
+        groups = ({k: v for k, v in group.items() if k != MEMBERS} for group in self.optimizer.param_groups)
+        return [{**group, MEMBERS: list(each)} for group, each in zip(groups, self._members, strict=True)]
 
     def arguments(self) -> list[dict[str, Any]]:
         """Return the arguments of the groups, such as learning rates, as numbers."""
         groups = self.optimizer.param_groups
-        return [{key: plain_value(value) for key, value in group.items() if key != _MEMBERS} for group in groups]
+        return [{key: plain_value(value) for key, value in group.items() if key != MEMBERS} for group in groups]
 
     def set_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Set the arguments of the groups."""
@@ -332,30 +286,9 @@ class SlicedOptimizer:
             group.update({key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
 
 
-def states_an_entry(optimizer: Optimizer) -> int:
-    """Count what an optimizer keeps of each entry: two by most, and what arguments ask for beside."""
-    groups = optimizer.param_groups
-    if isinstance(optimizer, torch.optim.SGD):
-        return int(any(group.get("momentum") for group in groups))
-    return _STATES + any(group.get("amsgrad") or group.get("centered") for group in groups)
-
-
-def kept_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, bool] | None:
-    """Return what an optimizer keeps of a parameter by these arguments, and whether for each entry; None: unknown."""
-    probe, parameter = copy.copy(optimizer), nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.ones(2)
-    plain = {key: value for key, value in group.items() if key not in ("fused", "capturable", "foreach")}
-    probe.param_groups = [{**plain, "fused": False, "capturable": False, "foreach": False, _MEMBERS: [parameter]}]
-    probe.state = defaultdict(dict)
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(probe, name, OrderedDict())
-    try:
-        with torch.enable_grad():
-            type(optimizer).step(probe)
-    except Exception:  # noqa: BLE001 - an optimizer of the loop's, which may need more
-        return None
-    found = probe.state[parameter].items()
-    return {key: isinstance(each, Tensor) and each.dim() > 0 for key, each in found if each is not None}
+def is_by_entry(value: Any, run: Run) -> bool:
+    """Return whether what is kept of a slice has one value an entry."""
+    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == run.stop - run.start
 
 
 def plain_value(value: Any) -> Any:

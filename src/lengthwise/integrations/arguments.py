@@ -68,7 +68,7 @@ REFUSED: Mapping[str, Refusal] = {
     "train_sampling_strategy": (("random", "sequential"), "the plan balances unequal lengths itself"),
     "batch_eval_metrics": (OFF, "it needs logits of whole sequences"),
     "enable_jit_checkpoint": (OFF, "a rank alone would save, and all ranks must"),
-    "save_on_each_node": (OFF, "optimizer states are gathered on rank 0"),
+    "save_on_each_node": (OFF, "all ranks write their states into one folder"),
     "optim_target_modules": (OFF, "its optimizers need whole matrices"),
     "torch_empty_cache_steps": (OFF, "microbatches are not Trainer's here"),
     "debug": (OFF, "it would look at Trainer's own forward passes"),

@@ -1,4 +1,8 @@
-"""Checkpoints of a Trainer: its files, the optimizer's state in the form of a plain one, at any number of ranks."""
+"""Checkpoints of a Trainer: its files, and the session's state as a folder of slices in place of its optimizer's.
+
+`checkpoint-50/lengthwise/` is written by all ranks and read at any number of them. Checkpoints of a plain Trainer, and
+of earlier versions, which gathered the optimizer on rank 0, are read as well.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,21 @@ import os
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.session import Session
 
-OPTIMIZER, SCHEDULER, MASTERS = "optimizer.pt", "scheduler.pt", "master_weights.safetensors"
+STATE, SCHEDULER = "lengthwise", "scheduler.pt"
+OPTIMIZER, MASTERS = "optimizer.pt", "master_weights.safetensors"  # of a plain Trainer; of earlier versions
 
 
 def save_state(trainer: Any, session: Session, folder: str) -> None:
-    """Write the states of optimizer and scheduler; rank 0 writes. Collective."""
-    state = session.state_dict()
-    if not trainer.args.should_save:
-        return
-    os.makedirs(folder, exist_ok=True)
-    torch.save(state["optimizer"], os.path.join(folder, OPTIMIZER))
-    if any(parameter.dtype == torch.bfloat16 for parameter in trainer.model.parameters() if parameter.requires_grad):
-        save_file(state["master_weights"], os.path.join(folder, MASTERS))
-    assert trainer.lr_scheduler is not None, "train() has made it"
-    torch.save(trainer.lr_scheduler.state_dict(), os.path.join(folder, SCHEDULER))
+    """Write the states of session and scheduler. Collective."""
+    session.save(os.path.join(folder, STATE))
+    if trainer.args.should_save:
+        assert trainer.lr_scheduler is not None, "train() has made it"
+        torch.save(trainer.lr_scheduler.state_dict(), os.path.join(folder, SCHEDULER))
 
 
 def load_state(trainer: Any, session: Session, folder: str) -> None:
@@ -32,12 +32,26 @@ def load_state(trainer: Any, session: Session, folder: str) -> None:
 
     Raises:
         ConfigError: a file is not there.
+        OutputError, Problems: as of `Session.load`.
     """
+    state = os.path.join(folder, STATE)
+    seen = int(session.sum_over_ranks(torch.tensor([float(os.path.isdir(state))])))
+    if not seen:
+        _load_plain(trainer, session, folder)
+    else:
+        session.load(state)  # which names a rank that does not see it
+    scheduler = os.path.join(folder, SCHEDULER)
+    if not os.path.isfile(scheduler):
+        raise _lacking(folder, SCHEDULER)
+    assert trainer.lr_scheduler is not None, "it was made"
+    trainer.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+
+def _load_plain(trainer: Any, session: Session, folder: str) -> None:
+    """Read the optimizer of a plain Trainer, and exact weights beside it, on rank 0. Collective."""
     lacking = [name for name in (OPTIMIZER, SCHEDULER) if not os.path.isfile(os.path.join(folder, name))]
     if lacking:
-        remedy = "Take a checkpoint that save_only_model did not cut short, or load its model and start a new training."
-        got = f"no {' and no '.join(lacking)}"
-        raise ConfigError(folder, expected="a checkpoint of this trainer", got=got, remedy=remedy)
+        raise _lacking(folder, STATE, *lacking)
     state: dict[str, Any] | None = None
     if trainer.args.process_index == 0:
         optimizer = torch.load(os.path.join(folder, OPTIMIZER), map_location="cpu", weights_only=True)
@@ -46,5 +60,9 @@ def load_state(trainer: Any, session: Session, folder: str) -> None:
         if os.path.isfile(masters):
             state["master_weights"] = load_file(masters)
     session.load_state_dict(state)
-    assert trainer.lr_scheduler is not None, "it was made"
-    trainer.lr_scheduler.load_state_dict(torch.load(os.path.join(folder, SCHEDULER), weights_only=True))
+
+
+def _lacking(folder: str, *names: str) -> ConfigError:
+    remedy = "Take a checkpoint that save_only_model did not cut short, or load its model and start a new training."
+    got = f"no {' and no '.join(names)}"
+    return ConfigError(folder, expected="a checkpoint of this trainer", got=got, remedy=remedy)

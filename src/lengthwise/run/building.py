@@ -11,8 +11,9 @@ import torch
 
 from lengthwise.comm import Transport, World, agree, join
 from lengthwise.config import dump_config
-from lengthwise.engine.optimizer import SlicedOptimizer, optimizer_of
+from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.whole_optimizer import optimizer_of
 from lengthwise.models import DTYPES, build_adapted
 from lengthwise.models.own_rows import OwnRows, forget_towers, own_rows
 from lengthwise.planner.service.process import PlannerProcess

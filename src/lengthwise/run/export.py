@@ -10,11 +10,11 @@ import torch
 
 from lengthwise.checkpoint import (
     CheckpointFolder,
-    Manifest,
+    RunManifest,
     broken,
     changed,
     differences,
-    read_manifest,
+    read_run_manifest,
     read_state,
     unfit,
 )
@@ -65,7 +65,7 @@ def _stop_where_learned(model: Any, special_ids: Mapping[str, Sequence[int]]) ->
             setattr(config, key, ids[0] if len(ids) == 1 else ids)
 
 
-def chosen_checkpoint(output: Path, step: int | None) -> tuple[Path, Manifest]:
+def chosen_checkpoint(output: Path, step: int | None) -> tuple[Path, RunManifest]:
     """Return the checkpoint after `step` of the run in this folder, or the newest that is whole by its sizes.
 
     Raises:
@@ -79,7 +79,7 @@ def chosen_checkpoint(output: Path, step: int | None) -> tuple[Path, Manifest]:
         there = ", ".join(map(str, folder.steps())) or "none"
         expected = f"a checkpoint after step {step}"
         raise OutputError(str(folder.path), expected=expected, got=f"those after {there}", remedy=_ANOTHER)
-    return folder.at(step), read_manifest(folder.at(step))
+    return folder.at(step), read_run_manifest(folder.at(step))
 
 
 def export_checkpoint(output: Path, to: Path, *, step: int | None = None) -> Path:

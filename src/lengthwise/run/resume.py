@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from lengthwise.checkpoint import CheckpointFolder, Manifest, changed, read_manifest
+from lengthwise.checkpoint import CheckpointFolder, RunManifest, changed, read_run_manifest
 from lengthwise.comm import Transport, share_numbers
 from lengthwise.config import OptimizerConfig, RunConfig
 from lengthwise.core.errors import LengthwiseError, OutputError
@@ -54,7 +54,7 @@ class Resume:
     """
 
     folder: Path
-    manifest: Manifest
+    manifest: RunManifest
     passed_over: Sequence[LengthwiseError] = ()
     changes: Sequence[str] = ()
     accepts_changes: bool = False
@@ -165,7 +165,7 @@ def shared_resume(found: Resume | None, config: RunConfig, transport: Transport)
     if step == 0 or (found is not None and found.step == step):
         return found if step else None
     folder = CheckpointFolder(config.output / FOLDER).at(step)
-    return Resume(folder=folder, manifest=read_manifest(folder), accepts_changes=accepts_changes)
+    return Resume(folder=folder, manifest=read_run_manifest(folder), accepts_changes=accepts_changes)
 
 
 def torchrun_agent() -> str | None:

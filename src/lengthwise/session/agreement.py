@@ -42,8 +42,8 @@ class Agreement:
         """Return how often each parameter was changed in place, as autograd counts it."""
         return {name: parameter._version for name, parameter in self._parameters.items()}
 
-    def reach(self, name: str, **numbers: Any) -> None:
-        """Compare the ranks before they run `name`, and `numbers` that it was given. Collective.
+    def reach(self, name: str, **given: Any) -> None:
+        """Compare the ranks before they run `name`, and numbers and texts that it was given. Collective.
 
         What the loop has changed is then published.
 
@@ -59,7 +59,7 @@ class Agreement:
                 wrong = error
         changed = {each: count - self._versions[each] for each, count in now.items() if count != self._versions[each]}
         did: dict[str, Any] = {_VALUES: changed, _MODE: self._model.training}
-        did |= {key: None if number is None else float(number) for key, number in numbers.items()}
+        did |= {key: each if isinstance(each, str | None) else float(each) for key, each in given.items()}
         if updates is not None:
             did |= {_SLICES: updates.edits, _GRADIENTS: sorted(updates.with_gradient), _CLEARS: updates.clears}
             did[_GROUPS] = updates.arguments()

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.core.errors import ConfigError
-from lengthwise.engine.optimizer import SlicedOptimizer, WholeOptimizer
+from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.whole_optimizer import WholeOptimizer
 from lengthwise.session.guards import (
     GRADIENTS,
     WEIGHTS,

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Integral, Real
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -84,6 +85,8 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         ),
         "limit": (lambda value: is_number(value) and float(value) >= 0, "a number of 0 or more"),
         "batches": (_is_iterable, "an iterable of lists of rows"),
+        "folder": (lambda value: isinstance(value, str | Path) and str(value) != "", "a path"),
+        "background": (lambda value: isinstance(value, bool), "True or False"),
         "numbers": (_is_usable, "a dense tensor with values"),
     }
 )

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from lengthwise.comm import join, session_world
-from lengthwise.engine.optimizer import read_optimizer
 from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.whole_optimizer import read_optimizer
 from lengthwise.models import check_adapters, text_part, whole_model
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.hooks import guard_models

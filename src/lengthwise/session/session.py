@@ -9,42 +9,38 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-from lengthwise.core.errors import ConfigError
 from lengthwise.cost import Cost
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.models import placeholders, whole_model
 from lengthwise.session.agreement import Agreement
 from lengthwise.session.keywords import SessionOptions
-from lengthwise.session.loop_optimizer import LoopOptimizer
 from lengthwise.session.loss_checks import objective_of, takes_whole_logits
 from lengthwise.session.losses import ComputeLoss, TokenLoss, TokenValues
 from lengthwise.session.misuse import check_kinds, refuse_modes
-from lengthwise.session.model import names_in_wrap, names_inside, num_words
+from lengthwise.session.model import num_words
 from lengthwise.session.own_loop import start_of_loop
 from lengthwise.session.planning import SessionPlanning
 from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.runner import StepResult, StepRunner, first_step_sentence, refuse_not_finite
-from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
+from lengthwise.session.saved import SavedSession
 from lengthwise.session.settings import planning_of
+from lengthwise.session.slices import StateFolders
 from lengthwise.session.source import PlannedStep, StepsOfIterators
-from lengthwise.session.stages import whole_states
 from lengthwise.session.start import Own, Start, settled, start_engine
-from lengthwise.session.state import take_state
 from lengthwise.session.step_end import SessionStepEnd
 from lengthwise.session.values import Combine, Per, combined, gather, refuse_dropout
 
 
-class Session:
+class Session(SavedSession):
     """Plans and runs the steps of a training loop of your own.
 
     Args:
@@ -98,7 +94,8 @@ class Session:
             self._agreement = Agreement(start.text, start.transport, self._sharded)
             if self._sharded is not None:
                 stages = self._settings.asked.stages
-                self.runner.end = SessionStepEnd(updates=self._sharded, transport=start.transport, stages=stages)
+                shared = {"transport": start.transport, "stages": stages, "folders": self._folders}
+                self.runner.end = SessionStepEnd(updates=self._sharded, **shared)
                 self._sharded.compare = self._agreement.reach
             self.plan_with(start.cost)
         except BaseException:
@@ -132,6 +129,8 @@ class Session:
         self.engine, optimizer = start_engine(start)
         self._updates: SlicedOptimizer | None = optimizer
         self._closing.callback(self.engine.close)
+        self._folders = StateFolders(self._transport)
+        self._closing.callback(self._folders.close)
         self.runner = StepRunner(engine=self.engine)
         self.shard = start.settings.asked.layout(self.world_size)
         return optimizer
@@ -149,11 +148,6 @@ class Session:
         if self._planner is not None:
             self.engine.planner = self._planning.start(self._planner)
         return self._planning
-
-    @property
-    def steps(self) -> int:
-        """The steps made so far."""
-        return self.runner.steps
 
     @property
     def grad_norm(self) -> float | None:
@@ -294,51 +288,6 @@ class Session:
         trained.scale_gradients(clip_factor(limit, norm))
         return norm
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return, on rank 0, what a session on any number of ranks goes on from; {} on others. Collective.
-
-        steps: made so far. optimizer: what a plain one's `state_dict` holds, of whole parameters. master_weights: exact
-        parameters by their names in the model, on the host, fp32 or wider.
-        """
-        trained = self._trained("state_dict")
-        self._agree(f"state_dict after step {self.steps}")
-        optimizer, weights = whole_states(trained, self.engine)
-        weights = names_in_wrap(self.model, weights)
-        return {} if self.rank else {"steps": self.steps, "optimizer": optimizer, "master_weights": weights}
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from what rank 0 was given: a `state_dict` of any number of ranks; others may give None. Collective.
-
-        `optimizer` may be that of a plain loop; without `master_weights` the model keeps its values.
-
-        Raises:
-            ConfigError, Problems: it is of another model or optimizer; nothing was changed.
-        """
-        trained = self._trained("load_state_dict")
-        self.runner.steps = take_state(trained, self._transport, state, partial(names_inside, self.model))
-        trained.publish()
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write the model, or peft's adapters, as Hugging Face's `save_pretrained` does; rank 0 writes. Collective.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
-        with self.whole_on_first():
-            on_first_rank(self._transport, lambda: write_model(self.model, Path(folder)))
-
-    def whole_on_first(self) -> AbstractContextManager[None]:
-        """See that the model of rank 0 can be saved inside the block: cut parameters whole, on the host. Collective.
-
-        Of peft's adapters, where these are all that is saved of it, the base is left out.
-        """
-        parameters = self.engine.parameters
-        if parameters is None:
-            return nullcontext()
-        if parameters.ranks_in_step > 1 or self.engine.pipeline is not None:
-            self._agree(f"saving after step {self.steps}")
-        return parameters.whole_on_first(trained_only=saves_adapters_alone(self.model))
-
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
         """Replace a loop's own numbers by their sums over the ranks; return them. Collective, between steps."""
         check_kinds(numbers=numbers)
@@ -350,6 +299,8 @@ class Session:
         try:
             if not self._is_closed and self._sharded is not None and self._sharded.has_edited_weights:
                 self._agree(f"close after step {self.steps}")
+            if not self._is_closed:
+                self._folders.finish()
         finally:
             self._end()
 
@@ -364,27 +315,11 @@ class Session:
     def __exit__(self, kind: object, *_: object) -> None:
         self.close() if kind is None else self._end()  # after an error no rank waits for another
 
-    def _refuse_closed(self) -> None:
-        if self._is_closed:
-            raise ConfigError("session", expected="an open one", got="one after close", remedy="Make another Session.")
-
-    def _trained(self, what: str) -> LoopOptimizer:
-        self._refuse_closed()
-        if self._sharded is None:
-            remedy = "Give Session an optimizer."
-            raise ConfigError("optimizer", expected=f"an optimizer for {what}", got="none", remedy=remedy)
-        return self._sharded
-
     def _training(self, what: str, **given: object) -> SlicedOptimizer:
         """Check a method that trains, and its arguments; return what updates the parameters."""
         check_kinds(**given)
         refuse_modes(what, self.engine.cast_dtype())
         return self._trained(what) if self._updates is None or self._is_closed else self._updates
-
-    def _agree(self, name: str, **numbers: Any) -> None:
-        """Compare the ranks before they run `name`, where the loop is the user's. Collective."""
-        if self._agreement is not None:
-            self._agreement.reach(name, **numbers)
 
     def _planned(self, sequences: Sequence[Row] | PlannedStep, name: str, whole: bool, **numbers: Any) -> PlannedStep:
         """Return a step on which the ranks agree; one that was planned ahead for less than its loss takes, anew."""

@@ -18,7 +18,8 @@ from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import Cost, hardware_of_gpu, shape_from_config
 from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.engine.activations import check_offload
-from lengthwise.engine.optimizer import SlicedOptimizer, states_an_entry
+from lengthwise.engine.optimizer import SlicedOptimizer
+from lengthwise.engine.whole_optimizer import states_an_entry
 from lengthwise.models import Computing, check_computing, check_cut, has_own_logits, whole_model
 from lengthwise.planner.service.step_planning import step_planning
 from lengthwise.session.capacity import kinds_of, measured_of

@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lengthwise.comm import Transport, broadcast_bytes
+from lengthwise.checkpoint.part import NOT_NEGATIVE
+from lengthwise.comm import Transport, broadcast_bytes, share_names
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.engine.gathering import gather_to_first, set_master_weights
-from lengthwise.engine.optimizer import kept_of, plain_value
+from lengthwise.engine.optimizer import is_by_entry, plain_value
 from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.whole_optimizer import MEMBERS, kept_of
 from lengthwise.session.loop_optimizer import LoopOptimizer
 from lengthwise.session.misuse import is_number, is_whole, shown
 
-STATE, GROUPS, MEMBERS = "state", "param_groups", "params"
+STATE, GROUPS = "state", "param_groups"
 _SHOWN = 10  # parameters that differ
-_NEVER_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf")
 _REMEDY = "Give rank 0 the result of state_dict for this model and optimizer."
 
 
@@ -142,15 +143,10 @@ def _kinds(optimizer: LoopOptimizer, transport: Transport) -> tuple[list[str], l
     vectors, numbers = set[str](), set[str]()
     for run, state in optimizer.states():
         for key, value in state.items():
-            by_entry = isinstance(value, Tensor) and value.dim() > 0 and len(value) == run.stop - run.start
             if value is not None:
-                (vectors if by_entry else numbers).add(key)
-    numbers -= vectors
-    own = json.dumps([sorted(vectors), sorted(numbers)]).encode()
-    for source in range(transport.world_size):  # each may have states of parameters that others have none of
-        found = json.loads(broadcast_bytes(transport, own if source == transport.rank else None, source=source))
-        vectors, numbers = vectors | set(found[0]), numbers | set(found[1])
-    return sorted(vectors), sorted(numbers - vectors)
+                (vectors if is_by_entry(value, run) else numbers).add(key)
+    vectors = share_names(transport, vectors)  # each rank may have states of parameters that others have none of
+    return vectors, [name for name in share_names(transport, numbers) if name not in vectors]
 
 
 def _sent(value: Tensor | None, entries: int, parameters: Parameters, transport: Transport) -> Tensor:
@@ -206,7 +202,7 @@ def _problems_of_optimizer(given: Mapping[str, Any], optimizer: LoopOptimizer) -
     problems: list[LengthwiseError] = [
         _wrong(f"state, {GROUPS}, {number}, {key}", expected, shown(group.get(key)))
         for number, (own, group) in enumerate(zip(own_groups, groups, strict=True))
-        for key, expected in _wrong_arguments(own, group)
+        for key, expected in wrong_arguments(own, group)
     ]
     if problems:
         return problems
@@ -231,7 +227,7 @@ def _states_of(given: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {key: value for key, value in given[STATE].get(number, {}).items() if value is not None}
 
 
-def _wrong_arguments(own: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def wrong_arguments(own: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the arguments of a group that are not of the optimizer's kind, and what they should be."""
     for key, value in own.items():
         if key == MEMBERS:
@@ -266,12 +262,18 @@ def _wrong_states(
         by_entry = isinstance(value, Tensor) and value.dim() > 0 if kept is None else kept[key]
         where = f"state, {name}, {key}"
         if not by_entry:
-            number = float(value) if is_number(value) else math.nan
-            if not math.isfinite(number) or (key == "step" and not (number >= 0 and number.is_integer())):
-                expected = "a whole number of 0 or more" if key == "step" else "a finite number"
+            if expected := wrong_number(key, value):
                 yield _wrong(where, expected, shown(value))
         else:
-            yield from _wrong_tensor(where, value, shape, least=0.0 if key in _NEVER_NEGATIVE else -math.inf)
+            yield from _wrong_tensor(where, value, shape, least=0.0 if key in NOT_NEGATIVE else -math.inf)
+
+
+def wrong_number(key: str, value: object) -> str | None:
+    """Return what was expected of a number that an optimizer keeps; None: it can be so."""
+    number = float(value) if is_number(value) else math.nan  # type: ignore[arg-type] - it is a number
+    if math.isfinite(number) and (key != "step" or (number >= 0 and number.is_integer())):
+        return None
+    return "a whole number of 0 or more" if key == "step" else "a finite number"
 
 
 def _wrong_tensor(

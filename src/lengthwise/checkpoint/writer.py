@@ -1,0 +1,176 @@
+"""Writes a state as a folder of slices, at once or beside the next steps; when and where is its callers' to say.
+
+A rank copies its slices to the host and writes them in a thread. How far it is goes with the numbers that ranks share
+at a step's end; when all are done, rank 0 writes the manifest and renames. Where a rank fails there is no new folder,
+and one that was there stays. It costs a rank as much host memory as its slices have bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from lengthwise.checkpoint.folder import begin, commit
+from lengthwise.checkpoint.manifest import Manifest, fields_of_state
+from lengthwise.checkpoint.optimizer import state_of
+from lengthwise.checkpoint.part import Kept, take_digests, write_part, wrong_numbers
+from lengthwise.comm import Transport, share_first, share_names, share_numbers
+from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.faults import fault
+from lengthwise.core.files import put_back, unfinished_of
+from lengthwise.engine.optimizer import SlicedOptimizer
+
+Result = TypeVar("Result")
+
+IDLE, WRITTEN, WRITING, FAILED = 0.0, 1.0, 2.0, 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A save that is over. error: why there is no folder; None: it is there."""
+
+    path: Path
+    step: int
+    error: str | None
+
+
+class SliceWriter:
+    """Writes this rank's part of one folder at a time. Methods marked so are collective."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._path, self._step, self._manifest = Path(), 0, None
+        self._thread: threading.Thread | None = None
+        self._error: str | None = None
+
+    @property
+    def progress(self) -> float:
+        """How far this rank's part of the folder under way is, for `settle`."""
+        if self._thread is None:
+            return IDLE
+        if self._thread.is_alive():
+            return WRITING
+        return WRITTEN if self._error is None else FAILED
+
+    def save(
+        self, path: Path, step: int, optimizer: SlicedOptimizer, manifest_of: Callable[[dict[str, Any]], Manifest]
+    ) -> None:
+        """Copy this rank's state after `step` and begin to write it; nothing may be under way. Collective.
+
+        manifest_of: makes the manifest, on rank 0, of the fields of `Manifest`.
+        """
+        state, kept, manifest, parameters = state_of(optimizer), optimizer.kept(), None, optimizer.parameters
+        own = {key for states in kept.values() for key, number in states.items() if number is None}
+        vectors = share_names(self._transport, own)  # a rank may have no state of what others have
+        if self._transport.rank == 0:
+            counts = {"step": step, "ranks": self._transport.world_size}
+            manifest = manifest_of(fields_of_state(parameters, optimizer=state, **counts))
+
+        def copy() -> tuple[dict[str, Tensor], Kept]:
+            exact = {name: each.detach().to("cpu", copy=True) for name, each in parameters.state().items()}
+            return {**exact, **optimizer.vectors(vectors)}, kept
+
+        self._begin(path, step, copy, manifest)
+
+    def _begin(
+        self, path: Path, step: int, copy: Callable[[], tuple[dict[str, Tensor], Kept]], manifest: Manifest | None
+    ) -> None:
+        """Copy this rank's state and begin to write it. Collective.
+
+        manifest: of rank 0, which adds the files, and what the optimizer keeps of parameters.
+        """
+        assert self._thread is None, f"{self._path} is under way"
+        self._path, self._step, self._manifest, self._error = path, step, manifest, None
+        rank, unfinished = self._transport.rank, unfinished_of(path)
+        if rank == 0:
+            self._attempt(lambda: begin(path))
+        failed = self._share()  # nobody writes before the folder is there
+        if FAILED not in failed and not unfinished.is_dir():
+            self._error = f"no {unfinished}, which rank 0 has made: give a folder that all machines share, by one path"
+        fault("checkpoint-copy", rank, step)
+        copied = self._attempt(copy) if FAILED not in failed and self._error is None else None
+        state, kept = copied or ({}, {})
+        self._thread = threading.Thread(target=self._write, args=(unfinished, state, kept), name=f"checkpoint {step}")
+        self._thread.start()
+
+    def settle(self, progress: Sequence[float]) -> Ended | None:
+        """Commit what is under way if all ranks have written, by `progress` of each; return what has ended.
+
+        Rank 0 alone knows where the commit fails. Collective where a rank has failed.
+        """
+        if self._thread is None or WRITING in progress:
+            return None
+        failed = FAILED in progress
+        if not failed:
+            self._commit()
+        return self._end(shares=failed)
+
+    def finish(self) -> Ended | None:
+        """Wait until what is under way is committed, or has failed, as all ranks then know. Collective."""
+        if self._thread is None:
+            return None
+        self._transport.phase = f"checkpoint of step {self._step}"
+        self._thread.join()
+        if FAILED not in self._share():
+            self._commit()
+        return self._end(shares=True)  # nobody goes on before rank 0 has renamed
+
+    def close(self) -> None:
+        """Wait for the thread; what it wrote stays unfinished."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _share(self) -> list[float]:
+        """Return how far each rank is. Collective."""
+        own = FAILED if self._error is not None else self.progress
+        return share_numbers(self._transport, [own])[:, 0].tolist()
+
+    def _attempt(self, work: Callable[[], Result]) -> Result | None:
+        """Do `work`; keep its error, whatever it is: the loop goes on and says so."""
+        try:
+            return work()
+        except LengthwiseError as error:
+            self._error = str(error)
+        except Exception as error:  # noqa: BLE001
+            self._error = f"{type(error).__name__}: {error}"
+        return None
+
+    def _write(self, unfinished: Path, state: Mapping[str, Tensor], kept: Kept) -> None:
+        if self._error is None and state:
+            self._attempt(lambda: self._write_part(unfinished, state, kept))
+
+    def _write_part(self, unfinished: Path, state: Mapping[str, Tensor], kept: Kept) -> None:
+        rank = self._transport.rank
+        fault("checkpoint-write", rank, self._step)
+        for name, numbers in state.items():
+            if wrong := wrong_numbers(name, numbers):
+                raise ValueError(f"{name} {wrong}")  # nobody could go on from it
+        write_part(unfinished, rank, state, kept)
+        fault("checkpoint-written", rank, self._step)
+
+    def _commit(self) -> None:
+        """Make the folder, on rank 0."""
+        if self._manifest is not None:
+            self._attempt(partial(self._make, self._manifest))
+
+    def _make(self, manifest: Manifest) -> None:
+        files, kept = take_digests(unfinished_of(self._path), self._transport.world_size)
+        fault("checkpoint-manifest", 0, self._step)
+        optimizer = None if manifest.optimizer is None else replace(manifest.optimizer, states=kept)
+        commit(self._path, replace(manifest, files=files, optimizer=optimizer))
+        fault("checkpoint-committed", 0, self._step)
+
+    def _end(self, *, shares: bool) -> Ended:
+        """Return how it ended. Collective where it `shares` the first rank's error."""
+        error, self._thread, self._manifest = self._error, None, None
+        if shares:
+            error = share_first(self._transport, {} if error is None else {"error": error}).get("error")
+        if error is not None and self._transport.rank == 0:
+            self._attempt(lambda: put_back(self._path))
+        return Ended(path=self._path, step=self._step, error=error)

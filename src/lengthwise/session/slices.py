@@ -1,0 +1,200 @@
+"""A session's state as a folder of slices: each rank writes its own, and reads its own of what any ranks wrote.
+
+No rank has more than its slices in the host's memory, while it writes as while it reads. What is read is checked whole
+before anything changes, and all ranks raise what one finds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from lengthwise.checkpoint import (
+    Ended,
+    Manifest,
+    OptimizerState,
+    SliceWriter,
+    check_files,
+    check_sizes,
+    differences,
+    dtype_of,
+    read_manifest,
+    read_state,
+    state_of,
+    take_state,
+)
+from lengthwise.checkpoint.manifest import NAME
+from lengthwise.comm import Transport, agree, raise_together
+from lengthwise.core.errors import LengthwiseError, OutputError
+from lengthwise.core.files import previous_of
+from lengthwise.engine.optimizer import SlicedOptimizer
+from lengthwise.engine.parameters import MASTER_WEIGHTS
+from lengthwise.engine.whole_optimizer import MEMBERS, kept_of
+from lengthwise.session.loop_optimizer import LoopOptimizer
+from lengthwise.session.misuse import shown
+from lengthwise.session.saving import on_first_rank
+from lengthwise.session.state import wrong_arguments, wrong_number
+
+_SHOWN = 8  # differences
+_ANOTHER = "Take another checkpoint: remove this folder."
+_SHARED = "Give a folder on a disk that all machines share, by the same path on all ranks."
+
+
+def _problems_of(optimizer: SlicedOptimizer, state: OptimizerState | None) -> Iterator[tuple[str, str, str]]:
+    """Yield what of a saved optimizer is not of this one, what was expected, and what was got."""
+    if state is None:
+        yield "its optimizer", "groups and states by parameter", "those of a run of an earlier version"
+        return
+    here = state_of(optimizer)
+    if state.kind != here.kind:
+        yield "its optimizer", here.kind, state.kind
+        return
+    members = [[sorted(group[MEMBERS]) for group in each.groups] for each in (here, state)]
+    if members[0] != members[1]:
+        counts = [f"{len(each)} of {', '.join(str(len(one)) for one in each)} parameters" for each in members]
+        got = counts[1] if counts[0] != counts[1] else f"{counts[1]}, which are others"
+        yield "its optimizer's groups", counts[0], got
+        return
+    for number, (group, given) in enumerate(zip(here.groups, state.groups, strict=True)):
+        for key, expected in wrong_arguments(group, given):
+            yield f"its optimizer's groups, {number}, {key}", expected, shown(given.get(key))
+        kept = kept_of(optimizer.optimizer, {**group, **given})
+        for name in given[MEMBERS]:
+            found = state.states.get(name)
+            if found:
+                yield from _wrong_kept(name, found, kept)
+
+
+def _wrong_kept(
+    name: str, found: Mapping[str, float | None], kept: Mapping[str, bool] | None
+) -> Iterator[tuple[str, str, str]]:
+    """Yield what of a parameter's states is not as the optimizer keeps it. kept: as of `kept_of`."""
+    own = {key: number is None for key, number in found.items()}
+    if kept is not None and own != dict(kept):
+        yield f"states of {name}", ", ".join(sorted(kept)) or "none", ", ".join(sorted(own))
+    for key, number in found.items():
+        if number is not None and (expected := wrong_number(key, number)):
+            yield f"states of {name}, {key}", expected, shown(number)
+
+
+class StateFolders:
+    """Saves a session's state into folders, and loads it. Methods marked so are collective."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport, self._writer = transport, SliceWriter(transport)
+
+    @property
+    def progress(self) -> float:
+        """How far this rank is with what it writes, for `settle`."""
+        return self._writer.progress
+
+    def save(self, updates: LoopOptimizer, folder: Path, step: int, *, background: bool) -> None:
+        """Write the state after `step` into a folder, which all ranks were given. Collective.
+
+        Raises:
+            OutputError: it cannot be written; with `background` this is a warning of a later step's end.
+            ConfigError: an argument of the optimizer's groups cannot be written.
+        """
+        self.finish()
+        updates.take_changes()
+        self._transport.phase = f"saving after step {step}"
+        on_first_rank(self._transport, lambda: _refuse_other(folder))
+        self._writer.save(folder, step, updates, lambda state: Manifest(**state))
+        if not background:
+            ended = self._writer.finish()
+            if ended is not None and ended.error is not None:
+                remedy = "Free or repair the disk; a checkpoint that was there before still is."
+                raise OutputError(str(folder), expected="a folder that can be written", got=ended.error, remedy=remedy)
+
+    def settle(self, progress: Sequence[float]) -> None:
+        """Commit what is under way if all ranks have written, by `progress` of each; collective where one failed."""
+        _warn(self._writer.settle(progress))
+
+    def finish(self) -> None:
+        """Wait until what is under way is committed, or has failed. Collective."""
+        _warn(self._writer.finish())
+
+    def close(self) -> None:
+        """Wait for what writes; it stays unfinished."""
+        self._writer.close()
+
+    def load(self, updates: LoopOptimizer, folder: Path) -> int:
+        """Take the state of a folder; return its steps. Nothing changes where something is wrong. Collective.
+
+        Raises:
+            OutputError, Problems: a file is not what was written, or of another model or optimizer; on all ranks.
+        """
+        self.finish()
+        transport, parameters = self._transport, updates.parameters
+        transport.phase = f"reading {folder}"
+        on_first_rank(transport, lambda: _put_back(folder))
+        manifest, problems = self._read_manifest(updates, folder)
+        raise_together(transport, problems)
+        assert manifest is not None, "else there are problems"
+        assert manifest.optimizer is not None, "else there are problems"
+        agree(transport, manifest.to_json().encode(), f"{NAME} in {folder}", _SHARED)
+        names = [MASTER_WEIGHTS, *manifest.optimizer.vectors]
+        state = {name: torch.zeros_like(parameters.master_weights, device="cpu") for name in names}
+        check_files(transport, folder, manifest, state, remedy=_ANOTHER)
+        problems = list[LengthwiseError]()
+        try:
+            read_state(folder, manifest, parameters.layout, parameters.names, updates.rank, state)
+        except Exception as error:  # noqa: BLE001 - of a disk or a library; the other ranks wait
+            problems.append(_problem(folder, "the files that were written", f"{type(error).__name__}: {error}"))
+        raise_together(transport, problems)
+        parameters.master_weights.copy_(state.pop(MASTER_WEIGHTS))
+        take_state(updates, manifest.optimizer, state)
+        updates.publish()
+        return manifest.step
+
+    def _read_manifest(self, updates: LoopOptimizer, folder: Path) -> tuple[Manifest | None, list[LengthwiseError]]:
+        """Return the manifest of a folder, as this rank sees it, and why it cannot be loaded."""
+        if not folder.is_dir():
+            where = f"rank {self._transport.rank}, {folder}"
+            remedy = "Name a folder that Session.save has written." if self._transport.rank == 0 else _SHARED
+            return None, [OutputError(where, expected="a checkpoint", got="no such folder", remedy=remedy)]
+        try:
+            manifest = read_manifest(folder)
+            if self._transport.rank == 0:
+                check_sizes(folder, manifest)
+        except LengthwiseError as error:
+            return None, [error]
+        saved = updates.parameters.saved
+        wrong = differences(manifest, saved.names, saved.shapes, dtype_of(updates.parameters))
+        if wrong:
+            got = "; ".join(wrong[:_SHOWN]) + (f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
+            remedy = "Give the session the model that it was saved of, in its precision."
+            return None, [OutputError(str(folder), expected="the session's parameters", got=got, remedy=remedy)]
+        remedy = "Give the session an optimizer of the class, groups and arguments that it was saved with."
+        problems: list[LengthwiseError] = [
+            OutputError(f"{folder}, {what}", expected=expected, got=got, remedy=remedy)
+            for what, expected, got in _problems_of(updates, manifest.optimizer)
+        ]
+        return manifest, problems[:_SHOWN]
+
+
+def _refuse_other(folder: Path) -> None:
+    """Refuse to write where something else is than a checkpoint; OutputError: it is."""
+    is_free = not folder.exists() or (folder / NAME).is_file() or (folder.is_dir() and not any(folder.iterdir()))
+    if not is_free:
+        remedy = "Name a new folder, or remove this one."
+        raise OutputError(str(folder), expected="a new folder, or a checkpoint to replace", got="others", remedy=remedy)
+
+
+def _put_back(folder: Path) -> None:
+    """Restore the checkpoint that was there where a fault came between the two renames of a save."""
+    if not folder.exists() and (previous_of(folder) / NAME).is_file():
+        previous_of(folder).rename(folder)
+
+
+def _problem(folder: Path, expected: str, got: str) -> OutputError:
+    return OutputError(str(folder), expected=expected, got=got, remedy=_ANOTHER)
+
+
+def _warn(ended: Ended | None) -> None:
+    if ended is not None and ended.error is not None:
+        text = f"lengthwise: no checkpoint {ended.path} after step {ended.step}: {ended.error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -1,0 +1,403 @@
+"""A session's state in a folder of slices: read by any number of ranks under any layout, or refused by all of them."""
+
+import gc
+import json
+import re
+import resource
+import shutil
+import threading
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from lengthwise.checkpoint.manifest import read_run_manifest, signed
+from lengthwise.checkpoint.writer import WRITTEN
+from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.faults import VARIABLE
+from lengthwise.session import Session
+from run.small_runs import call
+from session.loops import LargestTensor, in_double, in_ranks, planned_loop, small_model, steps_of
+from tiers import more, some
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+CONSTANT = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
+ZERO1, ZERO3, HYBRID = ({"shard": "zero1"}, 2), ({"shard": "zero3"}, 3), ({"shard": "hybrid", "ranks_per_node": 2}, 4)
+STAGES = ({"stages": 2}, 2)
+UNREACHED = "model.norm.weight"
+
+
+def tied():
+    return small_model(tie_word_embeddings=True)
+
+
+def groups_of(model, make):
+    """Vectors without decay, and with another rate: groups in another order than the model's."""
+    parameters = list(model.parameters())
+    vectors = {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0, "lr": 3e-3}
+    return make([vectors, {"params": [each for each in parameters if each.dim() >= 2]}])
+
+
+def opened(layout, make=ADAMW, model=None):
+    model = tied() if model is None else model
+    capacity = 128 if "stages" in layout else 64
+    return Session(model, groups_of(model, make), capacity_tokens=capacity, **layout)
+
+
+def step(session, rows):
+    planned_loop(session, session.optimizer, CONSTANT(session.optimizer), [rows])
+
+
+def run(folder, layout, ranks, make, *, loads=None, saves=None):
+    """Make steps up to the second from a folder or the start; save after the first; return the state of rank 0."""
+
+    def work(_rank):
+        with opened(layout, make) as session:
+            if loads is not None:
+                session.load(loads)
+                assert session.steps == 1
+            for rows in steps_of()[session.steps : 2]:
+                step(session, rows)
+                if saves is not None and session.steps == 1:
+                    session.save(saves)
+            return session.state_dict()
+
+    return in_ranks(in_double(work), ranks, folder)[0]
+
+
+def assert_same(found, wanted, tolerance):
+    assert found["steps"] == wanted["steps"]
+    assert found["optimizer"]["param_groups"] == wanted["optimizer"]["param_groups"]
+    pairs = [(found["master_weights"], wanted["master_weights"])]
+    states = found["optimizer"]["state"], wanted["optimizer"]["state"]
+    assert states[0].keys() == states[1].keys()
+    pairs += [(states[0][number], each) for number, each in states[1].items()]
+    for own, others in pairs:
+        assert own.keys() == others.keys()
+        for name, expected in others.items():
+            assert (own[name] - expected).norm() <= tolerance * expected.norm(), name
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return, by layout and optimizer, the folder that ranks saved after a step, and their state after one more."""
+    made = {}
+
+    def of(layout, ranks, make):
+        key = (*layout, make)
+        if key not in made:
+            path = tmp_path_factory.mktemp("saved")
+            made[key] = path / "state", run(path, layout, ranks, make, saves=path / "state")
+        return made[key]
+
+    return of
+
+
+CASES = [
+    (ADAMW, ZERO3, ZERO1),
+    (ADAMW, ZERO3, STAGES),
+    (SGD, ZERO3, HYBRID),
+    (ADAMW, STAGES, ZERO1),
+    more(ADAMW, ZERO3, HYBRID),
+    more(ADAMW, ZERO3, ZERO3),
+    more(SGD, ZERO3, ZERO1),
+    more(SGD, STAGES, ZERO3),
+    more(ADAMW, HYBRID, STAGES),
+]
+
+
+@pytest.mark.parametrize(("make", "first", "other"), CASES)
+def test_training_goes_on_from_a_folder_on_other_ranks_under_other_layouts(make, first, other, saved, tmp_path):
+    folder, wanted = saved(*first, make)
+    assert_same(run(tmp_path, *other, make, loads=folder), wanted, 1e-12)
+
+
+OTHERS = {
+    "NAdam": (torch.optim.NAdam, {}),
+    "AMSGrad": (partial(torch.optim.AdamW, amsgrad=True), {}),
+    "fused": (partial(torch.optim.AdamW, fused=True), {}),
+    "on the host": (torch.optim.AdamW, {"offload_optimizer": True}),
+    "ASGD": (torch.optim.ASGD, {}),
+    "centered RMSprop": (partial(torch.optim.RMSprop, centered=True, momentum=0.5), {}),
+    "nothing": (torch.optim.SGD, {}),
+}
+
+
+@pytest.mark.parametrize("name", some(OTHERS))
+def test_whatever_an_optimizer_keeps_is_kept_to_the_bit(name, tmp_path):
+    make, options = OTHERS[name]
+    found = []
+    for loads in (False, True):
+        with opened(options, make, small_model(torch.float32, num_hidden_layers=1)) as session:
+            if loads:
+                session.load(tmp_path / "state")
+            for rows in steps_of([[9, 20], [31, 2]])[session.steps :]:
+                step(session, rows)
+                if session.steps == 1:
+                    session.save(tmp_path / "state")
+            found.append(session.state_dict())
+    assert_same(found[1], found[0], 0.0)
+
+
+def test_which_parameters_have_states_survives_and_no_rank_holds_more_than_its_slices(tmp_path):
+    """Also where one of the ranks has no state at all of what others have."""
+    folder = tmp_path / "state"
+
+    def save(_rank):
+        model = small_model()
+        with opened(ZERO3[0], model=model) as session:
+            session.backward(steps_of()[0])
+            model.get_parameter(UNREACHED).grad = None
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+            with LargestTensor() as seen:
+                session.save(folder)
+            own = session.engine.parameters.master_weights.nbytes
+            return session.state_dict(), seen.bytes, own
+
+    def load(_rank):
+        with opened(ZERO3[0], model=small_model()) as session:
+            with LargestTensor() as seen:
+                session.load(folder)
+            return session.state_dict(), seen.bytes
+
+    saved = in_ranks(in_double(save), 3, tmp_path)
+    loaded = in_ranks(in_double(load), 3, tmp_path)
+    assert_same(loaded[0][0], saved[0][0], 0.0)
+    names = [name for name, each in small_model().named_parameters() if each.dim() < 2]
+    assert names.index(UNREACHED) not in saved[0][0]["optimizer"]["state"]
+    assert [largest for _, largest, _ in saved] == [own for *_, own in saved]
+    assert [largest for _, largest in loaded] == [own for *_, own in saved]
+
+
+def peak_bytes(work):
+    """Return by how much the memory of this process grew at most while it works."""
+    gc.collect()
+    start, grown, ends = resident_bytes(), [0], threading.Event()
+
+    def watch():
+        while not ends.wait(0.002):
+            grown[0] = max(grown[0], resident_bytes() - start)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    work()
+    ends.set()
+    watcher.join()
+    return grown[0]
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.exhaustive
+def test_a_save_grows_no_process_by_more_than_its_slices(tmp_path):
+    """42M parameters in fp32, 482 MB of state. A load also maps the files, whose pages the system takes back."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8}
+
+    def work(_rank):
+        model = small_model(torch.float32, num_hidden_layers=4, **sizes)
+        with opened(ZERO3[0], model=model) as session:
+            step(session, [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 3)
+            own = 3 * session.engine.parameters.master_weights.nbytes
+            save, load = (partial(each, tmp_path / "state") for each in (session.save, session.load))
+            return [peak_bytes(each) / own for each in (save, load, session.state_dict)]
+
+    found = in_ranks(work, 3, tmp_path)
+    assert max(saving for saving, _, _ in found) < 1.1, found
+    assert max(loading for _, loading, _ in found) < 2.5, found
+    assert found[0][2] > 3, "what a gathered state takes of rank 0's host is seen"
+
+
+def break_byte(folder):
+    path = folder / "rank-00001.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def edit(change):
+    def edited(folder):
+        path = folder / "manifest.json"
+        values = json.loads(path.read_text())
+        change(values)
+        path.write_text(signed(values))
+
+    return edited
+
+
+def rename(values):
+    values["parameters"][0]["name"] = "another"
+    for group in values["optimizer"]["groups"]:
+        group["params"] = ["another" if name == "model.embed_tokens.weight" else name for name in group["params"]]
+    values["optimizer"]["states"]["another"] = values["optimizer"]["states"].pop("model.embed_tokens.weight")
+
+
+def regroup(values):
+    first, second = values["optimizer"]["groups"]
+    first["params"].append(second["params"].pop())
+
+
+DAMAGES = [
+    (break_byte, r"SHA-256"),
+    (lambda folder: (folder / "rank-00000.safetensors").unlink(), r"rank-00000\.safetensors.*No such file"),
+    (lambda folder: (folder / "manifest.json").unlink(), r"manifest\.json.*No such file"),
+    (shutil.rmtree, r"no such folder\. Name a folder that Session\.save has written"),
+    (edit(rename), r"model\.embed_tokens\.weight is missing"),
+    (edit(regroup), r"its optimizer's groups: expected 2 of "),
+    (edit(lambda values: values["optimizer"]["groups"][0].update(lr="fast")), r"groups, 0, lr: expected a finite"),
+    (edit(lambda values: values["optimizer"]["states"][UNREACHED].pop("exp_avg")), rf"states of {UNREACHED}: expected"),
+    (edit(lambda values: values["optimizer"]["states"][UNREACHED].update(step=-1.0)), r"step: expected a whole number"),
+    (edit(lambda values: values.update(optimizer=None)), r"those of a run of an earlier version"),
+]
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(tmp_path):
+    def save(_rank):
+        with opened(ZERO1[0], model=small_model()) as session:
+            step(session, steps_of()[0])
+            session.save(tmp_path / "state")
+
+    in_ranks(save, 2, tmp_path)
+    with pytest.raises(LengthwiseError, match="expected a checkpoint of a run; got one of a session"):
+        read_run_manifest(tmp_path / "state")
+    for number, (damage, _) in enumerate(DAMAGES):
+        shutil.copytree(tmp_path / "state", tmp_path / f"state-{number}")
+        damage(tmp_path / f"state-{number}")
+
+    def work(_rank):
+        found = []
+        with opened(ZERO3[0], model=small_model()) as session:
+            step(session, steps_of()[1])
+            before = session.state_dict()
+            for number in range(len(DAMAGES)):
+                with pytest.raises(LengthwiseError) as caught:
+                    session.load(tmp_path / f"state-{number}")
+                found.append(str(caught.value))
+            after = session.state_dict()
+        for model, make in ((small_model(), SGD), (small_model(intermediate_size=40), ADAMW)):
+            with opened(ZERO1[0], make, model) as session, pytest.raises(LengthwiseError) as caught:
+                session.load(tmp_path / "state")
+            found.append(str(caught.value))
+        return found, before, after
+
+    expected = [*(told for _, told in DAMAGES), "expected SGD; got AdamW", r"has shape \[\d+, 32\], not \[40, 32\]"]
+    ranks = in_ranks(work, 2, tmp_path)
+    for found, before, after in ranks:
+        assert [told for told, text in zip(expected, found, strict=True) if not re.search(told, text)] == [], found
+        if before:
+            assert_same(after, before, 0.0)
+    assert ranks[0][0] == ranks[1][0]
+
+
+def test_ranks_that_are_given_other_folders_and_folders_of_other_things_are_refused(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("mine")
+
+    def work(rank):
+        found = []
+        with opened(ZERO1[0], model=small_model()) as session:
+            for folder in (f"state-{rank}", "mine"):
+                with pytest.raises(LengthwiseError) as caught:
+                    session.save(tmp_path / folder)
+                found.append(str(caught.value))
+        return found
+
+    for apart, mine in in_ranks(work, 2, tmp_path):
+        assert "the same folder on all ranks" in apart
+        assert "expected a new folder, or a checkpoint to replace" in mine
+    assert [each.name for each in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+
+
+def test_a_rank_that_does_not_see_the_folder_is_named_on_all_ranks(tmp_path):
+    def work(rank):
+        found = []
+        with opened(ZERO1[0], model=small_model()) as session, pytest.MonkeyPatch.context() as patch:
+            session.save(tmp_path / "seen")
+            if rank == 1:
+                patch.setattr(Path, "is_dir", lambda _: False)  # as where its machine has another disk there
+            for call_it, folder in ((session.save, "state"), (session.load, "seen")):
+                with pytest.raises(LengthwiseError) as caught:
+                    call_it(tmp_path / folder)
+                found.append(str(caught.value))
+        return found
+
+    for saving, loading in in_ranks(work, 2, tmp_path):
+        assert re.search(r"got rank 1: no .*state\.unfinished, which rank 0 has made: give a folder that all", saving)
+        assert re.search(r"rank 1, .*seen: expected a checkpoint; got no such folder\. Give a folder", loading)
+    assert not list(tmp_path.glob("state*"))
+
+
+@pytest.mark.parametrize(("point", "rank"), [("checkpoint-written", 1), ("checkpoint-rename", 0)])
+def test_a_writer_that_is_killed_leaves_the_folder_of_before(tmp_path, monkeypatch, point, rank):
+    monkeypatch.setenv(VARIABLE, f"{point}:{rank}:2:kill")
+
+    def work(_rank):
+        with opened(ZERO1[0], model=small_model()) as session:
+            for rows in steps_of()[:2]:
+                step(session, rows)
+                session.save(tmp_path / "state")
+
+    with pytest.raises(LengthwiseError, match=rf"rank {rank}.*died"):
+        in_ranks(work, 2, tmp_path)
+
+    monkeypatch.delenv(VARIABLE)
+    (tmp_path / "meeting").unlink()
+
+    def load(_rank):
+        with opened(ZERO1[0], model=small_model()) as session:
+            session.load(tmp_path / "state")
+            before = session.steps
+            session.save(tmp_path / "state")
+            return before
+
+    assert in_ranks(load, 1, tmp_path) == [1]
+    assert not list(tmp_path.glob("state.*")), "what was left is gone"
+
+
+def test_a_save_in_the_background_is_there_at_a_later_end_and_one_that_fails_is_named(tmp_path, monkeypatch):
+    """The folder of before stays; the session goes on, and its next save is whole."""
+    folder = tmp_path / "state"
+    monkeypatch.setenv(VARIABLE, "checkpoint-write:1:2:error,checkpoint-write:1:3:error")
+
+    def work(_rank):
+        seen = []
+        with opened(ZERO3[0], model=small_model()) as session:
+            rows = steps_of()[0]
+            step(session, rows)
+            session.save(folder, background=True)
+            while session._folders.progress != WRITTEN:
+                time.sleep(0.01)
+            session.sum_over_ranks(torch.zeros(1))  # all have seen that
+            seen.append(folder.exists())
+            step(session, rows)
+            seen.append(saved_step())
+            session.save(folder, background=True)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                session._folders.finish()
+            seen.append([str(each.message) for each in caught if each.category is RuntimeWarning])
+            step(session, rows)
+            with pytest.raises(LengthwiseError) as error:
+                session.save(folder)
+            seen += [str(error.value), saved_step()]
+            step(session, rows)
+            session.save(folder, background=True)
+        return seen
+
+    def saved_step():
+        return json.loads((folder / "manifest.json").read_text())["step"]
+
+    for before, first, (warning,), error, kept in in_ranks(work, 2, tmp_path):
+        assert (before, first, kept) == (False, 1, 1)
+        assert "no checkpoint" in warning
+        assert "rank 1: OSError: [Errno 5]" in warning
+        assert "rank 1: OSError: [Errno 5]" in error
+    assert saved_step() == 4, "written until the session closed"
+    assert call("checkpoint", "verify", folder) == 0
+    assert [each.name for each in tmp_path.glob("state*")] == ["state"]
