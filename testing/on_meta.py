@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from lengthwise.attention import choose
 from lengthwise.attention.abilities import LEAST_CUDNN, GpuAbilities
-from lengthwise.comm import Pending, Transport
+from lengthwise.comm import Lone, Pending, Transport
 from lengthwise.comm.transport import Message
-from lengthwise.engine.small_pass import Lone
 from lengthwise.offload import PinnedStore
 
 META = torch.device("meta")

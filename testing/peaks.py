@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import Mesh, SoloTransport, Transport
+from lengthwise.comm import Lone, Mesh, SoloTransport, Transport
 from lengthwise.config import LoraConfig, OptimizerConfig
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
 from lengthwise.cost import Choice, StepMemory, shape_from_config
@@ -22,7 +22,7 @@ from lengthwise.engine.activations import Offloading, measure_microbatch
 from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes, step_end_bytes
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.small_pass import Layout, Lone
+from lengthwise.engine.small_pass import Layout
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import DTYPES, ModelSource, build_adapted
 from lengthwise.offload import CopyStore

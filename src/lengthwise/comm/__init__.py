@@ -7,7 +7,7 @@ one for transfers; with pipeline stages one for messages between stages and one 
 from lengthwise.comm.devices import built_for_gpus, count_gpus, find_gpus, has_unused_gpu
 from lengthwise.comm.exchange import agree, broadcast_bytes, from_first, share_first, share_numbers
 from lengthwise.comm.mesh import Mesh
-from lengthwise.comm.solo import SoloTransport
+from lengthwise.comm.solo import Lone, SoloTransport
 from lengthwise.comm.staged import StagedTransport
 from lengthwise.comm.torch_transport import TorchTransport, join
 from lengthwise.comm.transport import Done, Pending, Transport
@@ -15,6 +15,7 @@ from lengthwise.comm.world import World, session_world, world_from_environment
 
 __all__ = [
     "Done",
+    "Lone",
     "Mesh",
     "Pending",
     "SoloTransport",

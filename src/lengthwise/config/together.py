@@ -86,13 +86,8 @@ TABLE = (
         "Take shard out, or stages.",
         why="each microbatch would gather the layers of a stage again",
     ),
-    Together(
-        *("capacity_tokens", _AT_START, *_STAGES, "a number"),
-        "Give the tokens of a microbatch on a rank, for example 8K.",
-    ),
     Together("compile", _ON, *_STAGES, "false", _OFF("compile")),
     Together("ranks_per_node", _GIVEN, *_STAGES, "none", _OFF("ranks_per_node")),
-    Together("memory_check", _ON, *_STAGES, "false", _OFF("memory_check"), doors=(RUN_FILE,)),
     Together(
         *("measurements", _AT_START, *_STAGES, "off or a file"),
         "Measure the whole model with `lengthwise profile`, and name its file.",

@@ -1,8 +1,9 @@
 """Memory before the first step: `capacity_tokens: auto`, by `session.capacity`; and the largest microbatch, run once.
 
-Each rank runs it alone, as a pack that needs no transfers: no two ranks can miss each other; then a pack of the most
-sequences, and the end of a step. A ring's shard of as many tokens holds a little more, keys, values and gradients of
-the layer under way, and fragmentation comes with time: this finds what cannot work, and does not prove that all will.
+Each rank runs it alone, as a pack that needs no transfers, a stage of a pipeline with as many as it keeps: no two ranks
+can miss each other; then a pack of the most sequences, and the end of a step. A ring's shard of as many tokens holds a
+little more, keys, values and gradients of the layer under way, and fragmentation comes with time: this finds what
+cannot work, and does not prove that all will.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from lengthwise.comm import Mesh, SoloTransport, Transport
+from lengthwise.comm import Transport
 from lengthwise.core.errors import DataError
-from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.engine.batch import random_batch
 from lengthwise.engine.memory import memory_in_use, reporting_update
 from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.engine.stage_passes import full_pipeline, lone_stage
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner import PACKED_DP
@@ -37,14 +38,16 @@ def check_longest(job: Job, engine: Engine, capacities: Capacities, end_bytes: f
     """
     longest, held = job.longest_tokens, job.with_capacities(capacities).planning.most_held_tokens
     cuts = job.config.planner != PACKED_DP
-    sharing = job.ranks if cuts else 1
+    sharing = job.replicas if cuts else 1
     if longest <= held * sharing:
         return
     kinds, most = kinds_of(job.model.config, job.config.recompute), job.most_tokens
     measuring = measuring_of(engine, kinds=kinds, heads=job.config.heads, most_tokens=most, end_bytes=end_bytes)
-    got = f"{longest} tokens; {job.ranks} ranks hold {held} each (measured)"
+    stages = job.config.stages
+    holders = f"{job.replicas} {'ranks' if stages == 1 else 'replicas'}"
+    got = f"{longest} tokens; {holders} hold {held} each (measured)"
     shared = "" if job.gpus else " with as much memory each, on further machines: ranks of one share its memory"
-    ranks, tokens = f"{-(-longest // held)} ranks{shared}", -(-longest // sharing)
+    ranks, tokens = f"{-(-longest // held) * stages} ranks{shared}", -(-longest // sharing)
     last = ranks if cuts else "a planner that cuts sequences (lengthwise)"
     with engine.attending():
         remedies = [*_savers(job, measuring, tokens, capacities), *_smaller_loss(job, measuring, tokens), last]
@@ -101,23 +104,23 @@ def check_memory(engine: Engine, job: Job) -> str:
         assert engine.parameters is not None, "it trains"
         engine.parameters.clear_gradients()
     also = f", so did one of {len(most)} sequences" if len(packs) > 1 else ""
-    return f"memory check: the largest microbatch, {sum(longest)} tokens, ran{also}{memory_in_use()}"
+    kept = " with those that a stage keeps beside it" if job.config.stages > 1 else ""
+    return f"memory check: the largest microbatch, {sum(longest)} tokens, ran{kept}{also}{memory_in_use()}"
 
 
 def _run_pack(lengths: Sequence[int], engine: Engine, job: Job) -> None:
-    kind = max(job.capacities, key=lambda each: job.capacities[each])
-    piece = Piece(ranks=(0,), sequences=tuple(range(len(lengths))))
-    plan = Plan(
-        ranks=1,
-        layers=job.model.text.num_hidden_layers,
-        capacity=sum(lengths),
-        tokens=tuple(lengths),
-        microbatches=(Microbatch(pieces=(piece,), recompute=kind),),
+    kind, layers = max(job.capacities, key=lambda each: job.capacities[each]), job.model.text.num_hidden_layers
+    plan, part = full_pipeline(lengths, job.config.cut, layers=layers, recompute=kind), engine.part()
+    context = StepContext(
+        engine.model,
+        lone_stage(part["mesh"].stage, job.config.stages),
+        engine.kernel(engine.dtype),
+        name="memory check before the first step",
+        # What dropout draws before a chunk is counted by all stages together, not here.
+        chunks={number: replace(chunk, dropout_calls={}) for number, chunk in part["chunks"].items()},
+        logits_at_once=job.logits_at_once,
     )
-    batch = random_batch(lengths, vocab=job.model.text.vocab_size)
-    name, at_once = "memory check before the first step", job.logits_at_once
-    mesh, kernel = Mesh(SoloTransport(), 1), engine.kernel(engine.dtype)
-    run_part(plan, batch, StepContext(engine.model, mesh, kernel, name=name, logits_at_once=at_once))
+    run_part(plan, random_batch(plan.tokens, vocab=job.model.text.vocab_size), context)
 
 
 def check_step_end(optimizer: ShardedOptimizer, transport: Transport) -> None:

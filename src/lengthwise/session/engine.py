@@ -19,7 +19,7 @@ from lengthwise.comm import Mesh, Transport, share_first, share_numbers
 from lengthwise.config import OffloadConfig
 from lengthwise.core.shape import UNCUT
 from lengthwise.cost import logits_at_once, shape_from_config
-from lengthwise.engine.activations import Offloading, start_offloading
+from lengthwise.engine.activations import WHOLE_MODEL, Offloading, start_offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.objective import NextToken, Objective
 from lengthwise.engine.parameters import Parameters
@@ -84,6 +84,12 @@ class Engine:
             return self.pipeline.stage.num_parameters
         return sum(parameter.numel() for parameter in self.model.parameters())
 
+    def part(self) -> dict[str, Any]:
+        """Return the place of this rank and what of the model it has, as a step and its small passes take them."""
+        if self.pipeline is None:
+            return {"mesh": Mesh(self.transport, 1), "chunks": WHOLE_MODEL}
+        return {"mesh": self.pipeline.mesh, "chunks": self.pipeline.stage.own}
+
     def next_token(self, batch: StepBatch, divisor: float | None = None) -> Objective:
         """Return the next token's loss: its sum over a batch by `divisor`; None: by what the batch weighs."""
         weight = batch.loss_weight if divisor is None else divisor
@@ -92,15 +98,12 @@ class Engine:
     def run(self, planned: PlannedStep, name: str, *, step: int, train: bool, objective: Objective) -> RankResult:
         """Run this rank's microbatches forward, and backward to `train`. Collective."""
         kind, dtype = self.device.type, self.cast_dtype()
-        kernel, pipeline = self.kernel(dtype or self.dtype), self.pipeline
+        kernel = self.kernel(dtype or self.dtype)
         self.start_offloading()
         if self._offloading is not None:
             self._offloading.begin_step()
-        part: dict[str, Any] = {"mesh": Mesh(self.transport, 1)}
-        if pipeline is not None:
-            part = {"mesh": pipeline.mesh, "chunks": pipeline.stage.own}
         context = StepContext(
-            **part,
+            **self.part(),
             model=self.model,
             kernel=kernel,
             name=name,
