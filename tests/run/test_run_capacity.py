@@ -72,7 +72,7 @@ def test_what_cannot_fit_is_told_what_would_save_it_and_that_does(tmp_path, monk
         patch.setattr(SmallPasses, "_run", run_once)
         run(tmp_path, rows=rows, status=2, recompute="none")
     refused = capsys.readouterr().err
-    assert "error[data] data: expected sequences that all ranks together hold; got 700 tokens; 2 ranks hold" in refused
+    assert "error[data] data: expected sequences that all ranks together hold; got 700 tokens; 2 ranks of" in refused
     assert re.search(r"Use recompute: auto \(a rank holds \d+ tokens with \w+\)", refused)
     assert re.search(r"or \d+ ranks with as much memory each, on further machines", refused)
     run(tmp_path, rows=rows, status=2, recompute="none", planner="packed-dp", output="packed")

@@ -68,7 +68,7 @@ def passes_of(cut: LayerCut, stage: int) -> list[PassBeside]:
             found[beside] = None
             if action.is_forward:
                 kept.add(place)
-            if action.reads_ahead in kept:
+            if action.reads_ahead is not None and action.reads_ahead in kept:
                 returned.add(action.reads_ahead)
         if turn.sends or turn.receives:
             posted.append(_Posted(len(turn.sends), {(each.place, each.is_forward) for each in turn.receives}))

@@ -15,6 +15,7 @@ import numpy as np
 
 from lengthwise.comm import Transport
 from lengthwise.core.errors import DataError
+from lengthwise.core.names import counted
 from lengthwise.engine.batch import random_batch
 from lengthwise.engine.memory import memory_in_use, reporting_update
 from lengthwise.engine.optimizer import ShardedOptimizer
@@ -24,7 +25,7 @@ from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner import PACKED_DP
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.run.job import Job
-from lengthwise.session.capacity import Measuring, kinds_of, measuring_of
+from lengthwise.session.capacity import Measuring, kinds_of, least, measuring_of
 from lengthwise.session.engine import Engine
 
 
@@ -44,8 +45,7 @@ def check_longest(job: Job, engine: Engine, capacities: Capacities, end_bytes: f
     kinds, most = kinds_of(job.model.config, job.config.recompute), job.most_tokens
     measuring = measuring_of(engine, kinds=kinds, heads=job.config.heads, most_tokens=most, end_bytes=end_bytes)
     stages = job.config.stages
-    holders = f"{job.replicas} {'ranks' if stages == 1 else 'replicas'}"
-    got = f"{longest} tokens; {holders} hold {held} each (measured)"
+    got = f"{longest} tokens; {counted(job.replicas, 'rank' if stages == 1 else 'replica')} of {held} each (measured)"
     shared = "" if job.gpus else " with as much memory each, on further machines: ranks of one share its memory"
     ranks, tokens = f"{-(-longest // held) * stages} ranks{shared}", -(-longest // sharing)
     last = ranks if cuts else "a planner that cuts sequences (lengthwise)"
@@ -57,33 +57,33 @@ def check_longest(job: Job, engine: Engine, capacities: Capacities, end_bytes: f
 
 
 def _smaller_loss(job: Job, measuring: Measuring, tokens: int) -> list[str]:
-    """Name the loss in chunks where that lets a rank hold so many tokens, and whole logits do not."""
+    """Name the loss in chunks where that lets a rank hold so many tokens, and whole logits do not. Collective."""
     if job.config.loss == "chunked":
         return []
     chunked = replace(job, config=job.config.model_copy(update={"loss": "chunked"}))
     memory = replace(measuring, logits_at_once=chunked.logits_at_once).memory()
-    held = max(memory.most_tokens(kind, tokens) for kind in memory.layouts)
+    held = max(least(measuring.transport, [memory.most_tokens(kind, tokens) for kind in memory.layouts]))
     return [f"loss: chunked (a rank then holds {tokens} tokens)"] if held >= tokens else []
 
 
 def _savers(job: Job, measuring: Measuring, tokens: int, capacities: Capacities) -> list[str]:
-    """List what of recomputation and offload would let a rank hold so many tokens, each with what it then holds."""
+    """List what of recomputation and offload would let a rank hold so many tokens, each with what it then holds.
+
+    Collective: of the ranks of different stages the fullest counts.
+    """
     layers = job.model.text.num_hidden_layers
     everything = replace(measuring, kinds=kinds_of(job.model.config, "auto"), offloads=layers > 2)
     memory, said = everything.memory(), list[str]()
     memory = replace(memory, leaving_bytes=max(LEAVING_BYTES.values()))  # to whatever store it would be
     others = [kind for kind in memory.layouts if kind not in capacities.plain]
-    by_kind = {kind: memory.most_tokens(kind, tokens) for kind in others}
-    enough = [kind for kind, held in by_kind.items() if held >= tokens]
+    held = least(measuring.transport, [memory.most_tokens(kind, tokens) for kind in others])
+    enough = [kind for kind, held_so in zip(others, held, strict=True) if held_so >= tokens]
     if enough:
         said.append(f"recompute: auto (a rank holds {tokens} tokens with {enough[0]})")
     if layers > 2:
-        ratios = [
-            (ratio, kind)
-            for kind in memory.layouts
-            for ratio in (0.25, 0.5, 0.75, 1.0)
-            if memory.most_held(kind, ratio, tokens) >= tokens
-        ]
+        ways = [(ratio, kind) for kind in memory.layouts for ratio in (0.25, 0.5, 0.75, 1.0)]
+        held = least(measuring.transport, [memory.most_held(kind, ratio, tokens) for ratio, kind in ways])
+        ratios = [way for way, held_so in zip(ways, held, strict=True) if held_so >= tokens]
         if ratios:
             ratio, kind = min(ratios, key=lambda each: (each[1] not in capacities.plain, each[0]))
             said.append(f"offload: with ratio {ratio:g} and recompute: {kind}")
