@@ -86,7 +86,6 @@ TABLE = (
         "Take shard out, or stages.",
         why="each microbatch would gather the layers of a stage again",
     ),
-    Together("compile", _ON, *_STAGES, "false", _OFF("compile")),
     Together("ranks_per_node", _GIVEN, *_STAGES, "none", _OFF("ranks_per_node")),
     Together(
         *("measurements", _AT_START, *_STAGES, "off or a file"),
