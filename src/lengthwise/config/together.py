@@ -58,13 +58,14 @@ class Together:
 _ON, _AT_START, _GIVEN = Values((True,)), Values(("auto",)), Values((None,), are_others=True)
 _CUT, _STAGES = ("shard", Values(("zero3", "hybrid"))), ("stages", Values((1,), are_others=True))
 _OFF = "Take {} out.".format
+_INSIDE_NODES = "hybrid alone shards inside nodes"
 
 TABLE = (
     Together("steps", _GIVEN, "epochs", _GIVEN, "null", "Take one of them out.", doors=(RUN_FILE,)),
     Together(
         *("ranks_per_node", _GIVEN, "shard", Values(("zero1", "zero3")), "none"),
         "Take ranks_per_node out, or set hybrid.",
-        why="hybrid alone shards inside nodes",
+        why=_INSIDE_NODES,
     ),
     Together(
         *("planner", Values(("lengthwise",), are_others=True), *_CUT, "lengthwise"),
@@ -86,16 +87,21 @@ TABLE = (
         "Take shard out, or stages.",
         why="each microbatch would gather the layers of a stage again",
     ),
-    Together("ranks_per_node", _GIVEN, *_STAGES, "none", _OFF("ranks_per_node")),
+    Together(
+        *("ranks_per_node", _GIVEN, *_STAGES, "none"),
+        _OFF("ranks_per_node"),
+        why=_INSIDE_NODES,
+    ),
     Together(
         *("measurements", _AT_START, *_STAGES, "off or a file"),
         "Measure the whole model with `lengthwise profile`, and name its file.",
+        why="costs are those of a whole model, which no rank has",
         doors=(RUN_FILE,),
     ),
     Together(
         *("optimizer", Values((None,)), *_STAGES, "an optimizer"),
-        "Give one, or take stages out.",
-        why="a session that only evaluates has none",
+        "Give one, plain SGD for example, or take stages out.",
+        why="a stage holds its parameters as those that it trains",
         doors=(SESSION,),
     ),
 )
