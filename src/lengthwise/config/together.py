@@ -100,7 +100,7 @@ TABLE = (
     ),
     Together(
         *("optimizer", Values((None,)), *_STAGES, "an optimizer"),
-        "Give one, plain SGD for example, or take stages out.",
+        "Give one, plain SGD for example (a trainer: eval_on_start=True), or take stages out.",
         why="a stage holds its parameters as those that it trains",
         doors=(SESSION,),
     ),

@@ -84,6 +84,12 @@ class Engine:
             return self.pipeline.stage.num_parameters
         return sum(parameter.numel() for parameter in self.model.parameters())
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a rank has a part of the model between steps."""
+        parameters = self.parameters
+        return self.pipeline is not None or (parameters is not None and parameters.ranks_in_step > 1)
+
     def part(self) -> dict[str, Any]:
         """Return the place of this rank and what of the model it has, as a step and its small passes take them."""
         if self.pipeline is None:
