@@ -75,12 +75,12 @@ class Lone(SoloTransport):
         self.rank, self.world_size = rank, world_size
 
     def connect(self, peers: Sequence[int]) -> None:
-        """Do nothing."""
+        """Do nothing: there is no one to meet."""
 
-    def among(self, groups: Sequence[Sequence[int]]) -> SoloTransport:
-        """Return a world of one."""
-        del groups
-        return SoloTransport()
+    def among(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return this rank in its group, without the others."""
+        own = next(list(ranks) for ranks in groups if self.rank in ranks)
+        return type(self)(own.index(self.rank), len(own))
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Drop what would be sent, and fill what would arrive."""
