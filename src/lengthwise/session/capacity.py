@@ -202,6 +202,7 @@ def measuring_of(
         offloads=offload is not None and offload.ratio not in ("off", 0.0),
         leaving_bytes=0 if offload is None else LEAVING_BYTES[offload.store],
         casting=engine.casting(),
+        done=engine.measured,
     )
 
 

@@ -24,7 +24,7 @@ from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.objective import NextToken, Objective
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.pipeline import Pipeline
-from lengthwise.engine.small_pass import Casting
+from lengthwise.engine.small_pass import Casting, Seen
 from lengthwise.engine.step import RankResult, StepContext, run_part
 from lengthwise.models import Computing, DropoutKey, choose_mixers, choose_model_kernel, text_config, whole_model
 from lengthwise.models.adapter import attending_by_plan
@@ -40,7 +40,7 @@ class Engine:
     autocast: of mixed precision; None: that of a surrounding torch.autocast, if any. logits_at_once: that a loss
     makes; None: all. seed: of dropout. offload: of activations, as in a run file. parameters: that take the gradients,
     once they are there; None: nothing trains. pipeline: of which this rank is a stage; None: it has the whole model.
-    layers: how the model computes in planned passes alone; None: as it does anyhow.
+    layers: how the model computes in planned passes alone; None: as it does anyhow. measured: small passes that ran.
     """
 
     model: nn.Module
@@ -58,6 +58,7 @@ class Engine:
     parameters: Parameters | None = None
     pipeline: Pipeline | None = None
     layers: Layers | None = None
+    measured: dict[object, Seen] = field(default_factory=dict)
     _offloading: Offloading | None = field(default=None, init=False)
     _kernels: dict[torch.dtype, BlockKernel] = field(default_factory=dict, init=False)
 
