@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from lengthwise.attention import choose
 from lengthwise.attention.abilities import LEAST_CUDNN, GpuAbilities
-from lengthwise.comm import Pending, Transport
+from lengthwise.comm import Lone, Pending
 from lengthwise.comm.transport import Message
-from lengthwise.engine.small_pass import Lone
 from lengthwise.offload import PinnedStore
 
 META = torch.device("meta")
@@ -171,9 +170,6 @@ def _asking() -> str:
 class OneOfMany(Lone):
     """One rank without the others, which checks what it asks of them; what comes has no values."""
 
-    def connect(self, peers: Sequence[int]) -> None:
-        """There is no one to meet."""
-
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Check messages, and drop them."""
         for tensor, peer in (*sends, *receives):
@@ -189,11 +185,6 @@ class OneOfMany(Lone):
         """Check sizes; the part of this rank arrives."""
         assert output.numel() == self.world_size * source.numel(), (output.shape, source.shape)
         output.view(self.world_size, -1)[self.rank].copy_(source.view(-1))
-
-    def among(self, groups: Sequence[Sequence[int]]) -> Transport:
-        """Return this rank in its group."""
-        own = next(list(ranks) for ranks in groups if self.rank in ranks)
-        return OneOfMany(own.index(self.rank), len(own))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import Mesh, SoloTransport, Transport
+from lengthwise.comm import Lone, Mesh, SoloTransport, Transport
 from lengthwise.config import LoraConfig, OptimizerConfig
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
 from lengthwise.cost import Choice, StepMemory, shape_from_config
@@ -24,7 +24,7 @@ from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.small_pass import Layout, Lone
+from lengthwise.engine.small_pass import Layout
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import DTYPES, ModelSource, build_adapted
 from lengthwise.offload import CopyStore

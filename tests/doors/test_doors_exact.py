@@ -34,7 +34,9 @@ DEFAULT = [
     ("session", "split heads", "token loss"),
     ("trainer", "zero1", "next token"),
     ("trainer", "hybrid", "compute_loss"),
+    ("trainer", "stages", "next token"),
     ("sft", "adapters", "compute_loss"),
+    ("sft", "stages", "next token"),
     ("sft", "layers computed again", "next token"),
     ("sft", "optimizer on the host", "compute_loss"),
 ]

@@ -218,7 +218,7 @@ class Door:
 
     train: object
     losses: tuple[str, ...] = ("next token", "compute_loss")
-    lacks: tuple[tuple[str, object], ...] = (("stages", 2), ("stages", 3), ("recompute", "all_but_attention"))
+    lacks: tuple[tuple[str, object], ...] = (("recompute", "all_but_attention"),)
 
     def takes(self, layout):
         return not any(each in self.lacks for each in layout.settings.items() if each[0] != "offload")

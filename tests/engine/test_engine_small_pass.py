@@ -8,7 +8,7 @@ import torch
 from testing import LiveBytes, build_pair, run_ranks, tiny_family_config
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import SoloTransport
+from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.engine import small_pass
 from lengthwise.engine.small_pass import FallingLine
 from lengthwise.session import capacity
@@ -90,7 +90,7 @@ def measuring(model, transport):
     return Measuring(
         model=model,
         kernel=choose_kernel(CPU),
-        transport=transport,
+        mesh=Mesh(transport, 1),
         device=CPU,
         kept_bytes=0,
         end_bytes=0,

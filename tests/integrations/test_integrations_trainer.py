@@ -226,7 +226,7 @@ def test_run_goes_on_from_a_checkpoint_on_any_number_of_ranks(tmp_path, dtype, p
     assert state["global_step"] == 2
 
 
-@pytest.mark.parametrize(("ranks", "shard"), [(3, "zero3"), more(4, "hybrid")])
+@pytest.mark.parametrize(("ranks", "shard"), [(3, "zero3"), more(4, "hybrid"), more(4, "stages")])
 def test_parameters_lie_over_the_ranks(tmp_path, ranks, shard):
     """As one process, from a checkpoint of zero1 on 2 ranks to one of sharded parameters, which Hugging Face opens."""
     changes = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
@@ -235,9 +235,10 @@ def test_parameters_lie_over_the_ranks(tmp_path, ranks, shard):
     def work(ranks, shard, steps, resume, _rank):
         per_rank = {name: 12 // max(ranks, 1) for name in sizes}
         args = arguments(tmp_path / shard, ranks or 1, **{**changes, **per_rank, "max_steps": steps})
-        node = 2 if shard == "hybrid" else None
-        options = {"capacity_tokens": CAPACITY, "shard": shard, "ranks_per_node": node}
-        kind = partial(PlannedTrainer, **options) if ranks else Trainer
+        layout = {"stages": {"stages": 2}, "hybrid": {"shard": "hybrid", "ranks_per_node": 2}}.get(
+            shard, {"shard": shard}
+        )
+        kind = partial(PlannedTrainer, capacity_tokens=CAPACITY, **layout) if ranks else Trainer
         found = trained(kind, args, resume=resume, eval_dataset=data(LENGTHS[:9]))
         return found["weights"], [log["loss"] for log in found["logs"] if "loss" in log]
 
@@ -257,13 +258,16 @@ def test_parts_that_an_evaluation_left_are_not_trained(tmp_path):
 
     def work(_rank):
         rows = {"train_dataset": data(), "eval_dataset": data(LENGTHS[:3]), "data_collator": padded}
-        with pytest.raises(LengthwiseError, match="under shard zero3 or hybrid it would load weights"):
-            PLANNED(model=small_model(), args=arguments(tmp_path, 2, **best), shard="zero3", **rows)
+        for cut in ({"shard": "zero3"}, {"stages": 2}):
+            with pytest.raises(LengthwiseError, match="under shard zero3, hybrid or stages it would load weights"):
+                PLANNED(model=small_model(), args=arguments(tmp_path, 2, **best), **cut, **rows)
+        with pytest.raises(LengthwiseError, match="optimizer: expected an optimizer beside `stages: 2`"):
+            PLANNED(model=small_model(), args=arguments(tmp_path, 2), stages=2, **rows).evaluate()
         whole = PLANNED(model=small_model(), args=arguments(tmp_path, 2, **best), **rows)
         assert whole._session_options["shard"] == "zero1"
         trainer = PLANNED(model=small_model(torch.float32), args=arguments(tmp_path, 2), shard="zero3", **rows)
         found = trainer.evaluate()["eval_loss"]
-        with pytest.raises(LengthwiseError, match="one training under shard zero3"):
+        with pytest.raises(LengthwiseError, match="one training where parameters are cut"):
             trainer.train()
         return found, plain_mean(small_model(torch.float32), data(LENGTHS[:3]))
 

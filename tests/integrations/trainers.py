@@ -83,9 +83,10 @@ def trained(kind, args, *, model=None, resume=None, callbacks=(), **options):
 
 def weights_of(trainer):
     """Return all weights; where they lie over the ranks, those that trained, on rank 0."""
-    if getattr(getattr(trainer, "session", None), "shard", "zero1") == "zero1":
+    session = getattr(trainer, "session", None)
+    if session is None or not session.engine.is_cut:
         return {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
-    return trainer.session.state_dict().get("master_weights", {})
+    return session.state_dict().get("master_weights", {})
 
 
 def in_trainers(work, ranks, folder):

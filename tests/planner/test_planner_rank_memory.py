@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.cost import MicrobatchBytes, Moments
+from lengthwise.cost import MicrobatchBytes, Moments, StepBytes
 from lengthwise.planner.service.rank_memory import RankMemory
 
 LAYERS = 10
@@ -19,7 +19,9 @@ def rank_memory(budget, *, saved=100.0, beside=40.0, fixed=0.0, **options):
     """A rank whose microbatches save so many bytes a row, and need so many beside them where backward begins."""
     line = Moments(live=np.array([[fixed, saved + beside]]), removable=np.array([[0.0, saved]]))
     microbatch = MicrobatchBytes(layers=LAYERS, saved_fixed=0.0, saved_a_row=saved, forward=line, backward=line)
-    return RankMemory(budget_bytes=budget, layouts={"none": (microbatch,)}, **options)
+    return RankMemory(
+        budget_bytes=budget, layouts={"none": (StepBytes(layers=LAYERS, chunks={0: microbatch}),)}, **options
+    )
 
 
 def plan_of(tokens, capacity, offload):
@@ -37,7 +39,8 @@ def test_capacity_is_what_fills_the_budget_in_steps_of_128_tokens():
 def test_a_loss_in_chunks_may_fit_where_a_whole_one_of_fewer_tokens_does_not():
     whole, chunked = rank_memory(140.0 * 1000, fixed=-1e5, beside=300.0), rank_memory(140.0 * 1000)
     (each,), (beyond,) = whole.layouts["none"], chunked.layouts["none"]
-    both = replace(chunked, layouts={"none": (replace(each, most_rows=640, beyond=beyond),)})
+    chunk = replace(each.chunks[0], most_rows=640, beyond=beyond.chunks[0])
+    both = replace(chunked, layouts={"none": (replace(each, chunks={0: chunk}),)})
     assert whole.most_tokens("none", 10**6) == 512
     assert both.most_tokens("none", 10**6) == 896
 

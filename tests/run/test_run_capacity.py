@@ -19,6 +19,7 @@ from lengthwise.engine import memory
 from lengthwise.engine.norm import clip_factor
 from lengthwise.engine.small_pass import SmallPasses
 from lengthwise.run.building import open_session
+from lengthwise.run.capacity import check_memory, largest_pack
 from lengthwise.run.start import prepare
 from lengthwise.session import capacity as session_capacity
 from lengthwise.session import engine as session_engine
@@ -71,7 +72,7 @@ def test_what_cannot_fit_is_told_what_would_save_it_and_that_does(tmp_path, monk
         patch.setattr(SmallPasses, "_run", run_once)
         run(tmp_path, rows=rows, status=2, recompute="none")
     refused = capsys.readouterr().err
-    assert "error[data] data: expected sequences that all ranks together hold; got 700 tokens; 2 ranks hold" in refused
+    assert "error[data] data: expected sequences that all ranks together hold; got 700 tokens; 2 ranks of" in refused
     assert re.search(r"Use recompute: auto \(a rank holds \d+ tokens with \w+\)", refused)
     assert re.search(r"or \d+ ranks with as much memory each, on further machines", refused)
     run(tmp_path, rows=rows, status=2, recompute="none", planner="packed-dp", output="packed")
@@ -116,17 +117,23 @@ def test_offload_takes_no_capacity_from_what_does_not_offload(tmp_path, monkeypa
             (22e6, {"recompute": "none", "offload": {"store": "disk", "ratio": "auto"}}),
             (22e6, {"recompute": "none", "offload": {"store": "disk", "ratio": 0.5}}),
             (20e6, {"recompute": "layer", "loss": "whole"}),
+            (20e6, {"recompute": "none", "stages": 2}),
+            (20e6, {"recompute": "none", "stages": 2, "virtual": 2}),
+            (10e6, {"recompute": "layer", "stages": 2}),
         ],
-        0,
+        *(0, 5),
     ),
     ids=str,
 )
 def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, keys):
-    """All tensors of both ranks are counted; the peak of a step is that of the largest microbatch."""
+    """All tensors of both ranks are counted; the peak of a step is that of the largest microbatch.
+
+    Of stages the first keeps two of them. The memory check of each, run alone, then holds as much.
+    """
     write_model(tmp_path / "model", num_hidden_layers=8)
     if "offload" in keys:
         keys = {**keys, "offload": {**keys["offload"], "path": str(tmp_path)}}
-    lengths = (1500, 700, 300, 60, 30)
+    lengths = (700,) * 6 if "stages" in keys else (1500, 700, 300, 60, 30)
     keys |= {"capacity_tokens": "auto", "global_batch": {"sequences": len(lengths)}, "precision": "fp32"}
     path = write_run(tmp_path, make_rows(list(lengths)), **keys)
     job = prepare(path, [], ranks=2, timeout_seconds=60).job
@@ -143,8 +150,16 @@ def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, key
                 step = PlannedStep(batch=few if sum(plan.tokens) < 100 else batch, plan=plan, plan_seconds=0.0)
                 optimizer.scale_gradients(clip_factor(1.0, session.backward(step).grad_norm))
                 optimizer.step(1e-3)
-        mine = [(each, held_by_rank(plan, each)[0][transport.rank]) for each in plan.microbatches]
+        replica = transport.rank // job.config.stages
+        mine = [(each, held_by_rank(plan, each)[0][replica]) for each in plan.microbatches]
         said = max(found.memory.peak_bytes(each.recompute, held, each.offload) for each, held in mine)
+        if job.config.stages > 1:
+            checked = job.with_capacities(found)
+            with LiveBytes() as live_in_check:
+                check_memory(session.engine, checked)
+            (kind,) = found.plain
+            of_largest = found.memory.peak_bytes(kind, sum(largest_pack(checked)))
+            assert 0.95 <= of_largest / live_in_check.peak_bytes <= 1.05
         return (
             live.peak_bytes,
             kept_bytes(session.engine.model, optimizer.parameters, job.config.optimizer),

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from loops import in_ranks, small_model
+from loops import both_loops, in_ranks, small_model
 from peft import LoraConfig, get_peft_model
 from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
@@ -38,6 +38,13 @@ def test_layers_are_cut_by_what_each_of_them_takes():
     config = tiny_family_config("nemotron_h", {"layer_types": kinds, "vocab_size": 8})
     cut = cut_stages(SoloTransport(), config, 2, [64], capacity=64, cost=None)
     assert cut == [range(3), range(3, 8)]
+
+
+def test_a_session_whose_stages_measure_what_fits_gives_what_the_plain_loop_gives(tmp_path):
+    def work(_rank):
+        return both_loops(SGD, capacity="auto", model=small_model(tie_word_embeddings=True, **LAYERS), stages=2)
+
+    assert max(max(differences) for differences in in_ranks(work, 2, tmp_path)) < 1e-12
 
 
 def test_stages_of_models_that_differ_are_refused(tmp_path):

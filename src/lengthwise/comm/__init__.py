@@ -15,7 +15,7 @@ from lengthwise.comm.exchange import (
     share_numbers,
 )
 from lengthwise.comm.mesh import Mesh
-from lengthwise.comm.solo import SoloTransport
+from lengthwise.comm.solo import Lone, SoloTransport
 from lengthwise.comm.staged import StagedTransport
 from lengthwise.comm.torch_transport import TorchTransport, join
 from lengthwise.comm.transport import Done, Pending, Transport
@@ -23,6 +23,7 @@ from lengthwise.comm.world import World, session_world, world_from_environment
 
 __all__ = [
     "Done",
+    "Lone",
     "Mesh",
     "Pending",
     "SoloTransport",

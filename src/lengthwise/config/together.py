@@ -58,13 +58,14 @@ class Together:
 _ON, _AT_START, _GIVEN = Values((True,)), Values(("auto",)), Values((None,), are_others=True)
 _CUT, _STAGES = ("shard", Values(("zero3", "hybrid"))), ("stages", Values((1,), are_others=True))
 _OFF = "Take {} out.".format
+_INSIDE_NODES = "hybrid alone shards inside nodes"
 
 TABLE = (
     Together("steps", _GIVEN, "epochs", _GIVEN, "null", "Take one of them out.", doors=(RUN_FILE,)),
     Together(
         *("ranks_per_node", _GIVEN, "shard", Values(("zero1", "zero3")), "none"),
         "Take ranks_per_node out, or set hybrid.",
-        why="hybrid alone shards inside nodes",
+        why=_INSIDE_NODES,
     ),
     Together(
         *("planner", Values(("lengthwise",), are_others=True), *_CUT, "lengthwise"),
@@ -87,21 +88,20 @@ TABLE = (
         why="each microbatch would gather the layers of a stage again",
     ),
     Together(
-        *("capacity_tokens", _AT_START, *_STAGES, "a number"),
-        "Give the tokens of a microbatch on a rank, for example 8K.",
+        *("ranks_per_node", _GIVEN, *_STAGES, "none"),
+        _OFF("ranks_per_node"),
+        why=_INSIDE_NODES,
     ),
-    Together("compile", _ON, *_STAGES, "false", _OFF("compile")),
-    Together("ranks_per_node", _GIVEN, *_STAGES, "none", _OFF("ranks_per_node")),
-    Together("memory_check", _ON, *_STAGES, "false", _OFF("memory_check"), doors=(RUN_FILE,)),
     Together(
         *("measurements", _AT_START, *_STAGES, "off or a file"),
         "Measure the whole model with `lengthwise profile`, and name its file.",
+        why="costs are those of a whole model, which no rank has",
         doors=(RUN_FILE,),
     ),
     Together(
         *("optimizer", Values((None,)), *_STAGES, "an optimizer"),
-        "Give one, or take stages out.",
-        why="a session that only evaluates has none",
+        "Give one, plain SGD for example (a trainer: eval_on_start=True), or take stages out.",
+        why="a stage holds its parameters as those that it trains",
         doors=(SESSION,),
     ),
 )

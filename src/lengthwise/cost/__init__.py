@@ -24,7 +24,7 @@ from lengthwise.cost.memory import (
     loss_bytes,
     state_bytes,
 )
-from lengthwise.cost.microbatch import WINDOW_LAYERS, MicrobatchBytes, Moments
+from lengthwise.cost.microbatch import WINDOW_LAYERS, MicrobatchBytes, Moments, PassBeside, StepBytes
 from lengthwise.cost.passes import Pass
 from lengthwise.cost.shapes import SHAPE_NAMES, check_trained, layer_shapes, named_shape, shape_from_config
 from lengthwise.cost.sharding import (
@@ -58,6 +58,8 @@ __all__ = [
     "ModelLayout",
     "Moments",
     "Pass",
+    "PassBeside",
+    "StepBytes",
     "StepMemory",
     "all_terms_cost",
     "analytic_cost",

@@ -2,11 +2,12 @@
 
 At one moment what is there grows in a line with the rows, so two passes give each line exactly; the peak is the highest
 line, another one for few rows than for many. Offload takes away the first bytes that autograd saved, and backward has a
-window of them back early.
+window of them back early. A rank of a pipeline's stage keeps other microbatches beside the one that runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,14 @@ class Moments:
     live: NDArray[np.float64]
     removable: NDArray[np.float64] | None = None
 
+    def left(self, rows: int, *, away: float = 0.0) -> float:
+        """Return what is there at the end of the pass, `away` bytes of it offloaded."""
+        live = float(self.live[-1] @ (1.0, rows))
+        if not away:
+            return live
+        assert self.removable is not None, "offload was not measured"
+        return live - min(away, max(0.0, float(self.removable[-1] @ (1.0, rows))))
+
     def peak(self, rows: int, *, away: float = 0.0, window: float = 0.0) -> float:
         """Return the highest of the lines at so many rows, `away` bytes of it offloaded and at most `window` back."""
         live = self.live @ (1.0, rows)
@@ -41,10 +50,12 @@ class Moments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchBytes:
-    """Bytes of a microbatch of so many rows, padding included; parameters and gradients are left out.
+    """Bytes of a microbatch of so many rows in some layers, padding included, without parameters and gradients.
 
     saved_fixed, saved_a_row: what autograd saves of the layers. forward, backward: all that there is (None: unknown).
-    most_rows: up to which these hold; `beyond` has those of more rows, whose loss is made in chunks.
+    most_rows: up to which these hold; `beyond` has those of more rows, whose loss is made in chunks. is_last: whether
+    they are a model's last layers, of which two stay on the device: of others all may be offloaded, as their backward
+    comes later.
     """
 
     layers: int
@@ -54,6 +65,7 @@ class MicrobatchBytes:
     backward: Moments | None = None
     most_rows: float = float("inf")
     beyond: MicrobatchBytes | None = None
+    is_last: bool = True
 
     def saved(self, rows: int) -> int:
         """Return what autograd saves of the layers."""
@@ -63,13 +75,93 @@ class MicrobatchBytes:
         """Bound what may be on its way to a store, and on the device still: a layer, and what the store allows."""
         return min(leaving_bytes, self.saved(rows) // self.layers)
 
-    def peak(self, rows: int, offload: float = 0.0, *, leaving_bytes: int = 0) -> int:
-        """Return the most that is on the device where a ratio is offloaded, to a store that allows `leaving_bytes`."""
-        if rows > self.most_rows and self.beyond is not None:
-            return self.beyond.peak(rows, offload, leaving_bytes=leaving_bytes)
+    def away(self, rows: int, offload: float) -> float:
+        """Return the bytes that are offloaded at a ratio."""
+        return (1 - kept_ratio(offload, self.layers) if self.is_last else offload) * self.saved(rows)
+
+    def window(self, rows: int) -> float:
+        """Return the bytes that backward may have back early."""
+        return WINDOW_LAYERS * self.saved(rows) / self.layers
+
+    def forward_peak(self, rows: int, offload: float, leaving_bytes: int) -> float:
+        """Return the most in forward, to a store that allows `leaving_bytes` on their way."""
         assert self.forward is not None, "only what is saved was measured"
+        away = self.away(rows, offload)
+        return self.forward.peak(rows, away=max(0.0, away - self.leaving(rows, leaving_bytes)))
+
+    def backward_peak(self, rows: int, offload: float) -> float:
+        """Return the most in backward."""
         assert self.backward is not None, "only what is saved was measured"
-        saved = self.saved(rows)
-        away = (1 - kept_ratio(offload, self.layers)) * saved
-        forward = self.forward.peak(rows, away=max(0.0, away - self.leaving(rows, leaving_bytes)))
-        return round(max(forward, self.backward.peak(rows, away=away, window=WINDOW_LAYERS * saved / self.layers)))
+        return self.backward.peak(rows, away=self.away(rows, offload), window=self.window(rows))
+
+    def kept(self, rows: int, offload: float) -> float:
+        """Return what is there between forward and backward."""
+        assert self.forward is not None, "only what is saved was measured"
+        return self.forward.left(rows, away=self.away(rows, offload))
+
+    def back(self, rows: int, offload: float) -> float:
+        """Return what of it comes back while the pass before its backward runs."""
+        away = self.away(rows, offload)
+        return min(away, max(0.0, self.window(rows) - (self.saved(rows) - away)))
+
+    def at(self, rows: int) -> MicrobatchBytes:
+        """Return those of so many rows."""
+        return self.beyond if rows > self.most_rows and self.beyond is not None else self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassBeside:
+    """A pass of a microbatch through a chunk of layers, and what a rank has beside it.
+
+    kept: numbers of microbatches between forward and backward, by chunk. returned: chunks whose activations have begun
+    to come back. hidden: hidden states, or gradients of them, that were sent or have arrived.
+    """
+
+    chunk: int = 0
+    is_forward: bool = True
+    kept: tuple[tuple[int, int], ...] = ()
+    returned: tuple[int, ...] = ()
+    hidden: int = 0
+
+
+_OF_A_WHOLE_MODEL = (PassBeside(), PassBeside(is_forward=False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBytes:
+    """Bytes of the microbatches of a rank at each pass of a step, without parameters and gradients.
+
+    layers: of the whole model. chunks: of layers that the rank has, by number. passes: what a step runs, and keeps
+    beside it. hidden_a_row: of what a stage sends.
+    """
+
+    layers: int
+    chunks: Mapping[int, MicrobatchBytes]
+    passes: Sequence[PassBeside] = _OF_A_WHOLE_MODEL
+    hidden_a_row: float = 0.0
+
+    @property
+    def most_rows(self) -> float:
+        """Above so many rows the loss is made in chunks."""
+        return min(each.most_rows for each in self.chunks.values())
+
+    def peak(self, rows: int, offload: float = 0.0, *, leaving_bytes: int = 0) -> int:
+        """Return the most bytes on the device with microbatches of so many rows.
+
+        offload: ratio of them. leaving_bytes: that their store allows on the way to it.
+        """
+        chunks = {number: each.at(rows) for number, each in self.chunks.items()}
+        kept = {number: each.kept(rows, offload) for number, each in chunks.items()}
+        runs = {}
+        for number, each in chunks.items():
+            runs[number, True] = each.forward_peak(rows, offload, leaving_bytes)
+            runs[number, False] = each.backward_peak(rows, offload)
+        peak = 0.0
+        for each in self.passes:
+            held = runs[each.chunk, each.is_forward] + each.hidden * self.hidden_a_row * rows
+            held += sum(number * kept[chunk] for chunk, number in each.kept)
+            held += sum(chunks[chunk].back(rows, offload) for chunk in each.returned)
+            if each.kept and offload and not each.is_forward:
+                held += max(chunks[chunk].leaving(rows, leaving_bytes) for chunk, _ in each.kept)
+            peak = max(peak, held)
+        return round(peak)

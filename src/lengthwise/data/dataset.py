@@ -325,8 +325,7 @@ def check_fits(
         dataset,
         limit,
         f"{counted(ranks, 'rank' if stages == 1 else 'replica')} x capacity_tokens {capacity_tokens}{offloads}",
-        f"Run on at least {-(-longest // held_tokens) * stages} ranks, or set capacity_tokens: {enough}"
-        f"{' or auto' if stages == 1 else ''}, or",
+        f"Run on at least {-(-longest // held_tokens) * stages} ranks, or set capacity_tokens: {enough} or auto, or",
     )
 
 

@@ -8,27 +8,29 @@ rings and of rings that split heads are measured apart.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lengthwise.attention import BlockKernel, PlannedAttention
+from lengthwise.attention import BlockKernel
 from lengthwise.config import OffloadConfig
 from lengthwise.core.errors import ConfigError
-from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import Microbatch
-from lengthwise.cost import WINDOW_LAYERS, MicrobatchBytes, shape_from_config
-from lengthwise.engine.small_pass import ALONE, Casting, Layout, Seen, SmallPasses, fitted
-from lengthwise.models import WHOLE, Chunk, position_limit, run_chunk
+from lengthwise.core.shape import LayerCut
+from lengthwise.cost import MicrobatchBytes, StepBytes, shape_from_config
+from lengthwise.engine.small_pass import ALONE, Casting, Layout, Seen, SmallPasses
+from lengthwise.engine.stage_passes import passes_of
+from lengthwise.models import WHOLE, Chunk, position_limit
 from lengthwise.offload import ActivationSaver, ActivationStore, DiskStore, PinnedStore, parameter_storages
 
 _ROWS = 64  # of the larger pass: enough for lines that are exact
 _MOST_ROWS = 512  # where routing decides which operations run, and lines are not
 _FLOPS = 3e10  # that the larger pass may then take on a CPU: about a second on one core
+
+WHOLE_MODEL: Mapping[int, Chunk] = {WHOLE.number: WHOLE}
 
 
 class Offloading:
@@ -48,11 +50,7 @@ class Offloading:
             self._savers.pop().end()
 
     def saver(self, microbatch: Microbatch, rows: int, chunk: Chunk = WHOLE) -> ActivationSaver | None:
-        """Return the saver of a microbatch that has `rows` rows in a chunk; None where nothing is to be offloaded.
-
-        What other stages run on is not needed soon, so all layers of it may go; of the last chunk two stay: together at
-        most what the plan counts.
-        """
+        """Return the saver of a microbatch that has `rows` rows in a chunk; None where nothing is to be offloaded."""
         if not microbatch.offload:
             return None
         kind, heads = microbatch.recompute, max(piece.heads for piece in microbatch.pieces)
@@ -68,14 +66,13 @@ class Offloading:
             )
         found = self._bytes[key]
         saved = found.saved(rows)
-        goes = 1 - kept_ratio(microbatch.offload, found.layers) if chunk.is_last else microbatch.offload
         self.store.leaving_bytes = found.leaving(rows, self._leaving_bytes)
         made = ActivationSaver(
             self.store,
             stays=self._stays,
-            offload_bytes=round(goes * saved),
+            offload_bytes=round(found.away(rows, microbatch.offload)),
             layer_bytes=saved // found.layers,
-            window_bytes=WINDOW_LAYERS * saved // found.layers,
+            window_bytes=int(found.window(rows)),
         )
         self._savers.append(made)
         return made
@@ -131,24 +128,9 @@ def measure_saved(
     casting: Casting = nullcontext,
     chunk: Chunk = WHOLE,
 ) -> MicrobatchBytes:
-    """Measure what autograd saves of the layers of a chunk under one kind of recomputation; forward only."""
-    how = {"recompute": recompute, "layout": layout, "casting": casting, "layers_passed": chunk.layers_passed}
-    passes = SmallPasses(model=model, kernel=kernel, **how)
-    rows = _rows(model, kernel, layout)
-    config: Any = model.config
-    run = None if chunk.num_layers is None else partial(_run_alone, model, chunk)
-    seen = [passes.saved(each, run) for each in (rows // 2, rows)]
-    return fitted(seen, (), layers=config.num_hidden_layers if chunk.num_layers is None else chunk.num_layers)
-
-
-def _run_alone(model: nn.Module, chunk: Chunk, planned: PlannedAttention, ids: Tensor, positions: Tensor) -> None:
-    """Run a chunk of a stage on what another stage might send."""
-    hidden = None
-    if not chunk.is_first:
-        like, random = next(model.parameters()), torch.Generator().manual_seed(0)
-        hidden = torch.randn(1, planned.num_rows, chunk.width, generator=random).to(like).requires_grad_()
-    with chunk.running(hidden):
-        run_chunk(model, planned, ids, positions)
+    """Measure what autograd saves of the layers of a model, or a chunk of them, with one kind of recomputation."""
+    passes = SmallPasses(model=model, kernel=kernel, recompute=recompute, layout=layout, casting=casting, chunk=chunk)
+    return passes.saved(_rows(model, kernel, layout))
 
 
 def measure_microbatch(
@@ -162,16 +144,38 @@ def measure_microbatch(
     offloads: bool = False,
     done: dict[object, Seen] | None = None,
     casting: Casting = nullcontext,
-) -> MicrobatchBytes:
+    chunks: Mapping[int, Chunk] = WHOLE_MODEL,
+    stage: int = 0,
+    stages: int = 1,
+) -> StepBytes:
     """Measure all that microbatches of up to `most_rows` rows hold; gradients are added to those that there are.
 
     logits_at_once: that the loss makes; None: all. offloads: whether ratios of offload will be asked for. done: passes
-    of this model that were run before, which are not run again; new ones are added.
+    of this model that were run before, which are not run again; new ones are added. chunks: that a stage has.
     """
-    done = {} if done is None else done
-    passes = SmallPasses(model=model, kernel=kernel, recompute=recompute, layout=layout, done=done, casting=casting)
-    rows = _rows(model, kernel, layout)
+    how: dict[str, Any] = {"layout": layout, "done": {} if done is None else done, "casting": casting}
+    found = {
+        number: _measured_chunk(
+            SmallPasses(model=model, kernel=kernel, recompute=recompute, chunk=chunk, **how),
+            logits_at_once=logits_at_once if chunk.is_last else None,
+            most_rows=most_rows,
+            offloads=offloads,
+        )
+        for number, chunk in chunks.items()
+    }
     config: Any = model.config
+    return StepBytes(
+        layers=config.num_hidden_layers,
+        chunks=found,
+        passes=passes_of(LayerCut(stages=stages, virtual=len(chunks)), stage),
+        hidden_a_row=next(iter(chunks.values())).width * next(model.parameters()).element_size(),
+    )
+
+
+def _measured_chunk(
+    passes: SmallPasses, *, logits_at_once: int | None, most_rows: int | None, offloads: bool
+) -> MicrobatchBytes:
+    rows, config = _rows(passes.model, passes.kernel, passes.layout), passes.config
     if logits_at_once is None:
         return passes.measure(rows, chunk_tokens=None, offloads=offloads)
     chunk_tokens = max(1, logits_at_once // config.vocab_size)

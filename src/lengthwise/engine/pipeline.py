@@ -21,6 +21,7 @@ from lengthwise.models import Chunk, KeyedDropout, ModelStage, run_chunk
 from lengthwise.program import lower_plan
 from lengthwise.program.step_program import Message, Place, Turn
 
+UNWAITED_A_STAGE = 2  # grouped calls, of which a rank keeps what it sent
 _ONE_TOKEN = Plan(
     ranks=1,
     layers=1,
@@ -71,7 +72,7 @@ class Messages:
         pending = self.mesh.between.exchange(sends, [(hidden, rank_of(each.stage)) for hidden, each in rooms])
         self._arriving |= {(each.place, each.is_forward): (pending, hidden) for hidden, each in rooms}
         self._sent.append(pending)
-        self._wait(2 * self.mesh.stages)
+        self._wait(UNWAITED_A_STAGE * self.mesh.stages)
 
     def end(self) -> None:
         """Wait for all that was sent."""

@@ -1,6 +1,7 @@
 """Small forward and backward passes of a model as one rank of any microbatch runs them, and what is there on the way.
 
-1. One sequence is cut as a plan would cut it; this rank runs its part alone, and what others would send is zeros.
+1. One sequence is cut as a plan would cut it; this rank runs its part alone, and what others would send is zeros. A
+   chunk of a stage runs on random hidden states, and its backward on a gradient of zeros.
 2. All that an operation makes is counted until it is freed, and noted after each one; on GPUs the most that was asked
    of the allocator between two attentions is, in a pass that has run once before: what libraries and compiled code
    allocate the first time is of no microbatch.
@@ -16,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,22 +25,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lengthwise.attention import ActivationPolicy, BlockKernel, PlannedAttention
-from lengthwise.comm import Done, Pending, SoloTransport
+from lengthwise.comm import Lone
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import MicrobatchBytes, Moments
-from lengthwise.engine.live_bytes import LiveBytes
-from lengthwise.models import KeyedDropout, apply_policy, model_loss, rows_dropout, run_layers
+from lengthwise.engine.pipeline import empty_hidden
+from lengthwise.engine.stage_graph import given_on, received
+from lengthwise.engine.watch import CudaWatch, LiveWatch, Segment, Watch
+from lengthwise.models import WHOLE, Chunk, KeyedDropout, apply_policy, model_loss, rows_dropout, run_chunk, run_layers
 from lengthwise.offload import ActivationSaver, CopyStore, parameter_storages
 from lengthwise.program import lower_microbatch
 from lengthwise.report.figures import count
 
-Segment = list[tuple[object, int]]
-"""Operations and the bytes that there were after each, between two attentions."""
 Casting = Callable[[], AbstractContextManager[Any]]
 """Makes the autocast of one forward."""
-RunLayers = Callable[[PlannedAttention, Tensor, Tensor], object]
-"""Runs layers forward on ids and positions, (rows,)."""
 _CHUNKS = 2
 _FALL_BYTES = 2**21  # that a library's choices among kernels explain between two passes
 
@@ -57,89 +55,10 @@ class Layout:
 ALONE = Layout()
 
 
-class Lone(SoloTransport):
-    """One rank of a ring without the others: what it would be sent is zeros."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__()
-        self.rank, self.world_size = rank, world_size
-
-    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Pending:
-        """Drop what would be sent, and fill what would arrive."""
-        del sends
-        for message, _ in receives:
-            message.zero_()
-        return Done()
-
-
-class _Watch(Protocol):
-    """Notes bytes between marks."""
-
-    segments: list[Segment]
-    is_quiet: bool
-
-    def mark(self) -> None: ...
-
-
-class _LiveWatch(LiveBytes):
-    """Notes what is alive after each operation."""
-
-    def __init__(self, *before: Tensor) -> None:
-        super().__init__(*before)
-        self.segments: list[Segment] = [[]]
-        self.is_quiet = False
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the operation and note the bytes."""
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if not self.is_quiet:
-            self.segments[-1].append((func, self.now_bytes))
-        return result
-
-    def mark(self) -> None:
-        """End a segment and begin another."""
-        self.segments[-1].append((None, self.now_bytes))
-        self.segments.append([])
-
-
-class _CudaWatch:
-    """Notes the most bytes that were asked of the device's allocator between marks.
-
-    What was asked for, and not the blocks that were given: one of more than 1 MB may have 1 MB too many, which is as
-    much as a tensor of a small pass.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, is_torch = device, torch.cuda.get_allocator_backend() == "native"
-        self._counted = "requested_bytes.all" if is_torch else "allocated_bytes.all"  # which others do not count
-        torch.cuda.synchronize(device)
-        torch.empty(1, device=device)  # has the allocator take back what streams have done with
-        torch.cuda.reset_peak_memory_stats(device)
-        self._before = torch.cuda.memory_stats(device)[f"{self._counted}.current"]
-        self.segments: list[Segment] = []
-        self.is_quiet = False
-
-    def __enter__(self) -> _CudaWatch:
-        """Begin."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End the last segment."""
-        self.mark()
-
-    def mark(self) -> None:
-        """End a segment: its peak, and what is there at its end."""
-        held = torch.cuda.memory_stats(self._device)
-        self.segments.append([(None, held[f"{self._counted}.{when}"] - self._before) for when in ("peak", "current")])
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-
 class _QuietSaver(ActivationSaver):
     """A saver whose own operations are not noted: what they make is, with the operation that comes next."""
 
-    watch: _Watch | None = None
+    watch: Watch | None = None
 
     def pack(self, tensor: Tensor) -> Any:
         """Take what autograd saves."""
@@ -210,17 +129,16 @@ class Seen:
 class SmallPasses:
     """Runs small passes of a model under one kind of recomputation, but those that are `done`, of any kind.
 
-    casting: around each forward, as mixed precision has it; what it keeps of weights ends with it. layers_passed: as
-    of `PlannedAttention`.
+    casting: around each forward, as mixed precision has it; what it keeps of weights ends with it. chunk: of the model.
     """
 
     model: nn.Module
     kernel: BlockKernel
     recompute: str
     layout: Layout = ALONE
+    chunk: Chunk = WHOLE
     done: dict[object, Seen] = field(default_factory=dict)
     casting: Casting = nullcontext
-    layers_passed: int = 0
 
     def measure(self, rows: int, *, chunk_tokens: int | None, offloads: bool) -> MicrobatchBytes:
         """Measure all moments of microbatches, from passes of so many rows and half of them.
@@ -230,20 +148,35 @@ class SmallPasses:
         chunked = chunk_tokens is not None
         seen = [self.run(each, chunked=chunked) for each in (rows // 2, rows)]
         without = [self.run(each.rows, chunked=chunked, away=each.saved_bytes) for each in seen if offloads]
-        return fitted(seen, without, layers=self._config.num_hidden_layers, chunk_tokens=chunk_tokens)
+        return self._fitted(seen, without, chunk_tokens=chunk_tokens)
 
-    def saved(self, rows: int, run: RunLayers | None = None) -> Seen:
-        """Run the layers forward, or what `run` runs of them; return what autograd saves."""
+    def saved(self, rows: int) -> MicrobatchBytes:
+        """Measure what autograd saves of the layers, from forward passes of so many rows and half of them."""
+        return self._fitted([self._saved(each) for each in (rows // 2, rows)])
+
+    def _fitted(
+        self, seen: Sequence[Seen], without: Sequence[Seen] = (), *, chunk_tokens: int | None = None
+    ) -> MicrobatchBytes:
+        found = fitted(seen, without, layers=self._num_layers, chunk_tokens=chunk_tokens)
+        return replace(found, is_last=self.chunk.is_last)
+
+    def _saved(self, rows: int) -> Seen:
         planned, ids, positions = self._start(rows)
         saver = ActivationSaver(None, stays=parameter_storages(self.model))
         policy = ActivationPolicy(recompute=self.recompute, saver=saver)
-        with self.casting(), torch.enable_grad(), apply_policy(self.model, planned, policy, self._dropout(planned)):
-            (run or partial(run_layers, self.model))(planned, ids, positions)
+        hidden = self._hidden(planned)
+        with (
+            self.casting(),
+            torch.enable_grad(),
+            self.chunk.running(None if hidden is None else hidden.requires_grad_()),
+            apply_policy(self.model, planned, policy, self._dropout(planned)),
+        ):
+            (run_layers if self.chunk.is_last else run_chunk)(self.model, planned, ids, positions)
         return Seen(rows=planned.num_rows, saved_bytes=saver.totals.saved_bytes)
 
     def run(self, rows: int, *, chunked: bool, away: int = 0) -> Seen:
         """Run forward and backward, of `away` bytes all away from the device; gradients are added to what is there."""
-        key = (self.recompute, self.layout, rows, chunked, away)
+        key = (self.recompute, self.layout, self.chunk.number, rows, chunked, away)
         if key not in self.done:
             if _asks_an_allocator(self._device):
                 self._run(rows, chunked=chunked, away=away)  # does not count
@@ -252,36 +185,43 @@ class SmallPasses:
 
     def _run(self, rows: int, *, chunked: bool, away: int) -> Seen:
         planned, ids, positions = self._start(rows)
-        layers = self._config.num_hidden_layers
         saver = _QuietSaver(
             CopyStore() if away else None,
             stays=parameter_storages(self.model),
             offload_bytes=away,
-            layer_bytes=away // layers,
+            layer_bytes=away // self._num_layers,
         )
         policy = ActivationPolicy(recompute=self.recompute, saver=saver)
-        at_once = len(ids) // _CHUNKS * self._config.vocab_size if chunked else None
+        at_once = len(ids) // _CHUNKS * self.config.vocab_size if chunked else None
         gradients = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
+        sent = self._hidden(planned)
         before = (*self.model.parameters(), *self.model.buffers(), *gradients, ids, positions)
         asks = _asks_an_allocator(self._device)
-        with _CudaWatch(self._device) if asks else _LiveWatch(*before) as watch:
+        with CudaWatch(self._device) if asks else LiveWatch(*before, *([] if sent is None else [sent])) as watch:
             planned.mark, saver.watch, saved_bytes = watch.mark, watch, list[int]()
 
             def decoded() -> None:
                 watch.mark()
                 saved_bytes.append(saver.totals.saved_bytes)  # what the loss saves is not of the layers
 
-            with (
-                self.casting(),
-                torch.enable_grad(),
-                apply_policy(self.model, planned, policy, self._dropout(planned)),
-                _at_end_of(self.model, decoded),
-            ):
-                loss = model_loss(self.model, planned, ids, positions, ids, logits_at_once=at_once)
+            after = list[Tensor]()
+            with self.casting(), torch.enable_grad(), _at_end_of(self.model, decoded):
+                hidden = None if sent is None else received(sent.clone(), [])
+                with (
+                    self.chunk.running(hidden),
+                    apply_policy(self.model, planned, policy, self._dropout(planned)),
+                ):
+                    if self.chunk.is_last:
+                        end = model_loss(self.model, planned, ids, positions, ids, logits_at_once=at_once)
+                    else:
+                        end = given_on(run_chunk(self.model, planned, ids, positions), after)
+                del hidden
             watch.mark()
             turn = len(watch.segments) - (0 if asks else 1)
-            (loss / len(ids)).backward()
-            del loss
+            if not self.chunk.is_last:
+                after.append(empty_hidden(self.model, self.chunk, planned.num_rows).zero_())
+            (end / len(ids)).backward()
+            del end
         segments = watch.segments
         return Seen(
             rows=planned.num_rows,
@@ -292,8 +232,13 @@ class SmallPasses:
         )
 
     @property
-    def _config(self) -> Any:
+    def config(self) -> Any:
+        """Return the model's config."""
         return self.model.config
+
+    @property
+    def _num_layers(self) -> int:
+        return self.config.num_hidden_layers if self.chunk.num_layers is None else self.chunk.num_layers
 
     @property
     def _device(self) -> torch.device:
@@ -307,17 +252,25 @@ class SmallPasses:
         piece = Piece(ranks=tuple(range(layout.degree)), sequences=(0,), heads=layout.heads)
         plan = Plan(
             ranks=layout.degree,
-            layers=self._config.num_hidden_layers,
+            layers=self.config.num_hidden_layers,
             capacity=rows * layout.degree + 1,
             tokens=(rows * layout.degree,),
             microbatches=(Microbatch(pieces=(piece,), recompute=self.recompute),),
             requires=("heads",) if layout.heads > 1 else (),
         )
         program = lower_microbatch(plan, 0)
-        planned = _Watched(program, Lone(layout.position, layout.degree), self.kernel, layers_passed=self.layers_passed)
+        watched = Lone(layout.position, layout.degree)
+        planned = _Watched(program, watched, self.kernel, layers_passed=self.chunk.layers_passed)
         segments = program.segments(layout.position)
         positions = torch.cat([torch.arange(each.start, each.stop, device=self._device) for each in segments])
-        return planned, positions % self._config.vocab_size, positions
+        return planned, positions % self.config.vocab_size, positions
+
+    def _hidden(self, planned: PlannedAttention) -> Tensor | None:
+        """Return what another stage might send, random so that routers choose; None: the chunk runs on ids."""
+        if self.chunk.is_first:
+            return None
+        room = empty_hidden(self.model, self.chunk, planned.num_rows)
+        return room.copy_(torch.randn(room.shape, generator=torch.Generator().manual_seed(0)))
 
 
 def _asks_an_allocator(device: torch.device) -> bool:

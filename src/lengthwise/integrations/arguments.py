@@ -81,8 +81,8 @@ REFUSED: Mapping[str, Refusal] = {
 """Fields of which some values cannot be kept."""
 
 WITH_PARTS: Mapping[str, str] = {
-    "load_best_model_at_end": "it would load weights into a model that is sharded over the ranks",
-    "sync_ref_model": "it reads the model's parameters, which are sharded over the ranks",
+    "load_best_model_at_end": "it would load weights into a model that is cut over the ranks",
+    "sync_ref_model": "it reads the model's parameters, which are cut over the ranks",
 }
 """Fields that cannot be kept where parameters are cut, and why."""
 
@@ -144,7 +144,8 @@ def refuse_with_parts(arguments: Any) -> None:
     problems: list[LengthwiseError] = []
     for name, why in WITH_PARTS.items():
         if getattr(arguments, name, False):
-            remedy, got = "Leave it out, or give shard='zero1'.", f"True, but under shard zero3 or hybrid {why}"
+            remedy = "Leave it out, or give shard='zero1', and no stages."
+            got = f"True, but under shard zero3, hybrid or stages {why}"
             problems.append(ConfigError(name, expected="False", got=got, remedy=remedy))
     raise_problems(problems)
 

@@ -58,7 +58,8 @@ class PlannedTrainerMixin(_Base):
         *args: those of the Trainer.
         capacity_tokens: maximum tokens of a rank in one microbatch, which bounds memory in place of
             per_device_train_batch_size; auto: what fits.
-        shard, ranks_per_node: as in `Session`; a model to be cut stays in the host's memory until then.
+        shard, ranks_per_node, stages, virtual: as in `Session`; a model to be cut stays in the host's memory
+            until then.
         heads: as in `Session`.
         offload, offload_optimizer: as in `Session`.
         planner: as in `Session`.
@@ -81,6 +82,7 @@ class PlannedTrainerMixin(_Base):
         self._planned: Any = None
         self._last: StepResult | None = None
         self._loss_is_checked = self._has_warned = False
+        self._num_parameters = 0
         given = [name for name in CALLABLES if kwargs.get(name) is not None]
         positional = [self._own(each, given) if isinstance(each, TrainingArguments) else each for each in args]
         if isinstance(kwargs.get("args"), TrainingArguments):
@@ -137,8 +139,8 @@ class PlannedTrainerMixin(_Base):
             expected, remedy = "auto or liger beside use_liger_kernel", "Take one of them out."
             problems.append(ConfigError("fused_layers", expected=expected, got="off", remedy=remedy))
         raise_problems([*problems, *keyword_problems(self._session_options, trains=True)])
-        shard = self._session_options.get("shard", "auto")
-        if shard in ("zero3", "hybrid") and arguments.world_size > 1:
+        shard, stages = self._session_options.get("shard", "auto"), self._session_options.get("stages", 1)
+        if (shard in ("zero3", "hybrid") and arguments.world_size > 1) or stages > 1:
             refuse_with_parts(arguments)
         if shard == "auto" and any(getattr(arguments, name, False) for name in WITH_PARTS):
             self._session_options["shard"] = "zero1"
@@ -210,8 +212,7 @@ class PlannedTrainerMixin(_Base):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return what Trainer would of this rank's share of some examples, without padding."""
-        parameters = self.model.num_parameters(exclude_embeddings=True)
-        return 6 * inputs.num_tokens * parameters // self.args.world_size
+        return 6 * inputs.num_tokens * self._num_parameters // self.args.world_size
 
     # A step.
 
@@ -233,14 +234,13 @@ class PlannedTrainerMixin(_Base):
 
     def _start_session(self, optimizer: Any) -> Session:
         if self.session is not None:
-            if self.session.shard != "zero1":
+            if self.session.engine.is_cut:
                 got = "one after evaluate(), or of another optimizer: each rank has a part of the model"
                 remedy = "Set eval_on_start=True, or give the model that was saved to a new trainer."
-                raise ConfigError(
-                    "train", expected=f"one training under shard {self.session.shard}", got=got, remedy=remedy
-                )
+                raise ConfigError("train", expected="one training where parameters are cut", got=got, remedy=remedy)
             self.session.close()
             self.session = None
+        self._num_parameters = self.model.num_parameters(exclude_embeddings=True)  # while it is whole
         self.session = session = Session(
             self.model,
             optimizer,
@@ -251,12 +251,14 @@ class PlannedTrainerMixin(_Base):
             **self._session_options,
         )
         session.expect(whole_logits=self._takes_whole_logits())
-        if session.shard != "zero1":
+        if session.engine.is_cut:
             refuse_with_parts(self.args)
         return session
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if self._session_options.get("shard") == "zero1":  # else it may not fit: the session moves it, or its parts
+        options = self._session_options
+        # Else it may not fit: the session moves it, or its parts.
+        if options.get("shard") == "zero1" and options.get("stages", 1) == 1:
             super()._move_model_to_device(model, device)
 
     def _trained(self) -> Session:

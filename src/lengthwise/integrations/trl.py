@@ -236,7 +236,8 @@ class DPOTrainer(PlannedTrainerMixin, trl.DPOTrainer):
             if self._reference is None:
                 capacity = self._trained().capacity_tokens  # it runs forward alone, which needs less
                 options = {**self._session_options, "recompute": "none", "capacity_tokens": capacity, "offload": None}
-                options |= {"shard": "zero1", "ranks_per_node": None}  # with less beside it: no gradients and states
+                # Whole on each rank, with less beside it: no gradients and states.
+                options |= {"shard": "zero1", "ranks_per_node": None, "stages": 1, "virtual": 1}
                 reference = self.ref_model.to(self.args.device).requires_grad_(False)
                 self._reference = Session(reference, timeout_seconds=float(self.args.ddp_timeout), **options)
             return self._gathered(self._reference, self.ref_model, planned, ["log_probs"], size)

@@ -1,8 +1,9 @@
 """Memory before the first step: `capacity_tokens: auto`, by `session.capacity`; and the largest microbatch, run once.
 
-Each rank runs it alone, as a pack that needs no transfers: no two ranks can miss each other; then a pack of the most
-sequences, and the end of a step. A ring's shard of as many tokens holds a little more, keys, values and gradients of
-the layer under way, and fragmentation comes with time: this finds what cannot work, and does not prove that all will.
+Each rank runs it alone, as a pack that needs no transfers, a stage of a pipeline with as many as it keeps: no two ranks
+can miss each other; then a pack of the most sequences, and the end of a step. A ring's shard of as many tokens holds a
+little more, keys, values and gradients of the layer under way, and fragmentation comes with time: this finds what
+cannot work, and does not prove that all will.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from lengthwise.comm import Mesh, SoloTransport, Transport
+from lengthwise.comm import Transport
 from lengthwise.core.errors import DataError
-from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.names import counted
 from lengthwise.engine.batch import random_batch
 from lengthwise.engine.memory import memory_in_use, reporting_update
 from lengthwise.engine.optimizer import SlicedOptimizer
+from lengthwise.engine.stage_passes import full_pipeline, lone_stage
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner import PACKED_DP
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.run.job import Job
-from lengthwise.session.capacity import Measuring, kinds_of, measuring_of
+from lengthwise.session.capacity import Measuring, kinds_of, least, measuring_of
 from lengthwise.session.engine import Engine
 
 
@@ -37,14 +39,15 @@ def check_longest(job: Job, engine: Engine, capacities: Capacities, end_bytes: f
     """
     longest, held = job.longest_tokens, job.with_capacities(capacities).planning.most_held_tokens
     cuts = job.config.planner != PACKED_DP
-    sharing = job.ranks if cuts else 1
+    sharing = job.replicas if cuts else 1
     if longest <= held * sharing:
         return
     kinds, most = kinds_of(job.model.config, job.config.recompute), job.most_tokens
     measuring = measuring_of(engine, kinds=kinds, heads=job.config.heads, most_tokens=most, end_bytes=end_bytes)
-    got = f"{longest} tokens; {job.ranks} ranks hold {held} each (measured)"
+    stages = job.config.stages
+    got = f"{longest} tokens; {counted(job.replicas, 'rank' if stages == 1 else 'replica')} of {held} each (measured)"
     shared = "" if job.gpus else " with as much memory each, on further machines: ranks of one share its memory"
-    ranks, tokens = f"{-(-longest // held)} ranks{shared}", -(-longest // sharing)
+    ranks, tokens = f"{-(-longest // held) * stages} ranks{shared}", -(-longest // sharing)
     last = ranks if cuts else "a planner that cuts sequences (lengthwise)"
     with engine.attending():
         remedies = [*_savers(job, measuring, tokens, capacities), *_smaller_loss(job, measuring, tokens), last]
@@ -54,33 +57,33 @@ def check_longest(job: Job, engine: Engine, capacities: Capacities, end_bytes: f
 
 
 def _smaller_loss(job: Job, measuring: Measuring, tokens: int) -> list[str]:
-    """Name the loss in chunks where that lets a rank hold so many tokens, and whole logits do not."""
+    """Name the loss in chunks where that lets a rank hold so many tokens, and whole logits do not. Collective."""
     if job.config.loss == "chunked":
         return []
     chunked = replace(job, config=job.config.model_copy(update={"loss": "chunked"}))
     memory = replace(measuring, logits_at_once=chunked.logits_at_once).memory()
-    held = max(memory.most_tokens(kind, tokens) for kind in memory.layouts)
+    held = max(least(measuring.transport, [memory.most_tokens(kind, tokens) for kind in memory.layouts]))
     return [f"loss: chunked (a rank then holds {tokens} tokens)"] if held >= tokens else []
 
 
 def _savers(job: Job, measuring: Measuring, tokens: int, capacities: Capacities) -> list[str]:
-    """List what of recomputation and offload would let a rank hold so many tokens, each with what it then holds."""
+    """List what of recomputation and offload would let a rank hold so many tokens, each with what it then holds.
+
+    Collective: of the ranks of different stages the fullest counts.
+    """
     layers = job.model.text.num_hidden_layers
     everything = replace(measuring, kinds=kinds_of(job.model.config, "auto"), offloads=layers > 2)
     memory, said = everything.memory(), list[str]()
     memory = replace(memory, leaving_bytes=max(LEAVING_BYTES.values()))  # to whatever store it would be
     others = [kind for kind in memory.layouts if kind not in capacities.plain]
-    by_kind = {kind: memory.most_tokens(kind, tokens) for kind in others}
-    enough = [kind for kind, held in by_kind.items() if held >= tokens]
+    held = least(measuring.transport, [memory.most_tokens(kind, tokens) for kind in others])
+    enough = [kind for kind, held_so in zip(others, held, strict=True) if held_so >= tokens]
     if enough:
         said.append(f"recompute: auto (a rank holds {tokens} tokens with {enough[0]})")
     if layers > 2:
-        ratios = [
-            (ratio, kind)
-            for kind in memory.layouts
-            for ratio in (0.25, 0.5, 0.75, 1.0)
-            if memory.most_held(kind, ratio, tokens) >= tokens
-        ]
+        ways = [(ratio, kind) for kind in memory.layouts for ratio in (0.25, 0.5, 0.75, 1.0)]
+        held = least(measuring.transport, [memory.most_held(kind, ratio, tokens) for ratio, kind in ways])
+        ratios = [way for way, held_so in zip(ways, held, strict=True) if held_so >= tokens]
         if ratios:
             ratio, kind = min(ratios, key=lambda each: (each[1] not in capacities.plain, each[0]))
             said.append(f"offload: with ratio {ratio:g} and recompute: {kind}")
@@ -101,23 +104,23 @@ def check_memory(engine: Engine, job: Job) -> str:
         assert engine.parameters is not None, "it trains"
         engine.parameters.clear_gradients()
     also = f", so did one of {len(most)} sequences" if len(packs) > 1 else ""
-    return f"memory check: the largest microbatch, {sum(longest)} tokens, ran{also}{memory_in_use()}"
+    kept = " with those that a stage keeps beside it" if job.config.stages > 1 else ""
+    return f"memory check: the largest microbatch, {sum(longest)} tokens, ran{kept}{also}{memory_in_use()}"
 
 
 def _run_pack(lengths: Sequence[int], engine: Engine, job: Job) -> None:
-    kind = max(job.capacities, key=lambda each: job.capacities[each])
-    piece = Piece(ranks=(0,), sequences=tuple(range(len(lengths))))
-    plan = Plan(
-        ranks=1,
-        layers=job.model.text.num_hidden_layers,
-        capacity=sum(lengths),
-        tokens=tuple(lengths),
-        microbatches=(Microbatch(pieces=(piece,), recompute=kind),),
+    kind, layers = max(job.capacities, key=lambda each: job.capacities[each]), job.model.text.num_hidden_layers
+    plan, part = full_pipeline(lengths, job.config.cut, layers=layers, recompute=kind), engine.part()
+    context = StepContext(
+        engine.model,
+        lone_stage(part["mesh"].stage, job.config.stages),
+        engine.kernel(engine.dtype),
+        name="memory check before the first step",
+        # What dropout draws before a chunk is counted by all stages together, not here.
+        chunks={number: replace(chunk, dropout_calls={}) for number, chunk in part["chunks"].items()},
+        logits_at_once=job.logits_at_once,
     )
-    batch = random_batch(lengths, vocab=job.model.text.vocab_size)
-    name, at_once = "memory check before the first step", job.logits_at_once
-    mesh, kernel = Mesh(SoloTransport(), 1), engine.kernel(engine.dtype)
-    run_part(plan, batch, StepContext(engine.model, mesh, kernel, name=name, logits_at_once=at_once))
+    run_part(plan, random_batch(plan.tokens, vocab=job.model.text.vocab_size), context)
 
 
 def check_step_end(optimizer: SlicedOptimizer, transport: Transport) -> None:

@@ -196,7 +196,7 @@ def begin(run: RankRun) -> None:
         if run.pricing.measurements is not None:
             run.folder.keep_measurements(run.pricing.measurements)
     checks = job.gpus > 0 if job.config.memory_check is None else job.config.memory_check
-    if checks and job.config.stages == 1:
+    if checks:
         run.engine.transport.phase = "memory check before the first step"
         said = check_memory(run.engine, job)
         check_step_end(run.optimizer, run.engine.transport)

@@ -1,13 +1,14 @@
 """The tokens that a rank holds, by what small passes of the model measure and the memory that is free beside it.
 
 What a microbatch needs is measured by `engine.activations`, for each kind of recomputation that the run may take, on a
-rank alone, over a ring and with heads split; a tenth of what is free is left. The capacity is the least of all ranks,
+rank alone, over a ring and with heads split; a tenth of what is free is left. A stage of a pipeline measures its own
+layers, and counts the microbatches that it keeps beside one. The capacity is the least of all ranks,
 in steps of 128. Where twice what the largest batch needs without recomputation is free, no more is measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -16,14 +17,14 @@ import torch
 from torch import nn
 
 from lengthwise.attention import BlockKernel
-from lengthwise.comm import Transport, share_first, share_numbers
+from lengthwise.comm import Mesh, Transport, share_first, share_numbers
 from lengthwise.core.errors import MemoryShortage, ModelRefused
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.cost import RESERVED, STEP_TOKENS, MicrobatchBytes, shape_from_config
-from lengthwise.engine.activations import measure_microbatch
+from lengthwise.cost import RESERVED, STEP_TOKENS, StepBytes, shape_from_config
+from lengthwise.engine.activations import WHOLE_MODEL, measure_microbatch
 from lengthwise.engine.memory import SMALLER_STATE, free_bytes, reporting_shortage
 from lengthwise.engine.small_pass import ALONE, Casting, FallingLine, Layout, Seen
-from lengthwise.models import check_recompute
+from lengthwise.models import Chunk, check_recompute
 from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner.service.rank_memory import Capacities, RankMemory
 from lengthwise.report.figures import count
@@ -44,12 +45,13 @@ class Measuring:
     kept_bytes: that the optimizer has yet to take. end_bytes: that the end of a step needs while no microbatch runs.
     kinds: of recomputation, to choose from. heads: as in a run file. most_tokens: of a global batch. offloads,
     leaving_bytes: whether ratios of offload will be asked for, and what their store holds back. casting: the autocast
-    of forwards. done: the passes that were run; copies of this record run them no second time.
+    of forwards. done: the passes that were run; copies of this record run them no second time. mesh, chunks: the stage
+    that the rank is, and its part of the model.
     """
 
     model: nn.Module
     kernel: BlockKernel
-    transport: Transport
+    mesh: Mesh
     device: torch.device
     kept_bytes: float
     end_bytes: float
@@ -61,6 +63,12 @@ class Measuring:
     leaving_bytes: int = 0
     casting: Casting = nullcontext
     done: dict[object, Seen] = field(default_factory=dict)
+    chunks: Mapping[int, Chunk] = field(default_factory=lambda: WHOLE_MODEL)
+
+    @property
+    def transport(self) -> Transport:
+        """All ranks."""
+        return self.mesh.world
 
     def memory(self) -> RankMemory:
         """Return what was measured of all kinds of recomputation, over rings too. Collective.
@@ -126,7 +134,7 @@ class Measuring:
 
     def _rings(self) -> list[Layout]:
         """List how a sequence may lie over several ranks."""
-        ranks, heads = self.transport.world_size, self.heads
+        ranks, heads = self.mesh.num_replicas, self.heads
         config: Any = self.model.config
         degree = min(ranks, _RING_RANKS)
         layouts = [Layout(degree=degree, position=degree - 1)] if ranks > 1 else []
@@ -135,7 +143,7 @@ class Measuring:
             layouts.append(Layout(degree=splits, position=splits - 1, heads=splits))
         return layouts
 
-    def _measured(self, kind: str, layout: Layout) -> MicrobatchBytes:
+    def _measured(self, kind: str, layout: Layout) -> StepBytes:
         """Return what small passes measure. Collective: where that is wrong on one rank, all refuse it."""
         try:
             found, wrong = self._measured_here(kind, layout), dict[str, str]()
@@ -147,7 +155,7 @@ class Measuring:
         assert found is not None, "else it was shared"
         return found
 
-    def _measured_here(self, kind: str, layout: Layout) -> MicrobatchBytes:
+    def _measured_here(self, kind: str, layout: Layout) -> StepBytes:
         with reporting_shortage(
             lambda: f"rank {self.transport.rank}, {self.transport.phase}",
             needs=lambda: f"a small pass with recompute {kind}",
@@ -163,6 +171,9 @@ class Measuring:
                 offloads=self.offloads,
                 done=self.done,
                 casting=self.casting,
+                chunks=self.chunks,
+                stage=self.mesh.stage,
+                stages=self.mesh.stages,
             )
 
 
@@ -180,7 +191,7 @@ def measuring_of(
     return Measuring(
         model=engine.model,
         kernel=engine.kernel(engine.cast_dtype() or engine.dtype),
-        transport=engine.transport,
+        **engine.part(),
         device=engine.device,
         kept_bytes=kept_bytes,
         end_bytes=end_bytes,
@@ -191,6 +202,7 @@ def measuring_of(
         offloads=offload is not None and offload.ratio not in ("off", 0.0),
         leaving_bytes=0 if offload is None else LEAVING_BYTES[offload.store],
         casting=engine.casting(),
+        done=engine.measured,
     )
 
 

@@ -19,12 +19,12 @@ from lengthwise.comm import Mesh, Transport, share_first, share_numbers
 from lengthwise.config import OffloadConfig
 from lengthwise.core.shape import UNCUT
 from lengthwise.cost import logits_at_once, shape_from_config
-from lengthwise.engine.activations import Offloading, start_offloading
+from lengthwise.engine.activations import WHOLE_MODEL, Offloading, start_offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.objective import NextToken, Objective
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.pipeline import Pipeline
-from lengthwise.engine.small_pass import Casting
+from lengthwise.engine.small_pass import Casting, Seen
 from lengthwise.engine.step import RankResult, StepContext, run_part
 from lengthwise.models import Computing, DropoutKey, choose_mixers, choose_model_kernel, text_config, whole_model
 from lengthwise.models.adapter import attending_by_plan
@@ -40,7 +40,7 @@ class Engine:
     autocast: of mixed precision; None: that of a surrounding torch.autocast, if any. logits_at_once: that a loss
     makes; None: all. seed: of dropout. offload: of activations, as in a run file. parameters: that take the gradients,
     once they are there; None: nothing trains. pipeline: of which this rank is a stage; None: it has the whole model.
-    layers: how the model computes in planned passes alone; None: as it does anyhow.
+    layers: how the model computes in planned passes alone; None: as it does anyhow. measured: small passes that ran.
     """
 
     model: nn.Module
@@ -58,6 +58,7 @@ class Engine:
     parameters: Parameters | None = None
     pipeline: Pipeline | None = None
     layers: Layers | None = None
+    measured: dict[object, Seen] = field(default_factory=dict)
     _offloading: Offloading | None = field(default=None, init=False)
     _kernels: dict[torch.dtype, BlockKernel] = field(default_factory=dict, init=False)
 
@@ -84,6 +85,18 @@ class Engine:
             return self.pipeline.stage.num_parameters
         return sum(parameter.numel() for parameter in self.model.parameters())
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a rank has a part of the model between steps."""
+        parameters = self.parameters
+        return self.pipeline is not None or (parameters is not None and parameters.ranks_in_step > 1)
+
+    def part(self) -> dict[str, Any]:
+        """Return the place of this rank and what of the model it has, as a step and its small passes take them."""
+        if self.pipeline is None:
+            return {"mesh": Mesh(self.transport, 1), "chunks": WHOLE_MODEL}
+        return {"mesh": self.pipeline.mesh, "chunks": self.pipeline.stage.own}
+
     def next_token(self, batch: StepBatch, divisor: float | None = None) -> Objective:
         """Return the next token's loss: its sum over a batch by `divisor`; None: by what the batch weighs."""
         weight = batch.loss_weight if divisor is None else divisor
@@ -92,15 +105,12 @@ class Engine:
     def run(self, planned: PlannedStep, name: str, *, step: int, train: bool, objective: Objective) -> RankResult:
         """Run this rank's microbatches forward, and backward to `train`. Collective."""
         kind, dtype = self.device.type, self.cast_dtype()
-        kernel, pipeline = self.kernel(dtype or self.dtype), self.pipeline
+        kernel = self.kernel(dtype or self.dtype)
         self.start_offloading()
         if self._offloading is not None:
             self._offloading.begin_step()
-        part: dict[str, Any] = {"mesh": Mesh(self.transport, 1)}
-        if pipeline is not None:
-            part = {"mesh": pipeline.mesh, "chunks": pipeline.stage.own}
         context = StepContext(
-            **part,
+            **self.part(),
             model=self.model,
             kernel=kernel,
             name=name,

@@ -70,6 +70,8 @@ class StepOptions(TypedDict, total=False):
     offload: Mapping[str, Any] | None
     shard: Shard
     ranks_per_node: int | None
+    stages: int
+    virtual: int
     heads: Heads
     measurements: str | Path | Cost | None
     attention: Attention
@@ -84,8 +86,6 @@ class SessionOptions(StepOptions, total=False):
     """All fields of `SessionKeywords`."""
 
     recompute: Recompute
-    stages: int
-    virtual: int
     precision: Literal["bf16"] | None
     device: torch.device | str | None
 

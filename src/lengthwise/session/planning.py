@@ -74,8 +74,11 @@ class SessionPlanning:
         return self.whole if whole else self.chunked
 
     def suits(self, plan: Plan, *, whole: bool) -> bool:
-        """Return whether a plan of this session fits into memory with such a loss."""
-        return not whole or self.whole.notes.items() <= plan.notes.items()
+        """Return whether a plan is one of this session's ranks, and fits into memory with such a loss.
+
+        One in stages is of fewer ranks, and no plan of a session whose ranks have whole models.
+        """
+        return plan.ranks == self.chunked.ranks and (not whole or self.whole.notes.items() <= plan.notes.items())
 
 
 def for_whole_logits(planning: StepPlanning, held: Capacities) -> StepPlanning:

@@ -112,7 +112,7 @@ class SavedSession:
         parameters = self.engine.parameters
         if parameters is None:
             return nullcontext()
-        if parameters.ranks_in_step > 1 or self.engine.pipeline is not None:
+        if self.engine.is_cut:
             self._agree(f"saving after step {self.steps}")
         return parameters.whole_on_first(trained_only=saves_adapters_alone(self.model))
 

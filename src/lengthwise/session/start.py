@@ -31,6 +31,7 @@ from lengthwise.session.stages import cut_stages, join_stages
 from lengthwise.setup import Machine, memory_of_settings, resolve
 from lengthwise.simulator import MODEL_ERROR
 
+_UNMEASURED_TOKENS = 4096  # of a microbatch, by which layers are cut before what fits is measured
 Own = TypeVar("Own", bound=SlicedOptimizer)
 
 
@@ -157,14 +158,9 @@ def _take_stage(start: Start[Any]) -> Pipeline:
     """Leave of the model this rank's stage alone, with the values of the first replica. Collective."""
     asked, transport = start.settings.asked, start.transport
     mesh = join_stages(start.text, transport, asked.stages, reads=start.rows is not None)
-    chunks = cut_stages(
-        mesh.world,
-        start.text.config,
-        asked.cut.chunks,
-        start.stage_lengths or [start.settings.capacity_tokens or 1],
-        capacity=start.settings.capacity_tokens or 1,
-        cost=start.stage_cost,
-    )
+    capacity = start.settings.capacity_tokens or _UNMEASURED_TOKENS
+    lengths, cost = start.stage_lengths or [capacity], start.stage_cost
+    chunks = cut_stages(mesh.world, start.text.config, asked.cut.chunks, lengths, capacity=capacity, cost=cost)
     stage = ModelStage(start.text, chunks, stages=mesh.stages, stage=mesh.stage)
     if start.rows is not None and mesh.replica == 0:
         stage.read_weights(start.rows)

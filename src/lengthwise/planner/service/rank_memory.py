@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from lengthwise.core.held import fullest_tokens, kept_ratio, largest
 from lengthwise.core.plan import Microbatch, Plan
-from lengthwise.cost import STEP_TOKENS, MicrobatchBytes
+from lengthwise.cost import STEP_TOKENS, StepBytes
 
 _RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _DIGITS = 4  # of a ratio
@@ -22,16 +22,16 @@ _DIGITS = 4  # of a ratio
 class RankMemory:
     """What a rank may hold.
 
-    budget_bytes: for a microbatch, beside what is kept from step to step. leaving_bytes: of the store of offload.
+    budget_bytes: for microbatches, beside what is kept from step to step. leaving_bytes: of the store of offload.
     layouts: by kind of recomputation, bytes of microbatches on one rank, over rings, with heads split.
     """
 
     budget_bytes: float
-    layouts: Mapping[str, tuple[MicrobatchBytes, ...]]
+    layouts: Mapping[str, tuple[StepBytes, ...]]
     leaving_bytes: int = 0
 
     def peak_bytes(self, kind: str, tokens: int, offload: float = 0.0) -> int:
-        """Return the most bytes of a microbatch of so many tokens here."""
+        """Return the most bytes of microbatches of so many tokens here."""
         return max(each.peak(tokens, offload, leaving_bytes=self.leaving_bytes) for each in self.layouts[kind])
 
     def most_tokens(self, kind: str, most: int, *, offload: float | None = 0.0) -> int:

@@ -1,0 +1,91 @@
+"""The passes of a step on a stage, and what the stage has beside each of them: what `capacity_tokens: auto` counts.
+
+The program of one replica's microbatches is walked as `engine.step` runs it: no step keeps more. Only what differs is
+listed, a few passes for any number of microbatches. A whole model is one stage, which keeps nothing beside a pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lengthwise.comm import Lone, Mesh
+from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.shape import UNCUT, LayerCut
+from lengthwise.cost import PassBeside
+from lengthwise.engine.pipeline import UNWAITED_A_STAGE
+from lengthwise.program.step_program import Place, step_program
+
+
+def lone_stage(stage: int, stages: int) -> Mesh:
+    """Return the place of a stage without the others: what they would send is zeros."""
+    return Mesh(Lone(stage, stages), stages)
+
+
+def full_pipeline(
+    lengths: Sequence[int], cut: LayerCut, *, layers: int, recompute: str = "none", rounds: int = 2
+) -> Plan:
+    """Return the plan of one replica whose stages keep as many microbatches, of these sequences, as they ever may.
+
+    rounds: of as many microbatches as stages; with 3 all passes that differ are among them.
+    """
+    number, schedule = 1, {"kind": "free"}
+    if cut != UNCUT:
+        number, schedule = rounds * cut.stages, {"kind": "pipeline", "stages": cut.stages, "virtual": cut.virtual}
+    sequences = [tuple(range(each * len(lengths), (each + 1) * len(lengths))) for each in range(number)]
+    return Plan(
+        ranks=1,
+        layers=layers,
+        capacity=sum(lengths),
+        tokens=tuple(lengths) * number,
+        microbatches=tuple(
+            Microbatch(pieces=(Piece(ranks=(0,), sequences=each),), recompute=recompute) for each in sequences
+        ),
+        schedule=schedule,
+    )
+
+
+def passes_of(cut: LayerCut, stage: int) -> list[PassBeside]:
+    """List the passes of a stage that trains, with what it has beside them."""
+    found = dict[PassBeside, None]()
+    kept, returned, posted = set[Place](), set[Place](), list[_Posted]()
+    for turn in step_program(full_pipeline((1,), cut, layers=cut.chunks, rounds=3), 0, stage).turns:
+        action = turn.action
+        if action is not None:
+            place = action.place
+            for each in posted:
+                each.take((place, action.is_forward))
+            kept.discard(place)
+            returned.discard(place)
+            beside = PassBeside(
+                chunk=place.chunk,
+                is_forward=action.is_forward,
+                kept=tuple(sorted(Counter(each.chunk for each in kept).items())),
+                returned=tuple(sorted(each.chunk for each in returned)),
+                hidden=sum(each.num_sends + len(each.arriving) for each in posted),
+            )
+            found[beside] = None
+            if action.is_forward:
+                kept.add(place)
+            if action.reads_ahead is not None and action.reads_ahead in kept:
+                returned.add(action.reads_ahead)
+        if turn.sends or turn.receives:
+            posted.append(_Posted(len(turn.sends), {(each.place, each.is_forward) for each in turn.receives}))
+            for each in posted[: -UNWAITED_A_STAGE * cut.stages]:
+                each.num_sends = 0
+    return list(found)
+
+
+@dataclass(slots=True)
+class _Posted:
+    """A grouped call of messages: how many it sends, and what it receives, until these are there no more."""
+
+    num_sends: int
+    arriving: set[tuple[Place, bool]]
+
+    def take(self, message: tuple[Place, bool]) -> None:
+        """Wait for it, if this message is among those that it receives."""
+        if message in self.arriving:
+            self.arriving.remove(message)
+            self.num_sends = 0
