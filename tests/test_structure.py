@@ -14,10 +14,10 @@ SOURCES = sorted(Path(lengthwise.__file__).parent.rglob("*.py"))
     "name",
     [
         "Engine",
-        "FlatParameters",
         "PlanOptions",
-        "ShardedParameters",
-        "StageParameters",
+        "Parameters",
+        "Sharding",
+        "StageShare",
         "StepMemory",
         "StepRunner",
     ],

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from testing.laid import whole_parameters
 from testing.strict import StrictWorld
 from torch import nn
 from transformers import LlamaConfig
@@ -15,7 +16,6 @@ from lengthwise.config.optimizer import OPTIMIZERS
 from lengthwise.engine import optimizer as optimizer_module
 from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.optimizer import FUSED, ShardedOptimizer, kept_bytes, step_end_bytes
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import wrapped_layers
 from lengthwise.models.load import build_skeleton
 from tiers import more, some
@@ -35,7 +35,7 @@ def make_model(width):
 def make(transport, case, dtype=torch.float64, *, width=70, fused=None, **keys):
     model = make_model(width)
     config = OptimizerConfig.model_validate(keys_of(case, **keys))
-    flat = FlatParameters(model, transport, dtype=dtype, layers=[*model], bucket_entries=1)
+    flat = whole_parameters(model, transport, dtype=dtype, layers=[*model], bucket_entries=1)
     return model, flat, ShardedOptimizer(flat, config, transport, fused=fused)
 
 
@@ -109,7 +109,7 @@ def test_an_entry_is_updated_to_the_same_bits_however_parameters_are_cut(case, m
         for rank in range(ranks):
             transport, model = Silent(), nn.ModuleList(nn.ParameterList([each]) for each in make_parameters())
             transport.rank, transport.world_size = rank, ranks
-            flat = FlatParameters(model, transport, dtype=torch.bfloat16, layers=[*model], bucket_entries=1)
+            flat = whole_parameters(model, transport, dtype=torch.bfloat16, layers=[*model], bucket_entries=1)
             optimizer = ShardedOptimizer(flat, OptimizerConfig.model_validate(keys_of(case)), transport)
             for step in range(4):
                 for run in flat.layout.runs(rank):
@@ -175,7 +175,7 @@ def test_an_offloaded_optimizer_makes_the_same_update_to_the_bit(case, ranks, dt
         model = make_model(70)
         config = OptimizerConfig.model_validate(keys_of(case, offload=offload, max_grad_norm=1e-3))
         options = {"dtype": dtype, "layers": [*model], "bucket_entries": 1}
-        flat = FlatParameters(model, transport, exact_on=torch.device("cpu") if offload else None, **options)
+        flat = whole_parameters(model, transport, exact_on=torch.device("cpu") if offload else None, **options)
         optimizer = ShardedOptimizer(flat, config, transport)
         apart = {each.untyped_storage().data_ptr() for each in (*flat.state().values(), *optimizer.state().values())}
         on_device = [flat.values, flat.grads, flat.grad_shard, *model.parameters()]
@@ -247,7 +247,7 @@ def test_an_8b_model_starts_and_ends_a_step_within_6_and_16_by_w_bytes_a_paramet
     transport, world_size = Silent(), 8
     transport.world_size = world_size
     with LiveBytes() as live:
-        flat = FlatParameters(model, transport, dtype=torch.bfloat16, device=torch.device("meta"), layers=layers)
+        flat = whole_parameters(model, transport, dtype=torch.bfloat16, device=torch.device("meta"), layers=layers)
         optimizer = ShardedOptimizer(flat, OptimizerConfig(), transport, fused=True)
         optimizer.step(1e-3)
     kept = parameters * (6 + 16 / world_size)

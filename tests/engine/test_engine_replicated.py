@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.laid import whole_parameters
 from testing.strict import StrictWorld
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lengthwise.comm import SoloTransport
 from lengthwise.engine.live_bytes import LiveBytes
-from lengthwise.engine.replicated import FlatParameters
 
 
 class Rank(SoloTransport):
@@ -45,7 +45,7 @@ def test_flat_shards_cover_every_parameter_once_with_its_own_decay(layers, world
     shards, decays = [], []
     for rank in range(world_size):
         own = copy.deepcopy(model)
-        flat = FlatParameters(
+        flat = whole_parameters(
             own, Rank(rank, world_size), dtype=torch.float32, layers=[*own], bucket_entries=bucket_entries
         )
         weights, decayed = (
@@ -77,7 +77,7 @@ def test_flat_start_needs_no_more_than_is_kept(dtype, a_parameter, world_size):
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6)))
     entries = 6 * 512 * 512
     with LiveBytes(*model.parameters()) as live:
-        flat = FlatParameters(model, Rank(0, world_size), dtype=dtype, layers=[*model], bucket_entries=1)
+        flat = whole_parameters(model, Rank(0, world_size), dtype=dtype, layers=[*model], bucket_entries=1)
     exact_alone = world_size == 1 and dtype == torch.float32
     shard = 0 if exact_alone else 4 if world_size == 1 else 8 / world_size  # the rest of 16/W are moments
     assert live.peak_bytes <= entries * (a_parameter + shard) + 8192
@@ -100,7 +100,7 @@ def test_flat_takes_rank_0s_model_into_ranks_without_storage():
 
     def work(transport):
         model = build(transport.rank)
-        FlatParameters(model, transport, dtype=torch.float64, device=torch.device("cpu"))
+        whole_parameters(model, transport, dtype=torch.float64, device=torch.device("cpu"))
         assert model[2].weight is model[0].weight
         assert model.own.tolist() == [0.0] * 2
         assert (model.is_on.item(), model.scale.item()) == (False, 0.0)
@@ -116,7 +116,7 @@ def test_flat_takes_rank_0s_model_into_ranks_without_storage():
 def test_flat_keeps_fp32_master_weights_of_a_bf16_model_and_adds_gradients_in_fp32():
     model = nn.Linear(3, 1, bias=False)
     model.weight.data.copy_(torch.tensor([[1.0009765625, 2.0, 3.0]]))  # 1 + 2^-10, which bf16 does not have
-    flat = FlatParameters(model, SoloTransport(), dtype=torch.bfloat16)
+    flat = whole_parameters(model, SoloTransport(), dtype=torch.bfloat16)
     assert (model.weight.dtype, flat.master_weights.dtype, flat.grads.dtype) == (
         torch.bfloat16,
         torch.float32,
@@ -148,7 +148,7 @@ class Reads(TorchFunctionMode):
 def test_what_somebody_wrote_into_values_is_taken_into_exact_ones_and_no_other_entry(exact_on):
     """By `.data` and by `copy_`; where nobody did, with one read of the device at most, and no second cast."""
     model = nn.Sequential(*(nn.Linear(70, 9) for _ in range(5)))
-    flat = FlatParameters(
+    flat = whole_parameters(
         model, SoloTransport(), dtype=torch.bfloat16, layers=[*model], bucket_entries=1, exact_on=exact_on
     )
     exact = flat.views(flat.master_weights)

@@ -22,6 +22,7 @@ from testing import (
     run_step,
     tiny_family_config,
 )
+from testing.laid import whole_parameters
 from testing.strict import StrictWorld
 from torch.distributed.fsdp import fully_shard
 
@@ -33,7 +34,6 @@ from lengthwise.core.plan import Piece
 from lengthwise.cost import shape_from_config
 from lengthwise.cost.memory import StepMemory, gathered_bytes
 from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.units import UnitPart
 from lengthwise.engine.wave_order import CallKey
 from lengthwise.models import keep_double, wrapped_layers
@@ -143,7 +143,7 @@ def test_clipped_updates_are_those_of_zero1(changes, frozen):
         with parameters.whole_on_first(trained_only=False):
             return norms, {} if transport.rank else {name: each.detach() for name, each in own.named_parameters()}
 
-    flat = StrictWorld(3).run(lambda t: trained(t, lambda m, t: FlatParameters(m, t, dtype=torch.float64), plan))
+    flat = StrictWorld(3).run(lambda t: trained(t, lambda m, t: whole_parameters(m, t, dtype=torch.float64), plan))
     sharded = StrictWorld(3).run(lambda t: trained(t, shard, in_waves(plan, "layer")))
     by_node = in_waves(make_plan(4, LENGTHS, WAVES_OF_NODES, layers=2), "layer")
     hybrid = StrictWorld(4).run(lambda t: trained(t, partial(shard, ranks_per_node=2), by_node))
@@ -279,7 +279,7 @@ def test_what_the_optimizer_leaves_on_the_device_is_what_the_memory_model_counts
     def work(transport, layout, per_node=None):
         own = copy.deepcopy(model)
         if layout == "zero1":
-            parameters = FlatParameters(own, transport, dtype=dtype, layers=wrapped_layers(own), exact_on=exact_on)
+            parameters = whole_parameters(own, transport, dtype=dtype, layers=wrapped_layers(own), exact_on=exact_on)
         else:
             parameters = shard(own, transport, dtype, per_node, exact_on)
         optimizer = ShardedOptimizer(parameters, config, transport)

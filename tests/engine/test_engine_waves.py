@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from testing import RecordingTransport, make_plan, random_plan
+from testing.laid import freed_parameters
 from testing.late import LateTransport
 from testing.order import check_order, rank_groups
 from testing.strict import StrictWorld
@@ -17,7 +18,6 @@ from engine.sharded_runs import CPU, KINDS, LENGTHS, WAVES, build, in_waves, run
 from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ModelRefused, TransferError
 from lengthwise.core.plan import Piece
-from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.engine.units import UnitPart
 from lengthwise.models import wrapped_layers
 from properties import costliest
@@ -136,7 +136,7 @@ def test_a_model_that_runs_its_layers_in_another_order_is_refused():
     def work(transport):
         model = build()
         layers = wrapped_layers(model)[::-1]
-        parameters = ShardedParameters(model, transport, dtype=torch.float64, device=CPU, layers=layers)
+        parameters = freed_parameters(model, transport, dtype=torch.float64, device=CPU, layers=layers)
         run(model, parameters, transport, plan, (5,))
 
     with pytest.raises(ModelRefused, match="layer 0 again, or late"):

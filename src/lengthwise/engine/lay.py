@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from lengthwise.comm import Mesh, Transport
 from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.sharded import ShardedParameters
-from lengthwise.engine.stage_parameters import StageParameters
+from lengthwise.engine.slices import Sharding
+from lengthwise.engine.stage_share import StageShare
 from lengthwise.models import ModelStage, wrapped_layers
 from lengthwise.models.own_rows import OwnRows
 
@@ -35,17 +32,23 @@ def lay_parameters(
 
     ranks_in_step: neighbouring ranks that share them; 1: every rank has all. stage: of the model, with the mesh of its
     pipelines. rows: where every rank reads its own values, if they are cut; None: rank 0 sends them. offloads: master
-    weights are on the host. overlaps: gradients are summed while the last backward runs. values_late: what was
-    published may still arrive while the next forward begins. keeps_frozen: what does not train keeps its dtype.
+    weights are on the host. overlaps, values_late: of what every rank has, for the others sum and gather in every pass
+    (`Sharding`).
     """
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "keeps_frozen": keeps_frozen}
-    how["exact_on"] = torch.device("cpu") if offloads else None
-    early: dict[str, Any] = {"overlaps": overlaps, "values_late": values_late}
-    if stage is not None:
-        return StageParameters(*stage, **early, **how)
-    how["layers"] = wrapped_layers(model)
-    if ranks_in_step == 1:
-        assert rows is None, "whole parameters come from rank 0"
-        return FlatParameters(model, transport, **early, **how)
-    read = None if rows is None else rows.read
-    return ShardedParameters(model, transport, trains=trains, ranks_per_node=ranks_in_step, read=read, **how)
+    frees = ranks_in_step > 1
+    assert frees or rows is None, "whole parameters come from rank 0"
+    share = None if stage is None else StageShare(stage[1], stage[0])
+    sharding = Sharding(
+        dtype=dtype,
+        device=device,
+        layers=wrapped_layers(model),
+        ranks_in_step=ranks_in_step,
+        frees=frees,
+        overlaps=overlaps and not frees,
+        values_late=values_late and not frees,
+        trains=trains,
+        keeps_frozen=keeps_frozen,
+        exact_on=torch.device("cpu") if offloads else None,
+        read=None if rows is None else rows.read,
+    )
+    return Parameters(model, Mesh(transport, 1) if share is None else share.mesh, sharding, share)

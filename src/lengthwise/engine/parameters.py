@@ -1,22 +1,41 @@
-"""What a step's end asks of a model's parameters, however they and their gradients lie over the ranks.
+"""The parameters of a model on one rank, their gradients and exact values: the one owner, however they lie over ranks.
 
-Forward and backward ask nothing here: they use the model's own parameters. Whoever implements this makes these hold a
-layer's values when its forward runs, and moves gradients on from them, by views or by hooks.
+Ranks stand in nodes of n. Inside a node they gather values and sum gradients in every pass; replicas, the ranks of one
+place in all W/n nodes, sum gradients and share updated values once a step. A rank keeps (`engine.slices`)
+
+    master_weights  (fp32, or fp64)     its slices among all ranks, exact
+    grad_shard      (fp32, or fp64)     of the same entries, the sum of all ranks and microbatches
+    values          (compute dtype)     its slices among the ranks of its node, what forward reads
+    grads           (fp32, or fp64)     of the same entries, the sum of the node's ranks and all microbatches
+
+    zero1 (stages, too)     n = 1: values and grads are whole, and the model's parameters are views of them, in its
+                            order; buckets of many layers; what does not train stays where it is
+    zero3                   n = W: all four are slices of units (`engine.units`), freed but around their passes, which
+                            hooks gather and sum (`engine.waves`); so is what does not train, in its own dtype
+    hybrid                  1 < n < W: as zero3 in a node, as zero1 between nodes
+
+Two that would be equal are one tensor. Bytes a parameter with AdamW in bf16: 6 + 16/W (one rank alone 18), zero3 16/W,
+hybrid 6/n + 16/W. Sources: ZeRO stages 1 and 3 (arXiv 1910.02054).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from lengthwise.core.errors import ModelRefused
-from lengthwise.engine.flat_layout import FlatLayout
-from lengthwise.models.text_part import whole_model
+from lengthwise.comm import Mesh, Pending, Transport
+from lengthwise.engine.accumulation import Accumulation
+from lengthwise.engine.flat_layout import BucketOrder
+from lengthwise.engine.placing import refuse_hooks, refuse_parts, replace_parameters, replaced, share_values, trainable
+from lengthwise.engine.slices import Sharding, Slices, axes_of, gathered, whole_inside
+from lengthwise.engine.stage_share import StageShare
+from lengthwise.engine.units import ModelUnit, units_of
+from lengthwise.engine.waves import Waves
 
 MASTER_WEIGHTS = "master_weights"
 
@@ -35,184 +54,319 @@ class Shard:
     decayed: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedParameters:
-    """Where the parameters that all ranks train lie in the `state` of all ranks, as checkpoints know them.
+class Parameters:
+    """The trainable parameters of a model on one rank, and the others where they are freed, too.
 
-    rank: of this one in the layout of its own parameters.
+    What rank 0 has of the model counts, buffers as well, wherever it lies; the others' parameters may be without
+    storage (on the meta device). Forward and backward ask nothing here: they use the model's own parameters.
+
+    layout: where the entries of each parameter, as `names` and `shapes` have them, lie in the `state` of all ranks.
+    saved: where the parameters that all ranks train lie, those of other stages too. ranks_in_step: how many
+    neighbouring ranks gather and sum together in every pass, so that each of them takes part in all microbatches of
+    the others. keeps_values: the model has its values at all times. stage: of a pipeline, and what it shares.
     """
 
-    layout: FlatLayout
-    names: Sequence[str]
-    shapes: Sequence[tuple[int, ...]]
-    rank: int
+    def __init__(self, model: nn.Module, mesh: Mesh, sharding: Sharding, stage: StageShare | None = None) -> None:
+        self._model, self._transport, self.stage = model, mesh.replicas, stage or StageShare(mesh)
+        self.ranks_in_step, self.keeps_values = sharding.ranks_in_step, not sharding.frees
+        learns = {name for name, _ in trainable(model)} if sharding.trains else set[str]()
+        given = dict(model.named_parameters())
+        refuse_hooks({name: own for name, own in given.items() if name in learns and (sharding.frees or own.is_meta)})
+        stays = [own for name, own in given.items() if name not in learns and self.keeps_values]
+        dtype = None if sharding.keeps_frozen else sharding.dtype
+        share_values(model, self._transport, stays, dtype=dtype, device=sharding.device)
 
+        axes, units = axes_of(self._transport, sharding), units_of(model, sharding.layers) if sharding.frees else []
+        places = [(name, number) for number, unit in enumerate(units) for name in unit.names]
+        if self.keeps_values:
+            layer_of = {id(own): number for number, layer in enumerate(sharding.layers) for own in layer.parameters()}
+            places = [(name, layer_of.get(id(own), -1)) for name, own in given.items()]
+        wide = torch.promote_types(sharding.dtype, torch.float32)
+        own = [each for each in places if each[0] in learns]
+        trained = Slices(own, given, sharding, axes, dtype=sharding.dtype, kept=wide, trains=True)
+        frozen = dict[torch.dtype, list[tuple[str, int]]]()
+        for name, number in places if sharding.frees else ():
+            if name not in learns:
+                frozen.setdefault(dtype or given[name].dtype, []).append((name, number))
+        self._frozen = [
+            Slices(each, given, sharding, axes, dtype=kept, kept=kept, trains=False)
+            for kept, each in sorted(frozen.items(), key=str)
+        ]
+        self._trained, self.names, self.shapes, self.layout = trained, trained.names, trained.shapes, trained.layout
+        self.master_weights, self.values, self._replicas = trained.values, trained.of_node, axes.replicas
+        is_cut = axes.replicas.world_size > 1
+        # What no microbatch or token of this rank reaches stays zero in the sum.
+        self.grads = self.grad_shard = torch.zeros(trained.node.shard_entries, dtype=wide, device=sharding.device)
+        if is_cut:
+            self.grad_shard = torch.zeros(self.layout.shard_entries, dtype=wide, device=sharding.device)
+        self._is_summed = False  # what `grads` has is in `grad_shard`, with what the replicas had
+        self._overlaps, self._are_late = sharding.overlaps and is_cut, sharding.values_late and is_cut
+        self._order: BucketOrder | None = None  # of the sums of this step
+        self._sums = list[Pending]()
+        self._take_in(given, sharding, units)
+        self._is_whole = self.keeps_values and mesh.stages == 1
+        if not self._is_whole:
+            refuse_parts(model, lambda: self._is_whole)
+        self.saved = self.stage.saved(self.layout, self.names, self.shapes)
 
-class Parameters(Protocol):
-    """The trainable parameters of a model on one rank.
-
-    layout: where the entries of each parameter, as `names` has them, lie in the `state` of all ranks.
-    master_weights, grad_shard: this rank's exact parameters, and what `reduce_gradients` returns, (entries,) each; the
-    first may be in the host's memory, the second is where the model runs.
-    saved: where the parameters that all ranks train lie, those of other stages too.
-    ranks_in_step: how many neighbouring ranks gather and sum together in every pass, so that each of them takes part in
-    all microbatches of the others; 1: none do.
-    """
-
-    layout: FlatLayout
-    master_weights: Tensor
-    grad_shard: Tensor
-    ranks_in_step: int
-    saved: SavedParameters
+    def _take_in(self, given: Mapping[str, nn.Parameter], sharding: Sharding, units: Sequence[ModelUnit]) -> None:
+        """Take rank 0's values over, whatever each rank loaded, and give the model what has them. Collective."""
+        trained, model, made = self._trained, self._model, dict[int, nn.Parameter]()
+        every = [(trained, self.grads), *((each, None) for each in self._frozen)]
+        parts = [
+            [part for each, sums in every for part in each.parts(number, sums=sums)] for number in range(len(units))
+        ]
+        views = self.views(self.grads) if self.keeps_values else []
+        rooms = dict(zip(self.names if views else (), views, strict=True))  # for exact values, on their way
+        for each, _ in every:
+            sent = partial(_sent, given, rooms, each.values.dtype, sharding.device, self._transport)
+            each.fill(sharding.read or sent, given)
+            made |= {id(given[name]): own for name, own in each.made.items()}
+        replace_parameters(model, made)
+        self._learning, self._accumulation, self._waves = self._now, None, None
+        if self.keeps_values:
+            self.grads.zero_()
+            arrived = self._made_gradient if self._overlaps else None
+            self._accumulation = Accumulation(self._learning, views, made=arrived)
+        else:
+            trained.publish()
+            self._waves = Waves(model, units, parts, trained.axes.node)
+        if self._are_late:
+            self._wait_before(sharding.layers)
+        self.stage.begin({id(own): each for own, each in zip(self._learning, views, strict=False)}, self.grads.dtype)
 
     @property
-    def names(self) -> Sequence[str]:
-        """The names of the parameters, in the order of the layout."""
-        ...
+    def _now(self) -> list[nn.Parameter]:
+        """What the model has now of parameters that are updated here."""
+        return [own for own in self._model.parameters() if own.requires_grad and own is not self.stage.copy]
 
-    @property
-    def shapes(self) -> Sequence[tuple[int, ...]]:
-        """Their shapes."""
-        ...
+    def _wait_before(self, layers: Sequence[nn.Module]) -> None:
+        """Let every layer wait for its values before it runs, and the model for those of no layer."""
+        trained, bucket_of = self._trained, dict(zip(map(id, self._learning), self.layout.bucket_of, strict=True))
+        within = {id(own) for layer in layers for own in layer.parameters()}
+        read_by = [(layer, {id(own) for own in layer.parameters()}) for layer in layers]
+        for module, members in (*read_by, (self._model, bucket_of.keys() - within)):
+            buckets = sorted({bucket_of[each] for each in members if each in bucket_of})
+            module.register_forward_pre_hook(lambda *_, buckets=buckets: trained.arrive(buckets))
+            if module is self._model:  # it waits before the first layer, and a communicator ends calls in order
+                trained.order = [*buckets, *(each for each in trained.order if each not in buckets)]
 
-    def shards(self) -> Sequence[Shard]:
-        """Return what the optimizer of this rank updates in place; none where a rank has no parameters."""
-        ...
+    def views(self, of_node: Tensor) -> list[Tensor]:
+        """Cut a buffer of all entries into one view a parameter."""
+        return self._trained.views(of_node)
 
-    def reducing_early(self) -> AbstractContextManager[None]:
-        """Sum gradients while the backward inside the block makes them, where that is on.
+    def shards(self) -> list[Shard]:
+        """Return what the optimizer of this rank updates in place, cut where weight decay changes.
+
+        None where a rank has no parameters. Unused entries after a parameter go with it: a part is then of whole
+        vectors of a CPU, and which entries it has changes no rounding.
+        """
+        segments = list[tuple[int, bool]]()  # where one begins
+        for run in self.layout.runs(self._transport.rank):
+            decayed = len(self.shapes[run.parameter]) >= 2
+            if not segments or segments[-1][1] != decayed:
+                segments.append((run.start, decayed))
+        stops = [*(start for start, _ in segments[1:]), len(self.master_weights)]
+        found = zip(segments, stops, strict=False)  # one stop without segments
+        weights, grads = self.master_weights, self.grad_shard
+        return [
+            Shard(start=start, weights=weights[start:stop], gradient=grads[start:stop], decayed=decayed)
+            for (start, decayed), stop in found
+        ]
+
+    @contextmanager
+    def reducing_early(self) -> Iterator[None]:
+        """Sum buckets as soon as the backward inside the block has made their gradients, where `overlaps`.
 
         The block is this rank's last backward of a step, and it has no transfer left in this step.
         """
-        ...
+        if self._overlaps:
+            self._order = BucketOrder(self.layout.bucket_of)
+        yield
+
+    def _made_gradient(self, number: int) -> None:
+        """Sum the bucket that a parameter's gradient completes."""
+        if self._order is not None:
+            self._sum(self._order.arrived(number))
 
     def begin_reducing(self) -> None:
-        """Begin the sum of what is left of the gradients, where early sums are on: before any other collective."""
-        ...
+        """Add up what stages share; begin the sums that are left, where `overlaps`: before any other collective."""
+        self.stage.add_tied_gradient()
+        if self._overlaps:
+            self._sum_rest()
 
     def reduce_gradients(self) -> Tensor:
-        """Sum the gradients of all ranks into the shards; return those of this rank, (entries,). Collective."""
-        ...
+        """Sum the gradients of all ranks into the shards; return those of this rank, (entries,). Collective.
+
+        There are zeros where nobody's entries are.
+        """
+        self._sum_rest()
+        for each in self._sums:
+            each.wait()
+        self._order, self._is_summed = None, self._replicas.world_size > 1
+        self._sums.clear()
+        return self.grad_shard
+
+    def _sum_rest(self) -> None:
+        self._order = self._order or BucketOrder(self.layout.bucket_of)
+        self._sum(self._order.rest())
+
+    def _sum(self, buckets: Iterable[int]) -> None:
+        """Begin to sum buckets over the replicas."""
+        layout, node = self.layout, self._trained.node
+        for bucket in buckets if self._replicas.world_size > 1 else ():
+            own, of_node = self.grad_shard[layout.in_shard(bucket)], self.grads[node.in_shard(bucket)]
+            self._sums.append(self._replicas.reduce_scatter_async(own, of_node))
 
     def gather_gradients(self) -> dict[str, Tensor]:
-        """Return the reduced gradient of every parameter, by name; for checks, not for training. Collective."""
-        ...
+        """Return the reduced gradient of every parameter, by name; for checks, not for training. Collective.
+
+        Those of all stages on rank 0, of its own on the others.
+        """
+        found = gathered(self.layout, self.grad_shard, self._transport)
+        own = {self.names[index]: values.view(self.shapes[index]).clone() for index, values in found}
+        return self.stage.gather_gradients(own, self.grads.dtype)
 
     def clear_gradients(self) -> None:
-        """Set the gradients of this rank to zero."""
-        ...
+        """Set the gradients of this rank to zero, once sums that are under way have ended."""
+        if self._order is not None:  # of a step that goes no further: the other ranks wait in these sums, too
+            self.reduce_gradients()
+        self.grads.zero_()
+        self.grad_shard.zero_()
+        self._is_summed = False
+        self.stage.clear()
 
     def keep_sum(self) -> None:
-        """Let the next backward add to the gradients that are summed and not cleared."""
-        ...
+        """Let the next backward add to the sum: this rank's slices of it take part in the next one."""
+        if self._is_summed:
+            self.grads.zero_()
+            for own, place in self._trained.mine(self.grads):
+                own.copy_(self.grad_shard[place])
+            self._is_summed = False
 
     def attach_gradients(self) -> None:
-        """See that the model has the parameters that were made, and these their gradients.
+        """See that the model has the parameters that were made, where they were put, and these their gradients.
 
         Raises:
             ModelRefused: somebody replaced, moved or froze some.
         """
-        ...
+        now, wanted = self._now, (self._trained.dtype, self.grads.device)
+        stays = len(now) == len(self._learning) and all(
+            own is made and (own.dtype, own.device) == wanted for own, made in zip(now, self._learning, strict=True)
+        )
+        if not stays or (self._accumulation is not None and not self._accumulation.are_in_place()):
+            raise replaced(self._model, expected=len(self.names), got=len(now))
+        self.detach_gradients()
+        if self._accumulation is not None:
+            self._accumulation.attach()
+        self.stage.attach()
 
     def detach_gradients(self) -> None:
         """Leave the model's own gradients to others, without any, until they are attached again."""
-        ...
+        for own in self._learning:
+            own.grad = None
+        if self._accumulation is not None:
+            self._accumulation.detach()
+        self.stage.detach()
+
+    def release(self) -> None:
+        """Leave the gradients that a backward makes from now on to the model, which keeps its values."""
+        if self._accumulation is not None:
+            self._accumulation.release()
 
     def publish(self) -> None:
         """Make the updated master weights of all ranks the values that forward reads. Collective.
 
         They may still be on their way: a forward of the model waits for what it reads, all else for `published`.
         """
-        ...
+        self.free()
+        self.published()
+        self._trained.publish(waits=not self._are_late)
+        if self.stage.shares_updates:
+            self.published()
+            self.stage.share_tied(from_first=True)
 
     def published(self) -> None:
         """Wait until all values are there: before a transfer, and before they are read outside of a forward."""
-        ...
+        self._trained.arrive(range(self.layout.num_buckets))
 
     def free(self) -> None:
         """Free the values that a pass has left gathered: what somebody wrote there would be lost."""
-        ...
+        if self._waves is not None:
+            self._waves.let_go()
 
-    def whole_on_first(self, *, trained_only: bool) -> AbstractContextManager[None]:
+    def publish_bytes(self) -> int:
+        """Count the bytes that `publish` needs beside what is kept."""
+        return self._trained.publish_bytes(waits=not self._are_late)
+
+    @contextmanager
+    def whole_on_first(self, *, trained_only: bool) -> Iterator[None]:
         """See that the model of rank 0 has whole parameters inside the block, to be saved. Collective.
 
         trained_only: those that train; the others may be anything.
         """
-        ...
+        self.published()
+        self.free()
+        before, is_first = self._is_whole, self._transport.rank == 0
+        self._is_whole = self.keeps_values or is_first
+        slices = [self._trained, *([] if trained_only else self._frozen)]
+        try:
+            with (
+                self.stage.whole(self._trained.dtype),
+                nullcontext() if self.keeps_values else whole_inside(self._model, slices, is_first=is_first),
+            ):
+                yield
+        finally:
+            self._is_whole = before
 
-    def publish_bytes(self) -> int:
-        """Count the bytes that `publish` needs beside what is kept."""
-        ...
+    # What somebody may have done to the model's values, where it keeps them; else it refuses all of it by itself.
 
-    def tensors(self) -> Sequence[Tensor]:
-        """Return all tensors that are kept from step to step."""
-        ...
+    def take_values(self) -> None:
+        """Make the values that the model has now this rank's master weights."""
+        if self.keeps_values:
+            self._trained.take_values()
 
-    def read_by_forward(self) -> Sequence[Tensor]:
+    def take_changes(self) -> None:
+        """Take what somebody changed in the model's values since they were published; other master weights stay."""
+        if self.keeps_values:
+            self._trained.take_changes()
+
+    def norm_of_values(self) -> float:
+        """Return the norm of this rank's part of the model's values; 0.0 where they are the master weights."""
+        return self._trained.norm() if self.keeps_values else 0.0
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors that are kept from step to step, but those of a model that keeps its values."""
+        own = [self.values, self.grads, self.grad_shard, self.master_weights]
+        return [*{id(each): each for each in own}.values(), *(each.values for each in self._frozen)]
+
+    def read_by_forward(self) -> list[Tensor]:
         """Return what forward reads the values of all parameters from, those that do not train as well."""
-        ...
+        if self.keeps_values:
+            return [own.data for own in self._model.parameters()]
+        return [each.of_node for each in (self._trained, *self._frozen)]
 
-    def state(self) -> Mapping[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """Return what this rank alone holds of the parameters and cannot be computed anew, by name: (entries,) each."""
-        ...
+        return {MASTER_WEIGHTS: self.master_weights}
 
 
-def shards_of(
-    layout: FlatLayout, rank: int, shapes: Sequence[tuple[int, ...]], weights: Tensor, gradient: Tensor
-) -> list[Shard]:
-    """Cut what a rank updates, (entries,) each, where weight decay changes.
-
-    Unused entries after a parameter go with it: a part is then of whole vectors of a CPU, and which entries it has
-    changes no rounding.
-    """
-    segments = list[tuple[int, bool]]()  # where one begins
-    for run in layout.runs(rank):
-        decayed = len(shapes[run.parameter]) >= 2
-        if not segments or segments[-1][1] != decayed:
-            segments.append((run.start, decayed))
-    stops = [*(start for start, _ in segments[1:]), len(weights)]
-    return [
-        Shard(start=start, weights=weights[start:stop], gradient=gradient[start:stop], decayed=decayed)
-        for (start, decayed), stop in zip(segments, stops, strict=False)  # one stop without segments
-    ]
-
-
-def refuse_parts(model: nn.Module, is_whole: Callable[[], bool]) -> None:
-    """Let a model whose parameters lie over the ranks refuse what goes by whole ones, unless `is_whole` says it is."""
-
-    def refuse(what: str) -> None:
-        if not is_whole():
-            where, expected = f"model.{what}", "a model with whole parameters: here they lie over the ranks"
-            remedy = f"Call the session's {what}, or its save_pretrained, on all ranks; load weights before it."
-            raise ModelRefused(where, expected=expected, got=type(model).__name__, remedy=remedy)
-
-    model.register_state_dict_pre_hook(lambda *_: refuse("state_dict"))
-    model.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict"))
-
-    def refuse_copy(_protocol: object) -> NoReturn:
-        raise pickled(model)
-
-    for each in (model, whole_model(model)):
-        vars(each)["__reduce_ex__"] = refuse_copy
-
-
-def pickled(module: nn.Module) -> ModelRefused:
-    """Say that a model that ranks train was to be pickled, as torch.save does, and where it is a part, copies do."""
-    remedy = "Call session.save_pretrained or session.state_dict on all ranks, or make a copy before the session."
-    name = type(module).__name__
-    return ModelRefused(f"model {name}", expected="no torch.save, or copy of a rank's part", got="one", remedy=remedy)
-
-
-def brought(values: Tensor, dtype: torch.dtype, device: torch.device, staged: Tensor | None = None) -> Tensor:
-    """Return master weights in `dtype` where the model runs; the host's are cast there, and sent from pinned memory.
-
-    staged: memory of the host, of as many entries in `dtype`, that keeps what is sent; None: some is taken for it.
-    """
-    if staged is None and values.device.type == device.type:
-        return values.to(dtype)
-    if staged is None:
-        staged = torch.empty(values.shape, dtype=dtype, pin_memory=device.type != "cpu")
-    return staged.copy_(values).to(device, non_blocking=True)
+def _sent(
+    given: Mapping[str, nn.Parameter],
+    rooms: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    transport: Transport,
+    name: str,
+    first: int,
+    stop: int,
+) -> Tensor:
+    """Return entries of what rank 0 has of a parameter, in its room if there is one. Collective."""
+    whole = rooms[name] if name in rooms else torch.empty(given[name].shape, dtype=dtype, device=device)
+    if not given[name].is_meta:
+        whole.copy_(given[name].detach())
+    transport.broadcast(whole, 0)
+    return whole.view(-1)[first:stop]
 
 
 def largest_magnitude(parameters: Parameters) -> Tensor:

@@ -24,7 +24,6 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.engine.flat_layout import Run
 from lengthwise.engine.norm import norm_bytes
 from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.session.guards import (
     GRADIENTS,
     WEIGHTS,
@@ -104,8 +103,7 @@ class ShardedInPlace:
         self._lists = {True: own, False: [[by_number[number] for number in each] for each in self._members]}
         self.withheld = WithheldGradients(self._model, self._given)
         self._given, self._own = dict[str, nn.Parameter](), self.withheld.own
-        is_flat = isinstance(parameters, FlatParameters)
-        self._places = {name: each.data_ptr() for name, each in self._own.items() if is_flat}
+        self._places = {name: each.data_ptr() for name, each in self._own.items() if parameters.keeps_values}
         self._before.clear()
         self._frozen.clear()
         self._put_into_groups(self._lists[False])
@@ -132,7 +130,7 @@ class ShardedInPlace:
         if kind == GRADIENTS and self._is_behind:
             self._gradients.copy_(self.parameters.grad_shard)  # which waits for it
             self._is_behind = False
-        elif kind == WEIGHTS and not self.has_edited_weights and isinstance(self.parameters, FlatParameters):
+        elif kind == WEIGHTS and not self.has_edited_weights:
             versions = sum(each._version for each in self._own.values())
             if self._folded is None or self._folded[0] != versions:
                 self.take_changes()
@@ -319,13 +317,12 @@ class ShardedInPlace:
         Raises:
             ConfigError: a parameter has other data than it had, whose values the slices would miss.
         """
-        if isinstance(self.parameters, FlatParameters):
-            moved = [name for name, each in self._own.items() if each.data_ptr() != self._places[name]]
-            if moved:
-                expected, got = "its .data in place, as the session laid it out", f"another tensor, {len(moved)} in all"
-                remedy = "Write p.data.copy_(values) instead of p.data = values, or put the first .data back."
-                raise ConfigError(f"parameter {moved[0]}", expected=expected, got=got, remedy=remedy)
-            self.parameters.take_changes()
+        moved = [name for name, place in self._places.items() if self._own[name].data_ptr() != place]
+        if moved:
+            expected, got = "its .data in place, as the session laid it out", f"another tensor, {len(moved)} in all"
+            remedy = "Write p.data.copy_(values) instead of p.data = values, or put the first .data back."
+            raise ConfigError(f"parameter {moved[0]}", expected=expected, got=got, remedy=remedy)
+        self.parameters.take_changes()
 
     def publish(self) -> None:
         """Give all ranks the weights of the slices. Collective."""
@@ -334,9 +331,7 @@ class ShardedInPlace:
 
     def has_edited_both(self) -> bool:
         """Return whether the loop wrote to the model's own values after it had changed or read slices."""
-        if self._folded is None or not isinstance(self.parameters, FlatParameters):
-            return False
-        return self._folded[1] != self.parameters.norm_of_values()
+        return self._folded is not None and self._folded[1] != self.parameters.norm_of_values()
 
     def refuse_unpublished(self) -> None:
         """Refuse a use of the model's own values while slices are newer.

@@ -17,7 +17,7 @@ from lengthwise.engine.lay import lay_parameters
 from lengthwise.engine.memory import SMALLER_STATE, free_bytes, reporting_shortage
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.pipeline import Pipeline
-from lengthwise.engine.replicated import share_values
+from lengthwise.engine.placing import share_values
 from lengthwise.models import ModelStage, choose_layers
 from lengthwise.models.own_rows import OwnRows
 from lengthwise.models.weights import first_names, is_finite
