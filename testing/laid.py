@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lengthwise.comm import Mesh, Transport
 from lengthwise.engine.parameters import Parameters
@@ -18,23 +19,30 @@ def whole_parameters(
     model: nn.Module, transport: Transport, *, dtype: torch.dtype, device: torch.device | None = None, **how: Any
 ) -> Parameters:
     """Lay them as zero1 does. device: None: where the model is."""
-    return Parameters(model, Mesh(transport, 1), Sharding(dtype=dtype, device=device or _device(model), **how))
+    return _laid(model, StageShare(Mesh(transport, 1)), dtype=dtype, device=device, **{"layers": (), **how})
 
 
 def freed_parameters(
     model: nn.Module, transport: Transport, *, dtype: torch.dtype, ranks_per_node: int | None = None, **how: Any
 ) -> Parameters:
     """Lay them as zero3 does, or as hybrid; how: fields of `Sharding`."""
-    how = {"device": _device(model), "layers": wrapped_layers(model), **how}
     in_step = ranks_per_node or transport.world_size
-    return Parameters(model, Mesh(transport, 1), Sharding(dtype=dtype, ranks_in_step=in_step, frees=True, **how))
+    return _laid(model, StageShare(Mesh(transport, 1)), dtype=dtype, ranks_in_step=in_step, **how)
 
 
 def stage_parameters(stage: ModelStage, mesh: Mesh, *, dtype: torch.dtype, **how: Any) -> Parameters:
     """Lay those of a stage; how: fields of `Sharding`."""
-    how = {"device": _device(stage.model), "layers": wrapped_layers(stage.model), **how}
-    return Parameters(stage.model, mesh, Sharding(dtype=dtype, **how), StageShare(mesh, stage))
+    return _laid(stage.model, StageShare(mesh, stage), dtype=dtype, **how)
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+def _laid(
+    model: nn.Module,
+    share: StageShare,
+    *,
+    device: torch.device | None = None,
+    layers: Sequence[nn.Module] | None = None,
+    read: Callable[[str, int, int], Tensor] | None = None,
+    **how: Any,
+) -> Parameters:
+    sharding = Sharding(device=device or next(model.parameters()).device, **how)
+    return Parameters(model, sharding, share, layers=wrapped_layers(model) if layers is None else layers, read=read)

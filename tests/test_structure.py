@@ -16,7 +16,6 @@ SOURCES = sorted(Path(lengthwise.__file__).parent.rglob("*.py"))
         "Engine",
         "PlanOptions",
         "Parameters",
-        "Sharding",
         "StageShare",
         "StepMemory",
         "StepRunner",

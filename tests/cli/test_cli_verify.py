@@ -14,8 +14,8 @@ from lengthwise.cli.verify import Verify
 from lengthwise.comm import StagedTransport, join
 from lengthwise.comm.staged import Slabs
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.engine import accumulation, objective
 from lengthwise.engine import batch as batches
+from lengthwise.engine import objective, units
 from lengthwise.models import adapter
 from lengthwise.program import MicrobatchProgram
 from lengthwise.run import building, check, verify
@@ -317,7 +317,7 @@ def queries_off_by_a_percent(self, task, grads, into, inner=partials.PartialGrad
     inner(self, task, (grads[0] if task.causal else grads[0] * 1.01, *grads[1:]), into)
 
 
-def sum_in_bf16(self, number, parameter, inner=accumulation.Accumulation._take):
+def sum_in_bf16(self, number, parameter, inner=units.Accumulation._take):
     inner(self, number, parameter)
     if parameter.dtype == torch.bfloat16:
         self._sums[number].copy_(self._sums[number].to(torch.bfloat16))
@@ -327,7 +327,7 @@ def sum_in_bf16(self, number, parameter, inner=accumulation.Accumulation._take):
     ("place", "name", "broken", "said"),
     [
         (partials.PartialGradients, "take", queries_off_by_a_percent, "the same plan in fp32"),
-        (accumulation.Accumulation, "_take", sum_in_bf16, "sums of gradients"),
+        (units.Accumulation, "_take", sum_in_bf16, "sums of gradients"),
     ],
 )
 def test_verify_in_bf16_sees_what_is_smaller_than_rounding(run_file, capsys, monkeypatch, place, name, broken, said):

@@ -20,21 +20,19 @@ hybrid 6/n + 16/W. Sources: ZeRO stages 1 and 3 (arXiv 1910.02054).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from lengthwise.comm import Mesh, Pending, Transport
-from lengthwise.engine.accumulation import Accumulation
+from lengthwise.comm import Pending
 from lengthwise.engine.flat_layout import BucketOrder
 from lengthwise.engine.placing import refuse_hooks, refuse_parts, replace_parameters, replaced, share_values, trainable
 from lengthwise.engine.slices import Sharding, Slices, axes_of, gathered, whole_inside
 from lengthwise.engine.stage_share import StageShare
-from lengthwise.engine.units import ModelUnit, units_of
+from lengthwise.engine.units import Accumulation, ModelUnit, units_of
 from lengthwise.engine.waves import Waves
 
 MASTER_WEIGHTS = "master_weights"
@@ -63,77 +61,105 @@ class Parameters:
     layout: where the entries of each parameter, as `names` and `shapes` have them, lie in the `state` of all ranks.
     saved: where the parameters that all ranks train lie, those of other stages too. ranks_in_step: how many
     neighbouring ranks gather and sum together in every pass, so that each of them takes part in all microbatches of
-    the others. keeps_values: the model has its values at all times. stage: of a pipeline, and what it shares.
+    the others. keeps_values: the model has its values at all times. stage: what this rank does with other stages.
+
+    layers: the decoder's, which are units, and whose parameters stay together. read: returns entries [first, stop) of a
+    parameter by its name, on every rank its own; None: rank 0 sends them.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, sharding: Sharding, stage: StageShare | None = None) -> None:
-        self._model, self._transport, self.stage = model, mesh.replicas, stage or StageShare(mesh)
-        self.ranks_in_step, self.keeps_values = sharding.ranks_in_step, not sharding.frees
+    def __init__(
+        self,
+        model: nn.Module,
+        sharding: Sharding,
+        stage: StageShare,
+        *,
+        layers: Sequence[nn.Module] = (),
+        read: Callable[[str, int, int], Tensor] | None = None,
+    ) -> None:
+        self._model, self._transport, self.stage = model, stage.mesh.replicas, stage
+        self.ranks_in_step, self.keeps_values = sharding.ranks_in_step, sharding.stays
         learns = {name for name, _ in trainable(model)} if sharding.trains else set[str]()
         given = dict(model.named_parameters())
-        refuse_hooks({name: own for name, own in given.items() if name in learns and (sharding.frees or own.is_meta)})
-        stays = [own for name, own in given.items() if name not in learns and self.keeps_values]
-        dtype = None if sharding.keeps_frozen else sharding.dtype
-        share_values(model, self._transport, stays, dtype=dtype, device=sharding.device)
+        new = {name: own for name, own in given.items() if name in learns and (own.is_meta or not sharding.stays)}
+        refuse_hooks(new)
+        frozen_to = None if sharding.keeps_frozen else sharding.dtype
+        in_place = [own for name, own in given.items() if name not in learns and sharding.stays]
+        share_values(model, self._transport, in_place, dtype=frozen_to, device=sharding.device)
 
-        axes, units = axes_of(self._transport, sharding), units_of(model, sharding.layers) if sharding.frees else []
-        places = [(name, number) for number, unit in enumerate(units) for name in unit.names]
-        if self.keeps_values:
-            layer_of = {id(own): number for number, layer in enumerate(sharding.layers) for own in layer.parameters()}
-            places = [(name, layer_of.get(id(own), -1)) for name, own in given.items()]
-        wide = torch.promote_types(sharding.dtype, torch.float32)
-        own = [each for each in places if each[0] in learns]
+        axes, units = axes_of(self._transport, sharding), [] if sharding.stays else units_of(model, layers)
+        unit_of = {name: number for number, unit in enumerate(units) for name in unit.names}
+        if sharding.stays:
+            layer_of = {id(own): number for number, layer in enumerate(layers) for own in layer.parameters()}
+            unit_of = {name: layer_of.get(id(own), -1) for name, own in given.items() if name in learns}
+        wide, kinds = torch.promote_types(sharding.dtype, torch.float32), dict[torch.dtype | None, dict[str, int]]()
+        for name, number in unit_of.items():
+            kind = None if name in learns else frozen_to or given[name].dtype
+            kinds.setdefault(kind, {})[name] = number
+        own = kinds.pop(None, {})
         trained = Slices(own, given, sharding, axes, dtype=sharding.dtype, kept=wide, trains=True)
-        frozen = dict[torch.dtype, list[tuple[str, int]]]()
-        for name, number in places if sharding.frees else ():
-            if name not in learns:
-                frozen.setdefault(dtype or given[name].dtype, []).append((name, number))
         self._frozen = [
             Slices(each, given, sharding, axes, dtype=kept, kept=kept, trains=False)
-            for kept, each in sorted(frozen.items(), key=str)
+            for kept, each in sorted(kinds.items(), key=str)
         ]
         self._trained, self.names, self.shapes, self.layout = trained, trained.names, trained.shapes, trained.layout
-        self.master_weights, self.values, self._replicas = trained.values, trained.of_node, axes.replicas
-        is_cut = axes.replicas.world_size > 1
+        self.master_weights, self.values, self.views = trained.values, trained.of_node, trained.views
+        self._replicas = axes.replicas
+        has_replicas = axes.replicas.world_size > 1
         # What no microbatch or token of this rank reaches stays zero in the sum.
         self.grads = self.grad_shard = torch.zeros(trained.node.shard_entries, dtype=wide, device=sharding.device)
-        if is_cut:
+        if has_replicas:
             self.grad_shard = torch.zeros(self.layout.shard_entries, dtype=wide, device=sharding.device)
         self._is_summed = False  # what `grads` has is in `grad_shard`, with what the replicas had
-        self._overlaps, self._are_late = sharding.overlaps and is_cut, sharding.values_late and is_cut
+        self._overlaps = sharding.overlaps and sharding.stays and has_replicas
+        self._are_late = sharding.values_late and sharding.stays and has_replicas
         self._order: BucketOrder | None = None  # of the sums of this step
         self._sums = list[Pending]()
-        self._take_in(given, sharding, units)
-        self._is_whole = self.keeps_values and mesh.stages == 1
+        self._take_in(given, read)
+        self._hook_in(units, layers)
+        self._is_whole = sharding.stays and stage.mesh.stages == 1
         if not self._is_whole:
             refuse_parts(model, lambda: self._is_whole)
-        self.saved = self.stage.saved(self.layout, self.names, self.shapes)
+        self.saved = stage.saved(self.layout, self.names, self.shapes)
 
-    def _take_in(self, given: Mapping[str, nn.Parameter], sharding: Sharding, units: Sequence[ModelUnit]) -> None:
-        """Take rank 0's values over, whatever each rank loaded, and give the model what has them. Collective."""
-        trained, model, made = self._trained, self._model, dict[int, nn.Parameter]()
-        every = [(trained, self.grads), *((each, None) for each in self._frozen)]
-        parts = [
-            [part for each, sums in every for part in each.parts(number, sums=sums)] for number in range(len(units))
-        ]
+    def _take_in(self, given: Mapping[str, nn.Parameter], read: Callable[[str, int, int], Tensor] | None) -> None:
+        """Take rank 0's values over, whatever each rank loaded. Collective."""
+        every, device = [self._trained, *self._frozen], self.grads.device
+        kept = {name: each.values.dtype for each in every for name in each.names}
         views = self.views(self.grads) if self.keeps_values else []
-        rooms = dict(zip(self.names if views else (), views, strict=True))  # for exact values, on their way
-        for each, _ in every:
-            sent = partial(_sent, given, rooms, each.values.dtype, sharding.device, self._transport)
-            each.fill(sharding.read or sent, given)
-            made |= {id(given[name]): own for name, own in each.made.items()}
-        replace_parameters(model, made)
-        self._learning, self._accumulation, self._waves = self._now, None, None
+        rooms = dict(zip(self.names, views, strict=bool(views)))  # of exact values on their way
+
+        def sent(name: str, first: int, stop: int) -> Tensor:
+            """Return entries of what rank 0 has of a parameter. Collective."""
+            own = given[name].detach()
+            whole = rooms[name] if rooms else torch.empty(own.shape, dtype=kept[name], device=device)
+            if not own.is_meta:
+                whole.copy_(own)
+            self._transport.broadcast(whole, 0)
+            return whole.view(-1)[first:stop]
+
+        for each in every:
+            each.fill(read or sent, given)
+        self.grads.zero_()
+
+    def _hook_in(self, units: Sequence[ModelUnit], layers: Sequence[nn.Module]) -> None:
+        """Give the model the parameters that were made, and let their passes fill, free, wait for and sum them."""
+        trained, model = self._trained, self._model
+        every = [(trained, self.grads), *((each, None) for each in self._frozen)]
+        parts = [[part for each, sums in every for part in each.parts(unit, sums=sums)] for unit in range(len(units))]
+        given = dict(model.named_parameters())
+        replace_parameters(model, {id(given[name]): own for each, _ in every for name, own in each.made.items()})
+        self._learning, self._waves, gradients = self._now, None, dict[int, Tensor]()
+        self._added = list[Accumulation]()  # gradients of what stays
         if self.keeps_values:
-            self.grads.zero_()
-            arrived = self._made_gradient if self._overlaps else None
-            self._accumulation = Accumulation(self._learning, views, made=arrived)
+            views, made = self.views(self.grads), self._made_gradient if self._overlaps else None
+            self._added = [Accumulation(self._learning, views, made=made)]
+            gradients = dict(zip(map(id, self._learning), views, strict=True))
         else:
             trained.publish()
             self._waves = Waves(model, units, parts, trained.axes.node)
         if self._are_late:
-            self._wait_before(sharding.layers)
-        self.stage.begin({id(own): each for own, each in zip(self._learning, views, strict=False)}, self.grads.dtype)
+            self._wait_before(layers)
+        self._added += self.stage.begin(gradients, self.grads.dtype)
 
     @property
     def _now(self) -> list[nn.Parameter]:
@@ -150,10 +176,6 @@ class Parameters:
             module.register_forward_pre_hook(lambda *_, buckets=buckets: trained.arrive(buckets))
             if module is self._model:  # it waits before the first layer, and a communicator ends calls in order
                 trained.order = [*buckets, *(each for each in trained.order if each not in buckets)]
-
-    def views(self, of_node: Tensor) -> list[Tensor]:
-        """Cut a buffer of all entries into one view a parameter."""
-        return self._trained.views(of_node)
 
     def shards(self) -> list[Shard]:
         """Return what the optimizer of this rank updates in place, cut where weight decay changes.
@@ -254,25 +276,23 @@ class Parameters:
         stays = len(now) == len(self._learning) and all(
             own is made and (own.dtype, own.device) == wanted for own, made in zip(now, self._learning, strict=True)
         )
-        if not stays or (self._accumulation is not None and not self._accumulation.are_in_place()):
+        if not stays or not all(each.are_in_place() for each in self._added):
             raise replaced(self._model, expected=len(self.names), got=len(now))
         self.detach_gradients()
-        if self._accumulation is not None:
-            self._accumulation.attach()
-        self.stage.attach()
+        for each in self._added:
+            each.attach()
 
     def detach_gradients(self) -> None:
         """Leave the model's own gradients to others, without any, until they are attached again."""
         for own in self._learning:
             own.grad = None
-        if self._accumulation is not None:
-            self._accumulation.detach()
-        self.stage.detach()
+        for each in self._added:
+            each.detach()
 
     def release(self) -> None:
         """Leave the gradients that a backward makes from now on to the model, which keeps its values."""
-        if self._accumulation is not None:
-            self._accumulation.release()
+        for each in self._added:
+            each.release()
 
     def publish(self) -> None:
         """Make the updated master weights of all ranks the values that forward reads. Collective.
@@ -349,24 +369,6 @@ class Parameters:
     def state(self) -> dict[str, Tensor]:
         """Return what this rank alone holds of the parameters and cannot be computed anew, by name: (entries,) each."""
         return {MASTER_WEIGHTS: self.master_weights}
-
-
-def _sent(
-    given: Mapping[str, nn.Parameter],
-    rooms: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    device: torch.device,
-    transport: Transport,
-    name: str,
-    first: int,
-    stop: int,
-) -> Tensor:
-    """Return entries of what rank 0 has of a parameter, in its room if there is one. Collective."""
-    whole = rooms[name] if name in rooms else torch.empty(given[name].shape, dtype=dtype, device=device)
-    if not given[name].is_meta:
-        whole.copy_(given[name].detach())
-    transport.broadcast(whole, 0)
-    return whole.view(-1)[first:stop]
 
 
 def largest_magnitude(parameters: Parameters) -> Tensor:

@@ -27,28 +27,28 @@ from lengthwise.engine.units import UnitPart
 class Sharding:
     """How a model's parameters lie over the ranks.
 
-    dtype, device: of what forward computes with. layers: the decoder's, whose parameters stay together.
-    ranks_in_step: so many neighbouring ranks, a node, gather and sum together in every pass, and all nodes at a step's
-    end. frees: a unit has values only around its passes; else all stay, which takes one rank a node. bucket_entries: of
-    a bucket of what stays, at least. overlaps: sums of buckets of what stays travel while backward runs. values_late:
-    published values travel while the next forward runs, which waits for what it reads. trains: False: nothing does,
-    whatever the model says. keeps_frozen: what does not train keeps its dtype. exact_on: where exact values are, apart
-    from all else; None: where the model is. read: returns entries [first, stop) of a parameter by its name, on every
-    rank its own; None: rank 0 sends them.
+    dtype, device: of what forward computes with. ranks_in_step: so many neighbouring ranks, a node, gather and sum
+    together in every pass, and all nodes at a step's end; 1: values stay on every rank. bucket_entries: of a bucket of
+    what stays, at least. overlaps: sums of what stays travel while the last backward runs. values_late: values of what
+    stays travel while the next forward begins, which waits for what it reads. keeps_frozen: what does not train keeps
+    its dtype. trains: False: nothing does, whatever the model says. exact_on: where exact values are, apart from all
+    else; None: where the model is.
     """
 
     dtype: torch.dtype
     device: torch.device
-    layers: Sequence[nn.Module] = ()
     ranks_in_step: int = 1
-    frees: bool = False
     bucket_entries: int = BUCKET_ENTRIES
     overlaps: bool = False
     values_late: bool = False
-    trains: bool = True
     keeps_frozen: bool = False
+    trains: bool = True
     exact_on: torch.device | None = None
-    read: Callable[[str, int, int], Tensor] | None = None
+
+    @property
+    def stays(self) -> bool:
+        """Whether values stay; else a unit has them around its passes alone."""
+        return self.ranks_in_step == 1
 
 
 class Axes(NamedTuple):
@@ -62,24 +62,25 @@ def axes_of(world: Transport, sharding: Sharding) -> Axes:
     """Return the collectives of a rank of `world`. Collective where there are several nodes of several ranks."""
     size, ranks = sharding.ranks_in_step, range(world.world_size)
     assert len(ranks) % size == 0, f"{size} ranks in each node, of {len(ranks)}"
-    assert sharding.frees or size == 1, f"values that stay, in nodes of {size} ranks"
+    if size == 1:
+        return Axes(SoloTransport(), world)
     if size == len(ranks):
         return Axes(world, SoloTransport())
-    node = world.among([ranks[first : first + size] for first in ranks[::size]]) if sharding.frees else SoloTransport()
-    return Axes(node, world if size == 1 else world.among([ranks[place::size] for place in range(size)]))
+    node = world.among([ranks[first : first + size] for first in ranks[::size]])
+    return Axes(node, world.among([ranks[place::size] for place in range(size)]))
 
 
 class Slices:
     """This rank's slices of parameters that all train, or all do not: of the latter every node has all entries.
 
-    places: their names, in order, with the units they belong to. given: what the model has. layout: of `values`, over
+    unit_of: the units they belong to, by name, in order. given: what the model has. layout: of `values`, over
     all ranks; node: of `of_node`, over the ranks of a node. made: by name the parameters that the model gets, in
     `dtype`. order: of the buckets, as they are published.
     """
 
     def __init__(
         self,
-        places: Sequence[tuple[str, int]],
+        unit_of: Mapping[str, int],
         given: Mapping[str, nn.Parameter],
         sharding: Sharding,
         axes: Axes,
@@ -88,8 +89,8 @@ class Slices:
         kept: torch.dtype,
         trains: bool,
     ) -> None:
-        self.dtype, self.axes, self.stays = dtype, axes, not sharding.frees
-        self.names, self._unit_of = [name for name, _ in places], [unit for _, unit in places]
+        self.dtype, self.axes, self.stays = dtype, axes, sharding.stays
+        self.names, self._unit_of = list(unit_of), list(unit_of.values())
         self.shapes = [tuple(given[name].shape) for name in self.names]
         self.layout: FlatLayout = lay_out(
             [given[name].numel() for name in self.names],

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.comm import Mesh, broadcast_bytes
-from lengthwise.engine.accumulation import Accumulation
 from lengthwise.engine.flat_layout import FlatLayout, join_stages
+from lengthwise.engine.units import Accumulation
 from lengthwise.models import ModelStage
 
 
@@ -47,23 +47,25 @@ class StageShare:
         self.tied: nn.Parameter | None = None if stage is None else stage.tied_weight()
         self.copy: nn.Parameter | None = None
         self._gradient: Tensor | None = None  # of a tied weight that trains, before the sum over the replicas
-        self._added: Accumulation | None = None  # where that is the copy's
         self._trains = self.tied is not None and self.tied.requires_grad
         if self.tied is not None and mesh.is_last:
             self.tied.requires_grad_(False)  # as it is not updated here
 
-    def begin(self, gradients: Mapping[int, Tensor], dtype: torch.dtype) -> None:
-        """Meet the other stage of a tied weight. gradients: of what trains, by the parameters' ids. Collective."""
-        if self._stage is None:
-            return
-        self.tied = tied = self._stage.tied_weight()
-        if tied is not None and self._trains and self.mesh.is_last:
-            self.copy = tied.requires_grad_(True)
-            self._gradient = torch.zeros_like(tied, dtype=dtype)
-            self._added = Accumulation([tied], [self._gradient])
-        elif tied is not None and self._trains:
-            self._gradient = gradients[id(tied)]
+    def begin(self, gradients: Mapping[int, Tensor], dtype: torch.dtype) -> list[Accumulation]:
+        """Take the values of a tied weight over; return where the gradients of a copy add up, in `dtype`. Collective.
+
+        gradients: of what trains here, by the ids of the parameters.
+        """
+        self.tied = tied = None if self._stage is None else self._stage.tied_weight()
         self.share_tied(from_first=True)
+        if tied is None or not self._trains:
+            return []
+        if not self.mesh.is_last:
+            self._gradient = gradients[id(tied)]
+            return []
+        self.copy = tied.requires_grad_(True)
+        self._gradient = torch.zeros_like(tied, dtype=dtype)
+        return [Accumulation([tied], [self._gradient])]
 
     def saved(self, layout: FlatLayout, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> SavedParameters:
         """Return where the parameters of all stages lie, of which these are one's. Collective."""
@@ -81,17 +83,6 @@ class StageShare:
             shapes=[tuple(shape) for one in sent for shape in one["shapes"]],
             rank=rank,
         )
-
-    def attach(self) -> None:
-        """Let the copy's gradients add up, from zero."""
-        if self._added is not None:
-            self.clear()
-            self._added.attach()
-
-    def detach(self) -> None:
-        """Leave the copy's gradient to others."""
-        if self._added is not None:
-            self._added.detach()
 
     def clear(self) -> None:
         """Set the copy's gradient to zero."""
