@@ -14,8 +14,9 @@ place in all W/n nodes, sum gradients and share updated values once a step. A ra
                             hooks gather and sum (`engine.waves`); so is what does not train, in its own dtype
     hybrid                  1 < n < W: as zero3 in a node, as zero1 between nodes
 
-Two that would be equal are one tensor. Bytes a parameter with AdamW in bf16: 6 + 16/W (one rank alone 18), zero3 16/W,
-hybrid 6/n + 16/W. Sources: ZeRO stages 1 and 3 (arXiv 1910.02054).
+Two of the same entries are one tensor, but for values that stay in another dtype: zero3 casts what it gathers. Bytes a
+parameter with AdamW in bf16: zero1 6 + 16/W (one rank alone 18), zero3 16/W, hybrid 6/n + 16/W; in fp32 two more for
+each 6 (one rank alone 16). Sources: ZeRO stages 1 and 3 (arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -91,15 +92,14 @@ class Parameters:
         if sharding.stays:
             layer_of = {id(own): number for number, layer in enumerate(layers) for own in layer.parameters()}
             unit_of = {name: layer_of.get(id(own), -1) for name, own in given.items() if name in learns}
-        wide, kinds = torch.promote_types(sharding.dtype, torch.float32), dict[torch.dtype | None, dict[str, int]]()
-        for name, number in unit_of.items():
-            kind = None if name in learns else frozen_to or given[name].dtype
-            kinds.setdefault(kind, {})[name] = number
-        own = kinds.pop(None, {})
+        own, frozen = {name: number for name, number in unit_of.items() if name in learns}, {}
+        for name in (each for each in unit_of if each not in learns):
+            frozen.setdefault(frozen_to or given[name].dtype, {})[name] = unit_of[name]
+        wide = torch.promote_types(sharding.dtype, torch.float32)
         trained = Slices(own, given, sharding, axes, dtype=sharding.dtype, kept=wide, trains=True)
         self._frozen = [
             Slices(each, given, sharding, axes, dtype=kept, kept=kept, trains=False)
-            for kept, each in sorted(kinds.items(), key=str)
+            for kept, each in sorted(frozen.items(), key=str)
         ]
         self._trained, self.names, self.shapes, self.layout = trained, trained.names, trained.shapes, trained.layout
         self.master_weights, self.values, self.views = trained.values, trained.of_node, trained.views

@@ -63,7 +63,8 @@ class StageShare:
         if not self.mesh.is_last:
             self._gradient = gradients[id(tied)]
             return []
-        self.copy = tied.requires_grad_(True)
+        self.copy = tied
+        tied.requires_grad_(True)
         self._gradient = torch.zeros_like(tied, dtype=dtype)
         return [Accumulation([tied], [self._gradient])]
 
@@ -167,4 +168,5 @@ class StageShare:
 
 
 def _layout_of(values: Mapping[str, Any]) -> FlatLayout:
-    return FlatLayout(**{key: tuple(each) if isinstance(each, list) else each for key, each in values.items()})
+    found: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in values.items()}
+    return FlatLayout(**found)

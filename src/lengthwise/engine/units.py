@@ -251,7 +251,7 @@ class UnitPart:
             self._arriving.wait()
             self._arriving = None
             for parameter, view in zip(self.parameters, self._views, strict=True):
-                parameter.__class__, parameter.data = nn.Parameter, view
+                parameter.__class__, parameter.data = nn.Parameter, view  # torch's operators read it as any other now
 
     def free(self) -> None:
         """Let the values go."""
@@ -259,6 +259,7 @@ class UnitPart:
         parameters: list[Any] = self.parameters
         for parameter, view in zip(parameters, self._views, strict=True):
             parameter.__class__, parameter.data = nn.Parameter, self._no_value.expand(view.shape)
+            # By its class, as reading the freed storage ends the process, and no other mark reaches every operator.
             parameter.__class__, parameter.comes_to = FreedParameter, view
         self._whole.untyped_storage().resize_(0)
 
