@@ -45,11 +45,10 @@ def refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
     """
     hooked = [n for n, p in parameters.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
     if hooked:
-        expected, remedy = (
-            "no hook of its gradient yet: the model gets new parameters",
-            "Register it after the session.",
+        expected, got = "no hook of its gradient yet: the model gets new parameters", f"{len(hooked)} with one"
+        raise ModelRefused(
+            f"parameter {hooked[0]}", expected=expected, got=got, remedy="Register it after the session."
         )
-        raise ModelRefused(f"parameter {hooked[0]}", expected=expected, got=f"{len(hooked)} with one", remedy=remedy)
 
 
 def share_values(

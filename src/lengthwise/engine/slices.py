@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.comm import Pending, SoloTransport, Transport
-from lengthwise.engine.flat_layout import BUCKET_ENTRIES, FlatLayout, lay_out
+from lengthwise.engine.flat_layout import BUCKET_ENTRIES, FlatLayout, Run, lay_out
 from lengthwise.engine.placing import as_view, replace_parameters
 from lengthwise.engine.units import UnitPart
 
@@ -153,21 +153,19 @@ class Slices:
 
         Those that stay whole become the model's at once, so that what it had before is freed.
         """
-        runs, views = {run.parameter: run for run in self.layout.runs(self.rank)}, []
-        if self.stays:
-            views = self.views(self.of_node)
+        runs = {run.parameter: run for run in self.layout.runs(self.rank)}
+        views = self.views(self.of_node) if self.stays else []
         for index, name in enumerate(self.names):
-            run = runs.get(index)
-            first, size = (0, 0) if run is None else (run.entry, run.stop - run.start)
-            if self.stays:
-                whole = read(name, 0, given[name].numel())
+            run = runs.get(index, Run(parameter=index, entry=0, start=0, stop=0))  # of nothing
+            first, stop = run.entry, run.entry + run.stop - run.start
+            if views:
+                whole = read(name, 0, views[index].numel())
                 views[index].view(-1).copy_(whole)
                 self.made[name] = as_view(given[name], views[index])
-                found = whole[first : first + size]
+                found = whole[first:stop]
             else:
-                found = read(name, first, first + size)
-            if run is not None:
-                self.values[run.start : run.stop].copy_(found)
+                found = read(name, first, stop)
+            self.values[run.start : run.stop].copy_(found)
 
     def publish(self, *, waits: bool = True) -> None:
         """Gather what the replicas have updated, a bucket after the other; `arrive` waits for it. Collective."""
