@@ -188,7 +188,7 @@ class Slices:
         """Count the bytes of a slice in the compute dtype, where that is not what is kept, or that is in the host."""
         sizes = [place.stop - place.start for place in map(self.layout.in_shard, self.order)]
         casts = self.is_copied and (self._is_apart or self.dtype != self.values.dtype)
-        return (max if waits else sum)(sizes) * self.dtype.itemsize if casts else 0
+        return (max(sizes, default=0) if waits else sum(sizes)) * self.dtype.itemsize * casts
 
     def take_values(self) -> None:
         """Make what the model has now exact values."""
