@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lengthwise.comm import SoloTransport
+from lengthwise.core.errors import ModelRefused
 from lengthwise.engine.live_bytes import LiveBytes
 
 
@@ -168,3 +169,13 @@ def test_what_somebody_wrote_into_values_is_taken_into_exact_ones_and_no_other_e
         for _ in range(2):
             flat.take_changes()
             assert all(map(torch.equal, exact, expected))
+
+
+def test_another_parameter_in_the_same_memory_is_refused():
+    """Its gradients would be added to nothing."""
+    model = nn.Linear(3, 1, bias=False)
+    flat = whole_parameters(model, SoloTransport(), dtype=torch.bfloat16)
+    flat.attach_gradients()
+    model.weight = nn.Parameter(model.weight.detach())
+    with pytest.raises(ModelRefused, match="1 trainable parameters where they were put"):
+        flat.attach_gradients()
