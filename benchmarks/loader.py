@@ -39,6 +39,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from pyarrow import parquet
+from testing.laid import whole_parameters
 
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh, SoloTransport
@@ -47,7 +48,6 @@ from lengthwise.core.plan import Plan
 from lengthwise.data import ByteTokenizer, load_dataset
 from lengthwise.data.remote import RemoteDataset
 from lengthwise.engine.batch import StepBatch, random_batch
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import ModelSource, build_model
 from lengthwise.models.load import tiny_config
@@ -91,7 +91,7 @@ class Loops:
     def __init__(self, job: Job, steps: int) -> None:
         self._job, self._steps, self._transport = job, steps, SoloTransport()
         self._model = build_model(ModelSource(name="tiny", config=tiny_config(), weights=False), seed=0)
-        FlatParameters(self._model, self._transport, dtype=torch.float32)
+        whole_parameters(self._model, self._transport, dtype=torch.float32)
         self._kernel = choose_kernel(torch.device("cpu"))
         self._made: list[tuple[StepBatch, Plan]] = []
         self._batches = job.batches()

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 from testing import LiveBytes, make_batch, make_plan
+from testing.laid import whole_parameters
 from transformers import LlamaConfig
 
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.plan import Piece
 from lengthwise.engine.activations import Offloading
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import ModelSource, build_model
 from lengthwise.models.adapter import ATTENTION_NAME
@@ -82,7 +82,7 @@ class Way:
             self.model.train()
             states = [*self.model.parameters(), *(each.grad for each in self.model.parameters())]
         else:
-            flat = FlatParameters(self.model, SoloTransport(), dtype=torch.float32)
+            flat = whole_parameters(self.model, SoloTransport(), dtype=torch.float32)
             states = [flat.values, flat.grads, flat.grad_shard, flat.master_weights]
         self.states = [each for each in states if each is not None]
         self.state_bytes = sum({each.untyped_storage().data_ptr(): each.nbytes for each in self.states}.values())

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from testing import run_ranks
+from testing.laid import stage_parameters
 from testing.pipelines import as_pipeline
 from testing.plans import make_plan
 from torch import Tensor, nn
@@ -44,7 +45,6 @@ from lengthwise.data import NO_LOSS
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.engine.batch import StepBatch
-from lengthwise.engine.stage_parameters import StageParameters
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import ModelStage, build_model
 from lengthwise.models.adapter import ATTENTION_NAME
@@ -207,7 +207,7 @@ class _Ours:
         chunks = cut_layers([1.0] * LAYERS, mesh.stages * virtual, last_seconds=head_share)
         model: Any = build_model(SOURCE, seed=0, attention=ATTENTION_NAME)
         self._stage = ModelStage(model, chunks, stages=mesh.stages, stage=mesh.stage)
-        self._parameters = StageParameters(self._stage, mesh, dtype=torch.float32)
+        self._parameters = stage_parameters(self._stage, mesh, dtype=torch.float32)
         self._kernel = choose_kernel(CPU)
         self._cost = all_terms_cost(shape_from_config(CONFIG.to_dict()), named_hardware("cpu"), stages=mesh.stages)
 

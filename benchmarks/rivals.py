@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from testing.laid import whole_parameters
 
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh, Transport, World
@@ -36,7 +37,6 @@ from lengthwise.cost import Cost
 from lengthwise.cost.measured import measured_cost
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.optimizer import sliced_optimizer
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import ModelSource, build_model, plain_attention
 from lengthwise.models.adapter import ATTENTION_NAME
@@ -291,7 +291,7 @@ class _Trainee:
     def __init__(self, transport: Transport, source: ModelSource, *, plain: bool) -> None:
         self._transport = transport
         self._model = build_model(source, seed=0, attention=plain_attention(source) if plain else ATTENTION_NAME)
-        self._parameters = FlatParameters(self._model, transport, dtype=torch.float32)
+        self._parameters = whole_parameters(self._model, transport, dtype=torch.float32)
         self._optimizer = sliced_optimizer(
             OptimizerConfig(lr=FRESH_RATE), self._model, self._parameters, transport.rank
         )

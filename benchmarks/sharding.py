@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from testing import LiveBytes, run_ranks
+from testing.laid import freed_parameters, whole_parameters
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig
 
@@ -52,8 +53,6 @@ from lengthwise.cost import (
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.engine.batch import StepBatch, random_batch
 from lengthwise.engine.optimizer import sliced_optimizer
-from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import ModelSource, build_model, wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME
@@ -178,11 +177,11 @@ class _Ours:
         self._model = build_model(SOURCE, seed=0, attention=ATTENTION_NAME)
         self._sharded = way == ZERO3
         self._parameters: Any = (
-            ShardedParameters(
+            freed_parameters(
                 self._model, transport, dtype=torch.float32, device=CPU, layers=wrapped_layers(self._model)
             )
             if self._sharded
-            else FlatParameters(self._model, transport, dtype=torch.float32)
+            else whole_parameters(self._model, transport, dtype=torch.float32)
         )
         config = OptimizerConfig(lr=FRESH_RATE, weight_decay=0.0)
         self._optimizer = sliced_optimizer(config, self._model, self._parameters, transport.rank)

@@ -23,11 +23,11 @@ from lengthwise.engine.activations import Offloading, measure_microbatch
 from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.small_pass import Layout
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import DTYPES, ModelSource, build_adapted
 from lengthwise.offload import CopyStore
+from testing.laid import whole_parameters
 from testing.ranks import run_ranks
 from testing.sequences import make_batch
 
@@ -90,7 +90,7 @@ class Rank:
         source = ModelSource(name=cell.family, config=make_config(cell.family), weights=False)
         self.transport, self.kernel = transport, choose_kernel(torch.device("cpu"))
         self.model: Any = build_adapted(source, _lora(cell), seed=0)
-        self.parameters = FlatParameters(self.model, transport, dtype=DTYPES[cell.precision])
+        self.parameters = whole_parameters(self.model, transport, dtype=DTYPES[cell.precision])
         self.optimizer = sliced_optimizer(OptimizerConfig(), self.model, self.parameters, transport.rank)
         self.offloading = Offloading(self.model, self.kernel, CopyStore())
 

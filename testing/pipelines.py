@@ -16,13 +16,13 @@ from lengthwise.core.plan import Plan
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.live_bytes import LiveBytes
-from lengthwise.engine.stage_parameters import StageParameters
 from lengthwise.engine.step import RankResult, StepContext, run_part
 from lengthwise.models import DTYPES, ModelStage, keep_double, score_cap
 from lengthwise.offload import ActivationStore
 from lengthwise.program.stage_program import cut_layers
 from lengthwise.run.verify import gradient_differences, relative_difference
 from testing.families import Difference, reference
+from testing.laid import stage_parameters
 from testing.strict import StrictWorld
 
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def run_pipeline(
         mesh, layers = Mesh(around(transport), stages), [1.0] * model.config.num_hidden_layers
         chunks = cut_layers(layers, stages * plan.schedule["virtual"])
         stage = ModelStage(model, chunks, stages=stages, stage=mesh.stage)
-        parameters = StageParameters(stage, mesh, dtype=dtype)
+        parameters = stage_parameters(stage, mesh, dtype=dtype)
         kernel = choose_kernel(CPU, capped=score_cap(model.config) is not None)
         offloading = None if make_store is None else Offloading(model, kernel, make_store(transport.rank))
         before = (*model.parameters(), *(each.grad for each in model.parameters() if each.grad is not None))

@@ -15,10 +15,9 @@ from lengthwise.comm import Mesh, Transport
 from lengthwise.core.plan import Plan
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
-from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import DTYPES, keep_double, score_cap, wrapped_layers
+from testing.laid import freed_parameters, whole_parameters
 from testing.strict import StrictWorld
 
 CPU = torch.device("cpu")
@@ -62,9 +61,9 @@ def run_step(
         transport, own = around(transport), copy.deepcopy(model)
         if ranks_per_node:
             how = {"device": CPU, "layers": wrapped_layers(own), "ranks_per_node": ranks_per_node}
-            parameters = ShardedParameters(own, transport, dtype=dtype, **how)
+            parameters = freed_parameters(own, transport, dtype=dtype, **how)
         else:
-            parameters = FlatParameters(own, transport, dtype=dtype)
+            parameters = whole_parameters(own, transport, dtype=dtype)
         own_options = {"name": "test", "parameters": parameters, **options}
         if make_store is not None:
             own_options["offloading"] = Offloading(own, kernel, make_store())

@@ -14,10 +14,9 @@ SOURCES = sorted(Path(lengthwise.__file__).parent.rglob("*.py"))
     "name",
     [
         "Engine",
-        "FlatParameters",
         "PlanOptions",
-        "ShardedParameters",
-        "StageParameters",
+        "Parameters",
+        "StageShare",
         "StepMemory",
         "StepRunner",
     ],

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from testing.laid import whole_parameters
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -24,7 +25,6 @@ from lengthwise.core.plan import Plan
 from lengthwise.cost import logits_at_once
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.optimizer import sliced_optimizer
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import Computing, choose_mixers, choose_model_kernel, compute_so, plain_attention
 
@@ -40,7 +40,7 @@ class OurLoop:
         self.device, self.said = device, list[str]()
         self.model = draw_model(name, device)
         self.transport: Transport = SoloTransport()
-        self.parameters = FlatParameters(self.model, self.transport, dtype=dtype)
+        self.parameters = whole_parameters(self.model, self.transport, dtype=dtype)
         self.optimizer = sliced_optimizer(OptimizerConfig(), self.model, self.parameters, 0)
         config: Any = self.model.config
         self.computing = computing or Computing()
@@ -71,7 +71,7 @@ class PlainLoop:
         AttentionMaskInterface.register(VARLEN, lambda *_args, **_options: None)
         self.device, self.said, self._packed, self._pack_tokens = device, list[str](), packed, pack_tokens
         self.model = draw_model(name, device, attention=VARLEN if packed else plain_attention(model_source(name)))
-        self.parameters = FlatParameters(self.model, SoloTransport(), dtype=dtype)
+        self.parameters = whole_parameters(self.model, SoloTransport(), dtype=dtype)
         fused = device.type == "cuda"
         self._optimizer = sliced_optimizer(OptimizerConfig(), self.model, self.parameters, 0, fused=fused)
 

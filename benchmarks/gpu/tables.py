@@ -206,7 +206,7 @@ def _logits(sizes: Sizes, records: Records) -> bool:
         except MemoryShortage as error:
             records.add("logits", logits_at_once=at_once, refused=error.got[:200])
             return False
-        found.append((ran.loss_sum, torch.cat([each.gradient for each in loop.parameters.shards()]).clone()))
+        found.append((ran.loss_sum, loop.parameters.grads.clone()))
         loop.parameters.clear_gradients()
     (chunked, in_chunks), (whole, whole_gradient) = found
     errors = {"loss_error": chunked / whole - 1, "gradient_error": relative_error(in_chunks, whole_gradient)}

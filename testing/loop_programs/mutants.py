@@ -251,7 +251,7 @@ def _inside(name: str, instead: object) -> Defect:
 
 
 _OWN_BACKWARD = classmethod(lambda _cls, _func, _types, args=(), _kwargs=None: args[0])
-_GIVE = "engine.stage_parameters.StageParameters._give_values"
+_GIVE = "engine.stage_share.StageShare.share_tied"
 _ACCUMULATES = ("backward", "backward")
 MUTANTS: Mapping[str, Mutant] = {
     "clipping goes by the norm of the last backward": Mutant(

@@ -15,7 +15,7 @@ from lengthwise.comm import StagedTransport, join
 from lengthwise.comm.staged import Slabs
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.engine import batch as batches
-from lengthwise.engine import objective, replicated
+from lengthwise.engine import objective, units
 from lengthwise.models import adapter
 from lengthwise.program import MicrobatchProgram
 from lengthwise.run import building, check, verify
@@ -317,17 +317,17 @@ def queries_off_by_a_percent(self, task, grads, into, inner=partials.PartialGrad
     inner(self, task, (grads[0] if task.causal else grads[0] * 1.01, *grads[1:]), into)
 
 
-def sum_in_bf16(self, index, grad, parameter, inner=replicated.FlatParameters._take_gradient):
-    inner(self, index, grad, parameter)
+def sum_in_bf16(self, number, parameter, inner=units.Accumulation._take):
+    inner(self, number, parameter)
     if parameter.dtype == torch.bfloat16:
-        grad.copy_(grad.to(torch.bfloat16))
+        self._sums[number].copy_(self._sums[number].to(torch.bfloat16))
 
 
 @pytest.mark.parametrize(
     ("place", "name", "broken", "said"),
     [
         (partials.PartialGradients, "take", queries_off_by_a_percent, "the same plan in fp32"),
-        (replicated.FlatParameters, "_take_gradient", sum_in_bf16, "sums of gradients"),
+        (units.Accumulation, "_take", sum_in_bf16, "sums of gradients"),
     ],
 )
 def test_verify_in_bf16_sees_what_is_smaller_than_rounding(run_file, capsys, monkeypatch, place, name, broken, said):

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import torch
 from testing import make_batch, tiny_family_config
+from testing.laid import freed_parameters
 from transformers import AutoModelForCausalLM
 
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh
 from lengthwise.core.plan import Piece
-from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import keep_double, wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
@@ -51,7 +51,7 @@ def build(family="llama", **changes):
 
 def shard(model, transport, dtype=torch.float64, ranks_per_node=None, exact_on=None):
     options = {"dtype": dtype, "device": CPU, "layers": wrapped_layers(model), "ranks_per_node": ranks_per_node}
-    return ShardedParameters(model, transport, exact_on=exact_on, **options)
+    return freed_parameters(model, transport, exact_on=exact_on, **options)
 
 
 def run(model, parameters, transport, plan, lengths=LENGTHS, dtype=torch.float64, **options):

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from testing.laid import whole_parameters
 from testing.peaks import kept_bytes
 from testing.strict import StrictWorld
 from torch import nn
@@ -15,7 +16,6 @@ from lengthwise.config import OptimizerConfig
 from lengthwise.config.optimizer import OPTIMIZERS
 from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.optimizer import sliced_optimizer
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.whole_optimizer import FUSED
 from lengthwise.models import wrapped_layers
 from lengthwise.models.load import build_skeleton
@@ -36,7 +36,7 @@ def make_model(width):
 def make(transport, case, dtype=torch.float64, *, width=70, fused=None):
     model = make_model(width)
     config = OptimizerConfig.model_validate(keys_of(case))
-    flat = FlatParameters(model, transport, dtype=dtype, layers=[*model], bucket_entries=1)
+    flat = whole_parameters(model, transport, dtype=dtype, layers=[*model], bucket_entries=1)
     return model, flat, sliced_optimizer(config, model, flat, transport.rank, fused=fused)
 
 
@@ -115,7 +115,7 @@ def test_an_entry_is_updated_to_the_same_bits_however_parameters_are_cut(case):
         for rank in range(ranks):
             transport, model = Silent(), nn.ModuleList(nn.ParameterList([each]) for each in make_parameters())
             transport.rank, transport.world_size = rank, ranks
-            flat = FlatParameters(model, transport, dtype=torch.bfloat16, layers=[*model], bucket_entries=1)
+            flat = whole_parameters(model, transport, dtype=torch.bfloat16, layers=[*model], bucket_entries=1)
             optimizer = sliced_optimizer(OptimizerConfig.model_validate(keys_of(case)), model, flat, rank)
             for step in range(4):
                 for run in flat.layout.runs(rank):
@@ -176,7 +176,7 @@ def test_an_offloaded_optimizer_makes_the_same_update_to_the_bit(case, ranks, dt
         model = make_model(70)
         config = OptimizerConfig.model_validate(keys_of(case, offload=offload))
         options = {"dtype": dtype, "layers": [*model], "bucket_entries": 1}
-        flat = FlatParameters(model, transport, exact_on=torch.device("cpu") if offload else None, **options)
+        flat = whole_parameters(model, transport, exact_on=torch.device("cpu") if offload else None, **options)
         optimizer = sliced_optimizer(config, model, flat, transport.rank)
         kept = [each for state in optimizer.optimizer.state.values() for each in state.values()]
         apart = {each.untyped_storage().data_ptr() for each in (flat.master_weights, *kept)}
@@ -249,7 +249,7 @@ def test_an_8b_model_starts_and_ends_a_step_within_6_and_16_by_w_bytes_a_paramet
     transport, world_size = Silent(), 8
     transport.world_size = world_size
     with LiveBytes() as live:
-        flat = FlatParameters(model, transport, dtype=torch.bfloat16, device=torch.device("meta"), layers=layers)
+        flat = whole_parameters(model, transport, dtype=torch.bfloat16, device=torch.device("meta"), layers=layers)
         optimizer = sliced_optimizer(OptimizerConfig(), model, flat, 0, fused=True)
         optimizer.step(1e-3)
     kept = parameters * (6 + 16 / world_size)

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 from testing import RecordingTransport, make_batch, make_plan, put_forwards, run_ranks, tiny_family_config
+from testing.laid import whole_parameters
 from testing.strict import StrictWorld
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +16,7 @@ from lengthwise.comm import Mesh
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
 from lengthwise.engine.optimizer import sliced_optimizer
-from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import keep_double, wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
@@ -73,7 +74,7 @@ def train(inner, family, dtype, recompute, *, overlaps, compiles=False):
     model = copy.deepcopy(built(family))
     if compiles:
         put_forwards(model, compiled_forwards(model, backend="eager"))
-    flat = FlatParameters(
+    flat = whole_parameters(
         model,
         transport,
         dtype=dtype,
@@ -124,10 +125,8 @@ def test_sums_begin_early_only_where_no_rank_ends_in_a_ring(monkeypatch):
     """In the first plan ranks 0 and 1 would wait for rank 2 with thread blocks that their own backward needs."""
     built("llama")
     begun = []
-    early = FlatParameters.reducing_early
-    monkeypatch.setattr(
-        FlatParameters, "reducing_early", lambda self: begun.append(self._transport.phase) or early(self)
-    )
+    early = Parameters.reducing_early
+    monkeypatch.setattr(Parameters, "reducing_early", lambda self: begun.append(self._transport.phase) or early(self))
     StrictWorld(3).run(lambda t: train(t, "llama", torch.float32, "none", overlaps=True))
     assert begun == ["step 2, microbatch 1 of 1 backward"] * 2, "ranks 0 and 1 of the last plan"
 
@@ -154,15 +153,16 @@ def test_values_are_waited_for_layer_by_layer(monkeypatch):
     def work(inner):
         model = copy.deepcopy(built("llama"))
         layers = wrapped_layers(model)
-        flat = FlatParameters(model, inner, dtype=torch.float32, layers=layers, bucket_entries=1, values_late=True)
+        flat = whole_parameters(model, inner, dtype=torch.float32, layers=layers, bucket_entries=1, values_late=True)
         optimizer = sliced_optimizer(OptimizerConfig(), model, flat, inner.rank)
         with optimizer.rehearsing():
             optimizer.end_step(0.0, inner)
-        counts, order = [len(flat._arriving)], list(flat._arriving)
+        arriving = flat._trained._arriving
+        counts, order = [len(arriving)], list(arriving)
         for layer in layers:
-            layer.register_forward_pre_hook(lambda *_: counts.append(len(flat._arriving)))
+            layer.register_forward_pre_hook(lambda *_: counts.append(len(arriving)))
             # A communicator ends its calls in order: a wait for a later one is a wait for all of them.
-            layer.register_forward_pre_hook(lambda *_: in_order.append(order[4 - counts[-1] :] == list(flat._arriving)))
+            layer.register_forward_pre_hook(lambda *_: in_order.append(order[4 - counts[-1] :] == list(arriving)))
         plan, batch = plans_of("none")[2], make_batch(LENGTHS, vocab=48)
         run_part(plan, batch, StepContext(model, Mesh(inner, 1), choose_kernel(CPU), name="step", parameters=flat))
         flat.reduce_gradients()

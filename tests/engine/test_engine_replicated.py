@@ -6,13 +6,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.laid import whole_parameters
 from testing.strict import StrictWorld
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lengthwise.comm import SoloTransport
+from lengthwise.config import OptimizerConfig
+from lengthwise.core.errors import ModelRefused
 from lengthwise.engine.live_bytes import LiveBytes
-from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.optimizer import sliced_optimizer
 
 
 class Rank(SoloTransport):
@@ -39,26 +42,24 @@ def as_one(layout, shards):
     st.integers(1, 12),
     st.sampled_from([1, 100, 1000]),
 )
-def test_flat_shards_cover_every_parameter_once_with_its_own_decay(layers, world_size, bucket_entries):
+def test_slices_cover_every_parameter_once_with_its_own_decay(layers, world_size, bucket_entries):
     """Layers of parameters of any shape; some end a bucket."""
     model = nn.ModuleList(nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes]) for shapes in layers)
     shards, decays = [], []
     for rank in range(world_size):
         own = copy.deepcopy(model)
-        flat = FlatParameters(
+        flat = whole_parameters(
             own, Rank(rank, world_size), dtype=torch.float32, layers=[*own], bucket_entries=bucket_entries
         )
         weights, decayed = (
             torch.full_like(flat.grad_shard, float("nan")),
             torch.full_like(flat.grad_shard, float("nan")),
         )
-        for shard in flat.shards():
-            assert len(shard.weights) == len(shard.gradient) > 0
-            start = shard.weights.storage_offset()
-            assert shard.gradient.storage_offset() == start
-            assert weights[start : start + len(shard.weights)].isnan().all()
-            weights[start : start + len(shard.weights)] = shard.weights
-            decayed[start : start + len(shard.weights)] = float(shard.decayed)
+        for group in sliced_optimizer(OptimizerConfig(), own, flat, rank).optimizer.param_groups:
+            for piece in group["params"]:
+                place = slice(piece.storage_offset(), piece.storage_offset() + len(piece))
+                assert weights[place].isnan().all()
+                weights[place], decayed[place] = piece.detach(), float(group["weight_decay"] > 0)
         shards.append(weights)
         decays.append(decayed)
         assert all(torch.equal(a, b) for a, b in zip(own.parameters(), model.parameters(), strict=True))
@@ -77,7 +78,7 @@ def test_flat_start_needs_no_more_than_is_kept(dtype, a_parameter, world_size):
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6)))
     entries = 6 * 512 * 512
     with LiveBytes(*model.parameters()) as live:
-        flat = FlatParameters(model, Rank(0, world_size), dtype=dtype, layers=[*model], bucket_entries=1)
+        flat = whole_parameters(model, Rank(0, world_size), dtype=dtype, layers=[*model], bucket_entries=1)
     exact_alone = world_size == 1 and dtype == torch.float32
     shard = 0 if exact_alone else 4 if world_size == 1 else 8 / world_size  # the rest of 16/W are moments
     assert live.peak_bytes <= entries * (a_parameter + shard) + 8192
@@ -100,7 +101,7 @@ def test_flat_takes_rank_0s_model_into_ranks_without_storage():
 
     def work(transport):
         model = build(transport.rank)
-        FlatParameters(model, transport, dtype=torch.float64, device=torch.device("cpu"))
+        whole_parameters(model, transport, dtype=torch.float64, device=torch.device("cpu"))
         assert model[2].weight is model[0].weight
         assert model.own.tolist() == [0.0] * 2
         assert (model.is_on.item(), model.scale.item()) == (False, 0.0)
@@ -116,7 +117,7 @@ def test_flat_takes_rank_0s_model_into_ranks_without_storage():
 def test_flat_keeps_fp32_master_weights_of_a_bf16_model_and_adds_gradients_in_fp32():
     model = nn.Linear(3, 1, bias=False)
     model.weight.data.copy_(torch.tensor([[1.0009765625, 2.0, 3.0]]))  # 1 + 2^-10, which bf16 does not have
-    flat = FlatParameters(model, SoloTransport(), dtype=torch.bfloat16)
+    flat = whole_parameters(model, SoloTransport(), dtype=torch.bfloat16)
     assert (model.weight.dtype, flat.master_weights.dtype, flat.grads.dtype) == (
         torch.bfloat16,
         torch.float32,
@@ -148,7 +149,7 @@ class Reads(TorchFunctionMode):
 def test_what_somebody_wrote_into_values_is_taken_into_exact_ones_and_no_other_entry(exact_on):
     """By `.data` and by `copy_`; where nobody did, with one read of the device at most, and no second cast."""
     model = nn.Sequential(*(nn.Linear(70, 9) for _ in range(5)))
-    flat = FlatParameters(
+    flat = whole_parameters(
         model, SoloTransport(), dtype=torch.bfloat16, layers=[*model], bucket_entries=1, exact_on=exact_on
     )
     exact = flat.views(flat.master_weights)
@@ -168,3 +169,13 @@ def test_what_somebody_wrote_into_values_is_taken_into_exact_ones_and_no_other_e
         for _ in range(2):
             flat.take_changes()
             assert all(map(torch.equal, exact, expected))
+
+
+def test_another_parameter_in_the_same_memory_is_refused():
+    """Its gradients would be added to nothing."""
+    model = nn.Linear(3, 1, bias=False)
+    flat = whole_parameters(model, SoloTransport(), dtype=torch.bfloat16)
+    flat.attach_gradients()
+    model.weight = nn.Parameter(model.weight.detach())
+    with pytest.raises(ModelRefused, match="1 trainable parameters where they were put"):
+        flat.attach_gradients()

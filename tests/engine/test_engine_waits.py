@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from sharded_runs import KINDS, in_waves
 from testing import make_batch, make_plan, tiny_family_config
+from testing.laid import freed_parameters, stage_parameters, whole_parameters
 from testing.on_meta import HOPPER, META, OneOfMany, device_without_values, pinned_store_on_meta
 from testing.pipelines import as_pipeline
 from testing.tiny import VARIANTS, VOCAB
@@ -24,9 +25,7 @@ from lengthwise.core.plan import Piece
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.optimizer import sliced_optimizer
-from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.sharded import ShardedParameters
-from lengthwise.engine.stage_parameters import StageParameters
+from lengthwise.engine.stage_share import StageShare
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import (
     FAMILIES,
@@ -130,12 +129,12 @@ def prepare(case, model, transport):
     if case.stages > 1:
         mesh, chunks = Mesh(transport, case.stages), cut_layers([1.0] * 2, case.stages)
         stage = ModelStage(model, chunks, stages=case.stages, stage=mesh.stage)
-        with patch.object(StageParameters, "_join_saved"):  # which asks the other stages
-            return StageParameters(stage, mesh, **how), {"mesh": mesh, "chunks": stage.own}
+        with patch.object(StageShare, "saved"):  # which asks the other stages
+            return stage_parameters(stage, mesh, **how), {"mesh": mesh, "chunks": stage.own}
     how["layers"], there = wrapped_layers(model), {"mesh": Mesh(transport, 1)}
     if case.node:
-        return ShardedParameters(model, transport, ranks_per_node=case.node, **how), there
-    return FlatParameters(model, transport, overlaps=True, **how), there
+        return freed_parameters(model, transport, ranks_per_node=case.node, **how), there
+    return whole_parameters(model, transport, overlaps=True, **how), there
 
 
 def run_case(case):

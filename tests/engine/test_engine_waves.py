@@ -2,6 +2,7 @@
 
 import copy
 import random
+import threading
 from collections import Counter
 
 import pytest
@@ -9,15 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from testing import RecordingTransport, make_plan, random_plan
+from testing.laid import freed_parameters
 from testing.late import LateTransport
 from testing.order import check_order, rank_groups
 from testing.strict import StrictWorld
 
 from engine.sharded_runs import CPU, KINDS, LENGTHS, WAVES, build, in_waves, run, shard
-from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ModelRefused, TransferError
 from lengthwise.core.plan import Piece
-from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.engine.units import UnitPart
 from lengthwise.models import wrapped_layers
 from properties import costliest
@@ -35,7 +35,7 @@ from tiers import some
 def test_all_that_ranks_post_completes_on_one_strict_queue_a_rank(seed, kind, family, tied, chunks):
     """Gathers, sums, heads and rings; collectives of a node's ranks have the same keys, whatever tokens these have."""
     choose = random.Random(seed)
-    ranks, per_node = choose.choice(((2, 2), (3, 3), (4, 4), (4, 2), (6, 2), (6, 3), (4, 1)))
+    ranks, per_node = choose.choice(((2, 2), (3, 3), (4, 4), (4, 2), (6, 2), (6, 3)))
     lengths = [choose.randint(2, 40) for _ in range(choose.randint(1, 6))]
     plan = in_waves(random_plan(choose, ranks, lengths, layers=2, num_heads=4), kind)
     model = build(family, tie_word_embeddings=tied)
@@ -84,21 +84,27 @@ def test_nothing_is_read_before_it_is_there_or_after_it_is_freed(kind, monkeypat
 
 def test_what_is_gathered_is_freed_once(monkeypatch):
     """However many units there are: what is free is not freed again."""
-    plan = in_waves(make_plan(1, (5, 9), [[Piece(ranks=(0,), sequences=(each,))] for each in (0, 1)], layers=5))
+    plan = in_waves(make_plan(2, (5, 9), [[Piece(ranks=(0,), sequences=(each,))] for each in (0, 1)], layers=5))
     model, called = build(num_hidden_layers=5), Counter()
-    parameters = shard(model, SoloTransport())
     for name in ("gather", "free"):
         method = getattr(UnitPart, name)
 
         def counted(self, *arguments, name=name, method=method):
-            called[name] += 1
+            called[name, threading.get_ident()] += 1
             method(self, *arguments)
 
         monkeypatch.setattr(UnitPart, name, counted)
-    run(model, parameters, SoloTransport(), plan, (5, 9))
-    parameters.free()
+
+    def work(transport):
+        own = copy.deepcopy(model)
+        parameters, mine = shard(own, transport), threading.get_ident()
+        before = called["gather", mine], called["free", mine]
+        run(own, parameters, transport, plan, (5, 9))
+        parameters.free()
+        return called["gather", mine] - before[0], called["free", mine] - before[1]
+
     units = 5 + 2  # layers, the embedding, norm and head
-    assert called == {"gather": 2 * (units + 5), "free": 2 * (units + 5)}
+    assert StrictWorld(2).run(work) == [(2 * (units + 5), 2 * (units + 5))] * 2
 
 
 @pytest.mark.parametrize("where", ["chunk", "backward"])
@@ -131,13 +137,13 @@ def test_a_rank_that_fails_ends_all(where, monkeypatch):
 
 
 def test_a_model_that_runs_its_layers_in_another_order_is_refused():
-    plan = in_waves(make_plan(1, (5,), [[Piece(ranks=(0,), sequences=(0,))]], layers=2))
+    plan = in_waves(make_plan(2, (5,), [[Piece(ranks=(0,), sequences=(0,))]], layers=2))
 
     def work(transport):
         model = build()
         layers = wrapped_layers(model)[::-1]
-        parameters = ShardedParameters(model, transport, dtype=torch.float64, device=CPU, layers=layers)
+        parameters = freed_parameters(model, transport, dtype=torch.float64, device=CPU, layers=layers)
         run(model, parameters, transport, plan, (5,))
 
     with pytest.raises(ModelRefused, match="layer 0 again, or late"):
-        StrictWorld(1).run(work)
+        StrictWorld(2).run(work)

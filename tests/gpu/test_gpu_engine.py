@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from testing import SIZES, LiveBytes, make_batch, make_plan
+from testing.laid import whole_parameters
 from testing.peaks import kept_bytes
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -14,7 +15,6 @@ from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
 from lengthwise.engine.optimizer import sliced_optimizer
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
@@ -29,7 +29,7 @@ def make(device, dtype, *, hidden=128, fused=None, offload=False):
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32).train()
     exact_on = torch.device("cpu") if offload else None
     options = {"dtype": dtype, "device": device, "layers": wrapped_layers(model), "exact_on": exact_on}
-    flat = FlatParameters(model, SoloTransport(), **options)
+    flat = whole_parameters(model, SoloTransport(), **options)
     # A large eps: where a gradient is next to nothing, AdamW else makes a whole update of its rounding.
     config = OptimizerConfig(offload=offload, eps=1e-4)
     return model, flat, sliced_optimizer(config, model, flat, 0, fused=fused)

@@ -19,6 +19,7 @@ from testing import (
     random_plan,
     tiny_family_config,
 )
+from testing.laid import whole_parameters
 from testing.order import check_order
 from transformers import Qwen3Config
 
@@ -28,7 +29,6 @@ from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, shape_from_config
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import apply_policy, check_recompute, model_loss
 from lengthwise.planner import PlanOptions, plan_step
@@ -126,7 +126,7 @@ def live_bytes(kind, *, layers=2, num_tokens=200):
     config.num_hidden_layers = layers
     model = type(built("llama"))._from_config(config, attn_implementation="lengthwise").train()
     batch, transport = make_batch([num_tokens], vocab=48), SoloTransport()
-    flat = FlatParameters(model, transport, dtype=torch.float32)
+    flat = whole_parameters(model, transport, dtype=torch.float32)
     (program,) = lower_plan(make_plan(1, [num_tokens], [Piece(ranks=(0,), sequences=(0,))]), 0)
     tensors = batch.tensors(program.segments(0))
     attention = PlannedAttention(program, transport, choose_kernel(CPU))

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch._dynamo
 from testing import enliven, make_batch, make_plan, put_forwards
+from testing.laid import whole_parameters
 from testing.tiny import VOCAB, tiny_family_config
 from torch._dynamo.utils import counters
 
@@ -14,7 +15,6 @@ from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.plan import Piece
 from lengthwise.engine.activations import Offloading
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import Computing, ModelSource, build_model, compute_so, keep_double
 from lengthwise.models.computing import compiled_forwards
@@ -44,7 +44,7 @@ class Trained:
 
     def __init__(self, model):
         self.model = model
-        self._flat = FlatParameters(model, SoloTransport(), dtype=torch.float64)
+        self._flat = whole_parameters(model, SoloTransport(), dtype=torch.float64)
         self._offloading = Offloading(model, KERNEL, CopyStore())
 
     def run(self, plan, lengths, *, train=True):

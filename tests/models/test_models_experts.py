@@ -6,13 +6,13 @@ from functools import cache
 import pytest
 import torch
 from testing import enliven, make_batch, make_plan
+from testing.laid import whole_parameters
 from testing.tiny import MODEL_TYPES, VOCAB, tiny_family_config
 
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Piece
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import DTYPES, Computing, ModelSource, build_model, check_computing, compute_so
 from lengthwise.models.experts import ExpertsNeeds, choose_experts, experts_of, needs_of
@@ -40,7 +40,7 @@ def run(family, experts, precision):
     """Return (loss, gradients, what was said) of a step of one rank."""
     model, said = copy.deepcopy(built(family)), []
     compute_so(model, Computing(experts=experts), CPU, dtype=DTYPES[precision], say=said.append)
-    flat = FlatParameters(model, SoloTransport(), dtype=DTYPES[precision])
+    flat = whole_parameters(model, SoloTransport(), dtype=DTYPES[precision])
     plan = make_plan(1, LENGTHS, PIECES, layers=model.config.num_hidden_layers)
     batch = make_batch(LENGTHS, vocab=VOCAB)
     work = run_part(plan, batch, StepContext(model, Mesh(SoloTransport(), 1), choose_kernel(CPU), name="test"))

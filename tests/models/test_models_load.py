@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from testing import SIZES
+from testing.laid import whole_parameters
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -16,7 +17,6 @@ from transformers.integrations import hub_kernels
 
 from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ConfigError, OutputError, Problems
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import (
     DTYPES,
     ModelSource,
@@ -39,7 +39,7 @@ def source(kind=LlamaConfig, **changes):
 @pytest.mark.parametrize(("precision", "tied"), [("bf16", False), ("fp64", True), more("fp32", True)])
 def test_saved_model_opens_with_equal_weights(tmp_path, tied, precision):
     model, dtype = build_model(source(tie_word_embeddings=tied), seed=1), DTYPES[precision]
-    flat = FlatParameters(model, SoloTransport(), dtype=dtype)
+    flat = whole_parameters(model, SoloTransport(), dtype=dtype)
     with torch.no_grad():
         flat.values.add_(torch.randn(flat.values.shape, dtype=dtype))
     assert len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) == 1, "views of one buffer"

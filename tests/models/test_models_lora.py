@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from testing import make_batch, run_step
+from testing.laid import whole_parameters
 from testing.strict import StrictWorld
 
 from lengthwise.comm import SoloTransport
 from lengthwise.config import LoraConfig
 from lengthwise.core.errors import ConfigError, Problems
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import (
     DTYPES,
     build_adapted,
@@ -159,7 +159,7 @@ def test_lora_base_is_frozen_narrow_and_that_of_rank_0(folders):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(transport.rank)
-        flat = FlatParameters(model, transport, dtype=torch.bfloat16)
+        flat = whole_parameters(model, transport, dtype=torch.bfloat16)
         assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
         return model, flat.layout, {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -174,7 +174,7 @@ def test_lora_base_is_frozen_narrow_and_that_of_rank_0(folders):
 def test_saved_adapter_opens_in_peft_and_merges_to_the_same_output(folders, tmp_path, case):
     source = find_model(str(folders(case)))
     model = build_adapted(source, CASES[case], seed=1, attention=plain_attention(source), draws_both=True)
-    FlatParameters(model, SoloTransport(), dtype=torch.float64)  # parameters become views, as in training
+    whole_parameters(model, SoloTransport(), dtype=torch.float64)  # parameters become views, as in training
     save_adapter(model, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     base = as_wide(build_model(source, seed=9, attention=plain_attention(source)), torch.float64)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from testing import SIZES, enliven, make_batch, make_plan, run_step
+from testing.laid import whole_parameters
 from testing.tiny import ROPES
 from transformers import (
     Gemma3TextConfig,
@@ -24,7 +25,6 @@ from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import DTYPES, ModelSource, build_model, keep_double, plain_attention
 from lengthwise.planner import PlanOptions, plan_step
 
@@ -71,7 +71,7 @@ def planned(ranks, lengths=LENGTHS, *, capacity=None):
 def run_plain(family, batch, precision, weights="fp32"):
     """Return (loss, gradients) of plain Hugging Face with sdpa, one document at a time, with an own loss."""
     model = rounded(built(family, "plain"), weights)
-    flat = FlatParameters(model, SoloTransport(), dtype=DTYPES[precision])
+    flat = whole_parameters(model, SoloTransport(), dtype=DTYPES[precision])
     total = 0.0
     with keep_double(DTYPES[precision]):
         for i in range(len(batch.ids)):

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 from testing import MODEL_TYPES, SIZES, tiny_family_config
+from testing.laid import whole_parameters
 from testing.strict import StrictWorld
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import FAMILIES, ModelSource, build_model, find_model, wrapped_layers
 from tiers import some
 
@@ -56,7 +56,7 @@ def test_only_rank_0_opens_weights(tmp_path, monkeypatch):
 
     def work(transport):
         model = empty[transport.rank]
-        FlatParameters(model, transport, dtype=torch.float32, device=CPU, layers=wrapped_layers(model))
+        whole_parameters(model, transport, dtype=torch.float32, device=CPU, layers=wrapped_layers(model))
         assert model.lm_head.weight is model.model.embed_tokens.weight
         return model.state_dict()
 

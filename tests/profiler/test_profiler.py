@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import torch
 from testing import run_ranks
+from testing.laid import whole_parameters
 
 from lengthwise.comm import SoloTransport, World
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.shape import Cluster
 from lengthwise.cost.measured import measured_cost, read_measurements
 from lengthwise.engine.optimizer import sliced_optimizer
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import build_model, find_model
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.profiler import model_ends
@@ -55,7 +55,7 @@ def test_a_model_that_is_to_be_trained_stays_as_it_is_to_the_bit():
 
     def work(transport):
         model = build_model(source, seed=3)
-        parameters = FlatParameters(model, transport, dtype=torch.bfloat16)
+        parameters = whole_parameters(model, transport, dtype=torch.bfloat16)
         before = [each.clone() for each in (parameters.values, parameters.master_weights)]
         torch.manual_seed(transport.rank)
         drawn = torch.random.get_rng_state()

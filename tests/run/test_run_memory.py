@@ -94,7 +94,7 @@ def out_of_memory(*_, **__):
 def test_train_that_does_not_fit_says_so_before_the_first_step(tmp_path, monkeypatch, capfd, ranks):
     path = write_run(tmp_path, make_rows([30, 12]), memory_check=True)
     with monkeypatch.context() as patch:
-        patch.setattr(lay, "FlatParameters", out_of_memory)
+        patch.setattr(lay, "Parameters", out_of_memory)
         assert call("train", path, "--ranks", ranks) == 1
     err = capfd.readouterr().err
     assert "start: expected the model, its gradients and its optimizer to fit; got" in err

@@ -16,6 +16,7 @@ from testing import (
     random_plan,
     tiny_family_config,
 )
+from testing.laid import whole_parameters
 from testing.order import check_order, rank_groups
 from testing.strict import StrictWorld
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -26,7 +27,6 @@ from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
 from lengthwise.engine import step as work
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import (
     DTYPES,
@@ -83,7 +83,7 @@ def one_process(family, batch, precision="fp64", **options):
     """(loss, balance loss, gradients) of plain Hugging Face: every document's graph is kept, and its own function
     takes the router logits of all of them as one."""
     model = copy.deepcopy(pair(family, **options)["plain"])
-    flat = FlatParameters(model, SoloTransport(), dtype=DTYPES[precision])
+    flat = whole_parameters(model, SoloTransport(), dtype=DTYPES[precision])
     with keep_double(DTYPES[precision]):
         total, heard = 0.0, []
         for index in range(len(batch.ids)):
@@ -101,7 +101,7 @@ def one_process(family, batch, precision="fp64", **options):
 
 def run_rank(transport, family, plan, batch, precision="fp64", **options):
     model = copy.deepcopy(pair(family, **options)["planned"])
-    flat = FlatParameters(model, transport, dtype=DTYPES[precision])
+    flat = whole_parameters(model, transport, dtype=DTYPES[precision])
     with keep_double(DTYPES[precision]):
         context = StepContext(model, Mesh(transport, 1), choose_kernel(torch.device("cpu")), name="test")
         done = run_part(plan, batch, context)

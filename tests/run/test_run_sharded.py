@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from testing import run_ranks, tiny_family_config
+from testing.laid import freed_parameters
 from transformers import AutoModelForCausalLM
 
 from lengthwise.config import build_config
-from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.models import build_model, find_model, wrapped_layers
 from lengthwise.models.own_rows import OwnRows, own_rows
 from lengthwise.run import sharding as run_sharding
@@ -122,7 +122,7 @@ def test_ranks_read_their_own_rows_of_what_transformers_would_load(tmp_path, fam
         model = build_model(source, seed=0, stored=False)
         rows = own_rows(source, model)
         layers = wrapped_layers(model)
-        parameters = ShardedParameters(model, transport, dtype=torch.float32, device=CPU, layers=layers, read=rows.read)
+        parameters = freed_parameters(model, transport, dtype=torch.float32, device=CPU, layers=layers, read=rows.read)
         with parameters.whole_on_first(trained_only=False):
             whole = {name: each.detach() for name, each in model.named_parameters()} if not transport.rank else {}
             assert all(torch.equal(each, expected[name]) for name, each in whole.items())
@@ -163,7 +163,7 @@ def test_no_rank_holds_the_whole_model_at_the_start(tmp_path):
         before = own_bytes()
         model = build_model(source, seed=0, stored=False)
         layers, rows = wrapped_layers(model), own_rows(source, model)
-        ShardedParameters(model, transport, dtype=torch.float32, device=CPU, layers=layers, read=rows.read)
+        freed_parameters(model, transport, dtype=torch.float32, device=CPU, layers=layers, read=rows.read)
         return own_bytes() - before
 
     took = max(run_ranks(work, 4))

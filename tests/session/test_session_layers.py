@@ -9,7 +9,8 @@ from loops import both_loops, in_double, in_ranks, loss_tokens, plain_losses, sm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lengthwise.core.errors import LengthwiseError, NumericError
-from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.slices import Slices
 from lengthwise.models import computing, keep_double
 from lengthwise.models.fused_layers import FusedKernels
 from lengthwise.session import Session
@@ -114,22 +115,21 @@ def test_gradients_are_summed_while_the_last_backward_runs(options, ranks, tmp_p
     """Whole values are there when a step of the optimizer returns, as a loop may read them."""
 
     def work(_rank):
-        sums, begun = FlatParameters._sum, [0, 0]
+        sums, begun = Parameters._sum, [0, 0]
 
         def counted(self, buckets):
             begun[0] += len(buckets) * (torch._C._current_graph_task_id() != -1)  # in a backward
             sums(self, buckets)
 
-        monkeypatch.setattr(FlatParameters, "_sum", counted)
-        gather = FlatParameters._gather
+        monkeypatch.setattr(Parameters, "_sum", counted)
+        publish = Slices.publish
 
-        def awaited(self, *given):
-            """Yield what is gathered, and count what the step does not wait for."""
-            for bucket, pending in gather(self, *given):
-                yield bucket, pending
-                begun[1] += bucket in self._arriving
+        def awaited(self, **how):
+            """Count what a step does not wait for."""
+            publish(self, **how)
+            begun[1] += len(self._arriving)
 
-        monkeypatch.setattr(FlatParameters, "_gather", awaited)
+        monkeypatch.setattr(Slices, "publish", awaited)
         return *both_loops(SGD, steps=steps_of([[30, 29, 31, 2], [97, 3]]), overlap=True, **options), *begun
 
     found = in_ranks(in_double(work), ranks, tmp_path)

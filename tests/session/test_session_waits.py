@@ -16,7 +16,7 @@ from lengthwise.session import own_loop
 LENGTHS = (300, 40, 200, 7)
 FORWARD = ["copy to the host: step.run_part", "event: clock._seconds_between"]
 NORM = ["number: norm.gradient_norm"]
-EDITS = "copy to the host: edits.take_edits_to_host"  # whether there are some, and those, as without values there are
+EDITS = "copy to the host: slices._take_to_host"  # whether there are some, and those, as without values there are
 ON_HOST = [EDITS, EDITS, "copy to the host: optimizer._bring_gradients"]  # the last of gradients
 
 

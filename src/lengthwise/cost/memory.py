@@ -1,6 +1,6 @@
 """Bytes of a step on one device, by formulas from a model's shape: where nothing runs and nothing can be measured.
 
-States as `engine.replicated` or `engine.sharded` and AdamW keep them. Of a layer what its operations save for
+States as `engine.parameters` and AdamW keep them. Of a layer what its operations save for
 backward, tensor by tensor, by family (`_FAMILIES`; others are counted as a Llama). Beside that, the most of three
 moments: the loss; the first norm of backward; the first MLP of backward, all of its layer computed again where it was
 not kept. Held to what steps take by tests/engine/test_engine_peaks.py. `cost.capacity` says how many tokens fit.
@@ -54,7 +54,7 @@ def state_bytes(
 def gathered_bytes(
     layer: float, words: float, *, dtype_bytes: int, ranks: int, ties: bool, trains: bool = True, casts: bool = True
 ) -> float:
-    """Count what `engine.sharded` holds at most beside rows and activations.
+    """Count what `engine.waves` holds at most beside rows and activations.
 
     layer, words: parameters of a decoder layer, and of the embedding; the head has as many, or is the embedding, where
     a model `ties` them. As backward computes a layer there are its values and gradients, the next layer's values, which
@@ -124,7 +124,7 @@ class StepMemory(ModelLayout):
         return held / self.devices
 
     def _rows_bytes(self) -> float:
-        """Count a rank's rows of what `engine.sharded` and the optimizer keep: master weights, gradients and states.
+        """Count a rank's rows of what `engine.parameters` and the optimizer keep: master weights, gradients and states.
 
         Of what does not train, the parameters alone, in the model's numbers. Under hybrid a node's ranks have rows of
         values and sums beside that. Where master weights and states are on the host, the device has values.

@@ -1,218 +1,340 @@
-"""What a step's end asks of a model's parameters, however they and their gradients lie over the ranks.
+"""The parameters of a model on one rank, their gradients and exact values: the one owner, however they lie over ranks.
 
-Forward and backward ask nothing here: they use the model's own parameters. Whoever implements this makes these hold a
-layer's values when its forward runs, and moves gradients on from them, by views or by hooks.
+Ranks stand in nodes of n. Inside a node they gather values and sum gradients in every pass; replicas, the ranks of one
+place in all W/n nodes, sum gradients and share updated values once a step. A rank keeps (`engine.slices`)
+
+    master_weights  (fp32, or fp64)     its slices among all ranks, exact
+    grad_shard      (fp32, or fp64)     of the same entries, the sum of all ranks and microbatches
+    values          (compute dtype)     its slices among the ranks of its node, what forward reads
+    grads           (fp32, or fp64)     of the same entries, the sum of the node's ranks and all microbatches
+
+    zero1 (stages, too)     n = 1: values and grads are whole, and the model's parameters are views of them, in its
+                            order; buckets of many layers; what does not train stays where it is
+    zero3                   n = W: all four are slices of units (`engine.units`), freed but around their passes, which
+                            hooks gather and sum (`engine.waves`); so is what does not train, in its own dtype
+    hybrid                  1 < n < W: as zero3 in a node, as zero1 between nodes
+
+Two of the same entries are one tensor, but for values that stay in another dtype: zero3 casts what it gathers. Bytes a
+parameter with AdamW in bf16: zero1 6 + 16/W (one rank alone 18), zero3 16/W, hybrid 6/n + 16/W; in fp32 two more for
+each 6 (one rank alone 16). Sources: ZeRO stages 1 and 3 (arXiv 1910.02054).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from lengthwise.core.errors import ModelRefused
-from lengthwise.engine.flat_layout import FlatLayout
-from lengthwise.models.text_part import whole_model
+from lengthwise.comm import Pending
+from lengthwise.engine.flat_layout import BucketOrder
+from lengthwise.engine.placing import refuse_hooks, refuse_parts, replace_parameters, replaced, share_values, trainable
+from lengthwise.engine.slices import Sharding, Slices, axes_of, gathered, whole_inside
+from lengthwise.engine.stage_share import StageShare
+from lengthwise.engine.units import Accumulation, ModelUnit, units_of
+from lengthwise.engine.waves import Waves
 
 MASTER_WEIGHTS = "master_weights"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """A run of parameters that this rank updates: master weights and gradients, both (entries,), in fp32 or wider.
+class Parameters:
+    """The trainable parameters of a model on one rank, and the others where they are freed, too.
 
-    `start`: where it begins in the rank's `state`. `decayed`: whether weight decay applies, as it does to parameters
-    of two or more dimensions.
+    What rank 0 has of the model counts, buffers as well, wherever it lies; the others' parameters may be without
+    storage (on the meta device). Forward and backward ask nothing here: they use the model's own parameters.
+
+    layout: where the entries of each parameter, as `names` and `shapes` have them, lie in the `state` of all ranks.
+    saved: where the parameters that all ranks train lie, those of other stages too. ranks_in_step: how many
+    neighbouring ranks gather and sum together in every pass, so that each of them takes part in all microbatches of
+    the others. keeps_values: the model has its values at all times. stage: what this rank does with other stages.
+
+    layers: the decoder's, which are units, and whose parameters stay together. read: returns entries [first, stop) of a
+    parameter by its name, on every rank its own; None: rank 0 sends them.
     """
 
-    start: int
-    weights: Tensor
-    gradient: Tensor
-    decayed: bool
+    def __init__(
+        self,
+        model: nn.Module,
+        sharding: Sharding,
+        stage: StageShare,
+        *,
+        layers: Sequence[nn.Module] = (),
+        read: Callable[[str, int, int], Tensor] | None = None,
+    ) -> None:
+        self._model, self._transport, self.stage = model, stage.mesh.replicas, stage
+        self.ranks_in_step, self.keeps_values = sharding.ranks_in_step, sharding.stays
+        learns = {name for name, _ in trainable(model)} if sharding.trains else set[str]()
+        given = dict(model.named_parameters())
+        new = {name: own for name, own in given.items() if name in learns and (own.is_meta or not sharding.stays)}
+        refuse_hooks(new)
+        frozen_to = None if sharding.keeps_frozen else sharding.dtype
+        in_place = [own for name, own in given.items() if name not in learns and sharding.stays]
+        share_values(model, self._transport, in_place, dtype=frozen_to, device=sharding.device)
 
+        axes, units = axes_of(self._transport, sharding), [] if sharding.stays else units_of(model, layers)
+        unit_of = {name: number for number, unit in enumerate(units) for name in unit.names}
+        if sharding.stays:
+            layer_of = {id(own): number for number, layer in enumerate(layers) for own in layer.parameters()}
+            unit_of = {name: layer_of.get(id(own), -1) for name, own in given.items() if name in learns}
+        own, frozen = {name: number for name, number in unit_of.items() if name in learns}, {}
+        for name in (each for each in unit_of if each not in learns):
+            frozen.setdefault(frozen_to or given[name].dtype, {})[name] = unit_of[name]
+        wide = torch.promote_types(sharding.dtype, torch.float32)
+        trained = Slices(own, given, sharding, axes, dtype=sharding.dtype, kept=wide, trains=True)
+        self._frozen = [
+            Slices(each, given, sharding, axes, dtype=kept, kept=kept, trains=False)
+            for kept, each in sorted(frozen.items(), key=str)
+        ]
+        self._trained, self.names, self.shapes, self.layout = trained, trained.names, trained.shapes, trained.layout
+        self.master_weights, self.values, self.views = trained.values, trained.of_node, trained.views
+        self._replicas = axes.replicas
+        has_replicas = axes.replicas.world_size > 1
+        # What no microbatch or token of this rank reaches stays zero in the sum.
+        self.grads = self.grad_shard = torch.zeros(trained.node.shard_entries, dtype=wide, device=sharding.device)
+        if has_replicas:
+            self.grad_shard = torch.zeros(self.layout.shard_entries, dtype=wide, device=sharding.device)
+        self._is_summed = False  # what `grads` has is in `grad_shard`, with what the replicas had
+        self._overlaps = sharding.overlaps and sharding.stays and has_replicas
+        self._are_late = sharding.values_late and sharding.stays and has_replicas
+        self._order: BucketOrder | None = None  # of the sums of this step
+        self._sums = list[Pending]()
+        self._take_in(given, read)
+        self._hook_in(units, layers)
+        self._is_whole = sharding.stays and stage.mesh.stages == 1
+        if not self._is_whole:
+            refuse_parts(model, lambda: self._is_whole)
+        self.saved = stage.saved(self.layout, self.names, self.shapes)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedParameters:
-    """Where the parameters that all ranks train lie in the `state` of all ranks, as checkpoints know them.
+    def _take_in(self, given: Mapping[str, nn.Parameter], read: Callable[[str, int, int], Tensor] | None) -> None:
+        """Take rank 0's values over, whatever each rank loaded. Collective."""
+        every, device = [self._trained, *self._frozen], self.grads.device
+        kept = {name: each.values.dtype for each in every for name in each.names}
+        views = self.views(self.grads) if self.keeps_values else []
+        rooms = dict(zip(self.names, views, strict=bool(views)))  # of exact values on their way
 
-    rank: of this one in the layout of its own parameters.
-    """
+        def sent(name: str, first: int, stop: int) -> Tensor:
+            """Return entries of what rank 0 has of a parameter. Collective."""
+            own = given[name].detach()
+            whole = rooms[name] if rooms else torch.empty(own.shape, dtype=kept[name], device=device)
+            if not own.is_meta:
+                whole.copy_(own)
+            self._transport.broadcast(whole, 0)
+            return whole.view(-1)[first:stop]
 
-    layout: FlatLayout
-    names: Sequence[str]
-    shapes: Sequence[tuple[int, ...]]
-    rank: int
+        for each in every:
+            each.fill(read or sent, given)
+        self.grads.zero_()
 
-
-class Parameters(Protocol):
-    """The trainable parameters of a model on one rank.
-
-    layout: where the entries of each parameter, as `names` has them, lie in the `state` of all ranks.
-    master_weights, grad_shard: this rank's exact parameters, and what `reduce_gradients` returns, (entries,) each; the
-    first may be in the host's memory, the second is where the model runs.
-    saved: where the parameters that all ranks train lie, those of other stages too.
-    ranks_in_step: how many neighbouring ranks gather and sum together in every pass, so that each of them takes part in
-    all microbatches of the others; 1: none do.
-    """
-
-    layout: FlatLayout
-    master_weights: Tensor
-    grad_shard: Tensor
-    ranks_in_step: int
-    saved: SavedParameters
+    def _hook_in(self, units: Sequence[ModelUnit], layers: Sequence[nn.Module]) -> None:
+        """Give the model the parameters that were made, and let their passes fill, free, wait for and sum them."""
+        trained, model = self._trained, self._model
+        every = [(trained, self.grads), *((each, None) for each in self._frozen)]
+        parts = [[part for each, sums in every for part in each.parts(unit, sums=sums)] for unit in range(len(units))]
+        given = dict(model.named_parameters())
+        replace_parameters(model, {id(given[name]): own for each, _ in every for name, own in each.made.items()})
+        self._learning, self._waves, gradients = self._now, None, dict[int, Tensor]()
+        self._added = list[Accumulation]()  # gradients of what stays
+        if self.keeps_values:
+            views, made = self.views(self.grads), self._made_gradient if self._overlaps else None
+            self._added = [Accumulation(self._learning, views, made=made)]
+            gradients = dict(zip(map(id, self._learning), views, strict=True))
+        else:
+            trained.publish()
+            self._waves = Waves(model, units, parts, trained.axes.node)
+        if self._are_late:
+            self._wait_before(layers)
+        self._added += self.stage.begin(gradients, self.grads.dtype)
 
     @property
-    def names(self) -> Sequence[str]:
-        """The names of the parameters, in the order of the layout."""
-        ...
+    def _now(self) -> list[nn.Parameter]:
+        """What the model has now of parameters that are updated here."""
+        return [own for own in self._model.parameters() if own.requires_grad and own is not self.stage.copy]
 
-    @property
-    def shapes(self) -> Sequence[tuple[int, ...]]:
-        """Their shapes."""
-        ...
+    def _wait_before(self, layers: Sequence[nn.Module]) -> None:
+        """Let every layer wait for its values before it runs, and the model for those of no layer."""
+        trained, bucket_of = self._trained, dict(zip(map(id, self._learning), self.layout.bucket_of, strict=True))
+        within = {id(own) for layer in layers for own in layer.parameters()}
+        read_by = [(layer, {id(own) for own in layer.parameters()}) for layer in layers]
+        for module, members in (*read_by, (self._model, bucket_of.keys() - within)):
+            buckets = sorted({bucket_of[each] for each in members if each in bucket_of})
+            module.register_forward_pre_hook(lambda *_, buckets=buckets: trained.arrive(buckets))
+            if module is self._model:  # it waits before the first layer, and a communicator ends calls in order
+                trained.order = [*buckets, *(each for each in trained.order if each not in buckets)]
 
-    def shards(self) -> Sequence[Shard]:
-        """Return what the optimizer of this rank updates in place; none where a rank has no parameters."""
-        ...
-
-    def reducing_early(self) -> AbstractContextManager[None]:
-        """Sum gradients while the backward inside the block makes them, where that is on.
+    @contextmanager
+    def reducing_early(self) -> Iterator[None]:
+        """Sum buckets as soon as the backward inside the block has made their gradients, where `overlaps`.
 
         The block is this rank's last backward of a step, and it has no transfer left in this step.
         """
-        ...
+        if self._overlaps:
+            self._order = BucketOrder(self.layout.bucket_of)
+        yield
+
+    def _made_gradient(self, number: int) -> None:
+        """Sum the bucket that a parameter's gradient completes."""
+        if self._order is not None:
+            self._sum(self._order.arrived(number))
 
     def begin_reducing(self) -> None:
-        """Begin the sum of what is left of the gradients, where early sums are on: before any other collective."""
-        ...
+        """Add up what stages share; begin the sums that are left, where `overlaps`: before any other collective."""
+        self.stage.add_tied_gradient()
+        if self._overlaps:
+            self._sum_rest()
 
     def reduce_gradients(self) -> Tensor:
-        """Sum the gradients of all ranks into the shards; return those of this rank, (entries,). Collective."""
-        ...
+        """Sum the gradients of all ranks into the shards; return those of this rank, (entries,). Collective.
+
+        There are zeros where nobody's entries are.
+        """
+        self._sum_rest()
+        for each in self._sums:
+            each.wait()
+        self._order, self._is_summed = None, self._replicas.world_size > 1
+        self._sums.clear()
+        return self.grad_shard
+
+    def _sum_rest(self) -> None:
+        self._order = self._order or BucketOrder(self.layout.bucket_of)
+        self._sum(self._order.rest())
+
+    def _sum(self, buckets: Iterable[int]) -> None:
+        """Begin to sum buckets over the replicas."""
+        layout, node = self.layout, self._trained.node
+        for bucket in buckets if self._replicas.world_size > 1 else ():
+            own, of_node = self.grad_shard[layout.in_shard(bucket)], self.grads[node.in_shard(bucket)]
+            self._sums.append(self._replicas.reduce_scatter_async(own, of_node))
 
     def gather_gradients(self) -> dict[str, Tensor]:
-        """Return the reduced gradient of every parameter, by name; for checks, not for training. Collective."""
-        ...
+        """Return the reduced gradient of every parameter, by name; for checks, not for training. Collective.
+
+        Those of all stages on rank 0, of its own on the others.
+        """
+        found = gathered(self.layout, self.grad_shard, self._transport)
+        own = {self.names[index]: values.view(self.shapes[index]).clone() for index, values in found}
+        return self.stage.gather_gradients(own, self.grads.dtype)
 
     def clear_gradients(self) -> None:
-        """Set the gradients of this rank to zero."""
-        ...
+        """Set the gradients of this rank to zero, once sums that are under way have ended."""
+        if self._order is not None:  # of a step that goes no further: the other ranks wait in these sums, too
+            self.reduce_gradients()
+        self.grads.zero_()
+        self.grad_shard.zero_()
+        self._is_summed = False
+        self.stage.clear()
 
     def keep_sum(self) -> None:
-        """Let the next backward add to the gradients that are summed and not cleared."""
-        ...
+        """Let the next backward add to the sum: this rank's slices of it take part in the next one."""
+        if self._is_summed:
+            self.grads.zero_()
+            for own, place in self._trained.mine(self.grads):
+                own.copy_(self.grad_shard[place])
+            self._is_summed = False
 
     def attach_gradients(self) -> None:
-        """See that the model has the parameters that were made, and these their gradients.
+        """See that the model has the parameters that were made, where they were put, and these their gradients.
 
         Raises:
             ModelRefused: somebody replaced, moved or froze some.
         """
-        ...
+        now, wanted = self._now, (self._trained.dtype, self.grads.device)
+        stays = len(now) == len(self._learning) and all(
+            own is made and (own.dtype, own.device) == wanted for own, made in zip(now, self._learning, strict=True)
+        )
+        if not stays or not all(each.are_in_place() for each in self._added):
+            raise replaced(self._model, expected=len(self.names), got=len(now))
+        self.detach_gradients()
+        for each in self._added:
+            each.attach()
 
     def detach_gradients(self) -> None:
         """Leave the model's own gradients to others, without any, until they are attached again."""
-        ...
+        for own in self._learning:
+            own.grad = None
+        for each in self._added:
+            each.detach()
+
+    def release(self) -> None:
+        """Leave the gradients that a backward makes from now on to the model, which keeps its values."""
+        for each in self._added:
+            each.release()
 
     def publish(self) -> None:
         """Make the updated master weights of all ranks the values that forward reads. Collective.
 
         They may still be on their way: a forward of the model waits for what it reads, all else for `published`.
         """
-        ...
+        self.free()
+        self.published()
+        self._trained.publish(waits=not self._are_late)
+        if self.stage.shares_updates:
+            self.published()
+            self.stage.share_tied(from_first=True)
 
     def published(self) -> None:
         """Wait until all values are there: before a transfer, and before they are read outside of a forward."""
-        ...
+        self._trained.arrive(range(self.layout.num_buckets))
 
     def free(self) -> None:
         """Free the values that a pass has left gathered: what somebody wrote there would be lost."""
-        ...
+        if self._waves is not None:
+            self._waves.let_go()
 
-    def whole_on_first(self, *, trained_only: bool) -> AbstractContextManager[None]:
+    def publish_bytes(self) -> int:
+        """Count the bytes that `publish` needs beside what is kept."""
+        return self._trained.publish_bytes(waits=not self._are_late)
+
+    @contextmanager
+    def whole_on_first(self, *, trained_only: bool) -> Iterator[None]:
         """See that the model of rank 0 has whole parameters inside the block, to be saved. Collective.
 
         trained_only: those that train; the others may be anything.
         """
-        ...
+        self.published()
+        self.free()
+        before, is_first = self._is_whole, self._transport.rank == 0
+        self._is_whole = self.keeps_values or is_first
+        slices = [self._trained, *([] if trained_only else self._frozen)]
+        try:
+            with (
+                self.stage.whole(self._trained.dtype),
+                nullcontext() if self.keeps_values else whole_inside(self._model, slices, is_first=is_first),
+            ):
+                yield
+        finally:
+            self._is_whole = before
 
-    def publish_bytes(self) -> int:
-        """Count the bytes that `publish` needs beside what is kept."""
-        ...
+    # What somebody may have done to the model's values, where it keeps them; else it refuses all of it by itself.
 
-    def tensors(self) -> Sequence[Tensor]:
-        """Return all tensors that are kept from step to step."""
-        ...
+    def take_values(self) -> None:
+        """Make the values that the model has now this rank's master weights."""
+        if self.keeps_values:
+            self._trained.take_values()
 
-    def read_by_forward(self) -> Sequence[Tensor]:
+    def take_changes(self) -> None:
+        """Take what somebody changed in the model's values since they were published; other master weights stay."""
+        if self.keeps_values:
+            self._trained.take_changes()
+
+    def norm_of_values(self) -> float:
+        """Return the norm of this rank's part of the model's values; 0.0 where they are the master weights."""
+        return self._trained.norm() if self.keeps_values else 0.0
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors that are kept from step to step, but those of a model that keeps its values."""
+        own = [self.values, self.grads, self.grad_shard, self.master_weights]
+        return [*{id(each): each for each in own}.values(), *(each.values for each in self._frozen)]
+
+    def read_by_forward(self) -> list[Tensor]:
         """Return what forward reads the values of all parameters from, those that do not train as well."""
-        ...
+        if self.keeps_values:
+            return [own.data for own in self._model.parameters()]
+        return [each.of_node for each in (self._trained, *self._frozen)]
 
-    def state(self) -> Mapping[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """Return what this rank alone holds of the parameters and cannot be computed anew, by name: (entries,) each."""
-        ...
-
-
-def shards_of(
-    layout: FlatLayout, rank: int, shapes: Sequence[tuple[int, ...]], weights: Tensor, gradient: Tensor
-) -> list[Shard]:
-    """Cut what a rank updates, (entries,) each, where weight decay changes.
-
-    Unused entries after a parameter go with it: a part is then of whole vectors of a CPU, and which entries it has
-    changes no rounding.
-    """
-    segments = list[tuple[int, bool]]()  # where one begins
-    for run in layout.runs(rank):
-        decayed = len(shapes[run.parameter]) >= 2
-        if not segments or segments[-1][1] != decayed:
-            segments.append((run.start, decayed))
-    stops = [*(start for start, _ in segments[1:]), len(weights)]
-    return [
-        Shard(start=start, weights=weights[start:stop], gradient=gradient[start:stop], decayed=decayed)
-        for (start, decayed), stop in zip(segments, stops, strict=False)  # one stop without segments
-    ]
-
-
-def refuse_parts(model: nn.Module, is_whole: Callable[[], bool]) -> None:
-    """Let a model whose parameters lie over the ranks refuse what goes by whole ones, unless `is_whole` says it is."""
-
-    def refuse(what: str) -> None:
-        if not is_whole():
-            where, expected = f"model.{what}", "a model with whole parameters: here they lie over the ranks"
-            remedy = f"Call the session's {what}, or its save_pretrained, on all ranks; load weights before it."
-            raise ModelRefused(where, expected=expected, got=type(model).__name__, remedy=remedy)
-
-    model.register_state_dict_pre_hook(lambda *_: refuse("state_dict"))
-    model.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict"))
-
-    def refuse_copy(_protocol: object) -> NoReturn:
-        raise pickled(model)
-
-    for each in (model, whole_model(model)):
-        vars(each)["__reduce_ex__"] = refuse_copy
-
-
-def pickled(module: nn.Module) -> ModelRefused:
-    """Say that a model that ranks train was to be pickled, as torch.save does, and where it is a part, copies do."""
-    remedy = "Call session.save_pretrained or session.state_dict on all ranks, or make a copy before the session."
-    name = type(module).__name__
-    return ModelRefused(f"model {name}", expected="no torch.save, or copy of a rank's part", got="one", remedy=remedy)
-
-
-def brought(values: Tensor, dtype: torch.dtype, device: torch.device, staged: Tensor | None = None) -> Tensor:
-    """Return master weights in `dtype` where the model runs; the host's are cast there, and sent from pinned memory.
-
-    staged: memory of the host, of as many entries in `dtype`, that keeps what is sent; None: some is taken for it.
-    """
-    if staged is None and values.device.type == device.type:
-        return values.to(dtype)
-    if staged is None:
-        staged = torch.empty(values.shape, dtype=dtype, pin_memory=device.type != "cpu")
-    return staged.copy_(values).to(device, non_blocking=True)
+        return {MASTER_WEIGHTS: self.master_weights}
 
 
 def largest_magnitude(parameters: Parameters) -> Tensor:

@@ -31,6 +31,7 @@ from lengthwise.engine.lay import lay_parameters
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.optimizer import SlicedOptimizer, sliced_optimizer
 from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.slices import Sharding
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import (
     DTYPES,
@@ -152,7 +153,7 @@ def build(
     model = build_model(source, seed=0, stored=transport.rank == 0)
     compute_so(model, computing or Computing(), world.device, dtype=DTYPES[precision])
     choose_mixers(model, transport, world.device, dtype=DTYPES[precision])
-    parameters = lay_parameters(model, transport, dtype=DTYPES[precision], device=world.device)
+    parameters = lay_parameters(model, transport, Sharding(dtype=DTYPES[precision], device=world.device))
     return model, parameters, sliced_optimizer(OptimizerConfig(), model, parameters, transport.rank)
 
 

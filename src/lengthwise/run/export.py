@@ -25,6 +25,7 @@ from lengthwise.core.files import whole_folder
 from lengthwise.data import Tokenizer, load_tokenizer
 from lengthwise.engine.lay import lay_parameters
 from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.slices import Sharding
 from lengthwise.models import (
     DTYPES,
     build_adapted,
@@ -122,8 +123,8 @@ def export_checkpoint(output: Path, to: Path, *, step: int | None = None) -> Pat
 def _build(config: RunConfig) -> tuple[Any, Parameters]:
     source = find_model(config.model, weights=config.weights)
     model: Any = build_adapted(source, config.lora, seed=config.seed)
-    parameters = lay_parameters(model, SoloTransport(), dtype=DTYPES[config.precision], device=torch.device("cpu"))
-    return model, parameters
+    sharding = Sharding(dtype=DTYPES[config.precision], device=torch.device("cpu"))
+    return model, lay_parameters(model, SoloTransport(), sharding)
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer | None:

@@ -26,7 +26,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.cost import shape_from_config
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import reporting_shortage
-from lengthwise.engine.replicated import trainable
+from lengthwise.engine.placing import trainable
 from lengthwise.models import ANY_KEY, DTYPES, build_adapted, has_states, keep_double, plain_attention
 from lengthwise.program import HeadRange
 from lengthwise.run.building import connect, open_session

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lengthwise.comm import Transport, share_numbers
 from lengthwise.core.errors import ConfigError, RankError
-from lengthwise.engine.stage_parameters import StageParameters
+from lengthwise.engine.stage_share import StageShare
 from lengthwise.session.loop_optimizer import LoopOptimizer
 
 _BITS = 48  # of a digest, which fp64 has exactly
@@ -34,7 +34,7 @@ class Agreement:
 
     def __init__(self, model: nn.Module, transport: Transport, updates: LoopOptimizer | None) -> None:
         self._transport, self._updates, self._model = transport, updates, model
-        self._stages = None if updates is None else _stages(updates)
+        self._stage = None if updates is None else updates.parameters.stage
         self._parameters = dict(model.named_parameters())
         self._versions = self._counted()
 
@@ -64,9 +64,9 @@ class Agreement:
             did |= {_SLICES: updates.edits, _GRADIENTS: sorted(updates.with_gradient), _CLEARS: updates.clears}
             did[_GROUPS] = updates.arguments()
         self._transport.phase = f"{name}, comparing the ranks"
-        tied = None if self._stages is None else self._stages.tied
+        tied = None if self._stage is None else self._stage.tied
         is_tied = tied is not None and any(self._parameters[each] is tied for each in changed)
-        norm = 0.0 if self._stages is None else self._stages.tied_norm()
+        norm = 0.0 if self._stage is None else self._stage.tied_norm()
         tied_name = ""
         if updates is not None and tied is not None and tied.requires_grad:
             tied_name = updates.withheld.name_of(tied)
@@ -85,8 +85,8 @@ class Agreement:
             raise ConfigError("weights", expected=expected, got=got, remedy="Change them in one of the two ways.")
         if updates is not None and updates.has_edited_weights:
             updates.publish()
-        elif self._stages is not None:
-            self._share_tied(self._stages, rows[:, 1], rows[:, 2])
+        elif self._stage is not None:
+            self._share_tied(self._stage, rows[:, 1], rows[:, 2])
         self._versions = self._counted()
 
     def _refuse_others(self, rows: Tensor, did: Mapping[str, Any]) -> None:
@@ -95,7 +95,7 @@ class Agreement:
         if rows[:, 0].any():
             got = f"what the session cannot use, on rank {int(rows[:, 0].argmax())}"
             raise RankError(where, expected="ranks that go on", got=got, remedy="That rank's own message says more.")
-        stages = 1 if self._stages is None else self._stages.mesh.stages
+        stages = 1 if self._stage is None else self._stage.mesh.stages
         for column, (what, own) in enumerate(did.items(), start=_OWN):
             apart = stages if what in (_VALUES, _SLICES, _GRADIENTS) else 1  # a stage has some of the parameters
             others = [rank for rank in range(len(rows)) if rows[rank, column] != rows[rank % apart, column]]
@@ -105,9 +105,9 @@ class Agreement:
                 remedy = "Let every rank run the same loop, with the same settings."
                 raise RankError(where, expected=f"the same {what} on all ranks", got=got, remedy=remedy)
 
-    def _share_tied(self, parameters: StageParameters, changed: Tensor, norms: Tensor) -> None:
+    def _share_tied(self, stage: StageShare, changed: Tensor, norms: Tensor) -> None:
         """Make both copies of a tied weight the one that the loop has changed, where they differ."""
-        stages = parameters.mesh.stages
+        stages = stage.mesh.stages
         first, last = norms[::stages], norms[stages - 1 :: stages]
         if torch.allclose(first, last, rtol=0.0, atol=0.0, equal_nan=True):
             return
@@ -116,11 +116,7 @@ class Agreement:
             expected, got = "one change of a tied weight", "copies that differ on the first and the last stage"
             remedy = "Change the embedding's weight alone, and not its .data, whose changes are not counted."
             raise ConfigError("weights", expected=expected, got=got, remedy=remedy)
-        parameters.share_tied(from_first=from_first)
-
-
-def _stages(updates: LoopOptimizer) -> StageParameters | None:
-    return updates.parameters if isinstance(updates.parameters, StageParameters) else None
+        stage.share_tied(from_first=from_first)
 
 
 def _digest(did: object) -> float:

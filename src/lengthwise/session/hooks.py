@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.core.errors import ConfigError, ModelRefused
-from lengthwise.engine.parameters import pickled
-from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.placing import pickled
 from lengthwise.session.loop_optimizer import LoopOptimizer
 
 
@@ -25,7 +24,7 @@ def guard_models(updates: LoopOptimizer, models: Sequence[nn.Module], closing: E
         _hook(register, updates.refuse_unpublished, models[0], closing)
     for each in models:
         _put_in_place(each, "zero_grad", updates.zero_grad, models[0], closing)
-    if isinstance(parameters, FlatParameters):  # else the model has no values here, and refuses all of this by itself
+    if parameters.keeps_values:  # else the model has none here, and refuses all of this by itself
         _hook(models[-1].register_load_state_dict_post_hook, parameters.take_values, models[0], closing)
         closing.callback(parameters.release)
         for module in models[0].modules():

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from lengthwise.core.errors import ConfigError
 from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.whole_optimizer import WholeOptimizer
 from lengthwise.session.guards import (
     GRADIENTS,
@@ -62,8 +61,7 @@ class LoopOptimizer(SlicedOptimizer):
         self._shown = [[by_number[number] for number in each] for each in self._members]
         self.withheld = WithheldGradients(model, whole.given)
         self._own = self.withheld.own
-        is_flat = isinstance(parameters, FlatParameters)
-        self._places = {name: each.data_ptr() for name, each in self._own.items() if is_flat}
+        self._places = {name: each.data_ptr() for name, each in self._own.items() if parameters.keeps_values}
         self._key_states(to_pieces=False)
         self._show()
         self._hook_in()
@@ -93,7 +91,7 @@ class LoopOptimizer(SlicedOptimizer):
         """Have the sum of the gradients where the loop reads it, and in weights what it wrote to the model's own."""
         if kind == GRADIENTS:
             self._bring_gradients()
-        elif kind == WEIGHTS and not self.has_edited_weights and isinstance(self.parameters, FlatParameters):
+        elif kind == WEIGHTS and not self.has_edited_weights:
             versions = sum(each._version for each in self._own.values())
             if self._folded is None or self._folded[0] != versions:
                 self.take_changes()
@@ -244,13 +242,12 @@ class LoopOptimizer(SlicedOptimizer):
         Raises:
             ConfigError: a parameter has other data than it had, whose values the slices would miss.
         """
-        if isinstance(self.parameters, FlatParameters):
-            moved = [name for name, each in self._own.items() if each.data_ptr() != self._places[name]]
-            if moved:
-                expected, got = "its .data in place, as the session laid it out", f"another tensor, {len(moved)} in all"
-                remedy = "Write p.data.copy_(values) instead of p.data = values, or put the first .data back."
-                raise ConfigError(f"parameter {moved[0]}", expected=expected, got=got, remedy=remedy)
-            self.parameters.take_changes()
+        moved = [name for name, place in self._places.items() if self._own[name].data_ptr() != place]
+        if moved:
+            expected, got = "its .data in place, as the session laid it out", f"another tensor, {len(moved)} in all"
+            remedy = "Write p.data.copy_(values) instead of p.data = values, or put the first .data back."
+            raise ConfigError(f"parameter {moved[0]}", expected=expected, got=got, remedy=remedy)
+        self.parameters.take_changes()
 
     def publish(self) -> None:
         """Give all ranks the weights of the slices. Collective."""
@@ -259,9 +256,7 @@ class LoopOptimizer(SlicedOptimizer):
 
     def has_edited_both(self) -> bool:
         """Return whether the loop wrote to the model's own values after it had changed or read slices."""
-        if self._folded is None or not isinstance(self.parameters, FlatParameters):
-            return False
-        return self._folded[1] != self.parameters.norm_of_values()
+        return self._folded is not None and self._folded[1] != self.parameters.norm_of_values()
 
     def refuse_unpublished(self) -> None:
         """Refuse a use of the model's own values while slices are newer.

@@ -18,7 +18,8 @@ from lengthwise.engine.memory import SMALLER_STATE, free_bytes, reporting_shorta
 from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.pipeline import Pipeline
-from lengthwise.engine.replicated import share_values
+from lengthwise.engine.placing import share_values
+from lengthwise.engine.slices import Sharding
 from lengthwise.models import ModelStage, choose_layers
 from lengthwise.models.own_rows import OwnRows
 from lengthwise.models.weights import first_names, is_finite
@@ -136,10 +137,7 @@ def _take_model(start: Start[Own], engine: Engine) -> Own | None:
     """Give the engine the parameters of the model, or of its stage; return what updates them. Collective."""
     settings, transport = start.settings, start.transport
     overlaps = settings.asked.overlaps(on_gpus=settings.on_gpus)
-    how: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device, "overlaps": overlaps}
-    how |= {"offloads": settings.trained.offloads, "keeps_frozen": settings.keeps_frozen}
-    how["values_late"] = overlaps and not settings.is_read_between
-    rank, in_step = transport.rank, settings.asked.ranks_in_step(transport.world_size)
+    rank, in_step, stage = transport.rank, settings.asked.ranks_in_step(transport.world_size), None
     if start.optimizer is None and in_step == 1:
         share_values(start.text, transport, start.text.parameters(), dtype=None, device=settings.device)
         return None
@@ -147,10 +145,19 @@ def _take_model(start: Start[Own], engine: Engine) -> Own | None:
         engine.pipeline = pipeline = _take_stage(start)
         assert engine.layers is not None, "chosen before"
         engine.layers, rank = engine.layers.kept(), pipeline.mesh.replica
-        how["stage"] = pipeline.stage, pipeline.mesh
-    else:
-        how |= {"ranks_in_step": in_step, "rows": start.rows, "trains": start.optimizer is not None}
-    engine.parameters = parameters = lay_parameters(start.text, transport, **how)
+        stage, in_step = (pipeline.mesh, pipeline.stage), 1
+    sharding = Sharding(
+        dtype=settings.dtype,
+        device=settings.device,
+        ranks_in_step=in_step,
+        overlaps=overlaps,
+        values_late=overlaps and not settings.is_read_between,
+        keeps_frozen=settings.keeps_frozen,
+        trains=start.optimizer is not None,
+        exact_on=torch.device("cpu") if settings.trained.offloads else None,
+    )
+    rows = start.rows if stage is None else None  # a stage has read its own
+    engine.parameters = parameters = lay_parameters(start.text, transport, sharding, stage=stage, rows=rows)
     return None if start.optimizer is None else start.optimizer(parameters, rank)
 
 

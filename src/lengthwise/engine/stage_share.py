@@ -1,0 +1,172 @@
+"""What the stages of a pipeline do together with their parameters: a tied head's, and what rank 0 saves of all stages.
+
+A tied head belongs to the embedding, on the first stage, which alone updates it. The last stage has a copy: before the
+sum over the replicas it sends its gradient there, and after each update it takes the values. So both are equal to the
+bit, the norm counts it once, and it has one state of the optimizer. Costs two messages of the embedding's size a step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.comm import Mesh, broadcast_bytes
+from lengthwise.engine.flat_layout import FlatLayout, join_stages
+from lengthwise.engine.units import Accumulation
+from lengthwise.models import ModelStage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedParameters:
+    """Where the parameters that all ranks train lie in the `state` of all ranks, as checkpoints know them.
+
+    rank: of this one in the layout of its own parameters.
+    """
+
+    layout: FlatLayout
+    names: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+    rank: int
+
+
+class StageShare:
+    """The part of one stage in that. stage: None: of a whole model, which does nothing with others.
+
+    tied: the tied weight, on the stages that have it or its copy. copy: it is that of the last stage, beside what
+    trains there. Made before the parameters; `begin` comes when they are there.
+    """
+
+    def __init__(self, mesh: Mesh, stage: ModelStage | None = None) -> None:
+        self.mesh, self._stage = mesh, stage
+        self.tied: nn.Parameter | None = None if stage is None else stage.tied_weight()
+        self.copy: nn.Parameter | None = None
+        self._gradient: Tensor | None = None  # of a tied weight that trains, before the sum over the replicas
+        self._trains = self.tied is not None and self.tied.requires_grad
+        if self.tied is not None and mesh.is_last:
+            self.tied.requires_grad_(False)  # as it is not updated here
+
+    def begin(self, gradients: Mapping[int, Tensor], dtype: torch.dtype) -> list[Accumulation]:
+        """Take the values of a tied weight over; return where the gradients of a copy add up, in `dtype`. Collective.
+
+        gradients: of what trains here, by the ids of the parameters.
+        """
+        self.tied = tied = None if self._stage is None else self._stage.tied_weight()
+        self.share_tied(from_first=True)
+        if tied is None or not self._trains:
+            return []
+        if not self.mesh.is_last:
+            self._gradient = gradients[id(tied)]
+            return []
+        self.copy = tied
+        tied.requires_grad_(True)
+        self._gradient = torch.zeros_like(tied, dtype=dtype)
+        return [Accumulation([tied], [self._gradient])]
+
+    def saved(self, layout: FlatLayout, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> SavedParameters:
+        """Return where the parameters of all stages lie, of which these are one's. Collective."""
+        rank = self.mesh.replicas.rank
+        if self._stage is None:
+            return SavedParameters(layout=layout, names=names, shapes=shapes, rank=rank)
+        own, world = {"layout": asdict(layout), "names": names, "shapes": shapes}, self.mesh.world
+        sent = [
+            json.loads(broadcast_bytes(world, json.dumps(own).encode() if world.rank == stage else None, source=stage))
+            for stage in range(self.mesh.stages)  # these ranks are the stages of replica 0
+        ]
+        return SavedParameters(
+            layout=join_stages([_layout_of(one["layout"]) for one in sent]),
+            names=[name for one in sent for name in one["names"]],
+            shapes=[tuple(shape) for one in sent for shape in one["shapes"]],
+            rank=rank,
+        )
+
+    def clear(self) -> None:
+        """Set the copy's gradient to zero."""
+        if self._gradient is not None and self.mesh.is_last:
+            self._gradient.zero_()
+
+    def add_tied_gradient(self) -> None:
+        """Add the gradient of a tied head to that of the embedding. Collective of the two stages."""
+        gradient = self._gradient
+        if gradient is not None and self.mesh.is_last:
+            self._move(gradient, from_first=False)
+            gradient.zero_()  # it has been added there: a session may run another backward before it updates
+        elif gradient is not None:
+            arriving = torch.empty_like(gradient)
+            self._move(arriving, from_first=False)
+            gradient.add_(arriving)
+
+    def _move(self, tensor: Tensor, *, from_first: bool) -> None:
+        mesh = self.mesh
+        message = [(tensor, mesh.rank_of_stage(0 if mesh.is_last else mesh.stages - 1))]
+        receives = mesh.is_last == from_first
+        mesh.between.exchange([] if receives else message, message if receives else []).wait()
+
+    def share_tied(self, *, from_first: bool) -> None:
+        """Give one of the two stages that have a tied weight the values of the other. Collective of the two."""
+        if self.tied is not None:
+            self._move(self.tied.data, from_first=from_first)  # data: no change as autograd counts changes
+
+    @property
+    def shares_updates(self) -> bool:
+        """Whether this stage has a tied weight, or its copy, that trains."""
+        return self._gradient is not None
+
+    def tied_norm(self) -> float:
+        """Return the norm of a tied weight, the same to the bit on both stages that have it; 0.0 on others."""
+        return 0.0 if self.tied is None else torch.linalg.vector_norm(self.tied.detach(), dtype=torch.float64).item()
+
+    def gather_gradients(self, own: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return on rank 0 the gradients of all stages, by name; `own` elsewhere. Collective."""
+        if self._stage is None:
+            return own
+        of_stages = [{name: (shape, dtype) for name, shape in trained.items()} for trained in self._stage.trained]
+        return self._collect(of_stages, own)
+
+    @contextmanager
+    def whole(self, dtype: torch.dtype) -> Iterator[None]:
+        """Let the model of rank 0 be whole inside the block; the other stages send it theirs, in `dtype`. Collective.
+
+        Adapters are not cut yet.
+        """
+        stage = self._stage
+        if stage is None:
+            yield
+            return
+        state = stage.model.state_dict()
+        of_stages = [{name: (shape, own or dtype) for name, (shape, own) in each.items()} for each in stage.entries]
+        own = {name: state[name] for name in of_stages[self.mesh.stage]}
+        found = self._collect(of_stages, own)
+        others = {name: each.cpu() for name, each in found.items() if name not in own}
+        with stage.whole(others) if self.mesh.world.rank == 0 else nullcontext():
+            yield
+
+    def _collect(
+        self, of_stages: Sequence[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], own: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return on rank 0 the tensors of all stages, by name, from the ranks of replica 0; `own` elsewhere.
+
+        of_stages: shapes and dtypes of the tensors of each stage. They come one by one.
+        """
+        mesh = self.mesh
+        if mesh.replica == 0 and mesh.stage:
+            for name in of_stages[mesh.stage]:
+                mesh.between.exchange([(own[name].detach().contiguous(), 0)], []).wait()
+        if mesh.replica or mesh.stage:
+            return own
+        found, device = dict(own), next(iter(own.values())).device
+        for stage in range(1, mesh.stages):
+            for name, (shape, dtype) in of_stages[stage].items():
+                found[name] = torch.empty(shape, dtype=dtype, device=device)
+                mesh.between.exchange([], [(found[name], mesh.rank_of_stage(stage))]).wait()
+        return found
+
+
+def _layout_of(values: Mapping[str, Any]) -> FlatLayout:
+    found: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in values.items()}
+    return FlatLayout(**found)
