@@ -371,7 +371,7 @@ def test_a_save_in_the_background_is_there_at_a_later_end_and_one_that_fails_is_
             rows = steps_of()[0]
             step(session, rows)
             session.save(folder, background=True)
-            while session._folders.progress != WRITTEN:
+            while session.runner.writer.progress != WRITTEN:
                 time.sleep(0.01)
             session.sum_over_ranks(torch.zeros(1))  # all have seen that
             seen.append(folder.exists())
@@ -380,7 +380,7 @@ def test_a_save_in_the_background_is_there_at_a_later_end_and_one_that_fails_is_
             session.save(folder, background=True)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                session._folders.finish()
+                session.runner.writer.finish()
             seen.append([str(each.message) for each in caught if each.category is RuntimeWarning])
             step(session, rows)
             with pytest.raises(LengthwiseError) as error:

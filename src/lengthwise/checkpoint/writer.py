@@ -44,9 +44,10 @@ class SliceWriter:
     """Writes this rank's part of one folder at a time. Methods marked so are collective."""
 
     def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+        self.transport = transport
         self._path, self._step, self._manifest = Path(), 0, None
         self._thread: threading.Thread | None = None
+        self._ended: Callable[[Ended], object] = lambda _: None
         self._error: str | None = None
 
     @property
@@ -59,17 +60,27 @@ class SliceWriter:
         return WRITTEN if self._error is None else FAILED
 
     def save(
-        self, path: Path, step: int, optimizer: SlicedOptimizer, manifest_of: Callable[[dict[str, Any]], Manifest]
+        self,
+        path: Path,
+        step: int,
+        optimizer: SlicedOptimizer,
+        manifest_of: Callable[[dict[str, Any]], Manifest],
+        *,
+        ended: Callable[[Ended], None],
     ) -> None:
-        """Copy this rank's state after `step` and begin to write it; nothing may be under way. Collective.
+        """Copy this rank's state after `step` and begin to write it, once what is under way has ended. Collective.
 
-        manifest_of: makes the manifest, on rank 0, of the fields of `Manifest`.
+        manifest_of: makes the manifest, on rank 0, of the fields of `Manifest`. ended: is called when it is over, at
+        once or by `settle` or `finish`.
         """
+        self.finish()
+        self.transport.phase = f"step {step}, checkpoint"
+        self._ended = ended
         state, kept, manifest, parameters = state_of(optimizer), optimizer.kept(), None, optimizer.parameters
         own = {key for states in kept.values() for key, number in states.items() if number is None}
-        vectors = share_names(self._transport, own)  # a rank may have no state of what others have
-        if self._transport.rank == 0:
-            counts = {"step": step, "ranks": self._transport.world_size}
+        vectors = share_names(self.transport, own)  # a rank may have no state of what others have
+        if self.transport.rank == 0:
+            counts = {"step": step, "ranks": self.transport.world_size}
             manifest = manifest_of(fields_of_state(parameters, optimizer=state, **counts))
 
         def copy() -> tuple[dict[str, Tensor], Kept]:
@@ -87,7 +98,7 @@ class SliceWriter:
         """
         assert self._thread is None, f"{self._path} is under way"
         self._path, self._step, self._manifest, self._error = path, step, manifest, None
-        rank, unfinished = self._transport.rank, unfinished_of(path)
+        rank, unfinished = self.transport.rank, unfinished_of(path)
         if rank == 0:
             self._attempt(lambda: begin(path))
         failed = self._share()  # nobody writes before the folder is there
@@ -99,37 +110,38 @@ class SliceWriter:
         self._thread = threading.Thread(target=self._write, args=(unfinished, state, kept), name=f"checkpoint {step}")
         self._thread.start()
 
-    def settle(self, progress: Sequence[float]) -> Ended | None:
-        """Commit what is under way if all ranks have written, by `progress` of each; return what has ended.
+    def settle(self, progress: Sequence[float]) -> None:
+        """Commit what is under way if all ranks have written, by `progress` of each.
 
         Rank 0 alone knows where the commit fails. Collective where a rank has failed.
         """
         if self._thread is None or WRITING in progress:
-            return None
+            return
         failed = FAILED in progress
         if not failed:
             self._commit()
-        return self._end(shares=failed)
+        self._end(shares=failed)
 
-    def finish(self) -> Ended | None:
+    def finish(self) -> None:
         """Wait until what is under way is committed, or has failed, as all ranks then know. Collective."""
         if self._thread is None:
-            return None
-        self._transport.phase = f"checkpoint of step {self._step}"
+            return
+        self.transport.phase = f"checkpoint of step {self._step}"
         self._thread.join()
         if FAILED not in self._share():
             self._commit()
-        return self._end(shares=True)  # nobody goes on before rank 0 has renamed
+        self._end(shares=True)  # nobody goes on before rank 0 has renamed
 
     def close(self) -> None:
         """Wait for the thread; what it wrote stays unfinished."""
         if self._thread is not None:
             self._thread.join()
+            self._thread = None
 
     def _share(self) -> list[float]:
         """Return how far each rank is. Collective."""
         own = FAILED if self._error is not None else self.progress
-        return share_numbers(self._transport, [own])[:, 0].tolist()
+        return share_numbers(self.transport, [own])[:, 0].tolist()
 
     def _attempt(self, work: Callable[[], Result]) -> Result | None:
         """Do `work`; keep its error, whatever it is: the loop goes on and says so."""
@@ -146,7 +158,7 @@ class SliceWriter:
             self._attempt(lambda: self._write_part(unfinished, state, kept))
 
     def _write_part(self, unfinished: Path, state: Mapping[str, Tensor], kept: Kept) -> None:
-        rank = self._transport.rank
+        rank = self.transport.rank
         fault("checkpoint-write", rank, self._step)
         for name, numbers in state.items():
             if wrong := wrong_numbers(name, numbers):
@@ -160,17 +172,17 @@ class SliceWriter:
             self._attempt(partial(self._make, self._manifest))
 
     def _make(self, manifest: Manifest) -> None:
-        files, kept = take_digests(unfinished_of(self._path), self._transport.world_size)
+        files, kept = take_digests(unfinished_of(self._path), self.transport.world_size)
         fault("checkpoint-manifest", 0, self._step)
         optimizer = None if manifest.optimizer is None else replace(manifest.optimizer, states=kept)
         commit(self._path, replace(manifest, files=files, optimizer=optimizer))
         fault("checkpoint-committed", 0, self._step)
 
-    def _end(self, *, shares: bool) -> Ended:
-        """Return how it ended. Collective where it `shares` the first rank's error."""
+    def _end(self, *, shares: bool) -> None:
+        """Say how it ended. Collective where it `shares` the first rank's error."""
         error, self._thread, self._manifest = self._error, None, None
         if shares:
-            error = share_first(self._transport, {} if error is None else {"error": error}).get("error")
-        if error is not None and self._transport.rank == 0:
+            error = share_first(self.transport, {} if error is None else {"error": error}).get("error")
+        if error is not None and self.transport.rank == 0:
             self._attempt(lambda: put_back(self._path))
-        return Ended(path=self._path, step=self._step, error=error)
+        self._ended(Ended(path=self._path, step=self._step, error=error))

@@ -59,7 +59,7 @@ class RankResult:
     collectives, too, for parameters that still arrived, say), `offload_wait_seconds` for copies of the
     `offloaded_bytes` of all its microbatches. On a GPU these are seconds of its stream, from when that came to the
     first microbatch (what the step before left to do is not counted) until it has done the last. `loss_check` is
-    what it found of a loop's own loss.
+    what it found of a loop's own loss, `saving` how far a save in the background is.
     """
 
     loss_sum: float
@@ -69,6 +69,7 @@ class RankResult:
     offloaded_bytes: int = 0
     offload_wait_seconds: float = 0.0
     loss_check: float = 0.0
+    saving: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ A failure to write is a warning, three in a row end the run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,12 +21,11 @@ from lengthwise.checkpoint import (
     dtype_of,
     read_state,
 )
-from lengthwise.comm import Transport
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import OutputError
 from lengthwise.data.sampler import Position
 from lengthwise.engine.optimizer import SlicedOptimizer
-from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters
+from lengthwise.engine.parameters import MASTER_WEIGHTS
 from lengthwise.run.resume import FOLDER, Resume, run_settings
 
 _MOST_FAILURES = 3
@@ -38,25 +37,19 @@ class Checkpoints:
     def __init__(
         self,
         config: RunConfig,
-        transport: Transport,
-        parameters: Parameters,
+        writer: SliceWriter,
         optimizer: SlicedOptimizer,
         *,
         data: Callable[[], str],
         lines: Callable[[], dict[str, int]],
         note: Callable[[str], None],
     ) -> None:
-        self._config, self._transport, self._parameters, self._optimizer = config, transport, parameters, optimizer
-        self._saved = parameters.saved
+        self._config, self._writer, self._optimizer = config, writer, optimizer
+        self._transport, self._saved = writer.transport, optimizer.parameters.saved
         self._asked, self._note, self._data, self._lines = config.checkpoint, note, data, lines
-        self._folder, self._writer = CheckpointFolder(config.output / FOLDER), SliceWriter(transport)
+        self._folder = CheckpointFolder(config.output / FOLDER)
         self._failures = 0  # in a row
         self._last = time.monotonic()
-
-    @property
-    def progress(self) -> float:
-        """How far this rank's part of the checkpoint under way is, for `settle`."""
-        return self._writer.progress
 
     @property
     def asks(self) -> float:
@@ -78,8 +71,6 @@ class Checkpoints:
         `skipped`: of the steps, those without an update. `position`: as of `RunManifest`.
         """
         assert self._asked is not None, "who saves was asked to"
-        self.finish()
-        self._transport.phase = f"step {step}, checkpoint"
         self._last = time.monotonic()
 
         def manifest_of(state: dict[str, Any]) -> RunManifest:
@@ -94,26 +85,12 @@ class Checkpoints:
                 data=self._data(),
             )
 
-        self._writer.save(self._folder.at(step), step, self._optimizer, manifest_of)
+        self._writer.save(self._folder.at(step), step, self._optimizer, manifest_of, ended=self._take)
         if not self._asked.background:
-            self.finish()
+            self._writer.finish()
 
-    def settle(self, progress: Sequence[float]) -> None:
-        """Commit the checkpoint under way if all ranks have written theirs; `progress` of each rank."""
-        self._take(self._writer.settle(progress))
-
-    def finish(self) -> None:
-        """Wait until the checkpoint under way is committed, or has failed. Collective."""
-        self._take(self._writer.finish())
-
-    def close(self) -> None:
-        """Wait for what writes; it stays unfinished."""
-        self._writer.close()
-
-    def _take(self, ended: Ended | None) -> None:
+    def _take(self, ended: Ended) -> None:
         """Keep the last of the checkpoints; say why there is none of a step."""
-        if ended is None:
-            return
         self._failures = self._failures + 1 if ended.error else 0
         if ended.error is None:
             if self._transport.rank == 0 and self._asked is not None:
@@ -132,7 +109,7 @@ class Checkpoints:
         Raises:
             OutputError: a file is not what was written, or of another model: on all ranks, with the same words.
         """
-        transport, manifest, parameters = self._transport, resume.manifest, self._parameters
+        transport, manifest, parameters = self._transport, resume.manifest, self._optimizer.parameters
         transport.phase = "reading the checkpoint"
         wrong = differences(manifest, self._saved.names, self._saved.shapes, dtype_of(parameters))
         other_data = manifest.data != self._data()

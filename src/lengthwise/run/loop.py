@@ -69,7 +69,7 @@ def train_steps(run: RankRun) -> TrainResult:
     finally:
         steps.close()
     _save(run)
-    checkpoints.finish()
+    session.runner.writer.finish()
     return TrainResult(
         steps=session.steps,
         num_tokens=done.tokens,

@@ -89,7 +89,7 @@ class RankRun:
 
     def close(self) -> None:
         """End what writes in the background, and the session."""
-        self.end.checkpoints.close()
+        self.session.runner.writer.close()  # what is under way stays unfinished
         self.session.close()
 
 
@@ -118,8 +118,7 @@ def set_up(
     parameters = optimizer.parameters
     checkpoints = Checkpoints(
         config,
-        transport,
-        parameters,
+        session.runner.writer,
         optimizer,
         data=lambda: job.dataset.digest().hex(),
         lines=folder.synced_lines,

@@ -31,7 +31,6 @@ class RunNumbers(RankResult):
 
     peak_bytes: float
     largest: float
-    checkpoint_progress: float
     asks_for_checkpoint: float
 
 
@@ -117,15 +116,13 @@ class RunStepEnd(StepEnd):
             **asdict(own),
             peak_bytes=self.memory.peak_bytes(),
             largest=self.finite.largest,
-            checkpoint_progress=self.checkpoints.progress,
             asks_for_checkpoint=self.checkpoints.asks,
         )
 
     def takes(self, step: int, ranks: Sequence[RunNumbers]) -> None:
-        """Commit a checkpoint that is written, and check what the step before left of the parameters."""
+        """Check what the step before left of the parameters."""
         self.ranks = ranks
         self.memory.start()
-        self.checkpoints.settle([rank.checkpoint_progress for rank in ranks])
         self.finite.check_parameters(step - 1, [rank.largest for rank in ranks])
 
     def holds(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from lengthwise.checkpoint import SliceWriter
 from lengthwise.comm import Transport, share_numbers
 from lengthwise.core.errors import NumericError
 from lengthwise.core.names import counted
@@ -105,9 +106,11 @@ class StepRunner:
     """Runs the steps of a loop.
 
     end: what the loop decides at the end of one. steps: made so far. grad_norm: of the last one, before clipping.
+    writer: of states, beside the steps.
     """
 
     engine: Engine
+    writer: SliceWriter
     end: StepEnd = field(default_factory=StepEnd)
     steps: int = 0
     grad_norm: float | None = None
@@ -136,6 +139,7 @@ class StepRunner:
         ranks, result = self._run(
             planned, objective, name or f"step {step}", train=True, before=before, loss=loss, check=check
         )
+        self.writer.settle([rank.saving for rank in ranks])
         self.end.takes(step, ranks)
         if self.end.holds(step, "loss", result.loss, ids) and self.end.holds(
             step, "router loss", result.router_loss or 0.0, ids
@@ -180,6 +184,7 @@ class StepRunner:
             own = replace(own, **seconds)
         if check is not None:
             own = replace(own, loss_check=check.number)
+        own = replace(own, saving=self.writer.progress)
         engine.transport.phase = f"{name}, step end"
         ranks = share_record(engine.transport, self.end.numbers(self.steps, own) if train else own)
         if check is not None:

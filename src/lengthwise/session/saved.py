@@ -19,7 +19,7 @@ from lengthwise.session.misuse import check_kinds
 from lengthwise.session.model import names_in_wrap, names_inside
 from lengthwise.session.runner import StepRunner
 from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
-from lengthwise.session.slices import StateFolders
+from lengthwise.session.slices import load, save
 from lengthwise.session.stages import whole_states
 from lengthwise.session.state import take_state
 
@@ -32,7 +32,6 @@ class SavedSession:
     runner: StepRunner
     rank: int
     _transport: Transport
-    _folders: StateFolders
     _sharded: LoopOptimizer | None
     _agreement: Agreement | None
     _is_closed: bool
@@ -55,7 +54,7 @@ class SavedSession:
         check_kinds(folder=folder, background=background)
         trained, path = self._trained("save"), Path(folder).absolute()
         self._agree(f"save after step {self.steps}", folder=str(path), background=background)
-        self._folders.save(trained, path, self.steps, background=background)
+        save(self.runner.writer, trained, path, self.steps, background=background)
 
     def load(self, folder: str | Path) -> None:
         """Go on from a folder that `save` wrote, or from a checkpoint of `lengthwise train`. Collective.
@@ -69,7 +68,8 @@ class SavedSession:
         check_kinds(folder=folder)
         trained, path = self._trained("load"), Path(folder).absolute()
         self._agree(f"load after step {self.steps}", folder=str(path))
-        self.runner.steps = self._folders.load(trained, path)
+        self.runner.writer.finish()
+        self.runner.steps = load(self._transport, trained, path)
 
     def state_dict(self) -> dict[str, Any]:
         """Return, on rank 0, the whole state, as a plain loop takes it; {} on others. Collective.

@@ -17,6 +17,7 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
+from lengthwise.checkpoint import SliceWriter
 from lengthwise.cost import Cost
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.optimizer import SlicedOptimizer
@@ -33,7 +34,6 @@ from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.runner import StepResult, StepRunner, first_step_sentence, refuse_not_finite
 from lengthwise.session.saved import SavedSession
 from lengthwise.session.settings import planning_of
-from lengthwise.session.slices import StateFolders
 from lengthwise.session.source import PlannedStep, StepsOfIterators
 from lengthwise.session.start import Own, Start, settled, start_engine
 from lengthwise.session.step_end import SessionStepEnd
@@ -94,8 +94,7 @@ class Session(SavedSession):
             self._agreement = Agreement(start.text, start.transport, self._sharded)
             if self._sharded is not None:
                 stages = self._settings.asked.stages
-                shared = {"transport": start.transport, "stages": stages, "folders": self._folders}
-                self.runner.end = SessionStepEnd(updates=self._sharded, **shared)
+                self.runner.end = SessionStepEnd(updates=self._sharded, transport=start.transport, stages=stages)
                 self._sharded.compare = self._agreement.reach
             self.plan_with(start.cost)
         except BaseException:
@@ -129,9 +128,8 @@ class Session(SavedSession):
         self.engine, optimizer = start_engine(start)
         self._updates: SlicedOptimizer | None = optimizer
         self._closing.callback(self.engine.close)
-        self._folders = StateFolders(self._transport)
-        self._closing.callback(self._folders.close)
-        self.runner = StepRunner(engine=self.engine)
+        self.runner = StepRunner(engine=self.engine, writer=SliceWriter(self._transport))
+        self._closing.callback(self.runner.writer.close)
         self.shard = start.settings.asked.layout(self.world_size)
         return optimizer
 
@@ -300,7 +298,7 @@ class Session(SavedSession):
             if not self._is_closed and self._sharded is not None and self._sharded.has_edited_weights:
                 self._agree(f"close after step {self.steps}")
             if not self._is_closed:
-                self._folders.finish()
+                self.runner.writer.finish()
         finally:
             self._end()
 

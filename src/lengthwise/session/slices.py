@@ -7,7 +7,7 @@ before anything changes, and all ranks raise what one finds.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -80,100 +80,80 @@ def _wrong_kept(
             yield f"states of {name}, {key}", expected, shown(number)
 
 
-class StateFolders:
-    """Saves a session's state into folders, and loads it. Methods marked so are collective."""
+def save(writer: SliceWriter, updates: LoopOptimizer, folder: Path, step: int, *, background: bool) -> None:
+    """Write the state after `step` into a folder, which all ranks were given. Collective.
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport, self._writer = transport, SliceWriter(transport)
+    Raises:
+        OutputError: it cannot be written; with `background` this is a warning of a later step's end.
+        ConfigError: an argument of the optimizer's groups cannot be written.
+    """
+    updates.take_changes()
+    on_first_rank(writer.transport, lambda: _refuse_other(folder))
+    found = list[Ended]()
+    ended = _warn if background else found.append
+    writer.save(folder, step, updates, lambda state: Manifest(**state), ended=ended)
+    if not background:
+        writer.finish()
+        if found[0].error is not None:
+            remedy = "Free or repair the disk; a checkpoint that was there before still is."
+            raise OutputError(str(folder), expected="a folder that can be written", got=found[0].error, remedy=remedy)
 
-    @property
-    def progress(self) -> float:
-        """How far this rank is with what it writes, for `settle`."""
-        return self._writer.progress
 
-    def save(self, updates: LoopOptimizer, folder: Path, step: int, *, background: bool) -> None:
-        """Write the state after `step` into a folder, which all ranks were given. Collective.
+def load(transport: Transport, updates: LoopOptimizer, folder: Path) -> int:
+    """Take the state of a folder; return its steps. Nothing changes where something is wrong. Collective.
 
-        Raises:
-            OutputError: it cannot be written; with `background` this is a warning of a later step's end.
-            ConfigError: an argument of the optimizer's groups cannot be written.
-        """
-        self.finish()
-        updates.take_changes()
-        self._transport.phase = f"saving after step {step}"
-        on_first_rank(self._transport, lambda: _refuse_other(folder))
-        self._writer.save(folder, step, updates, lambda state: Manifest(**state))
-        if not background:
-            ended = self._writer.finish()
-            if ended is not None and ended.error is not None:
-                remedy = "Free or repair the disk; a checkpoint that was there before still is."
-                raise OutputError(str(folder), expected="a folder that can be written", got=ended.error, remedy=remedy)
+    Raises:
+        OutputError, Problems: a file is not what was written, or of another model or optimizer; on all ranks.
+    """
+    parameters = updates.parameters
+    transport.phase = f"reading {folder}"
+    on_first_rank(transport, lambda: _put_back(folder))
+    manifest, problems = _read_manifest(transport, updates, folder)
+    raise_together(transport, problems)
+    assert manifest is not None, "else there are problems"
+    assert manifest.optimizer is not None, "else there are problems"
+    agree(transport, manifest.to_json().encode(), f"{NAME} in {folder}", _SHARED)
+    names = [MASTER_WEIGHTS, *manifest.optimizer.vectors]
+    state = {name: torch.zeros_like(parameters.master_weights, device="cpu") for name in names}
+    check_files(transport, folder, manifest, state, remedy=_ANOTHER)
+    problems = list[LengthwiseError]()
+    try:
+        read_state(folder, manifest, parameters.layout, parameters.names, updates.rank, state)
+    except Exception as error:  # noqa: BLE001 - of a disk or a library; the other ranks wait
+        problems.append(_problem(folder, "the files that were written", f"{type(error).__name__}: {error}"))
+    raise_together(transport, problems)
+    parameters.master_weights.copy_(state.pop(MASTER_WEIGHTS))
+    take_state(updates, manifest.optimizer, state)
+    updates.publish()
+    return manifest.step
 
-    def settle(self, progress: Sequence[float]) -> None:
-        """Commit what is under way if all ranks have written, by `progress` of each; collective where one failed."""
-        _warn(self._writer.settle(progress))
 
-    def finish(self) -> None:
-        """Wait until what is under way is committed, or has failed. Collective."""
-        _warn(self._writer.finish())
-
-    def close(self) -> None:
-        """Wait for what writes; it stays unfinished."""
-        self._writer.close()
-
-    def load(self, updates: LoopOptimizer, folder: Path) -> int:
-        """Take the state of a folder; return its steps. Nothing changes where something is wrong. Collective.
-
-        Raises:
-            OutputError, Problems: a file is not what was written, or of another model or optimizer; on all ranks.
-        """
-        self.finish()
-        transport, parameters = self._transport, updates.parameters
-        transport.phase = f"reading {folder}"
-        on_first_rank(transport, lambda: _put_back(folder))
-        manifest, problems = self._read_manifest(updates, folder)
-        raise_together(transport, problems)
-        assert manifest is not None, "else there are problems"
-        assert manifest.optimizer is not None, "else there are problems"
-        agree(transport, manifest.to_json().encode(), f"{NAME} in {folder}", _SHARED)
-        names = [MASTER_WEIGHTS, *manifest.optimizer.vectors]
-        state = {name: torch.zeros_like(parameters.master_weights, device="cpu") for name in names}
-        check_files(transport, folder, manifest, state, remedy=_ANOTHER)
-        problems = list[LengthwiseError]()
-        try:
-            read_state(folder, manifest, parameters.layout, parameters.names, updates.rank, state)
-        except Exception as error:  # noqa: BLE001 - of a disk or a library; the other ranks wait
-            problems.append(_problem(folder, "the files that were written", f"{type(error).__name__}: {error}"))
-        raise_together(transport, problems)
-        parameters.master_weights.copy_(state.pop(MASTER_WEIGHTS))
-        take_state(updates, manifest.optimizer, state)
-        updates.publish()
-        return manifest.step
-
-    def _read_manifest(self, updates: LoopOptimizer, folder: Path) -> tuple[Manifest | None, list[LengthwiseError]]:
-        """Return the manifest of a folder, as this rank sees it, and why it cannot be loaded."""
-        if not folder.is_dir():
-            where = f"rank {self._transport.rank}, {folder}"
-            remedy = "Name a folder that Session.save has written." if self._transport.rank == 0 else _SHARED
-            return None, [OutputError(where, expected="a checkpoint", got="no such folder", remedy=remedy)]
-        try:
-            manifest = read_manifest(folder)
-            if self._transport.rank == 0:
-                check_sizes(folder, manifest)
-        except LengthwiseError as error:
-            return None, [error]
-        saved = updates.parameters.saved
-        wrong = differences(manifest, saved.names, saved.shapes, dtype_of(updates.parameters))
-        if wrong:
-            got = "; ".join(wrong[:_SHOWN]) + (f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
-            remedy = "Give the session the model that it was saved of, in its precision."
-            return None, [OutputError(str(folder), expected="the session's parameters", got=got, remedy=remedy)]
-        remedy = "Give the session an optimizer of the class, groups and arguments that it was saved with."
-        problems: list[LengthwiseError] = [
-            OutputError(f"{folder}, {what}", expected=expected, got=got, remedy=remedy)
-            for what, expected, got in _problems_of(updates, manifest.optimizer)
-        ]
-        return manifest, problems[:_SHOWN]
+def _read_manifest(
+    transport: Transport, updates: LoopOptimizer, folder: Path
+) -> tuple[Manifest | None, list[LengthwiseError]]:
+    """Return the manifest of a folder, as this rank sees it, and why it cannot be loaded."""
+    if not folder.is_dir():
+        where = f"rank {transport.rank}, {folder}"
+        remedy = "Name a folder that Session.save has written." if transport.rank == 0 else _SHARED
+        return None, [OutputError(where, expected="a checkpoint", got="no such folder", remedy=remedy)]
+    try:
+        manifest = read_manifest(folder)
+        if transport.rank == 0:
+            check_sizes(folder, manifest)
+    except LengthwiseError as error:
+        return None, [error]
+    saved = updates.parameters.saved
+    wrong = differences(manifest, saved.names, saved.shapes, dtype_of(updates.parameters))
+    if wrong:
+        got = "; ".join(wrong[:_SHOWN]) + (f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
+        remedy = "Give the session the model that it was saved of, in its precision."
+        return None, [OutputError(str(folder), expected="the session's parameters", got=got, remedy=remedy)]
+    remedy = "Give the session an optimizer of the class, groups and arguments that it was saved with."
+    problems: list[LengthwiseError] = [
+        OutputError(f"{folder}, {what}", expected=expected, got=got, remedy=remedy)
+        for what, expected, got in _problems_of(updates, manifest.optimizer)
+    ]
+    return manifest, problems[:_SHOWN]
 
 
 def _refuse_other(folder: Path) -> None:
@@ -194,7 +174,7 @@ def _problem(folder: Path, expected: str, got: str) -> OutputError:
     return OutputError(str(folder), expected=expected, got=got, remedy=_ANOTHER)
 
 
-def _warn(ended: Ended | None) -> None:
-    if ended is not None and ended.error is not None:
+def _warn(ended: Ended) -> None:
+    if ended.error is not None:
         text = f"lengthwise: no checkpoint {ended.path} after step {ended.step}: {ended.error}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -1,6 +1,4 @@
-"""What a session adds to the numbers that ranks share at a step's end: which parameters a loss has reached, and how far
-a save in the background is.
-"""
+"""What a session adds to the numbers that ranks share at a step's end: which parameters a loss has reached."""
 
 from __future__ import annotations
 
@@ -12,17 +10,15 @@ from lengthwise.comm import Transport, share_numbers
 from lengthwise.engine.step import RankResult
 from lengthwise.session.loop_optimizer import LoopOptimizer
 from lengthwise.session.runner import StepEnd
-from lengthwise.session.slices import StateFolders
 
 _BITS = 48  # of a number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionNumbers(RankResult):
-    """The numbers of a rank. missing: parameters that no loss of this rank has reached. saving: of `SliceWriter`."""
+    """The numbers of a rank. missing: parameters that no loss of this rank has reached."""
 
     missing: float
-    saving: float
 
 
 @dataclass(kw_only=True)
@@ -32,19 +28,13 @@ class SessionStepEnd(StepEnd):
     updates: LoopOptimizer
     transport: Transport
     stages: int
-    folders: StateFolders
 
     def numbers(self, step: int, own: RankResult) -> SessionNumbers:
         """Return the numbers of this rank."""
         del step
-        return SessionNumbers(**asdict(own), missing=self.updates.num_missing, saving=self.folders.progress)
+        return SessionNumbers(**asdict(own), missing=self.updates.num_missing)
 
     def takes(self, step: int, ranks: Sequence[Any]) -> None:
-        """Commit a save that is written, and take in which parameters a loss has reached. Collective."""
-        self.folders.settle([rank.saving for rank in ranks])
-        self._reach(step, ranks)
-
-    def _reach(self, step: int, ranks: Sequence[Any]) -> None:
         """Give the parameters gradients that a loss has reached on any rank, as in a plain loop. Collective.
 
         In nearly all steps one rank has reached all, which the numbers say.
