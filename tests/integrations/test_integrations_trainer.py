@@ -261,18 +261,18 @@ def test_parts_that_an_evaluation_left_are_not_trained(tmp_path):
         for cut in ({"shard": "zero3"}, {"stages": 2}):
             with pytest.raises(LengthwiseError, match="under shard zero3, hybrid or stages it would load weights"):
                 PLANNED(model=small_model(), args=arguments(tmp_path, 2, **best), **cut, **rows)
-        with pytest.raises(LengthwiseError, match="optimizer: expected an optimizer beside `stages: 2`"):
-            PLANNED(model=small_model(), args=arguments(tmp_path, 2), stages=2, **rows).evaluate()
         whole = PLANNED(model=small_model(), args=arguments(tmp_path, 2, **best), **rows)
         assert whole._session_options["shard"] == "zero1"
-        trainer = PLANNED(model=small_model(torch.float32), args=arguments(tmp_path, 2), shard="zero3", **rows)
-        found = trainer.evaluate()["eval_loss"]
-        with pytest.raises(LengthwiseError, match="one training where parameters are cut"):
-            trainer.train()
+        found = []
+        for cut in ({"shard": "zero3"}, {"stages": 2}):
+            trainer = PLANNED(model=small_model(torch.float32), args=arguments(tmp_path, 2), **cut, **rows)
+            found.append(trainer.evaluate()["eval_loss"])
+            with pytest.raises(LengthwiseError, match="one training where parameters are cut"):
+                trainer.train()
         return found, plain_mean(small_model(torch.float32), data(LENGTHS[:3]))
 
     for found, expected in in_trainers(work, 2, tmp_path):
-        assert relative(found, expected) < 2e-6
+        assert max(relative(each, expected) for each in found) < 2e-6
 
 
 class Earlier(PlannedTrainer):

@@ -62,7 +62,7 @@ def test_what_memory_holds_is_measured(tmp_path, monkeypatch, capfd):
 
 def test_measuring_for_evaluations_alone_leaves_the_model_as_it_was():
     model = small_model().eval()
-    with Session(model) as session:
+    with torch.no_grad(), Session(model) as session:  # as loops evaluate
         session.evaluate([[1, 2, 3]])
         assert session.capacity_tokens >= 128
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())

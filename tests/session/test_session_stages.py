@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from loops import both_loops, in_ranks, small_model
+from loops import both_loops, in_ranks, loss_tokens, plain_losses, rows_of, small_model
 from peft import LoraConfig, get_peft_model
 from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 from lengthwise import Session
 from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import LengthwiseError, ModelRefused
+from lengthwise.models import keep_double
 from lengthwise.session.stages import cut_stages
+from tiers import more
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 LAYERS = {"num_hidden_layers": 4}
@@ -45,6 +47,20 @@ def test_a_session_whose_stages_measure_what_fits_gives_what_the_plain_loop_give
         return both_loops(SGD, capacity="auto", model=small_model(tie_word_embeddings=True, **LAYERS), stages=2)
 
     assert max(max(differences) for differences in in_ranks(work, 2, tmp_path)) < 1e-12
+
+
+@pytest.mark.parametrize(("ranks", "capacity"), [(4, "auto"), more(2, 256)])
+def test_a_session_without_an_optimizer_evaluates_in_stages(ranks, capacity, tmp_path):
+    rows = rows_of([5, 70, 9, 33], 0)
+
+    def work(_rank):
+        model = small_model(tie_word_embeddings=True, **LAYERS)
+        with keep_double(torch.float64):
+            expected = sum(plain_losses(model, rows)).item() / loss_tokens(rows)
+            with Session(model, stages=2, capacity_tokens=capacity) as session:
+                return abs(session.evaluate(rows).loss - expected)
+
+    assert max(in_ranks(work, ranks, tmp_path)) < 1e-12
 
 
 def test_stages_of_models_that_differ_are_refused(tmp_path):

@@ -98,12 +98,6 @@ TABLE = (
         why="costs are those of a whole model, which no rank has",
         doors=(RUN_FILE,),
     ),
-    Together(
-        *("optimizer", Values((None,)), *_STAGES, "an optimizer"),
-        "Give one, plain SGD for example (a trainer: eval_on_start=True), or take stages out.",
-        why="a stage holds its parameters as those that it trains",
-        doors=(SESSION,),
-    ),
 )
 
 

@@ -26,6 +26,6 @@ def lay_parameters(
     None: rank 0 sends them.
     """
     assert rows is None or not sharding.stays, "whole parameters come from rank 0"
-    share = StageShare(Mesh(transport, 1)) if stage is None else StageShare(*stage)
+    share = StageShare(Mesh(transport, 1)) if stage is None else StageShare(*stage, trains=sharding.trains)
     read = None if rows is None else rows.read
     return Parameters(model, sharding, share, layers=wrapped_layers(model), read=read)

@@ -149,7 +149,8 @@ class Parameters:
     @property
     def _now(self) -> list[nn.Parameter]:
         """What the model has now of parameters that are updated here."""
-        return [own for own in self._model.parameters() if own.requires_grad and own is not self.stage.copy]
+        every = self._model.parameters() if self.names else ()  # else nothing trains, whatever the model says
+        return [own for own in every if own.requires_grad and own is not self.stage.copy]
 
     def _wait_before(self, layers: Sequence[nn.Module]) -> None:
         """Let every layer wait for its values before it runs, and the model for those of no layer."""

@@ -42,12 +42,12 @@ class StageShare:
     trains there. Made before the parameters; `begin` comes when they are there.
     """
 
-    def __init__(self, mesh: Mesh, stage: ModelStage | None = None) -> None:
+    def __init__(self, mesh: Mesh, stage: ModelStage | None = None, *, trains: bool = True) -> None:
         self.mesh, self._stage = mesh, stage
         self.tied: nn.Parameter | None = None if stage is None else stage.tied_weight()
         self.copy: nn.Parameter | None = None
         self._gradient: Tensor | None = None  # of a tied weight that trains, before the sum over the replicas
-        self._trains = self.tied is not None and self.tied.requires_grad
+        self._trains = trains and self.tied is not None and self.tied.requires_grad
         if self.tied is not None and mesh.is_last:
             self.tied.requires_grad_(False)  # as it is not updated here
 

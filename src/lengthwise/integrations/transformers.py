@@ -88,7 +88,7 @@ class PlannedTrainerMixin(_Base):
         if isinstance(kwargs.get("args"), TrainingArguments):
             kwargs["args"] = self._own(kwargs["args"], given)
         if "recompute" not in self._session_options:  # the arguments are those that the Trainer makes
-            raise_problems(keyword_problems(self._session_options, trains=True))
+            raise_problems(keyword_problems(self._session_options))
         super().__init__(*positional, **kwargs)
         check_adapters(self.model)
         self._check_division()
@@ -138,7 +138,7 @@ class PlannedTrainerMixin(_Base):
         if arguments.use_liger_kernel and self._session_options.get("fused_layers") == "off":
             expected, remedy = "auto or liger beside use_liger_kernel", "Take one of them out."
             problems.append(ConfigError("fused_layers", expected=expected, got="off", remedy=remedy))
-        raise_problems([*problems, *keyword_problems(self._session_options, trains=True)])
+        raise_problems([*problems, *keyword_problems(self._session_options)])
         shard, stages = self._session_options.get("shard", "auto"), self._session_options.get("stages", 1)
         if (shard in ("zero3", "hybrid") and arguments.world_size > 1) or stages > 1:
             refuse_with_parts(arguments)

@@ -231,6 +231,7 @@ def measured_of(
     with (
         engine.attending(),
         torch.autocast(engine.device.type, enabled=False),
+        torch.enable_grad(),  # a loop may make a session that evaluates under no_grad
         _in_training(engine.model),
         nullcontext() if trains else _embedding_alone_trains(engine.model),
     ):

@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from lengthwise.config import MEASURE_AT_START, MEASURE_NOTHING, TrainingSettings
 from lengthwise.config.problems import find_problems
 from lengthwise.config.settings import Attention, Experts, FusedLayers, Heads, Recompute, Shard
-from lengthwise.config.together import SESSION, broken
+from lengthwise.config.together import SESSION
 from lengthwise.core.errors import ConfigError
 from lengthwise.cost import Cost
 
@@ -90,14 +90,9 @@ class SessionOptions(StepOptions, total=False):
     device: torch.device | str | None
 
 
-def keyword_problems(given: Mapping[str, Any], *, trains: bool) -> list[ConfigError]:
-    """Return all that is wrong with keywords, whatever the model. trains: whether there is an optimizer."""
-    values = _plain(given)
-    problems = find_problems(values, SessionKeywords)
-    if not trains and isinstance(values.get("stages"), int):
-        beside = {"stages": values["stages"], "optimizer": None}
-        problems += [rule.error(beside) for rule in broken(beside, SESSION)]
-    return problems
+def keyword_problems(given: Mapping[str, Any]) -> list[ConfigError]:
+    """Return all that is wrong with keywords, whatever the model."""
+    return find_problems(_plain(given), SessionKeywords)
 
 
 def read_keywords(given: Mapping[str, Any]) -> SessionKeywords:

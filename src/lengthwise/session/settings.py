@@ -103,7 +103,7 @@ def check_settings(
         ConfigError, ModelRefused, Problems: all that cannot be kept.
     """
     trains, inner, problems = optimizer is not None, None, Collector()
-    for each in keyword_problems(given, trains=trains):
+    for each in keyword_problems(given):
         problems.add(each)
     are_right = not problems.problems
     asked = read_keywords(given if are_right else {})

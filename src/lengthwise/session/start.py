@@ -138,10 +138,10 @@ def _take_model(start: Start[Own], engine: Engine) -> Own | None:
     settings, transport = start.settings, start.transport
     overlaps = settings.asked.overlaps(on_gpus=settings.on_gpus)
     rank, in_step, stage = transport.rank, settings.asked.ranks_in_step(transport.world_size), None
-    if start.optimizer is None and in_step == 1:
+    if start.optimizer is None and in_step == settings.asked.stages == 1:
         share_values(start.text, transport, start.text.parameters(), dtype=None, device=settings.device)
         return None
-    if start.optimizer is not None and settings.asked.stages > 1:
+    if settings.asked.stages > 1:
         engine.pipeline = pipeline = _take_stage(start)
         assert engine.layers is not None, "chosen before"
         engine.layers, rank = engine.layers.kept(), pipeline.mesh.replica
