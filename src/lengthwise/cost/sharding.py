@@ -244,7 +244,7 @@ def sharded_cost(cost: Cost, memory: StepMemory, *, group: int | None = None) ->
     """
     ranks = memory.ranks
     over = ranks if group is None else min(group, ranks)
-    if over == 1 or not cost.prices_choices:
+    if over == 1:
         return cost
     traffic = sharded_traffic(replace(memory, ranks=over), cost, head_apart=True)
     left = cost.reduced_bytes if over < ranks else 0.0
@@ -261,7 +261,7 @@ def offloaded_cost(cost: Cost, memory: StepMemory) -> Cost:
 
     At least: as if processors updated as fast as they read and write, and as a host exchanges with its devices.
     """
-    if not memory.offloads or not cost.prices_choices:
+    if not memory.offloads:
         return cost
     seconds = memory.host_update_bytes() / cost.copy_bytes_per_second * memory.ranks
     return replace(

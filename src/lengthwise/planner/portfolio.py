@@ -217,7 +217,7 @@ def is_worth_others(request: PlanRequest, selection: Selection) -> bool:
         return size <= SMALL_STEP
     if size > SMALL_STEP:
         return size <= LARGE_STEP and not request.cost.chooses and makespan_seconds > request.bound_seconds * FAR
-    if request.cost.prices_choices:
+    if request.cost.chooses_by_degree or selection.options.heads == "auto":  # each price takes several times as long
         return makespan_seconds > request.bound_seconds * FAR
     return makespan_seconds > min(request.bound_seconds, request.packed_bound_seconds) * GOOD_ENOUGH
 

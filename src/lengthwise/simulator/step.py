@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost import Cost
 from lengthwise.cost.links import Floats
-from lengthwise.program.features import SIMULATOR, features_of, refuse_unpriced
+from lengthwise.program.features import SIMULATOR, features_of
 from lengthwise.program.stage_clocks import stage_clocks
 from lengthwise.simulator.contention import TURNS, Uplinks
 from lengthwise.simulator.rounds import MicrobatchClocks, microbatch_clocks, ring_clocks
@@ -34,13 +35,11 @@ def simulate_plan(plan: Plan, cost: Cost) -> Timeline:
         expected, got = "ranks of one speed, all that is simulated", "a plan for unequal ranks"
         remedy = "Score it instead (`lengthwise plan --speeds` prints that), or plan without {speeds}."
         raise PlanError("speeds", expected=expected, got=got, remedy=remedy)
-    if not cost.prices_choices:
-        refuse_unpriced(plan)
-    stages = cost.stages
+    stages = cost.stages or plan.cut.stages
     if plan.schedule["kind"] == "pipeline" and plan.cut.stages != stages:
         got, remedy = str(plan.cut.stages), "Give costs of that many stages ({stages})."
         raise PlanError("schedule: stages", expected=f"{stages}, as in the costs", got=got, remedy=remedy)
-    run = _run_flat if stages == 1 else _run_stages
+    run = _run_flat if stages == 1 else partial(_run_stages, stages=stages)
     clocks = _all_clocks(plan, lambda _: cost)
     timeline = run(plan, cost, clocks)
     if not cost.shares_uplinks:
@@ -79,10 +78,10 @@ def _run_flat(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timelin
     )
 
 
-def _run_stages(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timeline:
+def _run_stages(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks], *, stages: int) -> Timeline:
     if plan.schedule["kind"] == "waves":
         clocks = [_with_all_ranks(clock, plan.ranks) for clock in clocks]
-    cut = replace(plan.cut, stages=cost.stages)
+    cut = replace(plan.cut, stages=stages)
     rows = _rows(clocks)
     forward = np.concatenate([clock.forward for clock in clocks])
     ran = stage_clocks(
@@ -99,7 +98,7 @@ def _run_stages(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timel
     return Timeline(
         **repeated,
         ranks=plan.ranks,
-        stages=cost.stages,
+        stages=stages,
         stage=np.repeat(ran.stage[:chunks], len(forward)),
         start=ran.begin[:chunks].ravel(),
         forward=ran.end[:chunks].ravel(),
