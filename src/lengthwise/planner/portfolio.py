@@ -35,7 +35,7 @@ from lengthwise.planner.problem.score import score
 from lengthwise.planner.registry import BASELINES, PLANNERS, check_registered, find_planner
 from lengthwise.planner.schedules.pipeline import is_worth_search, pipeline_schedule, plan_pipeline
 from lengthwise.planner.schedules.waves import plan_waves
-from lengthwise.program.features import REQUIRED, features_of
+from lengthwise.program.features import with_requires
 from lengthwise.program.ring_order import ring_order
 
 _SPLIT_AT_ONCE = frozenset(("static", "power-of-two", "bytescale", "bytescale-naive"))  # whose degrees memory decides
@@ -70,7 +70,7 @@ class Selection:
             plan = write_offload(plan)
         if self.options.heads != "off":
             plan = split_heads(plan, self.cost, self.options.heads)
-        return replace(plan, requires=tuple(sorted(features_of(plan) & REQUIRED, reverse=True)))  # the mode first
+        return with_requires(plan)
 
 
 def write_offload(plan: Plan) -> Plan:

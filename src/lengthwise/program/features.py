@@ -6,7 +6,7 @@ A reader that learns a feature adds it to its set here. Cost: one pass over the 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from lengthwise.core.errors import LengthwiseError, PlanError, raise_problems
@@ -52,6 +52,11 @@ def trains(features: Collection[str], *, tensor: int = 1) -> bool:
 def features_of(plan: Plan) -> frozenset[Feature]:
     """Return the features that a plan uses."""
     return frozenset(use.feature for use in feature_uses(plan))
+
+
+def with_requires(plan: Plan) -> Plan:
+    """Return a plan that names what its readers must know of what it uses, the mode first."""
+    return replace(plan, requires=tuple(sorted(features_of(plan) & REQUIRED, reverse=True)))
 
 
 def feature_uses(plan: Plan) -> Iterator[Use]:

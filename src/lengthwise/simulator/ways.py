@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-PADDED, PACKED, ONE_RING, OURS = "FSDP2, padded", "FSDP2, packed", "FSDP2, one ring size", "Lengthwise"
-RIVALS = (PADDED, PACKED, ONE_RING)
+from lengthwise.cost.sharding import Shard
+
+OURS = "Lengthwise"
 BY_WORK = "FSDP2, own sampler"  # the quicker of the last two, if packs of like work run side by side
-LAYOUTS = ("zero1", "zero3", "hybrid")  # of parameters over the ranks
+LAYOUTS: tuple[Shard, ...] = ("zero1", "zero3", "hybrid")  # of parameters over the ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +18,7 @@ class WaySettings:
     """How one way trains; what does not concern it is None.
 
     recompute: a kind of recomputation. capacity_tokens: of a device and microbatch. size, by_length: of padded
-    microbatches. degree: of all its rings. sorted: packs run longest first. layout: of Lengthwise's parameters.
+    microbatches. degree: of all its rings. layout: of Lengthwise's parameters.
     offloads: activations may go to the host, without which nothing holds the sequences; of a row: some do.
     """
 
@@ -26,7 +27,6 @@ class WaySettings:
     size: int | None = None
     by_length: bool | None = None
     degree: int | None = None
-    sorted: bool = False
     layout: str | None = None
     offloads: bool = False
 
