@@ -87,6 +87,17 @@ def test_our_row_is_the_layout_that_runs_take_which_is_the_fastest() -> None:
     assert any("zero1 " in note and "`shard: auto` takes zero3" in note for note in answer_notes(found))
 
 
+def test_a_hybrid_recomputes_more_before_it_offloads() -> None:
+    """It takes the kind of zero3, in whose waves it gathers, unless that holds the sequences with offload alone."""
+    question = Question(shape=SHAPE, hardware=H100, devices=16)
+    least, most = (question.held(layout)["none"] for layout in ("hybrid", "zero3"))
+    assert least < most
+    _, zero3, hybrid = compare_layouts([[8 * (least + most)]], question)
+    assert (zero3.settings.recompute, zero3.settings.offloads) == ("none", False)
+    assert hybrid.settings.recompute != "none"
+    assert not hybrid.settings.offloads
+
+
 @pytest.mark.parametrize(
     ("model", "attends"), [("granite-4.0-h-1b", False), ("lfm2-350m", False), ("qwen3-0.6b", True)]
 )

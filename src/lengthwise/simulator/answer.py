@@ -83,7 +83,7 @@ def compare_layouts(batches: Batches, question: Question) -> list[WayRow]:
     is_node = question.devices <= question.cost_of(RankMesh()).ranks_per_node
     for layout in LAYOUTS[:1] if question.devices == 1 else LAYOUTS[:2] if is_node else LAYOUTS:
         like = rows[-1].settings if layout == "hybrid" else None  # which gathers in the same waves as zero3
-        rows.append(_ours(layout, batches, question if like is None else replace(question, kinds=(like.recompute,))))
+        rows.append(_ours(layout, batches, question, like=like and like.recompute))
     return rows
 
 
@@ -95,14 +95,18 @@ def _rival(name: str, batches: Batches, question: Question, *, by_work: bool = F
     return _row(name, search.quickest(meshes)) or WayRow(name=name, refusal=_too_long(name, batches, question, "zero3"))
 
 
-def _ours(layout: Shard, batches: Batches, question: Question) -> WayRow:
-    """Run Lengthwise with a layout: offloading only where nothing holds the sequences without."""
+def _ours(layout: Shard, batches: Batches, question: Question, *, like: str | None = None) -> WayRow:
+    """Run Lengthwise with a layout: offloading only where nothing holds the sequences without.
+
+    like: the kind of recomputation that is taken where it holds them.
+    """
     search, capacities = Search(planner="lengthwise", batches=batches, question=question), question.held(layout)
     cost = question.cost_of(RankMesh(layout=layout))
-    held = sorted(capacities.items(), key=lambda each: arithmetic_seconds(batches[0], cost, each[0]))
-    for offload in ("off", "auto") if held else ():
-        mesh = RankMesh(layout=layout, held=tuple(held), heads="auto", offload=offload)
-        if row := _row(OURS, search.quickest([mesh])):
+    held = tuple(sorted(capacities.items(), key=lambda each: arithmetic_seconds(batches[0], cost, each[0])))
+    first = tuple(each for each in held if each[0] == like)
+    for some, offload in ((first, "off"), (held, "off"), (held, "auto")):
+        mesh = RankMesh(layout=layout, held=some, heads="auto", offload=offload)
+        if some and (row := _row(OURS, search.quickest([mesh]))):
             return row
     return WayRow(name=OURS, refusal=_too_long(ONE_RING, batches, question, layout))
 
