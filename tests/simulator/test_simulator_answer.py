@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lengthwise.cost import logits_at_once, named_hardware, named_shape
+from lengthwise.cost.sharding import Shard
 from lengthwise.report.answer import answer_notes
 from lengthwise.simulator import Found, Question, RankMesh, WayRow, answer, on_one_mesh
 from lengthwise.simulator.answer import compare_layouts
@@ -18,7 +19,9 @@ FEW = Question(shape=SHAPE, hardware=H100, devices=4)
 NODE = Question(shape=SHAPE, hardware=H100, devices=8)
 
 
-def run(tokens: list[int], question: Question, layout: str, held: int, kind: str, how: LockStep | None = None) -> Found:
+def run(
+    tokens: list[int], question: Question, layout: Shard, held: int, kind: str, how: LockStep | None = None
+) -> Found:
     """Run one batch with FSDP2, or without `how` with Lengthwise."""
     mesh = RankMesh(layout=layout, held=((kind, held),), heads="auto", lock_step=how)
     found = on_one_mesh(mesh, "FSDP2" if how else "lengthwise", [tokens], question).any_mesh

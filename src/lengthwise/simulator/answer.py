@@ -131,8 +131,9 @@ def _row(name: str, found: Found | None) -> WayRow | None:
         recompute=kind,
         capacity_tokens=dict(mesh.held)[kind],
         size=how and how.size,
-        by_length=how and how.by_length,
-        degree=how and how.degree,
+        by_length=how.by_length if how and how.size else None,
+        degree=how.degree if how and not how.size else None,
+        sorted=how is not None and how.by_work,
         layout=None if how else mesh.layout,
         offloads=any(step.most_offload > 0 for step in steps),
     )

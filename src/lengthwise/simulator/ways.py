@@ -18,7 +18,7 @@ class WaySettings:
     """How one way trains; what does not concern it is None.
 
     recompute: a kind of recomputation. capacity_tokens: of a device and microbatch. size, by_length: of padded
-    microbatches. degree: of all its rings. layout: of Lengthwise's parameters.
+    microbatches. degree: of all its rings. sorted: packs run longest first. layout: of Lengthwise's parameters.
     offloads: activations may go to the host, without which nothing holds the sequences; of a row: some do.
     """
 
@@ -27,6 +27,7 @@ class WaySettings:
     size: int | None = None
     by_length: bool | None = None
     degree: int | None = None
+    sorted: bool = False
     layout: str | None = None
     offloads: bool = False
 
