@@ -9,11 +9,12 @@ rows that `simulate` prints (`simulator.rivals`); memory is by the same formula.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from lengthwise.cost import Choice, all_terms_cost, named_hardware, named_shape, sharded_traffic, step_memory
+from lengthwise.cost import named_hardware, named_shape
 from lengthwise.report.figures import percent
-from lengthwise.simulator.rivals import lock_step, recomputing
+from lengthwise.simulator import Question, RankMesh, on_one_mesh
+from lengthwise.simulator.rivals import LockStep
 from pages import Findings, parse_options
 
 PR = "[trl#6845](https://github.com/huggingface/trl/pull/6845)"
@@ -73,13 +74,14 @@ RUNS = [
 
 def forecast(run: Run) -> tuple[float, float]:
     """Return the seconds of a step and the peak bytes of a GPU."""
-    shape, hardware = named_shape(run.model), named_hardware("h100").with_kernel(run.kernel)
-    memory = replace(step_memory(shape, hardware, run.gpus), shard="zero3")
-    cost = all_terms_cost(shape, hardware)
-    traffic = sharded_traffic(memory, cost)
-    priced = recomputing(cost, run.recompute, shape.layers)
-    one = lock_step([[run.tokens] * run.sequences] * run.microbatches, run.gpus, run.degree, priced, traffic)
-    return one.step_seconds, memory.peak_bytes(one.held_tokens, Choice(recompute=run.recompute))
+    hardware = named_hardware("h100").with_kernel(run.kernel)
+    question = Question(shape=named_shape(run.model), hardware=hardware, devices=run.gpus)
+    how = LockStep(size=run.sequences, degree=run.degree)
+    mesh = RankMesh(layout="zero3", held=((run.recompute, run.tokens * run.sequences),), lock_step=how)
+    batch = [run.tokens] * (run.sequences * run.microbatches)
+    found = on_one_mesh(mesh, "FSDP2", [batch], question).any_mesh
+    assert found is not None, "nothing is refused that is not asked to fit"
+    return found.result.mean_seconds, found.result.steps[0].memory_bytes
 
 
 def main() -> None:

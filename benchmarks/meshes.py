@@ -30,7 +30,7 @@ from lengthwise.report.simulation import MOST_MFU, OURS
 from lengthwise.simulator import (
     Found,
     Gain,
-    MeshQuestion,
+    Question,
     best_meshes,
     gain_over,
     gain_text,
@@ -117,7 +117,7 @@ def add_line(file: Path, row: Any) -> None:
         opened.write(json.dumps(asdict(row)) + "\n")
 
 
-def search(place: tuple[str, ...], planner: str, batches: Sequence[Sequence[int]], question: MeshQuestion) -> MeshRow:
+def search(place: tuple[str, ...], planner: str, batches: Sequence[Sequence[int]], question: Question) -> MeshRow:
     """Search the best mesh of a planner; one that holds the sequences nowhere has a row that says so."""
     try:
         (best,) = best_meshes([planner], batches, question)
@@ -332,7 +332,7 @@ def _search(place: Sequence[str], planner: str, batches: int) -> MeshRow:
     recipe, gpus, context, step = place
     longest = parse_tokens(context, "--settings")
     shape, hardware, devices = named_shape(MODEL), named_hardware(HARDWARE), int(gpus)
-    question = MeshQuestion(
+    question = Question(
         shape=shape, hardware=hardware, devices=devices, context_tokens=longest,
         tensors=tensors_to_try(shape, hardware, devices), stages=stages_to_try(shape, devices),
     )  # fmt: skip

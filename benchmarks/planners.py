@@ -24,7 +24,7 @@ from judge import Coefficients, judge
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, plain_cost
 from lengthwise.planner import CUTTING_PLANNERS, PLANNERS, PlanOptions, plan_step, score
 from lengthwise.program import check_plan
 from pages import Findings, markdown, modelled_gain, parse_options, verdict
@@ -32,7 +32,9 @@ from rival_planners import register_rivals
 
 OURS = "lengthwise"
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
-TERMS = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3, version="four terms")
+TERMS = plain_cost(
+    quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3, version="four terms"
+)
 FAST = (OURS, "bytescale-naive", "power-of-two")  # others take minutes on 12,288 ranks
 WAVE_TOKENS = 131_072  # a rank and step
 
@@ -87,11 +89,14 @@ def rows() -> Iterator[Row]:
 
 def makespan(plan: Plan, cost: Cost) -> float:
     """Judge a plan; costs that the judge does not know are left to `score`."""
-    if cost.prices_choices or cost.hop_seconds or cost.windows:
+    if cost.copy_bytes or cost.far.hop_seconds or cost.windows:
         check_plan(plan)
         return score(plan, cost).makespan_seconds
     coefficients = Coefficients(
-        quadratic=cost.quadratic_seconds, linear=cost.linear_seconds, fixed=cost.fixed_seconds, ring=cost.ring_seconds
+        quadratic=cost.quadratic_seconds,
+        linear=cost.linear_seconds,
+        fixed=cost.fixed_seconds,
+        ring=cost.ring_bytes / cost.far.bytes_per_second,
     )
     return judge(json.loads(plan.to_json()), coefficients)
 

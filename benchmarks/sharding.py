@@ -58,7 +58,9 @@ from lengthwise.models import ModelSource, build_model, wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.report.figures import seconds
-from lengthwise.simulator.answer import LAYOUTS, Question, compare_layouts
+from lengthwise.simulator import Question
+from lengthwise.simulator.answer import auto_layout, compare_layouts
+from lengthwise.simulator.ways import LAYOUTS
 from namespaces import shaped_nodes
 from pages import Findings, markdown, parse_options
 
@@ -370,7 +372,7 @@ def layouts_table(gpus: Sequence[int]) -> Iterator[str]:
                 found = dict(zip(LAYOUTS, layouts, strict=False))
                 times = [row.mean_seconds for row in found.values() if row.step_seconds]
                 cells = [_layout_cell(found.get(layout), min(times, default=0.0)) for layout in LAYOUTS]
-                yield [model, f"{devices}", question.auto(tokens, max(tokens), layouts) or "none", *cells]
+                yield [model, f"{devices}", auto_layout([tokens], question, layouts) or "none", *cells]
 
     return markdown("model | GPUs | `auto` | zero1 | zero3 | hybrid", rows())
 

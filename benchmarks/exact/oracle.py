@@ -104,8 +104,8 @@ class _Model:
         self.lengths = lengths
         self.compute = cost.compute_seconds(lengths) / unit
         self.attention = self.compute - cost.linear_seconds * lengths / unit
-        self.transfers = cost.ring_seconds * lengths / unit
-        self.launch, self.hop = cost.fixed_seconds / unit, cost.hop_seconds / unit
+        self.transfers = cost.ring_bytes / cost.far.bytes_per_second * lengths / unit
+        self.launch, self.hop = cost.fixed_seconds / unit, 2 * cost.far.hop_seconds / unit
         self.held = {(i, d): held_tokens([int(lengths[i])], d) for i in self._numbers() for d in self._degrees()}
         self.program = Program()
         self.makespan = self.program.add_variable(0.0, 1.0 + _SLACK, cost=1.0)

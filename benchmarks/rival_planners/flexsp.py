@@ -16,7 +16,6 @@ from exact.milp import Program
 from lengthwise.core.errors import PlanError
 from lengthwise.core.names import counted
 from lengthwise.core.plan import Microbatch, Piece
-from lengthwise.cost import Cost
 from lengthwise.planner.baselines.single_degree import room_tokens
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import ring_order
@@ -92,7 +91,8 @@ def _solve(request: PlanRequest, sequences: Sequence[int]) -> tuple[float, list[
         room = dict(zip(given[p], room_tokens(lengths, d).astype(float).tolist(), strict=True))
         program.add_row({**room, used[p]: -float(d * capacity)}, at_most=0.0)
         seconds = {used[p]: -(cost.fixed_seconds + cost.hops_seconds(d)) / unit}
-        seconds |= _added_seconds(program, cost, lengths, d, given[p], unit)
+        alone = cost.ring_piece_seconds(lengths, np.full(len(lengths), d)) - cost.hops_seconds(d)
+        seconds |= dict(zip(given[p], (-alone / unit).tolist(), strict=True))
         program.add_row({slowest: 1.0, **seconds}, at_least=0.0)
         if p and degrees[p - 1] == d:  # alike groups are used in order
             program.add_row({used[p - 1]: 1.0, used[p]: -1.0}, at_least=0.0)
@@ -110,25 +110,6 @@ def _solve(request: PlanRequest, sequences: Sequence[int]) -> tuple[float, list[
         if taken:
             groups.append((d, taken))
     return max(_group_seconds(request, group) for group in groups), groups
-
-
-def _added_seconds(
-    program: Program, cost: Cost, lengths: NDArray[np.int64], degree: int, given: Sequence[int], unit: float
-) -> dict[int, float]:
-    """Return what sequences add to the seconds of their group, negated, by variable, in parts of `unit`."""
-    if cost.prices_choices:
-        alone = cost.ring_piece_seconds(lengths, np.full(len(lengths), degree)) - cost.hops_seconds(degree)
-        return {given[k]: -float(alone[k]) / unit for k in range(len(lengths))}
-    linear = cost.linear_seconds * lengths / unit
-    attention = cost.compute_seconds(lengths) / unit - linear
-    seconds = {given[k]: -float(attention[k] + linear[k]) / degree for k in range(len(lengths))}
-    if degree > 1:
-        transfers = cost.ring_seconds * lengths / unit
-        exposed = program.add_variable()
-        hidden = {given[k]: float(attention[k] - transfers[k] * (degree - 1)) for k in range(len(lengths))}
-        program.add_row({exposed: 1.0, **hidden}, at_least=0.0)
-        seconds[exposed] = -1.0 / degree
-    return seconds
 
 
 def _degrees(ranks: int) -> list[int]:

@@ -16,7 +16,7 @@ from lengthwise.data import Batches, ByteTokenizer, load_dataset
 from lengthwise.run.callbacks import StepMetrics, TrainResult
 from lengthwise.run.verify import VerifyReport
 from lengthwise.simulator import WayRow
-from lengthwise.simulator.answer import WorkSpan
+from lengthwise.simulator.ways import WorkSpan
 from run.small_runs import call, make_rows, write_model, write_run
 
 PLAN = Plan(

@@ -6,7 +6,7 @@ import pytest
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, Problems
 from lengthwise.core.files import read_package_json
-from lengthwise.cost import HARDWARE_NAMES, Cost, named_hardware, named_shape
+from lengthwise.cost import HARDWARE_NAMES, named_hardware, named_shape, plain_cost
 from lengthwise.cost.costs import cost_from_file
 
 H100 = named_hardware("h100")
@@ -108,7 +108,7 @@ def test_cost_from_file_takes_what_is_left_out_as_zero(tmp_path):
     path = tmp_path / "cost.json"
     path.write_text('{"linear_seconds": 2, "ring_seconds": 0.5}')
     cost = cost_from_file(path)
-    assert cost == Cost(linear_seconds=2.0, ring_seconds=0.5, version=cost.version)
+    assert cost == plain_cost(linear_seconds=2.0, ring_seconds=0.5, version=cost.version)
     assert cost.version == "given/1 linear_seconds=2.0 ring_seconds=0.5"
 
 

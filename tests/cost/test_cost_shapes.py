@@ -119,7 +119,7 @@ def test_heads_of_layers_without_a_window_count_where_they_differ() -> None:
     hardware = named_hardware("h100")
     ours, other = analytic_cost(shape, hardware), analytic_cost(plain, hardware)
     assert ours.quadratic_seconds / other.quadratic_seconds == pytest.approx(shape.query_width / plain.query_width)
-    assert ours.ring_seconds / other.ring_seconds == pytest.approx(shape.key_width / plain.key_width)
+    assert ours.ring_bytes / other.ring_bytes == pytest.approx(shape.key_width / plain.key_width)
     assert all_terms_cost(shape, hardware).ring_bytes == 2 * shape.key_width * (2 * 2 + 4)
 
 

@@ -11,26 +11,34 @@ from testing import make_plan
 
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
-from lengthwise.cost import Choice, Cost, Link, Pass, all_terms_cost, analytic_cost, named_hardware, named_shape
+from lengthwise.cost import (
+    Choice,
+    Cost,
+    Link,
+    Pass,
+    all_terms_cost,
+    analytic_cost,
+    named_hardware,
+    named_shape,
+    plain_cost,
+)
 from lengthwise.planner import score
 
 H100 = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
 NOTHING = Pass(attention=0.0, linear=0.0, ring=0.0, exchange=0.0)
 
 
-def plain_cost(simple: Cost) -> Cost:
-    """Every extra term off: one pass, one link, blocks of any size alike."""
-    link = Link(bytes_per_second=1.0, hop_seconds=simple.hop_seconds)
-    return replace(
-        simple,
-        ring_seconds=0.0,
-        hop_seconds=0.0,
+def full_cost(*, ring_seconds: float = 0.0, hop_seconds: float = 0.0, **coefficients: float) -> Cost:
+    """Make costs of one pass and one link of a byte a second, with heads, copies and layers beside it."""
+    link = Link(bytes_per_second=1.0, hop_seconds=hop_seconds)
+    return Cost(
+        **coefficients,
         forward=Pass(attention=1.0, linear=1.0, ring=1.0, exchange=1.0),
         backward=NOTHING,
         near=link,
         far=link,
         ranks_per_node=4,
-        ring_bytes=simple.ring_seconds,
+        ring_bytes=ring_seconds,
         exchange_bytes=3.0,
         heads=24,
         kv_heads=4,
@@ -38,6 +46,7 @@ def plain_cost(simple: Cost) -> Cost:
         copy_bytes=dict.fromkeys(RECOMPUTE_KINDS, 1.0),
         copy_bytes_per_second=1.0,
         reduced_bytes=1.0,
+        stages=1,
     )
 
 
@@ -47,18 +56,23 @@ def plain_cost(simple: Cost) -> Cost:
     values=st.lists(st.floats(0, 1e6), min_size=5, max_size=5),
     windows=st.sampled_from([(), ((1000, 0.5),)]),
 )
-def test_all_terms_with_extras_off_are_the_simple_formula(lengths, degree, values, windows) -> None:
-    names = ("quadratic_seconds", "linear_seconds", "fixed_seconds", "ring_seconds", "hop_seconds")
-    simple = Cost(**dict(zip(names, [values[0], 1.0 + values[1], *values[2:]], strict=True)), windows=windows)
-    cost, many = plain_cost(simple), np.array(lengths)
-    degrees = np.full(len(lengths), degree)
-    assert cost.piece_seconds(lengths, degree) == pytest.approx(simple.piece_seconds(lengths, degree), rel=1e-9)
-    assert cost.compute_seconds(many) == pytest.approx(simple.compute_seconds(many), rel=1e-9)
-    assert cost.ring_piece_seconds(many, degrees) == pytest.approx(simple.ring_piece_seconds(many, degrees), rel=1e-9)
-    assert cost.hops_seconds(degree) == pytest.approx(simple.hops_seconds(degree))
-    for each, places in ((simple.compute_seconds(many), 1), (simple.ring_piece_seconds(many, degrees), degree)):
-        assert each == pytest.approx([simple.piece_seconds([length], places) for length in lengths], rel=1e-9)
-    assert cost.fixed_seconds == simple.fixed_seconds
+def test_coefficients_are_the_formula_of_cost_files(lengths, degree, values, windows) -> None:
+    quadratic, linear, fixed, ring, hop = values[0], 1.0 + values[1], *values[2:]
+    given = dict(zip(COEFFICIENTS, (quadratic, linear, fixed, ring, hop), strict=True))
+    cost, many = plain_cost(**given, windows=windows), np.array(lengths)
+    attention, tokens = quadratic * cost.seen_pairs(many.astype(float)), many.astype(float)
+
+    def seconds(attention: float, tokens: float, degree: int) -> float:
+        exposed = max(0.0, ring * tokens * (degree - 1) - attention) if degree > 1 else 0.0
+        return (attention + linear * tokens + exposed) / degree + hop * (degree - 1)
+
+    whole = seconds(attention.sum(), tokens.sum(), degree)
+    assert cost.piece_seconds(lengths, degree) == pytest.approx(whole, rel=1e-9)
+    for each, places in ((cost.compute_seconds(many), 1), (cost.ring_piece_seconds(many, many * 0 + degree), degree)):
+        alone = [seconds(*one, places) for one in zip(attention, tokens, strict=True)]
+        assert each == pytest.approx(alone, rel=1e-9)
+    assert cost.hops_seconds(degree) == pytest.approx(hop * (degree - 1))
+    assert cost.fixed_seconds == fixed
 
 
 @given(
@@ -90,7 +104,7 @@ def test_nothing_added_makes_a_piece_cheaper(length, degree, offload) -> None:
 
 def test_backward_exposes_transfers_that_both_passes_together_would_hide() -> None:
     cost = replace(
-        plain_cost(Cost(quadratic_seconds=1.0, ring_seconds=100.0)),
+        full_cost(quadratic_seconds=1.0, ring_seconds=100.0),
         forward=Pass(attention=0.5, linear=0.5, ring=0.25, exchange=0.5),
         backward=Pass(attention=0.5, linear=0.5, ring=0.75, exchange=0.5),
     )
@@ -103,7 +117,7 @@ def test_backward_exposes_transfers_that_both_passes_together_would_hide() -> No
 
 def test_a_ring_inside_a_node_takes_the_near_link() -> None:
     cost = replace(
-        plain_cost(Cost(linear_seconds=1.0, ring_seconds=8.0, hop_seconds=1.0)),
+        full_cost(linear_seconds=1.0, ring_seconds=8.0, hop_seconds=1.0),
         near=Link(bytes_per_second=4.0, hop_seconds=0.5),
     )
     inside = 100 / 4 + 8 / 4 * 100 * 3 / 4 + 0.5 * 3
@@ -117,7 +131,7 @@ def test_a_ring_inside_a_node_takes_the_near_link() -> None:
 
 
 def test_split_heads_shorten_the_ring_and_pay_an_exchange() -> None:
-    cost = plain_cost(Cost(quadratic_seconds=1.0, linear_seconds=1.0, ring_seconds=1000.0, hop_seconds=7.0))
+    cost = full_cost(quadratic_seconds=1.0, linear_seconds=1.0, ring_seconds=1000.0, hop_seconds=7.0)
     plain = 100 * 100 / 4 + 100 / 4
     ring = 1000.0 * 100 * (2 - 1) / 4
     exchange = 3.0 * 100 / 4 * (2 - 1) / 2
@@ -136,7 +150,7 @@ def test_heads_that_divide_neither_ranks_nor_heads_are_refused(degree: int, head
 
 
 def test_small_blocks_run_slower() -> None:
-    simple = plain_cost(Cost(quadratic_seconds=1.0))
+    simple = full_cost(quadratic_seconds=1.0)
     cost = replace(simple, block_efficiency=((10, 0.5), (20, 1.0)))
     assert cost.piece_seconds([20], 1) == 400
     assert cost.piece_seconds([10], 1) == 100 / 0.5
@@ -148,7 +162,7 @@ def test_small_blocks_run_slower() -> None:
 
 def test_offload_costs_what_compute_does_not_hide() -> None:
     cost = replace(
-        plain_cost(Cost(linear_seconds=3.0)),
+        full_cost(linear_seconds=3.0),
         forward=Pass(attention=0.5, linear=1 / 3, ring=0.5, exchange=0.5),
         backward=Pass(attention=0.5, linear=2 / 3, ring=0.5, exchange=0.5),
         copy_bytes={"none": 2.5, "layer": 1.0, "all_but_attention": 1.0},
@@ -176,7 +190,7 @@ def test_long_sequences_offload_for_free_as_published() -> None:
 
 def test_recomputation_runs_the_ring_again_only_with_attention() -> None:
     cost = replace(
-        plain_cost(Cost(linear_seconds=3.0, ring_seconds=10.0, hop_seconds=1.0)),
+        full_cost(linear_seconds=3.0, ring_seconds=10.0, hop_seconds=1.0),
         forward=Pass(attention=0.5, linear=1 / 3, ring=0.25, exchange=0.5),
         backward=Pass(attention=0.5, linear=2 / 3, ring=0.75, exchange=0.5),
     )
@@ -189,7 +203,7 @@ def test_recomputation_runs_the_ring_again_only_with_attention() -> None:
 
 
 def test_unequal_shares_wait_for_the_slowest_rank() -> None:
-    cost = plain_cost(Cost(quadratic_seconds=1.0, linear_seconds=1.0))
+    cost = full_cost(quadratic_seconds=1.0, linear_seconds=1.0)
     equal = cost.piece_seconds([100], 2, shares=(1.0, 1.0))
     assert equal == pytest.approx(cost.piece_seconds([100], 2))
     # shares 1 : 3, chunks of 12, 38, 37 and 13 tokens: position 1 holds tokens 12 to 87.
@@ -198,7 +212,7 @@ def test_unequal_shares_wait_for_the_slowest_rank() -> None:
 
 def test_step_end_uses_all_links_of_a_node() -> None:
     cost = replace(
-        plain_cost(Cost(linear_seconds=1.0)),
+        full_cost(linear_seconds=1.0),
         near=Link(bytes_per_second=8.0),
         far=Link(bytes_per_second=1.0),
         reduced_bytes=64.0,
@@ -213,11 +227,13 @@ COEFFICIENTS = ("quadratic_seconds", "linear_seconds", "fixed_seconds", "ring_se
 
 def test_piece_seconds_by_hand() -> None:
     """Attention and linear work; in a ring hops, and what attention does not hide."""
-    cost = Cost(quadratic_seconds=2.0, linear_seconds=3.0, fixed_seconds=100.0, ring_seconds=70.0, hop_seconds=5.0)
+    cost = plain_cost(
+        quadratic_seconds=2.0, linear_seconds=3.0, fixed_seconds=100.0, ring_seconds=70.0, hop_seconds=5.0
+    )
     assert cost.piece_seconds([10, 1], 1) == 2 * (100 + 1) + 3 * 11
     attention, linear, transfers = 2 * 100 / 4, 3 * 10 / 4, 70 * 10 * 3 / 4
     assert cost.piece_seconds([10], 4) == attention + linear + (transfers - attention) + 5 * 3
-    assert Cost(quadratic_seconds=2.0, ring_seconds=0.1).piece_seconds([100], 4) == 2 * 100 * 100 / 4
+    assert plain_cost(quadratic_seconds=2.0, ring_seconds=0.1).piece_seconds([100], 4) == 2 * 100 * 100 / 4
 
 
 @pytest.mark.parametrize(
@@ -233,7 +249,7 @@ def test_piece_seconds_by_hand() -> None:
 )
 def test_cost_refuses_what_cannot_be(changes, said):
     with pytest.raises(ConfigError, match=said):
-        Cost(**{"linear_seconds": 1.0, **changes})
+        plain_cost(**{"linear_seconds": 1.0, **changes})
 
 
 @pytest.mark.parametrize(
@@ -262,17 +278,17 @@ ANALYTIC = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
 
 
 def test_recompute_prices_one_more_forward_and_attention_only_where_it_is_run_again():
-    layer, kept = ANALYTIC.recomputing("layer"), ANALYTIC.recomputing("all_but_attention")
-    assert layer.linear_seconds == kept.linear_seconds == pytest.approx(ANALYTIC.linear_seconds * 8 / 6)  # FLOPs
-    assert layer.quadratic_seconds == pytest.approx(ANALYTIC.quadratic_seconds * 9 / 7)
-    assert layer.ring_seconds == pytest.approx(ANALYTIC.ring_seconds * (3 * 2 + 4) / (2 * 2 + 4))  # bytes a value
-    assert layer.hop_seconds == pytest.approx(ANALYTIC.hop_seconds * 3 / 2)
-    assert (kept.quadratic_seconds, kept.ring_seconds, kept.hop_seconds) == (
-        ANALYTIC.quadratic_seconds,
-        ANALYTIC.ring_seconds,
-        ANALYTIC.hop_seconds,
+    """A third of the linear work and of overhead, a quarter of attention and of what a ring passes on."""
+    cost = plain_cost(
+        quadratic_seconds=1.0, linear_seconds=300.0, fixed_seconds=30.0, ring_seconds=1e4, hop_seconds=7.0
     )
-    assert (kept.windows, kept.version) == (ANALYTIC.windows, ANALYTIC.version)
+    layer, kept = cost.recomputing("layer"), cost.recomputing("all_but_attention")
+    assert layer.fixed_seconds == kept.fixed_seconds == pytest.approx(40.0)
+    attention, linear, transfers = 100.0 * 100, 300.0 * 100, 1e4 * 100
+    assert cost.piece_seconds([100], 2) == pytest.approx((transfers + linear) / 2 + 7)
+    assert kept.piece_seconds([100], 2) == pytest.approx((transfers + linear * 4 / 3) / 2 + 7)
+    assert layer.piece_seconds([100], 2) == pytest.approx((transfers * 5 / 4 + linear * 4 / 3) / 2 + 7 * 3 / 2)
+    assert layer.compute_seconds(np.array([100]))[0] == pytest.approx(attention * 5 / 4 + linear * 4 / 3)
 
 
 def test_score_prices_each_microbatch_by_its_own_kind():
@@ -302,4 +318,6 @@ def test_analytic_cost_counts_flops_and_bytes() -> None:
     assert cost.linear_seconds == pytest.approx(6 * matrices / (989e12 * 0.42))
     assert cost.quadratic_seconds == pytest.approx(7 * 32 * 32 * 128 / (989e12 * 0.528))
     forward = 2 * 2 * 8 * 128 * 32  # K and V in bf16
-    assert cost.ring_seconds == pytest.approx(4 * forward / 50e9)  # backward is 3 x: K, V again and fp32 dK, dV
+    assert cost.ring_bytes / cost.far.bytes_per_second == pytest.approx(
+        4 * forward / 50e9
+    )  # backward is 3 x: K, V again and fp32 dK, dV

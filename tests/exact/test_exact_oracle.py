@@ -14,14 +14,14 @@ from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.held import held_tokens
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost
+from lengthwise.cost import Cost, plain_cost
 from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
 from lengthwise.program import check_plan
 from planner.partitions import partitions
 from properties import costly
 
 COSTS = st.builds(
-    Cost,
+    plain_cost,
     quadratic_seconds=st.sampled_from([0.0, 1.0]),
     linear_seconds=st.sampled_from([1.0, 40.0]),
     fixed_seconds=st.sampled_from([0.0, 100.0, 900.0]),
@@ -100,25 +100,31 @@ def test_oracle_finds_the_best_of_all_plans(tokens: list[int], ranks: int, capac
     assert best.bound_seconds == pytest.approx(best.makespan_seconds, rel=1e-6)
 
 
-BESIDE, ALONE = (Cost(linear_seconds=1.0, fixed_seconds=100.0, ring_seconds=each) for each in (9.0, 60.0))
+BESIDE, ALONE = (plain_cost(linear_seconds=1.0, fixed_seconds=100.0, ring_seconds=each) for each in (9.0, 60.0))
 
 
 @pytest.mark.parametrize(
     ("tokens", "ranks", "capacity", "cost", "least"),
     [
         # three rings of two on three ranks: each rank has 20 s of work, but no two rings fit at once
-        ([20] * 3, 3, 10, Cost(linear_seconds=1.0, ring_seconds=1000.0), 3 * (10 + 1000 * 10)),
+        ([20] * 3, 3, 10, plain_cost(linear_seconds=1.0, ring_seconds=1000.0), 3 * (10 + 1000 * 10)),
         ([30, 30], 3, 20, Cost(linear_seconds=1.0, fixed_seconds=99.0), 99 + 20),  # cut, in one pack
         ([6, 4, 21], 2, 20, BESIDE, 100 + (1 + 9) * 21 / 2 + 6),  # packs beside a ring save launches
         ([21, 17, 6], 2, 20, BESIDE, None),  # 17 is too much beside
         ([21, 8, 8], 2, 15, ALONE, None),
         ([21, 6, 5, 4], 2, 17, ALONE, None),  # three for two ranks
-        ([26, 8], 2, 20, Cost(quadratic_seconds=1.0, linear_seconds=1.0, fixed_seconds=900.0, ring_seconds=40.0), None),
+        (
+            [26, 8],
+            2,
+            20,
+            plain_cost(quadratic_seconds=1.0, linear_seconds=1.0, fixed_seconds=900.0, ring_seconds=40.0),
+            None,
+        ),
         (
             [30, 6, 5],
             2,
             20,
-            Cost(quadratic_seconds=1.0, linear_seconds=40.0, ring_seconds=60.0, hop_seconds=70.0),
+            plain_cost(quadratic_seconds=1.0, linear_seconds=40.0, ring_seconds=60.0, hop_seconds=70.0),
             None,
         ),
     ],
@@ -151,7 +157,7 @@ def test_oracle_is_valid_above_the_bound_and_behind_no_planner(tokens: list[int]
 
 
 def test_oracle_is_the_same_twice() -> None:
-    cost = Cost(quadratic_seconds=1.0, linear_seconds=40.0, fixed_seconds=900.0, ring_seconds=9.0)
+    cost = plain_cost(quadratic_seconds=1.0, linear_seconds=40.0, fixed_seconds=900.0, ring_seconds=9.0)
     cluster = Cluster(ranks=3, capacity_tokens=60)
     first, again = (plan_oracle([150, 61, 33, 20], cluster, cost).plan.digest() for _ in range(2))
     assert first == again

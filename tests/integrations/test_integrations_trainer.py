@@ -264,7 +264,7 @@ def test_parts_that_an_evaluation_left_are_not_trained(tmp_path):
         whole = PLANNED(model=small_model(), args=arguments(tmp_path, 2, **best), **rows)
         assert whole._session_options["shard"] == "zero1"
         found = []
-        for cut in ({"shard": "zero3"}, {"stages": 2}):
+        for cut in ({"shard": "zero3"}, {"stages": 2, "capacity_tokens": 256}):
             trainer = PLANNED(model=small_model(torch.float32), args=arguments(tmp_path, 2), **cut, **rows)
             found.append(trainer.evaluate()["eval_loss"])
             with pytest.raises(LengthwiseError, match="one training where parameters are cut"):

@@ -13,7 +13,7 @@ from judge import Coefficients, broken_rules, judge, piece_seconds
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost
+from lengthwise.cost import Cost, plain_cost
 from lengthwise.planner import bound_seconds, score
 from lengthwise.program import check_plan
 
@@ -28,7 +28,7 @@ FOUR = st.tuples(
 def _costs(four: tuple[float, float, float, float]) -> tuple[Cost, Coefficients]:
     q, linear, g, c = four
     return (
-        Cost(quadratic_seconds=q, linear_seconds=linear, fixed_seconds=g, ring_seconds=c),
+        plain_cost(quadratic_seconds=q, linear_seconds=linear, fixed_seconds=g, ring_seconds=c),
         Coefficients(quadratic=q, linear=linear, fixed=g, ring=c),
     )
 

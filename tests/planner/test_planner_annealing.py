@@ -11,14 +11,14 @@ from testing.plans import make_plan
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, plain_cost
 from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.placement.annealing import MOST_WORK, Annealing, anneal
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
 from properties import costly
 
-ALL_FOUR = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
+ALL_FOUR = plain_cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_tiny_steps_on_ranks_of_unequal_speed_are_annealed_too(tokens, speeds, u
     ring=st.sampled_from([0.0, 3.0]),
 )
 def test_annealed_plans_are_valid_and_never_later(ranks: int, tokens: list[int], launch: float, ring: float) -> None:
-    cost = Cost(quadratic_seconds=0.01, linear_seconds=1.0, fixed_seconds=launch, ring_seconds=ring)
+    cost = plain_cost(quadratic_seconds=0.01, linear_seconds=1.0, fixed_seconds=launch, ring_seconds=ring)
     cluster = Cluster(ranks=ranks, capacity_tokens=40)
     tokens = [min(length, cluster.longest_tokens) for length in tokens]
     request = PlanRequest(tokens=tuple(tokens), cluster=cluster, cost=cost)

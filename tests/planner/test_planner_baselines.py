@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.held import held_tokens
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, all_terms_cost, analytic_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, all_terms_cost, analytic_cost, named_hardware, named_shape, plain_cost
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.planner.baselines.single_degree import (
@@ -22,7 +22,7 @@ from lengthwise.planner.baselines.static import context_parallel_degrees
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
 
-FOUR_TERMS = Cost(quadratic_seconds=1.0, linear_seconds=1000.0, fixed_seconds=77.0, ring_seconds=500.0)
+FOUR_TERMS = plain_cost(quadratic_seconds=1.0, linear_seconds=1000.0, fixed_seconds=77.0, ring_seconds=500.0)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_static_groups_are_exact_a_divisor_or_a_power_of_two(ranks, context, exp
     ],
 )
 def test_static_takes_the_mesh_that_ends_first(tokens, ranks, ring_seconds, cp, seconds):
-    cost = Cost(linear_seconds=1.0, ring_seconds=ring_seconds)
+    cost = plain_cost(linear_seconds=1.0, ring_seconds=ring_seconds)
     plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=100), cost, PlanOptions(planner="static"))
     assert {microbatch.pieces[0].degree for microbatch in plan.microbatches} == {cp}
     assert plan.notes["predicted_seconds"] == pytest.approx(seconds)
@@ -92,11 +92,11 @@ def test_static_refuses_contexts_that_do_not_work(tokens, context, said):
 
 
 LINEAR = Cost(linear_seconds=1.0)
-RING = Cost(linear_seconds=1.0, ring_seconds=2.0)
+RING = plain_cost(linear_seconds=1.0, ring_seconds=2.0)
 SOME_COSTS = (
     LINEAR,
     RING,
-    Cost(quadratic_seconds=1.0, linear_seconds=1000.0, fixed_seconds=77.0, ring_seconds=500.0, hop_seconds=3.0),
+    plain_cost(quadratic_seconds=1.0, linear_seconds=1000.0, fixed_seconds=77.0, ring_seconds=500.0, hop_seconds=3.0),
     Cost(fixed_seconds=1.0),
 )
 

@@ -13,7 +13,7 @@ from lengthwise.core.cut import local_tokens
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost
+from lengthwise.cost import Cost, plain_cost
 from lengthwise.planner import bound_seconds, score
 from lengthwise.planner.problem.bounds import has_lone_rings, shares_launches_only
 from lengthwise.program import check_plan
@@ -23,7 +23,7 @@ from properties import costly
 Held = tuple[tuple[int, ...], tuple[int, ...]]  # ranks, lengths
 
 COSTS = st.builds(
-    Cost,
+    plain_cost,
     quadratic_seconds=st.sampled_from([0.0, 1.0]),
     linear_seconds=st.sampled_from([1.0, 40.0]),
     fixed_seconds=st.sampled_from([0.0, 100.0, 3000.0]),
@@ -85,7 +85,9 @@ def _least_makespan(lengths, ranks, capacity, cost, *, lone, shared=False):
 
 
 @given(lengths=LENGTHS, capacity=st.integers(10, 30), cost=COSTS)
-@example(lengths=[1, 2, 30], capacity=29, cost=Cost(quadratic_seconds=1.0, linear_seconds=1.0, ring_seconds=200.0))
+@example(
+    lengths=[1, 2, 30], capacity=29, cost=plain_cost(quadratic_seconds=1.0, linear_seconds=1.0, ring_seconds=200.0)
+)
 @example(lengths=[12, 12, 8], capacity=10, cost=Cost(linear_seconds=1.0, fixed_seconds=3000.0))
 def test_bounds_are_below_every_plan_on_two_ranks(lengths, capacity, cost):
     lengths = [min(length, 2 * capacity) for length in lengths]
@@ -144,10 +146,10 @@ LAUNCH = Cost(linear_seconds=1.0, fixed_seconds=30.0)
     [
         # the work over the ranks where nothing is long, and else the quickest time of the longest
         ([10] * 40, 4, 50, Cost(linear_seconds=2.0, fixed_seconds=5.0), {}, (2 + 5 / 50) * 400 / 4),
-        ([400], 1000, 400, Cost(linear_seconds=1.0, hop_seconds=1.0, fixed_seconds=3.0), {}, 400 / 20 + 19 + 3),
+        ([400], 1000, 400, plain_cost(linear_seconds=1.0, hop_seconds=1.0, fixed_seconds=3.0), {}, 400 / 20 + 19 + 3),
         # a launch on each rank of a ring; transfers that nothing hides
         ([100, 60], 2, 60, LAUNCH, {"whole_launches": False}, (100 + 2 * 30 + 60 + 30) / 2),
-        ([100], 2, 50, Cost(linear_seconds=1.0, ring_seconds=7.0), {}, (100 + 700) / 2),
+        ([100], 2, 50, plain_cost(linear_seconds=1.0, ring_seconds=7.0), {}, (100 + 700) / 2),
         # a shared launch for a capacity of tokens: 1.5 a rank. One that runs one is done after 61 tokens, so whole: two
         ([100, 40, 40], 2, 60, LAUNCH, {"shared_launches": True, "whole_launches": False}, (180 + 180 / 60 * 30) / 2),
         ([100, 40, 40], 2, 60, LAUNCH, {"shared_launches": True}, (180 + 4 * 30) / 2),
@@ -165,7 +167,7 @@ def test_bound_refuses_what_does_not_fit() -> None:
 
 @pytest.mark.parametrize("lone_rings", [True, False])
 def test_bound_ends_where_only_rings_cost_anything(lone_rings: bool) -> None:
-    cost = Cost(ring_seconds=1.0)
+    cost = plain_cost(ring_seconds=1.0)
     bound = bound_seconds([100, 5], Cluster(ranks=4, capacity_tokens=50), cost, lone_rings=lone_rings)
     assert 0 <= bound <= 50 * (1 + 1e-9)
 

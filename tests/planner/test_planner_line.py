@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, plain_cost
 from lengthwise.planner.placement.line import place_rings
 from lengthwise.planner.placement.skyline import Moldable, pack_skyline
 from lengthwise.planner.problem.topology import Extras, Topology
@@ -99,7 +99,7 @@ def test_pack_skyline_widens_each_ring_to_what_its_place_asks_for() -> None:
 
 
 def test_pack_skyline_keeps_a_degree_where_wider_would_not_be_quicker() -> None:
-    cost = Cost(linear_seconds=1.0, hop_seconds=50.0)
+    cost = plain_cost(linear_seconds=1.0, hop_seconds=50.0)
     line = pack_skyline(_moldable(cost, (100, 3, 8)), Topology(cost, 5), cost)
     assert [ring.degree for ring in line.rings] == [3]
 
@@ -111,7 +111,7 @@ def test_pack_skyline_keeps_a_degree_where_wider_would_not_be_quicker() -> None:
     fixed=st.sampled_from([0.0, 7.0]),
 )
 def test_pack_skyline_places_each_ring_once_where_its_ranks_are_free(rings, ranks, hop, fixed):
-    cost = Cost(linear_seconds=1.0, quadratic_seconds=0.01, fixed_seconds=fixed, hop_seconds=hop)
+    cost = plain_cost(linear_seconds=1.0, quadratic_seconds=0.01, fixed_seconds=fixed, hop_seconds=hop)
     widest_first = sorted(rings, key=lambda ring: -ring[1])
     moldable = _moldable(cost, *((length, degree, degree + more) for length, degree, more in widest_first))
     line = pack_skyline(moldable, Topology(cost, ranks), cost)

@@ -14,7 +14,7 @@ from testing.stage_actions import stage_items
 from lengthwise.core.errors import ConfigError, Problems
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster, LayerCut
-from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, plain_cost
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.planner.problem.bounds import least_makespan
@@ -24,13 +24,13 @@ from properties import costliest
 from tiers import more
 
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
-TERMS = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
+TERMS = plain_cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
 COSTS = (
     COMPUTE,
     TERMS,
-    Cost(linear_seconds=1.0, hop_seconds=500.0),
+    plain_cost(linear_seconds=1.0, hop_seconds=500.0),
     Cost(fixed_seconds=1.0),
-    Cost(ring_seconds=1.0),
+    plain_cost(ring_seconds=1.0),
 )
 CAPACITY = 97
 

@@ -11,7 +11,7 @@ from testing.plans import planners_of
 
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Choices, Cost, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Choices, Cost, all_terms_cost, named_hardware, named_shape, plain_cost
 from lengthwise.planner import PlanOptions, plan_step, registry
 from lengthwise.planner.portfolio import Selection, is_worth_others, others_seconds
 from lengthwise.planner.problem.request import PlanRequest
@@ -22,7 +22,7 @@ from properties import costliest, costly
 
 LLAMA_7B, H100 = named_shape("llama-7b"), named_hardware("h100")
 COSTS = st.builds(
-    Cost,
+    plain_cost,
     quadratic_seconds=st.sampled_from([0.0, 1.0]),
     linear_seconds=st.sampled_from([100.0, 4096.0]),
     fixed_seconds=st.sampled_from([0.0, 2e4, 1e6]),
@@ -37,7 +37,7 @@ COSTS = st.builds(
     shares=st.lists(st.floats(0, 1), min_size=1, max_size=40),
     cost=COSTS,
 )
-@example(24, 7, [0.3, 0.01] * 20, Cost(linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=3e4))
+@example(24, 7, [0.3, 0.01] * 20, plain_cost(linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=3e4))
 def test_no_planner_ends_sooner(ranks: int, capacity: int, shares: list[float], cost: Cost) -> None:
     tokens = [max(1, int(share**3 * ranks * capacity)) for share in shares]
     cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
@@ -170,7 +170,7 @@ def test_rivals_choose_degrees_for_split_heads_and_on_small_steps_in_both_ways(
 def test_packs_cut_whole_are_tried_where_launches_cost_and_rings_of_one_sequence_are_at_their_bound() -> None:
     """Long sequences alone over both ranks are at the bound of such plans, 1.2 x as long as a few full packs cut."""
     tokens, cluster = [100, 28, 31, 48, 19, 119, 68, 78, 3, 66], Cluster(ranks=2, capacity_tokens=64)
-    cost = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=1e8, ring_seconds=4e3)
+    cost = plain_cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=1e8, ring_seconds=4e3)
     single, ours = (
         plan_step(tokens, cluster, cost, PlanOptions(planner=name)) for name in ("single-degree", "lengthwise")
     )
@@ -180,6 +180,6 @@ def test_packs_cut_whole_are_tried_where_launches_cost_and_rings_of_one_sequence
 def test_slots_of_small_pipelines_are_filled_whatever_an_ideal_one_takes() -> None:
     """The ideal pipeline has the long sequence in its middle; with packs before it the plan ended 1 % sooner."""
     tokens, cluster = [2, 1, 8192, 368, 30, 8, 730, 3], Cluster(ranks=8, capacity_tokens=1024)
-    cost = Cost(linear_seconds=1.0, fixed_seconds=1e6, ring_seconds=400.0)
+    cost = plain_cost(linear_seconds=1.0, fixed_seconds=1e6, ring_seconds=400.0)
     plan = plan_step(tokens, cluster, cost, PlanOptions(mode="pipeline", stages=4))
     assert plan.notes["predicted_seconds"] < 15.81e6

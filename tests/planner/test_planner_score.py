@@ -52,7 +52,7 @@ def test_score_of_waves_waits_for_every_rank():
 
 @pytest.mark.parametrize(
     ("feature", "piece", "offload"),
-    [("offload", {}, 0.5), ("heads", {"heads": 2}, 0.0), ("shares", {"shares": (1.0, 2.0)}, 0.0)],
+    [("offload", {}, 0.5), ("heads", {"heads": 2}, 0.0)],
 )
 def test_score_refuses_what_its_costs_do_not_tell(feature, piece, offload):
     plan = changed(make_plan(2, (20,), [ring([0, 1], 0, **piece)], layers=4), offload=offload)

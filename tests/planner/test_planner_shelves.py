@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, LayerCut
-from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, plain_cost
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import score
 from lengthwise.planner.problem.request import PlanRequest
@@ -22,7 +22,7 @@ from lengthwise.planner.search import plan_lengthwise
 from lengthwise.program import check_plan
 from properties import costly
 
-TERMS = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
+TERMS = plain_cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
 
 
 def _plans(request: PlanRequest) -> list[Plan]:

@@ -16,7 +16,7 @@ from judge import Coefficients, judge
 from lengthwise.core.errors import ConfigError, PlanError, Problems
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, plain_cost
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.problem.speeds import noted_speeds, read_speeds
@@ -28,8 +28,8 @@ from tiers import some
 
 CAPACITY = 29
 FOUR = {"quadratic": 1.0, "linear": 500.0, "fixed": 20000.0, "ring": 90.0}
-COST = Cost(**{f"{name}_seconds": value for name, value in FOUR.items()})
-HOPS = Cost(quadratic_seconds=1.0, linear_seconds=500.0, ring_seconds=2000.0, hop_seconds=300.0)
+COST = plain_cost(**{f"{name}_seconds": value for name, value in FOUR.items()})
+HOPS = plain_cost(quadratic_seconds=1.0, linear_seconds=500.0, ring_seconds=2000.0, hop_seconds=300.0)
 ALL_TERMS = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
 UGLY = st.sampled_from([1, 2, 3, 5, 23, CAPACITY - 1, CAPACITY, CAPACITY + 1, 2 * CAPACITY - 1, 2 * CAPACITY + 1])
 SPEED = st.sampled_from([0.5, 1.0]) | st.floats(0.1, 3.0)
@@ -62,7 +62,7 @@ def test_planners_hold_every_rule_on_ranks_of_unequal_speed(planner, step, cost,
     assert score(plan, recomputing, speeds=speeds).makespan_seconds == pytest.approx(makespan)
     assert plan.notes["bound_seconds"] <= makespan * (1 + 1e-9)
     assert bound_seconds(tokens, cluster, recomputing, lone_rings=False, speeds=speeds) <= makespan * (1 + 1e-9)
-    if cost is COST and recompute == "none":
+    if cost is COST and recompute == "none" and not plan.requires:
         assert judge(json.loads(plan.to_json()), Coefficients(**FOUR)) == pytest.approx(makespan, rel=1e-12)
     assert Plan.from_json(plan.to_json()) == plan
     assert noted_speeds(plan) == read_speeds(speeds, cluster.ranks)
@@ -93,7 +93,7 @@ def test_equal_speeds_plan_the_same_bytes(planner: str) -> None:
 
 @given(data=st.data(), ranks=st.integers(1, 9), cost=st.sampled_from([COST, HOPS, ALL_TERMS]))
 def test_no_plan_of_lone_rings_beats_the_bound_of_unequal_speeds(data: st.DataObject, ranks: int, cost: Cost) -> None:
-    """Plans at random: any intervals, any order, and where costs price them any shares that ranks can hold."""
+    """Plans at random: any intervals, any order, and any shares that ranks can hold."""
     cluster = Cluster(ranks=ranks, capacity_tokens=40)
     tokens = data.draw(st.lists(st.integers(1, 40 * ranks), min_size=1, max_size=6))
     speeds = data.draw(st.lists(SPEED, min_size=ranks, max_size=ranks))
@@ -101,7 +101,7 @@ def test_no_plan_of_lone_rings_beats_the_bound_of_unequal_speeds(data: st.DataOb
     for i in data.draw(st.permutations(range(len(tokens)))):
         degree = data.draw(st.integers(-(-tokens[i] // 40), ranks))
         first = data.draw(st.integers(0, ranks - degree))
-        kind = data.draw(st.sampled_from(["equal", "speeds", "any"])) if cost is ALL_TERMS else "equal"
+        kind = data.draw(st.sampled_from(["equal", "speeds", "any"]))
         where = ring_order(first, degree)
         shares = {
             "equal": None,
@@ -119,7 +119,7 @@ def test_no_plan_of_lone_rings_beats_the_bound_of_unequal_speeds(data: st.DataOb
 
 
 def test_score_lets_a_ring_wait_for_its_slowest_rank() -> None:
-    cost = Cost(linear_seconds=1.0, fixed_seconds=10.0, ring_seconds=3.0)
+    cost = plain_cost(linear_seconds=1.0, fixed_seconds=10.0, ring_seconds=3.0)
     ring, pack = Piece(ranks=(0, 2, 1), sequences=(0,)), Piece(ranks=(1,), sequences=(1,))
     slowest = (60 / 3 + 10) / 0.5 + 3.0 * 60 * 2 / 3  # transfers are as long as on any rank
     scored = score(make_plan(3, (60, 8), [ring, pack]), cost, speeds=[1, 2, 0.5])
@@ -163,19 +163,6 @@ def test_plan_step_levels_ranks_of_unequal_speed(recipe: str) -> None:
     assert plan.notes["predicted_seconds"] <= 1.02 * plan.notes["bound_seconds"]
     blind = score(plan_step(tokens, cluster, ALL_TERMS), ALL_TERMS, speeds=speeds).makespan_seconds
     assert blind > 1.3 * plan.notes["predicted_seconds"]
-
-
-@pytest.mark.parametrize("recipe", some(["github", "prolong"], 0))
-def test_rings_keep_to_ranks_of_one_speed_where_costs_know_no_shares(recipe: str) -> None:
-    """Nodes of 8 at random 0.6 times as fast: placed by their ends alone, rings leave github at 1.033 of the bound."""
-    cluster = Cluster(ranks=64, capacity_tokens=8192)
-    choose = random.Random(0)
-    speeds = [speed for _ in range(8) for speed in [choose.choice((1.0, 0.6))] * 8]
-    cost = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
-    tokens = draw_lengths(recipe, 2**23, 0, longest_tokens=500_000)
-    plan = plan_step(tokens, cluster, cost, PlanOptions(speeds=speeds))
-    assert plan.requires == ()
-    assert plan.notes["predicted_seconds"] <= 1.02 * plan.notes["bound_seconds"]
 
 
 @pytest.mark.parametrize(("tokens", "most_ratio"), [([758, 2416], 1.153), ([1885, 11358, 4009, 754, 557], 1.02)])

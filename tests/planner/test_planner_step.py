@@ -14,7 +14,7 @@ from testing.plans import make_plan
 from lengthwise.core.errors import LengthwiseError, Problems
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, analytic_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, analytic_cost, named_hardware, named_shape, plain_cost
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import CUTTING_PLANNERS, PlanOptions, plan_step
 from lengthwise.planner.problem.bounds import has_lone_rings
@@ -22,7 +22,7 @@ from lengthwise.program import check_plan
 from tiers import more
 
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
-ALL_TERMS = Cost(
+ALL_TERMS = plain_cost(
     quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3, version="7b, 8 kv heads"
 )
 CLUSTER = Cluster(ranks=3, capacity_tokens=20)
@@ -91,9 +91,9 @@ def test_plan_step_does_not_call_a_ring_lone_that_only_rounding_holds() -> None:
 
 def test_plan_step_is_the_same_in_another_process() -> None:
     script = (
-        "from lengthwise.core.shape import Cluster; from lengthwise.cost import Cost;"
+        "from lengthwise.core.shape import Cluster; from lengthwise.cost import plain_cost;"
         "from lengthwise.data.recipes import draw_lengths; from lengthwise.planner import PlanOptions, plan_step;"
-        "cost = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3);"
+        "cost = plain_cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3);"
         "cluster = Cluster(ranks=13, capacity_tokens=8192);"
         "from lengthwise.planner import CUTTING_PLANNERS;"
         "plans = [plan_step(draw_lengths(r, 2**18, 5, 100_000), cluster, cost, PlanOptions(planner=name))"

@@ -10,7 +10,7 @@ from testing.order import check_order
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, sharded_cost, step_memory
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, plain_cost, sharded_cost, step_memory
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
 from lengthwise.program import check_plan, ring_order
@@ -19,13 +19,13 @@ from properties import costly
 from tiers import some
 
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0)
-ALL_FOUR = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
+ALL_FOUR = plain_cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
 COSTS = (
     COMPUTE,
     ALL_FOUR,
-    Cost(linear_seconds=1.0, hop_seconds=500.0),
+    plain_cost(linear_seconds=1.0, hop_seconds=500.0),
     Cost(fixed_seconds=1.0),
-    Cost(ring_seconds=1.0),
+    plain_cost(ring_seconds=1.0),
     all_terms_cost(named_shape("llama-7b"), named_hardware("h100")),
     sharded_cost(
         all_terms_cost(named_shape("llama-7b"), named_hardware("h100")),

@@ -11,7 +11,7 @@ from testing.plans import clip_for
 from judge import Coefficients, judge
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, plain_cost
 from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.program import check_plan
 from properties import costly
@@ -19,13 +19,13 @@ from properties import costly
 CAPACITY = 29
 RANKS = (1, 2, 3, 5, 6, 7, 12, 97)
 FOUR = {"quadratic": 1.0, "linear": 500.0, "fixed": 20000.0, "ring": 90.0}
-COST = Cost(**{f"{name}_seconds": value for name, value in FOUR.items()})
+COST = plain_cost(**{f"{name}_seconds": value for name, value in FOUR.items()})
 COSTS = (
     COST,
     Cost(quadratic_seconds=1.0, linear_seconds=32768.0),
-    Cost(linear_seconds=1.0, hop_seconds=500.0),
+    plain_cost(linear_seconds=1.0, hop_seconds=500.0),
     Cost(fixed_seconds=1.0),
-    Cost(ring_seconds=1.0),
+    plain_cost(ring_seconds=1.0),
     all_terms_cost(named_shape("llama-7b"), named_hardware("h100")),
 )
 UGLY = st.sampled_from([1, 2, 3, 5, 23, CAPACITY - 1, CAPACITY, CAPACITY + 1, 2 * CAPACITY - 1, 2 * CAPACITY + 1])

@@ -10,7 +10,7 @@ from testing.plans import make_plan
 from lengthwise.core.errors import PlanError, Problems
 from lengthwise.core.plan import KNOWN_FEATURES, Microbatch, Piece, Plan
 from lengthwise.program import Feature, check_plan, refuse_unsupported
-from lengthwise.program.features import ENGINE, FIVE_COEFFICIENTS, SIMULATOR, feature_uses, features_of, uses_beyond
+from lengthwise.program.features import feature_uses, features_of
 
 
 def _plan(**changes: Any) -> Plan:
@@ -127,9 +127,6 @@ def test_features_are_those_that_a_plan_uses_in_plan_order():
         ("shares", 0),
         ("offload", 1),
     ]
-    assert not uses_beyond(plan, ENGINE)
-    assert {use.feature for use in uses_beyond(plan, SIMULATOR)} == {Feature.SPEEDS}
-    assert {use.feature for use in uses_beyond(plan, FIVE_COEFFICIENTS)} == {Feature.SHARES, Feature.OFFLOAD}
 
 
 def test_features_of_plain_rings_and_speeds_of_one_are_none():

@@ -6,7 +6,8 @@ import pytest
 
 from lengthwise.report.answer import answer_notes, answer_sentence, answer_table, settings_text, tokens_text
 from lengthwise.simulator import Answer, WayRow
-from lengthwise.simulator.answer import BY_WORK, ONE_RING, OURS, PACKED, PADDED, WaySettings
+from lengthwise.simulator.rivals import ONE_RING, PACKED, PADDED
+from lengthwise.simulator.ways import BY_WORK, OURS, WaySettings
 
 LONGEST = WaySettings(recompute="layer", capacity_tokens=100_000, size=16, by_length=True)
 ZERO3 = WaySettings(recompute="all_but_attention", capacity_tokens=8192, layout="zero3")

@@ -23,7 +23,7 @@ from lengthwise.report.simulation import (
     simulation_table,
     tables_of,
 )
-from lengthwise.simulator import Best, Found, MeshQuestion, Question, RankMesh, on_one_mesh
+from lengthwise.simulator import Best, Found, Question, RankMesh, on_one_mesh
 from lengthwise.simulator import answer as answer_of
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
@@ -34,7 +34,7 @@ HOSTILE = '<img src=x onerror="alert(1)">&\'"'
 @pytest.fixture(scope="module")
 def found():
     sizes = {"devices": 12, "context_tokens": 60_000, "capacity_tokens": 8192}
-    question = MeshQuestion(shape=SHAPE, hardware=HARDWARE, kinds=("none",), takes_capacity=True, **sizes)
+    question = Question(shape=SHAPE, hardware=HARDWARE, kinds=("none",), takes_capacity=True, **sizes)
     return [on_one_mesh(RankMesh(), planner, BATCHES, question) for planner in ("static", "lengthwise")]
 
 

@@ -11,7 +11,7 @@ from lengthwise.cost import named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.report.simulation import closing_sentences
 from lengthwise.simulator import (
-    MeshQuestion,
+    Question,
     RankMesh,
     best_mesh,
     best_meshes,
@@ -24,7 +24,7 @@ from tiers import more, some
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 BATCHES = [draw_lengths("github", 2**18, seed, 2**16) for seed in range(2)]
-QUESTION = MeshQuestion(
+QUESTION = Question(
     shape=SHAPE, hardware=HARDWARE, devices=16, context_tokens=2**16, tensors=(1, 2, 4, 8), kinds=("none", "layer")
 )
 NO_OFFLOAD = RankMesh(heads="auto")

@@ -4,12 +4,25 @@ from dataclasses import replace
 
 import pytest
 
+from lengthwise.core.shape import Cluster
+from lengthwise.core.timeline import Timeline
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, sharded_traffic, step_memory
-from lengthwise.cost.ending import Traffic
-from lengthwise.simulator.rivals import lock_step, packed, padded, recomputing
+from lengthwise.planner import PlanOptions
+from lengthwise.program import check_plan
+from lengthwise.simulator import simulate_plan
+from lengthwise.simulator.rivals import LockStep, packed, padded
 
-FREE = Traffic(layers=2, gather_seconds=0.0, reduce_seconds=0.0)
 LINEAR = Cost(linear_seconds=1.0, fixed_seconds=0.5)
+
+
+def _step(how: LockStep, tokens: list[int], ranks: int, capacity: int, recompute: str = "none") -> Timeline:
+    """Plan and simulate one step; the planner says what is simulated."""
+    cluster, options = Cluster(ranks=ranks, capacity_tokens=capacity), PlanOptions(recompute=recompute)
+    plan = how(tokens, cluster, LINEAR, options)
+    check_plan(plan)
+    timeline = simulate_plan(plan, LINEAR)
+    assert plan.notes["predicted_seconds"] == pytest.approx(timeline.step_seconds)
+    return timeline
 
 
 def test_traffic_is_bytes_over_links() -> None:
@@ -28,22 +41,23 @@ def test_traffic_is_bytes_over_links() -> None:
 
 
 def test_lock_step_waits_for_the_slowest_of_every_microbatch() -> None:
-    """Three microbatches on two devices: 10 and 4 side by side, then 6 and nothing; each costs half a second more."""
-    run = lock_step([[10], [4], [3, 3]], 2, 1, recomputing(LINEAR, "none", 2), FREE)
-    assert run.seconds == pytest.approx([10.5, 6.5])
-    assert run.busy_seconds.tolist() == [[10.5, 4.5], [6.5, 0.0]]
-    assert (run.step_seconds, run.held_tokens) == (17.0, 10)
+    """Three microbatches on two devices: 10 and 4 side by side, then 6 alone; each costs half a second more."""
+    run = _step(LockStep(size=1), [10, 4, 6], 2, 10)
+    assert sorted(run.start.tolist()) == pytest.approx([0.0, 0.0, 10.5])
+    assert sorted(run.end.tolist()) == pytest.approx([4.5, 10.5, 17.0])
+    assert run.step_seconds == pytest.approx(17.0)
+    assert run.held_tokens.max() == 10
 
 
 def test_lock_step_cuts_every_microbatch_over_the_same_ranks() -> None:
-    run = lock_step([[10], [4]], 4, 2, recomputing(LINEAR, "none", 2), FREE)
-    assert run.busy_seconds.tolist() == [[5.5, 2.5]]
-    assert run.held_tokens == 5
+    run = _step(LockStep(size=1, degree=2), [10, 4], 5, 10)
+    assert sorted(zip(run.rank.tolist(), run.end.tolist(), strict=True)) == [(0, 5.5), (1, 5.5), (2, 2.5), (3, 2.5)]
+    assert run.held_tokens.max() == 5
 
 
 def test_recomputation_runs_forward_again() -> None:
-    once, again = (lock_step([[10]], 1, 1, recomputing(LINEAR, kind, 2), FREE) for kind in ("none", "layer"))
-    assert again.step_seconds == pytest.approx(4 / 3 * once.step_seconds)
+    once, again = (_step(LockStep(size=1), [10], 1, 10, kind).step_seconds for kind in ("none", "layer"))
+    assert again == pytest.approx(4 / 3 * once)
 
 
 def test_padding_fills_up_to_the_longest_of_a_microbatch() -> None:

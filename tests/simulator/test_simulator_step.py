@@ -138,9 +138,9 @@ def test_stages_of_waves_go_through_them_together() -> None:
 def test_costs_of_five_coefficients_simulate_what_they_can_price() -> None:
     cost = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
     plan = plan_step([20000, 512, 700, 8000], Cluster(ranks=4, capacity_tokens=8192), cost, PlanOptions(layers=32))
-    assert simulate_plan(plan, cost).step_seconds == pytest.approx(score(plan, cost).makespan_seconds, rel=0.01)
+    assert simulate_plan(plan, cost).step_seconds == pytest.approx(score(plan, cost).makespan_seconds, rel=0.05)
     offloaded = replace(plan, microbatches=tuple(replace(each, offload=0.5) for each in plan.microbatches))
-    with pytest.raises(PlanError, match="whose time these costs can tell; got a plan with offload"):
+    with pytest.raises(PlanError, match="offload: expected costs that tell what copies take"):
         simulate_plan(offloaded, cost)
 
 
@@ -154,7 +154,7 @@ def test_loaders_delay_all_and_other_stages_are_refused() -> None:
     assert later.idle_ratio > timeline.idle_ratio
     with pytest.raises(PlanError, match="stages"):
         simulate_plan(_pipelined(plan, 2, 1), cost)
-    with pytest.raises(PlanError, match="pipeline of 2 stages"):
+    with pytest.raises(PlanError, match="expected 4, as in the costs; got 2"):
         score(_pipelined(plan, 2, 1), cost)
 
 

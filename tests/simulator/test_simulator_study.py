@@ -30,7 +30,7 @@ from lengthwise.simulator.study import ideal_seconds
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 SETTING = Setting(
-    shape=SHAPE,
+    memory=step_memory(SHAPE, HARDWARE, 16),
     hardware=HARDWARE,
     cost=all_terms_cost(SHAPE, HARDWARE),
     cluster=Cluster(ranks=16, capacity_tokens=8192),
@@ -58,9 +58,9 @@ def test_study_of_uniform_sequences() -> None:
 def test_a_pipeline_keeps_no_more_microbatches_than_it_has(sequences: int, kept: int) -> None:
     """Of 8K each on 16 ranks of 4 stages: the first stage keeps the activations of at most 4."""
     cost = all_terms_cost(SHAPE, HARDWARE, stages=4)
-    setting = replace(SETTING, cost=cost, devices=4)
-    (result,) = compare_planners(["static"], [[8192] * sequences], setting, progress=lambda *_: None)
     memory = step_memory(SHAPE, HARDWARE, 16, cut=LayerCut(stages=4))
+    setting = replace(SETTING, cost=cost, memory=memory)
+    (result,) = compare_planners(["static"], [[8192] * sequences], setting, progress=lambda *_: None)
     (step,) = result.steps
     assert step.memory_bytes == memory.state_bytes() + memory.microbatch_bytes(8192, kept=kept)
     assert step.memory_bytes == pytest.approx(memory.state_bytes() + kept * 8192 * memory.saved_bytes("none"), rel=0.08)
@@ -105,7 +105,7 @@ def test_ideal_seconds_are_arithmetic_alone_spread_evenly() -> None:
     peak = HARDWARE.peak_flops_per_second
     linear = 6 * SHAPE.linear_params * 1010 / (peak * HARDWARE.linear_efficiency)
     attention = 7 * 32 * 32 * 128 * (1000**2 + 10**2) / (peak * HARDWARE.attention_efficiency)
-    ideal = ideal_seconds([1000, 10], replace(SETTING, devices=4))
+    ideal = ideal_seconds([1000, 10], replace(SETTING, memory=step_memory(SHAPE, HARDWARE, 16, tensor=4)))
     assert ideal == pytest.approx((linear + attention) / (16 * 4))
     (result,) = _compare(["lengthwise"], [[1000, 10]])
     (step,) = result.steps

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lengthwise.core.shape import ModelShape
     from lengthwise.cost import Cost, Hardware
     from lengthwise.planner import PlanOptions
-    from lengthwise.simulator import Answer, Best, MeshQuestion, RankMesh
+    from lengthwise.simulator import Answer, Best, Question, RankMesh
 
 MESHES = ("best", "same")
 TOKENS_A_DEVICE = 128 * 1024  # of a step whose size is not given
@@ -51,7 +51,7 @@ class Meshes:
     cost: of one of the meshes, to check options with before any plan.
     """
 
-    question: MeshQuestion
+    question: Question
     same: RankMesh | None
     cost: Cost
 
@@ -150,7 +150,7 @@ class MeshChoices:
         described: tuple[ModelShape, Hardware, Cost],
         one_device: bool,
     ) -> Meshes:
-        from lengthwise.simulator import MeshQuestion, RankMesh, stages_to_try, tensors_to_try
+        from lengthwise.simulator import Question, RankMesh, stages_to_try, tensors_to_try
 
         shape, hardware, cost = described
         is_same, is_one_device = self.mesh == "same", self.measurements is not None
@@ -169,7 +169,7 @@ class MeshChoices:
         kinds = ("none",) if self.recompute is None and (is_same or capacity) else self.kinds
         usual, cut = "off" if is_same else "auto", LayerCut(virtual=planning.virtual or 1)
         base = RankMesh(cut=cut, heads=planning.heads or usual, offload=planning.offload or usual)
-        question = MeshQuestion(
+        question = Question(
             shape=shape, hardware=hardware, devices=devices, context_tokens=1, tensors=tensors, stages=stages,
             kinds=kinds, capacity_tokens=capacity,
             takes_capacity=is_fixed, base=base, loader=loader, mode=planning.mode,
@@ -233,7 +233,7 @@ class MeshChoices:
         return measured_shape(found), named_hardware(found.hardware), measured_cost(found)
 
 
-def search_meshes(planners: Sequence[str], batches: Sequence[Sequence[int]], question: MeshQuestion) -> list[Best]:
+def search_meshes(planners: Sequence[str], batches: Sequence[Sequence[int]], question: Question) -> list[Best]:
     """Search for each planner, in a process a core where a fork is safe; MemoryShortage: one was ended from outside."""
     from lengthwise.simulator import best_mesh
 
@@ -250,7 +250,7 @@ def search_meshes(planners: Sequence[str], batches: Sequence[Sequence[int]], que
 
 
 def _searched_in_processes(
-    workers: int, planners: Sequence[str], batches: Sequence[Sequence[int]], question: MeshQuestion
+    workers: int, planners: Sequence[str], batches: Sequence[Sequence[int]], question: Question
 ) -> list[Best]:
     line = LiveLine(sys.stderr)
     at_work: dict[str, str] = {}
@@ -285,11 +285,11 @@ def _searched_in_processes(
     return [found[planner] for planner in planners]
 
 
-_work: tuple[SimpleQueue[tuple[str, str]], Sequence[Sequence[int]], MeshQuestion] | None = None  # of a worker
+_work: tuple[SimpleQueue[tuple[str, str]], Sequence[Sequence[int]], Question] | None = None  # of a worker
 
 
 def _start_worker(
-    reports: SimpleQueue[tuple[str, str]], batches: Sequence[Sequence[int]], question: MeshQuestion, parent: int
+    reports: SimpleQueue[tuple[str, str]], batches: Sequence[Sequence[int]], question: Question, parent: int
 ) -> None:
     """Ignore Ctrl-C, which the command handles, and end when it ends."""
     global _work
@@ -323,14 +323,10 @@ def answered(
 ) -> Answer:
     """Compare FSDP2 and Lengthwise on these batches; MemoryShortage: `offloads`, and hosts have too little for it."""
     from lengthwise.cost import check_host
-    from lengthwise.simulator import Question, answer
+    from lengthwise.simulator import RankMesh, answer
 
-    asked = meshes.question
-    question = Question(
-        shape=asked.shape, hardware=asked.hardware, devices=asked.devices, adapters=adapters,
-        capacity_tokens=asked.capacity_tokens, kinds=kinds, cost=asked.cost, offloads=offloads,
-    )  # fmt: skip
-    memory, node = question.memory("zero1"), min(asked.devices, asked.hardware.ranks_per_node)
-    check_host(memory, node, asked.hardware.host_bytes, key="--offload-optimizer")
+    question = replace(meshes.question, adapters=adapters, kinds=tuple(kinds), offloads=offloads, mode=None)
+    memory, node = question.memory(RankMesh()), min(question.devices, question.hardware.ranks_per_node)
+    check_host(memory, node, question.hardware.host_bytes, key="--offload-optimizer")
     with showing("comparing FSDP2 and Lengthwise, each at its best settings", sys.stderr):
         return answer(batches, question)

@@ -38,7 +38,7 @@ from lengthwise.cost.sharding import (
     sharded_traffic,
     wanted_tokens,
 )
-from lengthwise.cost.terms import Cost
+from lengthwise.cost.terms import Cost, plain_cost
 
 __all__ = [
     "DTYPE_BYTES",
@@ -76,6 +76,7 @@ __all__ = [
     "named_hardware",
     "named_shape",
     "offloaded_cost",
+    "plain_cost",
     "ranks_of_node",
     "recompute_capacities",
     "shape_from_config",

@@ -55,8 +55,6 @@ def all_terms_cost(
         linear_seconds=linear * plain.linear_seconds / devices + tensor_bytes / stages / node_link,
         fixed_seconds=plain.fixed_seconds / stages,
         cut_seconds=plain.cut_seconds / devices,
-        ring_seconds=0.0,
-        hop_seconds=0.0,
         block_efficiency=hardware.block_efficiency,
         forward=forward,
         backward=Pass(

@@ -19,7 +19,7 @@ import numpy as np
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.hardware import Hardware
 from lengthwise.cost.links import Floats
-from lengthwise.cost.terms import Cost
+from lengthwise.cost.terms import Cost, plain_cost
 
 GRADIENT_BYTES = 4  # dK and dV are summed in fp32 as they travel
 STATE_BYTES = 4  # states and maps are fp32
@@ -34,7 +34,7 @@ def analytic_cost(shape: ModelShape, hardware: Hardware) -> Cost:
     ring_bytes = kv_values * (PASSES * hardware.compute_dtype_bytes + GRADIENT_BYTES)
     peak = hardware.peak_flops_per_second
     sweep = hardware.hop_latency_seconds + STATE_BYTES * shape.map_values / hardware.link_bytes_per_second
-    return Cost(
+    return plain_cost(
         quadratic_seconds=attention_flops / (peak * hardware.attention_efficiency),
         linear_seconds=linear_flops / (peak * hardware.linear_efficiency),
         fixed_seconds=shape.layers * hardware.layer_launch_seconds,
@@ -70,13 +70,14 @@ def layer_seconds(
     """
     attention_flops, linear_flops, head_flops = _flops_of_layers(layers, lengths)
     numbers, tokens = np.array(lengths, dtype=np.int64), float(np.sum(lengths))
-    whole = cost.stages * float(cost.compute_seconds(numbers).sum())
+    stages = max(1, cost.stages)
+    whole = stages * float(cost.compute_seconds(numbers).sum())
     without = replace(cost, quadratic_seconds=0.0, fixed_seconds=1.0)  # which sums do not count
-    linear = cost.stages * float(without.compute_seconds(numbers).sum())
+    linear = stages * float(without.compute_seconds(numbers).sum())
     embedding, head = cost.embedding_seconds * tokens, cost.head_seconds * tokens
     if not cost.head_seconds:
-        head = cost.stages * cost.linear_seconds * tokens * head_flops / (linear_flops.sum() + head_flops)
-    launches = cost.stages * cost.fixed_seconds * tokens / capacity
+        head = stages * cost.linear_seconds * tokens * head_flops / (linear_flops.sum() + head_flops)
+    launches = stages * cost.fixed_seconds * tokens / capacity
     seconds = (whole - linear) * _shares(attention_flops) + launches / len(layers)
     seconds += max(0.0, linear - embedding - head) * _shares(linear_flops)
     return seconds.tolist(), embedding, head

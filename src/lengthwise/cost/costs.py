@@ -17,7 +17,7 @@ from lengthwise.cost.all_terms import all_terms_cost
 from lengthwise.cost.analytic import analytic_cost
 from lengthwise.cost.hardware import Hardware, named_hardware
 from lengthwise.cost.shapes import named_shape
-from lengthwise.cost.terms import Cost
+from lengthwise.cost.terms import Cost, plain_cost
 
 KEYS = ("quadratic_seconds", "linear_seconds", "fixed_seconds", "ring_seconds")
 MOST_SECONDS = 1e200  # above, sums over a step would overflow
@@ -40,7 +40,7 @@ def costs(
         file: in place of both, a JSON file of coefficients (`lengthwise plan --cost`), in any unit of time.
         tensor: devices that split each layer of a rank.
         stages: pipeline stages of a rank.
-        simple: five coefficients alone: no links, offload, heads or stages.
+        simple: five coefficients alone: one kind of link, no offload or heads.
 
     Raises:
         ConfigError: neither or both of model and file, an unknown name, or a mesh that the model does not allow.
@@ -84,7 +84,7 @@ def cost_from_file(path: str | Path) -> Cost:
     coefficients = {key: float(given.get(key, 0.0)) for key in KEYS}
     named = " ".join(f"{key}={value!r}" for key, value in coefficients.items() if value)
     quadratic, linear, fixed, ring = coefficients.values()
-    return Cost(
+    return plain_cost(
         quadratic_seconds=quadratic,
         linear_seconds=linear,
         fixed_seconds=fixed,

@@ -209,9 +209,12 @@ def _contradictions(found: Measurements, where: str) -> list[LengthwiseError]:
     terms, missing = set(found.fit.terms), set(found.fit.not_measured)
     if both := sorted(terms & missing):
         refuse("fit.not_measured", "no term that has a value", both)
-    if neither := sorted({"quadratic_seconds", "linear_seconds", "fixed_seconds"} - terms):
+    arithmetic = {"quadratic_seconds", "linear_seconds", "fixed_seconds"}
+    if neither := sorted(arithmetic - terms):
         refuse("fit.terms", "at least quadratic_seconds, linear_seconds and fixed_seconds", f"no {', '.join(neither)}")
     values = {name: term.value for name, term in found.fit.terms.items()}
+    if not neither and not any(values[name] for name in arithmetic):
+        refuse("fit.terms", f"at least one coefficient above 0 of {', '.join(sorted(arithmetic))}", 0.0)
     for name, value in values.items():
         if name.startswith("forward") and not value < 1:
             refuse(f"fit.terms.{name}.value", "a share below 1", value)

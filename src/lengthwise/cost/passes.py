@@ -48,6 +48,7 @@ def passes(forward: Pass, backward: Pass, recompute: str) -> tuple[Pass, ...]:
 class Work(NamedTuple):
     """What one rank does of a piece in forward and backward together, in seconds; arrays have an entry a piece or rank.
 
+    attention, linear, transfers: `degree` times as much, as if all ranks of the piece did as much one after another;
     transfers: of the ring's keys, values and gradients. exchange: all-to-all of groups that split heads.
     copy: of offloaded activations, one direction; None: nothing is offloaded.
     latency: of one ring step of one pass. positions: groups around the ring, a count.
@@ -61,27 +62,32 @@ class Work(NamedTuple):
     copy: Numbers | None
     latency: Numbers
     positions: Numbers
+    degree: Numbers
 
 
 def passes_seconds(sweeps: Sequence[Pass], work: Work, *, by_ring_step: bool) -> Numbers:
     """Return the seconds of all passes, forward first; `by_ring_step`: transfers hide by ring step, else in sum."""
-    seconds: Numbers = 0.0
-    computes = []
-    for sweep in sweeps:
+    attention, linear, exchanges, states = (
+        sum(getattr(sweep, name) for sweep in sweeps) for name in ("attention", "linear", "exchange", "states")
+    )
+    together: Numbers = attention * work.attention + linear * work.linear
+    apart: Numbers = exchanges * work.exchange + states * work.states
+    rings = [sweep for sweep in sweeps if sweep.ring]
+    for sweep in rings:
         hides = sweep.attention * work.attention
-        computes.append(hides + sweep.linear * work.linear)
-        seconds = seconds + computes[-1] + sweep.exchange * work.exchange + sweep.states * work.states
-        if sweep.ring and by_ring_step:
+        if by_ring_step:
             keys = sweeps[0].ring * work.transfers
             gradients = (sweep.ring - sweeps[0].ring) * work.transfers if sweep is sweeps[-1] else None
-            seconds = seconds + _exposed_by_ring_step(work, hides, keys, gradients)
-        elif sweep.ring:
-            exposed = np.maximum(0.0, sweep.ring * work.transfers - hides)
-            seconds = seconds + exposed + work.latency * (work.positions - 1)
+            apart = apart + _exposed_by_ring_step(work, hides, keys, gradients)
+        else:
+            together = together + np.maximum(0.0, sweep.ring * work.transfers - hides)
+    if not by_ring_step:
+        apart = apart + len(rings) * work.latency * (work.positions - 1)
     if work.copy is not None:
-        out, back = np.maximum(0.0, work.copy - computes[0]), np.maximum(0.0, work.copy - sum(computes[1:]))
-        seconds = seconds + out + back
-    return seconds
+        first, *others = (sweep.attention * work.attention + sweep.linear * work.linear for sweep in sweeps)
+        out, back = (np.maximum(0.0, work.copy - each / work.degree) for each in (first, sum(others)))
+        apart = apart + out + back
+    return together / work.degree + apart
 
 
 def _exposed_by_ring_step(work: Work, attention: Numbers, keys: Numbers, gradients: Numbers | None) -> Numbers:
@@ -91,10 +97,10 @@ def _exposed_by_ring_step(work: Work, attention: Numbers, keys: Numbers, gradien
     """
     latency, positions = work.latency, work.positions
     sends = np.maximum(positions - 1, 1)
-    block, keys = attention / positions, keys / sends + latency
+    block, keys = attention / (work.degree * positions), keys / (work.degree * sends) + latency
     if gradients is None:
         return np.where(positions > 1, sends * np.maximum(0.0, keys - block), 0.0)
-    gradients = gradients / sends
+    gradients = gradients / (work.degree * sends)
     exposed = (
         np.minimum(2, sends) * np.maximum(0.0, keys - block)
         + np.maximum(0, positions - 3) * np.maximum(0.0, keys + gradients - block)

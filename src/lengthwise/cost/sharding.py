@@ -236,24 +236,24 @@ def sharded_traffic(memory: StepMemory, cost: Cost, *, head_apart: bool = False)
     )
 
 
-def sharded_cost(cost: Cost, memory: StepMemory, *, group: int | None = None) -> Cost:
+def sharded_cost(cost: Cost, memory: StepMemory, *, group: int | None = None, head_apart: bool = True) -> Cost:
     """Return the costs of ranks whose parameters lie over groups of `group` ranks (None: all of `memory.ranks`).
 
     Over all there is nothing left to be summed at the step's end; copies of groups are, as whole parameters would be,
-    which all links of a node do together.
+    which all links of a node do together. head_apart: as of `sharded_traffic`.
     """
     ranks = memory.ranks
     over = ranks if group is None else min(group, ranks)
-    if over == 1 or not cost.prices_choices:
+    if over == 1:
         return cost
-    traffic = sharded_traffic(replace(memory, ranks=over), cost, head_apart=True)
+    traffic = sharded_traffic(replace(memory, ranks=over), cost, head_apart=head_apart)
     left = cost.reduced_bytes if over < ranks else 0.0
     return replace(cost, traffic=traffic, reduced_bytes=left, version=f"{cost.version} over {over}")
 
 
-def laid_cost(cost: Cost, memory: StepMemory) -> Cost:
-    """Return the costs of ranks whose parameters and optimizer lie as `memory` says."""
-    return offloaded_cost(sharded_cost(cost, memory, group=memory.ranks_in_step), memory)
+def laid_cost(cost: Cost, memory: StepMemory, *, head_apart: bool = True) -> Cost:
+    """Return the costs of ranks whose parameters and optimizer lie as `memory` says; `head_apart`: our own layout."""
+    return offloaded_cost(sharded_cost(cost, memory, group=memory.ranks_in_step, head_apart=head_apart), memory)
 
 
 def offloaded_cost(cost: Cost, memory: StepMemory) -> Cost:
@@ -261,7 +261,7 @@ def offloaded_cost(cost: Cost, memory: StepMemory) -> Cost:
 
     At least: as if processors updated as fast as they read and write, and as a host exchanges with its devices.
     """
-    if not memory.offloads or not cost.prices_choices:
+    if not memory.offloads:
         return cost
     seconds = memory.host_update_bytes() / cost.copy_bytes_per_second * memory.ranks
     return replace(

@@ -1,11 +1,10 @@
 """How long a piece takes: one record, used alike by planners, score and simulator.
 
-A piece of d ranks with sequences of s_i tokens, S in all, keeps each of its ranks busy for
+A piece keeps each of its ranks busy for the sum of its passes (`passes`); a microbatch adds fixed seconds. What is not
+given is free: links, copies, an exchange of heads. Of `plain_cost`, a piece of d ranks with sequences of s_i tokens, S
+in all, takes by its quadratic, linear, ring and hop seconds
 
     (q sum s_i^2 + l S) / d  +  max(0, c S (d - 1) / d  -  q sum s_i^2 / d)  +  h (d - 1)
-
-seconds: arithmetic, exposed transfers, latency, by the quadratic, linear, ring and hop seconds of `Cost`; a microbatch
-adds fixed ones. Where links are given, every pass is priced instead (`passes`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,13 +25,20 @@ from lengthwise.cost.links import Floats, Link, Numbers, Reach, Whole, least_rea
 from lengthwise.cost.passes import BACKWARD, FORWARD, Pass, Work, parts_by_shares, passes, passes_seconds
 
 _FREE = Link(bytes_per_second=inf)
+_SWIFT = 2.0**100  # bytes a second of `plain_cost`: seconds stay the same to the bit, gathers of parameters are free
+# Each hides as large a part of a ring's transfers as it has of the attention; quarters keep sums exact.
+_PLAIN_FORWARD = Pass(attention=1 / 4, linear=1 / 3, ring=1 / 4, exchange=1 / 2)
+_PLAIN_BACKWARD = Pass(attention=3 / 4, linear=2 / 3, ring=3 / 4, exchange=1 / 2)
 _NOTHING, _NO_ENDING = Choices(), Ending()
 
 
 class _Part(NamedTuple):
-    """One rank's part of a piece: tokens held, seconds of its attention and of its linear work; sequences of all."""
+    """What a rank does of a piece, as if all ranks did as much: tokens, seconds of attention and of linear work.
 
-    held: Numbers
+    sequences: of the piece.
+    """
+
+    tokens: Numbers
     attention: Numbers
     linear: Numbers
     sequences: int = 1
@@ -40,14 +46,12 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Seconds of forward and backward through the layers that one device of a rank holds; from `near` on with links.
+    """Seconds of forward and backward through the layers that one device of a rank holds.
 
     quadratic_seconds: seconds a squared token of attention (a sequence of s tokens counts s x s).
     linear_seconds: seconds a token of everything that grows with tokens: projections, MLP, output head.
     cut_seconds: what a token of a cut sequence takes beyond that, in scans of layers with states.
     fixed_seconds: seconds a microbatch, on each of its ranks.
-    ring_seconds: seconds to move keys, values and gradients of one token over one link; 0 with links.
-    hop_seconds: seconds of latency a ring step, transfers of all layers and both passes together; 0 with links.
     windows: (window in tokens, share of the attention layers that have it); the other layers see everything.
     couples_layers: whether ranks of a ring wait for the slowest of them in every layer, as in engines, so that a local
         pack beside a ring holds up all of it.
@@ -61,12 +65,12 @@ class Cost:
     sweep_bytes, sweep_messages: of a round of a sweep of states, all layers, both passes: what a rank passes on of
         each sequence, and how many messages, in ring steps of a pass.
     heads, kv_heads: of one device; groups of u ranks must divide the heads, and repeat KV heads beyond `kv_heads`.
-    copy_bytes: activations of a token that can be offloaded, for each kind of recomputation.
+    copy_bytes: activations of a token that can be offloaded, for each kind of recomputation; empty: not known.
     copy_bytes_per_second: to or from the host, one direction, with the node's other ranks copying too.
     host_bytes: a device's part of the host's memory, for what is offloaded.
     reduced_bytes: gradients and parameters that the step's end moves, a rank; ending: what else it costs.
     traffic: what every wave gathers and sums where parameters are sharded; None: they are not.
-    stages: pipeline stages of a rank; coefficients are those of one stage.
+    stages: pipeline stages of a rank; coefficients are those of one stage, of 0 in as many as a plan has.
     stage_bytes: of a token's activations, sent on from a stage to the next, between nodes.
     embedding_seconds, head_seconds: of the embedding and the head, a token, part of `linear_seconds` of all stages, by
         which layers are cut; 0: not measured.
@@ -80,8 +84,6 @@ class Cost:
     linear_seconds: float = 0.0
     cut_seconds: float = 0.0
     fixed_seconds: float = 0.0
-    ring_seconds: float = 0.0
-    hop_seconds: float = 0.0
     windows: tuple[tuple[int, float], ...] = ()
     couples_layers: bool = False
     version: str = "given"
@@ -106,7 +108,7 @@ class Cost:
     reduced_bytes: float = 0.0
     ending: Ending = _NO_ENDING
     traffic: Traffic | None = None
-    stages: int = 1
+    stages: int = 0
     stage_bytes: float = 0.0
     embedding_seconds: float = 0.0
     head_seconds: float = 0.0
@@ -118,35 +120,24 @@ class Cost:
             if not is_number(value) or not 0 <= value < inf:
                 raise _refused(name, "a finite number of seconds, 0 or more", value, f"Give {name} in seconds.")
         parts = ("embedding_seconds", "head_seconds")  # of linear_seconds
-        if not any(value for name, value in coefficients.items() if name not in parts):
+        hops = self.near.hop_seconds, self.far.hop_seconds
+        if not any((*hops, self.ring_bytes, *(value for name, value in coefficients.items() if name not in parts))):
             remedy = "Give linear_seconds and quadratic_seconds, at least."
             raise _refused("coefficients", "at least one coefficient above 0", list(coefficients.values()), remedy)
         shares = [share for _, share in self.windows]
         if any(window < 1 for window, _ in self.windows) or min(shares, default=0) < 0 or sum(shares) > 1 + 1e-9:
             expected = "windows of at least 1 token, and shares of the layers that sum to at most 1"
             raise _refused("windows", expected, self.windows, "Fix the windows.")
-        if self.near == self.far == _FREE:
-            return
-        if any(got := (self.ring_seconds, self.hop_seconds)):
-            raise _refused("ring_seconds, hop_seconds", "0 beside links", got, "Give ring_bytes in place of them.")
-        names = ("ranks_per_node", "copy_bytes_per_second", "heads", "kv_heads", "stages")
+        names = ("ranks_per_node", "copy_bytes_per_second", "uplink_bytes_per_second", "heads", "kv_heads")
         numbers = {f"{name}: bytes_per_second": getattr(self, name).bytes_per_second for name in ("near", "far")}
-        numbers |= {name: getattr(self, name) for name in names}
-        if self.uplink_bytes_per_second < inf:
-            numbers["uplink_bytes_per_second"] = self.uplink_bytes_per_second
-        for name, value in numbers.items():
-            if not 0 < value < inf:
+        for name, value in (numbers | {name: getattr(self, name) for name in names}).items():
+            if not value > 0:
                 raise _refused(name, "a number above 0", value, f"Fix {name}.")
-
-    @property
-    def prices_choices(self) -> bool:
-        """Whether links are given, and with them heads, offload, shares and the place of a piece are priced."""
-        return self.far.bytes_per_second < inf
 
     @property
     def chooses(self) -> bool:
         """Whether pieces are priced with the best of their choices instead of those that a plan has written."""
-        return self.prices_choices and (self.choices.recompute != "none" or self.chooses_by_degree)
+        return self.choices.recompute != "none" or self.chooses_by_degree
 
     @property
     def chooses_by_degree(self) -> bool:
@@ -168,22 +159,11 @@ class Cost:
         if kind in ("none", self.choices.recompute):
             return self
         assert self.choices.recompute == "none", (self.choices.recompute, kind)
-        passes, choices = self.passes(kind), replace(self.choices, recompute=kind)
-        linear = sum(each.linear for each in passes)
-        priced = replace(self, fixed_seconds=self.fixed_seconds * linear, choices=choices)
-        if self.prices_choices:
-            return priced
-        return replace(
-            priced,
-            linear_seconds=self.linear_seconds * linear,
-            cut_seconds=self.cut_seconds * linear,
-            quadratic_seconds=self.quadratic_seconds * sum(each.attention for each in passes),
-            ring_seconds=self.ring_seconds * sum(each.ring for each in passes),
-            hop_seconds=self.hop_seconds * sum(each.ring > 0 for each in passes) / 2,
-        )
+        linear = sum(each.linear for each in self.passes(kind))
+        return replace(self, fixed_seconds=self.fixed_seconds * linear, choices=replace(self.choices, recompute=kind))
 
     def choosing(self, choices: Choices) -> Cost:
-        """Return the costs of pieces that may choose so; without links only the recomputation counts."""
+        """Return the costs of pieces that may choose so."""
         return replace(self.recomputing(choices.recompute), choices=choices)
 
     def without_copies(self) -> Cost:
@@ -213,8 +193,6 @@ class Cost:
         Raises:
             PlanError: groups of heads that divide neither ranks nor heads.
         """
-        if not self.prices_choices:
-            return self._plain_seconds(lengths, degree)
         tokens = np.asarray(lengths, dtype=np.float64)
         if choice is None and self.chooses:
             together, degrees = np.array([float(tokens.sum())]), np.array([degree])
@@ -227,24 +205,17 @@ class Cost:
             remedy = "Split heads over fewer ranks."
             raise PlanError("heads", expected=expected, got=str(choice.heads), remedy=remedy)
         attention, total = float(self.attention_seconds(tokens, degree / choice.heads).sum()), float(tokens.sum())
-        parts, held = (
-            (1.0 / degree, total / degree)
-            if shares is None
-            else parts_by_shares([int(each) for each in lengths], degree, shares)
-        )
+        own = total
+        if shares is not None:
+            parts, held = parts_by_shares([int(each) for each in lengths], degree, shares)
+            attention, own = attention * degree * parts, degree * held
         speed: Numbers = 1.0 if speeds is None else np.array(speeds)
-        part = _Part(held, attention * parts / speed, self._linear(held, degree) / speed, len(tokens))
+        part = _Part(own, attention / speed, self._linear(own, degree) / speed, len(tokens))
         return float(np.max(self._seconds(part, total, degree, choice, self.reach(degree, choice.heads, ranks))))
 
     def ring_piece_seconds(self, lengths: Whole, degrees: Whole) -> Floats:
         """Do `piece_seconds` for pieces of `lengths[i]` over `degrees[i]` ranks, each in as few nodes as can be."""
         tokens = lengths.astype(np.float64)
-        if not self.prices_choices:
-            attention = self.quadratic_seconds * self.seen_pairs(tokens)
-            transfers = self.ring_seconds * tokens * (degrees - 1)
-            exposed = np.where(degrees > 1, np.maximum(0.0, transfers - attention), 0.0)
-            arithmetic = attention + self._linear(tokens, degrees)
-            return (arithmetic + exposed) / degrees + self.hop_seconds * (degrees - 1)
         if not self.chooses:
             return self._rings_seconds(tokens, degrees, AS_CUT)
         whole = Choice(offload=self.choices.offload_needed(tokens, degrees), recompute=self.choices.recompute)
@@ -258,8 +229,6 @@ class Cost:
     def compute_seconds(self, lengths: Whole) -> Floats:
         """Count the arithmetic in seconds, entry i of `lengths[i]` alone on one rank; no cut makes it less in sum."""
         tokens = lengths.astype(np.float64)
-        if not self.prices_choices and not self.windows:
-            return (self.quadratic_seconds * tokens + self.linear_seconds) * tokens
         attention, linear = self.attention_seconds(tokens, 1), self.linear_seconds * tokens
         if not self.chooses:
             return attention + linear
@@ -284,8 +253,6 @@ class Cost:
 
     def hops_seconds(self, degree: int) -> float:
         """Return the part of a plain ring's seconds that depends on its degree alone: the latency of its ring steps."""
-        if not self.prices_choices:
-            return self.hop_seconds * (degree - 1)
         reach = self.reach(degree)
         link = self.near if reach.ring_near else self.far
         states = float(self.sweep_seconds(degree, reach.far_rounds, sequences=0))
@@ -305,9 +272,16 @@ class Cost:
         return (degree - 1 - far_rounds) * near + far_rounds * far
 
     def copy_seconds(self, held: Numbers, choice: Choice) -> Numbers:
-        """Return the seconds of copying what is offloaded of `held` tokens one way; two layers stay, in stages none."""
+        """Return the seconds of copying what is offloaded of `held` tokens one way; two layers stay, in stages none.
+
+        Raises:
+            PlanError: these costs do not tell what is copied.
+        """
+        if choice.recompute not in self.copy_bytes:
+            expected, remedy = "costs that tell what copies take", "Take a plan without it, or costs of a model."
+            raise PlanError("offload", expected=expected, got=f"costs {self.version}", remedy=remedy)
         layers = max(self.layers, 2)
-        goes = (layers - 2) / layers if self.stages == 1 else 1.0
+        goes = (layers - 2) / layers if self.stages <= 1 else 1.0
         return choice.offload * goes * self.copy_bytes[choice.recompute] * held / self.copy_bytes_per_second
 
     def step_end_seconds(self, ranks: int) -> float:
@@ -367,26 +341,15 @@ class Cost:
             return reach_of(ranks, heads, node, shares_uplinks=shared)
         return least_reach(degree, heads, node, crosses=self.crosses_node, shares_uplinks=shared)
 
-    def _plain_seconds(self, lengths: Sequence[int] | Whole | Floats, degree: int) -> float:
-        total = sum(lengths)
-        pairs = sum(length * length for length in lengths)
-        if self.windows:
-            pairs = float(self.seen_pairs(np.array(lengths, dtype=np.float64)).sum())
-        attention = self.quadratic_seconds * pairs
-        seconds = (attention + float(self._linear(total, degree))) / degree
-        if degree > 1:
-            transfers = self.ring_seconds * total * (degree - 1)
-            seconds += max(0.0, (transfers - attention) / degree) + self.hop_seconds * (degree - 1)
-        return seconds
-
     def _rings_seconds(self, tokens: Floats, degrees: Whole, choice: Choice) -> Floats:
-        attention, held = self.attention_seconds(tokens, degrees / choice.heads) / degrees, tokens / degrees
-        part = _Part(held, attention, self._linear(held, degrees))
+        attention = self.attention_seconds(tokens, degrees / choice.heads)
+        part = _Part(tokens, attention, self._linear(tokens, degrees))
         return self._seconds(part, tokens, degrees, choice, self.reach(degrees, choice.heads))
 
     def _seconds(self, part: _Part, total: Numbers, degree: Numbers, choice: Choice, reach: Reach) -> Numbers:
         """Sum the passes of one rank; `total`: tokens of the whole piece."""
         heads, positions, near, far = choice.heads, degree / choice.heads, self.near, self.far
+        held = part.tokens / degree
         outside = np.minimum(far.bytes_per_second, self.uplink_bytes_per_second / reach.flows)
         ring = self.ring_bytes / np.where(reach.ring_near, near.bytes_per_second, outside)
         repeated = np.maximum(1.0, heads / self.kv_heads)  # a group wider than the KV heads holds some of them twice
@@ -396,12 +359,13 @@ class Cost:
         work = Work(
             attention=part.attention,
             linear=part.linear,
-            transfers=ring * repeated * (total * positions - total) / degree,
-            exchange=self.exchange_bytes * part.held * (heads - 1) / heads / links,
-            copy=self.copy_seconds(part.held, choice) if np.any(choice.offload) else None,
+            transfers=ring * repeated * (total * positions - total),
+            exchange=self.exchange_bytes * held * (heads - 1) / heads / links,
+            copy=self.copy_seconds(held, choice) if np.any(choice.offload) else None,
             states=self.sweep_seconds(degree, reach.far_rounds, part.sequences),
             latency=latency,
             positions=positions,
+            degree=degree,
         )
         return passes_seconds(self.passes(choice.recompute), work, by_ring_step=self.stages > 1 or self.shares_uplinks)
 
@@ -412,6 +376,23 @@ class Cost:
     def _groups(self, degree: int) -> list[int]:
         most = min(degree, self.heads) if self.choices.splits_heads else 1
         return [group for group in range(1, most + 1) if self.heads % group == 0]
+
+
+def plain_cost(*, ring_seconds: float = 0.0, hop_seconds: float = 0.0, **others: Any) -> Cost:
+    """Return costs of which no more than coefficients is known: ranks anywhere, and all else that travels is free.
+
+    ring_seconds: to move keys, values and gradients of one token over one link, hidden by attention as a whole.
+    hop_seconds: of latency a ring step, both passes together. others: of `Cost`.
+
+    Raises:
+        ConfigError: a coefficient that is negative or not finite, or all of them zero.
+    """
+    for name, value in (("ring_seconds", ring_seconds), ("hop_seconds", hop_seconds)):
+        if not is_number(value) or not 0 <= value < inf:
+            raise _refused(name, "a finite number of seconds, 0 or more", value, f"Give {name} in seconds.")
+    link = Link(bytes_per_second=_SWIFT, hop_seconds=hop_seconds / 2)
+    links = {"near": link, "far": link, "ring_bytes": ring_seconds * _SWIFT}
+    return Cost(**links, forward=_PLAIN_FORWARD, backward=_PLAIN_BACKWARD, **others)
 
 
 def _refused(name: str, expected: str, got: object, remedy: str) -> ConfigError:

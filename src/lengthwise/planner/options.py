@@ -126,14 +126,15 @@ def _refuse_choices(
 ) -> None:
     """Refuse what these costs (None: unknown) do not price, or unequal speeds do not plan."""
     problems: list[LengthwiseError] = []
+    told = {} if cost is None else {"offload": cost.copy_bytes, "heads": cost.exchange_bytes}
     for name, value in asked.items():
         if value not in CHOICES and not (name == "heads" and str(value).isdecimal() and int(str(value))):
             problems.append(unknown_name(name, value, CHOICES))
-        elif value != "off" and cost is not None and not cost.prices_choices:
+        elif value != "off" and cost is not None and not told[name]:
             remedy = f"Plan with a hardware description ({{hardware}}), or without {{{name}}}."
             got = f"costs {cost.version}, which do not tell what {name} takes"
             problems.append(ConfigError(name, expected="off, with these costs", got=f"{value}; {got}", remedy=remedy))
-    if asked["offload"] == "auto" and cost is not None and cost.prices_choices and layers < cost.layers:
+    if asked["offload"] == "auto" and cost is not None and layers < cost.layers:
         expected = f"those of the model, at least {cost.layers}: they tell what offload leaves on the device"
         problems.append(ConfigError("layers", expected=expected, got=str(layers), remedy="Set {layers}."))
     if set(asked.values()) != {"off"} and speeds is not None:
@@ -161,6 +162,6 @@ def _refuse_stages(options: PlanOptions, cost: Cost | None) -> None:
         expected = f"{{stages}} x {{virtual}} of at most the {options.layers} layers"
         got = f"{stages} x {virtual or 1}"
         raise ConfigError("stages", expected=expected, got=got, remedy="Use fewer of them.")
-    if cost is not None and cost.prices_choices and stages != cost.stages:
+    if cost is not None and cost.stages not in (0, stages):
         expected = f"{cost.stages}, as in the costs"
         raise ConfigError("stages", expected=expected, got=str(stages), remedy="Make costs of these stages.")

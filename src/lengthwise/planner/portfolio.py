@@ -35,7 +35,7 @@ from lengthwise.planner.problem.score import score
 from lengthwise.planner.registry import BASELINES, PLANNERS, check_registered, find_planner
 from lengthwise.planner.schedules.pipeline import is_worth_search, pipeline_schedule, plan_pipeline
 from lengthwise.planner.schedules.waves import plan_waves
-from lengthwise.program.features import REQUIRED, features_of
+from lengthwise.program.features import with_requires
 from lengthwise.program.ring_order import ring_order
 
 _SPLIT_AT_ONCE = frozenset(("static", "power-of-two", "bytescale", "bytescale-naive"))  # whose degrees memory decides
@@ -70,7 +70,7 @@ class Selection:
             plan = write_offload(plan)
         if self.options.heads != "off":
             plan = split_heads(plan, self.cost, self.options.heads)
-        return replace(plan, requires=tuple(sorted(features_of(plan) & REQUIRED, reverse=True)))  # the mode first
+        return with_requires(plan)
 
 
 def write_offload(plan: Plan) -> Plan:
@@ -98,8 +98,12 @@ def _needed_ratio(plan: Plan, microbatch: Microbatch) -> float:
 
 def split_heads(plan: Plan, cost: Cost, asked: str | int = "auto") -> Plan:
     """Return the plan with the quickest split of heads for each of its rings, or in groups of `asked` where it can."""
+    known: dict[object, int] = {}
     microbatches = tuple(
-        replace(microbatch, pieces=tuple(_quickest(plan, microbatch, each, cost, asked) for each in microbatch.pieces))
+        replace(
+            microbatch,
+            pieces=tuple(_quickest(plan, microbatch, each, cost, asked, known) for each in microbatch.pieces),
+        )
         for microbatch in plan.microbatches
     )
     if all(piece.heads == 1 for microbatch in microbatches for piece in microbatch.pieces):
@@ -108,23 +112,31 @@ def split_heads(plan: Plan, cost: Cost, asked: str | int = "auto") -> Plan:
     return replace(plan, microbatches=microbatches, requires=requires)
 
 
-def _quickest(plan: Plan, microbatch: Microbatch, piece: Piece, cost: Cost, asked: str | int) -> Piece:
+def _quickest(
+    plan: Plan, microbatch: Microbatch, piece: Piece, cost: Cost, asked: str | int, known: dict[object, int]
+) -> Piece:
+    """Return a piece with its quickest split; `known`: that of each ring, by all that its seconds follow from."""
     if piece.degree == 1 or piece.shares is not None:
         return piece
-    lengths = [plan.tokens[i] for i in piece.sequences]
-    first = min(piece.ranks)
+    lengths, first = [plan.tokens[i] for i in piece.sequences], min(piece.ranks)
     is_interval = piece.ranks == ring_order(first, piece.degree)
-    best, least = piece, inf
-    for heads in range(1, min(cost.heads, piece.degree) + 1) if asked == "auto" else (int(asked),):
-        if cost.heads % heads or piece.degree % heads:
-            continue
-        ranks = ring_order(first, piece.degree, heads) if is_interval else piece.ranks
-        split = replace(piece, heads=heads, ranks=ranks)
-        choice = Choice(heads=heads, offload=microbatch.offload, recompute=microbatch.recompute)
-        seconds = cost.piece_seconds(lengths, split.degree, choice, ranks=split.ranks)
-        if seconds < least:
-            best, least = split, seconds
-    return best
+
+    def ranks_of(heads: int) -> tuple[int, ...]:
+        return ring_order(first, piece.degree, heads) if is_interval else piece.ranks
+
+    where = (first % cost.ranks_per_node, piece.degree) if is_interval else piece.ranks
+    key = (*lengths, where, microbatch.offload, microbatch.recompute)
+    if key not in known:
+        known[key], least = 1, inf
+        for heads in range(1, min(cost.heads, piece.degree) + 1) if asked == "auto" else (int(asked),):
+            if cost.heads % heads or piece.degree % heads:
+                continue
+            choice = Choice(heads=heads, offload=microbatch.offload, recompute=microbatch.recompute)
+            seconds = cost.piece_seconds(lengths, piece.degree, choice, ranks=ranks_of(heads))
+            if seconds < least:
+                known[key], least = heads, seconds
+    heads = known[key]
+    return piece if heads == 1 else replace(piece, heads=heads, ranks=ranks_of(heads))
 
 
 def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selection:
@@ -217,7 +229,7 @@ def is_worth_others(request: PlanRequest, selection: Selection) -> bool:
         return size <= SMALL_STEP
     if size > SMALL_STEP:
         return size <= LARGE_STEP and not request.cost.chooses and makespan_seconds > request.bound_seconds * FAR
-    if request.cost.prices_choices:
+    if request.cost.chooses_by_degree or selection.options.heads == "auto":  # each price takes several times as long
         return makespan_seconds > request.bound_seconds * FAR
     return makespan_seconds > min(request.bound_seconds, request.packed_bound_seconds) * GOOD_ENOUGH
 

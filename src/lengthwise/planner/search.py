@@ -207,7 +207,7 @@ def _room_tokens(request: PlanRequest, line: PlacedRings) -> list[int]:
     if not request.packs_beside_rings:
         return []
     capacity, tokens = request.cluster.capacity_tokens, request.tokens
-    if not request.topology.has_shares:
+    if request.speeds is None:
         return [max(0, capacity - held_at_most(tokens[ring.sequence], ring.degree)) for ring in line.rings]
     most = (request.topology.most_held_tokens(tokens[ring.sequence], ring.first, ring.degree) for ring in line.rings)
     return [max(0, capacity - tokens) for tokens in most]

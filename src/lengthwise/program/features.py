@@ -1,12 +1,12 @@
-"""What a plan can ask of its readers beyond rings and packs, and which reader does it: engine, simulator, score.
+"""What a plan can ask of its readers beyond rings and packs, and which reader does it: engine, simulator.
 
 A reader that learns a feature adds it to its set here. Cost: one pass over the pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from lengthwise.core.errors import LengthwiseError, PlanError, raise_problems
@@ -30,7 +30,6 @@ REQUIRED = frozenset(map(Feature, KNOWN_FEATURES))  # must stand in `requires` o
 ENGINE = frozenset(Feature) - {Feature.PIPELINE}  # which it runs where ranks are stages
 IN_STAGES = frozenset(Feature) - {Feature.SPEEDS, Feature.WAVES}  # that it runs together
 SIMULATOR = frozenset(Feature) - {Feature.SPEEDS}
-FIVE_COEFFICIENTS = frozenset(Feature) - {Feature.HEADS, Feature.OFFLOAD, Feature.SHARES}
 
 _REPORTED = 10  # refusals in one message
 
@@ -55,9 +54,9 @@ def features_of(plan: Plan) -> frozenset[Feature]:
     return frozenset(use.feature for use in feature_uses(plan))
 
 
-def uses_beyond(plan: Plan, features: frozenset[Feature]) -> list[Use]:
-    """List where a plan uses a feature that is not among these, in plan order."""
-    return [use for use in feature_uses(plan) if use.feature not in features]
+def with_requires(plan: Plan) -> Plan:
+    """Return a plan that names what its readers must know of what it uses, the mode first."""
+    return replace(plan, requires=tuple(sorted(features_of(plan) & REQUIRED, reverse=True)))
 
 
 def feature_uses(plan: Plan) -> Iterator[Use]:
@@ -77,20 +76,6 @@ def feature_uses(plan: Plan) -> Iterator[Use]:
             yield Use(feature=Feature.HEADS, microbatch=number, value="more")
         if any(piece.shares is not None for piece in microbatch.pieces):
             yield Use(feature=Feature.SHARES, microbatch=number)
-
-
-def refuse_unpriced(plan: Plan) -> None:
-    """Raise PlanError, with the first microbatch and its features, where costs of five coefficients tell no time."""
-    if unpriced := uses_beyond(plan, FIVE_COEFFICIENTS):
-        first = unpriced[0].microbatch
-        raise unpriced_error(f"microbatch {first}", [use.feature for use in unpriced if use.microbatch == first])
-
-
-def unpriced_error(where: str, features: Sequence[str]) -> PlanError:
-    """Return what is raised for features that costs do not hold."""
-    expected = "a plan whose time these costs can tell"
-    remedy = "Take plans without these features, or costs that hold them."
-    return PlanError(where, expected=expected, got=f"a plan with {', '.join(sorted(features))}", remedy=remedy)
 
 
 def refuse_unsupported(plan: Plan, *, num_heads: int | None = None, cut: LayerCut = UNCUT) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lengthwise.report.figures import count, seconds
 from lengthwise.simulator import MODEL_ERROR, gain_over
-from lengthwise.simulator.answer import BY_WORK, LAYOUTS, OURS, Answer, WayRow, WaySettings
+from lengthwise.simulator.ways import BY_WORK, LAYOUTS, OURS, Answer, WayRow, WaySettings
 
 _NAME, _STEP, _RATIO, _MEMORY = 21, 9, 7, 7  # columns of the table; settings take the rest
 _MOST = 80

@@ -142,7 +142,7 @@ def resolve(
     kinds = model.kinds if recompute == "auto" else [recompute]
     seconds: LayoutSeconds | None = None
     is_timed = machine.on_gpus and model.trained != 0
-    if is_timed and room_bytes is not None and cost is not None and cost.prices_choices:
+    if is_timed and room_bytes is not None and cost is not None:
         seconds = layout_seconds(
             lengths or usual_lengths(ranks, capacity),
             cost,

@@ -47,14 +47,14 @@ def loading_seconds(
     if not tokens_per_second > 0:
         got = repr(tokens_per_second)
         raise ConfigError("loader: tokens_per_second", expected="above 0", got=got, remedy="Give a loader's speed.")
-    nodes = -(-plan.ranks // cost.ranks_per_node)  # for each stage
+    nodes, stages = -(-plan.ranks // cost.ranks_per_node), max(1, cost.stages)  # nodes of each stage
     if loader == "remote":
         # What servers send on is not counted: 4 bytes a token, where a ring's are tens of thousands.
-        return sum(plan.tokens) / (nodes * cost.stages) / tokens_per_second
+        return sum(plan.tokens) / (nodes * stages) / tokens_per_second
     # Where plans differ from step to step any sequence may become a process's own.
     read = _group_tokens(plan) if fixed_mesh else np.full(plan.ranks, float(sum(plan.tokens)))
     of_nodes = np.bincount(np.arange(plan.ranks) // cost.ranks_per_node, weights=read, minlength=nodes)
-    return float(of_nodes.max()) * (devices // cost.stages) / tokens_per_second
+    return float(of_nodes.max()) * (devices // stages) / tokens_per_second
 
 
 def waits_seconds(loads: Sequence[float], works: Sequence[float]) -> list[float]:

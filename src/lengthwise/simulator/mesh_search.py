@@ -7,7 +7,7 @@ Hopeless meshes and kinds of recomputation are skipped. Three to thirty plans a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -16,8 +16,8 @@ from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.planner import PlanOptions, arithmetic_seconds, plan_step
-from lengthwise.simulator.meshes import Best, Found, MeshQuestion, RankMesh, found_on
+from lengthwise.planner import PlanOptions, arithmetic_seconds, plan_recomputed, plan_step
+from lengthwise.simulator.meshes import Best, Found, Question, RankMesh, found_on
 from lengthwise.simulator.study import Setting, TooLarge, ideal_seconds
 
 _NEAR = 1.03  # of the best on one batch: run on all
@@ -34,12 +34,12 @@ def _say_nothing(planner: str, mesh: RankMesh, tried: int) -> None:
 def best_mesh(
     planner: str,
     batches: Sequence[Sequence[int]],
-    question: MeshQuestion,
+    question: Question,
     *,
     progress: Callable[[str, RankMesh, int], None] = _say_nothing,
 ) -> Best:
     """Search the best mesh of one planner; before each plan, call `progress` with how many were tried before."""
-    search = _Search(planner=planner, batches=batches, question=question, progress=progress)
+    search = Search(planner=planner, batches=batches, question=question, progress=progress)
     narrow = question.trained_today()
     both = [] if narrow is None else [search.best(narrow)]
     refusal_today = search.refusal
@@ -66,7 +66,7 @@ def refuse_unheld(found: Sequence[Best]) -> None:
 def best_meshes(
     planners: Sequence[str],
     batches: Sequence[Sequence[int]],
-    question: MeshQuestion,
+    question: Question,
     *,
     progress: Callable[[str, RankMesh, int], None] = _say_nothing,
 ) -> list[Best]:
@@ -77,13 +77,13 @@ def best_meshes(
 
 
 @dataclass(slots=True, kw_only=True)
-class _Search:
+class Search:
     """The tries of one planner; each mesh is planned once."""
 
     planner: str
     batches: Sequence[Sequence[int]]
-    question: MeshQuestion
-    progress: Callable[[str, RankMesh, int], None]
+    question: Question
+    progress: Callable[[str, RankMesh, int], None] = _say_nothing
     first: dict[RankMesh, Found] = field(default_factory=dict)  # on the batch of most work
     finished: dict[RankMesh, Found] = field(default_factory=dict)
     left_out: set[RankMesh] = field(default_factory=set)  # refused, or their arithmetic takes longer than another step
@@ -92,18 +92,49 @@ class _Search:
     refusal: LengthwiseError | None = None
     tried: int = 0
 
-    def best(self, question: MeshQuestion) -> Found | None:
+    def best(self, question: Question) -> Found | None:
         """Return the best of a question's meshes and of earlier ones; None: none holds the sequences."""
         self._walk(question)
         ordered = sorted(self.first, key=self._seconds)
         near = [mesh for mesh in ordered[:_MOST_NEAR] if self._seconds(mesh) <= _NEAR * self._seconds(ordered[0])]
         return min(map(self._finish, near), key=lambda each: each.result.mean_seconds, default=None)
 
+    def quickest(self, meshes: Iterable[RankMesh]) -> Found | None:
+        """Return the mesh whose plan of the batch of most work ends first by prediction; None: none holds them all."""
+        ends: dict[RankMesh, float] = {}
+        for mesh in meshes:
+            try:
+                ends[mesh] = self._predicted(mesh)
+            except (ConfigError, PlanError) as error:
+                self.refusal = error
+        for mesh in sorted(ends, key=ends.__getitem__):
+            try:
+                return self._finish(mesh, far=1.0)
+            except PlanError as error:
+                self.refusal = error
+        return None
+
+    def _predicted(self, mesh: RankMesh) -> float:
+        """Return the seconds of the batch of most work on a mesh that holds the longest sequence, as its plan says."""
+        setting, options = self.question.setting(mesh), replace(self.question.options(mesh), planner=self.planner)
+        heaviest, longest = self._heaviest(setting), max(map(max, self.batches))
+        options = replace(options, layers=self.question.shape.layers)
+        ends = [
+            float(
+                plan_recomputed(
+                    tokens, setting.cluster.ranks, setting.cost, setting.capacities or {}, options,
+                    plan_each=partial(self._plan, mesh),
+                ).notes["predicted_seconds"]
+            )
+            for tokens in (heaviest, *([[longest]] if longest > max(heaviest) else []))
+        ]  # fmt: skip
+        return ends[0]
+
     def _seconds(self, mesh: RankMesh) -> float:
         """Return the seconds of the batch of most work on a mesh; inf where it was not planned."""
         return self.first[mesh].result.mean_seconds if mesh in self.first else inf
 
-    def _walk(self, question: MeshQuestion) -> None:
+    def _walk(self, question: Question) -> None:
         for stages in question.stages:
             for tensor in question.tensors:
                 if question.devices % (tensor * stages) == 0:
@@ -118,7 +149,7 @@ class _Search:
                 self._try(more)
             best = more if is_within and self._seconds(more) < self._seconds(best) else None
 
-    def _halve(self, mesh: RankMesh, question: MeshQuestion) -> None:
+    def _halve(self, mesh: RankMesh, question: Question) -> None:
         """Try a mesh, then smaller capacities until several in a row end no sooner; too large ones do not count."""
         least, waited = inf, 0
         while waited < _PATIENCE and mesh.capacity_share >= _LEAST_SHARE:
@@ -156,14 +187,14 @@ class _Search:
             if not isinstance(self.refusal, TooLarge):
                 self.refusal = error
 
-    def _finish(self, mesh: RankMesh) -> Found:
-        if len(self.batches) == 1:
+    def _finish(self, mesh: RankMesh, far: float = _FAR) -> Found:
+        if len(self.batches) == 1 and mesh in self.first:
             return self.first[mesh]
         if mesh not in self.finished:
             self.progress(self.planner, mesh, self.tried)
             setting = self.question.setting(mesh)
             try:
-                self.finished[mesh] = self._found_on(mesh, self._with_near_kinds(mesh, setting), self.batches)
+                self.finished[mesh] = self._found_on(mesh, self._with_near_kinds(mesh, setting, far), self.batches)
             except PlanError:  # another kind may hold what these do not
                 self.finished[mesh] = self._found_on(mesh, setting, self.batches)
         return self.finished[mesh]
@@ -179,20 +210,22 @@ class _Search:
         plans, key = self.plans.setdefault(mesh, {}), (tuple(tokens), cluster, options)
         if key in plans:
             return plans[key]
-        plan = plan_step(tokens, cluster, cost, options)
-        if mesh not in self.first:  # the batch of most work, which comes again with all
+        plan = (mesh.lock_step or plan_step)(tokens, cluster, cost, options)
+        if mesh not in self.first and not mesh.lock_step:  # the batch of most work, which comes again with all
             plans[key] = plan
         return plan
 
-    def _with_near_kinds(self, mesh: RankMesh, setting: Setting) -> Setting:
+    def _with_near_kinds(self, mesh: RankMesh, setting: Setting, far: float) -> Setting:
         """Drop the kinds of recomputation that ended far later on the batch of most work."""
+        if len(setting.capacities or {}) == 1:
+            return setting
         heaviest, offload = tuple(self._heaviest(setting)), self.question.options(mesh).offload
         ends = {
             options.recompute: float(plan.notes["predicted_seconds"])
             for (tokens, _, options), plan in self.plans[mesh].items()
             if tokens == heaviest and options.offload == offload
         }
-        latest = _FAR * min(ends.values())
+        latest = far * min(ends.values())
         kinds = {kind: held for kind, held in (setting.capacities or {}).items() if ends.get(kind, 0.0) <= latest}
         return replace(setting, capacities=kinds)
 

@@ -1,6 +1,7 @@
 """The meshes that a planner may be given, what is asked of them, and what was found on one.
 
-A mesh: devices of a rank (tensor x pipeline stages) and its tokens; planners choose the rest within it.
+A mesh: devices of a rank (tensor x pipeline stages), how parameters lie over ranks, and the tokens of a rank; planners
+choose the rest within it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,20 @@ from dataclasses import dataclass, replace
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import UNCUT, Cluster, LayerCut, ModelShape
-from lengthwise.cost import STEP_TOKENS, Cost, Hardware, StepMemory, all_terms_cost, recompute_capacities, step_memory
+from lengthwise.cost import (
+    STEP_TOKENS,
+    Cost,
+    Hardware,
+    StepMemory,
+    all_terms_cost,
+    laid_cost,
+    recompute_capacities,
+    step_memory,
+)
+from lengthwise.cost.sharding import Shard
 from lengthwise.planner import PLANNING_SHARE, PlanOptions, PlanStep, options_of, plan_step
 from lengthwise.program import trains
+from lengthwise.simulator.rivals import LockStep
 from lengthwise.simulator.study import PlannerResult, Setting, compare_planners
 
 _MOST_STAGES = 8
@@ -23,7 +35,9 @@ _MOST_STAGES = 8
 class RankMesh:
     """Devices of a rank, `tensor` for each stage of its `cut`, and what it may do beside cutting sequences.
 
-    capacity_share: of the tokens that fit by estimate. heads, offload: as of `PlanOptions`.
+    capacity_share: of the tokens that fit by estimate. held: tokens of a rank by kinds of recomputation, in place of
+    what fits. heads, offload: as of `PlanOptions`. layout: of parameters over the ranks. lock_step: how FSDP2 runs, in
+    place of a planner.
     """
 
     tensor: int = 1
@@ -31,6 +45,9 @@ class RankMesh:
     capacity_share: float = 1.0
     heads: str | int = "off"
     offload: str = "off"
+    layout: Shard = "zero1"
+    held: tuple[tuple[str, int], ...] = ()
+    lock_step: LockStep | None = None
 
     @property
     def devices(self) -> int:
@@ -45,19 +62,20 @@ class RankMesh:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeshQuestion:
+class Question:
     """What is asked: a model on so many devices of a hardware, and the meshes that may be tried.
 
     tensors, stages: of a rank, ascending. kinds: of recomputation, chosen for each step. capacity_tokens: of a rank
     (default: what fits); takes_capacity: whatever the estimate says. base: the mesh of one device, whose choices and
     chunks of a stage all meshes have. cost: of ranks of one device, measured (default: by hardware). mode: of
-    `PlanOptions` (default: `pipeline` for ranks of several stages, else `free`). context_tokens, loader: of `Setting`.
+    `PlanOptions` (default: by stages and layout). context_tokens, loader: of `Setting`. adapters: parameters that train
+    in place of the model's own (LoRA); None: all train. offloads: the optimizer and its masters are on the host.
     """
 
     shape: ModelShape
     hardware: Hardware
     devices: int
-    context_tokens: int
+    context_tokens: int = 1
     tensors: tuple[int, ...] = (1,)
     stages: tuple[int, ...] = (1,)
     kinds: tuple[str, ...] = RECOMPUTE_KINDS
@@ -67,6 +85,8 @@ class MeshQuestion:
     cost: Cost | None = None
     loader: str = "none"
     mode: str | None = None
+    adapters: int | None = None
+    offloads: bool = False
 
     def setting(self, mesh: RankMesh) -> Setting:
         """Return what is simulated on a mesh.
@@ -75,24 +95,44 @@ class MeshQuestion:
             ConfigError: no room beside weights and optimizer, or less than the given capacity, or a mesh that does not
                 fit model or node.
         """
-        ranks = self.devices // mesh.devices
-        cost = self.cost or all_terms_cost(self.shape, self.hardware, tensor=mesh.tensor, stages=mesh.cut.stages)
-        if self.capacity_tokens is not None and self.takes_capacity:
+        memory = self.memory(mesh)
+        if mesh.held:
+            capacities = dict(mesh.held)
+        elif self.capacity_tokens is not None and self.takes_capacity:
             capacities = dict.fromkeys(self.kinds, self.capacity_tokens)
         else:
-            fitting = recompute_capacities(self._memory(mesh), self.hardware, kinds=self.kinds)
+            fitting = recompute_capacities(memory, self.hardware, kinds=self.kinds)
             capacities = self._capacities(fitting, mesh)
         return Setting(
-            shape=self.shape,
+            memory=memory,
             hardware=self.hardware,
-            cost=cost,
-            cluster=Cluster(ranks=ranks, capacity_tokens=max(capacities.values())),
+            cost=self.cost_of(mesh),
+            cluster=Cluster(ranks=memory.ranks, capacity_tokens=max(capacities.values())),
             context_tokens=self.context_tokens,
-            devices=mesh.devices,
             loader=self.loader,
             capacities=capacities,
-            must_fit=self.capacity_tokens is None or not self.takes_capacity,
+            must_fit=mesh.offload != "off" if mesh.held else self.capacity_tokens is None or not self.takes_capacity,
         )
+
+    def cost_of(self, mesh: RankMesh) -> Cost:
+        """Return the costs of ranks on a mesh, of FSDP2 with the head in its root unit."""
+        shape, tensor, stages = self.shape, mesh.tensor, mesh.cut.stages
+        cost = self.cost or all_terms_cost(shape, self.hardware, tensor=tensor, stages=stages, adapters=self.adapters)
+        return laid_cost(cost, self.memory(mesh), head_apart=mesh.lock_step is None)
+
+    def held(self, layout: Shard) -> dict[str, int]:
+        """Return the tokens that a rank of one device holds, by kinds of recomputation that leave room; {}: none does.
+
+        A given capacity is taken with the kinds that leave so much, or, where none does, with all.
+        """
+        try:
+            fitting = recompute_capacities(self.memory(RankMesh(layout=layout)), self.hardware, kinds=self.kinds)
+        except ConfigError:
+            fitting = {}
+        given = self.capacity_tokens
+        if given is None:
+            return fitting
+        return dict.fromkeys([kind for kind, held in fitting.items() if held >= given] or self.kinds, given)
 
     def _capacities(self, fitting: Mapping[str, int], mesh: RankMesh) -> dict[str, int]:
         """Return the given capacity, or what the mesh fits, for each kind that leaves so much."""
@@ -114,13 +154,16 @@ class MeshQuestion:
     def options(self, mesh: RankMesh) -> PlanOptions:
         """Return how steps are planned on a mesh: with the tries that training has."""
         choices = {"heads": mesh.heads, "offload": mesh.offload, "planning_share": PLANNING_SHARE}
-        return options_of(self._memory(mesh), **choices, **({"mode": self.mode} if self.mode else {}))
+        return options_of(self.memory(mesh), **choices, **({"mode": self.mode} if self.mode else {}))
 
-    def _memory(self, mesh: RankMesh) -> StepMemory:
-        ranks = self.devices // mesh.devices
-        return step_memory(self.shape, self.hardware, ranks, tensor=mesh.tensor, cut=mesh.cut)
+    def memory(self, mesh: RankMesh) -> StepMemory:
+        """Return what a device holds on a mesh."""
+        ranks, node = self.devices // mesh.devices, self.hardware.ranks_per_node // mesh.tensor
+        node = max(1, node if self.cost is None else self.cost.ranks_per_node)
+        whole = step_memory(self.shape, self.hardware, ranks, tensor=mesh.tensor, cut=mesh.cut)
+        return replace(whole, shard=mesh.layout, ranks_per_node=node, trained=self.adapters, offloads=self.offloads)
 
-    def trained_today(self) -> MeshQuestion | None:
+    def trained_today(self) -> Question | None:
         """Return the question with the meshes alone that the engine runs; None: there are none."""
         stages = tuple(stages for stages in self.stages if stages == 1 or self.mode in (None, "pipeline"))
         return replace(self, tensors=(1,), stages=stages) if 1 in self.tensors and stages else None
@@ -188,20 +231,24 @@ def found_on(
     setting: Setting,
     planner: str,
     batches: Sequence[Sequence[int]],
-    question: MeshQuestion,
-    plan_each: PlanStep = plan_step,
+    question: Question,
+    plan_each: PlanStep | None = None,
 ) -> Found:
-    """Run batches of one planner on one mesh, whose setting it is; `plan_each`: as for `plan_recomputed`."""
+    """Run batches of one planner on one mesh, whose setting it is.
+
+    plan_each: as for `plan_recomputed` (default: the planner of the mesh).
+    """
     options = question.options(mesh)
     (result,) = compare_planners(
-        [planner], batches, setting, progress=lambda *_: None, options=options, plan_each=plan_each
-    )
+        [planner], batches, setting, progress=lambda *_: None, options=options,
+        plan_each=plan_each or mesh.lock_step or plan_step,
+    )  # fmt: skip
     features = frozenset[str]().union(*(step.features for step in result.steps))
     runs = trains(features, tensor=mesh.tensor)
     return Found(planner=planner, mesh=mesh, setting=setting, result=result, trains=runs)
 
 
-def on_one_mesh(mesh: RankMesh, planner: str, batches: Sequence[Sequence[int]], question: MeshQuestion) -> Best:
+def on_one_mesh(mesh: RankMesh, planner: str, batches: Sequence[Sequence[int]], question: Question) -> Best:
     """Run all batches of one planner where that is the only mesh there is."""
     try:
         found = found_on(mesh, question.setting(mesh), planner, batches, question)

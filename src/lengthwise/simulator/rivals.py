@@ -1,68 +1,78 @@
-"""What steps take with what most people use today: FSDP2 in lock-step, with padding, packing, or one size of ring.
+"""What most people train with today: FSDP2 in lock-step, with padding, packing, or rings of one size, as planners.
 
-All devices run microbatch k side by side, with the gathers of `cost.ending.Traffic` (embedding and head exposed) and
-the memory of `cost.memory`. Milliseconds a setting.
+Each is called as `plan_step` is and gives plans in waves, priced and simulated as all others are. Its settings are
+those that a user chooses once for a run, which `simulator.search` does.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.cost.choices import Choices
-from lengthwise.cost.ending import Traffic
+from lengthwise.planner import PlanOptions, score
+from lengthwise.program.features import with_requires
+from lengthwise.program.ring_order import ring_order
 
-Floats = NDArray[np.float64]
+PADDED, PACKED, ONE_RING = "FSDP2, padded", "FSDP2, packed", "FSDP2, one ring size"
+RIVALS = (PADDED, PACKED, ONE_RING)
 _SEED = 0  # of the order in which a trainer comes to its packs
+_MORE_MICROBATCHES = (0, 1, 2, 4, 8)  # of packs, than the fewest that hold a batch
+_FILLED = 0.98  # of a pack, as packing whole sequences leaves it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockStep:
-    """Group g computes `busy_seconds[k, g]` of microbatch k, `seconds[k]` long; `held_tokens`: of a device at most.
+    """A planner of microbatches that all ranks run side by side.
 
-    update_seconds: of the optimizer, at the step's end.
+    size, by_length: sequences of a microbatch, each padded to the longest of them; None: packs up to the capacity.
+    degree: ranks that share each microbatch; what it leaves over of all ranks has nothing to do. by_work: packs of most
+    attention run first, so that like ones run side by side; else in shuffled order.
     """
 
-    busy_seconds: Floats
-    seconds: Floats
-    held_tokens: int
-    update_seconds: float = 0.0
+    size: int | None = None
+    by_length: bool = False
+    degree: int = 1
+    by_work: bool = False
 
-    @property
-    def step_seconds(self) -> float:
-        """The whole step."""
-        return float(self.seconds.sum()) + self.update_seconds
+    def __call__(self, tokens: Sequence[int], cluster: Cluster, cost: Cost, options: PlanOptions) -> Plan:
+        """Plan one step; the plan's lengths are in the order of its microbatches, padding included."""
+        parts = self._microbatches(tokens, cluster.capacity_tokens)
+        firsts = range(0, cluster.ranks - self.degree + 1, self.degree)
+        groups = [ring_order(first, self.degree) for first in firsts]
+        lengths, waves = list[int](), list[Microbatch]()
+        for begin in range(0, len(parts), len(groups)):
+            pieces = list[Piece]()
+            for ranks, own in zip(groups, parts[begin : begin + len(groups)], strict=False):
+                pieces.append(Piece(ranks=ranks, sequences=tuple(range(len(lengths), len(lengths) + len(own)))))
+                lengths += own
+            waves.append(Microbatch(pieces=tuple(pieces), recompute=options.recompute))
+        plan = with_requires(
+            Plan(
+                ranks=cluster.ranks,
+                layers=options.layers,
+                capacity=cluster.capacity_tokens,
+                tokens=tuple(lengths),
+                microbatches=tuple(waves),
+                schedule={"kind": "waves"},
+            )
+        )
+        seconds = score(plan, cost).makespan_seconds
+        return replace(plan, notes={"predicted_seconds": seconds, "bound_seconds": 0.0, "cost": cost.version})
 
-
-def lock_step(microbatches: Sequence[Sequence[int]], ranks: int, degree: int, cost: Cost, traffic: Traffic) -> LockStep:
-    """Run microbatches in this order, each cut over `degree` ranks, as many side by side as there are groups of ranks.
-
-    Args:
-        microbatches: lengths of the sequences of each, in tokens, padding included.
-        ranks: devices in all; what `degree` leaves over has nothing to do.
-        degree: of context parallelism, of all of them.
-        cost: of the kind of recomputation (`Cost.choosing`).
-        traffic: of sharded parameters.
-    """
-    groups = ranks // degree
-    known = {tuple(microbatch): 0.0 for microbatch in microbatches}
-    for each in known:
-        known[each] = cost.fixed_seconds + cost.piece_seconds(each, degree)
-    busy = np.zeros(-(-len(microbatches) // groups) * groups)
-    busy[: len(microbatches)] = [known[tuple(microbatch)] for microbatch in microbatches]
-    busy = busy.reshape(-1, groups)
-    slowest, share = busy.max(axis=1), cost.forward_share(cost.choices.recompute)
-    return LockStep(
-        busy_seconds=busy,
-        seconds=traffic.wave_seconds(share * slowest, (1 - share) * slowest),
-        held_tokens=max(-(-sum(microbatch) // degree) for microbatch in microbatches),
-        update_seconds=cost.ending.update_seconds / ranks,
-    )
+    def _microbatches(self, tokens: Sequence[int], capacity_tokens: int) -> list[list[int]]:
+        if self.size is not None:
+            return padded(tokens, self.size, by_length=self.by_length)
+        packs = packed(tokens, self.degree * capacity_tokens)
+        if self.by_work:
+            packs.sort(key=lambda pack: sum(length * length for length in pack), reverse=True)
+        return packs
 
 
 def padded(tokens: Sequence[int], size: int, *, by_length: bool) -> list[list[int]]:
@@ -87,6 +97,24 @@ def packed(tokens: Sequence[int], capacity_tokens: int) -> list[list[int]]:
     return [packs[number] for number in order]
 
 
-def recomputing(cost: Cost, kind: str, layers: int) -> Cost:
-    """Return the costs of one kind of recomputation, as `lock_step` takes them."""
-    return cost.choosing(Choices(recompute=kind, layers=layers))
+def lock_steps(
+    name: str, batches: Sequence[Sequence[int]], ranks: int, capacities: Mapping[str, int], *, by_work: bool = False
+) -> Iterator[tuple[str, int, LockStep]]:
+    """List the settings of one of `RIVALS` that hold the longest sequence: recomputation, tokens of a rank, planner.
+
+    Packs are so large that every rank has one in each microbatch. capacities: tokens of a rank, by recomputation.
+    """
+    longest, most_tokens = max(map(max, batches)), max(map(sum, batches))
+    degrees = [d for d in range(2, ranks + 1) if ranks % d == 0] if name == ONE_RING else [1]
+    for (kind, held), degree in product(capacities.items(), degrees):
+        least = -(-longest // degree)
+        if least > held:
+            continue
+        if name == PADDED:
+            for power, by_length in product(range((held // longest).bit_length()), (False, True)):
+                yield kind, held, LockStep(size=2**power, by_length=by_length)
+            continue
+        fewest = -(-most_tokens // int(ranks * held * _FILLED))
+        rooms = {int(most_tokens / _FILLED / ((fewest + more) * ranks)) for more in _MORE_MICROBATCHES}
+        for room in sorted({held, *(max(least, each) for each in rooms if each <= held)}, reverse=True):
+            yield kind, room, LockStep(degree=degree, by_work=by_work)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost import Cost
 from lengthwise.cost.links import Floats
-from lengthwise.program.features import SIMULATOR, features_of, refuse_unpriced
+from lengthwise.program.features import SIMULATOR, features_of
 from lengthwise.program.stage_clocks import stage_clocks
 from lengthwise.simulator.contention import TURNS, Uplinks
 from lengthwise.simulator.rounds import MicrobatchClocks, microbatch_clocks, ring_clocks
@@ -34,13 +35,11 @@ def simulate_plan(plan: Plan, cost: Cost) -> Timeline:
         expected, got = "ranks of one speed, all that is simulated", "a plan for unequal ranks"
         remedy = "Score it instead (`lengthwise plan --speeds` prints that), or plan without {speeds}."
         raise PlanError("speeds", expected=expected, got=got, remedy=remedy)
-    if not cost.prices_choices:
-        refuse_unpriced(plan)
-    stages = cost.stages
+    stages = cost.stages or plan.cut.stages
     if plan.schedule["kind"] == "pipeline" and plan.cut.stages != stages:
         got, remedy = str(plan.cut.stages), "Give costs of that many stages ({stages})."
         raise PlanError("schedule: stages", expected=f"{stages}, as in the costs", got=got, remedy=remedy)
-    run = _run_flat if stages == 1 else _run_stages
+    run = _run_flat if stages == 1 else partial(_run_stages, stages=stages)
     clocks = _all_clocks(plan, lambda _: cost)
     timeline = run(plan, cost, clocks)
     if not cost.shares_uplinks:
@@ -79,10 +78,10 @@ def _run_flat(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timelin
     )
 
 
-def _run_stages(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timeline:
+def _run_stages(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks], *, stages: int) -> Timeline:
     if plan.schedule["kind"] == "waves":
         clocks = [_with_all_ranks(clock, plan.ranks) for clock in clocks]
-    cut = replace(plan.cut, stages=cost.stages)
+    cut = replace(plan.cut, stages=stages)
     rows = _rows(clocks)
     forward = np.concatenate([clock.forward for clock in clocks])
     ran = stage_clocks(
@@ -99,7 +98,7 @@ def _run_stages(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timel
     return Timeline(
         **repeated,
         ranks=plan.ranks,
-        stages=cost.stages,
+        stages=stages,
         stage=np.repeat(ran.stage[:chunks], len(forward)),
         start=ran.begin[:chunks].ravel(),
         forward=ran.end[:chunks].ravel(),
@@ -134,30 +133,49 @@ def _with_all_ranks(clocks: MicrobatchClocks, ranks: int) -> MicrobatchClocks:
 
 
 def _all_clocks(plan: Plan, cost_of: Callable[[int], Cost]) -> list[MicrobatchClocks]:
-    """Run every microbatch from a common start at its own costs, equal ones once."""
-    same: list[int] = []  # of each, the first that is equal to it
+    """Run every microbatch from a common start at its own costs: lone pieces of one shape at once, equal others once.
+
+    Pieces of a microbatch that share neither ranks nor uplinks run as if they were alone.
+    """
+    parts: list[tuple[int, Microbatch]] = []  # number of a microbatch, and what of it runs by itself
     first: dict[object, int] = {}
-    stacked: dict[object, list[int]] = {}  # packs and lone rings, of one shape
+    same: list[int] = []  # of each part, the first that is equal to it
+    stacked: dict[object, list[int]] = {}
     for index, microbatch in enumerate(plan.microbatches):
-        cost, piece = cost_of(index), microbatch.pieces[0]
-        is_lone = len(microbatch.pieces) == 1
-        is_pack = is_lone and piece.degree == 1  # priced as quickly as compared
-        key = index if is_pack else (_alike(microbatch, plan.tokens, cost), cost.far.bytes_per_second)
-        same.append(first.setdefault(key, index))
-        if same[-1] == index and is_lone and (is_pack or not cost.shares_uplinks):
-            shape = piece.degree, piece.heads, microbatch.offload, microbatch.recompute
-            stacked.setdefault(shape, []).append(index)
+        cost, pieces = cost_of(index), microbatch.pieces
+        has_rings = any(piece.degree > 1 for piece in pieces)
+        is_apart = sum(piece.degree for piece in pieces) == len(microbatch.ranks)
+        are_lone = is_apart and not (cost.shares_uplinks and has_rings)
+        for own in [replace(microbatch, pieces=(piece,)) for piece in pieces] if are_lone else [microbatch]:
+            piece, number = own.pieces[0], len(parts)
+            is_pack = are_lone and piece.degree == 1  # priced as quickly as compared
+            key = number if is_pack else (_alike(own, plan.tokens, cost), cost.far.bytes_per_second)
+            parts.append((index, own))
+            same.append(first.setdefault(key, number))
+            if are_lone and same[-1] == number:
+                shape = piece.degree, piece.heads, microbatch.offload, microbatch.recompute
+                stacked.setdefault(shape, []).append(number)
     known: dict[int, MicrobatchClocks] = {}
-    for indices in stacked.values():
-        together = ring_clocks([plan.microbatches[index] for index in indices], plan.tokens, cost_of(indices[0]))
-        known.update(zip(indices, together, strict=True))
-    for index in first.values():
-        if index not in known:
-            known[index] = microbatch_clocks(plan.microbatches[index], plan.tokens, cost_of(index))
-    return [
-        known[index] if one == index else replace(known[one], ranks=plan.microbatches[index].ranks)
-        for index, one in enumerate(same)
-    ]
+    for numbers in stacked.values():
+        together = ring_clocks([parts[number][1] for number in numbers], plan.tokens, cost_of(parts[numbers[0]][0]))
+        known.update(zip(numbers, together, strict=True))
+    found: list[list[MicrobatchClocks]] = [[] for _ in plan.microbatches]
+    for number, (index, own) in enumerate(parts):
+        if same[number] == number and number not in known:
+            known[number] = microbatch_clocks(own, plan.tokens, cost_of(index))
+        found[index].append(replace(known[same[number]], ranks=own.ranks))
+    return [_joined(each) for each in found]
+
+
+def _joined(parts: list[MicrobatchClocks]) -> MicrobatchClocks:
+    """Join pieces of a microbatch that ran apart, ranks ascending."""
+    if len(parts) == 1:
+        return parts[0]
+    ranks = [rank for part in parts for rank in part.ranks]
+    order = np.argsort(ranks)
+    names = ("forward", "total", "compute", "copied", "held_tokens")
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts])[order] for name in names}
+    return MicrobatchClocks(ranks=tuple(sorted(ranks)), **arrays)
 
 
 def _alike(microbatch: Microbatch, tokens: Sequence[int], cost: Cost) -> object:

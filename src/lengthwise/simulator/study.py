@@ -13,9 +13,9 @@ import numpy as np
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
-from lengthwise.core.shape import Cluster, ModelShape
+from lengthwise.core.shape import Cluster
 from lengthwise.core.timeline import Timeline
-from lengthwise.cost import Choice, Cost, Hardware, StepMemory, analytic_cost, step_flops, step_memory
+from lengthwise.cost import Choice, Cost, Hardware, StepMemory, analytic_cost, step_flops
 from lengthwise.planner import PlanOptions, PlanStep, plan_recomputed, plan_step
 from lengthwise.planner.options import DEFAULT
 from lengthwise.program import features_of
@@ -38,19 +38,18 @@ def too_large(needed: float, most: float) -> TooLarge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is simulated: a model on so many ranks of a hardware, `devices` of it a rank.
+    """What is simulated: a model on so many ranks of a hardware, and what a device of them holds.
 
     context_tokens: sizes the mesh of planners with a fixed one; no sequence is longer. loader: of
     `simulator.loading.LOADERS`. capacities: tokens of a rank by kinds of recomputation that a step may choose (default:
     none, with the cluster's). must_fit: refuse plans that need more memory than a device has (`cost.memory`).
     """
 
-    shape: ModelShape
+    memory: StepMemory
     hardware: Hardware
     cost: Cost
     cluster: Cluster
     context_tokens: int
-    devices: int = 1
     loader: str = "none"
     capacities: Mapping[str, int] | None = None
     must_fit: bool = False
@@ -58,7 +57,7 @@ class Setting:
     @property
     def peak_flops_per_second(self) -> float:
         """Of all devices together."""
-        return self.cluster.ranks * self.devices * self.hardware.peak_flops_per_second
+        return self.cluster.ranks * self.memory.devices * self.hardware.peak_flops_per_second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +175,7 @@ def _simulate(
         of_step = replace(
             options,
             planner=planner,
-            layers=setting.shape.layers,
+            layers=setting.memory.shape.layers,
             context_tokens=max(setting.context_tokens, *tokens) if planner == "static" else None,
         )
         plan, timeline = _simulate_step(tokens, setting, of_step, plan_each)
@@ -188,7 +187,7 @@ def _simulate(
             setting.loader,
             setting.cost,
             tokens_per_second=setting.hardware.loader_tokens_per_second,
-            devices=setting.devices,
+            devices=setting.memory.devices,
             fixed_mesh=planner == "static",
         )
         for plan in plans
@@ -216,7 +215,7 @@ def _simulate_step(
         return plan, simulate_plan(plan, setting.cost)
 
     first, most = simulated(capacities, options), setting.hardware.device_bytes
-    if not setting.must_fit or (needed := _memory_bytes(*first, setting)) <= most:
+    if not setting.must_fit or (needed := needed_bytes(*first, setting.memory)) <= most:
         return first
     again = {kind: held for kind, held in capacities.items() if kind != "none"}
     ways = [({"none": capacities["none"]}, options)] if again and "none" in capacities else []
@@ -227,7 +226,7 @@ def _simulate_step(
             found = simulated(kinds, with_options)
         except PlanError:
             continue
-        if _memory_bytes(*found, setting) <= most:
+        if needed_bytes(*found, setting.memory) <= most:
             fitting.append(found)
     if not fitting:
         raise too_large(needed, most)
@@ -236,12 +235,13 @@ def _simulate_step(
 
 def ideal_seconds(tokens: Sequence[int], setting: Setting) -> float:
     """Return the arithmetic of a batch, in the largest blocks, spread evenly; with one device a rank, of the costs."""
-    cost = analytic_cost(setting.shape, setting.hardware)
-    if setting.devices == 1:
+    devices = setting.memory.devices
+    cost = analytic_cost(setting.memory.shape, setting.hardware)
+    if devices == 1:
         compute = {"quadratic_seconds": setting.cost.quadratic_seconds, "linear_seconds": setting.cost.linear_seconds}
         cost = replace(cost, **compute)
     alone = cost.compute_seconds(np.array(tokens, dtype=np.int64))
-    return float(alone.sum()) / (setting.cluster.ranks * setting.devices)
+    return float(alone.sum()) / (setting.cluster.ranks * devices)
 
 
 def _steps(simulated: Sequence[tuple[Plan, Timeline]], setting: Setting) -> tuple[SimulatedStep, ...]:
@@ -254,9 +254,9 @@ def _steps(simulated: Sequence[tuple[Plan, Timeline]], setting: Setting) -> tupl
             compute_ratio=timeline.compute_ratio,
             exposed_ratio=timeline.exposed_ratio,
             idle_ratio=timeline.idle_ratio,
-            memory_bytes=_memory_bytes(plan, timeline, setting),
+            memory_bytes=needed_bytes(plan, timeline, setting.memory),
             num_tokens=sum(plan.tokens),
-            flops=step_flops(setting.shape, plan.tokens),
+            flops=step_flops(setting.memory.shape, plan.tokens),
             recompute=plan.microbatches[0].recompute,
             most_degree=max(piece.degree for microbatch in plan.microbatches for piece in microbatch.pieces),
             most_heads=max(piece.heads for microbatch in plan.microbatches for piece in microbatch.pieces),
@@ -265,13 +265,6 @@ def _steps(simulated: Sequence[tuple[Plan, Timeline]], setting: Setting) -> tupl
         )
         for plan, timeline in simulated
     )
-
-
-def _memory_bytes(plan: Plan, timeline: Timeline, setting: Setting) -> float:
-    cut = replace(plan.cut, stages=setting.cost.stages)
-    tensor = setting.devices // cut.stages
-    memory = step_memory(setting.shape, setting.hardware, setting.cluster.ranks, tensor=tensor, cut=cut)
-    return needed_bytes(plan, timeline, memory)
 
 
 def needed_bytes(plan: Plan, timeline: Timeline, memory: StepMemory) -> float:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-PADDED, PACKED, ONE_RING, OURS = "FSDP2, padded", "FSDP2, packed", "FSDP2, one ring size", "Lengthwise"
-RIVALS = (PADDED, PACKED, ONE_RING)
+from lengthwise.cost.sharding import Shard
+
+OURS = "Lengthwise"
 BY_WORK = "FSDP2, own sampler"  # the quicker of the last two, if packs of like work run side by side
-LAYOUTS = ("zero1", "zero3", "hybrid")  # of parameters over the ranks
+LAYOUTS: tuple[Shard, ...] = ("zero1", "zero3", "hybrid")  # of parameters over the ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,8 +91,7 @@ def _rough_bounds(request: PlanRequest, degrees: range) -> dict[int, float]:
 
 def _seconds_together(request: PlanRequest, degree: int) -> float:
     cost = request.cost.without_copies()
-    tokens = request.lengths if cost.prices_choices else request.tokens  # whose squares, as whole numbers, may overflow
-    return cost.piece_seconds(tokens, degree) - cost.hops_seconds(degree)
+    return cost.piece_seconds(request.lengths, degree) - cost.hops_seconds(degree)
 
 
 def _bound_from(request: PlanRequest, degree: int, together_seconds: float) -> float:
@@ -117,7 +116,7 @@ def schedule_at(request: PlanRequest, degree: int) -> SingleDegree:
     short = ShortSequences(ascending.tolist(), room[ascending].tolist(), seconds[ascending].tolist())
     packs, _ = level_ends([0.0] * groups, short, capacity_tokens=capacity, launch_seconds=launch)
     ways = [[(pack.rank, pack.sequences) for pack in packs]]
-    if degree == 1 or cost.ring_seconds or cost.ring_bytes:
+    if degree == 1 or cost.ring_bytes:
         ways.append(_deal_packs(request, degree, first_fit_packs(room, capacity)))
     ends = [_makespan(request, degree, way) for way in ways]
     return SingleDegree(degree=degree, packs=ways[ends.index(min(ends))], makespan_seconds=min(ends))

@@ -181,7 +181,7 @@ def cheapest_degrees(
 def hidden_degrees(cost: Cost, lengths: Whole, cluster: Cluster) -> Whole:
     """Count the fewest ranks that hold each sequence with the offload that compute hides: Eq. 3 of ByteScale."""
     low, high = fewest_degrees(cost, lengths, cluster), least_degrees_held(lengths, cluster.capacity_tokens)
-    if not cost.chooses:
+    if not cost.choices.offloads:
         return high
     high = np.minimum(high, cluster.ranks)
     while np.any(low < high):

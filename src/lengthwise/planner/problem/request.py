@@ -115,7 +115,7 @@ class PlanRequest:
     def least_degrees(self) -> NDArray[np.int64]:
         """The degree of each sequence that takes least of all ranks' time, from which growth starts."""
         least = self._of_unique(partial(cheapest_degrees, only=self.useful_degrees))
-        if self.speeds is None or not self.topology.has_shares:
+        if self.speeds is None:
             return least
         levelled = np.ceil(self.lengths * (max(self.speeds) / self.cluster.capacity_tokens)).astype(np.int64)
         return np.where(least > 1, np.minimum(np.maximum(levelled, least), self.cluster.ranks), least)

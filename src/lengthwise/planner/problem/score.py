@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import LayerCut
 from lengthwise.cost import Choice, Cost
 from lengthwise.planner.problem.speeds import noted_speeds, read_speeds
-from lengthwise.program.features import refuse_unpriced, unpriced_error
 from lengthwise.program.stage_clocks import stage_clocks
 
 
@@ -131,7 +131,7 @@ def _seconds_at(
     alike: dict[float, list[int]] = {}
     for number, (microbatch, piece) in enumerate(placed):
         own = [speeds[rank] for rank in piece.ranks]
-        if piece.shares is not None and cost.prices_choices:
+        if piece.shares is not None:
             lengths = [tokens[i] for i in piece.sequences]
             took[number] = _written_seconds(lengths, microbatch, piece, cost, speeds=own)
         else:
@@ -175,7 +175,7 @@ def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], tokens: NDArray[
 
 def _reads_choices(cost: Cost) -> bool:
     """Return whether heads, offload and shares are priced as the plan states them."""
-    return cost.prices_choices and not cost.chooses_by_degree
+    return not cost.chooses_by_degree
 
 
 def _recompute(microbatch: Microbatch, cost: Cost) -> str:
@@ -193,9 +193,7 @@ def _written_seconds(
 def _priced_stages(plan: Plan, cost: Cost) -> int:
     """Return the pipeline stages of a rank; refuse those that these costs do not price."""
     asked = plan.cut.stages
-    if _reads_choices(cost):
-        if plan.schedule["kind"] == "pipeline" and asked != cost.stages:
-            raise unpriced_error("plan", [f"a pipeline of {asked} stages (the costs are those of {cost.stages})"])
-        return cost.stages
-    refuse_unpriced(plan)
-    return asked
+    if plan.schedule["kind"] == "pipeline" and cost.stages not in (0, asked):
+        expected, remedy = f"{cost.stages}, as in the costs", "Take costs of that many stages."
+        raise PlanError("plan: stages", expected=expected, got=str(asked), remedy=remedy)
+    return cost.stages or asked

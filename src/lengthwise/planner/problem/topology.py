@@ -120,7 +120,6 @@ class Topology:
 
     def __init__(self, cost: Cost, ranks: int, speeds: Sequence[float] | None = None, capacity_tokens: int = 0) -> None:
         self.ranks, self.speeds = ranks, None if speeds is None else np.array(speeds)
-        self.has_shares = self.speeds is not None and cost.prices_choices
         self._capacity = capacity_tokens
         self._ranks_per_node = ranks
         self._widest = ranks  # rings up to here are slower where they lie in more nodes than they need
@@ -137,7 +136,6 @@ class Topology:
         ]
         self._known: dict[tuple[int, int], tuple[float, Floats]] = {}  # of a ring: promised, and at each cost and speed
         self._places: dict[int, Places] = {}
-        self._lost: Floats | None = None  # without shares: by rings of each degree or more, see `_least_lost`
 
     @property
     def is_level(self) -> bool:
@@ -202,7 +200,7 @@ class Topology:
 
     def shares(self, length: int, first: int, degree: int) -> list[float] | None:
         """Return what part of a sequence each rank of a place takes, in the order of the line; None: all alike."""
-        if not self.has_shares or self.speeds is None or degree < 2:
+        if self.speeds is None or degree < 2:
             return None
         speeds = self.speeds[first : first + degree]
         most = float(speeds.max())
@@ -243,14 +241,8 @@ class Topology:
 
     def _least_lost(self, length: float, degree: int) -> float:
         """Return how many times its work a ring of this degree or more keeps its ranks; 1 where none waits."""
-        if self.ranks > _LOOKED_AT or (self.has_shares and self._all_speeds(length, self.ranks)[0] > 1 - NEARLY):
+        if self.ranks > _LOOKED_AT or self._all_speeds(length, self.ranks)[0] > 1 - NEARLY:
             return 1.0
-        if not self.has_shares:
-            if self._lost is None:
-                each = [self.places(degree) for degree in range(1, self.ranks + 1)]
-                lost = np.array([float((places.mean / places.slowest).min()) for places in each])
-                self._lost = np.minimum.accumulate(lost[::-1])[::-1]
-            return float(self._lost[degree - 1])
         some = range(max(degree, math.ceil(length / (self._capacity + _ALLOWED))), self.ranks + 1)
         return min(float((self.places(each).mean / self._all_speeds(length, each)).min()) for each in some)
 
@@ -260,8 +252,6 @@ class Topology:
 
     def _ring_speeds(self, length: float, degree: int, capacity_tokens: float, places: Places) -> Floats:
         """Return the speed of a ring in each place, up to `capacity_tokens` on a rank."""
-        if not self.has_shares:
-            return places.slowest
         tight = np.flatnonzero(length * places.fastest > capacity_tokens * degree * places.mean)
         if len(tight) == 0:
             return places.mean

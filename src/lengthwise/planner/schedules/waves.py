@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,9 +63,8 @@ def plan_waves(request: PlanRequest) -> list[Microbatch]:
     builder = _Builder.of(request)
     best: list[Wave] = []
     for patience, beginning in _ways(builder):
-        waves = _waves(builder, patience, beginning)
-        if not best or _total(waves) < _total(best):
-            best = waves
+        waves = _waves(builder, patience, beginning, _total(best) if best else inf)
+        best = waves or best
         if _total(best) <= request.in_waves(request.shared_bound_seconds) * FAR:
             break
     return [Microbatch(pieces=tuple(wave.written())) for wave in best]
@@ -85,17 +85,23 @@ def _ways(builder: _Builder) -> Iterator[tuple[float, float | None]]:
         yield from ((_PATIENCE[0], seconds) for seconds in builder.times())
 
 
-def _waves(builder: _Builder, patience: float, beginning: float | None) -> list[Wave]:
-    """Build wave after wave; of those that lose at most `patience` more than the best, the longest."""
-    waves = list[Wave]()
+def _waves(builder: _Builder, patience: float, beginning: float | None, least: float) -> list[Wave]:
+    """Build wave after wave; of those that lose at most `patience` more than the best, the longest.
+
+    least: seconds of other waves; []: these take as long, at least by the arithmetic of what is left.
+    """
+    waves, took = list[Wave](), 0.0
     while len(builder.order):
+        if took + float(builder.alone.sum()) / builder.ranks >= least:
+            return []
         begun = builder.build(beginning) if beginning is not None and not waves else None
         if begun is None or not begun.pieces:  # an even share may be less than any one sequence takes
             begun = _best_wave(builder.tries(), patience)
         waves.append(begun)
         assert waves[-1].pieces, f"a wave without work, {len(builder.order)} sequences left"
+        took += waves[-1].seconds
         builder = builder.rest(waves[-1].left.left()[::-1])
-    return waves
+    return waves if took < least else []
 
 
 def _best_wave(tried: list[Wave], patience: float) -> Wave:
@@ -129,6 +135,7 @@ class _Builder:
         even = self.even_seconds
         self.overhead = self.launch + (self._with_gathers(even) - even)  # of one wave more
         self._pool = ShortSequences(order.tolist(), lengths.tolist(), self.alone.tolist())
+        self._rows = np.full(len(order), -1)  # of prices; -1: not asked for yet
 
     @classmethod
     def of(cls, request: PlanRequest) -> _Builder:
@@ -176,8 +183,10 @@ class _Builder:
 
     def _times(self) -> Iterator[float]:
         longest = len(self.order) - 1
-        for degree in {max(int(self.least[longest]), self.ranks // part) for part in PARTS if part <= self.ranks}:
-            yield self._ring_seconds(longest, degree)
+        parts = {max(int(self.least[longest]), self.ranks // part) for part in PARTS if part <= self.ranks}
+        degrees = np.array(sorted(parts))
+        rings = self.cost.ring_piece_seconds(np.full_like(degrees, self.lengths[longest]), degrees)
+        yield from (self.launch + rings).tolist()
         tokens = np.cumsum(self.lengths)
         for place in np.searchsorted(tokens, np.array(QUANTILES) * tokens[-1]).tolist():
             some = min(place, longest)
@@ -185,10 +194,6 @@ class _Builder:
         for waves in (self.fewest, self.fewest + 1):
             for slack in _SLACKS:
                 yield self.launch + slack * float(self.alone.sum()) / (self.ranks * waves)
-
-    def _ring_seconds(self, index: int, degree: int) -> float:
-        one = slice(index, index + 1)
-        return self.launch + float(self.cost.ring_piece_seconds(self.lengths[one], np.array([degree]))[0])
 
     def build(self, seconds: float) -> Wave:
         pool = self._pool.copy()
@@ -235,9 +240,9 @@ class _Builder:
             pool.drop(index)
             pieces.append((first, degree, [index]))
             room = max(0, self.capacity - held_at_most(pool.lengths[index], degree)) if degree > 1 else 0
-            for rank in range(first, first + degree):
-                free[rank], rooms[rank] = max(0.0, free[rank] - ring_seconds), room
-            first, done = first + degree, done + pool.seconds[index]
+            end = first + degree  # ranks that have nothing else yet
+            free[first:end], rooms[first:end] = [max(0.0, free[first] - ring_seconds)] * degree, [room] * degree
+            first, done = end, done + pool.seconds[index]
         return pieces, free, rooms, done, left
 
     def _cut_within(self, cut: NDArray[np.int64], seconds: float) -> Iterator[tuple[int, int, float]]:
@@ -250,7 +255,9 @@ class _Builder:
             cut, least = cut[least <= room], least[least <= room]
             count = max(_AT_ONCE, int(np.searchsorted(np.cumsum(least), room, side="right")))
             some, lengths = cut[:count], self.lengths[cut[:count]]
-            degrees, took = self._prices.within(seconds, lengths, least[:count], room)
+            if len(new := some[self._rows[some] < 0]):
+                self._rows[new] = self._prices.rows(self.lengths[new])
+            degrees, took = self._prices.within(seconds, lengths, self._rows[some], least[:count], room)
             for index, degree, ring_seconds in zip(some.tolist(), degrees.tolist(), took.tolist(), strict=True):
                 if degree <= room:
                     room -= degree
@@ -267,34 +274,40 @@ class _RingPrices:
         self._seconds = np.zeros((0, ranks)) if ranks <= _MOST_KEPT else None
 
     def within(
-        self, seconds: float, lengths: NDArray[np.int64], least: NDArray[np.int64], room: int
+        self,
+        seconds: float,
+        lengths: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        least: NDArray[np.int64],
+        room: int,
     ) -> tuple[NDArray[np.int64], Floats]:
         """Return the cheapest degree up to `room` of each sequence that ends within `seconds`, launch included, and
         what it takes there without; `room` + 1 where there is none."""
         if self._seconds is None:
             degrees = DegreeTable(self._cost, lengths, least, np.full_like(lengths, room)).within(seconds)
             return degrees, self._cost.ring_piece_seconds(lengths, np.minimum(degrees, room))
-        rings, rows = self._rings(lengths)[:, :room], np.arange(len(lengths))
+        rings, each = self._seconds[rows, :room], np.arange(len(lengths))
         ends, limit = rings + self._cost.fixed_seconds, seconds * (1 + ROUNDING)  # in favour of the smaller degree
         held = self._degrees[:room] >= least[:, None]
         if self._cost.chooses_by_degree:
-            held &= (self._degrees[:room] == least[:, None]) | (ends[rows, least - 1] > limit)[:, None]
+            held &= (self._degrees[:room] == least[:, None]) | (ends[each, least - 1] > limit)[:, None]
             degrees = 1 + np.argmin(np.where(held & (ends <= limit), self._degrees[:room] * ends, np.inf), axis=1)
         else:
             degrees = 1 + np.argmax(held & (ends <= limit), axis=1)
-        is_found = (ends[rows, degrees - 1] <= limit) & (degrees >= least)
-        return np.where(is_found, degrees, room + 1), rings[rows, degrees - 1]
+        is_found = (ends[each, degrees - 1] <= limit) & (degrees >= least)
+        return np.where(is_found, degrees, room + 1), rings[each, degrees - 1]
 
-    def _rings(self, lengths: NDArray[np.int64]) -> Floats:
-        """Return seconds without launch, [len(lengths), ranks]."""
-        assert self._seconds is not None
+    def rows(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where the prices of these lengths are kept, and make those that are not there yet."""
+        if self._seconds is None:
+            return lengths
         new = sorted({each for each in lengths.tolist() if each not in self._rows})
         if new:
             self._rows |= {length: len(self._rows) + number for number, length in enumerate(new)}
             repeated = np.repeat(np.array(new, dtype=np.int64), len(self._degrees))
             made = self._cost.ring_piece_seconds(repeated, np.tile(self._degrees, len(new)))
             self._seconds = np.concatenate((self._seconds, made.reshape(len(new), -1)))
-        return self._seconds[[self._rows[each] for each in lengths.tolist()]]
+        return np.array([self._rows[each] for each in lengths.tolist()], dtype=np.int64)
 
 
 def _without_launch(seconds: float, launch_seconds: float) -> float:
