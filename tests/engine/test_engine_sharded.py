@@ -88,7 +88,7 @@ def test_a_sum_has_zeros_where_there_is_no_gradient(monkeypatch):
     for reached in ([first, third], [second], []):
         for each in reached:
             each.grad = torch.full(each.shape, 1.5)
-        part.reduce(SoloTransport(), CallKey(wave=1, is_backward=True, entry=0, number=0, what="reduce"))
+        part.reduce(SoloTransport(), CallKey(wave=1, is_backward=True, entry=0, number=0, kind="reduce", unit="layer 0"))
         part.add_sum()
     expected = torch.zeros(192, dtype=torch.float64)
     expected[:15] = expected[64:135] = 1.5
