@@ -9,16 +9,30 @@ from dataclasses import replace
 import pytest
 import torch
 from testing import make_batch, make_plan, tiny_family_config
+from testing.laid import freed_parameters
 from transformers import AutoModelForCausalLM
 
 from lengthwise.attention import FlashCpuKernel
 from lengthwise.attention.varlen import VarlenKernel
-from lengthwise.comm import Mesh, SoloTransport
+from lengthwise.comm import Lone, Mesh, SoloTransport
 from lengthwise.core.plan import Piece
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 
 TOKENS, VOCAB, LAYERS = 12, 48, (1, 3)
+
+
+class OneOfTwo(Lone):
+    """Collectives of the first of two ranks, of which the other has the same slices and nothing to add."""
+
+    def __init__(self):
+        super().__init__(0, 2)
+
+    def all_gather(self, output, source):
+        output.view(2, -1).copy_(source)
+
+    def reduce_scatter(self, output, source):
+        output.copy_(source.view(2, -1)[0])
 
 
 class OneDocument:
@@ -67,9 +81,11 @@ def plain_calls(layers, recompute):
     return calls_of(lambda: model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss.backward())
 
 
-def planned_calls(layers, recompute, kernel):
-    """Count those of one more microbatch."""
+def planned_calls(layers, recompute, kernel, *, is_freed=False):
+    """Count those of one more microbatch; of parameters that lie over two ranks where it `is_freed`."""
     model, found = model_of(layers, ATTENTION_NAME), []
+    if is_freed:
+        freed_parameters(model, OneOfTwo(), dtype=torch.float32)
     for number in (1, 2):
         plan = make_plan(1, [TOKENS] * number, [[Piece(ranks=(0,), sequences=(i,))] for i in range(number)])
         plan = replace(plan, microbatches=tuple(replace(each, recompute=recompute) for each in plan.microbatches))
@@ -80,18 +96,20 @@ def planned_calls(layers, recompute, kernel):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "recompute", "of_layer", "beside"),
+    ("kernel", "recompute", "is_freed", "of_layer", "beside"),
     [
-        (FlashCpuKernel(), "none", 80, 430),
-        (FlashCpuKernel(), "layer", 118, 450),
-        (VarlenKernel(OneDocument(), token_multiple=1), "none", 92, 470),
+        (FlashCpuKernel(), "none", False, 80, 430),
+        (FlashCpuKernel(), "layer", False, 118, 450),
+        (VarlenKernel(OneDocument(), token_multiple=1), "none", False, 92, 470),
+        (FlashCpuKernel(), "none", True, 125, 480),
     ],
-    ids=["block by block", "block by block, layers again", "packs"],
+    ids=["block by block", "block by block, layers again", "packs", "parameters over ranks"],
 )
-def test_a_microbatch_makes_few_calls(kernel, recompute, of_layer, beside):
+def test_a_microbatch_makes_few_calls(kernel, recompute, is_freed, of_layer, beside):
     """More than a limit is no defect by itself: it shows what a change costs every layer of every microbatch."""
     few, many = LAYERS
-    ours = {each: planned_calls(each, recompute, kernel) - plain_calls(each, recompute) for each in LAYERS}
+    planned = {each: planned_calls(each, recompute, kernel, is_freed=is_freed) for each in LAYERS}
+    ours = {each: calls - plain_calls(each, recompute) for each, calls in planned.items()}
     a_layer = (ours[many] - ours[few]) / (many - few)
     assert 0 < a_layer <= of_layer
     assert ours[few] - few * a_layer <= beside

@@ -125,8 +125,8 @@ def test_sums_begin_early_only_where_no_rank_ends_in_a_ring(monkeypatch):
     """In the first plan ranks 0 and 1 would wait for rank 2 with thread blocks that their own backward needs."""
     built("llama")
     begun = []
-    early = Parameters.reducing_early
-    monkeypatch.setattr(Parameters, "reducing_early", lambda self: begun.append(self._transport.phase) or early(self))
+    early = Parameters.reduce_early
+    monkeypatch.setattr(Parameters, "reduce_early", lambda self: begun.append(self._transport.phase) or early(self))
     StrictWorld(3).run(lambda t: train(t, "llama", torch.float32, "none", overlaps=True))
     assert begun == ["step 2, microbatch 1 of 1 backward"] * 2, "ranks 0 and 1 of the last plan"
 

@@ -36,7 +36,6 @@ from lengthwise.cost import shape_from_config
 from lengthwise.cost.memory import StepMemory, gathered_bytes
 from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.units import UnitPart
-from lengthwise.engine.wave_order import CallKey
 from lengthwise.models import keep_double, wrapped_layers
 from lengthwise.models.families import FAMILIES
 from lengthwise.program import lower_plan
@@ -88,7 +87,7 @@ def test_a_sum_has_zeros_where_there_is_no_gradient(monkeypatch):
     for reached in ([first, third], [second], []):
         for each in reached:
             each.grad = torch.full(each.shape, 1.5)
-        part.reduce(SoloTransport(), CallKey(wave=1, is_backward=True, entry=0, number=0, what="reduce"))
+        part.reduce(SoloTransport(), None)
         part.add_sum()
     expected = torch.zeros(192, dtype=torch.float64)
     expected[:15] = expected[64:135] = 1.5

@@ -53,7 +53,7 @@ def test_all_that_ranks_post_completes_on_one_strict_queue_a_rank(seed, kind, fa
     for rank in range(0, ranks, per_node):
         labels = [label for label, posted in rank_groups(plan, rank, **how) if ", " in label]
         expected = [each.split(", ")[1:] for each in labels if " of unit " in each]
-        got = [["backward" if key.is_backward else "forward", key.what.split()[0]] for key in keys[rank]]
+        got = [["backward" if key.is_backward else "forward", key.kind] for key in keys[rank]]
         assert got == [[name, what.split()[0]] for name, what in expected], "as `check_order` has them"
     assert check_order(plan, layers=2, **how) >= 0
 

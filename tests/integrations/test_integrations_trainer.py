@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from trainers import CAPACITY, LENGTHS, arguments, data, difference, in_trainers
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
 
 from lengthwise.core.errors import LengthwiseError
+from lengthwise.integrations.checkpoints import load_state
 from lengthwise.integrations.transformers import Trainer as PlannedTrainer
 from lengthwise.models import keep_double
-from session.loops import plain_losses, small_model
+from lengthwise.session import Session
+from session.loops import in_ranks, plain_losses, small_model
 from tiers import more
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
@@ -293,6 +296,24 @@ def test_a_run_goes_on_from_a_checkpoint_of_an_earlier_version(tmp_path):
     whole, *_ = in_trainers(partial(work, Earlier, "earlier", None), 1, tmp_path)
     again, *_ = in_trainers(partial(work, PlannedTrainer, "again", str(tmp_path / "earlier/checkpoint-2")), 1, tmp_path)
     assert all(torch.equal(again[name], whole[name]) for name in whole)
+
+
+def test_a_broken_file_of_a_plain_trainer_is_refused_on_all_ranks(tmp_path):
+    for name in ("optimizer.pt", "scheduler.pt"):
+        (tmp_path / name).write_bytes(b"broken")
+
+    def work(rank):
+        trainer = SimpleNamespace(args=SimpleNamespace(process_index=rank), state=SimpleNamespace(global_step=2))
+        model = small_model()
+        with (
+            Session(model, torch.optim.SGD(model.parameters()), capacity_tokens=64) as session,
+            pytest.raises(LengthwiseError) as caught,
+        ):
+            load_state(trainer, session, str(tmp_path))
+        return str(caught.value)
+
+    for refused in in_ranks(work, 2, tmp_path):
+        assert "expected the files that a Trainer wrote; got " in refused
 
 
 def test_a_run_with_its_optimizer_on_the_host_goes_on_without(tmp_path):

@@ -83,6 +83,15 @@ def test_what_cannot_fit_is_told_what_would_save_it_and_that_does(tmp_path, monk
     assert {each.recompute for plan in plans for each in plan.microbatches} & {"layer", "all_but_attention"}
 
 
+def test_where_all_recomputation_is_tried_more_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 4_000_000.0)
+    path = write_run(tmp_path, make_rows([6000, 60]), capacity_tokens="auto", recompute="auto")
+    assert call("train", path, "--ranks", 1) == 2
+    refused = capsys.readouterr().err
+    assert "error[data] data: expected sequences that all ranks together hold; got 6000 tokens" in refused
+    assert "recompute: auto" not in refused
+
+
 @pytest.mark.exhaustive
 def test_a_loss_in_chunks_is_told_where_whole_logits_do_not_fit(tmp_path, monkeypatch, capsys):
     write_model(tmp_path / "model", vocab_size=4096)

@@ -77,10 +77,10 @@ def test_a_loop_goes_on_from_an_offloaded_optimizer_without_and_back(tmp_path):
 
 
 def test_an_optimizer_that_made_steps_before_is_offloaded_with_its_states(tmp_path):
-    """Its states lie beside whole parameters; the model's values may change between steps."""
+    """Its states have the dtype of whole parameters, in bf16; the model's values may change between steps."""
 
     def work(_rank, offloads):
-        model = small_model(torch.float32)
+        model = small_model(torch.bfloat16)
         optimizer = ADAMW(model.parameters())
         model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
         optimizer.step()

@@ -19,6 +19,7 @@ from lengthwise.checkpoint.writer import WRITTEN
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.faults import VARIABLE
 from lengthwise.session import Session
+from lengthwise.session import slices as session_slices
 from run.small_runs import call
 from session.loops import LargestTensor, in_double, in_ranks, planned_loop, small_model, steps_of
 from tiers import more, some
@@ -325,9 +326,17 @@ def test_a_rank_that_does_not_see_the_folder_is_named_on_all_ranks(tmp_path):
                 with pytest.raises(LengthwiseError) as caught:
                     call_it(tmp_path / folder)
                 found.append(str(caught.value))
-        return found
+            patch.undo()
+            patch.setattr(session_slices, "Manifest", broken)
+            with pytest.raises(LengthwiseError) as caught:
+                session.save(tmp_path / "state")
+        return *found, str(caught.value)
 
-    for saving, loading in in_ranks(work, 2, tmp_path):
+    def broken(**_state):
+        raise OSError("no room")
+
+    for saving, loading, without in in_ranks(work, 2, tmp_path):
+        assert "rank 0: OSError: no room" in without
         assert re.search(r"got rank 1: no .*state\.unfinished, which rank 0 has made: give a folder that all", saving)
         assert re.search(r"rank 1, .*seen: expected a checkpoint; got no such folder\. Give a folder", loading)
     assert not list(tmp_path.glob("state*"))
@@ -348,6 +357,8 @@ def test_a_writer_that_is_killed_leaves_the_folder_of_before(tmp_path, monkeypat
 
     monkeypatch.delenv(VARIABLE)
     (tmp_path / "meeting").unlink()
+    if rank == 0:  # killed a moment later, between the two renames
+        (tmp_path / "state").rename(tmp_path / "state.previous")
 
     def load(_rank):
         with opened(ZERO1[0], model=small_model()) as session:

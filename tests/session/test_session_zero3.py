@@ -77,7 +77,10 @@ def test_routers_are_balanced_over_the_whole_batch(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
 def test_adapters_on_a_frozen_base_of_another_dtype(tmp_path):
-    """The base keeps bf16, gathered so; adapters train in fp32, and are saved as peft saves them."""
+    """The base keeps bf16, gathered so; adapters train in fp32, and are saved as peft saves them.
+
+    The optimizer's groups have the base, too, and keep none of it alive where it is cut.
+    """
     peft = pytest.importorskip("peft")
 
     def adapted():
@@ -89,8 +92,11 @@ def test_adapters_on_a_frozen_base_of_another_dtype(tmp_path):
         found = {}
         for shard in ("zero1", "zero3"):
             model = adapted()
-            optimizer = ADAMW([each for each in model.parameters() if each.requires_grad])
+            optimizer = ADAMW(model.parameters())
             with Session(model, optimizer, capacity_tokens=64, shard=shard) as session:
+                frozen = [each for each in optimizer.param_groups[0]["params"] if not each.requires_grad]
+                held = sum(each.untyped_storage().nbytes() for each in frozen)
+                assert held == (2 * len(frozen) if shard == "zero3" else 2 * sum(each.numel() for each in frozen))
                 losses = planned_loop(session, optimizer, CONSTANT(optimizer), steps_of()[:2])
                 dtypes = {each.dtype for each in model.parameters() if not each.requires_grad}
                 session.save_pretrained(tmp_path / shard)

@@ -76,12 +76,13 @@ class SliceWriter:
         self.finish()
         self.transport.phase = f"step {step}, checkpoint"
         self._ended = ended
-        state, kept, manifest, parameters = state_of(optimizer), optimizer.kept(), None, optimizer.parameters
+        state, kept, parameters = state_of(optimizer), optimizer.kept(), optimizer.parameters
         own = {key for states in kept.values() for key, number in states.items() if number is None}
         vectors = share_names(self.transport, own)  # a rank may have no state of what others have
-        if self.transport.rank == 0:
+
+        def manifest() -> Manifest:
             counts = {"step": step, "ranks": self.transport.world_size}
-            manifest = manifest_of(fields_of_state(parameters, optimizer=state, **counts))
+            return manifest_of(fields_of_state(parameters, optimizer=state, **counts))
 
         def copy() -> tuple[dict[str, Tensor], Kept]:
             exact = {name: each.detach().to("cpu", copy=True) for name, each in parameters.state().items()}
@@ -90,17 +91,21 @@ class SliceWriter:
         self._begin(path, step, copy, manifest)
 
     def _begin(
-        self, path: Path, step: int, copy: Callable[[], tuple[dict[str, Tensor], Kept]], manifest: Manifest | None
+        self,
+        path: Path,
+        step: int,
+        copy: Callable[[], tuple[dict[str, Tensor], Kept]],
+        manifest: Callable[[], Manifest],
     ) -> None:
         """Copy this rank's state and begin to write it. Collective.
 
-        manifest: of rank 0, which adds the files, and what the optimizer keeps of parameters.
+        manifest: makes that of rank 0, which adds the files, and what the optimizer keeps of parameters.
         """
         assert self._thread is None, f"{self._path} is under way"
-        self._path, self._step, self._manifest, self._error = path, step, manifest, None
+        self._path, self._step, self._manifest, self._error = path, step, None, None
         rank, unfinished = self.transport.rank, unfinished_of(path)
-        if rank == 0:
-            self._attempt(lambda: begin(path))
+        if rank == 0 and self._attempt(lambda: begin(path)) is not None:
+            self._manifest = self._attempt(manifest)
         failed = self._share()  # nobody writes before the folder is there
         if FAILED not in failed and not unfinished.is_dir():
             self._error = f"no {unfinished}, which rank 0 has made: give a folder that all machines share, by one path"

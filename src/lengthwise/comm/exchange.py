@@ -35,10 +35,11 @@ def broadcast_bytes(transport: Transport, data: bytes | None, source: int = 0) -
 
 
 def share_numbers(transport: Transport, numbers: Sequence[float]) -> torch.Tensor:
-    """Return the numbers of all ranks, (ranks, numbers), in fp64. Collective."""
-    rows = torch.empty(transport.world_size * len(numbers), dtype=torch.float64)
-    transport.all_gather(rows, torch.tensor(numbers, dtype=torch.float64))
-    return rows.view(-1, len(numbers))
+    """Return the numbers of all ranks, (ranks, numbers), in fp64. Collective, but of no numbers."""
+    rows = torch.empty(transport.world_size, len(numbers), dtype=torch.float64)
+    if numbers:
+        transport.all_gather(rows.view(-1), torch.tensor(numbers, dtype=torch.float64))
+    return rows
 
 
 def share_first(transport: Transport, found: Mapping[str, str]) -> dict[str, str]:

@@ -70,10 +70,7 @@ class SlicedOptimizer:
         for name, run in self._runs.items():
             if state := whole.states.pop(name):
                 own = {key: _sliced(value, self.shapes[name], run) for key, value in state.items()}
-                self.optimizer.state[self._pieces[name]] = {
-                    key: value.to("cpu") if offloads and isinstance(value, Tensor) else value
-                    for key, value in own.items()
-                }
+                self.optimizer.state[self._pieces[name]] = self._placed(name, own)
         whole.states.clear()
 
     def _put_into_groups(self, members: Mapping[str, nn.Parameter]) -> None:
@@ -159,10 +156,12 @@ class SlicedOptimizer:
         """
         is_new = self._is_new
         kept = [(each, None if is_new else each.to("cpu", copy=True)) for each in self._kept_tensors()]
-        yield
-        for each, before in kept:
-            each.zero_() if before is None else each.copy_(before)
-        self._is_new = is_new
+        try:
+            yield
+        finally:
+            for each, before in kept:
+                each.zero_() if before is None else each.copy_(before)
+            self._is_new = is_new
 
     def pending_bytes(self) -> tuple[int, int]:
         """Count the bytes of states that are yet to be made, and those that a step's end needs for a while."""
@@ -188,13 +187,20 @@ class SlicedOptimizer:
         return self._pieces[name]
 
     def _keep(self, name: str, state: Mapping[str, Tensor]) -> None:
-        """Let the optimizer keep this of its slice of a parameter, where it computes with it."""
+        """Let the optimizer keep this of its slice of a parameter."""
+        self.optimizer.state[self._key(name)] = self._placed(name, state)
+        self._is_new = False
+
+    def _placed(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is kept of a slice where the optimizer computes with it, vectors in the slice's dtype.
+
+        The whole parameter may have been elsewhere, and in a dtype of fewer bits.
+        """
         group, piece = self.optimizer.param_groups[self._group_of[name]], self._pieces[name]
         counts_on = piece.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
-        self.optimizer.state[self._key(name)] = {
-            key: value.to(piece.device if value.dim() else counts_on) for key, value in state.items()
-        }
-        self._is_new = False
+        tensors = {key: each for key, each in state.items() if isinstance(each, Tensor)}
+        placed = {key: each.to(piece) if each.dim() else each.to(counts_on) for key, each in tensors.items()}
+        return {**state, **placed}
 
     def make_states(self) -> None:
         """Make all states, of an optimizer whose states begin with zeros: what does not fit shows before a step."""

@@ -163,15 +163,13 @@ class Parameters:
             if module is self._model:  # it waits before the first layer, and a communicator ends calls in order
                 trained.order = [*buckets, *(each for each in trained.order if each not in buckets)]
 
-    @contextmanager
-    def reducing_early(self) -> Iterator[None]:
-        """Sum buckets as soon as the backward inside the block has made their gradients, where `overlaps`.
+    def reduce_early(self) -> None:
+        """Sum buckets as soon as the backward that follows has made their gradients, where `overlaps`.
 
-        The block is this rank's last backward of a step, and it has no transfer left in this step.
+        It is this rank's last backward of a step, and the rank has no transfer left in this step.
         """
         if self._overlaps:
             self._order = BucketOrder(self.layout.bucket_of)
-        yield
 
     def _made_gradient(self, number: int) -> None:
         """Sum the bucket that a parameter's gradient completes."""

@@ -336,9 +336,10 @@ class _RankStep:
         if kept.router_share is not None and self._balance is not None:
             ends.append(self._balance.coefficient * kept.router_share)
         trained = [end for end in ends if end.requires_grad]
-        with parameters.reducing_early() if action.sums_early and parameters is not None else nullcontext():
-            if trained or chunk.is_last:
-                torch.autograd.backward(trained or ends)  # which refuses a loss that no parameter has a part in
+        if action.sums_early and parameters is not None:
+            parameters.reduce_early()
+        if trained or chunk.is_last:
+            torch.autograd.backward(trained or ends)  # which refuses a loss that no parameter has a part in
         if kept.saver is not None:
             self.offloaded_bytes += kept.saver.totals.offloaded_bytes
             kept.saver.end()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -189,9 +190,14 @@ _WITHOUT_VALUES = _without_values()
 
 def let_go(parameter: Any) -> None:
     """Take the values from a parameter that a sharded model has no more, for those who have kept it."""
-    value = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+    value = _no_value(parameter.dtype, parameter.device)
     parameter.data = value.expand(parameter.shape)
     parameter.__class__, parameter.comes_to = FreedParameter, value
+
+
+def _no_value(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what stands for a value that is not there, (): NaN, where the dtype has it."""
+    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
 class UnitPart:
@@ -212,21 +218,23 @@ class UnitPart:
         gradient: Tensor | None,
     ) -> None:
         self._whole = torch.empty(entries, dtype=dtype, device=own.device)
-        self._own, self._gradient, self._starts = own, gradient, starts
-        stops = [start + torch.Size(shape).numel() for start, shape in zip(starts, shapes, strict=True)]
+        self._own, self._gradient = own, gradient
+        stops = [start + math.prod(shape) for start, shape in zip(starts, shapes, strict=True)]
         borders = zip((0, *stops), (*starts, entries), strict=True)
         self._gaps = [slice(stop, start) for stop, start in borders if stop < start]  # which no parameter has
+        self._places = list(zip(map(slice, starts, stops), shapes, strict=True))
         # Of `.data`: what is written to the buffer is no change of a parameter, as autograd counts changes.
-        self._views = [view.data for view in self._cut(self._whole, shapes)]
-        self._no_value = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=own.device)
+        self._views = [view.data for view in self._cut(self._whole)]
+        no_value = _no_value(dtype, own.device)
+        self._no_values = [no_value.expand(shape) for shape in shapes]
         self.parameters = [nn.Parameter(view, requires_grad=gradient is not None) for view in self._views]
         self._arriving: Pending | None = None
         self._sum: tuple[Tensor, Pending] | None = None
         self.free()
 
-    def _cut(self, whole: Tensor, shapes: Sequence[tuple[int, ...]]) -> Iterator[Tensor]:
-        for start, shape in zip(self._starts, shapes, strict=True):
-            yield whole[start : start + torch.Size(shape).numel()].view(shape)
+    def _cut(self, whole: Tensor) -> list[Tensor]:
+        """Return the part of each parameter of a buffer of all entries."""
+        return [whole[place].view(shape) for place, shape in self._places]
 
     @property
     def trains(self) -> bool:
@@ -257,8 +265,8 @@ class UnitPart:
         """Let the values go."""
         self.wait()
         parameters: list[Any] = self.parameters
-        for parameter, view in zip(parameters, self._views, strict=True):
-            parameter.__class__, parameter.data = nn.Parameter, self._no_value.expand(view.shape)
+        for parameter, view, no_value in zip(parameters, self._views, self._no_values, strict=True):
+            parameter.__class__, parameter.data = nn.Parameter, no_value
             # By its class, as reading the freed storage ends the process, and no other mark reaches every operator.
             parameter.__class__, parameter.comes_to = FreedParameter, view
         self._whole.untyped_storage().resize_(0)
@@ -266,16 +274,16 @@ class UnitPart:
     def reduce(self, transport: Transport, key: CallKey | None) -> None:
         """Begin to sum the gradients that autograd has made, zeros where there are none. Collective."""
         assert self._gradient is not None, "of what trains"
-        shapes = [tuple(each.shape) for each in self.parameters]
         wide = torch.empty(self._whole.numel(), dtype=self._gradient.dtype, device=self._gradient.device)
         for gap in self._gaps:
             wide[gap].zero_()
-        for parameter, room in zip(self.parameters, self._cut(wide, shapes), strict=True):
-            if parameter.grad is None:
-                room.zero_()
-            else:
-                room.copy_(parameter.grad)
-                parameter.grad = None
+        with torch._C.DisableTorchFunctionSubclass():  # most are freed: each question to their class takes a call
+            for parameter, room in zip(self.parameters, self._cut(wide), strict=True):
+                if parameter.grad is None:
+                    room.zero_()
+                else:
+                    room.copy_(parameter.grad)
+                    parameter.grad = None
         own = torch.empty_like(self._gradient)
         self._sum = own, transport.reduce_scatter_async(own, wide, key=key)
 

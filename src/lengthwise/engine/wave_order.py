@@ -45,18 +45,19 @@ class UnitCall(NamedTuple):
 class CallKey(NamedTuple):
     """Which collective of a run this is: the same on all ranks, and increasing on each.
 
-    entry: counts the units that a pass has entered. number: counts calls of one entry. what: the call, in words.
+    entry: counts the units that a pass has entered. number: counts calls of one entry. kind, unit: the call, in words.
     """
 
     wave: int
     is_backward: bool
     entry: int
     number: int
-    what: str
+    kind: str
+    unit: str
 
     def __str__(self) -> str:
         """Return where in a run it is."""
-        return f"wave {self.wave}, {'backward' if self.is_backward else 'forward'}, {self.what}"
+        return f"wave {self.wave}, {'backward' if self.is_backward else 'forward'}, {self.kind} of {self.unit}"
 
 
 def forward_calls(units: Sequence[UnitKind]) -> list[list[UnitCall]]:

@@ -47,9 +47,9 @@ class Waves:
                 module.register_forward_pre_hook(partial(self._enter, number))
             if unit.kind.again:
                 unit.enters[0].register_forward_hook(partial(self._await_gradient, number))
-        for part in (each for of_unit in parts for each in of_unit if each.trains):
-            for parameter in part.parameters:
-                parameter.register_post_accumulate_grad_hook(lambda _: self._begin_backward())
+            for part in parts[number] if not unit.kind.again else ():  # backward enters a layer before these are made
+                for parameter in part.parameters if part.trains else ():
+                    parameter.register_post_accumulate_grad_hook(self._begin_backward)
         self._connect()
 
     def _connect(self) -> None:
@@ -132,7 +132,7 @@ class Waves:
         self._enter_backward(number)
         assert number in self._there, f"backward of {self._units[number].kind.name} after that of a unit before it"
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, _parameter: Tensor | None = None) -> None:
         """See that the wave is finished when this backward is."""
         if not self._is_backward:
             self._is_backward, self._entered = True, 0
@@ -161,8 +161,7 @@ class Waves:
     def _post(self, calls: Sequence[UnitCall], entry: int) -> None:
         parts = [(kind, number, part) for kind, number in calls for part in self._parts[number]]
         for place, (kind, number, part) in enumerate(parts):
-            what = f"{kind} of {self._units[number].kind.name}"
-            key = CallKey(wave=self._wave, is_backward=self._is_backward, entry=entry, number=place, what=what)
+            key = CallKey(self._wave, self._is_backward, entry, place, kind, self._units[number].kind.name)
             if kind == GATHER:
                 self._held.add(number)
                 part.gather(self._transport, key)

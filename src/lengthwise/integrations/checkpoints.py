@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from lengthwise.core.errors import ConfigError
+from lengthwise.comm import raise_together
+from lengthwise.core.errors import ConfigError, LengthwiseError, OutputError
 from lengthwise.session import Session
 
 STATE, SCHEDULER = "lengthwise", "scheduler.pt"
@@ -32,7 +33,7 @@ def load_state(trainer: Any, session: Session, folder: str) -> None:
 
     Raises:
         ConfigError: a file is not there.
-        OutputError, Problems: as of `Session.load`.
+        OutputError, Problems: a file cannot be read, on all ranks; as of `Session.load`.
     """
     state = os.path.join(folder, STATE)
     seen = int(session.sum_over_ranks(torch.tensor([float(os.path.isdir(state))])))
@@ -52,14 +53,22 @@ def _load_plain(trainer: Any, session: Session, folder: str) -> None:
     lacking = [name for name in (OPTIMIZER, SCHEDULER) if not os.path.isfile(os.path.join(folder, name))]
     if lacking:
         raise _lacking(folder, STATE, *lacking)
-    state: dict[str, Any] | None = None
-    if trainer.args.process_index == 0:
-        optimizer = torch.load(os.path.join(folder, OPTIMIZER), map_location="cpu", weights_only=True)
-        masters = os.path.join(folder, MASTERS)
-        state = {"steps": trainer.state.global_step, "optimizer": optimizer}
-        if os.path.isfile(masters):
-            state["master_weights"] = load_file(masters)
-    session.load_state_dict(state)
+    state, problems = dict[str, Any](), list[LengthwiseError]()
+    try:
+        if trainer.args.process_index == 0:
+            state = _read_plain(folder)
+    except Exception as error:  # noqa: BLE001 - of a disk or a library; the other ranks wait
+        got, remedy = f"{type(error).__name__}: {error}", "Take another checkpoint."
+        problems.append(OutputError(folder, expected="the files that a Trainer wrote", got=got, remedy=remedy))
+    raise_together(session.engine.transport, problems)
+    session.load_state_dict({"steps": trainer.state.global_step, **state})
+
+
+def _read_plain(folder: str) -> dict[str, Any]:
+    state = {"optimizer": torch.load(os.path.join(folder, OPTIMIZER), map_location="cpu", weights_only=True)}
+    if os.path.isfile(masters := os.path.join(folder, MASTERS)):
+        state["master_weights"] = load_file(masters)
+    return state
 
 
 def _lacking(folder: str, *names: str) -> ConfigError:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.attention import Block, BlockKernel, Saved
-from lengthwise.comm import Mesh, Transport, World
+from lengthwise.comm import Mesh, Transport, World, share_numbers
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.measurements import Clock, Kind, Measurements, Precision, Sample
@@ -346,9 +346,7 @@ class RankProfiler:
         self._plain.all_reduce(torch.zeros(1))
 
     def _agreed(self, yes: bool) -> bool:
-        votes = torch.tensor([float(not yes)])
-        self._plain.all_reduce(votes)
-        return not votes.item()
+        return bool(share_numbers(self._plain, [float(yes)]).all())
 
     def _shared(self, mine: Tensor) -> np.ndarray:
         everyone = torch.empty(self._world.world_size * mine.numel(), dtype=torch.float64)

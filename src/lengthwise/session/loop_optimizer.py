@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from lengthwise.core.errors import ConfigError
 from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.units import let_go
 from lengthwise.engine.whole_optimizer import WholeOptimizer
+from lengthwise.models import whole_model
 from lengthwise.session.guards import (
     GRADIENTS,
     WEIGHTS,
@@ -59,6 +61,10 @@ class LoopOptimizer(SlicedOptimizer):
             self._gradient_of[name] = guarded_gradient(self, self._gradients[place])
         by_number = {self.numbers[name]: each for name, each in self._guarded.items()} | dict(whole.frozen)
         self._shown = [[by_number[number] for number in each] for each in self._members]
+        there = {id(each) for each in whole_model(model).parameters()}
+        for each in whole.frozen.values():
+            if id(each) not in there:  # the model has its values cut, or on another stage
+                let_go(each)
         self.withheld = WithheldGradients(model, whole.given)
         self._own = self.withheld.own
         self._places = {name: each.data_ptr() for name, each in self._own.items() if parameters.keeps_values}
