@@ -112,6 +112,7 @@ class Slices:
         self.made = dict[str, nn.Parameter]()
         self._arriving = dict[int, Pending]()  # buckets of `of_node`
         self._published: Tensor | None = None  # of values apart, as `take_changes` then finds them
+        self._sent: torch.cuda.Event | None = None  # recorded once that has been sent
 
     @property
     def rank(self) -> int:
@@ -169,6 +170,8 @@ class Slices:
 
     def publish(self, *, waits: bool = True) -> None:
         """Gather what the replicas have updated, a bucket after the other; `arrive` waits for it. Collective."""
+        if self._sent is not None:
+            self._sent.synchronize()  # `_published` is written anew
         for bucket in self.order if self.is_copied else ():
             place = self.layout.in_shard(bucket)
             staged = None if self._published is None else self._published[place]
@@ -177,6 +180,9 @@ class Slices:
             self._arriving[bucket] = self.axes.replicas.all_gather_async(whole, own)
             if waits:
                 self.arrive([bucket])
+        if self._published is not None and self.of_node.is_cuda:
+            self._sent = torch.cuda.Event()
+            self._sent.record(torch.cuda.current_stream(self.of_node.device))
 
     def arrive(self, buckets: Iterable[int]) -> None:
         """Wait for the values of these buckets."""
