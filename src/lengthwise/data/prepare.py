@@ -24,10 +24,9 @@ import numpy as np
 from lengthwise.core import __version__
 from lengthwise.core.errors import ConfigError, DataError, OutputError, RankError, raise_problems
 from lengthwise.core.files import sync, try_lock
-from lengthwise.data.columns import KINDS, UNREADABLE, Columns, schema, table_of
+from lengthwise.data.arrow import KINDS, UNREADABLE, Columns, schema, table_of
 from lengthwise.data.dataset import TOO_LONG
 from lengthwise.data.digests import digest_of_rows
-from lengthwise.data.load import BAD, EMPTY, REFUSED, token_rows
 from lengthwise.data.prepared import (
     ENCODING,
     NAME,
@@ -42,6 +41,7 @@ from lengthwise.data.progress import Progress
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.sources import Listing, cut_listing, list_source, printable_name
 from lengthwise.data.tokenizer import Tokenizer, load_tokenizer
+from lengthwise.data.tokens import BAD, EMPTY, REFUSED, token_rows
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lengthwise.core.errors import DataError, LengthwiseError, Problems
-from lengthwise.data.dataset import DatasetBuilder, MemoryDataset
+from lengthwise.data.dataset import DatasetBuilder, StoredDataset
 from lengthwise.data.kinds import PACKED
 from lengthwise.data.numbered import Counted
 from lengthwise.data.prepared import is_prepared
@@ -84,7 +84,7 @@ def parts_of(listing: Listing, part_bytes: int) -> list[Listing]:
     return cut_listing(listing, part_bytes, Path())
 
 
-def longest_rows(sources: Sequence[DataSource]) -> MemoryDataset:
+def longest_rows(sources: Sequence[DataSource]) -> StoredDataset:
     """Return a dataset of one row a source, of its `max_tokens`: what forecasts and limits know of rows that come."""
     builder = DatasetBuilder()
     for index, source in enumerate(sources):

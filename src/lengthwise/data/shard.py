@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lengthwise.core.errors import DataError, LengthwiseError
-from lengthwise.data.dataset import NO_LOSS, plain_weights, sum_of_weights
-from lengthwise.data.load import REFUSED, TokenRow, token_row
+from lengthwise.data.dataset import Held, plain_weights
 from lengthwise.data.numbered import Counted, RowsByNumber, numbered
 from lengthwise.data.sampler import epoch_keys
 from lengthwise.data.sources import Listing
 from lengthwise.data.tokenizer import Tokenizer, load_tokenizer
+from lengthwise.data.tokens import REFUSED, token_row
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
@@ -38,8 +38,6 @@ CACHE_BYTES = 256 << 20
 _ROW_BYTES = 500  # what a row in the cache takes beside its tokens, about
 _UNKNOWN = -1
 
-Held = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
-"""Ids of a row, its labels where they are others, its weights where they are other than 0 and 1."""
 Span = tuple[int, int, int]
 """Tokens [start, stop) of a row: (row, start, stop)."""
 
@@ -223,9 +221,8 @@ class Shard:
             error = found.error if found.kind == REFUSED else None
             self._left_out[row] = (found.kind, error and self._in_file(error, part, row))
             return None
-        held = held_of(found)
-        self._numbers[row] = len(held[0]), *losses_of(held)
-        return held
+        self._numbers[row] = len(found.tokens), *found.losses
+        return found.held
 
     def _in_file(self, error: DataError, part: int, row: int) -> DataError:
         """Return an error of a row that is named by its place in its part, for whoever knows all parts to name it."""
@@ -234,20 +231,6 @@ class Shard:
             before = error.where.removesuffix(f":{place}")
             return DataError(before, expected=error.expected, got=error.got, remedy=error.remedy)
         return error
-
-
-def held_of(row: TokenRow) -> Held:
-    """Return what is kept of a row with tokens."""
-    assert row.tokens is not None, row
-    labels = None if row.labels is None or np.array_equal(row.labels, row.tokens) else row.labels
-    return row.tokens, labels, row.weights
-
-
-def losses_of(held: Held) -> tuple[int, float]:
-    """Return how many tokens of a row have a loss, and what these weigh together."""
-    ids, labels, weights = held
-    losses = len(ids) - 1 if labels is None else int(np.count_nonzero(labels[1:] != NO_LOSS))
-    return losses, float(losses) if weights is None else sum_of_weights(weights)
 
 
 class _Cache:
