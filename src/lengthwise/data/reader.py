@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from lengthwise.core.errors import DataError, LengthwiseError
 from lengthwise.data.dataset import Held
 from lengthwise.data.digests import row_digest
-from lengthwise.data.rows import Row
-from lengthwise.data.shard import Slices, Span, bytes_of
+from lengthwise.data.rows import RawRow
+from lengthwise.data.shard import Span, TokenSlices, bytes_of
 from lengthwise.data.stream_rows import StreamRows
 from lengthwise.data.tokenizer import Tokenizer, load_tokenizer
 from lengthwise.data.tokens import REFUSED, token_row
@@ -124,11 +124,11 @@ class Reader:
             marks = [(at, self._marks[number]) for at, number in enumerate(numbers, place + 1) if number in self._marks]
             return ReadRows(rows=[self._rows[number][0] for number in numbers], ends=ends, marks=marks)
 
-    def slices(self, spans: Sequence[Span]) -> Slices:
+    def slices(self, spans: Sequence[Span]) -> TokenSlices:
         """Return tokens of rows whose lengths were given, and that are still needed."""
         with self._turn:
             held = [(self._rows[number][1], start, stop) for number, start, stop in spans]
-        return Slices.of([(each, start, stop) for each, start, stop in held if each is not None])
+        return TokenSlices.of([(each, start, stop) for each, start, stop in held if each is not None])
 
     @property
     def held_bytes(self) -> int:
@@ -213,7 +213,7 @@ class Reader:
             )
             return not self._closed
 
-    def _tokenized(self, source: int, name: str, row: Row | DataError) -> tuple[ReadRow, Held | None]:
+    def _tokenized(self, source: int, name: str, row: RawRow | DataError) -> tuple[ReadRow, Held | None]:
         spec = self._spec
         found = token_row(
             row,

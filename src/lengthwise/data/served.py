@@ -22,7 +22,7 @@ from lengthwise.data.dataset import NumberedRows, StoredDataset, plain_weights
 from lengthwise.data.digests import row_digest
 from lengthwise.data.prepared import ENCODING
 from lengthwise.data.sampler import Batch, Position, no_loss
-from lengthwise.data.shard import ShardSpec, Slices, Span
+from lengthwise.data.shard import ShardSpec, Span, TokenSlices
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource, RunConfig
@@ -215,12 +215,12 @@ class ServedSteps:
 
 
 class Fetched:
-    """Slices that were asked for together; they are waited for when the first of them is read."""
+    """TokenSlices that were asked for together; they are waited for when the first of them is read."""
 
     def __init__(self) -> None:
-        self._of_row = dict[int, list[tuple[int, int, int, Callable[[], Slices]]]]()
+        self._of_row = dict[int, list[tuple[int, int, int, Callable[[], TokenSlices]]]]()
 
-    def add(self, spans: Sequence[Span], wait: Callable[[], Slices]) -> None:
+    def add(self, spans: Sequence[Span], wait: Callable[[], TokenSlices]) -> None:
         """Note slices that `wait` returns, in the order of their spans."""
         answer, place = functools.cache(wait), 0
         for row, start, stop in spans:

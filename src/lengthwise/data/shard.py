@@ -70,7 +70,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slices:
+class TokenSlices:
     """Ids, labels and weights of spans, one after the other, (tokens,); None: labels are the ids, weights 0 and 1."""
 
     ids: np.ndarray
@@ -78,7 +78,7 @@ class Slices:
     weights: np.ndarray | None
 
     @classmethod
-    def of(cls, spans: Sequence[tuple[Held, int, int]]) -> Slices:
+    def of(cls, spans: Sequence[tuple[Held, int, int]]) -> TokenSlices:
         """Cut tokens [start, stop) of each row."""
         has_labels = any(labels is not None for (_, labels, _), _, _ in spans)
         has_weights = any(weights is not None for (*_, weights), _, _ in spans)
@@ -129,11 +129,11 @@ class Shard:
         counts = {"tokens": tokens.astype(np.int64), "loss_tokens": losses.astype(np.int64)}
         return self.born, Lengths(**counts, loss_weights=weights, left_out=left_out)
 
-    def slices(self, first: int, spans: Sequence[Span]) -> tuple[str, Slices]:
+    def slices(self, first: int, spans: Sequence[Span]) -> tuple[str, TokenSlices]:
         """Return tokens of rows."""
         with self._asking():
             held = [(self._take(row - first), start, stop) for row, start, stop in spans]
-        return self.born, Slices.of(held)
+        return self.born, TokenSlices.of(held)
 
     @property
     def held_bytes(self) -> int:
@@ -219,18 +219,10 @@ class Shard:
         if found.tokens is None:
             self._numbers[row] = 0
             error = found.error if found.kind == REFUSED else None
-            self._left_out[row] = (found.kind, error and self._in_file(error, part, row))
+            self._left_out[row] = (found.kind, error)
             return None
         self._numbers[row] = len(found.tokens), *found.losses
         return found.held
-
-    def _in_file(self, error: DataError, part: int, row: int) -> DataError:
-        """Return an error of a row that is named by its place in its part, for whoever knows all parts to name it."""
-        place = row - self._firsts[part] + 1
-        if self._spec.parts[part].names is None:
-            before = error.where.removesuffix(f":{place}")
-            return DataError(before, expected=error.expected, got=error.got, remedy=error.remedy)
-        return error
 
 
 class _Cache:

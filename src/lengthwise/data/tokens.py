@@ -13,7 +13,7 @@ import numpy as np
 
 from lengthwise.core.errors import DataError
 from lengthwise.data.dataset import NO_LOSS, TOO_LONG, Held, sum_of_weights, too_long
-from lengthwise.data.rows import Row
+from lengthwise.data.rows import RawRow
 from lengthwise.data.sources import Listing, read_rows
 from lengthwise.data.tokenizer import Tokenizer
 
@@ -73,7 +73,7 @@ def token_rows(
 
 
 def token_row(
-    row: Row | DataError,
+    row: RawRow | DataError,
     source: DataSource,
     key: str,
     *,
@@ -104,7 +104,7 @@ def token_row(
 
 
 def _encode(
-    row: Row, tokenizer: Callable[[], Tokenizer], vocab_size: int | None
+    row: RawRow, tokenizer: Callable[[], Tokenizer], vocab_size: int | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
     loaded, labels = tokenizer(), None
     try:
