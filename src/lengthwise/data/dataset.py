@@ -105,9 +105,6 @@ class NumberedRows:
         if not 0 <= row < self.num_rows:
             raise IndexError(f"row {row} of {self.num_rows}")
 
-    def read_ahead(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        """Do nothing: rows in memory need no reading."""
-
 
 def write_protect(*arrays: np.ndarray | None) -> None:
     """Make arrays read-only."""
