@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -67,52 +67,6 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
-class Steps(Protocol):
-    """The steps of a run, and what of them is known before the first."""
-
-    @property
-    def dataset(self) -> Dataset:
-        """What they take."""
-        ...
-
-    @property
-    def known(self) -> Dataset:
-        """What forecasts and limits are of: `dataset` where `is_known`, else the longest rows that may come."""
-        ...
-
-    @property
-    def is_known(self) -> bool:
-        """Whether all lengths are known before the first step."""
-        ...
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the whole run."""
-        ...
-
-    @property
-    def most_tokens(self) -> int:
-        """The most tokens that a global batch can have."""
-        ...
-
-    @property
-    def first_lengths(self) -> list[int] | None:
-        """The lengths of the first global batch; None: not known."""
-        ...
-
-    def after(self, step: int, position: Position | None) -> Iterator[Batch]:
-        """Yield what follows the first `step` steps, which is at `position` where that is known."""
-        ...
-
-    def drawn_lengths(self, most: int) -> np.ndarray:
-        """Return lengths of rows that the run draws, of many a sample."""
-        ...
-
-    def check_losses(self) -> None:
-        """Raise DataError for steps without a loss, as far as they are known."""
-        ...
-
-
 def no_loss(where: str, rows: str) -> DataError:
     """Return the error for a step of these rows, none of whose tokens has a loss."""
     remedy = "Enlarge global_batch, or leave out sequences of one token and fully masked ones."
@@ -122,10 +76,11 @@ def no_loss(where: str, rows: str) -> DataError:
 
 
 class Batches:
-    """The `Steps` of rows that are here, lazily: iterating sorts one epoch at a time and may be started over.
+    """The steps of rows that are here, lazily: iterating sorts one epoch at a time and may be started over.
 
     A step takes the next ids of the epoch's order: as many as `global_batch.sequences`, or as many whole sequences as
     fit `global_batch.tokens` and at least one. No step crosses an epoch, so the last of an epoch may be smaller.
+    known: what forecasts and limits are of; where `is_known`, that is all rows, and their lengths are known.
     """
 
     is_known = True

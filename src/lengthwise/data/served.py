@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from lengthwise.core.errors import DataError
 from lengthwise.data.dataset import NumberedRows, StoredDataset, plain_weights
 from lengthwise.data.digests import row_digest
 from lengthwise.data.prepared import ENCODING
-from lengthwise.data.sampler import Batch, Position, no_loss
+from lengthwise.data.sampler import Batch, Batches, Position, no_loss
 from lengthwise.data.shard import ShardSpec, Span, TokenSlices
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class ServedDataset(NumberedRows):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedSteps:
-    """The `Steps` of rows that are read meanwhile. known: of each source the longest row that it may have."""
+    """The steps of rows that are read meanwhile. known: of each source the longest row that it may have."""
 
     dataset: ServedDataset
     known: StoredDataset
@@ -212,6 +212,10 @@ class ServedSteps:
 
     def check_losses(self) -> None:
         """Do nothing: a step without a loss is refused when it comes."""
+
+
+Steps: TypeAlias = Batches | ServedSteps
+"""Which sequences each step of a run takes, and what of them is known before the first."""
 
 
 class Fetched:

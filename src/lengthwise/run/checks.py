@@ -33,8 +33,7 @@ from lengthwise.cost.measured import cost_from_measurements
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.data.reader import StreamSpec
 from lengthwise.data.remote import RemoteDataset, longest_rows, shard_specs
-from lengthwise.data.sampler import Steps
-from lengthwise.data.served import ServedDataset, ServedSteps
+from lengthwise.data.served import ServedDataset, ServedSteps, Steps
 from lengthwise.data.stream import StreamDataset, first_rows
 from lengthwise.engine.activations import check_offload
 from lengthwise.engine.memory import free_bytes
