@@ -15,8 +15,8 @@ from lengthwise.core.errors import ConfigError, DataError, OutputError, Problems
 from lengthwise.core.files import try_lock
 from lengthwise.data import load_tokenizer
 from lengthwise.data import prepare as preparing
-from lengthwise.data.load import token_rows
 from lengthwise.data.prepared import NAME
+from lengthwise.data.tokens import token_rows
 from lengthwise.run.workers import worker_processes
 
 FORK = multiprocessing.get_context("fork")

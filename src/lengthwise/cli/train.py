@@ -220,7 +220,7 @@ def describe_job(job: Job) -> str:
         return f" ({job.chosen[key]})" if key in job.chosen else " (default)" * (key not in config.model_fields_set)
 
     rows = f"{counted(len(data.ids), 'sequence')}, {count(int(data.lengths.sum()))} tokens, longest {longest}{skipped}"
-    if data is not job.dataset:
+    if not job.steps.is_known:
         rows = f"raw, tokenized while it trains, up to {longest} tokens a sequence"
     device = f"{counted(gpus, 'GPU')} here" if gpus else f"CPU{_why_not_on_gpus(config)}"
     return (
@@ -265,7 +265,7 @@ def _update(job: Job) -> str:
 
 def _time_line(job: Job) -> str:
     """Say how long the run will take, as far as that is known before it."""
-    if job.known is not job.dataset:
+    if not job.steps.is_known:
         return "not estimated for rows that are read meanwhile; each step says the time left"
     step = job.estimated_step_seconds
     if step < (_SHORT_STEP if job.gpus else _SHORT_STEP_ON_CPU):

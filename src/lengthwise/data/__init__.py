@@ -4,9 +4,10 @@ After the config and before the planner on the way of the data. numpy only; tran
 its tokenizer, torch never.
 """
 
-from lengthwise.data.dataset import NO_LOSS, Dataset, MemoryDataset, check_fits, check_positions
+from lengthwise.data.dataset import NO_LOSS, Dataset
 from lengthwise.data.load import load_dataset
 from lengthwise.data.sampler import Batches
+from lengthwise.data.survey import check_fits, check_positions
 from lengthwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -14,7 +15,6 @@ __all__ = [
     "Batches",
     "ByteTokenizer",
     "Dataset",
-    "MemoryDataset",
     "Tokenizer",
     "check_fits",
     "check_positions",

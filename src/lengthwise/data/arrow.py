@@ -1,7 +1,7 @@
 """Prepared data: a folder of memory-mapped Arrow files, opened without reading its tokens.
 
     lengthwise.json           what it is made from and how, the size of each Arrow file, digests (`prepared`)
-    rows-*.arrow              Arrow streams as `datasets` writes them, all rows in order (`columns`)
+    rows-*.arrow              Arrow streams as `datasets` writes them, all rows in order
     state.json, dataset_info.json   with which `datasets.load_from_disk` opens the folder
 
 A row is read where it lies, and pages that are not used go when memory is short. Opening maps all files, so that a
@@ -13,65 +13,197 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import hashlib
+import json
 import mmap
+import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from lengthwise.core.errors import DataError
-from lengthwise.data.columns import Columns
-from lengthwise.data.dataset import TOO_LONG, NumberedRows, digest_of_parts, plain_weights, too_long, write_protect
-from lengthwise.data.digests import row_digest
-from lengthwise.data.prepared import ENCODING, Prepared, UsedTokenizer, read_prepared, refuse
-from lengthwise.data.tokenizer import Tokenizer
+from lengthwise.data.dataset import TOO_LONG, Held, write_protect
+from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest
+from lengthwise.data.prepared import Prepared, read_prepared, refuse
+from lengthwise.data.sources import printable_name
+from lengthwise.data.tokens import TokenRow
 
-if TYPE_CHECKING:
-    from lengthwise.config import DataSource
+UNREADABLE = "unreadable"
+KINDS = ("ids", "text", "pair", "chat", "empty", "bad", TOO_LONG, "refused", UNREADABLE)
+_LISTS = ("input_ids", "labels", "weights")
+_NO_IDS = np.empty(0, dtype=np.int32)
+_COLUMNS = (
+    "input_ids", "labels", "weights", "digest", "loss_tokens", "loss_weight", "largest_id", "kind", "error"
+)  # fmt: skip
 
 
-def open_prepared(
-    source: DataSource,
-    *,
-    key: str,
-    tokenizer: Callable[[], Tokenizer] | None,
-    vocab_size: int | None,
-    report: Callable[[DataError], None],
-) -> ArrowDataset | None:
-    """Open the prepared folder that a source names; what it cannot serve is reported, and None returned.
+def schema() -> Any:
+    """Return the columns of a prepared folder, as pyarrow knows them.
 
-    `tokenizer` is called where some rows were texts; None takes those of any. `vocab_size` None: ids of any size.
+    `labels` is null where they are the ids, `weights` where all are 0 or 1; a row that is left out has no ids. `kind`
+    is a place in `KINDS`, `origin` the number of the listing; `name` is the path of a document, null for a line.
     """
-    assert source.path is not None, "prepared data has a path"
-    folder, refused = source.path, list[DataError]()
-    try:
-        made = read_prepared(folder)
-        dataset = ArrowDataset(folder, made, key=key, max_tokens=source.max_tokens, weight=source.weight)
-    except DataError as error:
-        report(error)
-        return None
-    except OSError as error:  # it is being replaced
-        report(refuse(Path(error.filename or folder), "a file that stays there", error.strerror or str(error)))
-        return None
-    if tokenizer is not None and made.tokenizer is not None:
-        refused += _other_tokenizer(folder, made, made.tokenizer, tokenizer())
-    if made.encoding != ENCODING:
-        refused.append(refuse(folder, f"encoding {ENCODING}", f"{made.encoding}, of lengthwise {made.version}"))
-    if vocab_size is not None and made.largest_id >= vocab_size:
-        row = made.largest_id_row
-        got = f"id {made.largest_id} in row {row} ({dataset.name(row)})"
-        remedy = "Take the model that this was prepared for, or prepare it with its tokenizer."
-        refused.append(DataError(str(folder), expected=f"ids below the model's {vocab_size}", got=got, remedy=remedy))
-    refused += _other_limits(folder, made, source, dataset, key)
-    for error in refused:
-        report(error)
-    return None if refused else dataset
+    import pyarrow as pa
+
+    kinds = {
+        "input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32()), "weights": pa.list_(pa.float32()),
+        "digest": pa.list_(pa.uint8(), ROW_DIGEST_BYTES), "loss_tokens": pa.int64(), "loss_weight": pa.float64(),
+        "largest_id": pa.int32(), "kind": pa.int8(), "origin": pa.int32(), "name": pa.string(), "error": pa.string(),
+    }  # fmt: skip
+    return pa.schema(list(kinds.items()))
 
 
-class ArrowDataset(NumberedRows):
-    """A `Dataset` on the disk. Memory: 24 bytes a row; where some rows have weights of their own, 8 more."""
+def table_of(rows: Iterable[TokenRow], origin: int, names: Sequence[str] | None) -> Any:
+    """Return rows of one listing, whose number is `origin`, as a table of Arrow; names: of documents."""
+    import pyarrow as pa
+
+    found = list(zip(*map(_values, rows), strict=True)) or [()] * len(_COLUMNS)
+    columns: dict[str, Sequence[Any]] = dict(zip(_COLUMNS, found, strict=True))
+    number = len(columns["kind"])
+    columns["origin"] = [origin] * number
+    columns["name"] = [*map(printable_name, names or ()), *[None] * number][:number]
+    return pa.table([_column(columns[field.name], field.type) for field in schema()], schema=schema())
+
+
+def _column(values: Sequence[Any], kind: Any) -> Any:
+    """Return values as a column: of numbers, texts, digests, or lists, an array a row and None where it is null."""
+    import pyarrow as pa
+
+    if pa.types.is_fixed_size_list(kind):
+        return pa.FixedSizeListArray.from_arrays(pa.array(np.frombuffer(b"".join(values), np.uint8)), type=kind)
+    if not pa.types.is_list(kind):
+        return pa.array(values, kind)
+    there = [row for row in values if row is not None]
+    flat = np.concatenate([np.empty(0, dtype=kind.value_type.to_pandas_dtype()), *there])
+    ends = np.cumsum([0, *(0 if row is None else len(row) for row in values)])
+    mask = pa.array([row is None for row in values]) if len(there) < len(values) else None
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(flat, kind.value_type), kind, mask=mask)
+
+
+def _values(row: TokenRow) -> tuple[Any, ...]:
+    kind = KINDS.index(row.kind if row.is_row else UNREADABLE)
+    if row.tokens is None:
+        error = row.error and json.dumps([row.error.where, row.error.expected, row.error.got, row.error.remedy])
+        return _NO_IDS, None, None, bytes(ROW_DIGEST_BYTES), 0, 0.0, 0, kind, error
+    digest = row_digest(*row.held)
+    return *row.held, digest, *row.losses, int(row.tokens.max()), kind, None
+
+
+class Columns:
+    """The record batches of Arrow files, as arrays that lie where the files are mapped."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        """Map files. DataError for one that is no Arrow stream of these columns; OSError for one that is gone."""
+        import pyarrow as pa
+
+        expected, tables, self.files = schema(), hashlib.sha256(), paths
+        self.batches, self.paths = list[Any](), list[Path]()
+        self._views = dict[int, tuple[list[_View], np.ndarray]]()  # of batches that were read, with digests
+        for path in paths:
+            try:
+                with pa.ipc.open_stream(pa.memory_map(os.fspath(path))) as reader:
+                    if not reader.schema.equals(expected):
+                        raise pa.ArrowInvalid(f"columns {', '.join(reader.schema.names)}")
+                    batches = [batch for batch in reader if batch.num_rows]
+                for batch in batches:
+                    batch.validate()
+            except pa.ArrowInvalid as error:
+                raise refuse(path, "an Arrow stream as it was prepared", " ".join(str(error).split())[:200]) from None
+            self.batches += batches
+            self.paths += [path] * len(batches)
+        self.are_weighed = any(batch.column("weights").null_count < batch.num_rows for batch in self.batches)
+        compared = ("input_ids", "digest", "loss_tokens", *(["loss_weight"] if self.are_weighed else []))
+        for batch in self.batches:
+            for name in compared:
+                for buffer in batch.column(name).buffers()[: 2 if name in _LISTS else None]:
+                    if buffer is not None:
+                        tables.update(buffer)
+        self.firsts = [0, *np.cumsum([batch.num_rows for batch in self.batches], dtype=np.int64).tolist()]
+        self.tables = tables.hexdigest()
+
+    def numbers(self, name: str) -> np.ndarray:
+        """Return a column of numbers of all rows."""
+        parts = [batch.column(name).to_numpy() for batch in self.batches]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Return the tokens of each row, int64."""
+        parts = [np.diff(batch.column("input_ids").offsets.to_numpy()) for batch in self.batches]
+        return np.concatenate([np.empty(0, dtype=np.int64), *parts])
+
+    def batch_digests(self, number: int) -> np.ndarray:
+        """Return the digests of the rows of a batch, uint8 [rows, 16]."""
+        return _digests(self.batches[number])
+
+    def digests(self, first: int, last: int) -> np.ndarray:
+        """Return the digests of rows [first, last), uint8 [last - first, 16]."""
+        found = [np.empty((0, ROW_DIGEST_BYTES), dtype=np.uint8)]
+        for start, batch in zip(self.firsts, self.batches, strict=False):
+            begin, end = max(first - start, 0), min(last - start, batch.num_rows)
+            if begin < end:
+                found.append(_digests(batch)[begin:end])
+        return np.concatenate(found)
+
+    def place(self, row: int) -> tuple[int, int]:
+        """Return the number of the batch that has a row, and the row's place in it."""
+        number = bisect.bisect_right(self.firsts, row) - 1
+        return number, row - self.firsts[number]
+
+    def row(self, row: int) -> Held:
+        """Return views of ids, labels and weights of a row; None for what is null."""
+        number, place = self.place(row)
+        ids, labels, weights = (view.entry(place) for view in self._of(number)[0])
+        assert ids is not None, f"row {row} without a list of ids"
+        return ids, labels, weights
+
+    def digest(self, row: int) -> bytes:
+        """Return the digest that was written for a row."""
+        number, place = self.place(row)
+        return self._of(number)[1][place].tobytes()
+
+    def _of(self, number: int) -> tuple[list[_View], np.ndarray]:
+        if number not in self._views:
+            batch = self.batches[number]
+            self._views[number] = [_View.of(batch.column(name)) for name in _LISTS], _digests(batch)
+        return self._views[number]
+
+    def text(self, row: int, name: str) -> str | None:
+        """Return the text of a row in a column, None where it is null."""
+        number, place = self.place(row)
+        return self.batches[number].column(name)[place].as_py()
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A column of lists: where each begins, all values, and which are there (None: all, or none where `values` is)."""
+
+    offsets: np.ndarray
+    values: np.ndarray | None
+    there: np.ndarray | None
+
+    @staticmethod
+    def of(column: Any) -> _View:
+        values = None if column.null_count == len(column) else column.values.to_numpy()
+        there = column.is_valid().to_numpy(zero_copy_only=False) if column.null_count else None
+        return _View(column.offsets.to_numpy(), values, there)
+
+    def entry(self, place: int) -> np.ndarray | None:
+        if self.values is None or (self.there is not None and not self.there[place]):
+            return None
+        return self.values[self.offsets[place] : self.offsets[place + 1]]
+
+
+def _digests(batch: Any) -> np.ndarray:
+    return batch.column("digest").values.to_numpy().reshape(-1, ROW_DIGEST_BYTES)
+
+
+class ArrowRows:
+    """`Rows` on the disk. Memory: 24 bytes a row; where some rows have weights of their own, 8 more."""
 
     def __init__(self, folder: Path, made: Prepared, *, key: str, max_tokens: int | None, weight: float) -> None:
         """Map a folder whose sizes are right (`read_prepared`).
@@ -80,8 +212,8 @@ class ArrowDataset(NumberedRows):
             DataError: what has no tokens is not what was prepared.
             OSError: a file is gone.
         """
-        self._made, self._key, self.weights = made, key, ((0, weight),)
-        self._columns = columns = Columns([folder / name for name in made.files])
+        self._made, self._key, self.firsts = made, key, ((0, weight),)
+        self.columns = columns = Columns([folder / name for name in made.files])
         if columns.tables != made.tables:
             raise refuse(folder, f"columns of SHA-256 {made.tables[:16]}..., as they were prepared", "others")
         self.lengths = self._stored_lengths = columns.lengths
@@ -89,62 +221,41 @@ class ArrowDataset(NumberedRows):
         self.loss_weights = columns.numbers("loss_weight") if columns.are_weighed else self.loss_tokens
         self.skipped: Mapping[str, int] = made.skipped
         self.too_long = np.flatnonzero(self.lengths > max_tokens) if max_tokens is not None else self.lengths[:0]
+        self.digest = None if len(self.too_long) else bytes.fromhex(made.data)
         if len(self.too_long):
             self.lengths = self.lengths.copy()
             self.lengths[self.too_long] = self.loss_tokens[self.too_long] = self.loss_weights[self.too_long] = 0
             self.skipped = Counter(made.skipped) + Counter({TOO_LONG: len(self.too_long)})
-        self.ids = np.flatnonzero(self.lengths).astype(np.int64, copy=False)
         self._checked = -1  # the row that was read last: its labels are asked for after its ids
-        write_protect(self.lengths, self._stored_lengths, self.loss_tokens, self.loss_weights, self.ids)
+        write_protect(self._stored_lengths)
 
-    def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of ids and labels of tokens [start, stop) of a row, int32 [stop - start] each."""
-        ids, labels, _ = self._read_row(row)
-        return ids[start:stop], (ids if labels is None else labels)[start:stop]
-
-    def read_weights(self, row: int, start: int, stop: int) -> np.ndarray | None:
-        """Return the weights of tokens [start, stop) of a row, float32 [stop - start], where any row has some."""
-        if not self._columns.are_weighed:
-            return None
-        ids, labels, weights = self._read_row(row)
-        return (
-            plain_weights((ids if labels is None else labels)[start:stop]) if weights is None else weights[start:stop]
-        )
-
-    def read_ahead(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        """Begin to read rows: all of each, as its digest is of all."""
-        for row in dict.fromkeys(row for row, _, _ in spans):
-            for values in self._columns.row(row):
-                if values is not None:
-                    read_ahead(values)
-
-    def _read_row(self, row: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+    def row(self, row: int) -> Held:
         """Return views of ids, labels and weights of a row; DataError where they are not what was prepared."""
-        self.check_row(row)
-        ids, labels, weights = self._columns.row(row)
+        ids, labels, weights = self.columns.row(row)
         if not self.lengths[row]:
             return ids[:0], None, None
         if row != self._checked:
-            if (error := wrong_row(self._columns, row, self.name)) is not None:
+            if (error := wrong_row(self.columns, row, self.name)) is not None:
                 raise error
             self._checked = row
         return ids, labels, weights
 
+    def read_ahead(self, row: int) -> None:
+        """Begin to read a row: all of it, as its digest is of all."""
+        for values in self.columns.row(row):
+            if values is not None:
+                read_ahead(values)
+
     def row_digests(self, first: int, last: int) -> np.ndarray:
         """Return what tells rows [first, last) from others, uint8 [last - first, 16]."""
-        found = self._columns.digests(first, last)
+        found = self.columns.digests(first, last)
         return np.where((self.lengths[first:last] > 0)[:, None], found, np.uint8(0)) if len(self.too_long) else found
-
-    def digest(self) -> bytes:
-        """Return the digest of all rows, the same wherever they lie: as it was written, or of what is not left out."""
-        return digest_of_parts(self) if len(self.too_long) else bytes.fromhex(self._made.data)
 
     def name(self, row: int) -> str:
         """Return where a row was before it was prepared: `train.jsonl:3`, or the file's path inside its folder."""
-        self.check_row(row)
         origins = self._made.origins
         first, label = origins[bisect.bisect_right(origins, row, key=lambda each: each[0]) - 1]
-        return self._columns.text(row, "name") or f"{label}:{row - first + 1}"
+        return self.columns.text(row, "name") or f"{label}:{row - first + 1}"
 
     def source_key(self, row: int) -> str:
         """Return the config path of the source that names the folder: `data.0`."""
@@ -170,43 +281,14 @@ def wrong_rows(folder: Path, on_rows: Callable[[int], None]) -> Iterator[DataErr
     `on_rows` gets how many rows were read, from time to time.
     """
     made = read_prepared(folder)
-    dataset, named = ArrowDataset(folder, made, key="", max_tokens=None, weight=1.0), set[Path]()
+    rows, named = ArrowRows(folder, made, key="", max_tokens=None, weight=1.0), set[Path]()
     for row in range(made.rows):
-        error = wrong_row(dataset._columns, row, dataset.name)
+        error = wrong_row(rows.columns, row, rows.name)
         if error is not None and Path(error.where) not in named:
             named.add(Path(error.where))
             yield error
         if row % 1000 == 0:
             on_rows(row)
-
-
-def _other_tokenizer(folder: Path, made: Prepared, its: UsedTokenizer, tokenizer: Tokenizer) -> list[DataError]:
-    found = []
-    for what, is_used, ours, theirs in (
-        ("tokenizer", True, tokenizer.digest(), its.digest),
-        ("chat template", made.kinds.get("chat", 0) > 0, tokenizer.template_digest(), its.template),
-    ):
-        if is_used and ours != theirs:
-            expected = f"the {what} of {tokenizer.name} (digest {ours[:16]})"
-            remedy = f"Prepare it again with that one, or set {{tokenizer|`tokenizer`}} to {its.name} as it was."
-            got = f"one prepared with that of {its.name} (digest {theirs[:16]})"
-            found.append(DataError(str(folder), expected=expected, got=got, remedy=remedy))
-    return found
-
-
-def _other_limits(folder: Path, made: Prepared, source: DataSource, dataset: ArrowDataset, key: str) -> list[DataError]:
-    """Return what a source asks for and preparing has left out, and rows that the source does not take."""
-    limits = [each.get("max_tokens") for each in made.sources]
-    least = min((limit for limit in limits if isinstance(limit, int)), default=None)
-    left_out = made.skipped.get(TOO_LONG, 0)
-    if source.max_tokens is not None and left_out and least is not None and source.max_tokens > least:
-        remedy = f"Set {key}.max_tokens: {least}, take it out, or prepare the data again without that limit."
-        got = f"prepared data that left out {left_out} rows of more than {least}"
-        return [refuse(folder, f"rows of up to max_tokens {source.max_tokens}", got, remedy)]
-    if source.too_long == "skip" or source.max_tokens is None:
-        return []
-    rows = [int(row) for row in dataset.too_long]
-    return [too_long(dataset.name(row), dataset.stored_length(row), source.max_tokens, key) for row in rows]
 
 
 def read_ahead(values: np.ndarray) -> None:

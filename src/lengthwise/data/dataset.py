@@ -1,26 +1,24 @@
-"""The sequences of a run: what the trainer asks of them, and the form that is whole in memory.
+"""The sequences of a run: what the trainer asks of them, and those that lie here, in memory or on the disk.
 
 A sequence's id is its row number over all sources; a row that was left out keeps its number with length 0. In memory
-there is one flat array of tokens and where each sequence starts: four bytes a token, eight a row. Sequences that no
-plan on the cluster, or the model itself, can hold are refused before a process starts.
+there is one flat array of tokens and where each sequence starts: four bytes a token, eight a row.
 """
 
 from __future__ import annotations
 
 import bisect
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from lengthwise.core.errors import DataError
-from lengthwise.core.names import counted
 from lengthwise.data.digests import ROW_DIGEST_BYTES, ROWS_AT_ONCE, digest_of_rows, row_digest
 
 NO_LOSS = -100
-_SHOWN = 5  # sequences that are too long, in one message
 
 
 class Dataset(Protocol):
@@ -107,15 +105,16 @@ class NumberedRows:
         if not 0 <= row < self.num_rows:
             raise IndexError(f"row {row} of {self.num_rows}")
 
-    def read_ahead(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        """Do nothing: rows in memory need no reading."""
-
 
 def write_protect(*arrays: np.ndarray | None) -> None:
     """Make arrays read-only."""
     for values in arrays:
         if values is not None:
             values.flags.writeable = False
+
+
+Held = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
+"""Ids of a row, its labels where they are others, its weights where they are other than 0 and 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,71 +128,166 @@ class SourceRows:
     weight: float = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MemoryDataset(NumberedRows):
-    """All sequences in memory: a `Dataset`. `flat_labels` is None where every label is a token, `flat_weights`, float32
-    [tokens], where all are 0 or 1.
+class Rows(Protocol):
+    """Rows that lie in one place, numbered from 0; arrays as those of a `Dataset`.
 
-    `flat_tokens` and `flat_labels` are int32 [tokens]; row r has entries `offsets[r]` to `offsets[r + 1]`, int64
-    [rows + 1]. `skipped` counts the rows left out, by reason.
+    loss_weights: `loss_tokens` itself where no row has weights other than 0 and 1. firsts: the first row of each
+    source, ascending, and its weight. digest: of all rows; None where nobody knows it yet.
     """
 
-    flat_tokens: np.ndarray
-    flat_labels: np.ndarray | None
-    offsets: np.ndarray
-    sources: tuple[SourceRows, ...]
+    lengths: np.ndarray
+    loss_tokens: np.ndarray
+    loss_weights: np.ndarray
     skipped: Mapping[str, int]
-    flat_weights: np.ndarray | None = None
-    lengths: np.ndarray = field(init=False)
-    loss_tokens: np.ndarray = field(init=False)
-    loss_weights: np.ndarray = field(init=False)
-    ids: np.ndarray = field(init=False)
+    firsts: tuple[tuple[int, float], ...]
+    digest: bytes | None
 
-    def __post_init__(self) -> None:
-        lengths = np.diff(self.offsets)
-        ids = np.flatnonzero(lengths).astype(np.int64)
-        loss_tokens = np.maximum(lengths - 1, 0)
-        if self.flat_labels is not None and len(ids):  # rows left out have no tokens, so the others tile the array
-            counted = self.flat_labels != NO_LOSS
-            counted[self.offsets[ids]] = False
-            loss_tokens[ids] = np.add.reduceat(counted, self.offsets[ids], dtype=np.int64)
-        loss_weights = loss_tokens
-        if self.flat_weights is not None:
-            loss_weights = np.zeros(len(lengths))
-            for row in ids:
-                loss_weights[row] = sum_of_weights(self.flat_weights[self.offsets[row] : self.offsets[row + 1]])
-        found = {"lengths": lengths, "loss_tokens": loss_tokens, "loss_weights": loss_weights, "ids": ids}
-        for name, values in found.items():
-            object.__setattr__(self, name, values)
-        write_protect(self.flat_tokens, self.flat_labels, self.flat_weights, self.offsets, *found.values())
+    def row(self, row: int) -> Held:
+        """Return views of a row's ids, labels and weights."""
+        ...
 
-    @property
-    def weights(self) -> tuple[tuple[int, float], ...]:
-        """The first row of each source, and how often an epoch takes each of its rows."""
-        return tuple((source.first_row, source.weight) for source in self.sources)
-
-    def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of ids and labels of tokens [start, stop) of a row, int32 [stop - start] each."""
-        span, labels = self._span(row), self.flat_tokens if self.flat_labels is None else self.flat_labels
-        return self.flat_tokens[span][start:stop], labels[span][start:stop]
-
-    def read_weights(self, row: int, start: int, stop: int) -> np.ndarray | None:
-        """Return a view of the weights of tokens [start, stop) of a row, float32 [stop - start], if there are any."""
-        return None if self.flat_weights is None else self.flat_weights[self._span(row)][start:stop]
+    def read_ahead(self, row: int) -> None:
+        """Begin to read a row, without waiting for it."""
+        ...
 
     def row_digests(self, first: int, last: int) -> np.ndarray:
         """Return what tells rows [first, last) from others, uint8 [last - first, 16]."""
-        found = bytearray()
-        for row in range(first, last):
-            span = self._span(row)
-            labels = None if self.flat_labels is None else self.flat_labels[span]
-            weights = None if self.flat_weights is None else self.flat_weights[span]
-            found += row_digest(self.flat_tokens[span], labels, weights)
-        return np.frombuffer(found, dtype=np.uint8).reshape(-1, ROW_DIGEST_BYTES)
+        ...
+
+    def name(self, row: int) -> str:
+        """Return where a row is."""
+        ...
+
+    def source_key(self, row: int) -> str:
+        """Return the config path of a row's source."""
+        ...
+
+
+class StoredDataset(NumberedRows):
+    """A `Dataset` of rows that are here, wherever each of its parts lies; beside these 24 bytes a row, if many."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = tuple(parts)
+        self._firsts = [0, *np.cumsum([len(each.lengths) for each in parts]).tolist()]
+        self.lengths = _joined([each.lengths for each in parts])
+        self.loss_tokens = _joined([each.loss_tokens for each in parts])
+        self._is_weighed = any(each.loss_weights is not each.loss_tokens for each in parts)
+        self.loss_weights = _joined([each.loss_weights for each in parts]) if self._is_weighed else self.loss_tokens
+        self.ids = np.flatnonzero(self.lengths).astype(np.int64, copy=False)
+        self.weights = tuple(
+            (start + first, weight)
+            for start, part in zip(self._firsts, parts, strict=False)
+            for first, weight in part.firsts
+        )
+        self.skipped: Mapping[str, int] = sum((Counter(each.skipped) for each in parts), Counter())
+        write_protect(self.lengths, self.loss_tokens, self.loss_weights, self.ids)
+
+    def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return views of ids and labels of tokens [start, stop) of a row, int32 [stop - start] each."""
+        part, within = self._place(row)
+        ids, labels, _ = part.row(within)
+        return ids[start:stop], (ids if labels is None else labels)[start:stop]
+
+    def read_weights(self, row: int, start: int, stop: int) -> np.ndarray | None:
+        """Return the weights of tokens [start, stop) of a row, float32 [stop - start], where any row has some."""
+        part, within = self._place(row)
+        if not self._is_weighed:
+            return None
+        ids, labels, weights = part.row(within)
+        if weights is not None:
+            return weights[start:stop]
+        return plain_weights((ids if labels is None else labels)[start:stop])
+
+    def read_ahead(self, spans: Sequence[tuple[int, int, int]]) -> None:
+        """Begin to read rows: all of each, as its digest is of all."""
+        for row in dict.fromkeys(row for row, _, _ in spans):
+            part, within = self._place(row)
+            part.read_ahead(within)
+
+    def row_digests(self, first: int, last: int) -> np.ndarray:
+        """Return what tells rows [first, last) from others, uint8 [last - first, 16]."""
+        found = [np.empty((0, ROW_DIGEST_BYTES), dtype=np.uint8)]
+        for start, part in zip(self._firsts, self._parts, strict=False):
+            begin, end = max(first - start, 0), min(last - start, len(part.lengths))
+            if begin < end:
+                found.append(part.row_digests(begin, end))
+        return np.concatenate(found)
 
     def digest(self) -> bytes:
-        """Return the digest of all rows: 2 s a million of them, the same wherever they lie."""
-        return digest_of_parts(self)
+        """Return the digest of all rows, the same wherever they lie: 2 s a million of them where none was written."""
+        known = self._parts[0].digest if len(self._parts) == 1 else None
+        firsts = range(0, self.num_rows, ROWS_AT_ONCE)
+        return known or digest_of_rows(
+            self.row_digests(first, min(self.num_rows, first + ROWS_AT_ONCE)) for first in firsts
+        )
+
+    def name(self, row: int) -> str:
+        """Return where a row is: `train.jsonl:3`, or the file's path inside its folder."""
+        part, within = self._place(row)
+        return part.name(within)
+
+    def source_key(self, row: int) -> str:
+        """Return the config path of a row's source: `data.0`."""
+        part, within = self._place(row)
+        return part.source_key(within)
+
+    def _place(self, row: int) -> tuple[Rows, int]:
+        self.check_row(row)
+        number = bisect.bisect_right(self._firsts, row) - 1
+        return self._parts[number], row - self._firsts[number]
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+class MemoryRows:
+    """`Rows` in memory: `flat_tokens` and `flat_labels`, int32 [tokens], row r from `offsets[r]` to `offsets[r + 1]`.
+
+    `flat_labels` is None where every label is a token, `flat_weights`, float32 [tokens], where all are 0 or 1.
+    `offsets` are int64 [rows + 1].
+    """
+
+    digest: bytes | None = None
+
+    def __init__(
+        self,
+        flat_tokens: np.ndarray,
+        flat_labels: np.ndarray | None,
+        flat_weights: np.ndarray | None,
+        offsets: np.ndarray,
+        sources: tuple[SourceRows, ...],
+        skipped: Mapping[str, int],
+    ) -> None:
+        self._flat, self._offsets, self._sources = (flat_tokens, flat_labels, flat_weights), offsets, sources
+        self.skipped, self.lengths = skipped, np.diff(offsets)
+        self.firsts = tuple((source.first_row, source.weight) for source in sources)
+        ids = np.flatnonzero(self.lengths)
+        self.loss_tokens = np.maximum(self.lengths - 1, 0)
+        if flat_labels is not None and len(ids):  # rows left out have no tokens, so the others tile the array
+            counted = flat_labels != NO_LOSS
+            counted[offsets[ids]] = False
+            self.loss_tokens[ids] = np.add.reduceat(counted, offsets[ids], dtype=np.int64)
+        self.loss_weights = self.loss_tokens
+        if flat_weights is not None:
+            self.loss_weights = np.zeros(len(self.lengths))
+            for row in ids:
+                self.loss_weights[row] = sum_of_weights(flat_weights[offsets[row] : offsets[row + 1]])
+        write_protect(*self._flat, offsets)
+
+    def row(self, row: int) -> Held:
+        """Return views of a row's ids, labels and weights."""
+        span = slice(int(self._offsets[row]), int(self._offsets[row + 1]))
+        ids, labels, weights = self._flat
+        return ids[span], None if labels is None else labels[span], None if weights is None else weights[span]
+
+    def read_ahead(self, row: int) -> None:
+        """Do nothing: it is here."""
+
+    def row_digests(self, first: int, last: int) -> np.ndarray:
+        """Return what tells rows [first, last) from others, uint8 [last - first, 16]."""
+        found = b"".join(row_digest(*self.row(row)) for row in range(first, last))
+        return np.frombuffer(found, dtype=np.uint8).reshape(-1, ROW_DIGEST_BYTES)
 
     def name(self, row: int) -> str:
         """Return where a row is: `train.jsonl:3`, or the file's path inside its folder."""
@@ -206,19 +300,7 @@ class MemoryDataset(NumberedRows):
         return self._source(row).key
 
     def _source(self, row: int) -> SourceRows:
-        self.check_row(row)
-        return self.sources[bisect.bisect_right(self.sources, row, key=lambda source: source.first_row) - 1]
-
-    def _span(self, row: int) -> slice:
-        self.check_row(row)
-        return slice(int(self.offsets[row]), int(self.offsets[row + 1]))
-
-
-def digest_of_parts(dataset: Dataset) -> bytes:
-    """Return the digest of a dataset from those of its rows, some at a time."""
-    rows = len(dataset.lengths)
-    firsts = range(0, rows, ROWS_AT_ONCE)
-    return digest_of_rows(dataset.row_digests(first, min(rows, first + ROWS_AT_ONCE)) for first in firsts)
+        return self._sources[bisect.bisect_right(self._sources, row, key=lambda source: source.first_row) - 1]
 
 
 class DatasetBuilder:
@@ -263,16 +345,20 @@ class DatasetBuilder:
         self._skipped[reason] = self._skipped.get(reason, 0) + 1
         self._offsets.append(len(self._tokens))
 
-    def finish(self) -> MemoryDataset:
-        """Return the arrays as a dataset; the builder is of no use afterwards."""
-        return MemoryDataset(
+    def rows(self) -> MemoryRows:
+        """Return the arrays; the builder is of no use afterwards."""
+        return MemoryRows(
             flat_tokens=np.frombuffer(self._tokens, dtype=np.int32),
             flat_labels=None if self._labels is None else np.frombuffer(self._labels, dtype=np.int32),
+            flat_weights=None if self._weights is None else np.frombuffer(self._weights, dtype=np.float32),
             offsets=np.frombuffer(self._offsets, dtype=np.int64),
             sources=tuple(self._sources),
             skipped=dict(self._skipped),
-            flat_weights=None if self._weights is None else np.frombuffer(self._weights, dtype=np.float32),
         )
+
+    def finish(self) -> StoredDataset:
+        """Return the rows as a dataset; the builder is of no use afterwards."""
+        return StoredDataset([self.rows()])
 
 
 def plain_weights(labels: np.ndarray) -> np.ndarray:
@@ -297,52 +383,3 @@ def too_long(where: str, length: int, max_tokens: int, key: str) -> DataError:
     expected, got = f"at most max_tokens {max_tokens}", f"{length} tokens"
     remedy = f"Raise {key}.max_tokens, or set {key}.too_long: skip to leave such rows out."
     return DataError(where, expected=expected, got=got, remedy=remedy)
-
-
-def check_fits(
-    dataset: Dataset,
-    *,
-    ranks: int,
-    capacity_tokens: int,
-    held_tokens: int | None = None,
-    cuts: bool = True,
-    stages: int = 1,
-) -> None:
-    """Raise DataError for sequences of more tokens than all ranks hold, or than one does where none is cut.
-
-    The message names the longest five and what would hold them all. `held_tokens`: what a rank of this capacity holds
-    with what it offloads; None: no more. `stages`: of which each is a pipeline of as many ranks.
-    """
-    held_tokens = held_tokens or capacity_tokens
-    if not cuts:
-        instead = "Raise capacity_tokens, set recompute: layer, take a planner that cuts sequences (lengthwise), or"
-        _refuse_longer(dataset, held_tokens, "what one rank holds: the planner cuts no sequence", instead)
-        return
-    limit, longest = ranks * held_tokens, int(dataset.lengths.max(initial=0))
-    enough = -(-longest * capacity_tokens // (ranks * held_tokens))
-    offloads = f" (of {held_tokens} tokens each, with offload)" if held_tokens > capacity_tokens else ""
-    _refuse_longer(
-        dataset,
-        limit,
-        f"{counted(ranks, 'rank' if stages == 1 else 'replica')} x capacity_tokens {capacity_tokens}{offloads}",
-        f"Run on at least {-(-longest // held_tokens) * stages} ranks, or set capacity_tokens: {enough} or auto, or",
-    )
-
-
-def check_positions(dataset: Dataset, *, positions: int) -> None:
-    """Raise DataError for sequences with more tokens than the model has positions."""
-    why = "the model's max_position_embeddings (it looks positions up in a table)"
-    _refuse_longer(dataset, positions, why, "Use a model with more positions, or")
-
-
-def _refuse_longer(dataset: Dataset, limit: int, why: str, instead: str) -> None:
-    too_long = np.flatnonzero(dataset.lengths > limit)
-    if not len(too_long):
-        return
-    longest_first = too_long[np.argsort(-dataset.lengths[too_long], kind="stable")]
-    shown = [f"{row} ({dataset.name(row)}, {dataset.lengths[row]} tokens)" for row in map(int, longest_first[:_SHOWN])]
-    more = f" and {len(too_long) - _SHOWN} more" if len(too_long) > _SHOWN else ""
-    where = ", ".join(sorted({dataset.source_key(int(row)) for row in too_long}))
-    got = f"{len(too_long)} longer: sequence {', '.join(shown)}{more}"
-    remedy = f"{instead} leave them out with max_tokens: {limit} and too_long: skip."
-    raise DataError(where, expected=f"sequences of at most {limit} tokens, {why}", got=got, remedy=remedy)

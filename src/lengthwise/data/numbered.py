@@ -19,7 +19,7 @@ import numpy as np
 
 from lengthwise.core.errors import DataError
 from lengthwise.data.kinds import PACKED, check_lines
-from lengthwise.data.rows import Row, RowParser
+from lengthwise.data.rows import RawRow, RowParser
 from lengthwise.data.sources import Listing, is_table, open_source, printable_name, read_rows
 from lengthwise.data.tables import mapped_batches, row_of
 
@@ -42,7 +42,7 @@ class RowsByNumber(Protocol):
 
     counted: Counted
 
-    def row(self, number: int) -> Row | DataError:
+    def row(self, number: int) -> RawRow | DataError:
         """Return a row, or what is wrong with it; its place counts from the first of these."""
         ...
 
@@ -70,7 +70,7 @@ class _Documents:
         self._files = [_identity(path.stat()) for path in listing.paths]
         self.counted = Counted(rows=len(self._files), digest=found.hexdigest())
 
-    def row(self, number: int) -> Row | DataError:
+    def row(self, number: int) -> RawRow | DataError:
         assert self._listing.names is not None, "documents have names"
         problems = list[DataError]()
         one = replace(self._listing, names=(self._listing.names[number],))
@@ -137,7 +137,7 @@ class _Lines:
             at += len(block)
         return at
 
-    def row(self, number: int) -> Row | DataError:
+    def row(self, number: int) -> RawRow | DataError:
         start, stop = map(int, self._starts[number : number + 2])
         line = os.pread(self._file.fileno(), stop - start, start)
         if _identity(os.fstat(self._file.fileno())) != self._identity:
@@ -168,7 +168,7 @@ class _Table:
     def close(self) -> None:
         self._file.close()
 
-    def row(self, number: int) -> Row | DataError:
+    def row(self, number: int) -> RawRow | DataError:
         batch, where = bisect.bisect_right(self._firsts, number) - 1, f"{self._shown}:{number + 1}"
         values = row_of(self._batches[batch], number - self._firsts[batch], where)
         if _identity(os.fstat(self._file.fileno())) != self._identity:

@@ -24,24 +24,24 @@ import numpy as np
 from lengthwise.core import __version__
 from lengthwise.core.errors import ConfigError, DataError, OutputError, RankError, raise_problems
 from lengthwise.core.files import sync, try_lock
-from lengthwise.data.columns import KINDS, UNREADABLE, Columns, schema, table_of
+from lengthwise.data.arrow import KINDS, UNREADABLE, Columns, schema, table_of
 from lengthwise.data.dataset import TOO_LONG
 from lengthwise.data.digests import digest_of_rows
-from lengthwise.data.load import BAD, EMPTY, REFUSED, token_rows
 from lengthwise.data.prepared import (
     ENCODING,
     NAME,
     UNFINISHED,
     Prepared,
+    Progress,
     UsedTokenizer,
     is_prepared,
     read_prepared,
     write_description,
 )
-from lengthwise.data.progress import Progress
-from lengthwise.data.refusals import Refusals
-from lengthwise.data.sources import Listing, cut_listing, list_source, printable_name
+from lengthwise.data.refusals import Refusals, at_line
+from lengthwise.data.sources import PART_BYTES, Listing, cut_listing, list_source, printable_name
 from lengthwise.data.tokenizer import Tokenizer, load_tokenizer
+from lengthwise.data.tokens import BAD, EMPTY, REFUSED, token_rows
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 Runner = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
 """Calls a function with each of some tasks, in any order, perhaps in other processes; yields what it returns."""
 
-PART_BYTES = 16 << 20  # of source files: what a process has in memory at a time
 _FILES = 200  # Arrow files of a folder, about: training keeps all of them open
 _WORK, _PLAN = "work", "plan.json"
 _LOOK_SECONDS = 0.2
@@ -376,9 +375,10 @@ def _checked(plan: ToPrepare, columns: Columns) -> Prepared:
     before = np.cumsum(is_row) - is_row  # rows before, of all
     for row in np.flatnonzero(np.isin(kinds, wrong)).tolist():
         where, expected, got, remedy = json.loads(columns.text(row, "error") or "")
+        error = DataError(where, expected=expected, got=got, remedy=remedy)
         if is_row[row] and plan.listings[origins[row]][1].names is None:  # parts count from their first
-            where = f"{where.rpartition(':')[0]}:{before[row] - firsts[origins[row]] + 1}"
-        refusals.add(DataError(where, expected=expected, got=got, remedy=remedy))
+            error = at_line(error, int(before[row] - firsts[origins[row]] + 1))
+        refusals.add(error)
     refusals.raise_all(_together(plan))
     if tuple(_found(path) for _, listing in plan.listings for path in listing.paths) != plan.files:
         remedy = "Let whatever writes it finish, then start again."

@@ -71,6 +71,15 @@ class Prepared:
         return signed(asdict(self))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a preparation is: files of all, of which some were there from an earlier try."""
+
+    files_done: int
+    files_found: int
+    num_files: int
+
+
 _READER = TypeAdapter(Prepared)
 
 

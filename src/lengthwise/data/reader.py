@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lengthwise.core.errors import DataError, LengthwiseError
+from lengthwise.data.dataset import Held
 from lengthwise.data.digests import row_digest
-from lengthwise.data.load import REFUSED, TokenRow, token_row
-from lengthwise.data.rows import Row
-from lengthwise.data.shard import Held, Slices, Span, bytes_of, held_of, losses_of
+from lengthwise.data.rows import RawRow
+from lengthwise.data.shard import Span, TokenSlices, bytes_of
 from lengthwise.data.stream_rows import StreamRows
 from lengthwise.data.tokenizer import Tokenizer, load_tokenizer
+from lengthwise.data.tokens import REFUSED, token_row
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
@@ -123,11 +124,11 @@ class Reader:
             marks = [(at, self._marks[number]) for at, number in enumerate(numbers, place + 1) if number in self._marks]
             return ReadRows(rows=[self._rows[number][0] for number in numbers], ends=ends, marks=marks)
 
-    def slices(self, spans: Sequence[Span]) -> Slices:
+    def slices(self, spans: Sequence[Span]) -> TokenSlices:
         """Return tokens of rows whose lengths were given, and that are still needed."""
         with self._turn:
             held = [(self._rows[number][1], start, stop) for number, start, stop in spans]
-        return Slices.of([(each, start, stop) for each, start, stop in held if each is not None])
+        return TokenSlices.of([(each, start, stop) for each, start, stop in held if each is not None])
 
     @property
     def held_bytes(self) -> int:
@@ -212,9 +213,9 @@ class Reader:
             )
             return not self._closed
 
-    def _tokenized(self, source: int, name: str, row: Row | DataError) -> tuple[ReadRow, Held | None]:
+    def _tokenized(self, source: int, name: str, row: RawRow | DataError) -> tuple[ReadRow, Held | None]:
         spec = self._spec
-        found: TokenRow = token_row(
+        found = token_row(
             row,
             spec.sources[source],
             f"data.{source}",
@@ -224,15 +225,14 @@ class Reader:
         if found.tokens is None:
             error = found.error if found.kind == REFUSED else None
             return ReadRow(name=name, source=source, kind=found.kind, error=error), None
-        held = held_of(found)
-        losses, weight = losses_of(held)
+        losses, weight = found.losses
         read = ReadRow(
             name=name,
             source=source,
-            length=len(held[0]),
+            length=len(found.tokens),
             loss_tokens=losses,
             loss_weight=weight,
-            is_weighed=held[2] is not None,
-            digest=row_digest(*held),
+            is_weighed=found.weights is not None,
+            digest=row_digest(*found.held),
         )
-        return read, held
+        return read, found.held

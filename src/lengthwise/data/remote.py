@@ -10,26 +10,21 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lengthwise.core.errors import DataError, LengthwiseError, Problems
-from lengthwise.data.dataset import DatasetBuilder, MemoryDataset
-from lengthwise.data.kinds import PACKED
+from lengthwise.data.dataset import DatasetBuilder, StoredDataset
 from lengthwise.data.numbered import Counted
-from lengthwise.data.prepared import is_prepared
-from lengthwise.data.refusals import Refusals
+from lengthwise.data.refusals import Refusals, at_line
 from lengthwise.data.sampler import epoch_order
 from lengthwise.data.served import Fetched, ServedDataset, ShardClient, settings_digest
 from lengthwise.data.shard import ShardSpec, Span
-from lengthwise.data.sources import Listing, Report, cut_listing, is_table, list_source, open_source
+from lengthwise.data.sources import PART_BYTES, Listing, parts_of, raw_listings
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
-
-PART_BYTES = 16 << 20
 
 
 def shard_specs(
@@ -66,25 +61,7 @@ def shard_specs(
     return specs
 
 
-def raw_listings(source: DataSource, key: str, word: str, report: Report) -> list[Listing]:
-    """Find the files of a source whose rows are read while a run trains, by the key `word`; tokens are reported."""
-    if source.path is not None and is_prepared(source.path):
-        remedy = f"Take `{word}` out: it has ids, which are read from the disk as they are needed."
-        report(DataError(key, expected=f"raw rows, for `{word}`", got="prepared data", remedy=remedy))
-        return []
-    return list_source(source, report)
-
-
-def parts_of(listing: Listing, part_bytes: int) -> list[Listing]:
-    """Cut plain lines and documents; a table, and what is packed, is one part."""
-    if listing.names is None:
-        with open_source(listing.root) as rows, listing.root.open("rb") as file:
-            if is_table(rows) or file.read(4).startswith(PACKED):
-                return [listing]
-    return cut_listing(listing, part_bytes, Path())
-
-
-def longest_rows(sources: Sequence[DataSource]) -> MemoryDataset:
+def longest_rows(sources: Sequence[DataSource]) -> StoredDataset:
     """Return a dataset of one row a source, of its `max_tokens`: what forecasts and limits know of rows that come."""
     builder = DatasetBuilder()
     for index, source in enumerate(sources):
@@ -156,7 +133,8 @@ class RemoteDataset(ServedDataset):
             found = self._checked(shard, answer())
             for row, (kind, error) in found.left_out.items():
                 if error is not None:
-                    self._errors[row] = self._named(error, row)
+                    part, place = self._place(row)
+                    self._errors[row] = error if self._parts[part][1].names is not None else at_line(error, place + 1)
                 elif row not in self._left_out:
                     self._left_out.add(row)
                     self.skipped[kind] += 1
@@ -216,14 +194,6 @@ class RemoteDataset(ServedDataset):
         while (self._parts[first][1].part or (0,))[0]:
             first -= 1
         return part, row - self._firsts[first]
-
-    def _named(self, error: DataError, row: int) -> DataError:
-        """Return an error of a line, whose shard knows the file, with the line's number."""
-        part, place = self._place(row)
-        if self._parts[part][1].names is not None:
-            return error
-        where = f"{error.where}:{place + 1}"
-        return DataError(where, expected=error.expected, got=error.got, remedy=error.remedy)
 
 
 def _problems(found: object) -> Sequence[Any]:

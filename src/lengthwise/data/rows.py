@@ -28,7 +28,7 @@ _IMAGES = ("image", "images", "video", "videos", "audio", "audios", *_PIXELS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class RawRow:
     """One document before tokenization: text, the bytes of a Python file, a chat, a prompt with its completion, or ids
     with labels of their own or none, and weights, float32, where some are neither 0 nor 1.
 
@@ -54,10 +54,10 @@ class RowParser:
         self._constants: list[str] = []
         self._decoder = json.JSONDecoder(parse_constant=self._note_constant, object_pairs_hook=unique_keys)
 
-    def parse(self, line: bytes, *, where: str, offset: int, last: bool) -> Row:
+    def parse(self, line: bytes, *, where: str, offset: int, last: bool) -> RawRow:
         """Check one line; `offset` is its first byte in the file, `last` that no line end follows."""
         if not line.strip():
-            return Row(where=where, empty="a blank line")
+            return RawRow(where=where, empty="a blank line")
         values = self._decode(decode_utf8(line, where=where, offset=offset), where, last)
         if not isinstance(values, dict):
             raise refuse_row(where, f"an object, {_ROWS}", f"{shown(values)}")
@@ -66,11 +66,11 @@ class RowParser:
             raise refuse_row(where, "JSON", f"{self._constants[0]}, which JSON does not have")
         return row
 
-    def take(self, values: Mapping[str, Any], *, where: str) -> Row:
+    def take(self, values: Mapping[str, Any], *, where: str) -> RawRow:
         """Check one row of a table."""
         return self._row(values, where)
 
-    def _row(self, values: Mapping[str, Any], where: str) -> Row:
+    def _row(self, values: Mapping[str, Any], where: str) -> RawRow:
         kinds = (*_MAIN, "completion")  # null is how a table writes that a row has another one
         there = {name: value for name, value in values.items() if value is not None or name not in kinds}
         values = there if any(name in there for name in _MAIN) else dict(values)
@@ -97,13 +97,13 @@ class RowParser:
         self._constants.append(name)
         return float(name)
 
-    def _text_row(self, values: dict[str, Any], where: str) -> Row:
+    def _text_row(self, values: dict[str, Any], where: str) -> RawRow:
         text = values["text"]
         if not isinstance(text, str):
             raise refuse_row(where, '"text" to be a string', shown(text))
-        return Row(where=where, text=text, empty="" if text else 'empty "text"')
+        return RawRow(where=where, text=text, empty="" if text else 'empty "text"')
 
-    def _ids_row(self, values: dict[str, Any], where: str) -> Row:
+    def _ids_row(self, values: dict[str, Any], where: str) -> RawRow:
         ids = self._to_ids(values["input_ids"], "input_ids", where)
         labels, weights = self._to_ids(values["labels"], "labels", where) if "labels" in values else None, None
         if labels is not None and len(labels) != len(ids):
@@ -113,7 +113,9 @@ class RowParser:
                 got, remedy = "both", f"Keep labels, with {NO_LOSS} where the weight is 0."
                 raise refuse_row(where, '"labels" or "weights" beside "input_ids"', got, remedy)
             labels, weights = _weighed(ids, values["weights"], where)
-        return Row(where=where, ids=ids, labels=labels, weights=weights, empty="" if len(ids) else 'empty "input_ids"')
+        return RawRow(
+            where=where, ids=ids, labels=labels, weights=weights, empty="" if len(ids) else 'empty "input_ids"'
+        )
 
     def _to_ids(self, values: object, column: str, where: str) -> np.ndarray:
         if not isinstance(values, list):
@@ -211,7 +213,7 @@ def _refuse_not_yet(values: Mapping[str, Any], where: str) -> None:
             raise refuse_row(where, f"a row of {_ROWS}, {_OTHER_ROWS}", got, remedy)
 
 
-def _chat_row(values: Mapping[str, Any], where: str) -> Row:
+def _chat_row(values: Mapping[str, Any], where: str) -> RawRow:
     if "prompt" in values and "messages" not in values and "completion" not in values:
         raise refuse_row(where, '"completion" beside "prompt"', "none", "Add it, or name the column text.")
     try:
@@ -221,7 +223,7 @@ def _chat_row(values: Mapping[str, Any], where: str) -> Row:
     if chat is not None:
         name = next(name for name in _MAIN if name in values)
         name, there = ("completion", chat.messages[chat.context :]) if name == "prompt" else (name, chat.messages)
-        return Row(where=where, chat=chat, empty="" if there else f'empty "{name}"')
+        return RawRow(where=where, chat=chat, empty="" if there else f'empty "{name}"')
     texts = values["prompt"], values["completion"]
     for name, text in zip(("prompt", "completion"), texts, strict=True):
         if not isinstance(text, str):
@@ -229,7 +231,7 @@ def _chat_row(values: Mapping[str, Any], where: str) -> Row:
                 "Write both as text, or both as lists of messages." if isinstance(text, list) else "Correct the row."
             )
             raise refuse_row(where, f'"{name}" to be a string', shown(text), remedy)
-    return Row(where=where, pair=texts, empty="" if any(texts) else 'empty "prompt" and "completion"')
+    return RawRow(where=where, pair=texts, empty="" if any(texts) else 'empty "prompt" and "completion"')
 
 
 def _says_nothing(name: str, value: object, values: dict[str, Any]) -> bool:

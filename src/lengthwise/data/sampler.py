@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -66,17 +67,29 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
+def no_loss(where: str, rows: str) -> DataError:
+    """Return the error for a step of these rows, none of whose tokens has a loss."""
+    remedy = "Enlarge global_batch, or leave out sequences of one token and fully masked ones."
+    return DataError(
+        where, expected="at least one token with a label in a global batch", got=f"none in {rows}", remedy=remedy
+    )
+
+
 class Batches:
-    """The steps of a run, lazily: iterating sorts one epoch at a time and may be started over.
+    """The steps of rows that are here, lazily: iterating sorts one epoch at a time and may be started over.
 
     A step takes the next ids of the epoch's order: as many as `global_batch.sequences`, or as many whole sequences as
     fit `global_batch.tokens` and at least one. No step crosses an epoch, so the last of an epoch may be smaller.
+    known: what forecasts and limits are of; where `is_known`, that is all rows, and their lengths are known.
     """
+
+    is_known = True
 
     def __init__(self, dataset: Dataset, config: RunConfig) -> None:
         if not len(dataset.ids):
             remedy = "Add rows, or raise max_tokens."
             raise DataError("data", expected="at least one sequence to train on", got="none", remedy=remedy)
+        self.dataset = self.known = dataset
         self._ids, self._lengths, self._config = dataset.ids, dataset.lengths, config
         self._weights = dataset.weights
         self._is_weighted = any(weight != 1 for _, weight in self._weights)
@@ -95,6 +108,11 @@ class Batches:
                 if step == steps:
                     return
             epoch += 1
+
+    def after(self, step: int, position: Position | None = None) -> Iterator[Batch]:
+        """Yield what follows the first `step` steps; `position` tells no more."""
+        del position
+        return islice(self, step, None)
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the ids of one epoch in their order: all that can be trained on, each as often as its source says."""
@@ -121,6 +139,22 @@ class Batches:
         if asked.tokens is not None:
             return max(int(lengths[0]), asked.tokens)
         return int(np.repeat(lengths[: asked.sequences], self.most_copies)[: asked.sequences].sum())
+
+    def drawn_lengths(self, most: int) -> np.ndarray:
+        """Return the lengths of the first rows that the run draws, at most so many, in the order of their numbers."""
+        drawn = chain.from_iterable(batch.ids for batch in self)
+        return self._lengths[np.sort(list(islice(drawn, min(len(self._ids), most))))]
+
+    def check_losses(self) -> None:
+        """Raise DataError for steps without a loss."""
+        losses = self.dataset.loss_tokens
+        if losses[self._ids].all():
+            return
+        first, number = self.steps_of_zero(losses)
+        if first is not None:
+            where = f"step {first.step}" + (f" and {number - 1} more" if number > 1 else "")
+            rows = f"sequences {', '.join(map(str, first.ids[:10]))}{' ...' if len(first.ids) > 10 else ''}"
+            raise no_loss(where, rows)
 
     def _taken(self, epoch: int, number: int) -> np.ndarray:
         """Return what an epoch takes of a source: ids, and for each further time an id plus so many times all rows."""

@@ -11,19 +11,21 @@ import hashlib
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
 from lengthwise.core.errors import DataError
-from lengthwise.data.dataset import NumberedRows, plain_weights
+from lengthwise.data.dataset import NumberedRows, StoredDataset, plain_weights
 from lengthwise.data.digests import row_digest
 from lengthwise.data.prepared import ENCODING
-from lengthwise.data.sampler import Batch, Position
-from lengthwise.data.shard import ShardSpec, Slices, Span
+from lengthwise.data.sampler import Batch, Batches, Position, no_loss
+from lengthwise.data.shard import ShardSpec, Span, TokenSlices
 
 if TYPE_CHECKING:
-    from lengthwise.config import DataSource
+    from lengthwise.config import DataSource, RunConfig
     from lengthwise.config.sections import GlobalBatch
 
 STEPS_KEPT = 4  # of slices: of the step that runs, of those that are planned, and of one that is planned meanwhile
@@ -125,10 +127,8 @@ class ServedDataset(NumberedRows):
 
     def _check_losses(self, ids: list[int]) -> None:
         if not self.loss_tokens[ids].any():
-            got = f"none in {', '.join(self.name(row) for row in ids[:10])}{' ...' if len(ids) > 10 else ''}"
-            remedy = "Enlarge global_batch, or leave out sequences of one token and fully masked ones."
-            expected = "at least one token with a label in a global batch"
-            raise DataError("data", expected=expected, got=got, remedy=remedy)
+            rows = f"{', '.join(self.name(row) for row in ids[:10])}{' ...' if len(ids) > 10 else ''}"
+            raise no_loss("data", rows)
 
     def read_ahead(self, spans: Sequence[Span]) -> None:
         """Ask for the slices of a step, one request a shard, without waiting for them."""
@@ -178,13 +178,53 @@ class ServedDataset(NumberedRows):
         return np.frombuffer(found, dtype=np.uint8).reshape(last - first, -1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedSteps:
+    """The steps of rows that are read meanwhile. known: of each source the longest row that it may have."""
+
+    dataset: ServedDataset
+    known: StoredDataset
+    config: RunConfig
+    is_known: bool = False
+    first_lengths: None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        assert self.config.steps is not None, "the run file's rules ask for it"
+        return self.config.steps
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that a global batch can have."""
+        longest, asked = int(self.known.lengths.max()), self.config.global_batch
+        return longest * (asked.sequences or 1) if asked.tokens is None else max(longest, asked.tokens)
+
+    def after(self, step: int, position: Position | None) -> Iterator[Batch]:
+        """Yield what follows the first `step` steps, which are gone through where `position` is None."""
+        passed = 0 if position else step
+        found = self.dataset.batches(self.config.global_batch, position or (0, 0))
+        return islice(found, passed, passed + self.num_steps - step)
+
+    def drawn_lengths(self, most: int) -> np.ndarray:
+        """Return the longest that rows may have."""
+        return self.known.lengths[:most]
+
+    def check_losses(self) -> None:
+        """Do nothing: a step without a loss is refused when it comes."""
+
+
+Steps: TypeAlias = Batches | ServedSteps
+"""Which sequences each step of a run takes, and what of them is known before the first."""
+
+
 class Fetched:
-    """Slices that were asked for together; they are waited for when the first of them is read."""
+    """TokenSlices that were asked for together; they are waited for when the first of them is read."""
 
     def __init__(self) -> None:
-        self._of_row = dict[int, list[tuple[int, int, int, Callable[[], Slices]]]]()
+        self._of_row = dict[int, list[tuple[int, int, int, Callable[[], TokenSlices]]]]()
 
-    def add(self, spans: Sequence[Span], wait: Callable[[], Slices]) -> None:
+    def add(self, spans: Sequence[Span], wait: Callable[[], TokenSlices]) -> None:
         """Note slices that `wait` returns, in the order of their spans."""
         answer, place = functools.cache(wait), 0
         for row, start, stop in spans:

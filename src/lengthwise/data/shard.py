@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lengthwise.core.errors import DataError, LengthwiseError
-from lengthwise.data.dataset import NO_LOSS, plain_weights, sum_of_weights
-from lengthwise.data.load import REFUSED, TokenRow, token_row
+from lengthwise.data.dataset import Held, plain_weights
 from lengthwise.data.numbered import Counted, RowsByNumber, numbered
 from lengthwise.data.sampler import epoch_keys
 from lengthwise.data.sources import Listing
 from lengthwise.data.tokenizer import Tokenizer, load_tokenizer
+from lengthwise.data.tokens import REFUSED, token_row
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
@@ -38,8 +38,6 @@ CACHE_BYTES = 256 << 20
 _ROW_BYTES = 500  # what a row in the cache takes beside its tokens, about
 _UNKNOWN = -1
 
-Held = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
-"""Ids of a row, its labels where they are others, its weights where they are other than 0 and 1."""
 Span = tuple[int, int, int]
 """Tokens [start, stop) of a row: (row, start, stop)."""
 
@@ -72,7 +70,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slices:
+class TokenSlices:
     """Ids, labels and weights of spans, one after the other, (tokens,); None: labels are the ids, weights 0 and 1."""
 
     ids: np.ndarray
@@ -80,7 +78,7 @@ class Slices:
     weights: np.ndarray | None
 
     @classmethod
-    def of(cls, spans: Sequence[tuple[Held, int, int]]) -> Slices:
+    def of(cls, spans: Sequence[tuple[Held, int, int]]) -> TokenSlices:
         """Cut tokens [start, stop) of each row."""
         has_labels = any(labels is not None for (_, labels, _), _, _ in spans)
         has_weights = any(weights is not None for (*_, weights), _, _ in spans)
@@ -131,11 +129,11 @@ class Shard:
         counts = {"tokens": tokens.astype(np.int64), "loss_tokens": losses.astype(np.int64)}
         return self.born, Lengths(**counts, loss_weights=weights, left_out=left_out)
 
-    def slices(self, first: int, spans: Sequence[Span]) -> tuple[str, Slices]:
+    def slices(self, first: int, spans: Sequence[Span]) -> tuple[str, TokenSlices]:
         """Return tokens of rows."""
         with self._asking():
             held = [(self._take(row - first), start, stop) for row, start, stop in spans]
-        return self.born, Slices.of(held)
+        return self.born, TokenSlices.of(held)
 
     @property
     def held_bytes(self) -> int:
@@ -221,33 +219,10 @@ class Shard:
         if found.tokens is None:
             self._numbers[row] = 0
             error = found.error if found.kind == REFUSED else None
-            self._left_out[row] = (found.kind, error and self._in_file(error, part, row))
+            self._left_out[row] = (found.kind, error)
             return None
-        held = held_of(found)
-        self._numbers[row] = len(held[0]), *losses_of(held)
-        return held
-
-    def _in_file(self, error: DataError, part: int, row: int) -> DataError:
-        """Return an error of a row that is named by its place in its part, for whoever knows all parts to name it."""
-        place = row - self._firsts[part] + 1
-        if self._spec.parts[part].names is None:
-            before = error.where.removesuffix(f":{place}")
-            return DataError(before, expected=error.expected, got=error.got, remedy=error.remedy)
-        return error
-
-
-def held_of(row: TokenRow) -> Held:
-    """Return what is kept of a row with tokens."""
-    assert row.tokens is not None, row
-    labels = None if row.labels is None or np.array_equal(row.labels, row.tokens) else row.labels
-    return row.tokens, labels, row.weights
-
-
-def losses_of(held: Held) -> tuple[int, float]:
-    """Return how many tokens of a row have a loss, and what these weigh together."""
-    ids, labels, weights = held
-    losses = len(ids) - 1 if labels is None else int(np.count_nonzero(labels[1:] != NO_LOSS))
-    return losses, float(losses) if weights is None else sum_of_weights(weights)
+        self._numbers[row] = len(found.tokens), *found.losses
+        return found.held
 
 
 class _Cache:

@@ -24,7 +24,8 @@ from lengthwise.core.errors import DataError, OutputError
 from lengthwise.core.names import counted
 from lengthwise.data.hub import hub_files
 from lengthwise.data.kinds import GZIP, HEAD, PACKED, check_head, check_lines
-from lengthwise.data.rows import Row, RowParser, decode_utf8
+from lengthwise.data.prepared import is_prepared
+from lengthwise.data.rows import RawRow, RowParser, decode_utf8
 from lengthwise.data.tables import (
     ARROW_FILE,
     ARROW_STREAM,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 _NO_END = 1 << 63
 _BLOCK = 4 << 20
+PART_BYTES = 16 << 20  # of source files: what a process has in memory at a time
 # Not the library itself: its tests, and what is installed or compiled beside it.
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
@@ -105,6 +107,15 @@ def list_source(source: DataSource, report: Report) -> list[Listing]:
     return [Listing(root=root, label=label, names=tuple(sorted(names)), python=source.python_stdlib)]
 
 
+def raw_listings(source: DataSource, key: str, word: str, report: Report) -> list[Listing]:
+    """Find the files of a source whose rows are read while a run trains, by the key `word`; tokens are reported."""
+    if source.path is not None and is_prepared(source.path):
+        remedy = f"Take `{word}` out: it has ids, which are read from the disk as they are needed."
+        report(DataError(key, expected=f"raw rows, for `{word}`", got="prepared data", remedy=remedy))
+        return []
+    return list_source(source, report)
+
+
 def _list_hub(source: DataSource, report: Report) -> list[Listing]:
     name, split = source.dataset, source.split
     assert name is not None, "asked of a dataset"
@@ -125,7 +136,7 @@ def _list_saved(folder: Path, label: str, report: Report) -> list[Listing]:
         return []
 
 
-def read_rows(listing: Listing, vocab_size: int | None, report: Report) -> Iterator[Row | DataError]:
+def read_rows(listing: Listing, vocab_size: int | None, report: Report) -> Iterator[RawRow | DataError]:
     """Read the rows of a listing in order, an error in place of a bad one; files that are wrong are reported.
 
     Ids have to be below `vocab_size`; None: below 2^31.
@@ -149,13 +160,13 @@ def read_rows(listing: Listing, vocab_size: int | None, report: Report) -> Itera
         yield _document(raw, where, python=listing.python)
 
 
-def _document(raw: bytes, where: str, *, python: bool) -> Row | DataError:
+def _document(raw: bytes, where: str, *, python: bool) -> RawRow | DataError:
     empty = "" if raw else "an empty file"
     try:
         text = None if python else decode_utf8(raw, where=where)
     except DataError as error:
         return error
-    return Row(where=where, python=raw if python else None, text=text, empty=empty)
+    return RawRow(where=where, python=raw if python else None, text=text, empty=empty)
 
 
 def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:
@@ -177,7 +188,7 @@ def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:
     return names
 
 
-def _read_file(listing: Listing, parser: RowParser, report: Report) -> Iterator[Row | DataError]:
+def _read_file(listing: Listing, parser: RowParser, report: Report) -> Iterator[RawRow | DataError]:
     """Read a file of rows, or a part of it: rows are counted from the first that is read."""
     shown = listing.shown or printable_name(listing.root)
     try:
@@ -201,7 +212,7 @@ def _read_file(listing: Listing, parser: RowParser, report: Report) -> Iterator[
 
 def _read_lines(
     file: BufferedReader, part: tuple[int, int], parser: RowParser, shown: str, report: Report
-) -> Iterator[Row | DataError]:
+) -> Iterator[RawRow | DataError]:
     """Read the lines that begin in bytes [first, last) of a file."""
     offset = part[0]
     if offset:
@@ -246,6 +257,15 @@ def cut_listing(listing: Listing, most_bytes: int, folder: Path) -> list[Listing
             return [replace(listing, part=part) for part in itertools.pairwise(cuts)] if len(cuts) > 2 else [listing]
     firsts = range(0, max(1, size), most_bytes)
     return [replace(listing, part=(first, first + most_bytes)) for first in firsts]
+
+
+def parts_of(listing: Listing, part_bytes: int) -> list[Listing]:
+    """Cut plain lines and documents; a table, and what is packed, is one part."""
+    if listing.names is None:
+        with open_source(listing.root) as rows, listing.root.open("rb") as file:
+            if is_table(rows) or file.read(4).startswith(PACKED):
+                return [listing]
+    return cut_listing(listing, part_bytes, Path())
 
 
 def _unpack(rows: BufferedReader, plain: Path) -> None:

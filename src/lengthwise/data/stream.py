@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from lengthwise.core.errors import DataError
-from lengthwise.data.dataset import DatasetBuilder, MemoryDataset
-from lengthwise.data.load import BAD, REFUSED, token_row
+from lengthwise.data.dataset import DatasetBuilder, StoredDataset
 from lengthwise.data.reader import ReadRow, StreamSpec, row_number
 from lengthwise.data.sampler import Batch, Position, epoch_order
 from lengthwise.data.served import STEPS_KEPT, Fetched, ServedDataset, settings_digest
 from lengthwise.data.shard import Span
 from lengthwise.data.stream_rows import StreamRows
 from lengthwise.data.tokenizer import Tokenizer
+from lengthwise.data.tokens import BAD, REFUSED, token_row
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
@@ -182,7 +182,7 @@ def first_rows(
     sequences: int | None,
     tokens: int | None = None,
     on_bad_row: Callable[[DataError], None] = lambda _error: None,
-) -> MemoryDataset:
+) -> StoredDataset:
     """Read the first rows of a stream: so many sequences, or so many tokens. DataError for a row that stops the run."""
     builder, loaded, read, held = DatasetBuilder(), functools.cache(tokenizer), 0, 0
     for number, name, row in StreamRows(sources, vocab_size).rows():

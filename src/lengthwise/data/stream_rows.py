@@ -15,10 +15,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lengthwise.core.errors import DataError
 from lengthwise.data.hub import hub_stream
-from lengthwise.data.refusals import Refusals
-from lengthwise.data.remote import PART_BYTES, parts_of, raw_listings
-from lengthwise.data.rows import Row, RowParser
-from lengthwise.data.sources import Listing, Report, is_table, open_source, printable_name, read_rows
+from lengthwise.data.refusals import Refusals, at_line, where_at
+from lengthwise.data.rows import RawRow, RowParser
+from lengthwise.data.sources import (
+    PART_BYTES,
+    Listing,
+    Report,
+    is_table,
+    open_source,
+    parts_of,
+    printable_name,
+    raw_listings,
+    read_rows,
+)
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
@@ -27,7 +36,7 @@ _EDGE_BYTES = 1 << 16  # of a file's begin and end, by which it is known again
 _NO_END = 1 << 62
 _KINDS = {"json": r"\.jsonl?(\.gz|\.zst)?", "parquet": r"\.parquet", "arrow": r"\.arrow"}  # by the end of a URL
 
-Read = tuple[str, Row | DataError]
+Read = tuple[str, RawRow | DataError]
 """The name of a row, and the row or what is wrong with it."""
 
 
@@ -43,14 +52,14 @@ class _Source(Protocol):
 class StreamRows:
     """Rows of all sources, one source after another. DataError, or Problems, for what is not there or no stream."""
 
-    def __init__(self, sources: Sequence[DataSource], vocab_size: int | None, part_bytes: int = PART_BYTES) -> None:
+    def __init__(self, sources: Sequence[DataSource], vocab_size: int | None) -> None:
         refusals, self._sources, self._at = Refusals(), list[_Source](), 0
         for number, source in enumerate(sources):
             try:
                 if source.dataset is not None or source.url is not None:
                     self._sources.append(_Library(source, vocab_size))
                 else:
-                    self._sources.append(_Files(source, f"data.{number}", vocab_size, part_bytes, refusals.add))
+                    self._sources.append(_Files(source, f"data.{number}", vocab_size, refusals.add))
             except DataError as error:
                 refusals.add(error)
         refusals.raise_all("data")
@@ -60,7 +69,7 @@ class StreamRows:
         """What differs where the rows may differ, without reading them."""
         return [each.identity for each in self._sources]
 
-    def rows(self, mark: Any = None) -> Iterator[tuple[int, str, Row | DataError]]:
+    def rows(self, mark: Any = None) -> Iterator[tuple[int, str, RawRow | DataError]]:
         """Yield (source, name, row) in order, from a mark on. DataError for files that cannot be read."""
         first, inner = mark or (0, None)
         for number, source in enumerate(self._sources[first:], start=first):
@@ -78,10 +87,10 @@ class StreamRows:
 class _Files:
     """A mark is (part, rows of it that were read, rows of its file before it)."""
 
-    def __init__(self, source: DataSource, key: str, vocab_size: int | None, part_bytes: int, report: Report) -> None:
+    def __init__(self, source: DataSource, key: str, vocab_size: int | None, report: Report) -> None:
         self._vocab_size, self._parts, self.identity = vocab_size, list[Listing](), list[Any]()
         for listing in raw_listings(source, key, "streaming", report):
-            self._parts += parts_of(listing, part_bytes)
+            self._parts += parts_of(listing, PART_BYTES)
             self.identity.append([listing.label, *(_content(path, listing) for path in listing.paths)])
         self.mark: Any = [0, 0, 0]
 
@@ -100,7 +109,7 @@ class _Files:
                     raise problems[0]
                 if count > done:
                     self.mark = [number, count, before]
-                    yield _named(listing, row, count, before, passed)
+                    yield _named(listing, row, count, before)
             if problems:
                 raise problems[0]
             done, before = 0, before + count
@@ -113,15 +122,16 @@ def _is_table(listing: Listing) -> bool:
         return is_table(file)
 
 
-def _named(listing: Listing, row: Row | DataError, count: int, before: int, passed: int) -> Read:
-    """Return the name of a row, and the row, an error with its line in the file in place of that of what was read."""
+def _named(listing: Listing, row: RawRow | DataError, count: int, before: int) -> Read:
+    """Return the name of a row, and the row or its error with its line in the file, not in what was read of it."""
     if listing.names is not None:
         return listing.names[count - 1], row
-    name = f"{listing.label}:{before + count}"
-    if (before or passed) and isinstance(row, DataError):
-        where = f"{row.where.removesuffix(f':{count - passed}')}:{before + count}"
-        return name, DataError(where, expected=row.expected, got=row.got, remedy=row.remedy)
-    return name, row
+    line = before + count
+    if isinstance(row, DataError):
+        row = at_line(row, line)
+    elif not row.where.endswith(f":{line}"):  # of a later part
+        row = replace(row, where=where_at(row.where, line))
+    return f"{listing.label}:{line}", row
 
 
 def _content(path: Path, listing: Listing) -> list[Any]:
@@ -170,7 +180,7 @@ class _Library:
             self._number += 1
             name = f"{self._shown}:{self._number}"
             try:
-                row: Row | DataError = self._parser.take(values, where=name)
+                row: RawRow | DataError = self._parser.take(values, where=name)
             except DataError as error:
                 row = error
             yield name, row

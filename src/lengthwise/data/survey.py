@@ -1,4 +1,7 @@
-"""What a dataset is, in figures: lengths, tokens with a loss, copies, and one row with what of it is learned."""
+"""What a dataset is, in figures: lengths, tokens with a loss, copies, and one row with what of it is learned.
+
+Sequences that no plan on the cluster, or the model itself, can hold are refused by these before a process starts.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,11 @@ from itertools import groupby
 
 import numpy as np
 
+from lengthwise.core.errors import DataError
+from lengthwise.core.names import counted
 from lengthwise.data.dataset import NO_LOSS, Dataset
 
+_SHOWN = 5  # sequences that are too long, in one message
 _LOOKED_AT = 1 << 16  # rows among which one with labels of its own is looked for
 
 
@@ -104,3 +110,51 @@ def _copies(dataset: Dataset, lengths: np.ndarray) -> Copies:
         first_copy=int(dataset.ids[same[1]]),
         most=int(counts[most]),
     )
+
+
+def check_fits(
+    dataset: Dataset,
+    *,
+    ranks: int,
+    capacity_tokens: int,
+    held_tokens: int | None = None,
+    cuts: bool = True,
+    stages: int = 1,
+) -> None:
+    """Raise DataError for sequences of more tokens than all ranks hold, or than one does where none is cut.
+
+    The message names the longest five and what would hold them all. `held_tokens`: what a rank of this capacity holds
+    with what it offloads; None: no more. `stages`: of which each is a pipeline of as many ranks.
+    """
+    held_tokens = held_tokens or capacity_tokens
+    if not cuts:
+        instead = "Raise capacity_tokens, set recompute: layer, take a planner that cuts sequences (lengthwise), or"
+        _refuse_longer(dataset, held_tokens, "what one rank holds: the planner cuts no sequence", instead)
+        return
+    limit, longest = ranks * held_tokens, int(dataset.lengths.max(initial=0))
+    enough = -(-longest * capacity_tokens // (ranks * held_tokens))
+    offloads = f" (of {held_tokens} tokens each, with offload)" if held_tokens > capacity_tokens else ""
+    _refuse_longer(
+        dataset,
+        limit,
+        f"{counted(ranks, 'rank' if stages == 1 else 'replica')} x capacity_tokens {capacity_tokens}{offloads}",
+        f"Run on at least {-(-longest // held_tokens) * stages} ranks, or set capacity_tokens: {enough} or auto, or",
+    )
+
+
+def check_positions(dataset: Dataset, *, positions: int) -> None:
+    """Raise DataError for sequences with more tokens than the model has positions."""
+    why = "the model's max_position_embeddings (it looks positions up in a table)"
+    _refuse_longer(dataset, positions, why, "Use a model with more positions, or")
+
+
+def _refuse_longer(dataset: Dataset, limit: int, why: str, instead: str) -> None:
+    too_long = rows_over(dataset, limit)
+    if not len(too_long):
+        return
+    shown = [f"{row} ({dataset.name(row)}, {dataset.lengths[row]} tokens)" for row in map(int, too_long[:_SHOWN])]
+    more = f" and {len(too_long) - _SHOWN} more" if len(too_long) > _SHOWN else ""
+    where = ", ".join(sorted({dataset.source_key(int(row)) for row in too_long}))
+    got = f"{len(too_long)} longer: sequence {', '.join(shown)}{more}"
+    remedy = f"{instead} leave them out with max_tokens: {limit} and too_long: skip."
+    raise DataError(where, expected=f"sequences of at most {limit} tokens, {why}", got=got, remedy=remedy)

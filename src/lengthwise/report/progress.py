@@ -18,7 +18,7 @@ from lengthwise.core.names import counted
 from lengthwise.report.figures import clock, percent, seconds
 
 if TYPE_CHECKING:
-    from lengthwise.data.progress import Progress
+    from lengthwise.data.prepared import Progress
 
 _LIVE_SECONDS, _PLAIN_SECONDS = 0.2, 10.0  # between two lines of progress, on a terminal and anywhere else
 _SILENT_SECONDS = 2.0  # after which the phase of work is shown

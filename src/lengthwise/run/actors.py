@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lengthwise.comm import Transport, agree, broadcast_bytes, share_numbers
+from lengthwise.comm import Transport, World, agree, broadcast_bytes, share_numbers
 from lengthwise.core.errors import LengthwiseError, RankError
 from lengthwise.core.names import counted
 from lengthwise.data.remote import RemoteDataset
@@ -33,19 +33,21 @@ _RAY = "a Ray that answers, for `remote` data"
 @contextlib.contextmanager
 def serving(
     dataset: RemoteDataset,
+    world: World,
     transport: Transport,
     *,
     timeout_seconds: float,
     say: Callable[[str], None],
-    is_forked: bool = False,
+    ending: contextlib.ExitStack,
 ) -> Iterator[None]:
-    """Let actors serve `dataset` inside the block. Collective. `is_forked`: whether this process is a rank we forked.
+    """Let actors serve `dataset` inside the block. Collective. Nothing is left to `ending`: Ray ends its own.
 
     Raises:
         LengthwiseError: Ray or an actor does not start, or files cannot be read.
     """
+    del ending
     transport.phase = "start, actors of remote data"
-    if is_forked and "ray._raylet" in sys.modules:
+    if world.rendezvous is not None and "ray._raylet" in sys.modules:
         expected, got = "ranks of a process without Ray, which does not survive a fork", "one that has imported it"
         remedy = "Call `train` from a process that has not, use the command line, or torchrun."
         raise RankError(f"rank {transport.rank}, {transport.phase}", expected=expected, got=got, remedy=remedy)

@@ -18,7 +18,7 @@ from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
 from lengthwise.core.shape import UNCUT
 from lengthwise.cost import Cost, state_bytes
 from lengthwise.cost.memory import DTYPE_BYTES, wide_bytes
-from lengthwise.data import NO_LOSS, Dataset
+from lengthwise.data import NO_LOSS, Batches, Dataset
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.engine.batch import StepBatch
 from lengthwise.models import placeholders
@@ -82,8 +82,8 @@ def part_of_batch(job: Job) -> Check:
 
 def _with_rows(job: Job, rows: Sequence[int], lengths: Sequence[int], capacity: int) -> Job:
     config = job.config.model_copy(update={"capacity_tokens": capacity})
-    dataset = _shortened(job.dataset, rows, lengths)
-    return replace(job, config=config, dataset=dataset, known=dataset, eval_dataset=None, measured_capacities=None)
+    steps = Batches(_shortened(job.dataset, rows, lengths), config)
+    return replace(job, config=config, steps=steps, eval_dataset=None, measured_capacities=None)
 
 
 def _few(batch: StepBatch) -> list[int]:

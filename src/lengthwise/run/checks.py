@@ -33,6 +33,7 @@ from lengthwise.cost.measured import cost_from_measurements
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.data.reader import StreamSpec
 from lengthwise.data.remote import RemoteDataset, longest_rows, shard_specs
+from lengthwise.data.served import ServedDataset, ServedSteps, Steps
 from lengthwise.data.stream import StreamDataset, first_rows
 from lengthwise.engine.activations import check_offload
 from lengthwise.engine.memory import free_bytes
@@ -113,8 +114,7 @@ def prepare_job(
     model = attempt(lambda: find_model(config.model, weights=config.weights))
     vocab_size = getattr(model.text, "vocab_size", None) if model else None
     tokenizer = cache(lambda: load_tokenizer(config.tokenizer_name))
-    meanwhile = config.data[0].comes_meanwhile if not one_batch else None
-    dataset, known, eval_dataset = _read_data(
+    steps, known, eval_dataset = _read_data(
         config, tokenizer, vocab_size, attempt, timeout_seconds=timeout_seconds, one_batch=one_batch
     )
     positions, capacity = position_limit(model.config) if model else None, config.capacity_tokens
@@ -126,11 +126,9 @@ def prepare_job(
             attempt(lambda each=each: check_fits(each, **sizes, cuts=cuts))
         if positions is not None:
             attempt(lambda each=each: check_positions(each, positions=positions))
-    if dataset is not None:
-        num_steps = attempt(lambda: config.steps if meanwhile else Batches(dataset, config).num_steps)
-        if num_steps is not None:
-            attempt(lambda: check_steps(config.optimizer, num_steps))
-            attempt(lambda: resume and resume.check_within(num_steps))
+    if steps is not None:
+        attempt(lambda: check_steps(config.optimizer, steps.num_steps))
+        attempt(lambda: resume and resume.check_within(steps.num_steps))
     facts, cost = None, None
     if model:
         facts = attempt(partial(call_apart, partial(_facts_of, config, model, gpus=gpus), gpus=gpus))
@@ -140,15 +138,13 @@ def prepare_job(
     collector.raise_all()
     assert model is not None, "a model that was not found must have been a problem"
     assert facts is not None, "a model that cannot be trained so must have been a problem"
-    assert dataset is not None, "data that was not read must have been a problem"
-    assert known is not None, "it is the data, or known from the run file"
+    assert steps is not None, "data that was not read must have been a problem"
     job = Job(
         config=config,
         ranks=ranks,
         model=model,
         facts=facts,
-        dataset=dataset,
-        known=known,
+        steps=steps,
         eval_dataset=eval_dataset,
         tokenizer=tokenizer() if tokenizer.cache_info().currsize else None,
         timeout_seconds=timeout_seconds,
@@ -163,7 +159,8 @@ def prepare_job(
         for each in filter(None, (known, eval_dataset)):
             attempt(lambda each=each: check_fits(each, **sizes, held_tokens=held, cuts=cuts))
     collector.raise_all()
-    _check_losses(job)
+    steps.check_losses()
+    _check_eval_losses(eval_dataset)
     return job
 
 
@@ -175,8 +172,8 @@ def _read_data(
     *,
     timeout_seconds: float,
     one_batch: bool,
-) -> tuple[Dataset | _Served | None, Dataset | None, Dataset | None]:
-    """Return what a run trains on, what of it is known before the first step, and what it evaluates.
+) -> tuple[Steps | None, Dataset | None, Dataset | None]:
+    """Return the steps of a run, what of their rows is known before the first, and what the run evaluates.
 
     None: there is none, or it cannot be read, which `attempt` notes.
     """
@@ -186,22 +183,24 @@ def _read_data(
         ready = sources if stored is None else stored.prepared(sources, key)
         return load_dataset(ready, tokenizer=tokenizer, vocab_size=vocab_size, key=key)
 
+    meanwhile, steps, served = config.data[0].comes_meanwhile and not one_batch, None, None
     if one_batch and config.data[0].streaming:
         asked = config.global_batch.model_dump()
-        dataset = known = attempt(lambda: first_rows(config.data, tokenizer=tokenizer, vocab_size=vocab_size, **asked))
-    elif config.data[0].comes_meanwhile and not one_batch:
+        known = attempt(lambda: first_rows(config.data, tokenizer=tokenizer, vocab_size=vocab_size, **asked))
+    elif meanwhile:
         known = longest_rows(config.data)
-        dataset = attempt(lambda: _served_dataset(config, tokenizer, vocab_size))
+        served = attempt(lambda: _served_dataset(config, tokenizer, vocab_size))
     else:
-        dataset = known = attempt(partial(read, config.data, "data"))
+        known = attempt(partial(read, config.data, "data"))
+    if served is not None:
+        steps = ServedSteps(dataset=served, known=known, config=config)
+    elif known is not None and not meanwhile:
+        steps = attempt(lambda: Batches(known, config))
     held_out = config.eval.data if config.eval else ()
-    return dataset, known, attempt(partial(read, held_out, "eval.data")) if held_out else None
+    return steps, known, attempt(partial(read, held_out, "eval.data")) if held_out else None
 
 
-_Served = RemoteDataset | StreamDataset
-
-
-def _served_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab_size: int | None) -> _Served:
+def _served_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab_size: int | None) -> ServedDataset:
     """Make the dataset of rows that are read while the run trains; nothing of them is read yet."""
     of_tokenizer = {"tokenizer_name": config.tokenizer_name, "vocab_size": vocab_size}
     try:
@@ -285,15 +284,8 @@ def _check_heads(config: RunConfig, model: ModelSource) -> None:
         raise ConfigError("heads", expected=expected, got=f"{config.heads}", remedy="Set heads: auto.")
 
 
-def _check_losses(job: Job) -> None:
-    """Find what has no loss token now, not hours in; only data with such sequences can have it."""
-    if job.known is job.dataset and not job.dataset.loss_tokens[job.dataset.ids].all():
-        first, number = Batches(job.dataset, job.config).steps_of_zero(job.dataset.loss_tokens)
-        if first is not None:
-            where = f"step {first.step}" + (f" and {number - 1} more" if number > 1 else "")
-            got = f"none in sequences {', '.join(map(str, first.ids[:10]))}{' ...' if len(first.ids) > 10 else ''}"
-            remedy = "Enlarge global_batch, or leave out sequences of one token and fully masked ones."
-            raise DataError(where, expected="at least one token with a label in a global batch", got=got, remedy=remedy)
-    if job.eval_dataset is not None and not job.eval_dataset.loss_tokens.any():
+def _check_eval_losses(dataset: Dataset | None) -> None:
+    """Find now, not hours in, that eval data has no loss token."""
+    if dataset is not None and not dataset.loss_tokens.any():
         remedy = "Give eval data with labels, or leave eval out."
         raise DataError("eval.data", expected="at least one token with a label", got="none", remedy=remedy)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
-
-import numpy as np
 
 from lengthwise.config import MEASURE_AT_START, RunConfig
 from lengthwise.core.measurements import Precision
@@ -15,7 +12,7 @@ from lengthwise.core.shape import ModelShape
 from lengthwise.cost import Cost, StepMemory, hardware_of_gpu, shape_from_config
 from lengthwise.cost.measured import base_cost
 from lengthwise.data import Batches, Dataset, Tokenizer
-from lengthwise.data.served import ServedDataset
+from lengthwise.data.served import Steps
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.schedule import warmup_steps
 from lengthwise.models import Computing, ModelSource, placeholders
@@ -49,8 +46,7 @@ class ModelFacts:
 class Job:
     """A checked run, the same on every rank.
 
-    `known`: what forecasts and limits are of before the first step: `dataset`, or of rows that are read meanwhile
-    the longest.
+    `steps`: which sequences each step takes.
     `gpus`: how many GPUs of a machine it uses; 0: it computes on the CPU. `gpu_name`: that of the first.
     `measured_cost`: of the run's file of measurements; None if it names none. `measured_capacities`: of
     `capacity_tokens: auto`, once they are known. `resume`: what the run goes on from; None if it starts. `chosen`: keys
@@ -61,8 +57,7 @@ class Job:
     ranks: int
     model: ModelSource
     facts: ModelFacts
-    dataset: Dataset
-    known: Dataset
+    steps: Steps
     eval_dataset: Dataset | None
     tokenizer: Tokenizer | None
     timeout_seconds: float
@@ -78,22 +73,26 @@ class Job:
         """Over how many ranks a plan cuts sequences: each is a pipeline of `stages` ranks."""
         return self.ranks // self.config.stages
 
+    @property
+    def dataset(self) -> Dataset:
+        """What the run trains on."""
+        return self.steps.dataset
+
+    @property
+    def known(self) -> Dataset:
+        """What forecasts and limits are of before the first step: `dataset`, or the longest of rows that will come."""
+        return self.steps.known
+
     def batches(self, *, after: int = 0) -> Iterator[StepBatch]:
         """Yield the global batches of the run, in order, those of the first `after` steps left out."""
-        if isinstance(self.dataset, ServedDataset):
-            start = self.resume.manifest.position if self.resume is not None and self.resume.step == after else None
-            before = 0 if start else after
-            found = self.dataset.batches(self.config.global_batch, start or (0, 0))
-            following = islice(found, before, before + self.num_steps - after)
-        else:
-            following = islice(Batches(self.dataset, self.config), after, None)
-        refused = placeholders(self.model.config)
+        start = self.resume.manifest.position if self.resume is not None and self.resume.step == after else None
+        following, refused = self.steps.after(after, start), placeholders(self.model.config)
         return (StepBatch(self.dataset, batch.ids, batch.end, batch.digest, refused) for batch in following)
 
     @property
     def num_steps(self) -> int:
         """Steps of the whole run."""
-        return self.config.steps or Batches(self.dataset, self.config).num_steps
+        return self.steps.num_steps
 
     @property
     def warmup_steps(self) -> int:
@@ -156,10 +155,7 @@ class Job:
     @property
     def most_tokens(self) -> int:
         """The most tokens that a global batch of this run can have."""
-        if self.known is self.dataset:
-            return Batches(self.dataset, self.config).most_tokens
-        longest, asked = int(self.known.lengths.max()), self.config.global_batch
-        return longest * (asked.sequences or 1) if asked.tokens is None else max(longest, asked.tokens)
+        return self.steps.most_tokens
 
     @property
     def measures_at_start(self) -> bool:
@@ -173,7 +169,7 @@ class Job:
         # Some measurements are of a few ranks, which alone would wait for the others; and all are of whole models.
         if self.shard != "zero1" or self.config.stages > 1:
             return False
-        return asked == MEASURE_AT_START or (asked is None and is_long and self.known is self.dataset)
+        return asked == MEASURE_AT_START or (asked is None and is_long and self.steps.is_known)
 
     @property
     def measures(self) -> bool:
@@ -187,26 +183,16 @@ class Job:
 
     def _seconds_of_a_step(self, device: str) -> float:
         """Estimate what a step computes on a device, evenly over all ranks."""
-        lengths, asked = self._drawn_lengths(), self.config.global_batch
+        lengths, asked = self.steps.drawn_lengths(_PRICED_ROWS), self.config.global_batch
         sequences = asked.sequences or asked.tokens / lengths.mean()
         cost = base_cost(self.shape, device, precision=self.config.precision, adapters=self.facts.adapters)
         once = float(cost.compute_seconds(lengths).sum()) / len(lengths)
         return once * sequences / self.ranks
 
-    def _drawn_lengths(self) -> np.ndarray:
-        """Return the lengths of rows that the run draws, of many a sample: the first ones, in their shuffled order."""
-        if self.known is not self.dataset:
-            return self.known.lengths
-        drawn = chain.from_iterable(batch.ids for batch in Batches(self.dataset, self.config))
-        most = min(len(self.dataset.ids), _PRICED_ROWS)
-        return self.dataset.lengths[np.sort(list(islice(drawn, most)))]
-
     @property
     def first_lengths(self) -> list[int] | None:
         """The lengths of the run's first global batch; None: rows are read meanwhile, and none is known."""
-        if self.known is not self.dataset:
-            return None
-        return Batches(self.dataset, self.config).first_lengths
+        return self.steps.first_lengths
 
     @property
     def shard(self) -> str:

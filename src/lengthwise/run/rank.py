@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from lengthwise.comm import Transport, World
-from lengthwise.data.remote import RemoteDataset
-from lengthwise.data.stream import StreamDataset
 from lengthwise.planner.service.process import PlannerProcess
+from lengthwise.run.actors import serving
 from lengthwise.run.building import connect
 from lengthwise.run.callbacks import Callback, TrainResult, call_back
 from lengthwise.run.folder import RunFolder
@@ -72,18 +72,15 @@ def _serving_rows(
 
     ending: as for `reading`.
     """
-    dataset, seconds = job.dataset, job.timeout_seconds
-    if isinstance(dataset, StreamDataset):
-        served = reading(dataset, world, transport, timeout_seconds=seconds, say=say, ending=ending)
-    elif isinstance(dataset, RemoteDataset):
-        from lengthwise.run.actors import serving
-
-        is_forked = world.rendezvous is not None
-        served = serving(dataset, transport, timeout_seconds=seconds, say=say, is_forked=is_forked)
-    else:
+    key: Any = job.config.data[0].comes_meanwhile
+    if key is None:
         yield
         return
-    with served:
+    dataset: Any = job.dataset
+    with _SERVING[key](dataset, world, transport, timeout_seconds=job.timeout_seconds, say=say, ending=ending):
         yield
     if dataset.skipped:
         say(f"rows left out so far: {dataset.left_out}")
+
+
+_SERVING = {"streaming": reading, "remote": serving}
