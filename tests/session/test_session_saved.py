@@ -19,6 +19,7 @@ from lengthwise.checkpoint.writer import WRITTEN
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.faults import VARIABLE
 from lengthwise.session import Session
+from lengthwise.session.slices import StateFolders
 from run.small_runs import call
 from session.loops import LargestTensor, in_double, in_ranks, planned_loop, small_model, steps_of
 from tiers import more, some
@@ -401,3 +402,36 @@ def test_a_save_in_the_background_is_there_at_a_later_end_and_one_that_fails_is_
     assert saved_step() == 4, "written until the session closed"
     assert call("checkpoint", "verify", folder) == 0
     assert [each.name for each in tmp_path.glob("state*")] == ["state"]
+
+
+def test_a_save_in_the_background_whose_session_nobody_closes_is_named(tmp_path):
+    """A loop that ends without `close` leaves the checkpoint of before, and says so."""
+
+    def work(_rank):
+        with opened(ZERO1[0], model=small_model()) as session, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            folders = StateFolders(session._transport)
+            folders.save(session._sharded, tmp_path / "state", 1, background=True)
+            folders.close()
+            del folders
+            gc.collect()
+        return [str(each.message) for each in caught if "its session was not closed" in str(each.message)]
+
+    ((warning,),) = in_ranks(work, 1, tmp_path)
+    assert f"no checkpoint {tmp_path / 'state'} after step 1" in warning
+
+
+def test_a_folder_with_a_manifest_of_something_else_is_not_replaced(tmp_path):
+    folder = tmp_path / "page"
+    folder.mkdir()
+    (folder / "manifest.json").write_text('{"name": "mine"}')
+    (folder / "notes.txt").write_text("mine")
+
+    def work(_rank):
+        with opened(ZERO1[0], model=small_model()) as session, pytest.raises(LengthwiseError) as error:
+            session.save(folder)
+        return str(error.value)
+
+    (refusal,) = in_ranks(work, 1, tmp_path)
+    assert "expected a new folder, or a checkpoint to replace; got something else" in refusal
+    assert (folder / "notes.txt").read_text() == "mine"

@@ -7,6 +7,7 @@ before anything changes, and all ranks raise what one finds.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -85,6 +86,9 @@ class StateFolders:
 
     def __init__(self, transport: Transport) -> None:
         self._transport, self._writer = transport, SliceWriter(transport)
+        self._under_way: list[tuple[Path, int]] = []  # in the background: folder and step
+        if transport.rank == 0:
+            weakref.finalize(self, _name_left, self._under_way)  # of a session that nobody closes
 
     @property
     def progress(self) -> float:
@@ -103,7 +107,9 @@ class StateFolders:
         self._transport.phase = f"saving after step {step}"
         on_first_rank(self._transport, lambda: _refuse_other(folder))
         self._writer.save(folder, step, updates, lambda state: Manifest(**state))
-        if not background:
+        if background:
+            self._under_way.append((folder, step))
+        else:
             ended = self._writer.finish()
             if ended is not None and ended.error is not None:
                 remedy = "Free or repair the disk; a checkpoint that was there before still is."
@@ -111,11 +117,11 @@ class StateFolders:
 
     def settle(self, progress: Sequence[float]) -> None:
         """Commit what is under way if all ranks have written, by `progress` of each; collective where one failed."""
-        _warn(self._writer.settle(progress))
+        self._end(self._writer.settle(progress))
 
     def finish(self) -> None:
         """Wait until what is under way is committed, or has failed. Collective."""
-        _warn(self._writer.finish())
+        self._end(self._writer.finish())
 
     def close(self) -> None:
         """Wait for what writes; it stays unfinished."""
@@ -150,6 +156,11 @@ class StateFolders:
         updates.publish()
         return manifest.step
 
+    def _end(self, ended: Ended | None) -> None:
+        if ended is not None:
+            self._under_way.clear()
+            _warn(ended)
+
     def _read_manifest(self, updates: LoopOptimizer, folder: Path) -> tuple[Manifest | None, list[LengthwiseError]]:
         """Return the manifest of a folder, as this rank sees it, and why it cannot be loaded."""
         if not folder.is_dir():
@@ -178,10 +189,14 @@ class StateFolders:
 
 def _refuse_other(folder: Path) -> None:
     """Refuse to write where something else is than a checkpoint; OutputError: it is."""
-    is_free = not folder.exists() or (folder / NAME).is_file() or (folder.is_dir() and not any(folder.iterdir()))
-    if not is_free:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    try:
+        read_manifest(folder)  # its digest: a manifest.json alone may be anybody's
+    except LengthwiseError:
         remedy = "Name a new folder, or remove this one."
-        raise OutputError(str(folder), expected="a new folder, or a checkpoint to replace", got="others", remedy=remedy)
+        expected = "a new folder, or a checkpoint to replace"
+        raise OutputError(str(folder), expected=expected, got="something else", remedy=remedy) from None
 
 
 def _put_back(folder: Path) -> None:
@@ -194,7 +209,14 @@ def _problem(folder: Path, expected: str, got: str) -> OutputError:
     return OutputError(str(folder), expected=expected, got=got, remedy=_ANOTHER)
 
 
-def _warn(ended: Ended | None) -> None:
-    if ended is not None and ended.error is not None:
+def _warn(ended: Ended) -> None:
+    if ended.error is not None:
         text = f"lengthwise: no checkpoint {ended.path} after step {ended.step}: {ended.error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def _name_left(under_way: Sequence[tuple[Path, int]]) -> None:
+    """Warn of what was written in the background, and was not whole when its session went."""
+    for folder, step in under_way:
+        text = f"lengthwise: no checkpoint {folder} after step {step}: its session was not closed"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
