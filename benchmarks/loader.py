@@ -42,7 +42,7 @@ from pyarrow import parquet
 from testing.laid import whole_parameters
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import Mesh, SoloTransport
+from lengthwise.comm import Mesh, SoloTransport, World
 from lengthwise.config import DataSource, build_config
 from lengthwise.core.plan import Plan
 from lengthwise.data import ByteTokenizer, load_dataset
@@ -247,8 +247,8 @@ def remote_table(folder: Path, rows: int, blocks: int, steps: int, tokens: int) 
     start, found, held = time.perf_counter(), list[tuple[Block, Block]](), list[float]()
     with PlannerProcess() as process, ExitStack() as stack:
         assert isinstance(jobs[1].dataset, RemoteDataset)
-        seconds = {"timeout_seconds": 600.0, "say": lambda _line: None}
-        stack.enter_context(serving(jobs[1].dataset, SoloTransport(), **seconds))
+        world, how = World(rank=0, world_size=1), {"timeout_seconds": 600.0, "say": lambda _line: None}
+        stack.enter_context(serving(jobs[1].dataset, world, SoloTransport(), ending=stack, **how))
         started = time.perf_counter() - start
         ours, theirs = Loops(jobs[1], steps), Loops(jobs[0], steps)
         for block in range(-1, blocks):

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 import warnings
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from lengthwise.checkpoint.manifest import read_run_manifest, signed
-from lengthwise.checkpoint.writer import WRITTEN
+from lengthwise.checkpoint.writer import WRITTEN, SliceWriter
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.faults import VARIABLE
 from lengthwise.session import Session
@@ -247,7 +248,7 @@ def regroup(values):
 DAMAGES = [
     (break_byte, r"SHA-256"),
     (lambda folder: (folder / "rank-00000.safetensors").unlink(), r"rank-00000\.safetensors.*No such file"),
-    (lambda folder: (folder / "manifest.json").unlink(), r"manifest\.json.*No such file"),
+    (lambda folder: (folder / "manifest.json").unlink(), r"no manifest\.json in it\. Name a folder that Session\.save"),
     (shutil.rmtree, r"no such folder\. Name a folder that Session\.save has written"),
     (edit(rename), r"model\.embed_tokens\.weight is missing"),
     (edit(regroup), r"its optimizer's groups: expected 2 of "),
@@ -412,3 +413,37 @@ def test_a_save_in_the_background_is_there_at_a_later_end_and_one_that_fails_is_
     assert saved_step() == 4, "written until the session closed"
     assert call("checkpoint", "verify", folder) == 0
     assert [each.name for each in tmp_path.glob("state*")] == ["state"]
+
+
+def test_a_save_in_the_background_whose_session_nobody_closes_is_named(tmp_path):
+    """A loop that ends without `close` leaves the checkpoint of before, and says so."""
+
+    def work(_rank):
+        with opened(ZERO1[0], model=small_model()) as session, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            writer = SliceWriter(session._transport)
+            weakref.finalize(writer, session_slices.warn_of_left, writer.under_way)  # as a session of a loop has it
+            session_slices.save(writer, session._sharded, tmp_path / "state", 1, background=True)
+            writer.close()
+            del writer
+            gc.collect()
+        return [str(each.message) for each in caught if "its session was not closed" in str(each.message)]
+
+    ((warning,),) = in_ranks(work, 1, tmp_path)
+    assert f"no checkpoint {tmp_path / 'state'} after step 1" in warning
+
+
+def test_a_folder_with_a_manifest_of_something_else_is_not_replaced(tmp_path):
+    folder = tmp_path / "page"
+    folder.mkdir()
+    (folder / "manifest.json").write_text('{"name": "mine"}')
+    (folder / "notes.txt").write_text("mine")
+
+    def work(_rank):
+        with opened(ZERO1[0], model=small_model()) as session, pytest.raises(LengthwiseError) as error:
+            session.save(folder)
+        return str(error.value)
+
+    (refusal,) = in_ranks(work, 1, tmp_path)
+    assert "expected a new folder, or a checkpoint to replace; got something else" in refusal
+    assert (folder / "notes.txt").read_text() == "mine"

@@ -41,13 +41,17 @@ class Ended:
 
 
 class SliceWriter:
-    """Writes this rank's part of one folder at a time. Methods marked so are collective."""
+    """Writes this rank's part of one folder at a time. Methods marked so are collective.
+
+    under_way: the folder and step of what is not over.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self._path, self._step, self._manifest = Path(), 0, None
         self._thread: threading.Thread | None = None
         self._ended: Callable[[Ended], object] = lambda _: None
+        self.under_way: list[tuple[Path, int]] = []
         self._error: str | None = None
 
     @property
@@ -114,6 +118,7 @@ class SliceWriter:
         state, kept = copied or ({}, {})
         self._thread = threading.Thread(target=self._write, args=(unfinished, state, kept), name=f"checkpoint {step}")
         self._thread.start()
+        self.under_way.append((path, step))
 
     def settle(self, progress: Sequence[float]) -> None:
         """Commit what is under way if all ranks have written, by `progress` of each.
@@ -186,6 +191,7 @@ class SliceWriter:
     def _end(self, *, shares: bool) -> None:
         """Say how it ended. Collective where it `shares` the first rank's error."""
         error, self._thread, self._manifest = self._error, None, None
+        self.under_way.clear()
         if shares:
             error = share_first(self.transport, {} if error is None else {"error": error}).get("error")
         if error is not None and self.transport.rank == 0:

@@ -75,8 +75,8 @@ class Job:
 
     @property
     def dataset(self) -> Dataset:
-        """What the run trains on."""
-        return self.steps.dataset
+        """What the run trains on; where others serve it, only its steps have rows."""
+        return self.steps.dataset  # pyright: ignore[reportReturnType] - a served one has no rows of its own
 
     @property
     def known(self) -> Dataset:

@@ -34,6 +34,7 @@ from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.runner import StepResult, StepRunner, first_step_sentence, refuse_not_finite
 from lengthwise.session.saved import SavedSession
 from lengthwise.session.settings import planning_of
+from lengthwise.session.slices import warn_of_left
 from lengthwise.session.source import PlannedStep, StepsOfIterators
 from lengthwise.session.start import Own, Start, settled, start_engine
 from lengthwise.session.step_end import SessionStepEnd
@@ -96,6 +97,9 @@ class Session(SavedSession):
                 stages = self._settings.asked.stages
                 self.runner.end = SessionStepEnd(updates=self._sharded, transport=start.transport, stages=stages)
                 self._sharded.compare = self._agreement.reach
+                if not self.rank:
+                    writer = self.runner.writer
+                    weakref.finalize(writer, warn_of_left, writer.under_way)  # of a session that nobody closes
             self.plan_with(start.cost)
         except BaseException:
             self._closing.close()

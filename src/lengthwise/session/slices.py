@@ -7,7 +7,7 @@ before anything changes, and all ranks raise what one finds.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -90,8 +90,7 @@ def save(writer: SliceWriter, updates: LoopOptimizer, folder: Path, step: int, *
     updates.take_changes()
     on_first_rank(writer.transport, lambda: _refuse_other(folder))
     found = list[Ended]()
-    ended = _warn if background else found.append
-    writer.save(folder, step, updates, lambda state: Manifest(**state), ended=ended)
+    writer.save(folder, step, updates, lambda state: Manifest(**state), ended=_warn if background else found.append)
     if not background:
         writer.finish()
         if found[0].error is not None:
@@ -132,10 +131,11 @@ def _read_manifest(
     transport: Transport, updates: LoopOptimizer, folder: Path
 ) -> tuple[Manifest | None, list[LengthwiseError]]:
     """Return the manifest of a folder, as this rank sees it, and why it cannot be loaded."""
-    if not folder.is_dir():
+    if not (folder / NAME).is_file():
         where = f"rank {transport.rank}, {folder}"
         remedy = "Name a folder that Session.save has written." if transport.rank == 0 else _SHARED
-        return None, [OutputError(where, expected="a checkpoint", got="no such folder", remedy=remedy)]
+        got = f"no {NAME} in it" if folder.is_dir() else "no such folder"
+        return None, [OutputError(where, expected="a checkpoint", got=got, remedy=remedy)]
     try:
         manifest = read_manifest(folder)
         if transport.rank == 0:
@@ -158,10 +158,14 @@ def _read_manifest(
 
 def _refuse_other(folder: Path) -> None:
     """Refuse to write where something else is than a checkpoint; OutputError: it is."""
-    is_free = not folder.exists() or (folder / NAME).is_file() or (folder.is_dir() and not any(folder.iterdir()))
-    if not is_free:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    try:
+        read_manifest(folder)  # its digest: a manifest.json alone may be anybody's
+    except LengthwiseError:
         remedy = "Name a new folder, or remove this one."
-        raise OutputError(str(folder), expected="a new folder, or a checkpoint to replace", got="others", remedy=remedy)
+        expected = "a new folder, or a checkpoint to replace"
+        raise OutputError(str(folder), expected=expected, got="something else", remedy=remedy) from None
 
 
 def _put_back(folder: Path) -> None:
@@ -177,4 +181,11 @@ def _problem(folder: Path, expected: str, got: str) -> OutputError:
 def _warn(ended: Ended) -> None:
     if ended.error is not None:
         text = f"lengthwise: no checkpoint {ended.path} after step {ended.step}: {ended.error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def warn_of_left(under_way: Sequence[tuple[Path, int]]) -> None:
+    """Warn of what was written in the background, and was not whole when its session went without `close`."""
+    for folder, step in under_way:
+        text = f"lengthwise: no checkpoint {folder} after step {step}: its session was not closed"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
