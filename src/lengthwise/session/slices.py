@@ -131,7 +131,7 @@ def _read_manifest(
     transport: Transport, updates: LoopOptimizer, folder: Path
 ) -> tuple[Manifest | None, list[LengthwiseError]]:
     """Return the manifest of a folder, as this rank sees it, and why it cannot be loaded."""
-    if not (folder / NAME).is_file():
+    if not folder.is_dir() or not (folder / NAME).is_file():
         where = f"rank {transport.rank}, {folder}"
         remedy = "Name a folder that Session.save has written." if transport.rank == 0 else _SHARED
         got = f"no {NAME} in it" if folder.is_dir() else "no such folder"
