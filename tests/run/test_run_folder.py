@@ -164,10 +164,10 @@ def test_an_interrupt_says_whether_the_model_was_saved_and_names_the_newest_chec
         assert call("train", path) == 130
         assert capfd.readouterr().err == f"interrupted: nothing was saved; {why}\n"
         keys = ("--set", "checkpoint={every_steps: 1, background: false}")
-        assert call("train", path, "--overwrite", *keys) == 130
+        assert call("train", path, "--overwrite", *keys, "--ranks", 1) == 130
     saved = f"the newest checkpoint is {tmp_path}/out/checkpoints/step-000001"
     given = "--set 'checkpoint={every_steps: 1, background: false}'"
-    command = f"go on from the newest checkpoint: lengthwise train {path} {given} --resume"
+    command = f"go on from the newest checkpoint: lengthwise train {path} {given} --ranks 1 --resume"
     assert capfd.readouterr().err == f"interrupted: {saved}; {command}\n"
     monkeypatch.setattr(setup.RankRun, "close", interrupted)
     assert call("train", path, "--overwrite") == 130

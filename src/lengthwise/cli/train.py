@@ -75,6 +75,7 @@ class Train(RunOptions):
         from lengthwise.run.api import train
 
         changes = [f"--set {shlex.join(each for group in self.set for each in group)}"] * bool(self.set)
+        changes += [f"--ranks {self.ranks}"] * (self.ranks is not None)
         command = " ".join(["lengthwise train", shlex.quote(str(self.config)), *changes, "--resume"])
         try:
             result = train(
