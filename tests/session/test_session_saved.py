@@ -19,8 +19,7 @@ from lengthwise.checkpoint.manifest import read_run_manifest, signed
 from lengthwise.checkpoint.writer import WRITTEN, SliceWriter
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.faults import VARIABLE
-from lengthwise.session import Session
-from lengthwise.session import slices as session_slices
+from lengthwise.session import Session, state_folder
 from run.small_runs import call
 from session.loops import LargestTensor, in_double, in_ranks, planned_loop, small_model, steps_of
 from tiers import more, some
@@ -328,7 +327,7 @@ def test_a_rank_that_does_not_see_the_folder_is_named_on_all_ranks(tmp_path):
                     call_it(tmp_path / folder)
                 found.append(str(caught.value))
             patch.undo()
-            patch.setattr(session_slices, "Manifest", broken)
+            patch.setattr(state_folder, "Manifest", broken)
             with pytest.raises(LengthwiseError) as caught:
                 session.save(tmp_path / "state")
         return *found, str(caught.value)
@@ -422,8 +421,8 @@ def test_a_save_in_the_background_whose_session_nobody_closes_is_named(tmp_path)
         with opened(ZERO1[0], model=small_model()) as session, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             writer = SliceWriter(session._transport)
-            weakref.finalize(writer, session_slices.warn_of_left, writer.under_way)  # as a session of a loop has it
-            session_slices.save(writer, session._sharded, tmp_path / "state", 1, background=True)
+            weakref.finalize(writer, state_folder.warn_of_left, writer.under_way)  # as a session of a loop has it
+            state_folder.save(writer, session._sharded, tmp_path / "state", 1, background=True)
             writer.close()
             del writer
             gc.collect()

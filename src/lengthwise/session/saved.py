@@ -19,9 +19,9 @@ from lengthwise.session.misuse import check_kinds
 from lengthwise.session.model import names_in_wrap, names_inside
 from lengthwise.session.runner import StepRunner
 from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
-from lengthwise.session.slices import load, save
 from lengthwise.session.stages import whole_states
 from lengthwise.session.state import take_state
+from lengthwise.session.state_folder import load, save
 
 
 class SavedSession:

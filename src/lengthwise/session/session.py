@@ -34,9 +34,9 @@ from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.runner import StepResult, StepRunner, first_step_sentence, refuse_not_finite
 from lengthwise.session.saved import SavedSession
 from lengthwise.session.settings import planning_of
-from lengthwise.session.slices import warn_of_left
 from lengthwise.session.source import PlannedStep, StepsOfIterators
 from lengthwise.session.start import Own, Start, settled, start_engine
+from lengthwise.session.state_folder import warn_of_left
 from lengthwise.session.step_end import SessionStepEnd
 from lengthwise.session.values import Combine, Per, combined, gather, refuse_dropout
 
