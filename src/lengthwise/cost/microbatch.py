@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,30 +84,33 @@ class MicrobatchBytes:
         """Return the bytes that backward may have back early."""
         return WINDOW_LAYERS * self.saved(rows) / self.layers
 
-    def forward_peak(self, rows: int, offload: float, leaving_bytes: int) -> float:
-        """Return the most in forward, to a store that allows `leaving_bytes` on their way."""
+    def held(self, rows: int, offload: float, leaving_bytes: int) -> HeldBytes:
+        """Return what there is on the device at a ratio of offload, to a store that allows `leaving_bytes`."""
+        if rows > self.most_rows and self.beyond is not None:
+            return self.beyond.held(rows, offload, leaving_bytes)
         assert self.forward is not None, "only what is saved was measured"
-        away = self.away(rows, offload)
-        return self.forward.peak(rows, away=max(0.0, away - self.leaving(rows, leaving_bytes)))
-
-    def backward_peak(self, rows: int, offload: float) -> float:
-        """Return the most in backward."""
         assert self.backward is not None, "only what is saved was measured"
-        return self.backward.peak(rows, away=self.away(rows, offload), window=self.window(rows))
+        away, window, leaving = self.away(rows, offload), self.window(rows), self.leaving(rows, leaving_bytes)
+        return HeldBytes(
+            forward=self.forward.peak(rows, away=max(0.0, away - leaving)),
+            backward=self.backward.peak(rows, away=away, window=window),
+            kept=self.forward.left(rows, away=away),
+            returned=min(away, max(0.0, window - (self.saved(rows) - away))),
+            leaving=leaving,
+        )
 
-    def kept(self, rows: int, offload: float) -> float:
-        """Return what is there between forward and backward."""
-        assert self.forward is not None, "only what is saved was measured"
-        return self.forward.left(rows, away=self.away(rows, offload))
 
-    def back(self, rows: int, offload: float) -> float:
-        """Return what of it comes back while the pass before its backward runs."""
-        away = self.away(rows, offload)
-        return min(away, max(0.0, self.window(rows) - (self.saved(rows) - away)))
+class HeldBytes(NamedTuple):
+    """Bytes of a microbatch on the device: the most in forward and in backward, and between these `kept`.
 
-    def at(self, rows: int) -> MicrobatchBytes:
-        """Return those of so many rows."""
-        return self.beyond if rows > self.most_rows and self.beyond is not None else self
+    returned: what of it comes back while the pass before its backward runs. leaving: what may be on its way to a store.
+    """
+
+    forward: float
+    backward: float
+    kept: float
+    returned: float
+    leaving: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,18 +154,14 @@ class StepBytes:
 
         offload: ratio of them. leaving_bytes: that their store allows on the way to it.
         """
-        chunks = {number: each.at(rows) for number, each in self.chunks.items()}
-        kept = {number: each.kept(rows, offload) for number, each in chunks.items()}
-        runs = {}
-        for number, each in chunks.items():
-            runs[number, True] = each.forward_peak(rows, offload, leaving_bytes)
-            runs[number, False] = each.backward_peak(rows, offload)
+        of_chunk = {number: each.held(rows, offload, leaving_bytes) for number, each in self.chunks.items()}
         peak = 0.0
         for each in self.passes:
-            held = runs[each.chunk, each.is_forward] + each.hidden * self.hidden_a_row * rows
-            held += sum(number * kept[chunk] for chunk, number in each.kept)
-            held += sum(chunks[chunk].back(rows, offload) for chunk in each.returned)
+            own = of_chunk[each.chunk]
+            held = (own.forward if each.is_forward else own.backward) + each.hidden * self.hidden_a_row * rows
+            held += sum(number * of_chunk[chunk].kept for chunk, number in each.kept)
+            held += sum(of_chunk[chunk].returned for chunk in each.returned)
             if each.kept and offload and not each.is_forward:
-                held += max(chunks[chunk].leaving(rows, leaving_bytes) for chunk, _ in each.kept)
+                held += max(of_chunk[chunk].leaving for chunk, _ in each.kept)
             peak = max(peak, held)
         return round(peak)
