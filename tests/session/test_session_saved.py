@@ -439,8 +439,11 @@ def test_a_folder_with_a_manifest_of_something_else_is_not_replaced(tmp_path):
     (folder / "notes.txt").write_text("mine")
 
     def work(_rank):
-        with opened(ZERO1[0], model=small_model()) as session, pytest.raises(LengthwiseError) as error:
-            session.save(folder)
+        with opened(ZERO1[0], model=small_model()) as session:
+            with pytest.raises(LengthwiseError) as error:
+                session.save(folder)
+            with pytest.raises(LengthwiseError, match="got one of something else. Name a folder that lengthwise has"):
+                session.load(folder)
         return str(error.value)
 
     (refusal,) = in_ranks(work, 1, tmp_path)

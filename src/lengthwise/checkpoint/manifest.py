@@ -214,6 +214,9 @@ def _read(folder: Path, kind: type[Manifest] | None) -> Manifest:
         if path.is_symlink():
             raise ValueError("a link")
         raw = read_json(path)
+        if isinstance(raw, dict) and not {_DIGEST, "schema"} & raw.keys():
+            got, remedy = "one of something else", "Name a folder that lengthwise has written."
+            raise OutputError(str(path), expected="a checkpoint's manifest", got=got, remedy=remedy)
         if not isinstance(raw, dict) or raw.pop(_DIGEST, None) != _digest_of(raw):
             raise ValueError(f"other values than those of its {_DIGEST}")
         kind = kind or (RunManifest if _RUN in raw else Manifest)
