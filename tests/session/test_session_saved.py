@@ -442,7 +442,7 @@ def test_a_folder_with_a_manifest_of_something_else_is_not_replaced(tmp_path):
         with opened(ZERO1[0], model=small_model()) as session:
             with pytest.raises(LengthwiseError) as error:
                 session.save(folder)
-            with pytest.raises(LengthwiseError, match="got one of something else. Name a folder that lengthwise has"):
+            with pytest.raises(LengthwiseError, match=r"got one of something else\. Name a folder that lengthwise has"):
                 session.load(folder)
         return str(error.value)
 
