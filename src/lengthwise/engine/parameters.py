@@ -29,11 +29,12 @@ from torch import Tensor, nn
 
 from lengthwise.comm import Pending
 from lengthwise.engine.flat_layout import BucketOrder
-from lengthwise.engine.placing import refuse_hooks, refuse_parts, replace_parameters, replaced, share_values, trainable
+from lengthwise.engine.placing import refuse_hooks, refuse_parts, replaced, share_values, trainable
 from lengthwise.engine.slices import Sharding, Slices, axes_of, gathered, whole_inside
 from lengthwise.engine.stage_share import StageShare
 from lengthwise.engine.units import Accumulation, ModelUnit, units_of
 from lengthwise.engine.waves import Waves
+from lengthwise.models.modules import replace_parameters
 
 MASTER_WEIGHTS = "master_weights"
 
