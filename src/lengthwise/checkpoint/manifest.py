@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -154,6 +154,9 @@ class RunManifest(Manifest):
             yield f"step {shown(self.step)}, by the folder's name another"
 
 
+_Kind = TypeVar("_Kind", bound=Manifest)
+
+
 def fields_of_state(parameters: Parameters, *, step: int, ranks: int, optimizer: OptimizerState) -> dict[str, Any]:
     """Return what a manifest says of a state that is about to be written, without its files."""
     saved = parameters.saved
@@ -197,42 +200,48 @@ def parameters_of(layout: FlatLayout, names: list[str], shapes: list[tuple[int, 
 
 def read_run_manifest(folder: Path) -> RunManifest:
     """Read the manifest of a run's checkpoint; OutputError: as `read_manifest`, or it is of no run."""
-    found = _read(folder, RunManifest)
-    assert isinstance(found, RunManifest), "as asked"
-    return found
+    values = _read_values(folder)
+    if _RUN not in values:
+        remedy = "Load it by Session.load, in a loop of your own."
+        raise OutputError(str(folder / NAME), expected="a checkpoint of a run", got="one of a session", remedy=remedy)
+    return _checked(folder, values, RunManifest)
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint; OutputError: there is none, or it is broken, with the first thing wrong."""
-    return _read(folder, None)
+    values = _read_values(folder)
+    return _checked(folder, values, RunManifest if _RUN in values else Manifest)
 
 
-def _read(folder: Path, kind: type[Manifest] | None) -> Manifest:
-    """Read a manifest of this kind; None: of the one that it has the keys of."""
+def _read_values(folder: Path) -> dict[str, Any]:
+    """Return the values of a manifest, which its digest fits."""
     path = folder / NAME
     try:
         if path.is_symlink():
             raise ValueError("a link")
-        raw = read_json(path)
-        if isinstance(raw, dict) and not {_DIGEST, "schema"} & raw.keys():
+        values = read_json(path)
+        if isinstance(values, dict) and not {_DIGEST, "schema"} & values.keys():
             got, remedy = "one of something else", "Name a folder that lengthwise has written."
             raise OutputError(str(path), expected="a checkpoint's manifest", got=got, remedy=remedy)
-        if not isinstance(raw, dict) or raw.pop(_DIGEST, None) != _digest_of(raw):
+        if not isinstance(values, dict) or values.pop(_DIGEST, None) != _digest_of(values):
             raise ValueError(f"other values than those of its {_DIGEST}")
-        kind = kind or (RunManifest if _RUN in raw else Manifest)
-        if kind is RunManifest and _RUN not in raw:
-            remedy = "Load it by Session.load, in a loop of your own."
-            raise OutputError(str(path), expected="a checkpoint of a run", got="one of a session", remedy=remedy)
-        found = TypeAdapter(kind).validate_json(json.dumps(raw))
+    except ValueError as error:
+        raise OutputError(str(path), expected="a checkpoint's manifest", got=str(error), remedy=_REMEDY) from None
+    return values
+
+
+def _checked(folder: Path, values: Mapping[str, Any], kind: type[_Kind]) -> _Kind:
+    """Return a manifest of this kind, all of it checked."""
+    where = str(folder / NAME)
+    try:
+        found = TypeAdapter(kind).validate_json(json.dumps(values))
     except ValidationError as error:
         first = error.errors()[0]
         got = f"{shown(first['input'])} at {'.'.join(map(str, first['loc'])) or 'the top'}"
-        raise OutputError(str(path), expected="a checkpoint's manifest", got=got, remedy=_REMEDY) from None
-    except ValueError as error:
-        raise OutputError(str(path), expected="a checkpoint's manifest", got=str(error), remedy=_REMEDY) from None
+        raise OutputError(where, expected="a checkpoint's manifest", got=got, remedy=_REMEDY) from None
     wrong = next(found.contradictions(folder.name), None) or next(_contradictions(found), None)
     if wrong is not None:
-        raise OutputError(str(path), expected="a manifest without contradictions", got=wrong, remedy=_REMEDY)
+        raise OutputError(where, expected="a manifest without contradictions", got=wrong, remedy=_REMEDY)
     return found
 
 

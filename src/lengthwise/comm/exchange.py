@@ -12,7 +12,7 @@ import torch
 
 from lengthwise.comm.transport import Transport
 from lengthwise.core import errors
-from lengthwise.core.errors import Collector, LengthwiseError, RankError, raise_problems
+from lengthwise.core.errors import Collector, LengthwiseError, OutputError, RankError, raise_problems
 
 Value = TypeVar("Value")
 
@@ -66,6 +66,25 @@ def from_first(transport: Transport, work: Callable[[], Value]) -> Value:
     sent = json.loads(broadcast_bytes(transport, None if transport.rank else own))
     raise_problems(problems.problems or [_error(*each) for each in sent[1]])
     return sent[0]
+
+
+def on_first_rank(transport: Transport, work: Callable[[], None]) -> None:
+    """Do `work`, which writes, on rank 0: `from_first` where a library may raise anything. Collective.
+
+    Raises:
+        LengthwiseError: that which it raised there, on all ranks; OutputError: it raised anything else.
+    """
+
+    def written() -> None:
+        try:
+            work()
+        except LengthwiseError:
+            raise
+        except Exception as error:  # of a library; the others wait for a word
+            expected, remedy, got = "to write on rank 0", "Correct what it names.", f"{type(error).__name__}: {error}"
+            raise OutputError("rank 0", expected=expected, got=got, remedy=remedy) from error
+
+    from_first(transport, written)
 
 
 def raise_together(transport: Transport, problems: Sequence[LengthwiseError]) -> None:

@@ -1,7 +1,7 @@
 """The parameters of a model on one rank, their gradients and exact values: the one owner, however they lie over ranks.
 
-Ranks stand in nodes of n. Inside a node they gather values and sum gradients in every pass; replicas, the ranks of one
-place in all W/n nodes, sum gradients and share updated values once a step. A rank keeps (`engine.slices`)
+Ranks of a node, n of W, gather values and sum gradients in every pass; replicas, the ranks of one place in all nodes,
+sum gradients and share updated values once a step. A rank keeps (`engine.slices`)
 
     master_weights  (fp32, or fp64)     its slices among all ranks, exact
     grad_shard      (fp32, or fp64)     of the same entries, the sum of all ranks and microbatches
@@ -15,8 +15,7 @@ place in all W/n nodes, sum gradients and share updated values once a step. A ra
     hybrid                  1 < n < W: as zero3 in a node, as zero1 between nodes
 
 Two of the same entries are one tensor, but for values that stay in another dtype: zero3 casts what it gathers. Bytes a
-parameter with AdamW in bf16: zero1 6 + 16/W (one rank alone 18), zero3 16/W, hybrid 6/n + 16/W; in fp32 two more for
-each 6 (one rank alone 16). Sources: ZeRO stages 1 and 3 (arXiv 1910.02054).
+parameter: docs/sharding.md. Source: ZeRO stages 1 and 3 (arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -29,11 +28,12 @@ from torch import Tensor, nn
 
 from lengthwise.comm import Pending
 from lengthwise.engine.flat_layout import BucketOrder
-from lengthwise.engine.placing import refuse_hooks, refuse_parts, replace_parameters, replaced, share_values, trainable
+from lengthwise.engine.placing import refuse_hooks, refuse_parts, replaced, share_values, trainable
 from lengthwise.engine.slices import Sharding, Slices, axes_of, gathered, whole_inside
 from lengthwise.engine.stage_share import StageShare
 from lengthwise.engine.units import Accumulation, ModelUnit, units_of
 from lengthwise.engine.waves import Waves
+from lengthwise.models.modules import replace_parameters
 
 MASTER_WEIGHTS = "master_weights"
 

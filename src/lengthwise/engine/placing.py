@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lengthwise.comm import Transport
 from lengthwise.core.errors import ModelRefused
+from lengthwise.models.modules import replace_parameters
 from lengthwise.models.text_part import whole_model
 
 
@@ -88,14 +89,6 @@ def as_view(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
         return nn.Parameter(value, requires_grad=parameter.requires_grad)
     parameter.data, parameter.grad = value, None
     return parameter
-
-
-def replace_parameters(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
-    """Put parameters that were made anew in the place of those of these ids, tied ones in all their places."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in made:
-                module._parameters[name] = made[id(parameter)]
 
 
 def refuse_parts(model: nn.Module, is_whole: Callable[[], bool]) -> None:

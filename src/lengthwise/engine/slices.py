@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from lengthwise.comm import Pending, SoloTransport, Transport
 from lengthwise.engine.flat_layout import BUCKET_ENTRIES, FlatLayout, Run, lay_out
-from lengthwise.engine.placing import as_view, replace_parameters
+from lengthwise.engine.placing import as_view
 from lengthwise.engine.units import UnitPart
+from lengthwise.models.modules import replace_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

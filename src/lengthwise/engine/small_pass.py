@@ -1,15 +1,12 @@
 """Small forward and backward passes of a model as one rank of any microbatch runs them, and what is there on the way.
 
-1. One sequence is cut as a plan would cut it; this rank runs its part alone, and what others would send is zeros. A
-   chunk of a stage runs on random hidden states, and its backward on a gradient of zeros.
-2. All that an operation makes is counted until it is freed, and noted after each one; on GPUs the most that was asked
-   of the allocator between two attentions is, in a pass that has run once before: what libraries and compiled code
-   allocate the first time is of no microbatch.
-3. Two passes of different length, whose operations are the same, give a line over the rows for each moment
-   (`cost.MicrobatchBytes`); where routing makes them differ, for the highest moment between two attentions. A line that
-   falls is refused: something else was allocated or freed meanwhile, and what it says of long passes is wrong.
+One sequence is cut as a plan would cut it; this rank runs its part alone, and what others would send is zeros. A chunk
+of a stage runs on random hidden states, and its backward on a gradient of zeros. All that an operation makes is counted
+until it is freed; on GPUs it is the most that was asked of the allocator between two attentions, in a pass that has run
+once before. Two passes of different length give a line over the rows for each moment (`cost.MicrobatchBytes`); where
+routing makes their operations differ, for the highest moment between two attentions. A line that falls is refused.
 
-Costs a second or less a pass for a model of 100M parameters. Why lines: docs/decisions/capacity-measured.md.
+Why so: docs/decisions/capacity-measured.md.
 """
 
 from __future__ import annotations

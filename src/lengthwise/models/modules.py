@@ -1,6 +1,8 @@
-"""A model's modules, as every microbatch looks for some of them."""
+"""A model's modules, as every microbatch looks for some of them, and parameters that are put into them."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -17,3 +19,11 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
             found[module] = None
             left += reversed(module._modules.values())
     return list(found)
+
+
+def replace_parameters(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
+    """Put parameters that were made anew in the place of those of these ids, tied ones in all their places."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in made:
+                module._parameters[name] = made[id(parameter)]

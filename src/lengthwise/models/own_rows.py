@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from lengthwise.models.load import ModelSource, weights_folder
+from lengthwise.models.modules import replace_parameters
 from lengthwise.models.text_part import left_alone, whole_model
 from lengthwise.models.weights import check_finite, tensor_files
 
@@ -96,10 +97,7 @@ def put_parameters(model: nn.Module, before: Mapping[str, nn.Parameter], values:
         id(each): nn.Parameter(values[name].view(each.shape), requires_grad=each.requires_grad)
         for name, each in before.items()
     }
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in made:
-                module._parameters[name] = made[id(parameter)]
+    replace_parameters(model, made)
 
 
 def forget_towers(model: nn.Module) -> None:

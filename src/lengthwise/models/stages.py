@@ -25,7 +25,7 @@ from lengthwise.core.shape import LayerCut
 from lengthwise.models.dropout import KeyedDropout
 from lengthwise.models.load import ModelSource, build_model
 from lengthwise.models.mixers import count_mixers
-from lengthwise.models.own_rows import OwnRows
+from lengthwise.models.own_rows import OwnRows, put_parameters
 from lengthwise.models.router import has_balance_loss, has_router
 from lengthwise.models.text_part import text_config, whole_model
 
@@ -297,19 +297,9 @@ class ModelStage:
     def read_weights(self, rows: OwnRows) -> None:
         """Give the parameters of this stage, which have no storage, the values of the model's files."""
         tied = self.tied_weight()
-        names = {id(each): name for name, each in self.model.named_parameters()}
-        if tied is not None and self.stage:
-            names[id(tied)] = self._embedding_name
-        made = {
-            id(each): nn.Parameter(
-                rows.read(names[id(each)], 0, each.numel()).view(each.shape), requires_grad=each.requires_grad
-            )
-            for each in self.model.parameters()
-        }
-        for module in self.model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = made[id(parameter)]
+        given = dict(self.model.named_parameters())
+        stored = {name: self._embedding_name if each is tied and self.stage else name for name, each in given.items()}
+        put_parameters(self.model, given, {n: rows.read(stored[n], 0, each.numel()) for n, each in given.items()})
 
     @contextmanager
     def whole(self, values: Mapping[str, Tensor]) -> Iterator[None]:

@@ -1,36 +1,137 @@
-"""What rank 0 of a session writes; what it meets is raised on every rank."""
+"""What a `Session` saves and loads: its state, as a folder of slices or as a `state_dict`, and the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from torch import nn
 
-from lengthwise.comm import Transport, from_first
-from lengthwise.core.errors import LengthwiseError, OutputError
+from lengthwise.comm import Transport, on_first_rank
+from lengthwise.core.errors import ConfigError, OutputError
 from lengthwise.models import save_model
+from lengthwise.session.agreement import Agreement
+from lengthwise.session.engine import Engine
+from lengthwise.session.loop_optimizer import LoopOptimizer
+from lengthwise.session.misuse import check_kinds
+from lengthwise.session.model import names_in_wrap, names_inside
+from lengthwise.session.runner import StepRunner
+from lengthwise.session.stages import whole_states
+from lengthwise.session.state_dict import take_state
+from lengthwise.session.state_folder import load, save
 
 
-def on_first_rank(transport: Transport, work: Callable[[], None]) -> None:
-    """Do `work` on rank 0. Collective.
+class SavedSession:
+    """The part of a `Session` that saves and loads it; the session makes what is declared here."""
 
-    Raises:
-        LengthwiseError: that which it raised there, on all ranks.
-    """
+    model: nn.Module
+    engine: Engine
+    runner: StepRunner
+    rank: int
+    _transport: Transport
+    _sharded: LoopOptimizer | None
+    _agreement: Agreement | None
+    _is_closed: bool
 
-    def written() -> None:
-        try:
-            work()
-        except LengthwiseError:
-            raise
-        except Exception as error:  # of a library; the others wait for a word
-            expected, remedy, got = "to write on rank 0", "Correct what it names.", f"{type(error).__name__}: {error}"
-            raise OutputError("rank 0", expected=expected, got=got, remedy=remedy) from error
+    @property
+    def steps(self) -> int:
+        """The steps made so far."""
+        return self.runner.steps
 
-    from_first(transport, written)
+    def save(self, folder: str | Path, *, background: bool = False) -> None:
+        """Write the state into a folder, whole or not there, for `load` on any number of ranks. Collective.
+
+        Each rank writes its slice, into one folder on a disk that all share; a checkpoint that is there is replaced
+        once the new one is whole. background: write beside the next steps: it is whole after one of these, or when
+        the session saves again or closes; a failure is then a warning.
+
+        Raises:
+            OutputError: it cannot be written, on some rank.
+        """
+        check_kinds(folder=folder, background=background)
+        trained, path = self._trained("save"), Path(folder).absolute()
+        self._agree(f"save after step {self.steps}", folder=str(path), background=background)
+        save(self.runner.writer, trained, path, self.steps, background=background)
+
+    def load(self, folder: str | Path) -> None:
+        """Go on from a folder that `save` wrote, or from a checkpoint of `lengthwise train`. Collective.
+
+        Any number of ranks under any layout may have written it; a rank reads its part. Steps, groups such as learning
+        rates, and exact weights are restored.
+
+        Raises:
+            OutputError, Problems: it is damaged, or of another model or optimizer; nothing was changed.
+        """
+        check_kinds(folder=folder)
+        trained, path = self._trained("load"), Path(folder).absolute()
+        self._agree(f"load after step {self.steps}", folder=str(path))
+        self.runner.writer.finish()
+        self.runner.steps = load(self._transport, trained, path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return, on rank 0, the whole state, as a plain loop takes it; {} on others. Collective.
+
+        steps: made so far. optimizer: what a plain one's `state_dict` holds, of whole parameters. master_weights: exact
+        parameters by their names in the model, on the host, fp32 or wider.
+        """
+        trained = self._trained("state_dict")
+        self._agree(f"state_dict after step {self.steps}")
+        optimizer, weights = whole_states(trained, self.engine)
+        weights = names_in_wrap(self.model, weights)
+        return {} if self.rank else {"steps": self.steps, "optimizer": optimizer, "master_weights": weights}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from what rank 0 was given: a `state_dict` of any number of ranks; others may give None. Collective.
+
+        `optimizer` may be that of a plain loop; without `master_weights` the model keeps its values.
+
+        Raises:
+            ConfigError, Problems: it is of another model or optimizer; nothing was changed.
+        """
+        trained = self._trained("load_state_dict")
+        self.runner.steps = take_state(trained, self._transport, state, partial(names_inside, self.model))
+        trained.publish()
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the model, or peft's adapters, as Hugging Face's `save_pretrained` does; rank 0 writes. Collective.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        with self.whole_on_first():
+            on_first_rank(self._transport, lambda: write_model(self.model, Path(folder)))
+
+    def whole_on_first(self) -> AbstractContextManager[None]:
+        """See that the model of rank 0 can be saved inside the block: cut parameters whole, on the host. Collective.
+
+        Of peft's adapters, where these are all that is saved of it, the base is left out.
+        """
+        parameters = self.engine.parameters
+        if parameters is None:
+            return nullcontext()
+        if self.engine.is_cut:
+            self._agree(f"saving after step {self.steps}")
+        return parameters.whole_on_first(trained_only=saves_adapters_alone(self.model))
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise ConfigError("session", expected="an open one", got="one after close", remedy="Make another Session.")
+
+    def _trained(self, what: str) -> LoopOptimizer:
+        self._refuse_closed()
+        if self._sharded is None:
+            remedy = "Give Session an optimizer."
+            raise ConfigError("optimizer", expected=f"an optimizer for {what}", got="none", remedy=remedy)
+        return self._sharded
+
+    def _agree(self, name: str, **numbers: Any) -> None:
+        """Compare the ranks before they run `name`, where the loop is the user's. Collective."""
+        if self._agreement is not None:
+            self._agreement.reach(name, **numbers)
 
 
 def saves_adapters_alone(model: nn.Module) -> bool:

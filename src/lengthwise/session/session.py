@@ -32,7 +32,7 @@ from lengthwise.session.own_loop import start_of_loop
 from lengthwise.session.planning import SessionPlanning
 from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.runner import StepResult, StepRunner, first_step_sentence, refuse_not_finite
-from lengthwise.session.saved import SavedSession
+from lengthwise.session.saving import SavedSession
 from lengthwise.session.settings import planning_of
 from lengthwise.session.source import PlannedStep, StepsOfIterators
 from lengthwise.session.start import Own, Start, settled, start_engine

@@ -18,7 +18,7 @@ from lengthwise.models import text_config
 from lengthwise.program.stage_program import cut_layers
 from lengthwise.session.engine import Engine
 from lengthwise.session.loop_optimizer import LoopOptimizer
-from lengthwise.session.state import GROUPS, STATE, whole_state
+from lengthwise.session.state_dict import GROUPS, STATE, whole_state
 
 
 def check_replicas(ranks: int, stages: int) -> None:

@@ -27,7 +27,7 @@ from lengthwise.checkpoint import (
     take_state,
 )
 from lengthwise.checkpoint.manifest import NAME
-from lengthwise.comm import Transport, agree, raise_together
+from lengthwise.comm import Transport, agree, on_first_rank, raise_together
 from lengthwise.core.errors import LengthwiseError, OutputError
 from lengthwise.core.files import previous_of
 from lengthwise.engine.optimizer import SlicedOptimizer
@@ -35,8 +35,7 @@ from lengthwise.engine.parameters import MASTER_WEIGHTS
 from lengthwise.engine.whole_optimizer import MEMBERS, kept_of
 from lengthwise.session.loop_optimizer import LoopOptimizer
 from lengthwise.session.misuse import shown
-from lengthwise.session.saving import on_first_rank
-from lengthwise.session.state import wrong_arguments, wrong_number
+from lengthwise.session.state_dict import wrong_arguments, wrong_number
 
 _SHOWN = 8  # differences
 _ANOTHER = "Take another checkpoint: remove this folder."

@@ -1,4 +1,4 @@
-"""What a session saves and takes back: whole tensors by parameter, in the form of the loop's own optimizer.
+"""A session's `state_dict`: whole tensors by parameter, in the form of the loop's own optimizer.
 
 So a state fits any number of ranks, and a plain loop: its optimizer loads it, and a session loads that of a plain loop.
 Tensors pass one bucket or parameter at a time, and rank 0 alone keeps them, in the host's memory. It is checked whole
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.checkpoint.part import NOT_NEGATIVE
-from lengthwise.comm import Transport, broadcast_bytes, share_names
+from lengthwise.comm import Transport, from_first, share_names
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.engine.gathering import gather_to_first, set_master_weights
 from lengthwise.engine.optimizer import is_by_entry, plain_value
@@ -87,19 +87,21 @@ def take_state(
     """
     parameters, rank = optimizer.parameters, optimizer.rank
     places = {name: place for place, name in enumerate(parameters.names)}
-    sent: dict[str, Any] = {}
-    given = weights = None
-    if not transport.rank:
-        problems, read = list[LengthwiseError](), None
+    given = weights = None  # of rank 0
+
+    def read() -> dict[str, Any]:
+        nonlocal given, weights
         try:
-            problems, read = _checked(state, optimizer, names_inside)
+            problems, found = _checked(state, optimizer, names_inside)
         except Exception as error:  # noqa: BLE001 - of a form that nobody thought of; the others would wait
-            problems.append(_wrong("state", "the result of state_dict", f"{type(error).__name__}: {error}"))
-        sent["problems"] = [(problem.where, problem.expected, problem.got, problem.remedy) for problem in problems]
-        if read is not None:
-            sent, given, weights = sent | read[0], *read[1:]
-    sent = json.loads(broadcast_bytes(transport, json.dumps(sent).encode()))
-    raise_problems([ConfigError(where, expected=a, got=b, remedy=c) for where, a, b, c in sent["problems"]])
+            wrong = _wrong("state", "the result of state_dict", f"{type(error).__name__}: {error}")
+            problems, found = [wrong], None
+        raise_problems(problems)
+        assert found is not None, "else there are problems"
+        sent, given, weights = found
+        return sent
+
+    sent = from_first(transport, read)
     optimizer.set_groups(sent["groups"])
     for name, number in optimizer.numbers.items():
         states, place, entries = dict[str, Tensor](), places.get(name), math.prod(optimizer.shapes[name])
