@@ -422,7 +422,7 @@ def test_a_save_in_the_background_whose_session_nobody_closes_is_named(tmp_path)
             warnings.simplefilter("always")
             writer = SliceWriter(session._transport)
             weakref.finalize(writer, state_folder.warn_of_left, writer.under_way)  # as a session of a loop has it
-            state_folder.save(writer, session._sharded, tmp_path / "state", 1, background=True)
+            state_folder.save(writer, session._loop_optimizer, tmp_path / "state", 1, background=True)
             writer.close()
             del writer
             gc.collect()
