@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lengthwise.checkpoint import part
 from lengthwise.checkpoint.manifest import read_run_manifest, signed
 from lengthwise.checkpoint.writer import WRITTEN
 from lengthwise.core.errors import LengthwiseError
@@ -329,15 +330,21 @@ def test_a_rank_that_does_not_see_the_folder_is_named_on_all_ranks(tmp_path):
                     call_it(tmp_path / folder)
                 found.append(str(caught.value))
             patch.undo()
+            if rank == 1:
+                patch.setattr(part, "read_state", broken)
+            with pytest.raises(LengthwiseError) as caught:
+                session.load(tmp_path / "seen")
+            found.append(str(caught.value))
             patch.setattr(state_folder, "Manifest", broken)
             with pytest.raises(LengthwiseError) as caught:
                 session.save(tmp_path / "state")
         return *found, str(caught.value)
 
-    def broken(**_state):
+    def broken(*_, **__):
         raise OSError("no room")
 
-    for saving, loading, without in in_ranks(work, 2, tmp_path):
+    for saving, loading, reading, without in in_ranks(work, 2, tmp_path):
+        assert "seen: expected the files that were written; got OSError: no room" in reading
         assert "rank 0: OSError: no room" in without
         assert re.search(r"got rank 1: no .*state\.unfinished, which rank 0 has made: give a folder that all", saving)
         assert re.search(r"rank 1, .*seen: expected a checkpoint; got no such folder\. Give a folder", loading)
