@@ -23,7 +23,7 @@ from lengthwise.engine.activations import Offloading, measure_microbatch
 from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.small_pass import Layout
+from lengthwise.engine.small_pass import Layout, SmallPasses
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import DTYPES, ModelSource, build_adapted
 from lengthwise.offload import CopyStore
@@ -160,18 +160,12 @@ def predicted_at_start(cell: Cell) -> float:
     """Return the peak as the start of a run predicts it, from small passes of the model on one rank."""
     rank = Rank(replace(cell, degree=1), Lone(0, cell.degree))
     states = kept_bytes(rank.model, rank.parameters, OptimizerConfig())
-    passes = [
-        measure_microbatch(
-            rank.model,
-            rank.kernel,
-            cell.recompute,
-            layout=Layout(degree=cell.degree, position=position, heads=cell.heads),
-            logits_at_once=cell.logits_at_once,
-            offloads=cell.offload > 0,
-        )
-        for position in {0, cell.degree - 1}
-    ]
-    peak = max(each.peak(cell.tokens, cell.offload) for each in passes)
+    measured = []
+    for position in {0, cell.degree - 1}:
+        layout = Layout(degree=cell.degree, position=position, heads=cell.heads)
+        passes = SmallPasses(model=rank.model, kernel=rank.kernel, recompute=cell.recompute, layout=layout)
+        measured.append(measure_microbatch(passes, logits_at_once=cell.logits_at_once, offloads=cell.offload > 0))
+    peak = max(each.peak(cell.tokens, cell.offload) for each in measured)
     return states + max(rank.optimizer.pending_bytes()[1], peak)
 
 

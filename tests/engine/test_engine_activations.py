@@ -24,6 +24,7 @@ from lengthwise.attention import ActivationPolicy, PlannedAttention, choose_kern
 from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
 from lengthwise.engine.activations import measure_saved
+from lengthwise.engine.small_pass import SmallPasses
 from lengthwise.models import apply_policy, run_layers
 from lengthwise.offload import ActivationSaver, parameter_storages
 from lengthwise.program import lower_plan
@@ -78,7 +79,8 @@ def test_the_asked_share_of_a_models_activations_goes(family, kind):
     with apply_policy(model, planned, ActivationPolicy(recompute=kind, saver=saver)):
         run_layers(model, planned, torch.zeros(300, dtype=torch.long), torch.arange(300) % 200)
     saved = saver.totals.saved_bytes
-    assert measure_saved(model, kernel, kind).saved(300) == pytest.approx(saved, rel=0.01)
+    passes = SmallPasses(model=model, kernel=kernel, recompute=kind)
+    assert measure_saved(passes).saved(300) == pytest.approx(saved, rel=0.01)
     batch = make_batch((200, 100), vocab=48)
     for ratio in (0.25, 0.75, 1.0):
         away = run(model, offloaded(plan, ratio, kinds=[kind]), batch).offloaded_bytes

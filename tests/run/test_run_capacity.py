@@ -199,9 +199,9 @@ def test_a_model_that_keeps_what_it_made_first_is_refused(tmp_path, monkeypatch,
         if not kept:
             kept.append(torch.zeros(2**20))
 
-    def measure_model_that_keeps(model, *arguments, **options):
-        model.register_forward_pre_hook(keep)
-        return measure(model, *arguments, **options)
+    def measure_model_that_keeps(passes, **options):
+        passes.model.register_forward_pre_hook(keep)
+        return measure(passes, **options)
 
     monkeypatch.setattr(session_capacity, "measure_microbatch", measure_model_that_keeps)
     if door == "run":

@@ -8,15 +8,15 @@ import shutil
 import threading
 import time
 import warnings
-import weakref
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from lengthwise.checkpoint import part
 from lengthwise.checkpoint.manifest import read_run_manifest, signed
-from lengthwise.checkpoint.writer import WRITTEN, SliceWriter
+from lengthwise.checkpoint.writer import WRITTEN
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.faults import VARIABLE
 from lengthwise.session import Session, state_folder
@@ -299,20 +299,25 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(tmp_path)
 def test_ranks_that_are_given_other_folders_and_folders_of_other_things_are_refused(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("mine")
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page/manifest.json").write_text('{"name": "mine"}')
 
     def work(rank):
         found = []
         with opened(ZERO1[0], model=small_model()) as session:
-            for folder in (f"state-{rank}", "mine"):
+            for folder in (f"state-{rank}", "mine", "page"):
                 with pytest.raises(LengthwiseError) as caught:
                     session.save(tmp_path / folder)
                 found.append(str(caught.value))
+            with pytest.raises(LengthwiseError, match=r"got one of something else\. Name a folder that lengthwise has"):
+                session.load(tmp_path / "page")
         return found
 
-    for apart, mine in in_ranks(work, 2, tmp_path):
+    for apart, *others in in_ranks(work, 2, tmp_path):
         assert "the same folder on all ranks" in apart
-        assert "expected a new folder, or a checkpoint to replace" in mine
+        assert all("expected a new folder, or a checkpoint to replace; got something else" in each for each in others)
     assert [each.name for each in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+    assert (tmp_path / "page/manifest.json").read_text() == '{"name": "mine"}'
 
 
 def test_a_rank_that_does_not_see_the_folder_is_named_on_all_ranks(tmp_path):
@@ -327,15 +332,21 @@ def test_a_rank_that_does_not_see_the_folder_is_named_on_all_ranks(tmp_path):
                     call_it(tmp_path / folder)
                 found.append(str(caught.value))
             patch.undo()
+            if rank == 1:
+                patch.setattr(part, "read_state", broken)
+            with pytest.raises(LengthwiseError) as caught:
+                session.load(tmp_path / "seen")
+            found.append(str(caught.value))
             patch.setattr(state_folder, "Manifest", broken)
             with pytest.raises(LengthwiseError) as caught:
                 session.save(tmp_path / "state")
         return *found, str(caught.value)
 
-    def broken(**_state):
+    def broken(*_, **__):
         raise OSError("no room")
 
-    for saving, loading, without in in_ranks(work, 2, tmp_path):
+    for saving, loading, reading, without in in_ranks(work, 2, tmp_path):
+        assert "seen: expected the files that were written; got OSError: no room" in reading
         assert "rank 0: OSError: no room" in without
         assert re.search(r"got rank 1: no .*state\.unfinished, which rank 0 has made: give a folder that all", saving)
         assert re.search(r"rank 1, .*seen: expected a checkpoint; got no such folder\. Give a folder", loading)
@@ -418,34 +429,16 @@ def test_a_save_in_the_background_whose_session_nobody_closes_is_named(tmp_path)
     """A loop that ends without `close` leaves the checkpoint of before, and says so."""
 
     def work(_rank):
-        with opened(ZERO1[0], model=small_model()) as session, warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            writer = SliceWriter(session._transport)
-            weakref.finalize(writer, state_folder.warn_of_left, writer.under_way)  # as a session of a loop has it
-            state_folder.save(writer, session._sharded, tmp_path / "state", 1, background=True)
-            writer.close()
-            del writer
+            session = opened(ZERO1[0], model=small_model())
+            transport = session._transport
+            session.save(tmp_path / "state", background=True)
+            session.runner.writer.close()
+            del session
             gc.collect()
+        transport.close()
         return [str(each.message) for each in caught if "its session was not closed" in str(each.message)]
 
     ((warning,),) = in_ranks(work, 1, tmp_path)
-    assert f"no checkpoint {tmp_path / 'state'} after step 1" in warning
-
-
-def test_a_folder_with_a_manifest_of_something_else_is_not_replaced(tmp_path):
-    folder = tmp_path / "page"
-    folder.mkdir()
-    (folder / "manifest.json").write_text('{"name": "mine"}')
-    (folder / "notes.txt").write_text("mine")
-
-    def work(_rank):
-        with opened(ZERO1[0], model=small_model()) as session:
-            with pytest.raises(LengthwiseError) as error:
-                session.save(folder)
-            with pytest.raises(LengthwiseError, match=r"got one of something else\. Name a folder that lengthwise has"):
-                session.load(folder)
-        return str(error.value)
-
-    (refusal,) = in_ranks(work, 1, tmp_path)
-    assert "expected a new folder, or a checkpoint to replace; got something else" in refusal
-    assert (folder / "notes.txt").read_text() == "mine"
+    assert f"no checkpoint {tmp_path / 'state'} after step 0" in warning

@@ -16,8 +16,8 @@ from lengthwise.checkpoint.manifest import read_run_manifest as read_run_manifes
 from lengthwise.checkpoint.optimizer import state_of as state_of
 from lengthwise.checkpoint.optimizer import take_state as take_state
 from lengthwise.checkpoint.part import broken as broken
-from lengthwise.checkpoint.part import check_files as check_files
 from lengthwise.checkpoint.part import differences as differences
+from lengthwise.checkpoint.part import read_slices as read_slices
 from lengthwise.checkpoint.part import read_state as read_state
 from lengthwise.checkpoint.part import take_digests as take_digests
 from lengthwise.checkpoint.part import unfit as unfit

@@ -25,7 +25,7 @@ from lengthwise.comm import Transport, raise_together
 from lengthwise.core.errors import OutputError
 from lengthwise.core.files import make_readable, read_json, sync
 from lengthwise.engine.flat_layout import FlatLayout
-from lengthwise.engine.parameters import MASTER_WEIGHTS
+from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters
 
 # Means and sums of squares, and largest magnitudes.
 NOT_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf")
@@ -203,6 +203,35 @@ def read_state(
                 opened[move.rank] = {name: file.get_slice(name) for name in state}
             for name, tensor in state.items():
                 tensor[move.target] = opened[move.rank][name][move.source]  # pyright: ignore[reportIndexIssue]
+
+
+def read_slices(
+    transport: Transport,
+    folder: Path,
+    manifest: Manifest,
+    parameters: Parameters,
+    vectors: Sequence[str],
+    *,
+    remedy: str,
+) -> dict[str, Tensor]:
+    """Return this rank's exact weights and what an optimizer keeps by these names, (entries,) each. Collective.
+
+    On the host, from files that are checked first.
+
+    Raises:
+        OutputError: a file is not what was written, or cannot be read: on all ranks.
+    """
+    exact = parameters.master_weights
+    state = {name: torch.zeros_like(exact, device="cpu") for name in (MASTER_WEIGHTS, *vectors)}
+    check_files(transport, folder, manifest, state, remedy=remedy)
+    problems = list[OutputError]()
+    try:
+        read_state(folder, manifest, parameters.layout, parameters.names, parameters.saved.rank, state)
+    except Exception as error:  # noqa: BLE001 - of a disk or a library; the other ranks wait
+        got = f"{type(error).__name__}: {error}"
+        problems.append(OutputError(str(folder), expected="the files that were written", got=got, remedy=remedy))
+    raise_together(transport, problems)
+    return state
 
 
 def sha256_of(path: Path) -> str:

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -21,7 +20,7 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch
 from lengthwise.core.shape import LayerCut
 from lengthwise.cost import MicrobatchBytes, StepBytes, shape_from_config
-from lengthwise.engine.small_pass import ALONE, Casting, Layout, Seen, SmallPasses
+from lengthwise.engine.small_pass import Casting, Layout, SmallPasses
 from lengthwise.engine.stage_passes import passes_of
 from lengthwise.models import WHOLE, Chunk, position_limit
 from lengthwise.offload import ActivationSaver, ActivationStore, DiskStore, PinnedStore, parameter_storages
@@ -56,14 +55,15 @@ class Offloading:
         kind, heads = microbatch.recompute, max(piece.heads for piece in microbatch.pieces)
         key = (kind, heads, chunk.number)
         if key not in self._bytes:
-            self._bytes[key] = measure_saved(
-                self._model,
-                self._kernel,
-                kind,
+            passes = SmallPasses(
+                model=self._model,
+                kernel=self._kernel,
+                recompute=kind,
                 layout=Layout(degree=heads, heads=heads),
                 casting=self._casting,
                 chunk=chunk,
             )
+            self._bytes[key] = measure_saved(passes)
         found = self._bytes[key]
         saved = found.saved(rows)
         self.store.leaving_bytes = found.leaving(rows, self._leaving_bytes)
@@ -119,63 +119,47 @@ def check_offload(offload: OffloadConfig | None, layers: int, *, on_gpus: bool) 
             raise ConfigError("offload.path", expected=expected, got=got, remedy="Correct the path.") from None
 
 
-def measure_saved(
-    model: nn.Module,
-    kernel: BlockKernel,
-    recompute: str,
-    *,
-    layout: Layout = ALONE,
-    casting: Casting = nullcontext,
-    chunk: Chunk = WHOLE,
-) -> MicrobatchBytes:
+def measure_saved(passes: SmallPasses) -> MicrobatchBytes:
     """Measure what autograd saves of the layers of a model, or a chunk of them, with one kind of recomputation."""
-    passes = SmallPasses(model=model, kernel=kernel, recompute=recompute, layout=layout, casting=casting, chunk=chunk)
-    return passes.saved(_rows(model, kernel, layout))
+    return passes.saved(_rows(passes))
 
 
 def measure_microbatch(
-    model: nn.Module,
-    kernel: BlockKernel,
-    recompute: str,
+    passes: SmallPasses,
     *,
-    layout: Layout = ALONE,
     logits_at_once: int | None = None,
     most_rows: int | None = None,
     offloads: bool = False,
-    done: dict[object, Seen] | None = None,
-    casting: Casting = nullcontext,
     chunks: Mapping[int, Chunk] = WHOLE_MODEL,
     stage: int = 0,
     stages: int = 1,
 ) -> StepBytes:
     """Measure all that microbatches of up to `most_rows` rows hold; gradients are added to those that there are.
 
-    logits_at_once: that the loss makes; None: all. offloads: whether ratios of offload will be asked for. done: passes
-    of this model that were run before, which are not run again; new ones are added. chunks: that a stage has.
+    passes: of whatever chunk; those of `chunks`, which a stage has, are measured. logits_at_once: that the loss makes;
+    None: all. offloads: whether ratios of offload will be asked for.
     """
-    how: dict[str, Any] = {"layout": layout, "done": {} if done is None else done, "casting": casting}
     found = {
         number: _measured_chunk(
-            SmallPasses(model=model, kernel=kernel, recompute=recompute, chunk=chunk, **how),
+            replace(passes, chunk=chunk),
             logits_at_once=logits_at_once if chunk.is_last else None,
             most_rows=most_rows,
             offloads=offloads,
         )
         for number, chunk in chunks.items()
     }
-    config: Any = model.config
     return StepBytes(
-        layers=config.num_hidden_layers,
+        layers=passes.config.num_hidden_layers,
         chunks=found,
         passes=passes_of(LayerCut(stages=stages, virtual=len(chunks)), stage),
-        hidden_a_row=next(iter(chunks.values())).width * next(model.parameters()).element_size(),
+        hidden_a_row=next(iter(chunks.values())).width * next(passes.model.parameters()).element_size(),
     )
 
 
 def _measured_chunk(
     passes: SmallPasses, *, logits_at_once: int | None, most_rows: int | None, offloads: bool
 ) -> MicrobatchBytes:
-    rows, config = _rows(passes.model, passes.kernel, passes.layout), passes.config
+    rows, config = _rows(passes), passes.config
     if logits_at_once is None:
         return passes.measure(rows, chunk_tokens=None, offloads=offloads)
     chunk_tokens = max(1, logits_at_once // config.vocab_size)
@@ -187,15 +171,14 @@ def _measured_chunk(
     return replace(passes.measure(rows, chunk_tokens=None, offloads=offloads), most_rows=chunk_tokens, beyond=beyond)
 
 
-def _rows(model: nn.Module, kernel: BlockKernel, layout: Layout) -> int:
+def _rows(passes: SmallPasses) -> int:
     """Return the rows of the larger pass."""
-    config: Any = model.config
-    multiple, rows = kernel.token_multiple, _ROWS
+    config, multiple, rows = passes.config, passes.kernel.token_multiple, _ROWS
     if shape_from_config(config.to_dict()).experts > 1:
-        affordable = _FLOPS / (8.0 * sum(parameter.numel() for parameter in model.parameters()))
+        affordable = _FLOPS / (8.0 * sum(parameter.numel() for parameter in passes.model.parameters()))
         rows = int(min(max(rows, affordable), _MOST_ROWS))
     limit = position_limit(config)
     if limit is not None:
-        rows = max(2, min(rows, limit // layout.degree))
+        rows = max(2, min(rows, limit // passes.layout.degree))
     multiple *= 4  # a half of it has two chunks, of rings and of the loss
     return max(rows // multiple, 1) * multiple

@@ -9,17 +9,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from lengthwise.checkpoint import (
     CheckpointFolder,
     Ended,
     RunManifest,
     SliceWriter,
-    check_files,
     differences,
     dtype_of,
-    read_state,
+    read_slices,
 )
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import OutputError
@@ -120,10 +117,8 @@ class Checkpoints:
             got, remedy = "; ".join(wrong[:8]) + more, "Give the model and data that the run began with."
             raise OutputError(str(resume.folder), expected="a checkpoint of this run", got=got, remedy=remedy)
         remedy = "Remove this checkpoint: {resume|resuming} then takes the one before."
-        names = [MASTER_WEIGHTS, *self._config.optimizer.states]
-        state = {name: torch.zeros_like(parameters.master_weights, device="cpu") for name in names}
-        check_files(transport, resume.folder, manifest, state, remedy=remedy)
-        read_state(resume.folder, manifest, parameters.layout, parameters.names, self._saved.rank, state)
+        vectors = self._config.optimizer.states
+        state = read_slices(transport, resume.folder, manifest, parameters, vectors, remedy=remedy)
         parameters.master_weights.copy_(state.pop(MASTER_WEIGHTS))
         self._optimizer.take_vectors(state, updates=manifest.step - manifest.skipped)
         parameters.publish()

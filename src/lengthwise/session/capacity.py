@@ -23,7 +23,7 @@ from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import RESERVED, STEP_TOKENS, StepBytes, shape_from_config
 from lengthwise.engine.activations import WHOLE_MODEL, measure_microbatch
 from lengthwise.engine.memory import SMALLER_STATE, free_bytes, reporting_shortage
-from lengthwise.engine.small_pass import ALONE, Casting, FallingLine, Layout, Seen
+from lengthwise.engine.small_pass import ALONE, Casting, FallingLine, Layout, Seen, SmallPasses
 from lengthwise.models import Chunk, check_recompute
 from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner.service.rank_memory import Capacities, RankMemory
@@ -161,16 +161,19 @@ class Measuring:
             needs=lambda: f"a small pass with recompute {kind}",
             remedy=SMALLER_STATE,
         ):
-            return measure_microbatch(
-                self.model,
-                self.kernel,
-                kind,
+            passes = SmallPasses(
+                model=self.model,
+                kernel=self.kernel,
+                recompute=kind,
                 layout=layout,
+                done=self.done,
+                casting=self.casting,
+            )
+            return measure_microbatch(
+                passes,
                 logits_at_once=self.logits_at_once,
                 most_rows=self.most_tokens,
                 offloads=self.offloads,
-                done=self.done,
-                casting=self.casting,
                 chunks=self.chunks,
                 stage=self.mesh.stage,
                 stages=self.mesh.stages,

@@ -33,7 +33,7 @@ class SavedSession:
     runner: StepRunner
     rank: int
     _transport: Transport
-    _sharded: LoopOptimizer | None
+    _loop_optimizer: LoopOptimizer | None  # of the user's loop; None in a run, and where nothing trains
     _agreement: Agreement | None
     _is_closed: bool
 
@@ -123,10 +123,10 @@ class SavedSession:
 
     def _trained(self, what: str) -> LoopOptimizer:
         self._refuse_closed()
-        if self._sharded is None:
+        if self._loop_optimizer is None:
             remedy = "Give Session an optimizer."
             raise ConfigError("optimizer", expected=f"an optimizer for {what}", got="none", remedy=remedy)
-        return self._sharded
+        return self._loop_optimizer
 
     def _agree(self, name: str, **numbers: Any) -> None:
         """Compare the ranks before they run `name`, where the loop is the user's. Collective."""

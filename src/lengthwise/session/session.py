@@ -91,12 +91,12 @@ class Session(SavedSession):
             start = start_of_loop(model, optimizer, settings, **how)
             if start.process is not None:
                 weakref.finalize(self, start.process.close)  # of a session that nobody closes
-            self._sharded = self._begin(start)
-            self._agreement = Agreement(start.text, start.transport, self._sharded)
-            if self._sharded is not None:
+            self._loop_optimizer = self._begin(start)
+            self._agreement = Agreement(start.text, start.transport, self._loop_optimizer)
+            if self._loop_optimizer is not None:
                 stages = self._settings.asked.stages
-                self.runner.end = SessionStepEnd(updates=self._sharded, transport=start.transport, stages=stages)
-                self._sharded.compare = self._agreement.reach
+                self.runner.end = SessionStepEnd(updates=self._loop_optimizer, transport=start.transport, stages=stages)
+                self._loop_optimizer.compare = self._agreement.reach
                 if not self.rank:
                     writer = self.runner.writer
                     weakref.finalize(writer, warn_of_left, writer.under_way)  # of a session that nobody closes
@@ -115,7 +115,7 @@ class Session(SavedSession):
         return session, optimizer
 
     def _clear(self, optimizer: Any) -> None:
-        self.optimizer, self._sharded, self._agreement = optimizer, None, None
+        self.optimizer, self._loop_optimizer, self._agreement = optimizer, None, None
         self._known_losses, self._iterators = set[object](), StepsOfIterators()
         self._closing, self._is_closed, self._has_said = ExitStack(), False, False
 
@@ -130,7 +130,7 @@ class Session(SavedSession):
         start = settled(start)
         self._settings, self._planner = start.settings, start.process
         self.engine, optimizer = start_engine(start)
-        self._updates: SlicedOptimizer | None = optimizer
+        self._sliced_optimizer: SlicedOptimizer | None = optimizer  # of a run's loop, too
         self._closing.callback(self.engine.close)
         self.runner = StepRunner(engine=self.engine, writer=SliceWriter(self._transport))
         self._closing.callback(self.runner.writer.close)
@@ -145,7 +145,7 @@ class Session(SavedSession):
         Raises:
             MemoryShortage: capacity_tokens is auto, and 128 tokens do not fit.
         """
-        self._planning = planning_of(self.engine, self._updates, cost, self._settings)
+        self._planning = planning_of(self.engine, self._sliced_optimizer, cost, self._settings)
         self.engine.start_offloading()
         if self._planner is not None:
             self.engine.planner = self._planning.start(self._planner)
@@ -299,7 +299,7 @@ class Session(SavedSession):
     def close(self) -> None:
         """Leave the ranks and end the planner; the model and its values stay. Collective."""
         try:
-            if not self._is_closed and self._sharded is not None and self._sharded.has_edited_weights:
+            if not self._is_closed and self._loop_optimizer is not None and self._loop_optimizer.has_edited_weights:
                 self._agree(f"close after step {self.steps}")
             if not self._is_closed:
                 self.runner.writer.finish()
@@ -321,7 +321,8 @@ class Session(SavedSession):
         """Check a method that trains, and its arguments; return what updates the parameters."""
         check_kinds(**given)
         refuse_modes(what, self.engine.cast_dtype())
-        return self._trained(what) if self._updates is None or self._is_closed else self._updates
+        optimizer = self._sliced_optimizer
+        return self._trained(what) if optimizer is None or self._is_closed else optimizer
 
     def _planned(self, sequences: Sequence[Row] | PlannedStep, name: str, whole: bool, **numbers: Any) -> PlannedStep:
         """Return a step on which the ranks agree; one that was planned ahead for less than its loss takes, anew."""

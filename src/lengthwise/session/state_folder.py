@@ -10,19 +10,16 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from lengthwise.checkpoint import (
     Ended,
     Manifest,
     OptimizerState,
     SliceWriter,
-    check_files,
     check_sizes,
     differences,
     dtype_of,
     read_manifest,
-    read_state,
+    read_slices,
     state_of,
     take_state,
 )
@@ -111,15 +108,7 @@ def load(transport: Transport, updates: LoopOptimizer, folder: Path) -> int:
     assert manifest is not None, "else there are problems"
     assert manifest.optimizer is not None, "else there are problems"
     agree(transport, manifest.to_json().encode(), f"{NAME} in {folder}", _SHARED)
-    names = [MASTER_WEIGHTS, *manifest.optimizer.vectors]
-    state = {name: torch.zeros_like(parameters.master_weights, device="cpu") for name in names}
-    check_files(transport, folder, manifest, state, remedy=_ANOTHER)
-    problems = list[LengthwiseError]()
-    try:
-        read_state(folder, manifest, parameters.layout, parameters.names, updates.rank, state)
-    except Exception as error:  # noqa: BLE001 - of a disk or a library; the other ranks wait
-        problems.append(_problem(folder, "the files that were written", f"{type(error).__name__}: {error}"))
-    raise_together(transport, problems)
+    state = read_slices(transport, folder, manifest, parameters, manifest.optimizer.vectors, remedy=_ANOTHER)
     parameters.master_weights.copy_(state.pop(MASTER_WEIGHTS))
     take_state(updates, manifest.optimizer, state)
     updates.publish()
@@ -171,10 +160,6 @@ def _put_back(folder: Path) -> None:
     """Restore the checkpoint that was there where a fault came between the two renames of a save."""
     if not folder.exists() and (previous_of(folder) / NAME).is_file():
         previous_of(folder).rename(folder)
-
-
-def _problem(folder: Path, expected: str, got: str) -> OutputError:
-    return OutputError(str(folder), expected=expected, got=got, remedy=_ANOTHER)
 
 
 def _warn(ended: Ended) -> None:
