@@ -9,13 +9,14 @@ import threading
 import time
 import warnings
 import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from lengthwise.checkpoint.manifest import read_run_manifest, signed
+from lengthwise.checkpoint.manifest import read_manifest, read_run_manifest, signed
 from lengthwise.checkpoint.writer import WRITTEN, SliceWriter
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.faults import VARIABLE
@@ -162,6 +163,9 @@ def test_which_parameters_have_states_survives_and_no_rank_holds_more_than_its_s
 
     def load(_rank):
         with opened(ZERO3[0], model=small_model()) as session:
+            session.backward(steps_of()[1])
+            session.optimizer.step()  # these states go, also where the folder has none
+            session.optimizer.zero_grad()
             with LargestTensor() as seen:
                 session.load(folder)
             return session.state_dict(), seen.bytes
@@ -296,22 +300,25 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(tmp_path)
     assert ranks[0][0] == ranks[1][0]
 
 
-def test_ranks_that_are_given_other_folders_and_folders_of_other_things_are_refused(tmp_path):
+def test_other_folders_folders_of_other_things_and_weights_that_are_not_finite_are_refused(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("mine")
 
     def work(rank):
-        found = []
-        with opened(ZERO1[0], model=small_model()) as session:
-            for folder in (f"state-{rank}", "mine"):
+        found, model = [], small_model()
+        with opened(ZERO1[0], model=model) as session:
+            for folder in (f"state-{rank}", "mine", "state"):
+                if folder == "state":
+                    model.get_parameter(UNREACHED).data.fill_(float("nan"))  # nobody could go on from it
                 with pytest.raises(LengthwiseError) as caught:
                     session.save(tmp_path / folder)
                 found.append(str(caught.value))
         return found
 
-    for apart, mine in in_ranks(work, 2, tmp_path):
+    for apart, mine, broken in in_ranks(work, 2, tmp_path):
         assert "the same folder on all ranks" in apart
         assert "expected a new folder, or a checkpoint to replace" in mine
+        assert "master_weights with a value that is not finite" in broken
     assert [each.name for each in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
 
@@ -326,6 +333,11 @@ def test_a_rank_that_does_not_see_the_folder_is_named_on_all_ranks(tmp_path):
                 with pytest.raises(LengthwiseError) as caught:
                     call_it(tmp_path / folder)
                 found.append(str(caught.value))
+            patch.undo()
+            if rank == 1:  # another folder under the same name
+                patch.setattr(state_folder, "read_manifest", lambda folder: replace(read_manifest(folder), step=7))
+            with pytest.raises(LengthwiseError, match=r"manifest\.json in .*seen.* by the same path on all ranks"):
+                session.load(tmp_path / "seen")
             patch.undo()
             patch.setattr(state_folder, "Manifest", broken)
             with pytest.raises(LengthwiseError) as caught:
