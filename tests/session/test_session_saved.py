@@ -255,6 +255,7 @@ DAMAGES = [
     (shutil.rmtree, r"no such folder\. Name a folder that Session\.save has written"),
     (edit(rename), r"model\.embed_tokens\.weight is missing"),
     (edit(regroup), r"its optimizer's groups: expected 2 of "),
+    (edit(lambda values: values["optimizer"]["groups"][0]["params"].append(UNREACHED)), r"groups of other parameters"),
     (edit(lambda values: values["optimizer"]["groups"][0].update(lr="fast")), r"groups, 0, lr: expected a finite"),
     (edit(lambda values: values["optimizer"]["states"][UNREACHED].pop("exp_avg")), rf"states of {UNREACHED}: expected"),
     (edit(lambda values: values["optimizer"]["states"][UNREACHED].update(step=-1.0)), r"step: expected a whole number"),
