@@ -3,6 +3,7 @@
 import json
 import shutil
 from contextlib import suppress
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from lengthwise.checkpoint import (
     broken,
     differences,
     parameters_of,
+    part,
     read_state,
     unfit,
     write_part,
@@ -196,14 +198,15 @@ UNFIT = {
     "short": lambda state: {**state, "exp_avg_sq": state["exp_avg_sq"][:-1]},
     "2-D": lambda state: {**state, "exp_avg_sq": state["exp_avg_sq"][None]},
     "int64": lambda state: {**state, "exp_avg_sq": state["exp_avg_sq"].long()},
-    "NaN": lambda state: {**state, "exp_avg_sq": state["exp_avg_sq"] * float("nan")},
+    "NaN at the end": lambda state: {**state, "exp_avg_sq": state["exp_avg_sq"].index_fill(0, torch.tensor(-1), nan)},
     "infinite weights": lambda state: {**state, "master_weights": state["master_weights"] * float("inf")},
     "negative": lambda state: {**state, "exp_avg_sq": -1 - state["exp_avg_sq"]},
 }
 
 
 @pytest.mark.parametrize("change", ["none", *UNFIT])
-def test_a_file_whose_states_do_not_fit_is_named_with_the_state(tmp_path, change):
+def test_a_file_whose_states_do_not_fit_is_named_with_the_state(tmp_path, monkeypatch, change):
+    monkeypatch.setattr(part, "_AT_ONCE", 16)
     layout = lay_out([100, 7], [0, 1], world_size=2)
     states = [{"master_weights": each, "exp_avg_sq": each.square()} for each in shards(layout, [torch.ones(100)] * 2)]
     changed = [states[0], UNFIT.get(change, dict)(states[1])]
@@ -220,6 +223,13 @@ def test_a_file_whose_states_do_not_fit_is_named_with_the_state(tmp_path, change
     assert (found is None) == (change == "none")
     named = "master_weights" if "weights" in change else "exp_avg_sq"
     assert found is None or ("rank-00001.safetensors" in found and named in found)
+
+
+def test_ranks_that_keep_other_numbers_of_a_parameter_are_named(tmp_path):
+    for rank in range(2):
+        write_part(tmp_path, rank, {"exp_avg": torch.ones(1)}, {"p0": {"step": 3.0 + rank, "exp_avg": None}})
+    with pytest.raises(OutputError, match=r"states of p0: expected the same on all ranks; got .*4\.0.* on rank 1"):
+        take_digests(tmp_path, 2)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_read():

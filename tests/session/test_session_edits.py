@@ -95,6 +95,7 @@ def clamp_gradients(loop):
 def clear_to_zero(loop):
     loop.backward(FIRST)
     loop.step()
+    members(loop)[2].grad = None
     loop.optimizer.zero_grad(set_to_none=False)
     loop.step()
 
@@ -277,7 +278,12 @@ class Planned(Plain):
 
     def __init__(self, model, options):
         super().__init__(model)
+        self.optimizer.register_step_post_hook(self.finds_its_members)  # before the session's own
         self.session = Session(model, self.optimizer, capacity_tokens=64, **options)
+        self.members = members(self)
+
+    def finds_its_members(self, *_):
+        assert all(now is before for now, before in zip(members(self), self.members, strict=True))
 
     def backward(self, rows):
         self.session.backward(rows)

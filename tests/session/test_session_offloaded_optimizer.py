@@ -77,7 +77,7 @@ def test_a_loop_goes_on_from_an_offloaded_optimizer_without_and_back(tmp_path):
 
 
 def test_an_optimizer_that_made_steps_before_is_offloaded_with_its_states(tmp_path):
-    """Its states have the dtype of whole parameters, in bf16; the model's values may change between steps."""
+    """Its states have the dtype of whole parameters, in bf16; the model's values may change between steps, and back."""
 
     def work(_rank, offloads):
         model = small_model(torch.bfloat16)
@@ -89,6 +89,10 @@ def test_an_optimizer_that_made_steps_before_is_offloaded_with_its_states(tmp_pa
             session.backward(steps_of(STEPS)[0])
             with torch.no_grad():
                 model.lm_head.weight[3] = 0.25
+                before = model.lm_head.weight[5].clone()
+                model.lm_head.weight[5] = 0.25
+                session.state_dict()  # which takes it
+                model.lm_head.weight[5] = before
             optimizer.step()
             return session.state_dict()
 

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from lengthwise.checkpoint import part
-from lengthwise.checkpoint.manifest import read_run_manifest, signed
+from lengthwise.checkpoint.manifest import read_manifest, read_run_manifest, signed
 from lengthwise.checkpoint.writer import WRITTEN
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.faults import VARIABLE
@@ -162,6 +163,9 @@ def test_which_parameters_have_states_survives_and_no_rank_holds_more_than_its_s
 
     def load(_rank):
         with opened(ZERO3[0], model=small_model()) as session:
+            session.backward(steps_of()[1])
+            session.optimizer.step()  # these states go, also where the folder has none
+            session.optimizer.zero_grad()
             with LargestTensor() as seen:
                 session.load(folder)
             return session.state_dict(), seen.bytes
@@ -251,6 +255,7 @@ DAMAGES = [
     (shutil.rmtree, r"no such folder\. Name a folder that Session\.save has written"),
     (edit(rename), r"model\.embed_tokens\.weight is missing"),
     (edit(regroup), r"its optimizer's groups: expected 2 of "),
+    (edit(lambda values: values["optimizer"]["groups"][0]["params"].append(UNREACHED)), r"groups of other parameters"),
     (edit(lambda values: values["optimizer"]["groups"][0].update(lr="fast")), r"groups, 0, lr: expected a finite"),
     (edit(lambda values: values["optimizer"]["states"][UNREACHED].pop("exp_avg")), rf"states of {UNREACHED}: expected"),
     (edit(lambda values: values["optimizer"]["states"][UNREACHED].update(step=-1.0)), r"step: expected a whole number"),
@@ -296,16 +301,18 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(tmp_path)
     assert ranks[0][0] == ranks[1][0]
 
 
-def test_ranks_that_are_given_other_folders_and_folders_of_other_things_are_refused(tmp_path):
+def test_other_folders_folders_of_other_things_and_weights_that_are_not_finite_are_refused(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("mine")
     (tmp_path / "page").mkdir()
     (tmp_path / "page/manifest.json").write_text('{"name": "mine"}')
 
     def work(rank):
-        found = []
-        with opened(ZERO1[0], model=small_model()) as session:
-            for folder in (f"state-{rank}", "mine", "page"):
+        found, model = [], small_model()
+        with opened(ZERO1[0], model=model) as session:
+            for folder in (f"state-{rank}", "mine", "page", "state"):
+                if folder == "state":
+                    model.get_parameter(UNREACHED).data.fill_(float("nan"))  # nobody could go on from it
                 with pytest.raises(LengthwiseError) as caught:
                     session.save(tmp_path / folder)
                 found.append(str(caught.value))
@@ -313,9 +320,10 @@ def test_ranks_that_are_given_other_folders_and_folders_of_other_things_are_refu
                 session.load(tmp_path / "page")
         return found
 
-    for apart, *others in in_ranks(work, 2, tmp_path):
+    for apart, *others, broken in in_ranks(work, 2, tmp_path):
         assert "the same folder on all ranks" in apart
         assert all("expected a new folder, or a checkpoint to replace; got something else" in each for each in others)
+        assert "master_weights with a value that is not finite" in broken
     assert [each.name for each in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
     assert (tmp_path / "page/manifest.json").read_text() == '{"name": "mine"}'
 
@@ -337,6 +345,12 @@ def test_a_rank_that_does_not_see_the_folder_is_named_on_all_ranks(tmp_path):
             with pytest.raises(LengthwiseError) as caught:
                 session.load(tmp_path / "seen")
             found.append(str(caught.value))
+            patch.undo()
+            if rank == 1:  # another folder under the same name
+                patch.setattr(state_folder, "read_manifest", lambda folder: replace(read_manifest(folder), step=7))
+            with pytest.raises(LengthwiseError, match=r"manifest\.json in .*seen.* by the same path on all ranks"):
+                session.load(tmp_path / "seen")
+            patch.undo()
             patch.setattr(state_folder, "Manifest", broken)
             with pytest.raises(LengthwiseError) as caught:
                 session.save(tmp_path / "state")
