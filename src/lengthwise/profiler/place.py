@@ -7,7 +7,7 @@ import platform
 from pathlib import Path
 
 from lengthwise.core import __version__
-from lengthwise.core.measurements import Clock, Place
+from lengthwise.core.measurements import Clock, MeasuredPlace
 
 
 def processor_name() -> str:
@@ -40,12 +40,12 @@ def device_bytes() -> float | None:
     return found if isinstance(found, float) else None
 
 
-def this_place(*, gpu: int | None, ranks: int, ranks_per_node: int, clock: Clock) -> Place:
+def this_place(*, gpu: int | None, ranks: int, ranks_per_node: int, clock: Clock) -> MeasuredPlace:
     """Describe this process's machine; `gpu`: the index of its CUDA device, None on the CPU."""
     import torch
     import transformers
 
-    return Place(
+    return MeasuredPlace(
         device="cpu" if gpu is None else torch.cuda.get_device_name(gpu),
         processor=processor_name(),
         cores=os.cpu_count() or 1,
