@@ -116,13 +116,13 @@ def test_what_shows_only_in_use_is_refused_then(tmp_path):
             return torch.utils.data.DataLoader(self.train_dataset, batch_size=4, collate_fn=padded)
 
     for kind, said in (
-        (Mean, "of two equal ones"),
+        (Mean, "for two equal rows"),
         (Sum, "half the loss where num_items_in_batch is twice as much"),
         (Own, "get_train_dataloader"),
     ):
         with pytest.raises(ConfigError, match=said):
             trained(kind, arguments(tmp_path), capacity_tokens=2 * CAPACITY)
-    with pytest.raises(ConfigError, match="of two equal ones"):
+    with pytest.raises(ConfigError, match="for two equal rows"):
         planned(arguments(tmp_path), compute_loss_func=lambda outputs, *_, **__: outputs.logits.mean()).train()
     with pytest.raises(ConfigError, match="predict"):
         planned(arguments(tmp_path)).predict(data())
