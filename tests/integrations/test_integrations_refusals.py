@@ -15,7 +15,7 @@ from transformers.training_args import OptimizerNames
 
 from lengthwise.core.errors import ConfigError, DataError, LengthwiseError, ModelRefused, Problems
 from lengthwise.integrations.arguments import CALLABLES, KEPT, REFUSED, WITHOUT_EFFECT, problems_of
-from lengthwise.integrations.rows import rows_of
+from lengthwise.integrations.batches import rows_of
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.integrations.transformers import Trainer as PlannedTrainer
 from session.loops import small_model
@@ -117,7 +117,7 @@ def test_what_shows_only_in_use_is_refused_then(tmp_path):
 
     for kind, said in (
         (Mean, "for two equal rows"),
-        (Sum, "half the loss where num_items_in_batch is twice as much"),
+        (Sum, "half the loss for twice the num_items_in_batch"),
         (Own, "get_train_dataloader"),
     ):
         with pytest.raises(ConfigError, match=said):
