@@ -1,7 +1,7 @@
 """TRL's trainers with planned steps: `SFTTrainer` and `DPOTrainer`.
 
-Their losses are TRL's own. What TRL gathers over the ranks for its logs, once a microbatch, is summed at the end of a
-step: ranks have different numbers of microbatches, and a rank in a collective answers no ring.
+Their losses are TRL's own. TRL gathers numbers over the ranks for its logs in every microbatch; here they are summed at
+the end of a step, because ranks have different numbers of microbatches, and a rank in a collective serves no ring.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trl.trainer.utils import FusedCausalLMOutput, use_adapter
 from lengthwise.core.errors import ConfigError, DataError
 from lengthwise.data import NO_LOSS
 from lengthwise.integrations.arguments import OFF, Refusal
-from lengthwise.integrations.rows import Examples, refuse_dropped
+from lengthwise.integrations.batches import Examples, refuse_dropped
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.models import has_dropout
 from lengthwise.session import Session, StepResult
@@ -38,14 +38,13 @@ _IDS, _MASK, _COMPLETION = "input_ids", "attention_mask", "completion_mask"
 class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
     """TRL's `SFTTrainer` with planned steps; see `PlannedTrainerMixin`.
 
-    Rows that TRL has packed are planned as the documents in them. What a subclass puts into `_metrics` beside TRL's own
-    is left out.
+    Rows that TRL has packed are planned as separate documents. A subclass's own entries of `_metrics` are not logged.
     """
 
     _refused: Mapping[str, Refusal] = {"activation_offloading": _OFFLOADING}
     _library = trl.SFTTrainer
 
-    _valid: list[float]  # of the microbatches that `_joined` ran, how many tokens have a label
+    _valid: list[float]  # number of tokens with a label, by microbatch that `_joined` ran
 
     def _check_division(self) -> None:
         super()._check_division()
@@ -62,7 +61,7 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
 
     def _share_of_loss(self, model: Any, inputs: Mapping[str, Any], normalizer: float) -> Tensor:
         self._valid.append(float((inputs["labels"][:, 1:] != NO_LOSS).sum()))
-        # TRL counts tokens by it; how many there are is known without.
+        # TRL counts tokens by it; the count is replaced afterwards.
         inputs = {**inputs, _MASK: torch.ones_like(inputs[_IDS])} if _MASK not in inputs else inputs
         return super()._share_of_loss(model, inputs, normalizer)
 
@@ -77,7 +76,7 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
         return self._joined("eval", lambda: super(SFTTrainer, self)._evaluate_batch(batch, planned))
 
     def _joined(self, mode: str, work: Callable[[], Result]) -> Result:
-        """Return what `work` does, and log the means over the tokens of all ranks' microbatches that it ran."""
+        """Return the result of `work`, and log the means over the tokens of all ranks' microbatches in it."""
         kept, self._metrics[mode], self._valid = self._metrics[mode], defaultdict(list), []
         try:
             with _ungathered(self.accelerator):
@@ -85,7 +84,7 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
             found = self._metrics[mode]
         finally:
             self._metrics[mode] = kept
-        numbers = [  # of a microbatch without a label TRL's means are none
+        numbers = [  # without a label TRL's means are NaN
             [value * weight for value, weight in zip(found[name], self._valid) if weight]  # noqa: B905
             for name in _BY_TOKENS
         ]
@@ -99,23 +98,23 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preferences(Examples):
-    """Pairs, as the user's collator pads them: `inputs` (2 x pairs, width), the chosen first."""
+    """Pairs as the user's collator pads them: `inputs` (2 x pairs, width), first the chosen, then the rejected."""
 
     inputs: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceCollator:
-    """A `collate_fn` that makes a row of each side of each pair, with labels on its completion.
+    """A `collate_fn` that makes a row of each side of a pair, with labels on its completion.
 
     Raises:
-        DataError: a column that is not of text.
+        DataError: a column is not text.
     """
 
     collate: Callable[[list[Any]], Any]
 
     def __call__(self, examples: Sequence[Any]) -> Preferences:
-        """Return the examples' rows: all that were chosen, then all that were rejected."""
+        """Return the examples' rows: all chosen ones, then all rejected ones."""
         inputs = self.collate(list(examples))
         others = sorted(inputs.keys() - {_IDS, _MASK, _COMPLETION})
         if others:
@@ -132,24 +131,24 @@ class PreferenceCollator:
 
     @staticmethod
     def slots(inputs: Mapping[str, Tensor], first: int) -> Iterator[np.ndarray]:
-        """Yield where in a vector of all predictions, (2 x pairs x (width - 1)), each row's tokens stand."""
+        """Yield the positions of each row's tokens in a vector of all predictions, (2 x pairs x (width - 1),)."""
         width = inputs[_IDS].shape[1] - 1
         for number, kept in enumerate(inputs[_MASK].bool()):
-            # The last of the longest row predicts nothing: what it adds to its neighbour is 0.
+            # The last token of the longest row predicts nothing, and adds 0 to its neighbour.
             yield first + number * width + np.minimum(np.flatnonzero(kept.numpy()), width - 1)
 
 
 class DPOTrainer(PlannedTrainerMixin, trl.DPOTrainer):
     """TRL's `DPOTrainer` with planned steps; see `PlannedTrainerMixin`.
 
-    Model and reference run forward by the plan; TRL's loss is computed of the log-probabilities of all tokens, on every
-    rank the same; then the model runs forward and backward, each log-probability weighted by the loss's gradient. A
-    batch of TRL's losses is that of all ranks.
+    Model and reference run forward by the plan. Every rank computes TRL's loss from the log-probabilities of all
+    tokens. Then the model runs forward and backward, with each log-probability weighted by the loss's gradient. TRL's
+    losses see the batches of all ranks together.
     """
 
     _refused: Mapping[str, Refusal] = {
         "activation_offloading": _OFFLOADING,
-        "precompute_ref_log_probs": (OFF, "it would run whole sequences on every rank; the reference runs by the plan"),
+        "precompute_ref_log_probs": (OFF, "it runs whole sequences on every rank; the reference runs by the plan"),
     }
 
     _reference: Session | None = None
@@ -158,11 +157,11 @@ class DPOTrainer(PlannedTrainerMixin, trl.DPOTrainer):
         return super()._prepare_dataset(refuse_dropped(dataset), *args, **kwargs)
 
     def _check_division(self) -> None:
-        """Accept a mean: TRL is given all pairs of a preference loss at once."""
+        """Accept a mean: TRL gets all pairs of a preference loss at once."""
         _refuse_balance(self)
 
     def _takes_whole_logits(self) -> bool:
-        """TRL's head makes them for some tokens and words at a time."""
+        """Return False: TRL's head makes logits for some tokens and words at a time."""
         return False
 
     def _collator(self, collate: Any) -> Any:
@@ -197,7 +196,7 @@ class DPOTrainer(PlannedTrainerMixin, trl.DPOTrainer):
         return loss.item() * batch.num_examples, batch.num_examples
 
     def _loss(self, batches: list[Any], planned: Any) -> tuple[Tensor, Tensor]:
-        """Return TRL's loss of planned batches, their mean, and the log-probabilities that it is computed of."""
+        """Return the mean of TRL's losses of planned batches, and the log-probabilities that it depends on."""
         names = ["log_probs", "entropy", "mean_logits", "is_top1", *["log_sum_sq_probs"] * bool(self.use_weighting)]
         size = sum(map(_num_slots, batches))
         own = self._gathered(self._session_of_model(), self.model_wrapped, planned, names, size)
@@ -219,24 +218,24 @@ class DPOTrainer(PlannedTrainerMixin, trl.DPOTrainer):
         return total / len(batches), leaf
 
     def _loss_of_batch(self, answers: _Answers, inputs: dict[str, Tensor]) -> Tensor:
-        """Return `compute_loss` of a batch, the reference's log-probabilities among its inputs."""
+        """Return `compute_loss` of a batch whose inputs have the reference's log-probabilities."""
         self.precompute_ref_logps = True
         try:
-            return self.compute_loss(answers, inputs)  # type: ignore[arg-type] - it calls it, no more
+            return self.compute_loss(answers, inputs)  # type: ignore[arg-type] - it only calls the model
         finally:
             self.precompute_ref_logps = False
 
     def _start_session(self, optimizer: Any) -> Session:
-        if self.ref_model is not None:  # beside which the model is measured
+        if self.ref_model is not None:  # its memory counts when the model is measured
             self.ref_model.to(self.args.device)
         return super()._start_session(optimizer)
 
     def _gathered_of_reference(self, planned: Any, size: int) -> dict[str, Tensor]:
         if self.ref_model is not None:
             if self._reference is None:
-                capacity = self._trained().capacity_tokens  # it runs forward alone, which needs less
+                capacity = self._trained().capacity_tokens  # forward alone needs less
                 options = {**self._session_options, "recompute": "none", "capacity_tokens": capacity, "offload": None}
-                # Whole on each rank, with less beside it: no gradients and states.
+                # Whole on each rank: it has no gradients and states.
                 options |= {"shard": "zero1", "ranks_per_node": None, "stages": 1, "virtual": 1}
                 reference = self.ref_model.to(self.args.device).requires_grad_(False)
                 self._reference = Session(reference, timeout_seconds=float(self.args.ddp_timeout), **options)
@@ -249,13 +248,14 @@ class DPOTrainer(PlannedTrainerMixin, trl.DPOTrainer):
         session = self._trained()
         if self.model.training and has_dropout(session.model):
             remedy = "Leave disable_dropout at True, or set the model's dropout to 0."
-            raise ConfigError("disable_dropout", expected="no dropout: the model runs twice", got="some", remedy=remedy)
+            expected = "no dropout, because the model runs twice"
+            raise ConfigError("disable_dropout", expected=expected, got="dropout", remedy=remedy)
         return session
 
     def _gathered(
         self, session: Session, model: Any, planned: Any, names: Sequence[str], size: int
     ) -> dict[str, Tensor]:
-        """Run a model forward by the plan; return what it says of every token, (size,) each, on every rank."""
+        """Run a model forward by the plan; return the named values of all tokens, (size,) each, on every rank."""
         device = self.args.device
         wide = torch.float64 if self.model.dtype == torch.float64 else torch.float32
         sums = torch.zeros(len(names), size, dtype=wide, device=device)
@@ -272,7 +272,7 @@ class DPOTrainer(PlannedTrainerMixin, trl.DPOTrainer):
         return {name: values > 0.5 if name == "is_top1" else values for name, values in found.items()}
 
     def _plain(self, compute_loss: Callable[[Any, dict[str, Any]], Tensor]) -> ShareInChunks:
-        """Return the same without the session's autocast: accelerate has put one around the model."""
+        """Return the loss without the session's autocast: accelerate has wrapped the model in one."""
 
         def plain(model: Any, inputs: dict[str, Any]) -> Tensor:
             with torch.autocast(self.args.device.type, enabled=False):
@@ -282,7 +282,7 @@ class DPOTrainer(PlannedTrainerMixin, trl.DPOTrainer):
 
 
 class _Answers:
-    """Stands for a model in TRL's loss: says what was found of the batch beforehand."""
+    """Stands for a model in TRL's loss: returns values that were gathered before."""
 
     def __init__(self, fields: Mapping[str, Tensor]) -> None:
         self._fields = fields
@@ -292,7 +292,7 @@ class _Answers:
 
 
 def _called(model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, FusedCausalLMOutput]:
-    """Return the slots of this rank's predictions, and what the model says of them."""
+    """Return the slots of this rank's predictions, and the model's output for them."""
     slots = inputs[_SLOTS][0, :-1]
     return slots, model(**{name: each for name, each in inputs.items() if name != _SLOTS}, fused_lm_head=True)
 
@@ -310,7 +310,7 @@ def _num_slots(batch: Preferences) -> int:
 
 @contextmanager
 def _ungathered(accelerator: Any) -> Iterator[None]:
-    """Have the accelerator's gathers give back what they are given: this rank's, or what all ranks have alike."""
+    """Make the accelerator's gathers return their argument, which is this rank's or the same on all ranks."""
     names = ("gather", "gather_for_metrics")
     kept = {name: getattr(accelerator, name) for name in names}
     for name in names:
@@ -325,5 +325,5 @@ def _ungathered(accelerator: Any) -> Iterator[None]:
 def _refuse_balance(trainer: Any) -> None:
     if trainer.aux_loss_enabled:
         remedy = "Set router_aux_loss_coef to 0."
-        got = f"{trainer.router_aux_loss_coef:g}: a mean of each microbatch's routers, which no plan keeps"
+        got = f"{trainer.router_aux_loss_coef:g}: the loss is a mean per microbatch, which depends on the plan"
         raise ConfigError("router_aux_loss_coef", expected="0", got=got, remedy=remedy)
