@@ -1,4 +1,4 @@
-"""Seconds of a piece of work, and where they come from: a model's shape and a hardware description. Pure.
+"""Seconds and bytes of a piece of work, from a model's shape and a hardware description or measurements. Pure.
 
 Planners, score and simulator ask a `Cost`; `memory` says what a step holds, `capacity` how many tokens fit.
 """

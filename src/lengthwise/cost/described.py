@@ -1,7 +1,7 @@
-"""Measurements of one machine as a hardware description, to plan and simulate other models and clusters with.
+"""Measurements of one machine as a hardware description, to plan and simulate other models and clusters.
 
-Arithmetic at the measured rates over the peak of the named device; what one machine does not tell (links to other
-nodes, loading) is that of the named description, which `source` says.
+Arithmetic has the measured rates over the peak of the named device. What one machine cannot measure (links to other
+nodes, loading) comes from the named description, and `source` says so.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def hardware_from_measurements(
     host_bytes: float | None = None,
     ranks_per_node: int | None = None,
 ) -> Hardware:
-    """Return the description of the device that was measured.
+    """Return the description of the measured device.
 
     Args:
-        found: of a model all of whose parameters trained.
-        device_bytes, host_bytes: memory of a device and of its host; None: as of the file's named hardware.
-        ranks_per_node: as in `Hardware.in_nodes`.
+       found: of a model whose parameters all trained.
+       device_bytes, host_bytes: memory of a device and of its host (default: as in the file's named hardware).
+       ranks_per_node: as in `Hardware.in_nodes`.
 
     Raises:
-        ConfigError: measurements of adapters.
+       ConfigError: measurements of adapters.
     """
     if found.adapters is not None:
         expected, remedy = "measurements of a model that trains whole", "Profile without {lora}."
@@ -42,15 +42,15 @@ def hardware_from_measurements(
     base = named_hardware(found.hardware).in_nodes(ranks_per_node)
     given: dict[str, Any] = {"device_bytes": device_bytes, "host_bytes": host_bytes}
     measured = {**_arithmetic(found, base), **_links(found), **{k: v for k, v in given.items() if v is not None}}
-    if copies := measured.get("copy_bytes_per_second"):  # of all ranks at once: the host gives at least as much
+    if copies := measured.get("copy_bytes_per_second"):  # of all ranks at once, so the host has at least their sum
         measured["host_copy_bytes_per_second"] = max(base.host_copy_bytes_per_second, copies * found.place.ranks)
-    own: dict[str, Any] = {"kernel": "", "kernels": ()}  # the speed of attention is that of the kernel that ran
+    own: dict[str, Any] = {"kernel": "", "kernels": ()}  # the measured speed of attention belongs to no named kernel
     own |= {"name": "-".join(found.place.device.lower().split()), "compute_dtype_bytes": DTYPE_BYTES[found.precision]}
     return replace(base, **own, **measured, source=_source(found, base, tuple(measured)))
 
 
 def hardware_to_json(hardware: Hardware) -> str:
-    """Write a description as `named_hardware` reads it."""
+    """Return a description as JSON that `named_hardware` reads."""
     values = {key: value for key, value in asdict(hardware).items() if key not in ("name", "kernel", "kernels")}
     return json.dumps(values, indent=1) + "\n"
 

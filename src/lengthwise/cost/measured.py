@@ -1,7 +1,7 @@
-"""Costs of a machine that was measured: a file of `lengthwise profile` to a `Cost`, or a refusal in words.
+"""Costs of a measured machine: a file of `lengthwise profile` becomes a `Cost`, or is refused.
 
-Terms that were not measured are those of the file's hardware. Nothing is scaled to another model, precision or number
-of threads.
+Terms that were not measured come from the file's hardware. Nothing is scaled to another model, precision or number of
+threads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lengthwise.cost.hardware import HARDWARE_NAMES, named_hardware
 from lengthwise.cost.memory import DTYPE_BYTES
 from lengthwise.cost.terms import Cost
 
-_MOST_SECONDS, _MOST_BYTES = 1e6, 1e18  # that any machine takes for a token or a step, or moves in a second
+_MOST_SECONDS, _MOST_BYTES = 1e6, 1e18  # limits of plausible seconds per token or step, and bytes per second
 _OF_ALL_LAYERS = frozenset(
     (
         *("quadratic_seconds", "linear_seconds", "fixed_seconds", "near_hop_seconds", "far_hop_seconds"),
@@ -39,8 +39,8 @@ def read_measurements(path: str | Path) -> Measurements:
     """Read a file of measurements.
 
     Raises:
-        ConfigError: no JSON object of this schema, an unknown, missing or wrong value; each names file and key.
-        Problems: several of these.
+       ConfigError: not a JSON object of this schema, or an unknown, missing or wrong value; names file and key.
+       Problems: several of these.
     """
     where = str(path)
     try:
@@ -60,7 +60,7 @@ def read_measurements(path: str | Path) -> Measurements:
 
 
 def measured_shape(measurements: Measurements) -> ModelShape:
-    """Return the shape of the model that was measured."""
+    """Return the shape of the measured model."""
     return ModelShape(**asdict(measurements.model))
 
 
@@ -78,9 +78,9 @@ def base_cost(
     adapters: int | None = None,
     stages: int = 1,
 ) -> Cost:
-    """Make the costs of a named hardware in this precision, for terms that were not measured.
+    """Return the costs of a named hardware in this precision, for terms that were not measured.
 
-    ranks_per_node: of the measured nodes, whose uplinks grow with it; None: its own.
+    ranks_per_node: of the measured nodes, whose uplinks grow with it (default: the hardware's own).
     adapters, stages: as in `all_terms_cost`.
     """
     computing = replace(named_hardware(hardware).in_nodes(ranks_per_node), compute_dtype_bytes=DTYPE_BYTES[precision])
@@ -88,7 +88,7 @@ def base_cost(
 
 
 def measured_cost(measurements: Measurements, *, stages: int = 1) -> Cost:
-    """Make the costs of the model and the machine that were measured; of one of its pipeline stages, cut evenly."""
+    """Return the costs of the measured model and machine; of one pipeline stage, if cut evenly into `stages`."""
     shape, place = measured_shape(measurements), measurements.place
     base = base_cost(
         shape,
@@ -120,20 +120,20 @@ def cost_from_measurements(
     on_gpus: bool | None = None,
     stages: int = 1,
 ) -> Cost:
-    """Make the costs of a run from a file of measurements.
+    """Return the costs of a run from a file of measurements.
 
     Args:
-        path: the file.
-        shape: of the run's model; its name may differ.
-        precision: of the run.
-        threads: of each rank; None: whatever the file has.
-        adapters: parameters that train in place of the model's own; None: all train.
-        on_gpus: whether the run computes on GPUs; None: wherever the file was made.
-        stages: of the run's pipelines.
+       path: the file.
+       shape: of the run's model; its name may differ.
+       precision: of the run.
+       threads: of each rank; None: not checked.
+       adapters: number of parameters that train in place of the model's own; None: all train.
+       on_gpus: the run computes on GPUs; None: not checked.
+       stages: of the run's pipelines.
 
     Raises:
-        ConfigError: the file cannot be read, or is of another model, precision, number of threads or kind of device.
-        Problems: several of these.
+       ConfigError: the file cannot be read, or has another model, precision, number of threads or kind of device.
+       Problems: several of these.
     """
     found = read_measurements(path)
     raise_problems(
@@ -152,7 +152,7 @@ def misfits(
     adapters: int | None = None,
     on_gpus: bool | None = None,
 ) -> list[LengthwiseError]:
-    """List what keeps measurements from being those of a run."""
+    """Return the differences between measurements and a run that make them useless for it."""
     remedy = "Profile this model as it will run, or leave {measurements} out."
     of_run, of_file = asdict(shape), asdict(measured_shape(found))
     wanted: dict[str, tuple[Any, Any]] = {

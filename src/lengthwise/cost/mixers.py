@@ -1,8 +1,8 @@
 """Sizes of layers that mix tokens without attention, from a Hugging Face config: gated delta rule, KDA, Mamba 2, conv.
 
-What costs need of them: parameters in matrix products, FLOPs of scans, numbers in the map of a state, numbers kept for
-backward. FLOPs of a scan in chunks of c tokens, a head of a state (k, v): 6 k v to read and update it, and
-4 c (k + v) inside of a chunk.
+Costs need their parameters in matrix products, FLOPs of scans, numbers in the map of a state, and numbers kept for
+backward. FLOPs of a scan in chunks of c tokens, per head with a state (k, v): 6 k v to read and update it, and
+4 c (k + v) inside a chunk.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from lengthwise.core.trained import MIXERS_OF
 
-_CHUNK = 64  # tokens of a chunk of delta rules; Mamba 2 has it in its config
+_CHUNK = 64  # tokens per chunk of delta rules; Mamba 2 has it in its config
 
 
 def mixers_of(config: Mapping[str, Any], kinds: Sequence[str], hidden: int) -> dict[str, int]:
-    """Return the fields of a `ModelShape` for layers of these kinds; {} where all of them attend."""
+    """Return the fields of a `ModelShape` for layers of these kinds, or {} if all of them attend."""
     counts = Counter(kinds)
     states, convolutions = counts["linear_attention"] + counts["hybrid"], counts["conv"]
     attending = (

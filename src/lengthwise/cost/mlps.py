@@ -12,17 +12,17 @@ WIDTH = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dff")
 EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size")
 _SHARED_WIDTH = ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
-_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")  # layers without experts before others
-_EVERY = ("moe_layer_interval", "decoder_sparse_step")  # which of the layers has experts
+_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")  # first layers have no experts
+_EVERY = ("moe_layer_interval", "decoder_sparse_step")  # one in so many layers has experts
 
 
 def mlps_of(
     config: Mapping[str, Any], kinds: Sequence[str], experts: int, size: Size, *, at: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """Return the fields of a `ModelShape` for the MLPs of a model's layers, whose kinds these are.
+    """Return the fields of a `ModelShape` for the MLPs of layers of these kinds.
 
-    size: reads the first of some keys that the config has, a positive whole number, or its `default`. at: the layers
-    that count, by their numbers; None: all.
+    size: reads the first of some keys that the config has, a positive whole number, or its `default`. at: the numbers
+    of the layers that count (default: all).
     """
     found: dict[str, Any] = {} if config.get("model_type") not in UNGATED else {"gated": False}
     layers = range(len(kinds)) if at is None else at
@@ -32,7 +32,7 @@ def mlps_of(
 
 
 def has_experts(config: Mapping[str, Any], kinds: Sequence[str], experts: int) -> bool:
-    """Return whether any layer has experts; a model cut to its first layers, which are dense, has none."""
+    """Return whether any layer has experts; a model cut to its first, dense layers has none."""
     return experts > 1 and any(_main_mlps(config, kinds, experts))
 
 
@@ -46,9 +46,9 @@ def _main_mlps(config: Mapping[str, Any], kinds: Sequence[str], experts: int) ->
 
 
 def _beside(config: Mapping[str, Any], kinds: Sequence[str], experts: int, size: Size) -> list[int]:
-    """Return the width of what every token passes in each layer beside that."""
+    """Return the width of each layer's MLPs that every token passes beside the main one."""
     layers, shares_keys = len(kinds), int(config.get("num_kv_shared_layers") or 0)
-    last = size(*WIDTH) if config.get("use_double_wide_mlp") else 0  # more, of layers that take the keys of others
+    last = size(*WIDTH) if config.get("use_double_wide_mlp") else 0  # additional width of layers that share keys
     found = [last * (number >= layers - shares_keys) for number in range(layers)]
     if experts == 1:
         return found
@@ -61,7 +61,7 @@ def _beside(config: Mapping[str, Any], kinds: Sequence[str], experts: int, size:
 
 
 def _with_any(kinds: Sequence[str]) -> list[bool]:
-    """Return which layers have an MLP or experts; where some are nothing but one of these, no others have any."""
+    """Return which layers have an MLP or experts; if some layers are nothing else, no others have any."""
     alone = [kind in ("mlp", "moe") for kind in kinds]
     return alone if any(alone) else [True] * len(kinds)
 
@@ -81,7 +81,7 @@ def _sparse_layers(config: Mapping[str, Any], kinds: Sequence[str]) -> list[bool
 
 
 def _shared_width(config: Mapping[str, Any], size: Size) -> int:
-    """Return the width of what every token passes beside the experts of a layer."""
+    """Return the width that every token passes beside the experts of a layer."""
     if config.get("enable_moe_block"):  # gemma4: the layer's own MLP
         return size(*WIDTH)
     for key in _SHARED_WIDTH:

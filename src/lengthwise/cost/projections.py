@@ -1,16 +1,16 @@
-"""Parameters in the projections of attention, from a Hugging Face config, where they are not those of plain heads."""
+"""Parameters of attention projections, from a Hugging Face config, where they are not those of plain heads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# whose attention has a gate as large as its queries
+# families whose attention has a gate as large as its queries
 _GATED = ("afmoe", "beam", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 
 
 def full_heads(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the fields of a `ModelShape` for the heads of layers without a window, where they differ (gemma4)."""
+    """Return the fields of a `ModelShape` for the heads of layers without a window, if they differ (gemma4)."""
     overrides: Any = config.get("per_layer_config") or {}
     first: Mapping[str, Any] = next(iter(overrides.values()), {}) if isinstance(overrides, Mapping) else {}
     head, keys = config.get("global_head_dim") or first.get("head_dim"), first.get("num_key_value_heads")
@@ -23,10 +23,10 @@ def full_heads(config: Mapping[str, Any]) -> dict[str, int]:
 def projections_of(
     config: Mapping[str, Any], sizes: Mapping[str, int], attending: int, windowed: int, *, share: float = 1.0
 ) -> dict[str, int]:
-    """Return the field of a `ModelShape` for the projections of all layers that attend; {}: those of plain heads.
+    """Return the field of a `ModelShape` for the projections of layers that attend; {}: those of plain heads.
 
-    sizes: hidden, heads, kv_heads, head_dim, and what `full_heads` returned. windowed: of the layers, have a window.
-    share: of the model's layers that these are.
+    sizes: hidden, heads, kv_heads, head_dim, and what `full_heads` returned. windowed: number of layers with a window.
+    share: these layers' share of the model's.
     """
     hidden, heads = sizes["hidden"], sizes["heads"]
     if config.get("qk_rope_head_dim") and config.get("qk_nope_head_dim"):
@@ -41,14 +41,14 @@ def projections_of(
     full, of_keys = attending - windowed, 1 if config.get("attention_k_eq_v") else 2
     whole = windowed * sizes["head_dim"] * (2 * heads + 2 * sizes["kv_heads"])
     whole += full * head * (2 * heads + of_keys * keys)
-    share_full = shared * full / max(1, attending)  # layers that take the keys of others, of every kind as many
+    share_full = shared * full / max(1, attending)  # layers that share keys, in proportion to the kinds
     share_full = round(share_full) if share == 1 else share_full
     without = (shared - share_full) * sizes["head_dim"] * 2 * sizes["kv_heads"] + share_full * head * of_keys * keys
     return {"attention_params": round(hidden * (whole - without))}
 
 
 def layer_inputs(config: Mapping[str, Any], layers: int, hidden: int) -> dict[str, int]:
-    """Return the fields of a `ModelShape` for embeddings that each layer has of its own (gemma3n, gemma4 E2B, E4B)."""
+    """Return the fields of a `ModelShape` for embeddings of each layer's own (gemma3n, gemma4 E2B, E4B)."""
     width, words = config.get("hidden_size_per_layer_input"), config.get("vocab_size_per_layer_input")
     if not width or not words:
         return {}
@@ -56,7 +56,7 @@ def layer_inputs(config: Mapping[str, Any], layers: int, hidden: int) -> dict[st
 
 
 def _latent(config: Mapping[str, Any], hidden: int, heads: int) -> int:
-    """Count multi-head latent attention's parameters of a layer."""
+    """Return the parameters of multi-head latent attention in a layer."""
     rope, nope, latent = (int(config[key]) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "kv_lora_rank"))
     values, queries = int(config.get("v_head_dim") or nope), config.get("q_lora_rank")
     of_queries = heads * (rope + nope)
