@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lengthwise.config import DataSource, GlobalBatch, RunConfig, build_config, dump_config, load_config
 from lengthwise.config.foreign_names import FOREIGN_NAMES
-from lengthwise.config.optimizer import OPTIMIZERS
+from lengthwise.config.optimizer_config import OPTIMIZERS
 from lengthwise.config.problems import sections_of
 from lengthwise.core.errors import ConfigError, LengthwiseError, Problems
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lengthwise.config.load import apply_overrides
+from lengthwise.config.run_file import apply_overrides
 
 
 def applied(*overrides):

@@ -14,9 +14,9 @@ from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.models import build_model, find_model
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.profiler import model_ends
-from lengthwise.profiler.profile import ProfileSettings, profile
+from lengthwise.profiler.rank_profiler import ProfileSettings, profile
 from lengthwise.profiler.runs import MESSAGE_BYTES, local_run, message_runs, packs_up_to, ring_runs
-from lengthwise.profiler.watch import Stopwatch, WatchedTransport
+from lengthwise.profiler.stopwatch import Stopwatch, WatchedTransport
 from lengthwise.program import check_plan, refuse_unsupported
 from lengthwise.run.profiling import profile_model
 from lengthwise.simulator import simulate_plan

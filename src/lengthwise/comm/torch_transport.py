@@ -26,8 +26,8 @@ from lengthwise.comm.clock import Clock
 from lengthwise.comm.groups import gloo_group, gloo_groups, nccl_group, refuse_large
 from lengthwise.comm.solo import SoloTransport
 from lengthwise.comm.staged import StagedTransport
+from lengthwise.comm.transfer_watch import Posted, TransferWatch
 from lengthwise.comm.transport import Done, Key, Message, Pending, Transport, lies_on_a_device
-from lengthwise.comm.watch import Posted, TransferWatch
 from lengthwise.comm.world import World
 from lengthwise.core.errors import ConfigError, TransferError
 from lengthwise.program import line_peers

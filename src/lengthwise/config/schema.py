@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from lengthwise.config.optimizer import OptimizerConfig
+from lengthwise.config.optimizer_config import OptimizerConfig
 from lengthwise.config.sections import (
     CheckpointConfig,
     DataSource,
@@ -21,7 +21,7 @@ from lengthwise.config.sections import (
     read_meanwhile,
     scheme_of,
 )
-from lengthwise.config.settings import PathSetting, Settings
+from lengthwise.config.setting_types import PathSetting, Settings
 from lengthwise.config.training import TrainingSettings
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import BYTES_TOKENIZER

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from lengthwise.config.settings import Fraction, PathSetting, Settings, Tokens
+from lengthwise.config.setting_types import Fraction, PathSetting, Settings, Tokens
 from lengthwise.core.errors import ConfigError
 
 ALL_LINEAR = "all-linear"

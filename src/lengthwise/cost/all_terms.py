@@ -15,7 +15,7 @@ from lengthwise.cost.analytic import GRADIENT_BYTES, PASSES, STATE_BYTES, analyt
 from lengthwise.cost.capacity import host_share_bytes, step_memory
 from lengthwise.cost.hardware import Hardware
 from lengthwise.cost.links import Link
-from lengthwise.cost.passes import Pass
+from lengthwise.cost.passes import PassShares
 from lengthwise.cost.terms import Cost
 
 _ALL_REDUCES = 2  # per layer and pass: after attention and after the MLP
@@ -49,7 +49,9 @@ def all_terms_cost(
         added = adapters / shape.linear_params
         linear = 2 / 3 + added
         linear_forward = (1 + added) / 3 / linear
-    forward = Pass(attention=1 / (1 + _BACKWARD_ATTENTION), linear=linear_forward, ring=ring_forward, exchange=0.5)
+    forward = PassShares(
+        attention=1 / (1 + _BACKWARD_ATTENTION), linear=linear_forward, ring=ring_forward, exchange=0.5
+    )
     return replace(
         plain,
         quadratic_seconds=plain.quadratic_seconds / devices,
@@ -58,7 +60,7 @@ def all_terms_cost(
         cut_seconds=plain.cut_seconds / devices,
         block_efficiency=hardware.block_efficiency,
         forward=forward,
-        backward=Pass(
+        backward=PassShares(
             attention=_BACKWARD_ATTENTION * forward.attention,
             linear=1 - linear_forward,
             ring=1 - ring_forward,

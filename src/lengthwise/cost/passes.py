@@ -22,7 +22,7 @@ from lengthwise.cost.links import Floats, Numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
+class PassShares:
     """One pass over all layers, as shares of forward and backward together."""
 
     attention: float
@@ -33,15 +33,15 @@ class Pass:
 
 
 # Two products of attention forward and five backward; keys and values in bf16, once more and fp32 gradients backward.
-FORWARD = Pass(attention=2 / 7, linear=1 / 3, ring=1 / 4, exchange=1 / 2)
-BACKWARD = Pass(attention=5 / 7, linear=2 / 3, ring=3 / 4, exchange=1 / 2)
+FORWARD = PassShares(attention=2 / 7, linear=1 / 3, ring=1 / 4, exchange=1 / 2)
+BACKWARD = PassShares(attention=5 / 7, linear=2 / 3, ring=3 / 4, exchange=1 / 2)
 
 
-def passes(forward: Pass, backward: Pass, recompute: str) -> tuple[Pass, ...]:
+def passes(forward: PassShares, backward: PassShares, recompute: str) -> tuple[PassShares, ...]:
     """List the passes of a microbatch with this kind of recomputation, forward first."""
     if recompute == "none":
         return forward, backward
-    linear = Pass(attention=0.0, linear=forward.linear, ring=0.0, exchange=0.0, states=0.0)
+    linear = PassShares(attention=0.0, linear=forward.linear, ring=0.0, exchange=0.0, states=0.0)
     return forward, replace(forward, states=0.0) if recompute == "layer" else linear, backward
 
 
@@ -65,7 +65,7 @@ class Work(NamedTuple):
     degree: Numbers
 
 
-def passes_seconds(sweeps: Sequence[Pass], work: Work, *, by_ring_step: bool) -> Numbers:
+def passes_seconds(sweeps: Sequence[PassShares], work: Work, *, by_ring_step: bool) -> Numbers:
     """Return the seconds of all passes, forward first. by_ring_step: transfers hide per ring step, else in sum."""
     attention, linear, exchanges, states = (
         sum(getattr(sweep, name) for sweep in sweeps) for name in ("attention", "linear", "exchange", "states")

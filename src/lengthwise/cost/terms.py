@@ -22,13 +22,13 @@ from lengthwise.core.sizes import is_number
 from lengthwise.cost.choices import AS_CUT, Choice, Choices
 from lengthwise.cost.ending import Ending, Traffic
 from lengthwise.cost.links import Floats, Link, Numbers, Reach, Whole, least_reach, reach_of
-from lengthwise.cost.passes import BACKWARD, FORWARD, Pass, Work, parts_by_shares, passes, passes_seconds
+from lengthwise.cost.passes import BACKWARD, FORWARD, PassShares, Work, parts_by_shares, passes, passes_seconds
 
 _FREE = Link(bytes_per_second=inf)
 _SWIFT = 2.0**100  # bytes per second of `plain_cost`: a power of two keeps seconds exact, and gathers are free
 # Each pass has as large a part of a ring's transfers as of the attention; quarters keep sums exact.
-_PLAIN_FORWARD = Pass(attention=1 / 4, linear=1 / 3, ring=1 / 4, exchange=1 / 2)
-_PLAIN_BACKWARD = Pass(attention=3 / 4, linear=2 / 3, ring=3 / 4, exchange=1 / 2)
+_PLAIN_FORWARD = PassShares(attention=1 / 4, linear=1 / 3, ring=1 / 4, exchange=1 / 2)
+_PLAIN_BACKWARD = PassShares(attention=3 / 4, linear=2 / 3, ring=3 / 4, exchange=1 / 2)
 _NOTHING, _NO_ENDING = Choices(), Ending()
 
 
@@ -84,8 +84,8 @@ class Cost:
     windows: tuple[tuple[int, float], ...] = ()
     couples_layers: bool = False
     version: str = "given"
-    forward: Pass = FORWARD
-    backward: Pass = BACKWARD
+    forward: PassShares = FORWARD
+    backward: PassShares = BACKWARD
     near: Link = _FREE
     far: Link = _FREE
     ranks_per_node: int = 1
@@ -320,7 +320,7 @@ class Cost:
         needed = self.choices.offload_needed(lengths.astype(np.float64), degrees)
         return needed <= self.free_offload(lengths, degrees) * (1 + 1e-12)
 
-    def passes(self, recompute: str) -> tuple[Pass, ...]:
+    def passes(self, recompute: str) -> tuple[PassShares, ...]:
         """List the passes over the layers, forward first."""
         return passes(self.forward, self.backward, recompute)
 

@@ -19,7 +19,7 @@ from lengthwise.planner.baselines.single_degree import PACKED_DP, plan_packed_dp
 from lengthwise.planner.baselines.static import plan_static
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.search import plan_lengthwise
-from lengthwise.program.check import check_plan
+from lengthwise.program.plan_rules import check_plan
 
 Planner: TypeAlias = Callable[[PlanRequest], list[Microbatch]]
 

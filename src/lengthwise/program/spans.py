@@ -36,7 +36,7 @@ class Mixing:
 ATTENTION_ALONE = Mixing()
 
 
-class Span(NamedTuple):
+class SequenceSpan(NamedTuple):
     """Tokens `start` to `stop` of a sequence, adjacent on one rank from local row `row` on.
 
     number: of the span in its sequence, 0 to 2 x degree - 2. position: its holder.
@@ -67,15 +67,15 @@ class HaloMove(NamedTuple):
     stop: int
 
 
-def spans_of(program: MicrobatchProgram, rank: int) -> tuple[Span, ...]:
+def spans_of(program: MicrobatchProgram, rank: int) -> tuple[SequenceSpan, ...]:
     """List the spans of a rank in local order, empty ones too."""
-    spans, row = list[Span](), 0
+    spans, row = list[SequenceSpan](), 0
     for index, piece, position in program.pieces_of(rank):
         for sequence in piece.sequences:
             bounds = _span_bounds(program.tokens[sequence], piece)
             for number in dict.fromkeys((position, 2 * piece.degree - 2 - position)):
                 start, stop = bounds[number : number + 2]
-                spans.append(Span(index, sequence, number, position, start, stop, row))
+                spans.append(SequenceSpan(index, sequence, number, position, start, stop, row))
                 row += stop - start
     return tuple(spans)
 

@@ -14,7 +14,7 @@ from lengthwise.core.errors import ConfigError, MemoryShortage
 from lengthwise.core.names import counted
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost import Hardware, StepMemory, all_terms_cost, recompute_capacities
-from lengthwise.cost.sharding import LORA_RANK, lora_params, more_ranks
+from lengthwise.cost.shard_choice import LORA_RANK, lora_params, more_ranks
 from lengthwise.setup.resolve import Machine, TrainedModel, memory_of_settings, resolve
 
 _LORA_RATE = 2e-4

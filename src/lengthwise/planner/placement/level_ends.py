@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lengthwise.planner.placement.line import Gaps
 from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.problem.effort import OPEN, TOLD_APART
-from lengthwise.planner.problem.lengths import NEARLY
+from lengthwise.planner.problem.step_lengths import NEARLY
 
 _PARTNERS = 4  # least busy ranks examined for one with room
 _COMPARED = 512  # sequences examined of a rank, evenly spaced: it limits memory, and a closer fit gains nothing

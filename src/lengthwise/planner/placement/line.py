@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.planner.problem.effort import OPEN
-from lengthwise.planner.problem.lengths import ROUNDING
+from lengthwise.planner.problem.step_lengths import ROUNDING
 from lengthwise.planner.problem.topology import Extras, window_max, window_sum
 
 

@@ -18,8 +18,8 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import UNCUT, Cluster, LayerCut
 from lengthwise.cost import Cost
 from lengthwise.planner.problem.degrees import DegreeTable, cheapest_degrees
-from lengthwise.planner.problem.lengths import NEARLY, ROUNDING, read_tokens, refuse_unheld
 from lengthwise.planner.problem.speeds import at_mean_speed, read_speeds
+from lengthwise.planner.problem.step_lengths import NEARLY, ROUNDING, read_tokens, refuse_unheld
 from lengthwise.planner.problem.topology import Topology
 
 

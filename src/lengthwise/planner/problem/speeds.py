@@ -14,7 +14,7 @@ from typing import Any
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError, raise_problems
 from lengthwise.core.plan import Plan
 from lengthwise.cost import Cost
-from lengthwise.planner.problem.lengths import NAMED
+from lengthwise.planner.problem.step_lengths import NAMED
 
 _MOST_SPEED = 1e6  # the least speed is its inverse
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lengthwise.core.held import held_at_most
 from lengthwise.cost import Cost
 from lengthwise.planner.problem.effort import TOLD_APART
-from lengthwise.planner.problem.lengths import NEARLY, ROUNDING
+from lengthwise.planner.problem.step_lengths import NEARLY, ROUNDING
 
 _LOST = 4  # weight of the time that fast ranks lose at a place; with 0, `halves` end 1.9 % further behind
 _ROUNDED = 2  # tokens by which a rank's two chunks may exceed its share

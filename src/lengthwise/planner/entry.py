@@ -15,12 +15,12 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Choices, Cost
 from lengthwise.planner.baselines.single_degree import PACKED_DP, refuse_cut
-from lengthwise.planner.options import CHOICES, DEFAULT, PlanOptions
+from lengthwise.planner.plan_options import CHOICES, DEFAULT, PlanOptions
 from lengthwise.planner.portfolio import choose_plan
 from lengthwise.planner.problem.bounds import has_lone_rings, shares_launches_only
-from lengthwise.planner.problem.lengths import read_tokens, refuse_unheld
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.speeds import at_mean_speed, speed_runs
+from lengthwise.planner.problem.step_lengths import read_tokens, refuse_unheld
 
 
 def plan_step(tokens: Sequence[int], cluster: Cluster, cost: Cost, options: PlanOptions = DEFAULT) -> Plan:

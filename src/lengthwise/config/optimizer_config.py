@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from lengthwise.config.settings import Fraction, Settings
+from lengthwise.config.setting_types import Fraction, Settings
 from lengthwise.core.errors import ConfigError
 
 FRESH_RATE, LOADED_RATE, LOADED_WARMUP = 3e-4, 2e-5, 0.03  # of AdamW; for fine-tuning, as in TRL

@@ -58,7 +58,7 @@ from lengthwise.profiler.runs import (
     packs_up_to,
     ring_runs,
 )
-from lengthwise.profiler.watch import Stopwatch, WatchedTransport
+from lengthwise.profiler.stopwatch import Stopwatch, WatchedTransport
 
 _LONGEST_SHARE = 1 / 25  # the most of all seconds that one run may take
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 25
