@@ -15,9 +15,16 @@ from lengthwise.core.files import is_path, read_json_object, read_package_json
 from lengthwise.core.names import unknown_name
 from lengthwise.core.shape import ModelShape
 from lengthwise.core.trained import family_refusal, layer_kinds, text_part
-from lengthwise.cost.mixers import mixers_of
-from lengthwise.cost.mlps import EXPERT_WIDTH, WIDTH, has_experts, mlps_of
-from lengthwise.cost.projections import full_heads, layer_inputs, projections_of
+from lengthwise.cost.layer_sizes import (
+    EXPERT_WIDTH,
+    WIDTH,
+    full_heads,
+    has_experts,
+    layer_inputs,
+    mixers_of,
+    mlps_of,
+    projections_of,
+)
 
 _FILE = read_package_json("lengthwise.cost", "models.json")
 _SHAPES, _PUBLISHED = _FILE["shapes"], _FILE["published"]
