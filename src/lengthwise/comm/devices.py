@@ -86,8 +86,8 @@ def call_apart(call: Callable[[], Answer], *, gpus: int) -> Answer:
     made), and a process that has started CUDA cannot fork ranks that use a GPU.
 
     Raises:
-       RankError: the child died.
-       LengthwiseError: `call` raised it.
+        RankError: the child died.
+        LengthwiseError: `call` raised it.
     """
     if not gpus:
         return call()

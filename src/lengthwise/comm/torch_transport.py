@@ -46,9 +46,9 @@ def join(
     """Claim the rank's device, join the other ranks, and return the transport; `say` reports its kind.
 
     Raises:
-       TransferError: some ranks did not come.
-       RankError: some ranks are on GPUs and some are not.
-       ConfigError: see `transport_wrapper`.
+        TransferError: some ranks did not come.
+        RankError: some ranks are on GPUs and some are not.
+        ConfigError: see `transport_wrapper`.
     """
     if world.world_size == 1:
         world.claim_device()
@@ -67,7 +67,7 @@ def transport_wrapper() -> Callable[[Transport, TorchTransport], Transport] | No
     It is called with the transport and the world below it. Tests set it to `testing.checked` in each process of a run.
 
     Raises:
-       ConfigError: the name cannot be imported.
+        ConfigError: the name cannot be imported.
     """
     asked = os.environ.get(WRAPPER, "")
     module, _, name = asked.partition(":")

@@ -31,7 +31,7 @@ def all_terms_cost(
     train).
 
     Raises:
-       ConfigError: `tensor` does not divide the heads or fit a node, or `stages` exceeds the layers.
+        ConfigError: `tensor` does not divide the heads or fit a node, or `stages` exceeds the layers.
     """
     _check_mesh(shape, hardware, tensor, stages)
     plain, dtype_bytes, devices = analytic_cost(shape, hardware), hardware.compute_dtype_bytes, tensor * stages

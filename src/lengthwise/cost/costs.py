@@ -35,16 +35,16 @@ def costs(
     """Return the costs, in seconds, with which to plan, score and simulate a step.
 
     Args:
-       model: a named shape ("llama-7b"), the path of a Hugging Face folder or config.json, or a `ModelShape`.
-       hardware: a named one ("h100", "cpu"), the path of a description, or a `Hardware`.
-       file: in place of both, a JSON file of coefficients (`lengthwise plan --cost`), in any unit of time.
-       tensor: devices that split each layer of a rank.
-       stages: pipeline stages of a rank.
-       simple: only five coefficients: one kind of link, no offload, no split heads.
+        model: a named shape ("llama-7b"), the path of a Hugging Face folder or config.json, or a `ModelShape`.
+        hardware: a named one ("h100", "cpu"), the path of a description, or a `Hardware`.
+        file: in place of both, a JSON file of coefficients (`lengthwise plan --cost`), in any unit of time.
+        tensor: devices that split each layer of a rank.
+        stages: pipeline stages of a rank.
+        simple: only five coefficients: one kind of link, no offload, no split heads.
 
     Raises:
-       ConfigError: neither or both of model and file, an unknown name, or a mesh that the model does not allow.
-       Problems: several of these.
+        ConfigError: neither or both of model and file, an unknown name, or a mesh that the model does not allow.
+        Problems: several of these.
     """
     if (model is None) == (file is None):
         got = "neither" if model is None else "both"
@@ -61,10 +61,10 @@ def cost_from_file(path: str | Path) -> Cost:
     """Read the coefficients of a JSON file.
 
     Raises:
-       ConfigError: the file cannot be read, or has an unknown or repeated key, a coefficient that is not a number from
-       0 to
-           `MOST_SECONDS`, or none above 0. Names the file and the key.
-       Problems: several of these.
+        ConfigError: the file cannot be read, or has an unknown or repeated key, a coefficient that is not a number from
+        0 to
+            `MOST_SECONDS`, or none above 0. Names the file and the key.
+        Problems: several of these.
     """
     where = str(path)
     try:

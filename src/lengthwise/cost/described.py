@@ -29,12 +29,12 @@ def hardware_from_measurements(
     """Return the description of the measured device.
 
     Args:
-       found: of a model whose parameters all trained.
-       device_bytes, host_bytes: memory of a device and of its host (default: as in the file's named hardware).
-       ranks_per_node: as in `Hardware.in_nodes`.
+        found: of a model whose parameters all trained.
+        device_bytes, host_bytes: memory of a device and of its host (default: as in the file's named hardware).
+        ranks_per_node: as in `Hardware.in_nodes`.
 
     Raises:
-       ConfigError: measurements of adapters.
+        ConfigError: measurements of adapters.
     """
     if found.adapters is not None:
         expected, remedy = "measurements of a model that trains whole", "Profile without {lora}."

@@ -39,8 +39,8 @@ class Traffic:
     While a layer computes, the next is gathered and the previous one summed. So a wave of L layers, each of f and b
     seconds on the slowest rank, takes for gathers g and sums r
 
-       forward   rest + g + (L - 1) max(f, g) + max(f, head)
-       backward  g + max(b, head + g) + (L - 2) max(b, r + g) + max(b, r) + r + rest
+        forward   rest + g + (L - 1) max(f, g) + max(f, head)
+        backward  g + max(b, head + g) + (L - 2) max(b, r + g) + max(b, r) + r + rest
     """
 
     layers: int

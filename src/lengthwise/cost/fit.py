@@ -51,7 +51,7 @@ def fit_samples(samples: Sequence[Sample], base: Cost, *, launches_ahead: bool =
     launches, whatever its tokens; in a step those hide behind longer microbatches, so short samples are left out.
 
     Raises:
-       ConfigError: fewer than three microbatches on one rank, or seconds that do not grow with tokens.
+        ConfigError: fewer than three microbatches on one rank, or seconds that do not grow with tokens.
     """
     curve = _block_curve([sample for sample in samples if sample.kind == "block"])
     cost = replace(base, block_efficiency=curve or base.block_efficiency)

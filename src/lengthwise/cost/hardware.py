@@ -43,9 +43,9 @@ class Hardware:
     peak_flops_per_second: of dense matrix products in the compute type.
     linear_efficiency, attention_efficiency: achieved share of the peak, above 0 to 1; of attention by `kernel`, forward
     and
-       backward together.
+        backward together.
     block_efficiency: (tokens, share of attention's speed) of attention blocks, the last share 1; interpolated between
-       points, below the first in proportion to the tokens.
+        points, below the first in proportion to the tokens.
     link_bytes_per_second, hop_latency_seconds: one direction of a rank's link to another node; start of one transfer.
     node_link_bytes_per_second, node_hop_latency_seconds: the same inside a node.
     node_uplink_bytes_per_second: from all devices of a node together to other nodes, one direction.
@@ -61,7 +61,7 @@ class Hardware:
     kernel: the attention kernel whose speed is given, by its name in `kernels`; both may be left out.
 
     Raises:
-       Problems, ConfigError: numbers out of range, or an invalid block curve; all are reported.
+        Problems, ConfigError: numbers out of range, or an invalid block curve; all are reported.
     """
 
     name: str
@@ -138,7 +138,7 @@ def named_hardware(name: str) -> Hardware:
     """Return the description with a name of `HARDWARE_NAMES`, or of a JSON file (a path with a slash or .json).
 
     Raises:
-       ConfigError: an unknown name (it suggests the nearest one), or a file that is not a description.
+        ConfigError: an unknown name (it suggests the nearest one), or a file that is not a description.
     """
     if is_path(name):
         return hardware_from_json(read_json_object(name), name)

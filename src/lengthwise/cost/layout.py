@@ -60,7 +60,7 @@ def ranks_of_node(asked: int | None, here: int, ranks: int, *, is_asked: bool) -
     Return None if hybrid is not asked for and this machine's ranks do not divide all ranks.
 
     Raises:
-       ConfigError: the number does not divide the ranks.
+        ConfigError: the number does not divide the ranks.
     """
     found = asked or here
     if ranks % found == 0:

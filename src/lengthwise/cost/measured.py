@@ -39,8 +39,8 @@ def read_measurements(path: str | Path) -> Measurements:
     """Read a file of measurements.
 
     Raises:
-       ConfigError: not a JSON object of this schema, or an unknown, missing or wrong value; names file and key.
-       Problems: several of these.
+        ConfigError: not a JSON object of this schema, or an unknown, missing or wrong value; names file and key.
+        Problems: several of these.
     """
     where = str(path)
     try:
@@ -123,17 +123,17 @@ def cost_from_measurements(
     """Return the costs of a run from a file of measurements.
 
     Args:
-       path: the file.
-       shape: of the run's model; its name may differ.
-       precision: of the run.
-       threads: of each rank; None: not checked.
-       adapters: number of parameters that train in place of the model's own; None: all train.
-       on_gpus: the run computes on GPUs; None: not checked.
-       stages: of the run's pipelines.
+        path: the file.
+        shape: of the run's model; its name may differ.
+        precision: of the run.
+        threads: of each rank; None: not checked.
+        adapters: number of parameters that train in place of the model's own; None: all train.
+        on_gpus: the run computes on GPUs; None: not checked.
+        stages: of the run's pipelines.
 
     Raises:
-       ConfigError: the file cannot be read, or has another model, precision, number of threads or kind of device.
-       Problems: several of these.
+        ConfigError: the file cannot be read, or has another model, precision, number of threads or kind of device.
+        Problems: several of these.
     """
     found = read_measurements(path)
     raise_problems(

@@ -2,7 +2,7 @@
 
 Over d ranks in r = d / u positions of u ranks that split the heads, a pass takes a rank
 
-   A + L + max(0, R - A) + h (r - 1) + X + S (d - 1)        seconds:
+    A + L + max(0, R - A) + h (r - 1) + X + S (d - 1)        seconds:
 
 attention; linear work; keys and values, which hide behind A; latency of ring steps; all-to-all of split heads (Ulysses,
 arXiv 2309.14509); rounds of a sweep of the states of all sequences, which hide behind nothing and are not repeated.

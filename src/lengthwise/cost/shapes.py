@@ -42,9 +42,9 @@ def named_shape(name: str) -> ModelShape:
     For a model with images it is the shape of its text part; `check_trained` refuses some of them.
 
     Raises:
-       ConfigError: an unknown name (it suggests the nearest one), or a folder or file that is not a model's.
-       ModelRefused: a family that this version does not train, whose costs it does not know.
-       Problems: several missing or invalid sizes in a config.
+        ConfigError: an unknown name (it suggests the nearest one), or a folder or file that is not a model's.
+        ModelRefused: a family that this version does not train, whose costs it does not know.
+        Problems: several missing or invalid sizes in a config.
     """
     known = _known_name(name)
     if known is not None:
@@ -64,8 +64,8 @@ def check_trained(name: str) -> None:
     """Refuse a model, named as for `named_shape`, that this version does not train.
 
     Raises:
-       ConfigError: there is no such model (see `named_shape`).
-       ModelRefused: its family is not trained.
+        ConfigError: there is no such model (see `named_shape`).
+        ModelRefused: its family is not trained.
     """
     refusal = None if _known_name(name) is not None else family_refusal(_config_of(name), "model")
     if refusal is not None:
@@ -119,8 +119,8 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
     unequal size, the widest; with multi-head latent attention, values count as large as keys.
 
     Raises:
-       ConfigError: a size that is missing or not a positive whole number.
-       Problems: several of these.
+        ConfigError: a size that is missing or not a positive whole number.
+        Problems: several of these.
     """
     config = _text_of(config)
     label = name or str(config.get("model_type", "model"))
@@ -171,7 +171,7 @@ def layer_shapes(config: Mapping[str, Any]) -> list[ModelShape]:
     Each has the embedding and head of the whole model.
 
     Raises:
-       ConfigError, Problems: see `shape_from_config`.
+        ConfigError, Problems: see `shape_from_config`.
     """
     whole, config = shape_from_config(config), _text_of(config)
     kinds = layer_kinds(config, whole.layers)

@@ -69,7 +69,7 @@ def choose_shard(
     which others must be faster than the first that fits.
 
     Raises:
-       MemoryShortage: no layout leaves room for 128 tokens.
+        MemoryShortage: no layout leaves room for 128 tokens.
     """
     if device_bytes is None:
         return ShardChoice(shard="zero1", why="the memory of a rank is not known")
@@ -128,7 +128,7 @@ def check_host(memory: StepMemory, ranks_here: int, free_bytes: float, *, key: s
     key: the setting that asks for it.
 
     Raises:
-       MemoryShortage: the optimizer needs more.
+        MemoryShortage: the optimizer needs more.
     """
     needed = ranks_here * memory.host_bytes()
     if 0 < free_bytes < needed:

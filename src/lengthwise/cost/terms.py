@@ -4,7 +4,7 @@ A piece keeps each of its ranks busy for the sum of its passes (`passes`); a mic
 copies and an exchange of heads are free unless given. With `plain_cost`, a piece of d ranks with sequences of s_i
 tokens, S in all, takes, by its quadratic, linear, ring and hop seconds,
 
-   (q sum s_i^2 + l S) / d  +  max(0, c S (d - 1) / d  -  q sum s_i^2 / d)  +  h (d - 1)
+    (q sum s_i^2 + l S) / d  +  max(0, c S (d - 1) / d  -  q sum s_i^2 / d)  +  h (d - 1)
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Cost:
     fixed_seconds: per microbatch, on each of its ranks.
     windows: (window in tokens, share of the attention layers that have it); the other layers see everything.
     couples_layers: ranks of a ring wait for the slowest of them in every layer, as in engines, so a local pack beside a
-       ring delays all of it.
+        ring delays all of it.
     version: where the costs come from; noted in every plan made with them.
     forward, backward: shares of the two passes.
     near, far: links inside a node and between nodes; ranks_per_node: neighbours on the line that share a node.
@@ -60,7 +60,7 @@ class Cost:
     block_efficiency: as in `Hardware`; empty: blocks of any size run at full speed.
     ring_bytes, exchange_bytes: per token, all layers, both passes: passed on by a ring, and moved by an all-to-all.
     sweep_bytes, sweep_messages: per round of a sweep of states, all layers, both passes: bytes that a rank passes on of
-       each sequence, and the number of messages, in ring steps of a pass.
+        each sequence, and the number of messages, in ring steps of a pass.
     heads, kv_heads: of one device; groups of u ranks must divide the heads, and repeat KV heads beyond `kv_heads`.
     copy_bytes: activations per token that can be offloaded, for each kind of recomputation; empty: not known.
     copy_bytes_per_second: to or from the host, one direction, with the node's other ranks copying too.
@@ -70,11 +70,11 @@ class Cost:
     stages: pipeline stages of a rank; coefficients are those of one stage; 0: of whatever a plan has.
     stage_bytes: per token, of activations sent from a stage to the next, between nodes.
     embedding_seconds, head_seconds: per token, parts of `linear_seconds` of all stages, used to cut layers; 0: not
-       measured.
+        measured.
     choices: what pieces whose `Choice` is not given may choose.
 
     Raises:
-       ConfigError: a coefficient that is negative or not finite, all of them zero, or invalid links.
+        ConfigError: a coefficient that is negative or not finite, all of them zero, or invalid links.
     """
 
     quadratic_seconds: float = 0.0
@@ -180,15 +180,15 @@ class Cost:
         """Return how long a piece keeps each of its ranks busy, without the microbatch's `fixed_seconds`.
 
         Args:
-           lengths: of the sequences of the piece.
-           degree: number of ranks over which each is cut.
-           choice: what the piece does (default: the best of `choices`).
-           ranks: where the piece is, in ring order (default: in as few nodes as possible).
-           shares: weight of each rank's part (default: all equal); the slowest rank counts.
-           speeds: how many times as fast each rank computes, in ring order (default: as the costs say).
+            lengths: of the sequences of the piece.
+            degree: number of ranks over which each is cut.
+            choice: what the piece does (default: the best of `choices`).
+            ranks: where the piece is, in ring order (default: in as few nodes as possible).
+            shares: weight of each rank's part (default: all equal); the slowest rank counts.
+            speeds: how many times as fast each rank computes, in ring order (default: as the costs say).
 
         Raises:
-           PlanError: groups of heads that divide neither ranks nor heads.
+            PlanError: groups of heads that divide neither ranks nor heads.
         """
         tokens = np.asarray(lengths, dtype=np.float64)
         if choice is None and self.chooses:
@@ -272,7 +272,7 @@ class Cost:
         """Return the seconds of copying the offloaded part of `held` tokens one way; two layers stay, in stages none.
 
         Raises:
-           PlanError: these costs do not price copies.
+            PlanError: these costs do not price copies.
         """
         if choice.recompute not in self.copy_bytes:
             expected, remedy = "costs that price copies", "Take a plan without it, or costs of a model."
@@ -382,7 +382,7 @@ def plain_cost(*, ring_seconds: float = 0.0, hop_seconds: float = 0.0, **others:
     hop_seconds: latency per ring step, both passes together. others: fields of `Cost`.
 
     Raises:
-       ConfigError: a coefficient that is negative or not finite, or all of them zero.
+        ConfigError: a coefficient that is negative or not finite, or all of them zero.
     """
     for name, value in (("ring_seconds", ring_seconds), ("hop_seconds", hop_seconds)):
         if not is_number(value) or not 0 <= value < inf:

@@ -67,8 +67,8 @@ class PlanOptions:
         Without costs, options that depend on them are not checked.
 
         Raises:
-           ConfigError: an unknown name, a number out of range, or a combination that planner or costs do not support.
-           Problems: several of these.
+            ConfigError: an unknown name, a number out of range, or a combination that planner or costs do not support.
+            Problems: several of these.
         """
         problems = Collector()
         problems.attempt(self._refuse_names)

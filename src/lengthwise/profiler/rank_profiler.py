@@ -104,7 +104,7 @@ def profile(
     from `source`. store: where activations are offloaded; if None, copies are not measured.
 
     Raises:
-       LengthwiseError: a rank was lost, or the samples give no costs.
+        LengthwiseError: a rank was lost, or the samples give no costs.
     """
     shape = shape_from_config(source.config.to_dict(), name=source.name)
     trained = trained or build(source, world, transport, settings.precision, settings.computing)

@@ -22,8 +22,8 @@ def check_plan(plan: Plan) -> None:
     """Check every rule of the plan file that `Plan.from_json` has not checked.
 
     Raises:
-       PlanError: one rule is broken; names microbatch, piece, rank or sequence.
-       Problems: several rules are broken.
+        PlanError: one rule is broken; names microbatch, piece, rank or sequence.
+        Problems: several rules are broken.
     """
     problems: list[LengthwiseError] = list(_header_problems(plan))
     for number, microbatch in enumerate(plan.microbatches):

@@ -51,7 +51,7 @@ def first_settings(
     batch_tokens: the most tokens of a step. lengths: of a step, to time layouts; if None, memory alone decides.
 
     Raises:
-       ConfigError: not even adapters fit; it names the smallest power of two of ranks on which they do.
+        ConfigError: not even adapters fit; it names the smallest power of two of ranks on which they do.
     """
     models = _models(shape, hardware)
     whole, _ = (_memory(each, hardware, ranks) for each in models)

@@ -23,8 +23,8 @@ def read_speeds(speeds: Sequence[float] | None, ranks: int) -> tuple[float, ...]
     """Return a speed for each of `ranks` ranks, or None if all are 1.
 
     Raises:
-       ConfigError: a wrong number of speeds, or a speed outside 1e-6 to 1e6.
-       Problems: several of these.
+        ConfigError: a wrong number of speeds, or a speed outside 1e-6 to 1e6.
+        Problems: several of these.
     """
     if speeds is None:
         return None

@@ -112,10 +112,10 @@ class Topology:
     """What the places of the line add to the seconds that `cost` gives a ring, its launch included.
 
     Args:
-       cost: of a rank of speed 1.
-       ranks: of the line.
-       speeds: of each rank, with mean 1; None if all are equal.
-       capacity_tokens: tokens per rank; shares stay within it.
+        cost: of a rank of speed 1.
+        ranks: of the line.
+        speeds: of each rank, with mean 1; None if all are equal.
+        capacity_tokens: tokens per rank; shares stay within it.
     """
 
     def __init__(self, cost: Cost, ranks: int, speeds: Sequence[float] | None = None, capacity_tokens: int = 0) -> None:
