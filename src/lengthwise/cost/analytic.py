@@ -6,7 +6,7 @@ Forward and backward together, for a sequence of s tokens over all layers:
     attention  7 s^2 x heads x head_dim FLOPs per layer: two products forward and five backward, of half the square each
     ring       K and V of a token once forward, in the compute type; backward once more, and dK and dV in fp32
     sweep      for a layer with states, if a sequence is cut: a map in fp32 per round, in both passes (here of one
-              sequence per piece); its scan then takes half as long again
+               sequence per piece); its scan then takes half as long again
 """
 
 from __future__ import annotations
