@@ -147,7 +147,7 @@ def test_what_was_not_measured_is_of_the_named_hardware_and_said():
         assert f"{name}," not in made.source
     assert (made.device_bytes, made.host_bytes, made.ranks_per_node) == (141e9, 2e12, 4)
     assert made.node_uplink_bytes_per_second == 4 * base.node_uplink_bytes_per_second
-    assert "as of cpu" in made.source
+    assert "taken from cpu" in made.source
     for part in ("2026-11-22", "torch 2.13.0", "linear_efficiency"):
         assert part in made.source
 

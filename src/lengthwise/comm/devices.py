@@ -100,9 +100,9 @@ def call_apart(call: Callable[[], Answer], *, gpus: int) -> Answer:
 
     found = ask_in_a_child(answer)
     if not isinstance(found, tuple):
-        remedy = "Its own message is above."
+        remedy = "Its message is printed above."
         raise RankError(
-            "model", expected="the process that checks it to finish", got=f"exit code {found}", remedy=remedy
+            "model", expected="the process that checks the model to finish", got=f"exit code {found}", remedy=remedy
         )
     returned, error = found
     if error is not None:

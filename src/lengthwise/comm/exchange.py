@@ -82,7 +82,11 @@ def on_first_rank(transport: Transport, work: Callable[[], None]) -> None:
         except LengthwiseError:
             raise
         except Exception as error:  # a library's; the other ranks wait for the result
-            expected, remedy, got = "to write on rank 0", "Correct what it names.", f"{type(error).__name__}: {error}"
+            expected, remedy, got = (
+                "to write on rank 0",
+                "Correct what the error names.",
+                f"{type(error).__name__}: {error}",
+            )
             raise OutputError("rank 0", expected=expected, got=got, remedy=remedy) from error
 
     from_first(transport, written)

@@ -224,7 +224,9 @@ def read_json_object(path: str) -> dict[str, Any]:
     try:
         content = read_json(path)
     except ValueError as error:
-        raise ConfigError(path, expected="a JSON file", got=str(error), remedy="Correct path or file.") from None
+        raise ConfigError(
+            path, expected="a JSON file", got=str(error), remedy="Correct the path or the file."
+        ) from None
     if not isinstance(content, dict):
         got = type(content).__name__
         raise ConfigError(path, expected="a JSON object", got=got, remedy='Write it as {"key": value, ...}.')

@@ -37,7 +37,7 @@ def hardware_from_measurements(
         ConfigError: measurements of adapters.
     """
     if found.adapters is not None:
-        expected, remedy = "measurements of a model that trains whole", "Profile without {lora}."
+        expected, remedy = "measurements of a model whose parameters all train", "Profile without {lora}."
         raise ConfigError("hardware description", expected=expected, got="of adapters", remedy=remedy)
     base = named_hardware(found.hardware).in_nodes(ranks_per_node)
     given: dict[str, Any] = {"device_bytes": device_bytes, "host_bytes": host_bytes}
@@ -104,6 +104,6 @@ def _source(found: Measurements, base: Hardware, measured: tuple[str, ...]) -> s
         f"Measured by `lengthwise profile` on {found.date} with {found.model.name} in {found.precision}, "
         f"{counted(place.ranks, 'rank')} of {counted(place.threads, 'thread')} on {place.device} ({place.processor}), "
         f"{versions}: "
-        f"{', '.join(measured)}. Not measured, as of {base.name}: all other keys, the peak that efficiencies are "
-        "shares of among them if it is not named before."
+        f"{', '.join(measured)}. Not measured, but taken from {base.name}: all other keys, and the peak that "
+        "efficiencies are relative to, unless it is listed above."
     )

@@ -73,7 +73,7 @@ def fit_samples(samples: Sequence[Sample], base: Cost, *, launches_ahead: bool =
     terms |= _fit_microbatches(ran, blocks, cost)
     if not terms["quadratic_seconds"].value + terms["linear_seconds"].value > 0:
         expected, remedy = (
-            "microbatches that take longer the more tokens they have",
+            "microbatches whose time grows with their tokens",
             "Profile again, on a quiet machine.",
         )
         raise ConfigError("samples", expected=expected, got="seconds that do not grow", remedy=remedy)

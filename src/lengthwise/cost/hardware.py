@@ -153,7 +153,7 @@ def hardware_of_gpu(device: str) -> tuple[str, str | None]:
     found = next((name for name in _GPUS if name in lowered), None)
     if found is not None:
         return found, None
-    said = f"{device} is planned with the figures of {_OTHER_GPUS}: only their ratios matter to a plan"
+    said = f"{device} is planned with the figures of {_OTHER_GPUS}: only their ratios matter for a plan"
     return _OTHER_GPUS, f"{said}; `lengthwise profile` measures this one's"
 
 

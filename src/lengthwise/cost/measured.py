@@ -208,7 +208,7 @@ def _contradictions(found: Measurements, where: str) -> list[LengthwiseError]:
 
     terms, missing = set(found.fit.terms), set(found.fit.not_measured)
     if both := sorted(terms & missing):
-        refuse("fit.not_measured", "no term that has a value", both)
+        refuse("fit.not_measured", "only terms without a value", both)
     arithmetic = {"quadratic_seconds", "linear_seconds", "fixed_seconds"}
     if neither := sorted(arithmetic - terms):
         refuse("fit.terms", "at least quadratic_seconds, linear_seconds and fixed_seconds", f"no {', '.join(neither)}")
@@ -229,5 +229,5 @@ def _contradictions(found: Measurements, where: str) -> list[LengthwiseError]:
             replace(named_hardware(found.hardware), block_efficiency=found.fit.block_efficiency or ((1.0, 1.0),))
             measured_cost(found)
         except LengthwiseError as error:
-            refuse("fit", "terms that make costs", str(error))
+            refuse("fit", "terms that give valid costs", str(error))
     return problems

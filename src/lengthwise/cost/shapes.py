@@ -91,7 +91,7 @@ def _config_of(name: str) -> dict[str, Any]:
             f"one of {', '.join(SHAPE_NAMES)}, {_OWN_SHAPE}",
             "Download its config.json and give its path.",
         )
-        got = f"{name!r}, which is not there (names on the hub are not looked up)"
+        got = f"{name!r}, which does not exist (names on the hub are not looked up)"
         raise ConfigError("model", expected=expected, got=got, remedy=remedy)
     return read_json_object(str(path))
 

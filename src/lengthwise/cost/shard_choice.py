@@ -135,7 +135,7 @@ def check_host(memory: StepMemory, ranks_here: int, free_bytes: float, *, key: s
         raise MemoryShortage(
             key,
             expected=f"{needed / 1e9:.3g} GB of host memory, for the optimizer of {counted(ranks_here, 'rank')}",
-            got=f"{free_bytes / 1e9:.3g} GB free here",
+            got=f"{free_bytes / 1e9:.3g} GB free on this machine",
             remedy="Take it out, or use more machines.",
         )
 
@@ -192,7 +192,7 @@ def _nothing_fits(
         remedies.append(f"LoRA ({_parts(with_adapters(best))})")
     ranks = [n for n in more_ranks(whole.ranks) if fits(replace(whole, shard="zero3", ranks=n))]
     if ranks and keeps_whole is None:
-        remedies.append(f"{ranks[0]} ranks of as much memory each")
+        remedies.append(f"{ranks[0]} ranks with the same memory each")
     return MemoryShortage(
         f"model {whole.shape.name}",
         expected=f"room for {STEP_TOKENS} tokens on {counted(whole.ranks, 'rank')} of {device_bytes / 1e9:.3g} GB each",

@@ -75,8 +75,8 @@ def first_settings(
     got = f"{held[0]:.0f} GB on each for the whole model under shard: zero3, {held[1]:.0f} GB with adapters"
     more = (n for n in more_ranks(ranks) if any(_fitting(each, hardware, n, longest_tokens) for each in models))
     enough = next(more, None)
-    remedy = f"{enough} of these are enough." if enough else "No number of these is enough."
-    raise ConfigError("--gpus", expected=expected, got=got, remedy=f"{remedy} Or take a smaller model.")
+    remedy = f"{enough} of them are enough." if enough else "No number of them is enough."
+    raise ConfigError("--gpus", expected=expected, got=got, remedy=f"{remedy} Or use a smaller model.")
 
 
 def _models(shape: ModelShape, hardware: Hardware) -> tuple[TrainedModel, TrainedModel]:

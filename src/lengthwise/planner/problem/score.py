@@ -194,6 +194,6 @@ def _priced_stages(plan: Plan, cost: Cost) -> int:
     """Return the pipeline stages of a rank; refuse a number that these costs do not price."""
     asked = plan.cut.stages
     if plan.schedule["kind"] == "pipeline" and cost.stages not in (0, asked):
-        expected, remedy = f"{cost.stages}, as in the costs", "Take costs of that many stages."
+        expected, remedy = f"{cost.stages}, as in the costs", "Use costs of that many stages."
         raise PlanError("plan: stages", expected=expected, got=str(asked), remedy=remedy)
     return cost.stages or asked
