@@ -99,7 +99,7 @@ def test_what_fits_in_no_way_is_refused_with_its_parts_and_what_fits():
     assert "zero3: " in said
     assert "gathered units" in said
     assert "LoRA (" in said
-    assert "8 ranks of as much memory each" in said
+    assert "8 ranks with the same memory each" in said
     assert "optimizer.offload" not in said
     with pytest.raises(MemoryShortage, match=r"Use optimizer.offload: true, or"):
         choose_shard(memory(ranks=2), 60 * GB, tokens=2048, kinds=["none"], can_offload=True)
