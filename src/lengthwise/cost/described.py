@@ -15,7 +15,6 @@ from lengthwise.core.measurements import Measurements
 from lengthwise.core.names import counted
 from lengthwise.cost.analytic import flops_coefficients
 from lengthwise.cost.hardware import Hardware, named_hardware
-from lengthwise.cost.measured import measured_shape
 from lengthwise.cost.memory import DTYPE_BYTES
 
 
@@ -57,7 +56,7 @@ def hardware_to_json(hardware: Hardware) -> str:
 
 def _arithmetic(found: Measurements, base: Hardware) -> dict[str, Any]:
     """Return peak, efficiencies, block curve and overhead; a term of 0 gives no rate."""
-    terms, shape = found.fit.terms, measured_shape(found)
+    terms, shape = found.fit.terms, found.model
     rates = {}
     for name, flops, term in zip(
         ("linear_efficiency", "attention_efficiency"),

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from lengthwise.config.problems import expected_value, shown
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.core.files import read_json
-from lengthwise.core.measurements import SCHEMA, MeasuredModel, Measurements, Term, TermName
+from lengthwise.core.measurements import SCHEMA, Measurements, Term, TermName
 from lengthwise.core.names import did_you_mean
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.all_terms import all_terms_cost
@@ -55,18 +55,10 @@ def read_measurements(path: str | Path) -> Measurements:
     except ValidationError as error:
         raise_problems(_problems(error, where))
         raise
+    except ConfigError as error:  # of the model's sizes
+        raise ConfigError(f"{where}: {error.where}", expected=error.expected, got=error.got, remedy=_REMEDY) from None
     raise_problems(_contradictions(found, where))
     return found
-
-
-def measured_shape(measurements: Measurements) -> ModelShape:
-    """Return the shape of the measured model."""
-    return ModelShape(**asdict(measurements.model))
-
-
-def measured_model(shape: ModelShape) -> MeasuredModel:
-    """Return a shape as a file of measurements has it."""
-    return MeasuredModel(**asdict(shape))
 
 
 def base_cost(
@@ -89,7 +81,7 @@ def base_cost(
 
 def measured_cost(measurements: Measurements, *, stages: int = 1) -> Cost:
     """Return the costs of the measured model and machine; of one pipeline stage, if cut evenly into `stages`."""
-    shape, place = measured_shape(measurements), measurements.place
+    shape, place = measurements.model, measurements.place
     base = base_cost(
         shape,
         measurements.hardware,
@@ -154,7 +146,7 @@ def misfits(
 ) -> list[LengthwiseError]:
     """Return the differences between measurements and a run that make them useless for it."""
     remedy = "Profile this model as it will run, or leave {measurements} out."
-    of_run, of_file = asdict(shape), asdict(measured_shape(found))
+    of_run, of_file = asdict(shape), asdict(found.model)
     wanted: dict[str, tuple[Any, Any]] = {
         f"model: {name}": (of_run[name], of_file[name]) for name in of_run if name not in ("name", "family")
     }

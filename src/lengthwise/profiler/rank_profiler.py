@@ -27,7 +27,7 @@ from lengthwise.core.measurements import Clock, Measurements, Precision, Sample
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost import logits_at_once, shape_from_config
 from lengthwise.cost.fit import fit_samples
-from lengthwise.cost.measured import base_cost, measured_model
+from lengthwise.cost.measured import base_cost
 from lengthwise.engine.batch import random_batch
 from lengthwise.engine.lay import lay_parameters
 from lengthwise.engine.norm import clip_factor, gradient_norm
@@ -129,7 +129,7 @@ def profile(
     return Measurements(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         place=place,
-        model=measured_model(shape),
+        model=shape,
         precision=settings.precision,
         hardware=settings.hardware,
         fit=fit_samples(samples, base, launches_ahead=world.device.type == "cuda"),
