@@ -1,7 +1,7 @@
 """Heads split inside groups of ranks: the all-to-all before and after attention, on one rank of one microbatch.
 
 Messages land in one buffer, member by member; a gather of rows puts them in the order of the group's tokens. Where a
-group has more ranks than KV heads, several take the same one, and its gradients are summed at home (`program.heads`).
+group has more ranks than KV heads, some share one, and its gradients are summed at home (`program.split_heads`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lengthwise.attention.packs import to_device
 from lengthwise.comm import Done, Pending, Transport
 from lengthwise.core.errors import PlanError
 from lengthwise.program import ALL_HEADS, Content, HeadRange, MicrobatchProgram, RankRound, Transfer
-from lengthwise.program.heads import group_of, group_runs, heads_of
+from lengthwise.program.split_heads import group_of, group_runs, heads_of
 
 Rows = Mapping[HeadRange, Sequence[Tensor]]
 """For each range of heads that a rank attends some tensors of its rows, each (rows, heads of the range, head_dim)."""
