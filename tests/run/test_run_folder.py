@@ -421,7 +421,7 @@ LOST = {
     "ledger cut": ("ledger.jsonl", cut, "got no line of step 3, 4"),
     "ledger middle": ("ledger.jsonl", cut_in_the_middle, "got no line of step 2."),
     "ledger away": ("ledger.jsonl", Path.unlink, "got no line of step 1, 2, 3, 4"),
-    "evaluation away": ("eval.jsonl", Path.unlink, "got 0 lines, where 2"),
+    "evaluation away": ("eval.jsonl", Path.unlink, "got 0 lines of 2"),
 }
 
 
