@@ -21,7 +21,7 @@ from lengthwise.core.errors import ModelRefused, Problems
 from lengthwise.core.plan import Piece
 from lengthwise.models import ModelSource, build_model, check_model_config, families, model_loss
 from lengthwise.models.adapter import AskedMask
-from lengthwise.models.refusals import reasons
+from lengthwise.models.families import reasons
 from lengthwise.program import lower_plan
 from tiers import more
 
@@ -120,7 +120,7 @@ REFUSED_BY_KEY = [
         lambda: with_keys(LlamaConfig(**SIZES), prefix_lm=True, attention_dropout=0.5),
         ["prefix_lm", "attention_dropout"],
     ),
-    (GPT2Config, ["attn_pdrop: expected 0 (what is drawn at random inside of attention kernels"]),
+    (GPT2Config, ["attn_pdrop: expected 0 (random numbers inside attention kernels"]),
     (lambda: OPTConfig(dropout=0.1, layerdrop=0.2), ["layerdrop"]),
     (
         lambda: with_keys(LlamaConfig(**SIZES), rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),

@@ -417,7 +417,7 @@ def cut_in_the_middle(path):
 
 LOST = {
     "metrics cut": ("metrics.jsonl", cut, "got 2 lines of 4"),
-    "metrics away": ("metrics.jsonl", Path.unlink, "got 0 lines, where 4"),
+    "metrics away": ("metrics.jsonl", Path.unlink, "got 0 lines of 4"),
     "ledger cut": ("ledger.jsonl", cut, "got no line of step 3, 4"),
     "ledger middle": ("ledger.jsonl", cut_in_the_middle, "got no line of step 2."),
     "ledger away": ("ledger.jsonl", Path.unlink, "got no line of step 1, 2, 3, 4"),

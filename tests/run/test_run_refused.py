@@ -19,7 +19,10 @@ def model(tmp_path_factory):
         ({"save": {"best": "eval_loss"}}, "save: none -> `eval` beside it"),
         ({"heads": 3}, "a number that divides the model's 4 heads"),
         ({"attention": "cudnn"}, "attention: expected auto or reference on the CPU; got cudnn. Set attention: auto"),
-        ({"fused_layers": "liger", "precision": "fp32"}, "what Liger can run; got Liger's kernels are for GPUs."),
+        (
+            {"fused_layers": "liger", "precision": "fp32"},
+            "a model that Liger can run; got Liger's kernels are for GPUs.",
+        ),
         ({"offload": {"store": "host"}}, "offload.store: expected disk on a machine without GPUs"),
         ({"offload": {"store": "disk"}}, "offload.path: none -> `path` beside `store: disk`"),
         ({"offload": {"path": "/tmp"}}, "offload.path: a path -> `path` only beside `store: disk`"),
