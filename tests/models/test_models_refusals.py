@@ -174,7 +174,7 @@ def test_configs_near_these_pass(config):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"softcap": 50.0}, r"softcap=50.0 \(the kernel, torch flash attention for CPU, caps no scores\)"),
+        ({"softcap": 50.0}, r"softcap=50.0 \(the kernel, torch flash attention for CPU, cannot cap scores\)"),
         ({"softcap": 0.0}, "softcap=0.0"),
         ({"sinks": torch.zeros(1)}, "sinks="),
         ({"something_new": 1}, "something_new=1"),
