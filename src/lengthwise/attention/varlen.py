@@ -125,7 +125,7 @@ def _readable(block: Block) -> Block:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Pad head_dim of (tokens, heads, head_dim) to a multiple of 8, and align rows to 16 bytes; scores do not change."""
+    """Pad head_dim of (tokens, heads, head_dim) to a multiple of 8, and align rows to 16 bytes; scores stay."""
     missing = -x.shape[-1] % HEAD_DIM_MULTIPLE
     if missing:
         return F.pad(x, (0, missing)).contiguous()
