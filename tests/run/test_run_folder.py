@@ -167,7 +167,7 @@ def test_an_interrupt_says_whether_the_model_was_saved_and_names_the_newest_chec
         assert call("train", path, "--overwrite", *keys, "--ranks", 1) == 130
     saved = f"the newest checkpoint is {tmp_path}/out/checkpoints/step-000001"
     given = "--set 'checkpoint={every_steps: 1, background: false}'"
-    command = f"go on from the newest checkpoint: lengthwise train {path} {given} --ranks 1 --resume"
+    command = f"resume from the newest checkpoint: lengthwise train {path} {given} --ranks 1 --resume"
     assert capfd.readouterr().err == f"interrupted: {saved}; {command}\n"
     monkeypatch.setattr(setup.RankRun, "close", interrupted)
     assert call("train", path, "--overwrite") == 130
