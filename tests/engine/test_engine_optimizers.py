@@ -18,7 +18,7 @@ from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.whole_optimizer import FUSED
 from lengthwise.models import wrapped_layers
-from lengthwise.models.load import build_skeleton
+from lengthwise.models.model_source import build_skeleton
 from tiers import more, some
 
 STEPS, LR = 6, 1e-2

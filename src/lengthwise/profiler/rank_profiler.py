@@ -29,10 +29,9 @@ from lengthwise.cost import logits_at_once, shape_from_config
 from lengthwise.cost.fit import fit_samples
 from lengthwise.cost.measured import base_cost
 from lengthwise.engine.batch import random_batch
-from lengthwise.engine.lay import lay_parameters
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.optimizer import SlicedOptimizer, sliced_optimizer
-from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.parameters import Parameters, lay_parameters
 from lengthwise.engine.slices import Sharding
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import (
