@@ -1,6 +1,6 @@
-"""On what `lengthwise simulate` runs: the machine, and its meshes: the best of each planner, or one for all.
+"""What `lengthwise simulate` runs on: the model, the machine, and the meshes that its planners may be given.
 
-What the command line gives stays for all planners; the rest is searched, a planner in a process.
+What the command line gives stays for all planners; the rest is searched, each planner in a process of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -35,40 +35,13 @@ if TYPE_CHECKING:
     from lengthwise.core.shape import ModelShape
     from lengthwise.cost import Cost, Hardware
     from lengthwise.planner import PlanOptions
-    from lengthwise.simulator import Answer, Best, Question, RankMesh
+    from lengthwise.simulator import Best, Comparison, RankMesh, Scenario
 
 MESHES = ("best", "same")
 TOKENS_A_DEVICE = 128 * 1024  # of a step whose size is not given
 _SHOWN_EVERY_SECONDS = 0.2
 _SLOW = ("lengthwise", "bytescale", "single-degree")
 _MANY_DEVICES = 2048  # above, a planner takes seconds for each of its tries
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meshes:
-    """A question and how it is answered; `same`: the one mesh of all planners, None: the best of each.
-
-    cost: of one of the meshes, to check options with before any plan.
-    """
-
-    question: Question
-    same: RankMesh | None
-    cost: Cost
-
-    def compare(self, planners: Sequence[str], batches: Sequence[Sequence[int]]) -> list[Best]:
-        """Plan and simulate, with a line of progress; LengthwiseError: no planner has a mesh for these sequences."""
-        from lengthwise.simulator import on_one_mesh, refuse_unheld
-
-        if self.question.devices > _MANY_DEVICES:
-            what = "each planner" if self.same else "each planner (--mesh same tries one mesh)"
-            print(f"{counted(self.question.devices, 'device')}: this can take minutes for {what}", file=sys.stderr)
-        if self.same is not None:
-            with showing("planning", sys.stderr):
-                found = [on_one_mesh(self.same, planner, batches, self.question) for planner in planners]
-        else:
-            found = search_meshes(planners, batches, self.question)
-        refuse_unheld(found)
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +92,10 @@ class MeshChoices:
 
     def read(
         self, planning: PlanChoices, loader: str, problems: Collector, *, one_device: bool = False
-    ) -> Meshes | None:
-        """Read all of it; None where `problems` has some.
+    ) -> Scenario | None:
+        """Read the scenario; None if something is wrong with it, which `problems` then has.
 
-        `one_device`: ranks default to one device, without a search.
+        one_device: ranks default to one device, without a search.
         """
         attempt, before = problems.attempt, len(problems.problems)
         for option, value in (("--tp", self.tp), ("--pp", self.pp)):
@@ -136,25 +109,25 @@ class MeshChoices:
         described = self._priced(planning, problems) if self.measurements is None else attempt(self._measured)
         if len(problems.problems) > before or not described or not devices:
             return None
-        meshes = attempt(partial(self._meshes, planning, loader, capacity, devices, described, one_device))
-        if meshes is not None and meshes.same is not None:
-            attempt(partial(meshes.question.setting, meshes.same))
-        return meshes
+        scenario = attempt(partial(self._scenario, planning, loader, capacity, devices, described, one_device))
+        if scenario is not None and scenario.only is not None:
+            attempt(partial(scenario.setting, scenario.only))
+        return scenario
 
-    def _meshes(
+    def _scenario(
         self,
         planning: PlanChoices,
         loader: str,
         capacity: int | None,
         devices: int,
-        described: tuple[ModelShape, Hardware, Cost],
+        described: tuple[ModelShape, Hardware, Cost | None],
         one_device: bool,
-    ) -> Meshes:
-        from lengthwise.simulator import Question, RankMesh, stages_to_try, tensors_to_try
+    ) -> Scenario:
+        from lengthwise.simulator import RankMesh, Scenario, stages_to_try, tensors_to_try
 
         shape, hardware, cost = described
-        is_same, is_one_device = self.mesh == "same", self.measurements is not None
-        is_fixed = is_same or is_one_device or self.ranks is not None
+        is_same = self.mesh == "same"
+        is_fixed = is_same or cost is not None or self.ranks is not None
         is_one = is_fixed or (one_device and not (self.tp or self.pp or planning.mode == "pipeline"))
         tensors: tuple[int, ...] = (self.tp or 1,) if is_one or self.tp else tensors_to_try(shape, hardware, devices)
         stages: tuple[int, ...] = (self.pp or 1,) if is_one or self.pp else stages_to_try(shape, devices)
@@ -169,13 +142,11 @@ class MeshChoices:
         kinds = ("none",) if self.recompute is None and (is_same or capacity) else self.kinds
         usual, cut = "off" if is_same else "auto", LayerCut(virtual=planning.virtual or 1)
         base = RankMesh(cut=cut, heads=planning.heads or usual, offload=planning.offload or usual)
-        question = Question(
-            shape=shape, hardware=hardware, devices=devices, context_tokens=1, tensors=tensors, stages=stages,
-            kinds=kinds, capacity_tokens=capacity,
-            takes_capacity=is_fixed, base=base, loader=loader, mode=planning.mode,
-            cost=cost if is_one_device else None,
+        scenario = Scenario(
+            shape=shape, hardware=hardware, devices=devices, tensors=tensors, stages=stages, kinds=kinds,
+            capacity_tokens=capacity, takes_capacity=is_fixed, base=base, loader=loader, mode=planning.mode, cost=cost,
         )  # fmt: skip
-        return Meshes(question=question, same=question.mesh(tensors[0], stages[0]) if is_same else None, cost=cost)
+        return replace(scenario, only=scenario.mesh(tensors[0], stages[0])) if is_same else scenario
 
     def options(self, planning: PlanChoices) -> PlanOptions:
         """Return the options that all planners get, to be checked before any plan."""
@@ -200,7 +171,7 @@ class MeshChoices:
         is_searched = self.mesh == "best" and self.ranks is None and self.measurements is None
         return self.pp or (2 if mode == "pipeline" and is_searched else None)
 
-    def _priced(self, planning: PlanChoices, problems: Collector) -> tuple[ModelShape, Hardware, Cost] | None:
+    def _priced(self, planning: PlanChoices, problems: Collector) -> tuple[ModelShape, Hardware, None] | None:
         from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 
         if self.model is None:
@@ -214,7 +185,7 @@ class MeshChoices:
         if shape is None or hardware is None or tensor < 1 or stages < 1:
             return None
         cost = problems.attempt(partial(all_terms_cost, shape, hardware, tensor=tensor, stages=stages))
-        return None if cost is None else (shape, hardware, cost)
+        return None if cost is None else (shape, hardware, None)
 
     def _measured(self) -> tuple[ModelShape, Hardware, Cost]:
         from lengthwise.cost import named_hardware
@@ -233,31 +204,64 @@ class MeshChoices:
         return measured_shape(found), named_hardware(found.hardware), measured_cost(found)
 
 
-def search_meshes(planners: Sequence[str], batches: Sequence[Sequence[int]], question: Question) -> list[Best]:
-    """Search for each planner, in a process a core where a fork is safe; MemoryShortage: one was ended from outside."""
-    from lengthwise.simulator import best_mesh
+def compare_ways(
+    scenario: Scenario, batches: Sequence[Sequence[int]], *, lora: int | None = None, **changes: Any
+) -> Comparison:
+    """Compare FSDP2 and Lengthwise on these batches, with a line of progress.
 
+    lora: rank of the adapters that train in place of the model; None: all of it trains. changes: of the scenario.
+
+    Raises:
+        MemoryShortage: `offloads` is asked for, and a node's hosts have too little memory for it.
+    """
+    from lengthwise.cost import check_host
+    from lengthwise.cost.sharding import lora_params
+    from lengthwise.simulator import RankMesh, compare
+
+    adapters = None if lora is None else lora_params(scenario.shape, lora)
+    scenario = replace(scenario, adapters=adapters, mode=None, **{"kinds": RECOMPUTE_KINDS, **changes})
+    node = min(scenario.devices, scenario.hardware.ranks_per_node)
+    check_host(scenario.memory(RankMesh()), node, scenario.hardware.host_bytes, key="--offload-optimizer")
+    with showing("comparing FSDP2 and Lengthwise, each at its best settings", sys.stderr):
+        return compare(batches, scenario)
+
+
+def search_planners(planners: Sequence[str], batches: Sequence[Sequence[int]], scenario: Scenario) -> tuple[Best, ...]:
+    """Search the best mesh of each planner, in a process a core if a fork is safe, with a line of progress.
+
+    Raises:
+        MemoryShortage: a process was ended from outside.
+        LengthwiseError: no planner has a mesh for these sequences.
+    """
+    from lengthwise.simulator import best_mesh, refuse_unheld
+
+    if scenario.devices > _MANY_DEVICES:
+        what = "each planner" if scenario.only else "each planner (--mesh same tries one mesh)"
+        print(f"{counted(scenario.devices, 'device')}: this can take minutes for {what}", file=sys.stderr)
     workers = min(os.cpu_count() or 1, len(planners))
     if workers > 1 and sys.platform == "linux" and threading.active_count() == 1:
-        return _searched_in_processes(workers, planners, batches, question)
-    with showing("planning", sys.stderr) as phases:
+        found = _searched_in_processes(workers, planners, batches, scenario)
+    else:
+        with showing("planning", sys.stderr) as phases:
 
-        def tell(planner: str, mesh: RankMesh, tried: int) -> None:
-            place = f"planner {planners.index(planner) + 1} of {len(planners)}"
-            phases.note(f"{place}, {planner}: {_doing(mesh, tried)}")
+            def show(planner: str, mesh: RankMesh, tried: int) -> None:
+                place = f"planner {planners.index(planner) + 1} of {len(planners)}"
+                phases.note(f"{place}, {planner}: {_doing(mesh, tried)}")
 
-        return [best_mesh(planner, batches, question, progress=tell) for planner in planners]
+            found = [best_mesh(planner, batches, scenario, progress=show) for planner in planners]
+    refuse_unheld(found)
+    return tuple(found)
 
 
 def _searched_in_processes(
-    workers: int, planners: Sequence[str], batches: Sequence[Sequence[int]], question: Question
+    workers: int, planners: Sequence[str], batches: Sequence[Sequence[int]], scenario: Scenario
 ) -> list[Best]:
     line = LiveLine(sys.stderr)
     at_work: dict[str, str] = {}
     context = get_context("fork")
     reports = context.SimpleQueue()
     pool = ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_start_worker, initargs=(reports, batches, question, os.getpid())
+        workers, mp_context=context, initializer=_start_worker, initargs=(reports, batches, scenario, os.getpid())
     )
     try:
         slowest_first = [*filter(planners.__contains__, _SLOW), *(each for each in planners if each not in _SLOW)]
@@ -285,17 +289,17 @@ def _searched_in_processes(
     return [found[planner] for planner in planners]
 
 
-_work: tuple[SimpleQueue[tuple[str, str]], Sequence[Sequence[int]], Question] | None = None  # of a worker
+_work: tuple[SimpleQueue[tuple[str, str]], Sequence[Sequence[int]], Scenario] | None = None  # of a worker
 
 
 def _start_worker(
-    reports: SimpleQueue[tuple[str, str]], batches: Sequence[Sequence[int]], question: Question, parent: int
+    reports: SimpleQueue[tuple[str, str]], batches: Sequence[Sequence[int]], scenario: Scenario, parent: int
 ) -> None:
     """Ignore Ctrl-C, which the command handles, and end when it ends."""
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent)
-    _work = reports, batches, question
+    _work = reports, batches, scenario
 
 
 def _search_and_tell(planner: str) -> Best:
@@ -303,30 +307,11 @@ def _search_and_tell(planner: str) -> Best:
     from lengthwise.simulator import best_mesh
 
     assert _work is not None, "a worker that was not started"
-    reports, batches, question = _work
+    reports, batches, scenario = _work
     return best_mesh(
-        planner, batches, question, progress=lambda name, mesh, tried: reports.put((name, _doing(mesh, tried)))
+        planner, batches, scenario, progress=lambda name, mesh, tried: reports.put((name, _doing(mesh, tried)))
     )
 
 
 def _doing(mesh: RankMesh, tried: int) -> str:
     return f"plan {tried + 1} (TP {mesh.tensor}, PP {mesh.cut.stages}, {mesh.capacity_share:g} of what fits)"
-
-
-def answered(
-    meshes: Meshes,
-    batches: list[list[int]],
-    *,
-    adapters: int | None = None,
-    kinds: Sequence[str] = RECOMPUTE_KINDS,
-    offloads: bool = False,
-) -> Answer:
-    """Compare FSDP2 and Lengthwise on these batches; MemoryShortage: `offloads`, and hosts have too little for it."""
-    from lengthwise.cost import check_host
-    from lengthwise.simulator import RankMesh, answer
-
-    question = replace(meshes.question, adapters=adapters, kinds=tuple(kinds), offloads=offloads, mode=None)
-    memory, node = question.memory(RankMesh()), min(question.devices, question.hardware.ranks_per_node)
-    check_host(memory, node, question.hardware.host_bytes, key="--offload-optimizer")
-    with showing("comparing FSDP2 and Lengthwise, each at its best settings", sys.stderr):
-        return answer(batches, question)
