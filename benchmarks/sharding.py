@@ -370,7 +370,7 @@ def layouts_table(gpus: Sequence[int]) -> Iterator[str]:
                 found = dict(zip(LAYOUTS, layouts, strict=False))
                 times = [row.any_mesh.mean_seconds for row in layouts if row.any_mesh]
                 cells = [_layout_cell(found.get(layout), min(times, default=0.0)) for layout in LAYOUTS]
-                yield [model, f"{devices}", auto_layout([tokens], scenario) or "none", *cells]
+                yield [model, f"{devices}", auto_layout([tokens], scenario, layouts) or "none", *cells]
 
     return markdown("model | GPUs | `auto` | zero1 | zero3 | hybrid", rows())
 

@@ -18,6 +18,7 @@ from lengthwise.simulator import (
     compare_layouts,
     stretches,
 )
+from lengthwise.simulator.layouts import layout_seconds
 from lengthwise.simulator.rivals import BY_WORK, ONE_RING, PACKED, PADDED, LockStep
 from tiers import more
 
@@ -92,6 +93,14 @@ def test_our_row_is_the_layout_that_runs_take_which_is_the_fastest() -> None:
     assert found.ours.any_mesh.mean_seconds == min(row.any_mesh.mean_seconds for row in found.layouts)
     assert found.ours.any_mesh.mesh.layout == found.auto == "zero3"  # zero1 fits, too, and takes longer
     assert any("zero1 " in note and "`shard: auto` takes zero3" in note for note in answer_notes(found))
+
+
+def test_a_layout_takes_in_its_row_what_a_run_estimates_for_it() -> None:
+    """To the bit, on the first batch: `shard: auto` of a run and of the answer choose by the same seconds."""
+    scenario = Scenario(shape=SHAPE, hardware=H100, devices=16)
+    estimated = layout_seconds(BATCHES[0], scenario.cost_of(RankMesh()), H100.device_bytes)
+    for row in compare_layouts(BATCHES, scenario):
+        assert row.any_mesh.step_seconds[0] == estimated(row.any_mesh.setting.memory)
 
 
 def test_a_hybrid_recomputes_more_before_it_offloads() -> None:

@@ -87,7 +87,7 @@ class Demo:
 
 
 def fresh_folder(asked: Path | None) -> Path:
-    """Make the folder of this run; OutputError: the one asked for exists, or none can be made."""
+    """Make the folder of this run. Raises OutputError: the given folder exists, or no folder can be made."""
     from lengthwise.core.errors import OutputError
 
     stem = asked or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
@@ -106,7 +106,7 @@ def fresh_folder(asked: Path | None) -> Path:
 
 
 def write_run_file(folder: Path) -> Path:
-    """Write the demo's run file with the first seed whose every step holds 12K to 16K tokens, for comparable steps."""
+    """Write the demo's run file, with the first seed whose steps all hold 12K to 16K tokens, to compare them."""
     from lengthwise.config import load_config
     from lengthwise.data import Batches, ByteTokenizer, load_dataset
 
@@ -203,7 +203,7 @@ def _open(model: Path, result: TrainResult, show: Show) -> bool:
 
 
 def train_static(run_file: Path, steps: int, *, ranks: int) -> Path:
-    """Train the first steps with the planner `static`; return that folder. KeyboardInterrupt: a signal ended it."""
+    """Train the first steps with planner `static`; return the folder. Raises KeyboardInterrupt: a signal ended it."""
     from lengthwise.run.api import train
 
     overrides = ["planner=static", "output=static", f"steps={steps}"]
@@ -219,7 +219,7 @@ def read_metrics(folder: Path) -> Rows:
 
 
 def comparison_line(ours: Rows, static: Rows) -> str:
-    """Say how far the losses of common steps are apart: a plan changes no result."""
+    """Say how far the losses of the steps that both ran are apart: a plan changes no result."""
     pairs = list(zip(ours, static, strict=False))
     apart = max(abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in pairs)
     return f"losses of {counted(len(pairs), 'step')} agree to {apart:.0e}: plans change the time, not the result"
@@ -256,7 +256,10 @@ def _first_step(lengths: Sequence[int]) -> list[int]:
 def gpu_lines(
     work: Sequence[Sequence[Stretch]], *, step_seconds: float, most_seconds: float, width: int = 60
 ) -> list[str]:
-    """Draw one line a GPU, `width` characters for `most_seconds`; a character is what the middle of its time holds."""
+    """Draw one line a GPU, `width` characters for `most_seconds`; a character shows the middle of its time.
+
+    work: entry i are the stretches of GPU i.
+    """
     import numpy as np
 
     middles = (np.arange(width) + 0.5) * most_seconds / width

@@ -48,7 +48,7 @@ _NAMES = named_alike("mode virtual offload heads recompute kernel hardware model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationInput:
-    """A command line that was read; `known`: None if data are not read yet. `context_tokens`: what the user gave."""
+    """A command line that was read; known: None if data are not read yet. context_tokens: None if not given."""
 
     planners: list[str]
     known: KnownLengths | None
@@ -158,14 +158,14 @@ class Simulate:
 
     @property
     def is_detailed(self) -> bool:
-        """Whether planners are compared: where that, or what only they have, is asked for."""
+        """Whether planners are compared in detail: that, or an option that only they have, is given."""
         machine, planning = self.machine, self.planning
         theirs = (self.planners, machine.tp, machine.pp, planning.mode, planning.virtual, planning.offload)
         given = any(each is not None for each in (*theirs, planning.heads))
         return self.details or self.all or given or machine.mesh != "best" or self.loader != "none"
 
     def _traces(self, found: Sequence[Best]) -> dict[str, str]:
-        """Write a trace of each planner: of ours as it trains today, of others on their best mesh."""
+        """Write a trace for each planner: ours as it trains today, others on their best mesh."""
         from lengthwise.report.simulation import our_planner
         from lengthwise.simulator import chrome_trace
 
@@ -223,7 +223,7 @@ class Simulate:
         for option, given in (("--lora", self.lora), ("--offload-optimizer", self.offload_optimizer or None)):
             if given is not None and self.is_detailed:
                 remedy = "Leave out one of them."
-                expected = "nothing beside planners in detail, who train whole models on the devices"
+                expected = "nothing beside planners in detail, which train whole models on the devices"
                 problems.add(ConfigError(option, expected=expected, got=str(given), remedy=remedy))
         planners = attempt(self._planner_names)
         for name in ("batches", "trace_ranks"):
@@ -286,29 +286,24 @@ class Simulate:
         )
 
     def _facts(self, scenario: Scenario, batches: list[list[int]], known: KnownLengths) -> dict[str, Any]:
+        given = ("mode", "tensors", "stages", "devices", "capacity_tokens", "context_tokens", "loader")
         return {
             "model": scenario.shape.name,
             "hardware": scenario.hardware.name,
             "kernel": scenario.hardware.kernel,
             "cost": _cost_of_one_mesh(scenario).version,
             "mesh": self.machine.mesh,
-            "mode": self.planning.mode,
             "offload": scenario.base.offload,
             "heads": scenario.base.heads,
-            "recompute": list(scenario.kinds),
-            "tensors": list(scenario.tensors),
-            "stages": list(scenario.stages),
+            "recompute": scenario.kinds,
             "virtual": scenario.base.cut.virtual,
-            "devices": scenario.devices,
-            "capacity_tokens": scenario.capacity_tokens,
-            "context_tokens": scenario.context_tokens,
+            **{name: getattr(scenario, name) for name in given},
             "lengths": known.name,
             "lengths_in": known.unit,
             "rows_left_out": dict(known.left_out),
             "num_sequences": [len(batch) for batch in batches],
             "batch_tokens": [sum(batch) for batch in batches],
             "longest_tokens": max(map(max, batches)),
-            "loader": self.loader,
         }
 
 
@@ -324,20 +319,20 @@ def _refuse_others_files(folder: Path) -> None:
     ours = {_FIGURES, _PAGE, *map(_trace_name, planner_names())}
     there = sorted(name for name in ours if (folder / name).exists())
     if there and _earlier_planners(folder) is None:
-        where, expected = str(folder), "an empty folder, or that of an earlier simulation, which is then replaced"
+        where, expected = str(folder), "an empty folder, or one of an earlier simulation, which is then replaced"
         got = f"{', '.join(there)}, not written by a simulation"
-        raise OutputError(where, expected=expected, got=got, remedy="Choose another --out, or take them out of it.")
+        raise OutputError(where, expected=expected, got=got, remedy="Choose another --out, or move these files.")
 
 
 def _write_simulation(folder: Path, figures: str, page: str, traces: Mapping[str, str]) -> None:
-    """Replace all files of an earlier simulation; `traces` by planner. Raises OutputError."""
+    """Replace all files of an earlier simulation; traces: by planner. Raises OutputError."""
     for planner in _earlier_planners(folder) or ():
         if planner not in traces:
             try:
                 (folder / _trace_name(planner)).unlink(missing_ok=True)
             except OSError as error:
                 where = str(folder / _trace_name(planner))
-                expected, got = "leave to remove what an earlier simulation wrote", error.strerror or str(error)
+                expected, got = "permission to remove files of an earlier simulation", error.strerror or str(error)
                 raise OutputError(where, expected=expected, got=got, remedy="Choose another --out.") from None
     for planner, trace in traces.items():
         write_atomically(folder / _trace_name(planner), trace)

@@ -41,12 +41,12 @@ MESHES = ("best", "same")
 TOKENS_A_DEVICE = 128 * 1024  # of a step whose size is not given
 _SHOWN_EVERY_SECONDS = 0.2
 _SLOW = ("lengthwise", "bytescale", "single-degree")
-_MANY_DEVICES = 2048  # above, a planner takes seconds for each of its tries
+_MANY_DEVICES = 2048  # above, a planner takes seconds for a plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshChoices:
-    """Model, machine, and what may be chosen of its meshes."""
+    """The model, the machine, and the meshes to try on it."""
 
     model: Annotated[str | None, tyro.conf.arg(metavar="NAME|FOLDER", help_behavior_hint="(required)")] = None
     """The model: a named shape, for example llama-7b, or a Hugging Face folder or its config.json."""
@@ -62,7 +62,7 @@ class MeshChoices:
     """The attention kernel whose speed is used; default: the kernels that training uses on this hardware (h100, h200:
     cudnn for long blocks and flash2 for packs; flash3 where you install it)."""
     measurements: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json", help_behavior_hint="")] = None
-    """What `lengthwise profile` measured, in place of --model and --hardware."""
+    """A file that `lengthwise profile` wrote, in place of --model and --hardware."""
     mesh: Annotated[str, tyro.conf.arg(metavar="best|same")] = "best"
     """best: search the best mesh of every planner, in the same way for all (over those of --tp, --pp, --capacity,
     --heads, --offload and --recompute that you do not give); same: use one mesh, as given, for all."""
@@ -86,7 +86,7 @@ class MeshChoices:
 
     @property
     def searches_devices(self) -> bool:
-        """Whether the devices of a rank are searched, all numbers of them."""
+        """Whether all numbers of devices a rank may be searched."""
         given = (self.ranks, self.measurements, self.tp, self.pp)
         return self.mesh == "best" and all(each is None for each in given)
 
@@ -149,7 +149,7 @@ class MeshChoices:
         return replace(scenario, only=scenario.mesh(tensors[0], stages[0])) if is_same else scenario
 
     def options(self, planning: PlanChoices) -> PlanOptions:
-        """Return the options that all planners get, to be checked before any plan."""
+        """Return the options of all planners, to check them before any plan."""
         stages = self._stages(planning.mode)
         is_pipeline = planning.mode == "pipeline" or (planning.mode is None and (stages or 1) > 1)
         return planning.options(**({"mode": "pipeline", "stages": stages} if is_pipeline else {}))
@@ -167,7 +167,7 @@ class MeshChoices:
         return self.gpus
 
     def _stages(self, mode: str | None) -> int | None:
-        """Return the stages to check options with: the given ones, or the fewest of a pipeline."""
+        """Return the stages to check options with: those given, or the fewest that a pipeline has."""
         is_searched = self.mesh == "best" and self.ranks is None and self.measurements is None
         return self.pp or (2 if mode == "pipeline" and is_searched else None)
 
@@ -191,7 +191,7 @@ class MeshChoices:
         from lengthwise.cost import named_hardware
         from lengthwise.cost.measured import measured_cost, measured_shape, read_measurements
 
-        assert self.measurements is not None, "only asked for where there is a file"
+        assert self.measurements is not None, "only called if a file is given"
         problems = Collector()
         meshes = {"--tp": self.tp, "--pp": self.pp}
         unused = {"--model": self.model, "--hardware": self.hardware, "--kernel": self.kernel}
@@ -200,7 +200,7 @@ class MeshChoices:
         problems.attempt(partial(refuse_beside, unused, expected, "Leave out {option} or --measurements."))
         found = problems.attempt(partial(read_measurements, self.measurements))
         problems.raise_all()
-        assert found is not None, "a file that was not read must have been a problem"
+        assert found is not None, "a file that cannot be read is a problem"
         return measured_shape(found), named_hardware(found.hardware), measured_cost(found)
 
 
@@ -265,7 +265,7 @@ def _searched_in_processes(
     )
     try:
         slowest_first = [*filter(planners.__contains__, _SLOW), *(each for each in planners if each not in _SLOW)]
-        searches = {pool.submit(_search_and_tell, planner): planner for planner in slowest_first}
+        searches = {pool.submit(_search_and_report, planner): planner for planner in slowest_first}
         waiting = set(searches)
         while waiting:
             done, waiting = wait(waiting, timeout=_SHOWN_EVERY_SECONDS, return_when=FIRST_COMPLETED)
@@ -279,12 +279,12 @@ def _searched_in_processes(
             line.update("; ".join([f"{len(planners) - len(left)} of {len(planners)} planners done", *now]))
         found = {planner: search.result() for search, planner in searches.items()}
     except BrokenProcessPool:
-        expected, got = "each planner's process to finish its search", "one that was killed before"
-        remedy = "The system does so when memory runs out: give fewer devices or --planners, or --mesh same."
+        expected, got = "each planner's process to finish its search", "one that was killed before its end"
+        remedy = "The system kills processes when memory runs out: give fewer devices or --planners, or --mesh same."
         raise MemoryShortage("search of meshes", expected=expected, got=got, remedy=remedy) from None
     finally:
         line.close()
-        kill_workers(pool)  # where they stand: after Ctrl-C nobody waits for a search
+        kill_workers(pool)  # at once: after Ctrl-C nobody waits for a search
         pool.shutdown(wait=True, cancel_futures=True)
     return [found[planner] for planner in planners]
 
@@ -295,15 +295,14 @@ _work: tuple[SimpleQueue[tuple[str, str]], Sequence[Sequence[int]], Scenario] | 
 def _start_worker(
     reports: SimpleQueue[tuple[str, str]], batches: Sequence[Sequence[int]], scenario: Scenario, parent: int
 ) -> None:
-    """Ignore Ctrl-C, which the command handles, and end when it ends."""
+    """Ignore Ctrl-C, which the command handles, and end when the command ends."""
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent)
     _work = reports, batches, scenario
 
 
-def _search_and_tell(planner: str) -> Best:
-    """Search for one planner in a worker, and report its progress."""
+def _search_and_report(planner: str) -> Best:
     from lengthwise.simulator import best_mesh
 
     assert _work is not None, "a worker that was not started"

@@ -1,10 +1,9 @@
 """Plans x costs -> a timeline: what a step would take on machines that nobody here has. Pure: no torch, no clock."""
 
 from lengthwise.simulator.clocks import simulate_plan
-from lengthwise.simulator.comparison import LAYOUTS, OURS, Comparison, compare, compare_layouts
+from lengthwise.simulator.comparison import LAYOUTS, OURS, Comparison, auto_layout, compare, compare_layouts
 from lengthwise.simulator.found import Found, run_batches
 from lengthwise.simulator.gains import MODEL_ERROR, Gain, gain_over
-from lengthwise.simulator.layouts import auto_layout
 from lengthwise.simulator.loading import LOADERS, loading_seconds, waits_seconds
 from lengthwise.simulator.mesh_search import Best, best_mesh, refuse_unheld
 from lengthwise.simulator.meshes import RankMesh, Scenario, Setting, stages_to_try, tensors_to_try

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from lengthwise.core.errors import PlanError
+from lengthwise.core.errors import MemoryShortage, PlanError
+from lengthwise.cost import LayoutSeconds, choose_shard, wanted_tokens
 from lengthwise.cost.sharding import Shard
 from lengthwise.planner import arithmetic_seconds
-from lengthwise.simulator.layouts import auto_layout
+from lengthwise.simulator.layouts import MOST_RANKS, layout_seconds
 from lengthwise.simulator.mesh_search import Best, MeshSearch
 from lengthwise.simulator.meshes import RankMesh, Scenario
 from lengthwise.simulator.rivals import PACKED, PADDED, RIVALS, lock_steps
@@ -70,11 +71,28 @@ def compare(batches: Batches, scenario: Scenario) -> Comparison:
     """Compare FSDP2 and Lengthwise on the same batches, each at its best settings."""
     rivals = tuple(_rival(name, batches, scenario) for name in (RIVALS if scenario.devices > 1 else RIVALS[:2]))
     layouts = tuple(compare_layouts(batches, scenario))
-    auto = auto_layout(batches, scenario)
-    took = layouts[LAYOUTS.index(auto)].any_mesh if auto else None
-    if took is None or took.most("most_offload") > 0:
-        auto = None
+    auto = auto_layout(batches, scenario, layouts)
     return Comparison(scenario=scenario, batches=batches, rivals=rivals, layouts=layouts, auto=auto)
+
+
+def auto_layout(batches: Batches, scenario: Scenario, layouts: Sequence[Best]) -> Shard | None:
+    """Return the layout that a run of these batches takes by itself; None: none fits without offload.
+
+    A run goes by what its first batch takes, which `layouts` know; of many ranks it plans a share, as is done here.
+    """
+    found = [row.any_mesh for row in layouts if row.any_mesh is not None]
+    took = {each.mesh.layout: each.step_seconds[0] for each in found if not each.most("most_offload")}
+    longest, capacity, kinds = max(map(max, batches)), scenario.capacity_tokens, scenario.kinds
+    room, cost = scenario.hardware.device_bytes, scenario.cost_of(RankMesh())
+    seconds: LayoutSeconds = lambda memory: took.get(memory.shard, inf)  # noqa: E731
+    if scenario.devices > MOST_RANKS:
+        seconds = layout_seconds(batches[0], cost, room, kinds=kinds, capacity_tokens=capacity)
+    tokens = capacity or wanted_tokens(scenario.devices, longest=longest)
+    try:
+        shard = choose_shard(scenario.memory(RankMesh()), room, tokens=tokens, kinds=kinds, seconds=seconds).shard
+    except MemoryShortage:
+        return None
+    return shard if shard in took else None
 
 
 def compare_layouts(batches: Batches, scenario: Scenario) -> list[Best]:

@@ -1,7 +1,7 @@
 """How long steps take with each layout of parameters: what `shard: auto` goes by, beside memory.
 
 A batch is planned and simulated as in training, once for each layout that fits, which takes a second or less. If there
-are more than `_MOST_RANKS` ranks, that many are planned, with their share of the batch and the costs of all: planning
+are more than `MOST_RANKS` ranks, that many are planned, with their share of the batch and the costs of all: planning
 thousands of waves for 512 ranks takes minutes.
 """
 
@@ -11,17 +11,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
-from lengthwise.core.errors import LengthwiseError, MemoryShortage
+from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.cost import RESERVED, Choice, Cost, StepMemory, choose_shard, wanted_tokens
+from lengthwise.cost import RESERVED, Choice, Cost, StepMemory
 from lengthwise.cost.capacity import tokens_within
-from lengthwise.cost.sharding import LEAST_TOKENS, LayoutSeconds, Shard
+from lengthwise.cost.sharding import LEAST_TOKENS, LayoutSeconds
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner.service.step_planning import step_planning
 from lengthwise.simulator.clocks import simulate_plan
-from lengthwise.simulator.meshes import RankMesh, Scenario
 
-_MOST_RANKS = 64
+MOST_RANKS = 64
 _RANK_TOKENS, _LONGEST, _SEED = 16_384, 32_768, 0
 
 
@@ -54,7 +53,7 @@ def layout_seconds(
     def seconds(memory: StepMemory) -> float:
         room = device_bytes * (1 - RESERVED)
         held = {kind: capacity_tokens or tokens_within(memory, room, Choice(recompute=kind)) for kind in kinds}
-        share = -(-memory.ranks // _MOST_RANKS)
+        share = -(-memory.ranks // MOST_RANKS)
         capacities = {kind: tokens for kind, tokens in held.items() if tokens}
         planning = step_planning(memory, cost, capacities, heads=heads, offload=offload)
         planning = replace(planning, ranks=memory.ranks // share)
@@ -65,19 +64,3 @@ def layout_seconds(
             return inf
 
     return seconds
-
-
-def auto_layout(batches: Sequence[Sequence[int]], scenario: Scenario) -> Shard | None:
-    """Return the layout that a run of these batches takes by itself; None: the model fits under none."""
-    capacity = scenario.capacity_tokens
-    room, cost, kinds = scenario.hardware.device_bytes, scenario.cost_of(RankMesh()), scenario.kinds
-    try:
-        return choose_shard(
-            scenario.memory(RankMesh()),
-            room,
-            tokens=capacity or wanted_tokens(scenario.devices, longest=max(map(max, batches))),
-            kinds=kinds,
-            seconds=layout_seconds(batches[0], cost, room, kinds=kinds, capacity_tokens=capacity),
-        ).shard
-    except MemoryShortage:
-        return None

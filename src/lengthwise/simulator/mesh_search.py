@@ -23,7 +23,7 @@ from lengthwise.simulator.meshes import RankMesh, Scenario, Setting
 
 _NEAR = 1.03  # of the best on one batch: run on all
 _MOST_NEAR = 2  # of them
-_FAR = 1.5  # times the best of the kinds of recomputation on that batch: not planned on the others
+_FAR = 1.25  # times the best of the kinds of recomputation on that batch: not planned on the others
 _PATIENCE = 2  # halvings in a row that may end no sooner
 _LEAST_SHARE = 1 / 64
 

@@ -21,11 +21,11 @@ from lengthwise.program.features import with_requires
 from lengthwise.program.ring_order import ring_order
 
 PADDED, PACKED, ONE_RING = "FSDP2, padded", "FSDP2, packed", "FSDP2, one ring size"
-BY_WORK = "FSDP2, own sampler"  # packs or rings of packs, with packs of like work side by side
+BY_WORK = "FSDP2, own sampler"  # packs, or rings of packs, of like work side by side
 RIVALS = (PADDED, PACKED, ONE_RING, BY_WORK)
-_SEED = 0  # of the order in which a trainer comes to its packs
-_MORE_MICROBATCHES = (0, 1, 2, 4, 8)  # of packs, than the fewest that hold a batch
-_FILLED = 0.98  # of a pack, as packing whole sequences leaves it
+_SEED = 0  # of a trainer's shuffled order of packs
+_MORE_MICROBATCHES = (0, 1, 2, 4, 8)  # than the fewest that hold a batch
+_FILLED = 0.98  # share of a pack that whole sequences fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +77,14 @@ class LockStep:
 
 
 def padded(tokens: Sequence[int], size: int, *, by_length: bool) -> list[list[int]]:
-    """Make microbatches of `size` sequences, each padded to the longest of them; `by_length`: of like lengths."""
+    """Make microbatches of `size` sequences, each padded to its longest; by_length: sort sequences by length first."""
     ordered = sorted(tokens, reverse=True) if by_length else list(tokens)
     parts = [ordered[first : first + size] for first in range(0, len(ordered), size)]
     return [[max(part)] * len(part) for part in parts]
 
 
 def packed(tokens: Sequence[int], capacity_tokens: int) -> list[list[int]]:
-    """Pack whole sequences, longest first, each where it fits best; the packs come in the order of a shuffled set."""
+    """Pack whole sequences, longest first, each into the pack that it fits best; shuffle the packs."""
     room: list[tuple[int, int]] = []  # (tokens left, pack), ascending
     packs: list[list[int]] = []
     for length in sorted(tokens, reverse=True):
