@@ -83,8 +83,8 @@ def test_our_row_is_the_layout_that_runs_take_which_is_the_fastest() -> None:
 
 def test_a_layout_takes_in_its_row_what_a_run_estimates_for_it() -> None:
     """To the bit: `shard: auto` of a run and of the answer choose by the same seconds."""
-    scenario = Scenario(shape=SHAPE, hardware=H100, devices=16)
-    estimated = layout_seconds(BATCHES[0], scenario.cost_of(RankMesh()), H100.device_bytes)
+    scenario = Scenario(shape=SHAPE, hardware=H100, devices=16, kinds=("layer",))
+    estimated = layout_seconds(BATCHES[0], scenario.cost_of(RankMesh()), H100.device_bytes, kinds=scenario.kinds)
     for row in compare_layouts(BATCHES[:1], scenario):
         assert row.any_mesh.step_seconds[0] == estimated(row.any_mesh.setting.memory)
 

@@ -78,6 +78,22 @@ def test_a_mesh_that_holds_the_batch_of_most_work_but_not_another_is_not_taken()
     assert "9000" in str(one_device.refusal)
 
 
+def test_a_mesh_on_which_a_lighter_batch_does_not_fit_gives_way_to_the_next(monkeypatch) -> None:
+    def run_few(planner, batches, setting, **more):
+        if len(batches) > 1 and setting.mesh.capacity_share >= least:
+            raise TooLarge("memory of a device", expected="less", got="more", remedy="Use less.")
+        return run_batches(planner, batches, setting, **more)
+
+    monkeypatch.setattr("lengthwise.simulator.mesh_search.run_batches", run_few)
+    scenario, batches = replace(SCENARIO, tensors=(1,), kinds=("layer",)), [[3000] * 32, [2000] * 32]
+    least = 1
+    assert best_mesh("lengthwise", batches, scenario).any_mesh.mesh.capacity_share < 1
+    least = 0
+    nowhere = best_mesh("lengthwise", batches, scenario)
+    assert nowhere.any_mesh is None
+    assert "memory of a device" in str(nowhere.refusal)
+
+
 def test_what_trains_is_the_best_of_ranks_of_one_device() -> None:
     found = best_mesh("single-degree", BATCHES, SCENARIO)
     narrow = best_mesh("single-degree", BATCHES, replace(SCENARIO, tensors=(1,)))

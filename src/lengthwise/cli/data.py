@@ -160,7 +160,7 @@ class Data:
         scenario = None
         if self.model is not None and self.gpus is not None:
             choices = MeshChoices(model=self.model, gpus=self.gpus, hardware=self.hardware)
-            scenario = choices.read(PlanChoices(), "none", problems)
+            scenario = choices.read(PlanChoices(), problems)
         elif self.model is not None or (self.gpus is not None and self.capacity is None):
             remedy = "Give both, or neither; --gpus alone goes with --capacity."
             got = "--model alone" if self.gpus is None else "--gpus alone"

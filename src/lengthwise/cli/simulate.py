@@ -120,7 +120,7 @@ class Simulate:
         known = asked.known or lengths_of_data(self.data, self.tokenizer, self.empty)
         batches, context = known.batches(asked.wanted_tokens, self.batches, asked.context_tokens)
         planners = asked.planners if self.is_detailed else []
-        scenario = replace(asked.scenario, context_tokens=context)
+        scenario = replace(asked.scenario, context_tokens=context, loader=self.loader)
         changes = {"kinds": self.machine.kinds, "offloads": self.offload_optimizer}
         comparison = compare_ways(scenario, batches, lora=self.lora, **changes)
         sentence, notes = answer_sentence(comparison, known.unit), [*self._text_alone(), *answer_notes(comparison)]
@@ -234,7 +234,7 @@ class Simulate:
         text = self.batch_tokens
         wanted = None if text is None else attempt(partial(parse_tokens, text, "--batch-tokens"))
         context = None if self.context is None else attempt(partial(parse_tokens, self.context, "--context"))
-        scenario = self.machine.read(self.planning, self.loader, problems, one_device=not self.all)
+        scenario = self.machine.read(self.planning, problems, one_device=not self.all)
         options, cost = self.machine.options(self.planning), _cost_of_one_mesh(scenario) if scenario else None
         layers = scenario.shape.layers if scenario else 1
         for planner in planners or ["lengthwise"]:

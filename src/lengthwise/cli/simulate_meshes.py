@@ -90,9 +90,7 @@ class MeshChoices:
         given = (self.ranks, self.measurements, self.tp, self.pp)
         return self.mesh == "best" and all(each is None for each in given)
 
-    def read(
-        self, planning: PlanChoices, loader: str, problems: Collector, *, one_device: bool = False
-    ) -> Scenario | None:
+    def read(self, planning: PlanChoices, problems: Collector, *, one_device: bool = False) -> Scenario | None:
         """Read the scenario; None if something is wrong with it, which `problems` then has.
 
         one_device: ranks default to one device, without a search.
@@ -109,7 +107,7 @@ class MeshChoices:
         described = self._priced(planning, problems) if self.measurements is None else attempt(self._measured)
         if len(problems.problems) > before or not described or not devices:
             return None
-        scenario = attempt(partial(self._scenario, planning, loader, capacity, devices, described, one_device))
+        scenario = attempt(partial(self._scenario, planning, capacity, devices, described, one_device))
         if scenario is not None and scenario.only is not None:
             attempt(partial(scenario.setting, scenario.only))
         return scenario
@@ -117,7 +115,6 @@ class MeshChoices:
     def _scenario(
         self,
         planning: PlanChoices,
-        loader: str,
         capacity: int | None,
         devices: int,
         described: tuple[ModelShape, Hardware, Cost | None],
@@ -144,7 +141,7 @@ class MeshChoices:
         base = RankMesh(cut=cut, heads=planning.heads or usual, offload=planning.offload or usual)
         scenario = Scenario(
             shape=shape, hardware=hardware, devices=devices, tensors=tensors, stages=stages, kinds=kinds,
-            capacity_tokens=capacity, takes_capacity=is_fixed, base=base, loader=loader, mode=planning.mode, cost=cost,
+            capacity_tokens=capacity, takes_capacity=is_fixed, base=base, mode=planning.mode, cost=cost,
         )  # fmt: skip
         return replace(scenario, only=scenario.mesh(tensors[0], stages[0])) if is_same else scenario
 

@@ -125,9 +125,12 @@ class MeshSearch:
         """Return the best of these meshes and of earlier ones; None: none holds the sequences."""
         for mesh in meshes:
             self._try(mesh)
-        ordered = sorted(self.first, key=self._seconds)
-        near = [mesh for mesh in ordered[:_MOST_NEAR] if self._seconds(mesh) <= _NEAR * self._seconds(ordered[0])]
-        return min(map(self._finish, near), key=lambda each: each.mean_seconds, default=None)
+        while self.first:
+            near = sorted(self.first, key=self._seconds)[:_MOST_NEAR]
+            near = [mesh for mesh in near if self._seconds(mesh) <= _NEAR * self._least]
+            if found := [each for each in map(self._finish, near) if each is not None]:
+                return min(found, key=lambda each: each.mean_seconds)
+        return None
 
     def _seconds(self, mesh: RankMesh) -> float:
         """Return the seconds of the batch of most work on a mesh; inf if it was not planned."""
@@ -174,17 +177,22 @@ class MeshSearch:
             if not isinstance(self.refusal, TooLarge):
                 self.refusal = error
 
-    def _finish(self, mesh: RankMesh) -> Found:
+    def _finish(self, mesh: RankMesh) -> Found | None:
+        """Run all batches on a mesh; None: one of them does not fit, and the mesh is left out."""
         if len(self.batches) == 1:
             return self.first[mesh]
-        if mesh not in self.finished:
-            self.progress(self.planner, mesh, self.tried)
-            setting = self.scenario.setting(mesh)
+        if mesh in self.finished:
+            return self.finished[mesh]
+        self.progress(self.planner, mesh, self.tried)
+        setting = self.scenario.setting(mesh)
+        for kinds in (self._with_near_kinds(setting), setting):  # another kind may hold what the near ones do not
             try:
-                self.finished[mesh] = self._run(self.batches, self._with_near_kinds(setting))
-            except PlanError:  # another kind may hold what these do not
-                self.finished[mesh] = self._run(self.batches, setting)
-        return self.finished[mesh]
+                return self.finished.setdefault(mesh, self._run(self.batches, kinds))
+            except PlanError as error:
+                self.refusal = error
+        del self.first[mesh]
+        self.left_out.add(mesh)
+        return None
 
     def _heaviest(self, setting: Setting) -> Sequence[int]:
         return max(self.batches, key=lambda tokens: ideal_seconds(tokens, setting))
@@ -198,11 +206,11 @@ class MeshSearch:
         if key in plans:
             return plans[key]
         plan = (mesh.lock_step or plan_step)(tokens, cluster, cost, options)
-        if mesh not in self.first:  # the batch of most work, which comes again with all
+        if mesh not in self.first and not mesh.lock_step:  # the batch of most work, which comes again with all
             plans[key] = plan
-            if mesh.lock_step and (seconds := float(plan.notes["predicted_seconds"])) >= self._least:
-                expected, remedy = f"a step under {self._least:.3g} s", "Use the settings that take less."
-                raise PlanError("settings", expected=expected, got=f"{seconds:.3g} s", remedy=remedy)
+        elif mesh not in self.first and (seconds := float(plan.notes["predicted_seconds"])) >= self._least:
+            expected, remedy = f"a step under {self._least:.3g} s", "Use the settings that take less."
+            raise PlanError("settings", expected=expected, got=f"{seconds:.3g} s", remedy=remedy)
         return plan
 
     def _with_near_kinds(self, setting: Setting) -> Setting:
