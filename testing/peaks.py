@@ -19,11 +19,11 @@ from lengthwise.comm import Lone, Mesh, SoloTransport, Transport
 from lengthwise.config import LoraConfig, OptimizerConfig
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
 from lengthwise.cost import Choice, StepMemory, shape_from_config
-from lengthwise.engine.activations import Offloading, measure_microbatch
 from lengthwise.engine.live_bytes import LiveBytes
+from lengthwise.engine.measuring import Layout, SmallPasses, measure_microbatch
+from lengthwise.engine.offloading import Offloading
 from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.small_pass import Layout, SmallPasses
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import DTYPES, ModelSource, build_adapted
 from lengthwise.offload import CopyStore

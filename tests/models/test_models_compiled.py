@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.plan import Piece
-from lengthwise.engine.activations import Offloading
+from lengthwise.engine.offloading import Offloading
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import Computing, ModelSource, build_model, compute_so, keep_double
 from lengthwise.models.computing import compiled_forwards

@@ -9,7 +9,7 @@ import torch
 
 from lengthwise.comm import world_from_environment
 from lengthwise.cost import check_host
-from lengthwise.engine.memory import free_bytes
+from lengthwise.engine.shortage import free_bytes
 from lengthwise.profiler.place import device_bytes
 from lengthwise.run.checks import check_room
 from lengthwise.run.job import Job

@@ -1,0 +1,391 @@
+"""What a microbatch holds on this rank, measured by small forward and backward passes of the model itself.
+
+1. One sequence is cut as a plan would cut it. This rank runs its part alone; what others would send is zeros. A chunk
+   of a stage runs on random hidden states, and its backward on a gradient of zeros.
+2. Everything that an operation makes counts until it is freed. On GPUs the allocator's peak between two attentions
+   counts, in a pass of a size that has run once before.
+3. A pass, and one of half its rows, give a line over the rows for each moment (`cost.MicrobatchBytes`). Where routing
+   or scans make their operations differ, they give it for the highest moment between two attentions; both passes are
+   then so large that the same moment is the highest. A line that falls is refused.
+
+Why so: docs/decisions/capacity-measured.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from math import inf, lcm
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lengthwise.attention import ActivationPolicy, BlockKernel, PlannedAttention
+from lengthwise.comm import Lone
+from lengthwise.core.errors import ConfigError
+from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.shape import LayerCut
+from lengthwise.cost import MicrobatchBytes, Moments, StepBytes, shape_from_config
+from lengthwise.engine.pipeline import empty_hidden
+from lengthwise.engine.stage_graph import given_on, received
+from lengthwise.engine.stage_passes import passes_of
+from lengthwise.engine.watch import AllocatorWatch, LiveWatch, Segment
+from lengthwise.models import (
+    WHOLE,
+    Chunk,
+    apply_policy,
+    mixing_of,
+    model_loss,
+    position_limit,
+    rows_dropout,
+    run_chunk,
+    run_layers,
+)
+from lengthwise.offload import ActivationSaver, CopyStore, parameter_storages
+from lengthwise.program import lower_microbatch
+from lengthwise.report.figures import count
+
+WHOLE_MODEL: Mapping[int, Chunk] = {WHOLE.number: WHOLE}
+Casting = Callable[[], AbstractContextManager[Any]]
+"""Makes the autocast of one forward."""
+_ROWS = 64  # of the larger pass: enough for lines that are exact
+_MOST_ROWS = 512  # where routing decides which operations run, and lines are not exact
+_FLOPS = 3e10  # that the larger pass may then take: about a second on one core
+_SCAN_ROWS = 64  # of a chunk of a delta rule; layers of Mamba 2 have `chunk_size`
+_LOSS_CHUNKS = 2  # of a pass whose loss is made in chunks
+_FALL_BYTES = 2**21  # that a library's choices among kernels explain between two passes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a sequence lies: over how many ranks, at which position this rank is, and how many ranks split heads."""
+
+    degree: int = 1
+    position: int = 0
+    heads: int = 1
+
+
+ALONE = Layout()
+
+
+class _QuietSaver(ActivationSaver):
+    """A saver whose own operations are not noted: the next operation's bytes include what they make."""
+
+    watch: Any = None  # set before a pass
+
+    def pack(self, tensor: Tensor) -> Any:
+        with self.watch.quiet():
+            return super().pack(tensor)
+
+    def unpack(self, saved: Any) -> Tensor:
+        with self.watch.quiet():
+            return super().unpack(saved)
+
+
+class _MarkedAttention(PlannedAttention):
+    """Calls `mark` where attention begins and ends."""
+
+    mark: Callable[[], None] = staticmethod(lambda: None)
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        self.mark()
+        result = super().forward(*arguments, **options)
+        self.mark()
+        return result
+
+    def backward(self, *arguments: Any, **options: Any) -> Any:
+        self.mark()
+        gradients = super().backward(*arguments, **options)
+        self.mark()
+        return gradients
+
+
+class FallingLine(ConfigError):  # noqa: N818 - the name says what happened
+    """The longer of two passes held less, so they do not tell what long microbatches hold."""
+
+    def __init__(self, got: str) -> None:
+        expected = "more rows to hold no less, in two short passes of the model that measure what memory holds"
+        remedy = "Give {capacity_tokens} a number, or end what else allocates on the device meanwhile."
+        super().__init__("capacity_tokens", expected=expected, got=got, remedy=remedy)
+
+    def __reduce__(self) -> tuple[object, ...]:  # of one argument
+        return FallingLine, (self.got,), {"place": self.place}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a pass held: while its layers ran forward, in the loss, and in backward."""
+
+    rows: int
+    saved_bytes: int
+    forward: Sequence[Segment] = ()
+    loss: Sequence[Segment] = ()
+    backward: Sequence[Segment] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallPasses:
+    """Runs small passes of a model, or a chunk of it, with one kind of recomputation.
+
+    casting: the autocast of each forward; weights that it casts and caches end with it. done: passes of any kind that
+    have run, which run no second time.
+    """
+
+    model: nn.Module
+    kernel: BlockKernel
+    recompute: str
+    layout: Layout = ALONE
+    chunk: Chunk = WHOLE
+    done: dict[object, Seen] = field(default_factory=dict)
+    casting: Casting = nullcontext
+
+    @property
+    def rows(self) -> int:
+        """The rows of the larger pass; half of them are whole chunks of scans, and of a ring twice as many."""
+        config: Any = self.model.config
+        multiple, rows = 4 * lcm(self.kernel.token_multiple, self.scan_rows), _ROWS
+        if shape_from_config(config.to_dict()).experts > 1:
+            affordable = _FLOPS / (8.0 * sum(parameter.numel() for parameter in self.model.parameters()))
+            rows = int(min(max(rows, affordable), _MOST_ROWS))
+        limit = position_limit(config)
+        if limit is not None:
+            rows = max(2, min(rows, limit // self.layout.degree))
+        return max(rows // multiple, 1) * multiple
+
+    @property
+    def scan_rows(self) -> int:
+        """Rows of which this rank's scans compute whole chunks, in each of its two spans of a ring; 1 without scans."""
+        if not mixing_of(self.model).has_states:
+            return 1
+        sizes = (getattr(each, "chunk_size", None) for each in self.model.modules())
+        return max((each for each in sizes if isinstance(each, int)), default=_SCAN_ROWS) * min(self.layout.degree, 2)
+
+    def measure(self, *, chunk_rows: int | None, offloads: bool) -> MicrobatchBytes:
+        """Measure all moments. chunk_rows: of a loss in chunks; if None, all logits are made at once."""
+        chunked = chunk_rows is not None
+        seen = [self.run(each, chunked=chunked) for each in (self.rows // 2, self.rows)]
+        without = [self.run(each.rows, chunked=chunked, away=each.saved_bytes) for each in seen if offloads]
+        forward, loss, backward = (
+            _lines([getattr(each, part) for each in (*seen, *without)], (seen[0].rows, seen[1].rows))
+            for part in ("forward", "loss", "backward")
+        )
+        loss = [_of_chunks(each) for each in loss] if chunked else loss
+        forward = [np.concatenate(both) for both in zip(forward, loss, strict=True)]
+        moments = {"forward": _moments(*forward), "backward": _moments(*backward)}
+        return replace(self._saved_line(seen), **moments, chunk_rows=chunk_rows or inf)
+
+    def measure_saved(self) -> MicrobatchBytes:
+        """Measure by forward passes what autograd saves of the layers."""
+        return self._saved_line([self._run_forward(each) for each in (self.rows // 2, self.rows)])
+
+    def run(self, rows: int, *, chunked: bool, away: int = 0) -> Seen:
+        """Run forward and backward, with `away` saved bytes off the device; gradients are added to those there."""
+        key = (self.recompute, self.layout, self.chunk.number, rows, chunked, away)
+        if key not in self.done:
+            if _asks_an_allocator(self._device):
+                self._run(rows, chunked=chunked, away=away)  # libraries allocate once, for each size
+            self.done[key] = self._run(rows, chunked=chunked, away=away)
+        return self.done[key]
+
+    def _saved_line(self, seen: Sequence[Seen]) -> MicrobatchBytes:
+        smaller, larger = seen
+        a_row = (larger.saved_bytes - smaller.saved_bytes) / (larger.rows - smaller.rows)
+        return MicrobatchBytes(
+            layers=max(self._num_layers, 2),
+            saved_fixed=larger.saved_bytes - a_row * larger.rows,
+            saved_a_row=a_row,
+            is_last=self.chunk.is_last,
+            scan_rows=self.scan_rows,
+        )
+
+    def _run_forward(self, rows: int) -> Seen:
+        planned, ids, positions = self._start(rows)
+        saver, hidden = ActivationSaver(None, stays=parameter_storages(self.model)), self._hidden(planned)
+        with self._running(planned, saver, None if hidden is None else hidden.requires_grad_()):
+            (run_layers if self.chunk.is_last else run_chunk)(self.model, planned, ids, positions)
+        return Seen(rows=planned.num_rows, saved_bytes=saver.totals.saved_bytes)
+
+    def _run(self, rows: int, *, chunked: bool, away: int) -> Seen:
+        planned, ids, positions = self._start(rows)
+        saver = _QuietSaver(
+            CopyStore() if away else None,
+            stays=parameter_storages(self.model),
+            offload_bytes=away,
+            layer_bytes=away // self._num_layers,
+        )
+        at_once = len(ids) // _LOSS_CHUNKS * self._config.vocab_size if chunked else None
+        gradients = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
+        sent, asks = self._hidden(planned), _asks_an_allocator(self._device)
+        before = (*self.model.parameters(), *self.model.buffers(), *gradients, ids, positions)
+        live = LiveWatch(*before, *([] if sent is None else [sent]))
+        with AllocatorWatch(self._device) if asks else live as watch:
+            planned.mark, saver.watch, saved_bytes, after = watch.mark, watch, list[int](), list[Tensor]()
+
+            def decoded() -> None:
+                watch.mark()
+                saved_bytes.append(saver.totals.saved_bytes)  # without what the loss saves
+
+            hidden = None if sent is None else received(sent.clone(), [])
+            with _at_end_of(self.model, decoded), self._running(planned, saver, hidden):
+                if self.chunk.is_last:
+                    end = model_loss(self.model, planned, ids, positions, ids, logits_at_once=at_once)
+                else:
+                    end = given_on(run_chunk(self.model, planned, ids, positions), after)
+            del hidden
+            watch.mark()
+            turn = len(watch.segments) - (0 if asks else 1)
+            if not self.chunk.is_last:
+                after.append(empty_hidden(self.model, self.chunk, planned.num_rows).zero_())
+            (end / len(ids)).backward()
+            del end
+        segments = watch.segments
+        return Seen(
+            rows=planned.num_rows,
+            saved_bytes=saved_bytes[0],
+            forward=segments[: turn - 1],
+            loss=segments[turn - 1 : turn],
+            backward=segments[turn:],
+        )
+
+    @property
+    def _config(self) -> Any:
+        return self.model.config
+
+    @property
+    def _num_layers(self) -> int:
+        return self._config.num_hidden_layers if self.chunk.num_layers is None else self.chunk.num_layers
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @contextmanager
+    def _running(self, planned: PlannedAttention, saver: ActivationSaver, hidden: Tensor | None) -> Iterator[None]:
+        """Let the chunk run forward by the plan inside the block, from hidden states where it is not the first."""
+        policy = ActivationPolicy(recompute=self.recompute, saver=saver)
+        dropout = rows_dropout(self.model, lambda: torch.arange(planned.num_rows, device=self._device))
+        with (
+            self.casting(),
+            torch.enable_grad(),
+            self.chunk.running(hidden),
+            apply_policy(self.model, planned, policy, dropout),
+        ):
+            yield
+
+    def _start(self, rows: int) -> tuple[_MarkedAttention, Tensor, Tensor]:
+        layout = self.layout
+        piece = Piece(ranks=tuple(range(layout.degree)), sequences=(0,), heads=layout.heads)
+        plan = Plan(
+            ranks=layout.degree,
+            layers=self._config.num_hidden_layers,
+            capacity=rows * layout.degree + 1,
+            tokens=(rows * layout.degree,),
+            microbatches=(Microbatch(pieces=(piece,), recompute=self.recompute),),
+            requires=("heads",) if layout.heads > 1 else (),
+        )
+        program, alone = lower_microbatch(plan, 0), Lone(layout.position, layout.degree)
+        planned = _MarkedAttention(program, alone, self.kernel, layers_passed=self.chunk.layers_passed)
+        segments = program.segments(layout.position)
+        positions = torch.cat([torch.arange(each.start, each.stop, device=self._device) for each in segments])
+        return planned, positions % self._config.vocab_size, positions
+
+    def _hidden(self, planned: PlannedAttention) -> Tensor | None:
+        """Return hidden states of another stage, random so that routers choose; None where the chunk runs on ids."""
+        if self.chunk.is_first:
+            return None
+        room = empty_hidden(self.model, self.chunk, planned.num_rows)
+        return room.copy_(torch.randn(room.shape, generator=torch.Generator().manual_seed(0)))
+
+
+def measure_microbatch(
+    passes: SmallPasses,
+    *,
+    logits_at_once: int | None = None,
+    most_rows: float = inf,
+    offloads: bool = False,
+    chunks: Mapping[int, Chunk] = WHOLE_MODEL,
+    stage: int = 0,
+    stages: int = 1,
+) -> StepBytes:
+    """Measure all that a rank's microbatches hold; gradients are added to those that exist.
+
+    passes: of any chunk; those of `chunks`, which the stage has, are measured. logits_at_once: that the loss makes; if
+    None, all. most_rows: of a microbatch. offloads: whether ratios of offload will be asked for.
+    """
+    config: Any = passes.model.config
+    chunk_rows = None if logits_at_once is None else max(1, logits_at_once // config.vocab_size)
+    if chunk_rows is not None and most_rows <= chunk_rows:
+        chunk_rows = None
+    found = {
+        number: replace(passes, chunk=chunk).measure(
+            chunk_rows=chunk_rows if chunk.is_last else None, offloads=offloads
+        )
+        for number, chunk in chunks.items()
+    }
+    return StepBytes(
+        layers=config.num_hidden_layers,
+        chunks=found,
+        passes=passes_of(LayerCut(stages=stages, virtual=len(chunks)), stage),
+        hidden_a_row=next(iter(chunks.values())).width * next(passes.model.parameters()).element_size(),
+    )
+
+
+def _asks_an_allocator(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+@contextmanager
+def _at_end_of(model: Any, mark: Callable[[], None]) -> Iterator[None]:
+    """Call `mark` once when the model's decoder has run: chunks of the loss seem to run it again."""
+    ran: list[bool] = []
+
+    def hook(*_: object) -> None:
+        if not ran:
+            mark()
+        ran.append(True)
+
+    handle = model.get_decoder().register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _moments(live: NDArray[np.float64], less: NDArray[np.float64] | None = None) -> Moments:
+    return Moments(live=live, removable=None if less is None else live - less)
+
+
+def _of_chunks(lines: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the lines of a loss in chunks: what grows beyond its last moment is of a chunk.
+
+    Both passes have as many chunks, so a chunk's rows grow with theirs.
+    """
+    last = lines[-1:]
+    grown = lines - last
+    return np.stack([last[:, 0] + grown[:, 0], np.broadcast_to(last[:, 1], len(lines)), _LOSS_CHUNKS * grown[:, 1]], -1)
+
+
+def _lines(passes: Sequence[Sequence[Segment]], rows: tuple[int, int]) -> list[NDArray[np.float64]]:
+    """Return the lines of each two passes, (moments, 3): of each operation if all did the same, else of the highest.
+
+    Raises:
+        FallingLine: more rows held less at some moment.
+    """
+    if len({len(each) for each in passes}) > 1:
+        passes = [[[step for segment in each for step in segment]] for each in passes]
+    columns: list[list[int]] = [[] for _ in passes]
+    for segments in zip(*passes, strict=True):
+        same = len({tuple(what for what, _ in segment) for segment in segments}) == 1
+        for column, segment in zip(columns, segments, strict=True):
+            held = [size for _, size in segment]
+            column += held if same else [max(held), held[-1]]
+    small, large = np.array(columns[::2], dtype=float), np.array(columns[1::2], dtype=float)
+    fall = float((small - large).max())
+    if fall > _FALL_BYTES:
+        raise FallingLine(f"{rows[1]} rows that held {count(fall)}B less than {rows[0]}")
+    slope = np.maximum(0.0, large - small) / (rows[1] - rows[0])
+    return list(np.stack([large - slope * rows[1], slope, np.zeros_like(slope)], axis=-1))
