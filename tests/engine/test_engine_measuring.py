@@ -76,7 +76,7 @@ def capacity_with(free):
     """Return the tokens that a rank holds where so many bytes are free."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room, "free_bytes", free)
-        (found,) = measured(llama(), SoloTransport()).capacities().offloading.values()
+        (found,) = measured(llama(), SoloTransport()).held().offloading.values()
     return found
 
 
@@ -134,7 +134,7 @@ def test_a_pass_that_held_more_than_a_longer_one_is_refused_by_all_ranks():
         if transport.rank == 1:
             model.register_forward_pre_hook(keep)
         with pytest.raises(FallingLine) as refused:
-            measured(model, transport).capacities()
+            measured(model, transport).held()
         return str(refused.value)
 
     for said in run_ranks(work, 2):

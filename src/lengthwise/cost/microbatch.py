@@ -24,11 +24,11 @@ WINDOW_LAYERS = 2  # that backward may have on the device beyond the layer it is
 class Moments:
     """Bytes on the device at moments of a pass, (moments, 3): of no row, of each row, of each row of a loss's chunk.
 
-    live: all that the microbatch made. removable: the part that is kept for backward alone; if None, not measured.
+    live: all that the microbatch made. removable: the part that autograd saved and backward has not reached.
     """
 
     live: NDArray[np.float64]
-    removable: NDArray[np.float64] | None = None
+    removable: NDArray[np.float64]
 
     def at(self, rows: Sequence[float], *, away: float = 0.0, window: float = 0.0) -> NDArray[np.float64]:
         """Return the bytes at each moment, (moments,), with `away` bytes offloaded and at most `window` of them back.
@@ -36,9 +36,6 @@ class Moments:
         rows: (1, rows, rows of a chunk).
         """
         live = self.live @ rows
-        if not away:
-            return live
-        assert self.removable is not None, "offload was not measured"
         removable = np.maximum(0.0, self.removable @ rows)
         gone = np.minimum(removable, away)
         return live - gone + np.minimum(gone, np.maximum(0.0, window - (removable - gone)))
@@ -63,8 +60,9 @@ class MicrobatchBytes:
     """Bytes of a microbatch in some layers, by its rows with padding; without parameters and gradients.
 
     saved_fixed, saved_a_row: what autograd saves of the layers. forward, backward: all that exists; if None, not
-    measured. chunk_rows: of the loss. is_last: of a model's last layers two stay on the device; of others all may be
-    offloaded, as their backward comes later. scan_rows: of which scans compute whole chunks.
+    measured. chunk_rows: of the loss. whole: with all logits at once, which fewer rows have. is_last: of a model's last
+    layers two stay on the device; of others all may be offloaded, as their backward comes later. scan_rows: of which
+    scans compute whole chunks.
     """
 
     layers: int
@@ -73,6 +71,7 @@ class MicrobatchBytes:
     forward: Moments | None = None
     backward: Moments | None = None
     chunk_rows: float = inf
+    whole: MicrobatchBytes | None = None
     is_last: bool = True
     scan_rows: int = 1
 
@@ -94,6 +93,8 @@ class MicrobatchBytes:
 
     def held(self, rows: int, offload: float, leaving_bytes: int) -> HeldBytes:
         """Return the bytes on the device at a ratio of offload, to a store that allows `leaving_bytes`."""
+        if self.whole is not None and rows <= self.chunk_rows:
+            return self.whole.held(rows, offload, leaving_bytes)
         assert self.forward is not None, "only what is saved was measured"
         assert self.backward is not None, "only what is saved was measured"
         away, window, leaving = self.away(rows, offload), self.window(rows), self.leaving(rows, leaving_bytes)

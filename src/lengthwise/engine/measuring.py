@@ -3,7 +3,7 @@
 1. One sequence is cut as a plan would cut it. This rank runs its part alone; what others would send is zeros. A chunk
    of a stage runs on random hidden states, and its backward on a gradient of zeros.
 2. Everything that an operation makes counts until it is freed. On GPUs the allocator's peak between two attentions
-   counts, in a pass of a size that has run once before.
+   counts, in a pass of a size that has run once before. Offload can remove what autograd saved until backward uses it.
 3. A pass, and one of half its rows, give a line over the rows for each moment (`cost.MicrobatchBytes`). Where routing
    or scans make their operations differ, they give it for the highest moment between two attentions; both passes are
    then so large that the same moment is the highest. A line that falls is refused.
@@ -45,7 +45,7 @@ from lengthwise.models import (
     run_chunk,
     run_layers,
 )
-from lengthwise.offload import ActivationSaver, CopyStore, parameter_storages
+from lengthwise.offload import ActivationSaver, parameter_storages
 from lengthwise.program import lower_microbatch
 from lengthwise.report.figures import count
 
@@ -72,18 +72,18 @@ class Layout:
 ALONE = Layout()
 
 
-class _QuietSaver(ActivationSaver):
-    """A saver whose own operations are not noted: the next operation's bytes include what they make."""
+class _NotedSaver(ActivationSaver):
+    """Calls `note` before what waits for backward changes."""
 
-    watch: Any = None  # set before a pass
+    note: Callable[[], Any] = staticmethod(lambda: None)
 
     def pack(self, tensor: Tensor) -> Any:
-        with self.watch.quiet():
-            return super().pack(tensor)
+        self.note()
+        return super().pack(tensor)
 
     def unpack(self, saved: Any) -> Tensor:
-        with self.watch.quiet():
-            return super().unpack(saved)
+        self.note()
+        return super().unpack(saved)
 
 
 class _MarkedAttention(PlannedAttention):
@@ -164,31 +164,33 @@ class SmallPasses:
         sizes = (getattr(each, "chunk_size", None) for each in self.model.modules())
         return max((each for each in sizes if isinstance(each, int)), default=_SCAN_ROWS) * min(self.layout.degree, 2)
 
-    def measure(self, *, chunk_rows: int | None, offloads: bool) -> MicrobatchBytes:
+    def measure(self, *, chunk_rows: int | None) -> MicrobatchBytes:
         """Measure all moments. chunk_rows: of a loss in chunks; if None, all logits are made at once."""
-        chunked = chunk_rows is not None
-        seen = [self.run(each, chunked=chunked) for each in (self.rows // 2, self.rows)]
-        without = [self.run(each.rows, chunked=chunked, away=each.saved_bytes) for each in seen if offloads]
-        forward, loss, backward = (
-            _lines([getattr(each, part) for each in (*seen, *without)], (seen[0].rows, seen[1].rows))
-            for part in ("forward", "loss", "backward")
+        seen = [self.run(each, chunked=chunk_rows is not None) for each in (self.rows // 2, self.rows)]
+        forward, loss, backward = (_lines(seen, part) for part in ("forward", "loss", "backward"))
+        if chunk_rows is not None:
+            loss = Moments(live=_of_chunks(loss.live), removable=loss.removable)
+        return replace(
+            self._saved_line(seen),
+            forward=Moments(
+                live=np.concatenate([forward.live, loss.live]),
+                removable=np.concatenate([forward.removable, loss.removable]),
+            ),
+            backward=backward,
+            chunk_rows=chunk_rows or inf,
         )
-        loss = [_of_chunks(each) for each in loss] if chunked else loss
-        forward = [np.concatenate(both) for both in zip(forward, loss, strict=True)]
-        moments = {"forward": _moments(*forward), "backward": _moments(*backward)}
-        return replace(self._saved_line(seen), **moments, chunk_rows=chunk_rows or inf)
 
     def measure_saved(self) -> MicrobatchBytes:
         """Measure by forward passes what autograd saves of the layers."""
         return self._saved_line([self._run_forward(each) for each in (self.rows // 2, self.rows)])
 
-    def run(self, rows: int, *, chunked: bool, away: int = 0) -> Seen:
-        """Run forward and backward, with `away` saved bytes off the device; gradients are added to those there."""
-        key = (self.recompute, self.layout, self.chunk.number, rows, chunked, away)
+    def run(self, rows: int, *, chunked: bool) -> Seen:
+        """Run forward and backward; gradients are added to those that exist."""
+        key = (self.recompute, self.layout, self.chunk.number, rows, chunked)
         if key not in self.done:
             if _asks_an_allocator(self._device):
-                self._run(rows, chunked=chunked, away=away)  # libraries allocate once, for each size
-            self.done[key] = self._run(rows, chunked=chunked, away=away)
+                self._run(rows, chunked=chunked)  # libraries allocate once, for each size
+            self.done[key] = self._run(rows, chunked=chunked)
         return self.done[key]
 
     def _saved_line(self, seen: Sequence[Seen]) -> MicrobatchBytes:
@@ -209,21 +211,17 @@ class SmallPasses:
             (run_layers if self.chunk.is_last else run_chunk)(self.model, planned, ids, positions)
         return Seen(rows=planned.num_rows, saved_bytes=saver.totals.saved_bytes)
 
-    def _run(self, rows: int, *, chunked: bool, away: int) -> Seen:
+    def _run(self, rows: int, *, chunked: bool) -> Seen:
         planned, ids, positions = self._start(rows)
-        saver = _QuietSaver(
-            CopyStore() if away else None,
-            stays=parameter_storages(self.model),
-            offload_bytes=away,
-            layer_bytes=away // self._num_layers,
-        )
+        saver = _NotedSaver(None, stays=parameter_storages(self.model))
         at_once = len(ids) // _LOSS_CHUNKS * self._config.vocab_size if chunked else None
         gradients = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
         sent, asks = self._hidden(planned), _asks_an_allocator(self._device)
         before = (*self.model.parameters(), *self.model.buffers(), *gradients, ids, positions)
-        live = LiveWatch(*before, *([] if sent is None else [sent]))
-        with AllocatorWatch(self._device) if asks else live as watch:
-            planned.mark, saver.watch, saved_bytes, after = watch.mark, watch, list[int](), list[Tensor]()
+        live = LiveWatch(*before, *([] if sent is None else [sent]), saver=saver)
+        with AllocatorWatch(self._device, saver) if asks else live as watch:
+            planned.mark, saver.note = watch.mark, watch.note
+            saved_bytes, after = list[int](), list[Tensor]()
 
             def decoded() -> None:
                 watch.mark()
@@ -237,7 +235,7 @@ class SmallPasses:
                     end = given_on(run_chunk(self.model, planned, ids, positions), after)
             del hidden
             watch.mark()
-            turn = len(watch.segments) - (0 if asks else 1)
+            turn = len(watch.segments) - 1
             if not self.chunk.is_last:
                 after.append(empty_hidden(self.model, self.chunk, planned.num_rows).zero_())
             (end / len(ids)).backward()
@@ -306,7 +304,6 @@ def measure_microbatch(
     *,
     logits_at_once: int | None = None,
     most_rows: float = inf,
-    offloads: bool = False,
     chunks: Mapping[int, Chunk] = WHOLE_MODEL,
     stage: int = 0,
     stages: int = 1,
@@ -314,18 +311,18 @@ def measure_microbatch(
     """Measure all that a rank's microbatches hold; gradients are added to those that exist.
 
     passes: of any chunk; those of `chunks`, which the stage has, are measured. logits_at_once: that the loss makes; if
-    None, all. most_rows: of a microbatch. offloads: whether ratios of offload will be asked for.
+    None, all. most_rows: of a microbatch.
     """
     config: Any = passes.model.config
     chunk_rows = None if logits_at_once is None else max(1, logits_at_once // config.vocab_size)
     if chunk_rows is not None and most_rows <= chunk_rows:
         chunk_rows = None
-    found = {
-        number: replace(passes, chunk=chunk).measure(
-            chunk_rows=chunk_rows if chunk.is_last else None, offloads=offloads
-        )
-        for number, chunk in chunks.items()
-    }
+    found = dict[int, MicrobatchBytes]()
+    for number, chunk in chunks.items():
+        of_chunk = replace(passes, chunk=chunk)
+        found[number] = of_chunk.measure(chunk_rows=None)
+        if chunk_rows is not None and chunk.is_last:
+            found[number] = replace(of_chunk.measure(chunk_rows=chunk_rows), whole=found[number])
     return StepBytes(
         layers=config.num_hidden_layers,
         chunks=found,
@@ -355,10 +352,6 @@ def _at_end_of(model: Any, mark: Callable[[], None]) -> Iterator[None]:
         handle.remove()
 
 
-def _moments(live: NDArray[np.float64], less: NDArray[np.float64] | None = None) -> Moments:
-    return Moments(live=live, removable=None if less is None else live - less)
-
-
 def _of_chunks(lines: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the lines of a loss in chunks: what grows beyond its last moment is of a chunk.
 
@@ -369,23 +362,26 @@ def _of_chunks(lines: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.stack([last[:, 0] + grown[:, 0], np.broadcast_to(last[:, 1], len(lines)), _LOSS_CHUNKS * grown[:, 1]], -1)
 
 
-def _lines(passes: Sequence[Sequence[Segment]], rows: tuple[int, int]) -> list[NDArray[np.float64]]:
-    """Return the lines of each two passes, (moments, 3): of each operation if all did the same, else of the highest.
+def _lines(seen: Sequence[Seen], part: str) -> Moments:
+    """Return the lines through a part of two passes: of each operation if both did the same, else of the highest.
 
     Raises:
         FallingLine: more rows held less at some moment.
     """
+    passes: list[Sequence[Segment]] = [getattr(each, part) for each in seen]
     if len({len(each) for each in passes}) > 1:
         passes = [[[step for segment in each for step in segment]] for each in passes]
-    columns: list[list[int]] = [[] for _ in passes]
+    columns: list[list[tuple[int, int]]] = [[] for _ in passes]
     for segments in zip(*passes, strict=True):
-        same = len({tuple(what for what, _ in segment) for segment in segments}) == 1
-        for column, segment in zip(columns, segments, strict=True):
-            held = [size for _, size in segment]
-            column += held if same else [max(held), held[-1]]
-    small, large = np.array(columns[::2], dtype=float), np.array(columns[1::2], dtype=float)
-    fall = float((small - large).max())
+        same = len({tuple(step.operation for step in segment) for segment in segments}) == 1
+        for column, segment, each in zip(columns, segments, seen, strict=True):
+            highest = max(segment, key=lambda step: step.live), max(segment, key=lambda step: step.live - step.waiting)
+            for step in segment if same else (*highest, segment[-1]):
+                column.append((step.live, min(step.waiting, each.saved_bytes)))  # what the loss saves stays
+    small, large = np.array(columns, dtype=float)  # (moments, 2): live, waiting
+    (rows, more), fall = (each.rows for each in seen), float((small - large)[:, 0].max())
     if fall > _FALL_BYTES:
-        raise FallingLine(f"{rows[1]} rows that held {count(fall)}B less than {rows[0]}")
-    slope = np.maximum(0.0, large - small) / (rows[1] - rows[0])
-    return list(np.stack([large - slope * rows[1], slope, np.zeros_like(slope)], axis=-1))
+        raise FallingLine(f"{more} rows that held {count(fall)}B less than {rows}")
+    slope = np.maximum(0.0, large - small) / (more - rows)
+    lines = np.stack([large - slope * more, slope, np.zeros_like(slope)], axis=-1)
+    return Moments(live=lines[:, 0], removable=lines[:, 1])

@@ -91,6 +91,11 @@ class ActivationSaver:
         """What forward saved so far, and what of it is in the store."""
         return ActivationTotals(saved_bytes=self._saved_bytes, offloaded_bytes=self._away_bytes)
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of saved storages on the device, and of those on their way back, that backward has not reached."""
+        return self._waiting_bytes
+
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Keep and offload what the forward inside saves."""

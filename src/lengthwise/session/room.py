@@ -9,7 +9,7 @@ Where twice the bytes that the largest batch needs without recomputation are fre
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,13 @@ class Measuring:
             done=engine.measured,
             casting=engine.casting(),
         )
-        with self._running():
+        with (
+            engine.attending(),
+            torch.autocast(engine.device.type, enabled=False),
+            torch.enable_grad(),  # a loop may make a session that evaluates under no_grad
+            _in_training(engine.model),
+            nullcontext() if self.trains else _embedding_alone_trains(engine.model),
+        ):
             first = self._measured(passes)
             budget = self._budget()
             layouts = dict.fromkeys(kinds, (first,))
@@ -87,28 +93,11 @@ class Measuring:
                 budget = self._budget()
         return RankMemory(budget_bytes=budget, layouts=layouts, leaving_bytes=leaving)
 
-    def capacities(self, *, ratio: float | None = None) -> Capacities:
-        """Return the tokens that a rank holds by kind of recomputation, the same on all ranks. Collective.
+    def held(self, *, ratio: float | None = None) -> Capacities:
+        """Return the tokens that a rank holds, the same on all ranks, of kinds that leave room for 128. Collective.
 
         ratio: of offload, where every microbatch has the same.
-
-        Raises:
-            MemoryShortage: not even 128, of any kind.
         """
-        found, rank = self.held(ratio=ratio), self.engine.transport.rank
-        if not found.plain:
-            free = count(max(0.0, found.memory.budget_bytes))
-            got = f"{free}B free beside the model, its gradients and optimizer, and a tenth left free"
-            remedy = (
-                "Use more ranks (the optimizer is split over them), a smaller model, recompute: auto, or more memory."
-            )
-            raise MemoryShortage(
-                f"rank {rank}, start", expected=f"room for {STEP_TOKENS} tokens", got=got, remedy=remedy
-            )
-        return found
-
-    def held(self, *, ratio: float | None = None) -> Capacities:
-        """Return what `capacities` does, without the kinds that leave no room for 128 tokens. Collective."""
         memory, plain, offloading = self.memory(), dict[str, int](), dict[str, int]()
         for kind in memory.layouts:
             plain[kind] = memory.most_tokens(kind, self.most_tokens, offload=ratio or 0.0)
@@ -157,7 +146,6 @@ class Measuring:
                     passes,
                     logits_at_once=self.logits_at_once,
                     most_rows=self.most_tokens,
-                    offloads=self.leaving_bytes is not None,
                     chunks=chunks,
                     stage=mesh.stage,
                     stages=mesh.stages,
@@ -169,19 +157,6 @@ class Measuring:
             raise FallingLine(shared[kind])
         assert found is not None, "else it was shared"
         return found
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Let the model run as in training inside the block, whatever loop is around it."""
-        engine = self.engine
-        with ExitStack() as stack:
-            stack.enter_context(engine.attending())
-            stack.enter_context(torch.autocast(engine.device.type, enabled=False))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(_in_training(engine.model))
-            if not self.trains:
-                stack.enter_context(_embedding_alone_trains(engine.model))
-            yield
 
 
 def measuring_of(
@@ -218,6 +193,9 @@ def measured_of(
 
     Returns (what it holds with the session's own loss, what it holds with losses over whole logits). The second may
     hold no kind; it is None if no such loss can come.
+
+    Raises:
+        MemoryShortage: not even 128 tokens of the session's own loss fit.
     """
     engine.transport.phase = "start, measuring what fits into memory"
     measuring = measuring_of(
@@ -231,7 +209,12 @@ def measured_of(
     )
     ratio = offload_of(engine.offload if trains else None)
     of_all = ratio if isinstance(ratio, float) else None
-    found = measuring.capacities(ratio=of_all)
+    found = measuring.held(ratio=of_all)
+    if not found.plain:
+        where, free = f"rank {engine.transport.rank}, start", count(max(0.0, found.memory.budget_bytes))
+        got = f"{free}B free beside the model, its gradients and optimizer, and a tenth left free"
+        remedy = "Use more ranks (they share the optimizer), a smaller model, recompute: auto, or more memory."
+        raise MemoryShortage(where, expected=f"room for {STEP_TOKENS} tokens", got=got, remedy=remedy)
     whole = replace(measuring, logits_at_once=None) if settings.takes_any_loss else None
     return found, whole and whole.held(ratio=of_all)
 
