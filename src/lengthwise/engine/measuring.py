@@ -2,11 +2,11 @@
 
 1. One sequence is cut as a plan would cut it. This rank runs its part alone; what others would send is zeros. A chunk
    of a stage runs on random hidden states, and its backward on a gradient of zeros.
-2. Everything that an operation makes counts until it is freed. On GPUs the allocator's peak between two attentions
+2. Everything that an operation makes counts until it is freed. On GPUs the allocator's peak between two saved tensors
    counts, in a pass of a size that has run once before. Offload can remove what autograd saved until backward uses it.
 3. A pass, and one of half its rows, give a line over the rows for each moment (`cost.MicrobatchBytes`). Where routing
-   or scans make their operations differ, they give it for the highest moment between two attentions; both passes are
-   then so large that the same moment is the highest. A line that falls is refused.
+   or scans make their operations differ, they give it for the highest moments of forward, loss and backward; both
+   passes are then so large that the same moments are the highest. A line that falls is refused.
 
 Why so: docs/decisions/capacity-measured.md.
 """
@@ -86,24 +86,6 @@ class _NotedSaver(ActivationSaver):
         return super().unpack(saved)
 
 
-class _MarkedAttention(PlannedAttention):
-    """Calls `mark` where attention begins and ends."""
-
-    mark: Callable[[], None] = staticmethod(lambda: None)
-
-    def forward(self, *arguments: Any, **options: Any) -> Any:
-        self.mark()
-        result = super().forward(*arguments, **options)
-        self.mark()
-        return result
-
-    def backward(self, *arguments: Any, **options: Any) -> Any:
-        self.mark()
-        gradients = super().backward(*arguments, **options)
-        self.mark()
-        return gradients
-
-
 class FallingLine(ConfigError):  # noqa: N818 - the name says what happened
     """The longer of two passes held less, so they do not tell what long microbatches hold."""
 
@@ -122,9 +104,9 @@ class Seen:
 
     rows: int
     saved_bytes: int
-    forward: Sequence[Segment] = ()
-    loss: Sequence[Segment] = ()
-    backward: Sequence[Segment] = ()
+    forward: Segment = field(default_factory=list)
+    loss: Segment = field(default_factory=list)
+    backward: Segment = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,8 +202,7 @@ class SmallPasses:
         before = (*self.model.parameters(), *self.model.buffers(), *gradients, ids, positions)
         live = LiveWatch(*before, *([] if sent is None else [sent]), saver=saver)
         with AllocatorWatch(self._device, saver) if asks else live as watch:
-            planned.mark, saver.note = watch.mark, watch.note
-            saved_bytes, after = list[int](), list[Tensor]()
+            saver.note, saved_bytes, after = watch.note, list[int](), list[Tensor]()
 
             def decoded() -> None:
                 watch.mark()
@@ -235,19 +216,12 @@ class SmallPasses:
                     end = given_on(run_chunk(self.model, planned, ids, positions), after)
             del hidden
             watch.mark()
-            turn = len(watch.segments) - 1
             if not self.chunk.is_last:
                 after.append(empty_hidden(self.model, self.chunk, planned.num_rows).zero_())
             (end / len(ids)).backward()
             del end
-        segments = watch.segments
-        return Seen(
-            rows=planned.num_rows,
-            saved_bytes=saved_bytes[0],
-            forward=segments[: turn - 1],
-            loss=segments[turn - 1 : turn],
-            backward=segments[turn:],
-        )
+        forward, loss, backward = watch.segments
+        return Seen(rows=planned.num_rows, saved_bytes=saved_bytes[0], forward=forward, loss=loss, backward=backward)
 
     @property
     def _config(self) -> Any:
@@ -274,7 +248,7 @@ class SmallPasses:
         ):
             yield
 
-    def _start(self, rows: int) -> tuple[_MarkedAttention, Tensor, Tensor]:
+    def _start(self, rows: int) -> tuple[PlannedAttention, Tensor, Tensor]:
         layout = self.layout
         piece = Piece(ranks=tuple(range(layout.degree)), sequences=(0,), heads=layout.heads)
         plan = Plan(
@@ -286,7 +260,7 @@ class SmallPasses:
             requires=("heads",) if layout.heads > 1 else (),
         )
         program, alone = lower_microbatch(plan, 0), Lone(layout.position, layout.degree)
-        planned = _MarkedAttention(program, alone, self.kernel, layers_passed=self.chunk.layers_passed)
+        planned = PlannedAttention(program, alone, self.kernel, layers_passed=self.chunk.layers_passed)
         segments = program.segments(layout.position)
         positions = torch.cat([torch.arange(each.start, each.stop, device=self._device) for each in segments])
         return planned, positions % self._config.vocab_size, positions
@@ -368,16 +342,14 @@ def _lines(seen: Sequence[Seen], part: str) -> Moments:
     Raises:
         FallingLine: more rows held less at some moment.
     """
-    passes: list[Sequence[Segment]] = [getattr(each, part) for each in seen]
-    if len({len(each) for each in passes}) > 1:
-        passes = [[[step for segment in each for step in segment]] for each in passes]
-    columns: list[list[tuple[int, int]]] = [[] for _ in passes]
-    for segments in zip(*passes, strict=True):
-        same = len({tuple(step.operation for step in segment) for segment in segments}) == 1
-        for column, segment, each in zip(columns, segments, seen, strict=True):
-            highest = max(segment, key=lambda step: step.live), max(segment, key=lambda step: step.live - step.waiting)
-            for step in segment if same else (*highest, segment[-1]):
-                column.append((step.live, min(step.waiting, each.saved_bytes)))  # what the loss saves stays
+    passes: list[Segment] = [getattr(each, part) for each in seen]
+    same, columns = len({tuple(step.operation for step in each) for each in passes}) == 1, list[list[tuple[int, int]]]()
+    for steps, each in zip(passes, seen, strict=True):
+        highest = max(steps, key=lambda step: step.live), max(steps, key=lambda step: step.live - step.waiting)
+        noted = steps if same else (*highest, steps[-1])
+        columns.append(
+            [(step.live, min(step.waiting, each.saved_bytes)) for step in noted]
+        )  # what the loss saves stays
     small, large = np.array(columns, dtype=float)  # (moments, 2): live, waiting
     (rows, more), fall = (each.rows for each in seen), float((small - large)[:, 0].max())
     if fall > _FALL_BYTES:
