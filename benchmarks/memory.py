@@ -28,7 +28,7 @@ from transformers import LlamaConfig
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.plan import Piece
-from lengthwise.engine.activations import Offloading
+from lengthwise.engine.offloading import Offloading
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import ModelSource, build_model
 from lengthwise.models.adapter import ATTENTION_NAME

@@ -19,17 +19,17 @@ from lengthwise.comm import Lone, Mesh, SoloTransport, Transport
 from lengthwise.config import LoraConfig, OptimizerConfig
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
 from lengthwise.cost import Choice, StepMemory, shape_from_config
-from lengthwise.engine.activations import Offloading, measure_microbatch
 from lengthwise.engine.live_bytes import LiveBytes
+from lengthwise.engine.measuring import Layout, SmallPasses, measure_microbatch
+from lengthwise.engine.offloading import Offloading
 from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.small_pass import Layout, SmallPasses
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import DTYPES, ModelSource, build_adapted
-from lengthwise.offload import CopyStore
 from testing.laid import whole_parameters
 from testing.ranks import run_ranks
 from testing.sequences import make_batch
+from testing.stores import CopyStore
 
 LAYERS, VOCAB = 6, 4096
 _SIZES: dict[str, Any] = {
@@ -45,6 +45,20 @@ _SIZES: dict[str, Any] = {
 }
 _EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
 _WINDOWS = {"sliding_window": 256, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+_DELTA_RULE = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_MAMBA = {
+    "layer_types": ["linear_attention", "mlp", "linear_attention", "full_attention", "linear_attention", "mlp"],
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {}),
@@ -52,6 +66,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", _EXPERTS),
     "gpt_oss": ("gpt_oss", {**_EXPERTS, **_WINDOWS, "intermediate_size": 192}),
     "llama, LoRA": ("llama", {}),
+}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", _DELTA_RULE),  # scans in chunks of 64 rows
+    "nemotron_h": ("nemotron_h", _MAMBA),  # of 128
+    "lfm2": ("lfm2", {"layer_types": ["conv", "conv", "full_attention"] * 2}),
 }
 
 
@@ -76,8 +95,8 @@ class Cell:
 
 
 def make_config(family: str) -> Any:
-    """Return the config of one of `FAMILIES`."""
-    kind, changes = FAMILIES[family]
+    """Return the config of one of `FAMILIES` or `HYBRIDS`."""
+    kind, changes = (FAMILIES | HYBRIDS)[family]
     known = AutoConfig.for_model(kind)
     sizes = {key: value for key, value in {**_SIZES, **changes}.items() if hasattr(known, key)}
     return AutoConfig.for_model(kind, **sizes)
@@ -164,7 +183,7 @@ def predicted_at_start(cell: Cell) -> float:
     for position in {0, cell.degree - 1}:
         layout = Layout(degree=cell.degree, position=position, heads=cell.heads)
         passes = SmallPasses(model=rank.model, kernel=rank.kernel, recompute=cell.recompute, layout=layout)
-        measured.append(measure_microbatch(passes, logits_at_once=cell.logits_at_once, offloads=cell.offload > 0))
+        measured.append(measure_microbatch(passes, logits_at_once=cell.logits_at_once))
     peak = max(each.peak(cell.tokens, cell.offload) for each in measured)
     return states + max(rank.optimizer.pending_bytes()[1], peak)
 

@@ -13,9 +13,9 @@ import torch
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh, Transport
 from lengthwise.core.plan import Plan
-from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.live_bytes import LiveBytes
+from lengthwise.engine.offloading import Offloading
 from lengthwise.engine.step import RankResult, StepContext, run_part
 from lengthwise.models import DTYPES, ModelStage, keep_double, score_cap
 from lengthwise.offload import ActivationStore

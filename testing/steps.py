@@ -13,8 +13,8 @@ from torch import Tensor
 from lengthwise.attention import BlockKernel, choose_kernel
 from lengthwise.comm import Mesh, Transport
 from lengthwise.core.plan import Plan
-from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
+from lengthwise.engine.offloading import Offloading
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import DTYPES, keep_double, score_cap, wrapped_layers
 from testing.laid import freed_parameters, whole_parameters

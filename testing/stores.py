@@ -1,10 +1,13 @@
-"""Stores of activations that show what is asked of them: one that counts, one that takes its time."""
+"""Stores of activations that show what is asked of them: one that counts, one that takes its time; and one outside
+of what counters of tensors see."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+import torch
 from torch import Tensor
 
 Event = tuple[Literal["put", "fetch", "take"], int]
@@ -64,3 +67,40 @@ class DelayedStore(CountingStore):
         fetched = {number: place for place, (what, number) in enumerate(self.events) if what == "fetch"}
         takes = {number: place for place, (what, number) in enumerate(self.events) if what == "take"}
         return [number for number, place in takes.items() if fetched.get(number, place) >= place]
+
+
+class CopyStore:
+    """Copies that are no tensors, made at once: they count as off the device where tensors are counted."""
+
+    waited_seconds = 0.0
+
+    def __init__(self) -> None:
+        self.leaving_bytes = 0
+
+    def put(self, values: Tensor) -> _Copy:
+        """Copy the bytes."""
+        return _Copy(values)
+
+    def free(self, stored: Iterable[Any]) -> None:
+        """Nothing is kept here."""
+
+    def close(self) -> None:
+        """Nothing is kept here."""
+
+
+class _Copy:
+    def __init__(self, values: Tensor) -> None:
+        self._bytes, self._device = values.cpu().numpy().tobytes(), values.device
+        self._fetched: Tensor | None = None
+
+    def fetch(self) -> None:
+        if self._fetched is None:
+            fetched = torch.empty(len(self._bytes), dtype=torch.uint8)
+            fetched.numpy()[:] = np.frombuffer(self._bytes, dtype=np.uint8)
+            self._fetched = fetched.to(self._device)
+
+    def take(self) -> Tensor:
+        self.fetch()
+        fetched, self._fetched = self._fetched, None
+        assert fetched is not None, "it was fetched"
+        return fetched

@@ -32,7 +32,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import shape_from_config
 from lengthwise.cost.measured import base_cost
 from lengthwise.engine.batch import random_batch
-from lengthwise.engine.memory import PeakMemory
+from lengthwise.engine.shortage import PeakMemory
 from lengthwise.models import Computing
 
 OURS, COMPILED, ONE_BY_ONE, PACKED = "lengthwise", "lengthwise, compiled", "HF one by one", "HF + varlen"

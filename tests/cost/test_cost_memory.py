@@ -19,7 +19,6 @@ from lengthwise.cost import (
     named_hardware,
     named_shape,
     recompute_capacities,
-    state_bytes,
     step_memory,
 )
 from lengthwise.cost.capacity import host_share_bytes
@@ -138,13 +137,25 @@ def test_an_mlp_keeps_less_without_a_gate_and_more_beside_shared_experts() -> No
     assert of_none[0] - of_none[1] == pytest.approx(2 * 2 * plain.hidden * plain.intermediate * plain.experts, rel=0.01)
 
 
-def test_states_are_those_of_a_sharded_optimizer() -> None:
-    # bf16 weights, fp32 gradients; of every fourth parameter master weight, reduced gradient and two moments in fp32
-    assert state_bytes(100, dtype_bytes=2, ranks=4) == 100 * (2 + 4 + (4 + 4 + 4 + 4) / 4)
-    assert state_bytes(100, dtype_bytes=4, ranks=1) == 100 * (4 + 4 + 8)
-    assert state_bytes(100, dtype_bytes=2, ranks=1) == 100 * (2 + 4 + 4 + 8)
-    assert state_bytes(100, dtype_bytes=2, ranks=2, trained=10) == 100 * 2 + 10 * (4 + 16 / 2)
-    assert state_bytes(100, dtype_bytes=4, ranks=2, states=0) == 100 * (4 + 4 + (4 + 4) / 2)
+@pytest.mark.parametrize(
+    ("layout", "a_parameter"),
+    [
+        # bf16 weights, fp32 gradients; of every fourth parameter master weight, reduced gradient, two moments in fp32
+        ({"ranks": 4}, 2 + 4 + (4 + 4 + 4 + 4) / 4),
+        ({"dtype_bytes": 4}, 4 + 4 + 8),
+        ({}, 2 + 4 + 4 + 8),
+        ({"ranks": 2, "trained": 10}, 2 + (4 + 16 / 2) / 10),
+        ({"dtype_bytes": 4, "ranks": 2, "states": 0}, 4 + 4 + (4 + 4) / 2),
+        ({"ranks": 4, "offloads": True}, 2 + 4 + 4 / 4),
+        # values and sums of a node, masters, sums and states of a rank
+        ({"ranks": 4, "shard": "hybrid", "ranks_per_node": 2}, (2 + 4) / 2 + (4 + 4 + 8) / 4),
+        ({"ranks": 4, "shard": "zero3", "offloads": True}, (2 + 4) / 4),
+    ],
+    ids=str,
+)
+def test_states_are_those_of_the_layout(layout, a_parameter) -> None:
+    memory = StepMemory(**{"shape": LLAMA_7B, "dtype_bytes": 2, "parameters": 100, **layout})
+    assert memory.state_bytes() == pytest.approx(100 * a_parameter)
 
 
 def test_the_first_stage_keeps_more_microbatches_than_the_last() -> None:

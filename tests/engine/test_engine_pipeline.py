@@ -14,12 +14,12 @@ from testing.families import build_pair, reference
 from testing.pipelines import as_pipeline, pipeline_difference, run_pipeline
 from testing.plans import draw_lengths, make_plan, random_plan
 from testing.stage_actions import stage_items
+from testing.stores import CopyStore
 from testing.tiny import tiny_family_config
 
 from lengthwise.core.errors import TransferError
 from lengthwise.core.plan import Piece
 from lengthwise.engine.step import _RankStep
-from lengthwise.offload.store import CopyStore
 from properties import costliest
 from tiers import more
 

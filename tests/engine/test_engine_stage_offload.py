@@ -4,13 +4,13 @@ import pytest
 import torch
 from testing import DelayedStore, build_pair, make_batch, make_plan
 from testing.pipelines import as_pipeline, pipeline_difference, run_pipeline
+from testing.stores import CopyStore
 from testing.tiny import tiny_family_config
 
-from engine.test_engine_activations import FAMILIES, LAYERS, offloaded, planned_model
+from engine.test_engine_offloading import FAMILIES, LAYERS, offloaded, planned_model
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
 from lengthwise.core.shape import LayerCut
 from lengthwise.cost import Choice, StepMemory, shape_from_config
-from lengthwise.offload.store import CopyStore
 from tiers import more
 
 LENGTHS = (40, 9, 25, 3, 17, 31, 22)

@@ -22,8 +22,8 @@ from lengthwise.attention import choose_kernel, planned, to_device
 from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
-from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
+from lengthwise.engine.offloading import Offloading
 from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.stage_share import StageShare
 from lengthwise.engine.step import StepContext, run_part

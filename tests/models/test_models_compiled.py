@@ -8,17 +8,17 @@ import torch
 import torch._dynamo
 from testing import enliven, make_batch, make_plan, put_forwards
 from testing.laid import whole_parameters
+from testing.stores import CopyStore
 from testing.tiny import VOCAB, tiny_family_config
 from torch._dynamo.utils import counters
 
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.plan import Piece
-from lengthwise.engine.activations import Offloading
+from lengthwise.engine.offloading import Offloading
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import Computing, ModelSource, build_model, compute_so, keep_double
 from lengthwise.models.computing import compiled_forwards
-from lengthwise.offload import CopyStore
 from tiers import more
 
 CPU = torch.device("cpu")

@@ -1,7 +1,5 @@
 """What fits into the memory of a rank: capacities, and the ratio of offload that a plan's microbatches need."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,13 +13,14 @@ from lengthwise.planner.service.rank_memory import RankMemory
 LAYERS = 10
 
 
-def rank_memory(budget, *, saved=100.0, beside=40.0, fixed=0.0, **options):
+def rank_memory(budget, *, saved=100.0, beside=40.0, of_chunk=0.0, leaving_bytes=0, **options):
     """A rank whose microbatches save so many bytes a row, and need so many beside them where backward begins."""
-    line = Moments(live=np.array([[fixed, saved + beside]]), removable=np.array([[0.0, saved]]))
-    microbatch = MicrobatchBytes(layers=LAYERS, saved_fixed=0.0, saved_a_row=saved, forward=line, backward=line)
-    return RankMemory(
-        budget_bytes=budget, layouts={"none": (StepBytes(layers=LAYERS, chunks={0: microbatch}),)}, **options
+    line = Moments(live=np.array([[0.0, saved + beside, of_chunk]]), removable=np.array([[0.0, saved, 0.0]]))
+    microbatch = MicrobatchBytes(
+        layers=LAYERS, saved_fixed=0.0, saved_a_row=saved, forward=line, backward=line, **options
     )
+    layouts = {"none": (StepBytes(layers=LAYERS, chunks={0: microbatch}),)}
+    return RankMemory(budget_bytes=budget, layouts=layouts, leaving_bytes=leaving_bytes)
 
 
 def plan_of(tokens, capacity, offload):
@@ -36,13 +35,11 @@ def test_capacity_is_what_fills_the_budget_in_steps_of_128_tokens():
     assert rank_memory(140.0 * 100).most_tokens("none", 10**6) == 0
 
 
-def test_a_loss_in_chunks_may_fit_where_a_whole_one_of_fewer_tokens_does_not():
-    whole, chunked = rank_memory(140.0 * 1000, fixed=-1e5, beside=300.0), rank_memory(140.0 * 1000)
-    (each,), (beyond,) = whole.layouts["none"], chunked.layouts["none"]
-    chunk = replace(each.chunks[0], most_rows=640, beyond=beyond.chunks[0])
-    both = replace(chunked, layouts={"none": (replace(each, chunks={0: chunk}),)})
-    assert whole.most_tokens("none", 10**6) == 512
-    assert both.most_tokens("none", 10**6) == 896
+def test_a_chunk_of_the_loss_and_of_a_scan_are_whole():
+    """Logits are those of a chunk at most; a scan computes all rows of its last chunk."""
+    memory = rank_memory(1.0, of_chunk=1000.0, chunk_rows=640, scan_rows=256)
+    for tokens, computed in ((100, 256), (512, 512), (2000, 2048)):
+        assert memory.peak_bytes("none", tokens) == 140 * computed + 1000 * min(computed, 640)
 
 
 @given(st.integers(900, 2200))

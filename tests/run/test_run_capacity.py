@@ -15,14 +15,14 @@ from lengthwise.core.files import read_plan_text
 from lengthwise.core.held import held_by_rank
 from lengthwise.core.plan import Plan
 from lengthwise.cost import capacity as cost_capacity
-from lengthwise.engine import memory
+from lengthwise.engine import shortage
+from lengthwise.engine.measuring import SmallPasses
 from lengthwise.engine.norm import clip_factor
-from lengthwise.engine.small_pass import SmallPasses
 from lengthwise.run.building import open_session
-from lengthwise.run.capacity import check_memory, largest_pack
+from lengthwise.run.memory_check import check_memory, largest_pack
 from lengthwise.run.prepared_run import prepare
-from lengthwise.session import capacity as session_capacity
 from lengthwise.session import engine as session_engine
+from lengthwise.session import room
 from lengthwise.session.source import PlannedStep
 from run.small_runs import VOCAB, call, losses, make_rows, read_lines, train, write_model, write_run
 from tiers import some
@@ -67,7 +67,7 @@ def test_what_cannot_fit_is_told_what_would_save_it_and_that_does(tmp_path, monk
 
     write_model(tmp_path / "model", num_hidden_layers=8)
     rows = make_rows([700, 60, 30, 12])
-    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 12_000_000.0)
+    monkeypatch.setattr(room, "free_bytes", lambda *_: 12_000_000.0)
     with monkeypatch.context() as patch:
         patch.setattr(SmallPasses, "_run", run_once)
         run(tmp_path, rows=rows, status=2, recompute="none")
@@ -84,7 +84,7 @@ def test_what_cannot_fit_is_told_what_would_save_it_and_that_does(tmp_path, monk
 
 
 def test_where_all_recomputation_is_tried_more_is_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 4_000_000.0)
+    monkeypatch.setattr(room, "free_bytes", lambda *_: 4_000_000.0)
     path = write_run(tmp_path, make_rows([6000, 60]), capacity_tokens="auto", recompute="auto")
     assert call("train", path, "--ranks", 1) == 2
     refused = capsys.readouterr().err
@@ -98,7 +98,7 @@ def test_a_loss_in_chunks_is_told_where_whole_logits_do_not_fit(tmp_path, monkey
     rows = make_rows([1200, 60])
     for part in (cost_capacity, session_engine):
         monkeypatch.setattr(part, "logits_at_once", lambda words, **_: 2**16)
-    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 32_000_000.0)
+    monkeypatch.setattr(room, "free_bytes", lambda *_: 32_000_000.0)
     run(tmp_path, rows=rows, status=2, recompute="none", loss="whole")
     assert "loss: chunked (a rank then holds 600 tokens)" in capsys.readouterr().err
     run(tmp_path, rows=rows, recompute="none", loss="chunked")
@@ -109,7 +109,7 @@ def test_offload_takes_no_capacity_from_what_does_not_offload(tmp_path, monkeypa
     """With 8 layers a rank may hold four times its capacity, and a layer's backward needs four times as much."""
     write_model(tmp_path / "model", num_hidden_layers=8)
     rows = make_rows([300, 60, 30, 12] * 3)
-    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 33_200_000.0)  # what 896 tokens need, and more
+    monkeypatch.setattr(room, "free_bytes", lambda *_: 33_200_000.0)  # what 896 tokens need, and more
     held = []
     for offload in (None, {"store": "disk", "path": str(tmp_path)}):
         run(tmp_path, rows=rows, global_batch={"sequences": 12}, steps=1, offload=offload)
@@ -146,7 +146,7 @@ def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, key
     keys |= {"capacity_tokens": "auto", "global_batch": {"sequences": len(lengths)}, "precision": "fp32"}
     path = write_run(tmp_path, make_rows(list(lengths)), **keys)
     job = prepare(path, [], ranks=2, timeout_seconds=60).job
-    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: free_bytes)
+    monkeypatch.setattr(room, "free_bytes", lambda *_: free_bytes)
 
     def work(transport):
         with LiveBytes() as live:
@@ -185,7 +185,7 @@ def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, key
 
 
 def test_no_memory_is_said_with_the_bytes(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 10_000.0)
+    monkeypatch.setattr(room, "free_bytes", lambda *_: 10_000.0)
     run(tmp_path, status=1)
     assert "error[memory] rank 0, start: expected room for 128 tokens" in capsys.readouterr().err
 
@@ -193,7 +193,7 @@ def test_no_memory_is_said_with_the_bytes(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("door", ["run", "session"])
 def test_a_model_that_keeps_what_it_made_first_is_refused(tmp_path, monkeypatch, capsys, door):
     """The longer of two passes then held less, and what long ones hold does not follow."""
-    measure, kept = session_capacity.measure_microbatch, []
+    measure, kept = room.measure_microbatch, []
 
     def keep(*_):
         if not kept:
@@ -203,7 +203,7 @@ def test_a_model_that_keeps_what_it_made_first_is_refused(tmp_path, monkeypatch,
         passes.model.register_forward_pre_hook(keep)
         return measure(passes, **options)
 
-    monkeypatch.setattr(session_capacity, "measure_microbatch", measure_model_that_keeps)
+    monkeypatch.setattr(room, "measure_microbatch", measure_model_that_keeps)
     if door == "run":
         run(tmp_path, ranks=1, status=2)
         said = capsys.readouterr().err
@@ -230,13 +230,13 @@ def test_verify_takes_auto(tmp_path):
 
 
 def test_free_memory_is_that_of_the_container_and_shared_by_its_ranks(tmp_path, monkeypatch):
-    alone, shared = memory.free_bytes(CPU, 1), memory.free_bytes(CPU, 4)
+    alone, shared = shortage.free_bytes(CPU, 1), shortage.free_bytes(CPU, 4)
     assert alone > 4 * shared * 0.8 > 0
     monkeypatch.setattr(host_memory, "_cgroup_bytes", lambda: 1000.0)
-    assert memory.free_bytes(CPU, 2) == 500.0
+    assert shortage.free_bytes(CPU, 2) == 500.0
     monkeypatch.setattr(host_memory, "_cgroup_bytes", lambda: None)
     monkeypatch.setattr(host_memory, "_available_bytes", lambda: None)
-    assert memory.free_bytes(CPU, 1) == 0.0
+    assert shortage.free_bytes(CPU, 1) == 0.0
 
 
 @pytest.mark.parametrize(("tokens", "keys"), [(1, {}), (127, {"recompute": "none"}), (129, {"loss": "whole"})])
@@ -252,7 +252,7 @@ def test_a_batch_of_one_sequence_fits_whatever_its_length(tmp_path, tokens, keys
 def test_the_ratio_that_is_told_is_enough(tmp_path, monkeypatch, capsys):
     write_model(tmp_path / "model", num_hidden_layers=8)
     rows = make_rows([2400, 60])
-    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 33_200_000.0)
+    monkeypatch.setattr(room, "free_bytes", lambda *_: 33_200_000.0)
     run(tmp_path, rows=rows, status=2, recompute="none")
     told = re.search(r"or offload: with ratio ([\d.]+) and recompute: (\w+)", capsys.readouterr().err)
     assert told is not None

@@ -14,10 +14,10 @@ from lengthwise.core.plan import Piece
 from lengthwise.engine import objective, parameters
 from lengthwise.engine import step as work
 from lengthwise.models import build_model
-from lengthwise.run import capacity
+from lengthwise.run import memory_check
 from lengthwise.run.building import open_session
-from lengthwise.run.capacity import check_memory, largest_pack
 from lengthwise.run.checks import prepare_job
+from lengthwise.run.memory_check import check_memory, largest_pack
 from run.small_runs import VOCAB, call, losses, make_rows, train, write_run
 from tiers import more
 
@@ -68,7 +68,7 @@ def test_memory_check_runs_the_most_sequences_too(tmp_path, monkeypatch):
         seen.append((plan.tokens, any(p.grad.any() for p in context.model.parameters())))
         return done
 
-    monkeypatch.setattr(capacity, "run_part", watched)
+    monkeypatch.setattr(memory_check, "run_part", watched)
     session, _ = open_session(job, WORLD, SoloTransport(), say=str)
     said = check_memory(session.engine, job)
     assert seen == [((12,), True), ((1, 2, 3, 4), True)], "forward and backward"

@@ -34,8 +34,7 @@ from lengthwise.core.errors import (
     RankError,
 )
 from lengthwise.models import keep_double
-from lengthwise.session import capacity as session_capacity
-from lengthwise.session import engine
+from lengthwise.session import engine, room
 from run.small_runs import children
 from tiers import more
 
@@ -45,7 +44,7 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 def test_what_memory_holds_is_measured(tmp_path, monkeypatch, capfd):
     """Little memory makes rings; the numbers stay those of the plain loop."""
-    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 3_000_000.0)
+    monkeypatch.setattr(room, "free_bytes", lambda *_: 3_000_000.0)
 
     def work(_rank):
         model = small_model(max_position_embeddings=2048)
@@ -71,7 +70,7 @@ def test_measuring_for_evaluations_alone_leaves_the_model_as_it_was():
 
 def test_a_model_as_from_pretrained_leaves_it_is_measured(monkeypatch):
     """In evaluation mode, in which no layer would be computed again; and in little memory, so that all is measured."""
-    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 30_000_000.0)
+    monkeypatch.setattr(room, "free_bytes", lambda *_: 30_000_000.0)
     model = small_model(torch.float32).eval()
     with Session(model, SGD(model.parameters()), recompute="layer") as session:
         capacity = session.capacity_tokens
@@ -85,7 +84,7 @@ def test_measuring_counts_weights_that_are_cast_and_leaves_room_for_what_the_opt
     """Cast weights count in each of the passes whose difference gives the bytes a token."""
 
     def capacity(free, make, precision=None, *, has_states=False):
-        monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: free)
+        monkeypatch.setattr(room, "free_bytes", lambda *_: free)
         model = small_model(torch.float32, hidden_size=256, intermediate_size=512, vocab_size=512)
         optimizer = make(model.parameters())
         if has_states:  # those that are there are not free any more; here free is what the test says
@@ -100,7 +99,7 @@ def test_measuring_counts_weights_that_are_cast_and_leaves_room_for_what_the_opt
 
 
 def test_a_session_that_does_not_fit_ends_its_planner(monkeypatch):
-    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 1000.0)
+    monkeypatch.setattr(room, "free_bytes", lambda *_: 1000.0)
     model, before = small_model(), children(os.getpid())
     with pytest.raises(MemoryShortage) as caught:
         Session(model, SGD(model.parameters()))

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from lengthwise import Session
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.held import fullest_tokens
-from lengthwise.session import capacity, engine
+from lengthwise.session import engine, room
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 WORDS = 4096
@@ -88,7 +88,7 @@ def most_tokens(plan):
 
 def test_a_loss_over_all_logits_gets_no_more_tokens_than_fit_with_them(monkeypatch, tmp_path):
     """Also in steps that were planned ahead for losses in chunks, of which a rank holds many times as many."""
-    monkeypatch.setattr(capacity, "free_bytes", lambda *_: 12_000_000.0)
+    monkeypatch.setattr(room, "free_bytes", lambda *_: 12_000_000.0)
 
     def work(_rank):
         model = small_model(torch.float32, vocab_size=WORDS)
@@ -109,7 +109,7 @@ def test_a_loss_over_all_logits_gets_no_more_tokens_than_fit_with_them(monkeypat
 
 
 def test_a_loss_over_all_logits_that_do_not_fit_is_refused_and_others_run(monkeypatch):
-    monkeypatch.setattr(capacity, "free_bytes", lambda *_: 3_000_000.0)
+    monkeypatch.setattr(room, "free_bytes", lambda *_: 3_000_000.0)
     model = small_model(torch.float32, vocab_size=WORDS)
     with Session(model, SGD(model.parameters()), recompute="none") as session:
         with pytest.raises(MemoryShortage, match="all logits of 128 tokens"):

@@ -75,9 +75,9 @@ def kept_ratio(offload: float, layers: float) -> float:
     return (2 + (1 - offload) * (layers - 2)) / layers
 
 
-def largest(fits: Callable[[int], bool], most: int, *, least: int = 0) -> int:
-    """Return the largest number from `least` to `most` that fits, by bisection; `least` must fit."""
-    low, high = least, max(least, most)
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest number up to `most` that fits; all below it fit, and 0 always does."""
+    low, high = 0, max(0, most)
     while low < high:
         middle = -(-(low + high) // 2)
         low, high = (middle, high) if fits(middle) else (low, middle - 1)

@@ -22,7 +22,6 @@ from lengthwise.cost.memory import (
     StepMemory,
     logits_at_once,
     loss_bytes,
-    state_bytes,
 )
 from lengthwise.cost.microbatch import WINDOW_LAYERS, MicrobatchBytes, Moments, PassBeside, StepBytes
 from lengthwise.cost.passes import PassShares
@@ -82,7 +81,6 @@ __all__ = [
     "shape_from_config",
     "sharded_cost",
     "sharded_traffic",
-    "state_bytes",
     "step_flops",
     "step_memory",
     "wanted_tokens",

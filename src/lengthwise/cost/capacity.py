@@ -1,7 +1,7 @@
-"""How many tokens fit: the capacity that a rank has beside what it keeps from step to step, by `cost.memory`.
+"""The tokens that fit beside what a rank keeps from step to step, by the formulas of `cost.memory`.
 
-Activations of S tokens over d ranks are (alpha S + beta) / d (ByteScale, arXiv 2502.21231, section 5.2); a plan counts
-them in tokens, so the capacity is the largest number whose peak fits. Estimates, not a profile.
+Activations of S tokens over d ranks are (alpha S + beta) / d (ByteScale, arXiv 2502.21231, section 5.2). A plan counts
+tokens, so the capacity is the largest number whose peak fits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from lengthwise.cost.hardware import Hardware
 from lengthwise.cost.layout import ModelLayout
 from lengthwise.cost.memory import StepMemory, logits_at_once
 
-RESERVED = 0.1  # of device memory: transfers, workspace, fragments
-STEP_TOKENS = 128  # of which capacities are multiples
+RESERVED = 0.1  # share of device memory: transfers, workspace, fragments
+STEP_TOKENS = 128  # capacities are multiples of it
 
 
 def memory_of(
@@ -33,12 +33,12 @@ def memory_of(
     chunked: bool = True,
     fused_norms: bool = False,
 ) -> StepMemory:
-    """Return what steps of a model hold in a layout, the loss in chunks as runs make them there, or not `chunked`.
+    """Return the memory of a model's steps in a layout. chunked: the loss makes logits in chunks, as runs do there.
 
     An optimizer is on the host only beside a GPU, whose memory that saves.
     """
     of_layout: Any = {each.name: getattr(layout, each.name) for each in fields(ModelLayout)}
-    of_layout["offloads"] = layout.offloads and on_gpus
+    of_layout["offloads"] &= on_gpus
     return StepMemory(
         **of_layout,
         shape=shape,
@@ -51,7 +51,7 @@ def memory_of(
 def step_memory(
     shape: ModelShape, hardware: Hardware, ranks: int, *, tensor: int = 1, cut: LayerCut = UNCUT
 ) -> StepMemory:
-    """Return what steps hold on a kind of device, for ranks in `tensor` devices a stage, the loss in chunks."""
+    """Return the memory of steps on a kind of device: `tensor` devices per rank and stage, the loss in chunks."""
     return memory_of(
         shape,
         ModelLayout(ranks=ranks, tensor=tensor, cut=cut),
@@ -62,7 +62,7 @@ def step_memory(
 
 
 def tokens_within(memory: StepMemory, room: float, choice: Choice = AS_CUT) -> int:
-    """Count the tokens whose peak is within `room` bytes, rounded down to 128; 0: not even these."""
+    """Count the tokens whose peak is within `room` bytes, rounded down to 128; 0 if not even those fit."""
     a_token = memory.saved_bytes(choice.recompute) * kept_ratio(float(choice.offload), memory.shape.layers)
     most = int(max(0.0, room) / a_token / STEP_TOKENS)
     return STEP_TOKENS * largest(lambda some: memory.peak_bytes(some * STEP_TOKENS, choice) <= room, most)
@@ -71,10 +71,10 @@ def tokens_within(memory: StepMemory, room: float, choice: Choice = AS_CUT) -> i
 def recompute_capacities(
     memory: StepMemory, hardware: Hardware, *, kinds: Sequence[str] = RECOMPUTE_KINDS
 ) -> dict[str, int]:
-    """Count the tokens of a microbatch that one rank holds with each of these kinds, rounded down to 128.
+    """Count the tokens of a microbatch on one rank, rounded down to 128, for each kind that leaves room for 128.
 
     Raises:
-        ConfigError: with none of them even 128, because weights and optimizer fill the device.
+        ConfigError: no kind does, because weights and optimizer fill the device.
     """
     room = hardware.device_bytes * (1 - RESERVED)
     held = {kind: tokens_within(memory, room, Choice(recompute=kind)) for kind in kinds}
@@ -89,5 +89,5 @@ def recompute_capacities(
 
 
 def host_share_bytes(hardware: Hardware) -> float:
-    """Count the bytes that one device may offload to the host's memory while all devices of its node do."""
+    """Count the bytes of host memory for one device's offload, while all devices of its node offload."""
     return hardware.host_bytes * (1 - RESERVED) / hardware.ranks_per_node

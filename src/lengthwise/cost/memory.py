@@ -1,14 +1,14 @@
-"""Bytes of a step on one device, by formulas from a model's shape: where nothing runs and nothing can be measured.
+"""Bytes of a step on one device, by formulas from a model's shape, where nothing runs.
 
-States as `engine.parameters` and AdamW keep them. Of a layer what its operations save for
-backward, tensor by tensor, by family (`_FAMILIES`; others are counted as a Llama). Beside that, the most of three
-moments: the loss; the first norm of backward; the first MLP of backward, all of its layer computed again where it was
-not kept. Held to what steps take by tests/engine/test_engine_peaks.py. `cost.capacity` says how many tokens fit.
+States are those that `engine.parameters` and the optimizer keep. A layer counts what its operations save for backward,
+tensor by tensor, by family (`_FAMILIES`; others count as Llamas), a layer with states as kernels on GPUs do. On top of
+that comes the largest of three moments: the loss, the first norm of backward, and the first MLP of backward with its
+layer recomputed. tests/engine/test_engine_peaks.py compares with whole steps; `cost.capacity` counts tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,48 +19,28 @@ from lengthwise.cost.layout import ModelLayout
 from lengthwise.cost.links import Numbers
 from lengthwise.cost.microbatch import WINDOW_LAYERS
 
-_LOGITS_AT_ONCE = 1 << 25  # that a chunked loss makes, tokens x words: 128 MB in fp32; GEMMs of 256 rows at 128K words
-CHUNK_TOKENS_ON_GPUS = 2048  # at least: fewer are launches and reads of the head, no arithmetic (estimated)
+_LOGITS_AT_ONCE = 1 << 25  # tokens x vocabulary: 128 MB in fp32; 256 tokens at 128K words
+CHUNK_TOKENS_ON_GPUS = 2048  # at least: smaller chunks add launches and reads of the head (estimated)
 _LOGIT_COPIES = 3
-DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}  # of a number of the model
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
 
 
 def wide_bytes(dtype_bytes: int) -> int:
-    """Return the bytes of what is summed or kept exactly beside numbers of so many bytes: fp32 at least."""
+    """Return the bytes of a number in sums and master weights: those of fp32 at least."""
     return max(4, dtype_bytes)
-
-
-def state_bytes(
-    parameters: float,
-    *,
-    dtype_bytes: int,
-    ranks: int,
-    trained: float | None = None,
-    states: int = 2,
-    offloads: bool = False,
-) -> float:
-    """Count parameters, gradients, and a rank's slices of master weights, reduced gradient and the optimizer's states.
-
-    trained: how many of the parameters; None: all. states: of each, as AdamW's two moments. A rank alone has its slices
-    in the buffers themselves. offloads: master weights and states are not on the device.
-    """
-    wide, trained = wide_bytes(dtype_bytes), parameters if trained is None else trained
-    slices = ((dtype_bytes != wide) if ranks == 1 else 2 / ranks) + states / ranks
-    if offloads:
-        slices = 0.0 if ranks == 1 else 1 / ranks
-    return parameters * dtype_bytes + trained * wide * (1 + slices)
 
 
 def gathered_bytes(
     layer: float, words: float, *, dtype_bytes: int, ranks: int, ties: bool, trains: bool = True, casts: bool = True
 ) -> float:
-    """Count what `engine.unit_waves` holds at most beside rows and activations.
+    """Count the bytes that `engine.unit_waves` holds at most beside rows and activations.
 
-    layer, words: parameters of a decoder layer, and of the embedding; the head has as many, or is the embedding, where
-    a model `ties` them. As backward computes a layer there are its values and gradients, the next layer's values, which
-    arrive from a rank's row in the same numbers, and the sum of the layer or the head before in wide ones, whole and as
-    a row. What is tied stays with its gradients; where both of these meet there are three. ranks: that gather together.
-    casts: whether rows are wide, and cast before they are gathered; those of hybrid are not.
+    While backward computes a layer, these exist: its values and gradients; the next layer's values, which arrive from a
+    rank's row in the same dtype; the wide sum of the layer or head before, whole and as a row. A tied weight stays with
+    its gradients; where its two gradients meet, there are three.
+
+    layer, words: parameters of a decoder layer, and of the embedding. ties: the head is the embedding, else it has as
+    many. ranks: that gather together. casts: rows are wide and cast before the gather, which hybrid's are not.
     """
     narrow, wide = dtype_bytes, wide_bytes(dtype_bytes)
     if not trains:
@@ -72,7 +52,7 @@ def gathered_bytes(
 
 
 def logits_at_once(words: int, *, on_gpus: bool) -> int:
-    """Return how many logits a chunked loss makes at once, by run files, sessions and trainers alike."""
+    """Return how many logits (tokens x words) a chunked loss makes at once."""
     return max(_LOGITS_AT_ONCE, CHUNK_TOKENS_ON_GPUS * words) if on_gpus else _LOGITS_AT_ONCE
 
 
@@ -81,9 +61,9 @@ def loss_bytes(
 ) -> Numbers:
     """Count the bytes that the loss of a microbatch of `tokens` holds at its peak.
 
-    Three times its logits in wide bytes: their log-softmax and two gradients. A chunked loss holds `logits_at_once` of
-    them (None: all), the gradients of the hidden states, those of the model's numbers, and of the head; when a chunk
-    adds to these, they are there twice and the logits once.
+    Wide logits three times: their log-softmax and two gradients. A chunked loss holds `logits_at_once` of them (if
+    None, all), and the gradients of hidden states and head. While a chunk adds to the head's gradient, that gradient
+    exists twice, and the logits once.
     """
     narrow, wide = dtype_bytes, wide_bytes(dtype_bytes)
     logits = np.asarray(tokens) * float(shape.vocab)
@@ -97,11 +77,10 @@ def loss_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory(ModelLayout):
-    """What a step of a model on one of `ranks` is, beside its tokens; `cost.capacity.memory_of` makes it.
+    """What determines the bytes of a step beside its tokens; `cost.capacity.memory_of` makes it.
 
-    logits_at_once: that the loss makes; None: all.
-    fused_norms: norms keep input and result in the model's numbers, as fused kernels do (Megatron's); else as Hugging
-    Face's operations, which keep the input in fp32 and what is normed, too.
+    dtype_bytes: of a parameter. logits_at_once: that the loss makes; if None, all. fused_norms: norms save input and
+    result in the model's dtype, as fused kernels do; else the input in fp32 and the normed values, as Hugging Face's.
     """
 
     shape: ModelShape
@@ -111,57 +90,49 @@ class StepMemory(ModelLayout):
 
     def state_bytes(self) -> float:
         """Count what a device keeps from step to step, gradients included."""
-        if self.is_sharded:
-            return self._rows_bytes() / self.devices
-        held = state_bytes(
-            self._parameters,
-            dtype_bytes=self.dtype_bytes,
-            ranks=self.ranks,
-            trained=self.trained,
-            states=self.states,
-            offloads=self.offloads,
-        )
-        return held / self.devices
+        return sum(self.state_parts().values())
 
-    def _rows_bytes(self) -> float:
-        """Count a rank's rows of what `engine.parameters` and the optimizer keep: master weights, gradients and states.
+    def state_parts(self) -> dict[str, float]:
+        """Return the bytes that a device keeps from step to step, by part.
 
-        Of what does not train, the parameters alone, in the model's numbers. Under hybrid a node's ranks have rows of
-        values and sums beside that. Where master weights and states are on the host, the device has values.
+        Sharded: rows of masters, sums and states over all ranks; under hybrid also rows of values and sums over a node;
+        of frozen parameters the values alone. With masters and states on the host, the device keeps the values. A
+        single rank has its slices in the buffers themselves.
         """
-        narrow, wide, is_one = self.dtype_bytes, wide_bytes(self.dtype_bytes), self.node == self.ranks
-        of_node = (narrow * (self.offloads or not is_one) + wide * (not is_one)) * self._trained / self.node
-        frozen = narrow * (self._parameters - self._trained) / self.node
-        return (1 if self.offloads else 2 + self.states) * wide * self._trained / self.ranks + of_node + frozen
+        narrow, wide, ranks = self.dtype_bytes, wide_bytes(self.dtype_bytes), self.ranks
+        trained, here = self._trained, not self.offloads
+        if self.is_sharded:
+            has_own_values, frozen = self.offloads or self.node < ranks, self._parameters - trained
+            parts = {
+                "weights": narrow * (frozen + has_own_values * trained) / self.node + wide * here * trained / ranks,
+                "gradients": wide * trained * (1 / ranks + (self.node < ranks) / self.node),
+            }
+        else:
+            masters = float(narrow != wide) if ranks == 1 else 1 / ranks
+            parts = {
+                "weights": narrow * self._parameters,
+                "gradients": wide * trained,
+                "master weights and sums" if here else "sums": wide * trained * (here * masters + (ranks > 1) / ranks),
+            }
+        parts["states"] = here * self.states * wide * trained / ranks
+        return {name: held / self.devices for name, held in parts.items()}
 
     def host_bytes(self) -> float:
-        """Count what an offloaded optimizer keeps of a device's in the host's memory: masters, states and gradients."""
+        """Count the bytes in host memory that an offloaded optimizer keeps for a device: masters, states, gradients."""
         held = (2 + self.states) * wide_bytes(self.dtype_bytes) * self._trained / (self.ranks * self.devices)
         return held if self.offloads else 0.0
 
     def host_update_bytes(self) -> float:
-        """Count what the update of an offloaded optimizer moves between host and device, and in the host's memory.
+        """Count the bytes that an offloaded optimizer's update moves: over the link to the host, and in host memory.
 
-        At least: gradients go there, masters and states are read and written once, values cast and sent back.
+        A lower bound: send gradients, read and write masters and states once, cast values and send them back.
         """
         wide = wide_bytes(self.dtype_bytes)
         sent, updated = wide + self.dtype_bytes, wide * (2 + 2 * (1 + self.states)) + self.dtype_bytes
         return (sent + updated) * self._trained / (self.ranks * self.devices) if self.offloads else 0.0
 
-    def state_parts(self) -> dict[str, float]:
-        """Return what a device keeps from step to step by its parts, in bytes; `state_bytes` is their sum."""
-        bare, sums = replace(self, states=0), self._trained * wide_bytes(self.dtype_bytes) / self.devices
-        states = self.state_bytes() - bare.state_bytes()
-        if self.is_sharded:
-            sums *= 1 / self.ranks + (self.node < self.ranks) / self.node
-            return {"weights": bare.state_bytes() - sums, "gradients": sums, "states": states}
-        weights = self._parameters * self.dtype_bytes / self.devices
-        slices = bare.state_bytes() - weights - sums
-        name = "sums" if self.offloads else "master weights and sums"
-        return {"weights": weights, "gradients": sums, name: slices, "states": states}
-
     def gathered_bytes(self) -> float:
-        """Count what a device gathers of parameters for a pass, at most, where they lie over the ranks."""
+        """Count the bytes of gathered parameters on a device at most; 0 where ranks have whole parameters."""
         if not self.is_sharded:
             return 0.0
         words, ties = self.shape.hidden * self.shape.vocab, self._ties
@@ -178,7 +149,7 @@ class StepMemory(ModelLayout):
         return (found - self._layer().tied_head_gradient * ties) / self.tensor  # which a microbatch counts
 
     def layer_params(self) -> tuple[float, float]:
-        """Count the parameters of a decoder layer, and of what is in none: embedding and head."""
+        """Count the parameters of a decoder layer, and of embedding and head together."""
         words = self.shape.hidden * self.shape.vocab
         rest = self.shape.lookup_params + (words if self._ties else 2 * words)
         return (self._parameters - rest) / self.shape.layers, rest
@@ -198,22 +169,23 @@ class StepMemory(ModelLayout):
         return self._parameters if self.trained is None else self.trained
 
     def saved_bytes(self, recompute: str) -> float:
-        """Count what a device keeps of one token from forward to backward: what can be offloaded, but for two layers.
+        """Count the bytes that a device keeps of one token from forward to backward, the last norm's included.
 
-        recompute: one of `RECOMPUTE_KINDS`. The norm after the last layer is counted, too.
+        All but two layers of it can be offloaded. recompute: one of `RECOMPUTE_KINDS`.
         """
         layer = self._layer()
         saved = self.shape.layers * layer.saved(recompute) + layer.bare_norm * self.shape.hidden
         return saved / self.devices
 
     def peak_bytes(self, tokens: int, choice: Choice = AS_CUT) -> float:
-        """Return the peak of the fullest device with microbatches of so many tokens on the rank."""
+        """Return the peak of the fullest device with microbatches of `tokens` tokens on the rank."""
         return self.state_bytes() + self.gathered_bytes() + float(self.microbatch_bytes(tokens, choice))
 
     def microbatch_bytes(self, tokens: Numbers, choice: Choice = AS_CUT, *, kept: Numbers | None = None) -> Numbers:
-        """Return what of the peak is not kept from step to step; arrays have an entry a microbatch.
+        """Return the peak without states and gathered parameters; arrays have an entry per microbatch.
 
-        kept: of how many microbatches the first stage keeps activations, the last one fewer; None: as many as it may.
+        kept: number of microbatches whose activations the first stage keeps; later stages keep fewer. If None, the most
+        that the schedule allows.
         """
         layers, layer, chunks, offload = self.shape.layers, self._layer(), self.cut.chunks, choice.offload
         first = self.cut.microbatches_kept if kept is None else kept
@@ -221,7 +193,7 @@ class StepMemory(ModelLayout):
         norm, head = layer.bare_norm * self.shape.hidden, layer.tied_head_gradient
         saved = layers * layer.saved(choice.recompute) + norm
         own, window = saved / chunks, min(WINDOW_LAYERS, layers / chunks) * saved / layers
-        # In stages all of a chunk goes but of the last, of which two layers stay, as of a whole model.
+        # A stage offloads whole chunks, except of the last chunk, of which two layers stay, as of a whole model.
         away_of_last = 1 - kept_ratio(offload, layers / chunks)
         away = away_of_last if chunks == 1 else np.asarray(offload)
         loss = loss_bytes(
@@ -229,12 +201,12 @@ class StepMemory(ModelLayout):
         )
         on_last = (last * saved / self.cut.stages - own) * (1 - away) + own * (1 - away_of_last)
         moments = [on_last * tokens + layer.result * tokens + loss]
-        if self.cut.stages > 1:  # a layer that runs forward, while what the next backward needs first comes back
+        if self.cut.stages > 1:  # a layer runs forward while the first activations of the next backward return
             back = np.minimum(away * own, np.maximum(0.0, window - (1 - away) * own))
             runs = np.where(away > 0, saved / layers, 0.0)
             moments.append((first * saved / self.cut.stages * (1 - away) + back + runs) * tokens)
         for unpacked, beside in layer.turns(choice.recompute):
-            left = own - norm / chunks - unpacked  # what is away comes back into a window beyond what is unpacked
+            left = own - norm / chunks - unpacked  # offloaded activations return to a window beside the unpacked ones
             on_device = unpacked + np.maximum(left - away * own, np.minimum(left, window))
             on_device = on_device + (first * saved / self.cut.stages - own) * (1 - away)
             moments.append(on_device * tokens + beside * tokens + layer.experts_gradient + head)
@@ -251,14 +223,15 @@ class StepMemory(ModelLayout):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """What a family's layer has: norms after its parts, norms of heads, and widths that its MLP keeps.
+    """How a family's layer differs from a Llama's.
 
-    widely: its norms scale in fp32. ties_head: its configs give head and embedding the same weights.
+    norms_after: norms after attention and MLP. norms_heads: queries and keys are normed. mlp_widths: saved tensors of
+    the MLP's width. widely: norms scale in fp32. ties_head: head and embedding share weights by default.
     """
 
     norms_after: int = 0
     norms_heads: bool = False
-    mlp_widths: int = 4  # gate, up, what the gate becomes and their product
+    mlp_widths: int = 4  # gate, up, the activated gate, the product
     widely: bool = False
     ties_head: bool = False
 
@@ -269,15 +242,15 @@ _FAMILIES = {
     "gemma3_text": _Family(norms_after=2, norms_heads=True, widely=True, ties_head=True),
     "gpt_oss": _Family(mlp_widths=7, widely=True),
 }
-_UNGATED_WIDTHS = 2  # what an MLP without a gate keeps: what enters its activation, and what leaves it
-_EXPERT_COPIES = 3  # of a token for each of its experts: gathered, the result, and that weighted
+_UNGATED_WIDTHS = 2  # saved by an MLP without a gate: its activation's input and output
+_EXPERT_COPIES = 3  # of a token's hidden state for each of its experts: gathered, result, weighted result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    """What one layer holds of a token, in bytes; where layers differ, on average.
+    """Bytes of one layer for a token, on average over the layers.
 
-    frozen: weights of norms are not trained, and so need not what they multiply.
+    frozen: the weights of norms do not train, so their inputs need not be saved.
     """
 
     shape: ModelShape
@@ -287,7 +260,6 @@ class _Layer:
 
     @property
     def family(self) -> _Family:
-        """How its operations differ from a Llama's."""
         return _FAMILIES.get(self.shape.family, _Family())
 
     @property
@@ -297,25 +269,25 @@ class _Layer:
 
     @property
     def bare_norm(self) -> int:
-        """What a norm keeps of each number but its result: the input, exactly, and what it was normed to."""
+        """Bytes of a number that a norm saves beside its result: the exact input, and the normed value."""
         if self.fused_norms:
             return self.dtype_bytes
         return self.exact + (self.exact if self.family.widely else self.dtype_bytes)
 
     @property
     def result(self) -> int:
-        """Hidden states in the model's numbers."""
+        """Bytes of a hidden state."""
         return self.dtype_bytes * self.shape.hidden
 
     @property
     def attention(self) -> int:
-        """The result of attention and its log-sum-exp, which layers keep where all but attention is recomputed."""
+        """Bytes of attention's result and log-sum-exp, which `all_but_attention` keeps."""
         shape, sums = self.shape, wide_bytes(self.dtype_bytes) * self.shape.heads * self.shape.num_attention
         return (self.dtype_bytes * shape.query_width + sums) // shape.layers
 
     @property
     def everything(self) -> int:
-        """What is kept where nothing is recomputed."""
+        """Bytes that are saved where nothing is recomputed."""
         shape, family, narrow = self.shape, self.family, self.dtype_bytes
         queries, keys = shape.query_width, shape.key_width  # of all layers
         kept = 2 * (self.bare_norm + narrow * (not self.frozen)) * shape.hidden
@@ -327,16 +299,16 @@ class _Layer:
         return kept + narrow * mlp // shape.layers
 
     def saved(self, recompute: str) -> int:
-        """Count what is kept from forward to backward."""
-        enters = self.result
-        return {"none": self.everything, "all_but_attention": enters + self.attention, "layer": enters}[recompute]
+        """Count the bytes that are saved from forward to backward."""
+        entering = self.result
+        return {"none": self.everything, "all_but_attention": entering + self.attention, "layer": entering}[recompute]
 
     def turns(self, recompute: str) -> list[tuple[int, int]]:
-        """List the highest moments of the first layer of backward: what it has unpacked, what there is beside.
+        """List the highest moments of the first layer of backward: bytes of unpacked activations, bytes beside them.
 
-        In an MLP the gradients of its result and of two widths (of experts one after the other), and three of its
-        widths unpacked. In a norm, if that comes first, what it kept, and five or six numbers inside it. Where the
-        layer is computed again it is there beside, less what was kept of it.
+        In an MLP: three unpacked widths; the gradients of its result and of two widths (of experts, one after the
+        other). In a norm, if that comes first: its saved values; five or six exact numbers. A recomputed layer adds all
+        that it had not kept.
         """
         shape, family, narrow = self.shape, self.family, self.dtype_bytes
         active = shape.mlp_width // shape.num_mlp
@@ -353,13 +325,13 @@ class _Layer:
 
     @property
     def tied_head_gradient(self) -> int:
-        """Bytes of a head's gradient that waits for that of the embedding whose weights it shares; of no token."""
+        """Bytes of a tied head's gradient, which waits for the embedding's; the same for any number of tokens."""
         tied = self.family.ties_head and not self.frozen
         return self.dtype_bytes * self.shape.hidden * self.shape.vocab * tied
 
     @property
     def experts_gradient(self) -> int:
-        """Bytes of the gradients of all experts of a layer, those of gate and up twice as one is added; of no token."""
+        """Bytes of the gradients of a layer's experts, gate and up twice; the same for any number of tokens."""
         shape, trained = self.shape, self.shape.experts > 1 and not self.frozen
         matrices = 5 if shape.gated else 3
         return self.dtype_bytes * matrices * shape.hidden * shape.intermediate * shape.experts * trained

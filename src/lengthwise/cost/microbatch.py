@@ -1,14 +1,15 @@
 """Bytes of a microbatch on a rank, from what it held at each of its moments in two small passes.
 
-At one moment what is there grows in a line with the rows, so two passes give each line exactly; the peak is the highest
+At one moment the bytes grow linearly with the rows, so two passes give the line of each moment; the peak is the highest
 line, another one for few rows than for many. Offload takes away the first bytes that autograd saved, and backward has a
-window of them back early. A rank of a pipeline's stage keeps other microbatches beside the one that runs.
+window of them back early. A rank of a stage keeps other microbatches beside the one that runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -16,47 +17,52 @@ from numpy.typing import NDArray
 
 from lengthwise.core.held import kept_ratio
 
-WINDOW_LAYERS = 2  # what backward may have on the device beyond the layer it is at, as plans count it
+WINDOW_LAYERS = 2  # that backward may have on the device beyond the layer it is at, as plans count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """What is on the device at moments of a pass, each (moments, 2): bytes of no row, and of each row.
+    """Bytes on the device at moments of a pass, (moments, 3): of no row, of each row, of each row of a loss's chunk.
 
-    live: all that the microbatch made. removable: of it, what is kept for backward alone; None: not measured.
+    live: all that the microbatch made. removable: the part that autograd saved and backward has not reached.
     """
 
     live: NDArray[np.float64]
-    removable: NDArray[np.float64] | None = None
+    removable: NDArray[np.float64]
 
-    def left(self, rows: int, *, away: float = 0.0) -> float:
-        """Return what is there at the end of the pass, `away` bytes of it offloaded."""
-        live = float(self.live[-1] @ (1.0, rows))
-        if not away:
-            return live
-        assert self.removable is not None, "offload was not measured"
-        return live - min(away, max(0.0, float(self.removable[-1] @ (1.0, rows))))
+    def at(self, rows: Sequence[float], *, away: float = 0.0, window: float = 0.0) -> NDArray[np.float64]:
+        """Return the bytes at each moment, (moments,), with `away` bytes offloaded and at most `window` of them back.
 
-    def peak(self, rows: int, *, away: float = 0.0, window: float = 0.0) -> float:
-        """Return the highest of the lines at so many rows, `away` bytes of it offloaded and at most `window` back."""
-        live = self.live @ (1.0, rows)
-        if not away:
-            return float(live.max())
-        assert self.removable is not None, "offload was not measured"
-        removable = np.maximum(0.0, self.removable @ (1.0, rows))
+        rows: (1, rows, rows of a chunk).
+        """
+        live = self.live @ rows
+        removable = np.maximum(0.0, self.removable @ rows)
         gone = np.minimum(removable, away)
-        back = np.minimum(gone, np.maximum(0.0, window - (removable - gone)))
-        return float((live - gone + back).max())
+        return live - gone + np.minimum(gone, np.maximum(0.0, window - (removable - gone)))
+
+
+class HeldBytes(NamedTuple):
+    """Bytes of a microbatch on the device: the peaks of forward and backward, and what it keeps between them.
+
+    returned: of the kept ones, those that return while the pass before its backward runs. leaving: those that may be on
+    their way to a store.
+    """
+
+    forward: float
+    backward: float
+    kept: float
+    returned: float
+    leaving: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchBytes:
-    """Bytes of a microbatch of so many rows in some layers, padding included, without parameters and gradients.
+    """Bytes of a microbatch in some layers, by its rows with padding; without parameters and gradients.
 
-    saved_fixed, saved_a_row: what autograd saves of the layers. forward, backward: all that there is (None: unknown).
-    most_rows: up to which these hold; `beyond` has those of more rows, whose loss is made in chunks. is_last: whether
-    they are a model's last layers, of which two stay on the device: of others all may be offloaded, as their backward
-    comes later.
+    saved_fixed, saved_a_row: what autograd saves of the layers. forward, backward: all that exists; if None, not
+    measured. chunk_rows: of the loss. whole: with all logits at once, which fewer rows have. is_last: of a model's last
+    layers two stay on the device; of others all may be offloaded, as their backward comes later. scan_rows: of which
+    scans compute whole chunks.
     """
 
     layers: int
@@ -64,16 +70,17 @@ class MicrobatchBytes:
     saved_a_row: float
     forward: Moments | None = None
     backward: Moments | None = None
-    most_rows: float = float("inf")
-    beyond: MicrobatchBytes | None = None
+    chunk_rows: float = inf
+    whole: MicrobatchBytes | None = None
     is_last: bool = True
+    scan_rows: int = 1
 
     def saved(self, rows: int) -> int:
-        """Return what autograd saves of the layers."""
-        return round(self.saved_fixed + self.saved_a_row * rows)
+        """Return the bytes that autograd saves of the layers."""
+        return round(self.saved_fixed + self.saved_a_row * self._computed(rows))
 
     def leaving(self, rows: int, leaving_bytes: int) -> int:
-        """Bound what may be on its way to a store, and on the device still: a layer, and what the store allows."""
+        """Bound the bytes on their way to a store, still on the device: a layer, and at most what the store allows."""
         return min(leaving_bytes, self.saved(rows) // self.layers)
 
     def away(self, rows: int, offload: float) -> float:
@@ -85,40 +92,32 @@ class MicrobatchBytes:
         return WINDOW_LAYERS * self.saved(rows) / self.layers
 
     def held(self, rows: int, offload: float, leaving_bytes: int) -> HeldBytes:
-        """Return what there is on the device at a ratio of offload, to a store that allows `leaving_bytes`."""
-        if rows > self.most_rows and self.beyond is not None:
-            return self.beyond.held(rows, offload, leaving_bytes)
+        """Return the bytes on the device at a ratio of offload, to a store that allows `leaving_bytes`."""
+        if self.whole is not None and rows <= self.chunk_rows:
+            return self.whole.held(rows, offload, leaving_bytes)
         assert self.forward is not None, "only what is saved was measured"
         assert self.backward is not None, "only what is saved was measured"
         away, window, leaving = self.away(rows, offload), self.window(rows), self.leaving(rows, leaving_bytes)
+        computed = self._computed(rows)
+        of_rows = (1.0, computed, min(computed, self.chunk_rows))
         return HeldBytes(
-            forward=self.forward.peak(rows, away=max(0.0, away - leaving)),
-            backward=self.backward.peak(rows, away=away, window=window),
-            kept=self.forward.left(rows, away=away),
+            forward=self.forward.at(of_rows, away=max(0.0, away - leaving)).max(),
+            backward=self.backward.at(of_rows, away=away, window=window).max(),
+            kept=self.forward.at(of_rows, away=away)[-1],
             returned=min(away, max(0.0, window - (self.saved(rows) - away))),
             leaving=leaving,
         )
 
-
-class HeldBytes(NamedTuple):
-    """Bytes of a microbatch on the device: the most in forward and in backward, and between these `kept`.
-
-    returned: what of it comes back while the pass before its backward runs. leaving: what may be on its way to a store.
-    """
-
-    forward: float
-    backward: float
-    kept: float
-    returned: float
-    leaving: float
+    def _computed(self, rows: int) -> int:
+        return -(-rows // self.scan_rows) * self.scan_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassBeside:
-    """A pass of a microbatch through a chunk of layers, and what a rank has beside it.
+    """A pass of a microbatch through a chunk of layers, and what the rank holds beside it.
 
     kept: numbers of microbatches between forward and backward, by chunk. returned: chunks whose activations have begun
-    to come back. hidden: hidden states, or gradients of them, that were sent or have arrived.
+    to return. hidden: hidden states, or their gradients, that were sent or have arrived.
     """
 
     chunk: int = 0
@@ -133,10 +132,10 @@ _OF_A_WHOLE_MODEL = (PassBeside(), PassBeside(is_forward=False))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBytes:
-    """Bytes of the microbatches of a rank at each pass of a step, without parameters and gradients.
+    """Bytes of a rank's microbatches at each pass of a step, without parameters and gradients.
 
-    layers: of the whole model. chunks: of layers that the rank has, by number. passes: what a step runs, and keeps
-    beside it. hidden_a_row: of what a stage sends.
+    layers: of the whole model. chunks: of the rank's layers, by number. passes: those of a step. hidden_a_row: bytes
+    that a stage sends.
     """
 
     layers: int
@@ -144,15 +143,10 @@ class StepBytes:
     passes: Sequence[PassBeside] = _OF_A_WHOLE_MODEL
     hidden_a_row: float = 0.0
 
-    @property
-    def most_rows(self) -> float:
-        """Above so many rows the loss is made in chunks."""
-        return min(each.most_rows for each in self.chunks.values())
-
     def peak(self, rows: int, offload: float = 0.0, *, leaving_bytes: int = 0) -> int:
-        """Return the most bytes on the device with microbatches of so many rows.
+        """Return the most bytes on the device with microbatches of `rows` rows.
 
-        offload: ratio of them. leaving_bytes: that their store allows on the way to it.
+        offload: the ratio of every microbatch. leaving_bytes: that its store allows on their way.
         """
         of_chunk = {number: each.held(rows, offload, leaving_bytes) for number, each in self.chunks.items()}
         peak = 0.0

@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive: what a forward leaves for its backward, and the peak of both. Any device."""
+"""The bytes of live tensors on any device: what a forward leaves for its backward, and the peak of both."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations inside the block make, each once, until it is freed.
+    """Counts every storage that operations inside the block make, once, until it is freed.
 
-    What was there before (parameters, flat gradients) is not counted; a view of it, or an operation in place, makes
-    no storage. Only storages that were empty before are, as long as they are filled: those of units of sharded
-    parameters, which are gathered.
+    Storages that existed before (parameters, flat gradients) do not count, unless they were empty: those of sharded
+    units count while they are gathered.
     """
 
     def __init__(self, *before: Tensor) -> None:
@@ -26,7 +25,7 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def now_bytes(self) -> int:
-        """The bytes that are alive now."""
+        """Live bytes."""
         return self._made_bytes + sum(each.nbytes() for each in self._empty)
 
     def __torch_dispatch__(
@@ -54,7 +53,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors of an operation's arguments or results; torch walks trees of any kind, slowly."""
+    """Yield the tensors of an operation's arguments or results; torch's own walk of trees is slow."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

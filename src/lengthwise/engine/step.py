@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from lengthwise.attention import ActivationPolicy, BlockKernel, PlannedAttention, to_device
 from lengthwise.comm import Mesh
 from lengthwise.core.plan import Plan
-from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
-from lengthwise.engine.memory import SMALLER_MICROBATCHES, reporting_shortage
 from lengthwise.engine.objective import ForwardPass, NextToken, Objective
+from lengthwise.engine.offloading import Offloading
 from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.shortage import SMALLER_MICROBATCHES, reporting_shortage
 from lengthwise.engine.stage_messages import (
     KeptForward,
     Messages,

@@ -4,7 +4,7 @@ from lengthwise.offload import disk, pinned
 from lengthwise.offload.disk import DiskStore
 from lengthwise.offload.pinned import PinnedStore
 from lengthwise.offload.saver import ActivationSaver, parameter_storages
-from lengthwise.offload.store import ActivationStore, CopyStore
+from lengthwise.offload.store import ActivationStore
 
 LEAVING_BYTES = {"host": pinned.LEAVING_BYTES, "disk": disk.LEAVING_BYTES}
 """By store, as a run file names it: the most bytes put into it that may still be on the device."""
@@ -13,7 +13,6 @@ __all__ = [
     "LEAVING_BYTES",
     "ActivationSaver",
     "ActivationStore",
-    "CopyStore",
     "DiskStore",
     "PinnedStore",
     "parameter_storages",

@@ -92,6 +92,11 @@ class ActivationSaver:
         """The bytes that forward has saved, and those in the store."""
         return ActivationTotals(saved_bytes=self._saved_bytes, offloaded_bytes=self._away_bytes)
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of saved storages on the device, and of those on their way back, that backward has not reached."""
+        return self._waiting_bytes
+
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Save, and offload, what the forward inside the block saves."""

@@ -1,4 +1,4 @@
-"""The interface between offload and the stores: `DiskStore`, `PinnedStore`, and `CopyStore` for measuring."""
+"""The interface between what is offloaded and where it goes: `DiskStore` and `PinnedStore`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from math import inf
 from typing import Any, Protocol
 
-import numpy as np
-import torch
 from torch import Tensor
 
 
@@ -88,40 +86,3 @@ class StoreRoom:
 
     def _aligned(self, size: int) -> int:
         return -(-size // self._alignment) * self._alignment
-
-
-class CopyStore:
-    """Copies in host memory, made at once and not as tensors, to measure what offload frees on the device."""
-
-    waited_seconds = 0.0
-
-    def __init__(self) -> None:
-        self.leaving_bytes = 0
-
-    def put(self, values: Tensor) -> _Copy:
-        """Copy `values` (see `ActivationStore.put`)."""
-        return _Copy(values)
-
-    def free(self, stored: Iterable[Stored]) -> None:
-        """Do nothing: copies end with their entries."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class _Copy:
-    def __init__(self, values: Tensor) -> None:
-        self._bytes, self._device = values.cpu().numpy().tobytes(), values.device
-        self._fetched: Tensor | None = None
-
-    def fetch(self) -> None:
-        if self._fetched is None:
-            fetched = torch.empty(len(self._bytes), dtype=torch.uint8)
-            fetched.numpy()[:] = np.frombuffer(self._bytes, dtype=np.uint8)
-            self._fetched = fetched.to(self._device)
-
-    def take(self) -> Tensor:
-        self.fetch()
-        fetched, self._fetched = self._fetched, None
-        assert fetched is not None, "it was fetched"
-        return fetched

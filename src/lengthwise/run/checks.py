@@ -35,9 +35,9 @@ from lengthwise.data.reader import StreamSpec
 from lengthwise.data.remote import RemoteDataset, longest_rows, shard_specs
 from lengthwise.data.served import ServedDataset, ServedSteps, Steps
 from lengthwise.data.stream import StreamDataset, first_rows
-from lengthwise.engine.activations import check_offload
-from lengthwise.engine.memory import free_bytes
+from lengthwise.engine.offloading import check_offload
 from lengthwise.engine.schedule import check_steps
+from lengthwise.engine.shortage import free_bytes
 from lengthwise.models import (
     DTYPES,
     Computing,
@@ -59,7 +59,7 @@ from lengthwise.run.caching import data_cache
 from lengthwise.run.job import Job, ModelFacts
 from lengthwise.run.launch import threads_of_each
 from lengthwise.run.resume import Resume
-from lengthwise.session.capacity import kinds_of
+from lengthwise.session.room import kinds_of
 from lengthwise.session.stages import check_replicas
 
 

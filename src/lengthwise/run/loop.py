@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from lengthwise.core.faults import fault
 from lengthwise.cost.rank_speeds import RanStep
-from lengthwise.engine.memory import reporting_update
 from lengthwise.engine.norm import clip_factor
 from lengthwise.engine.schedule import learning_rates
+from lengthwise.engine.shortage import reporting_update
 from lengthwise.run.callbacks import FinishedStep, StepMetrics, TrainResult, call_back
 from lengthwise.run.evaluation import Evaluation
 from lengthwise.run.setup import RankRun, begin

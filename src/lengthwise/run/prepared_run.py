@@ -27,7 +27,7 @@ from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.faults import asked_faults
 from lengthwise.core.sizes import MOST_RANKS, read_whole
 from lengthwise.cost import check_host
-from lengthwise.engine.memory import free_bytes
+from lengthwise.engine.shortage import free_bytes
 from lengthwise.profiler.place import device_bytes, first_gpu_name
 from lengthwise.run.checks import check_room, prepare_job, settle
 from lengthwise.run.job import Job

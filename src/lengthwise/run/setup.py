@@ -18,18 +18,18 @@ from lengthwise.engine.parameters import Parameters
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.run.building import open_session
 from lengthwise.run.callbacks import Callback, call_back
-from lengthwise.run.capacity import check_longest, check_memory, check_step_end
 from lengthwise.run.checkpoints import Checkpoints
 from lengthwise.run.export import write_model
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import MEASURING_SECONDS, Job
 from lengthwise.run.launch import StopRequest
+from lengthwise.run.memory_check import check_longest, check_memory, check_step_end
 from lengthwise.run.pricing import Pricing
 from lengthwise.run.resume import torchrun_agent
 from lengthwise.run.step_end import FinitePolicy, RunStepEnd
 from lengthwise.session import Session
-from lengthwise.session.capacity import capacities_sentence
 from lengthwise.session.engine import Engine
+from lengthwise.session.room import capacities_sentence
 
 
 @dataclass(slots=True, kw_only=True)

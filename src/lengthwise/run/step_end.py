@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lengthwise.core.errors import NumericError
 from lengthwise.core.faults import fault
-from lengthwise.engine.memory import PeakMemory
 from lengthwise.engine.parameters import Parameters, largest_magnitude
+from lengthwise.engine.shortage import PeakMemory
 from lengthwise.engine.step import RankResult
 from lengthwise.run.callbacks import Callback, NotFinite, StepMetrics, call_back
 from lengthwise.run.checkpoints import Checkpoints

@@ -25,8 +25,8 @@ from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Plan
 from lengthwise.cost import shape_from_config
 from lengthwise.engine.batch import StepBatch
-from lengthwise.engine.memory import reporting_shortage
 from lengthwise.engine.placing import trainable
+from lengthwise.engine.shortage import reporting_shortage
 from lengthwise.models import ANY_KEY, DTYPES, build_adapted, has_states, keep_double, plain_attention
 from lengthwise.program import HeadRange
 from lengthwise.run.building import connect, open_session

@@ -16,7 +16,7 @@ import numpy as np
 from lengthwise.core.names import counted
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
 from lengthwise.core.shape import UNCUT
-from lengthwise.cost import Cost, state_bytes
+from lengthwise.cost import Cost
 from lengthwise.cost.memory import DTYPE_BYTES, wide_bytes
 from lengthwise.data import NO_LOSS, Batches, Dataset
 from lengthwise.data.dataset import DatasetBuilder
@@ -182,7 +182,8 @@ def _bytes(job: Job, plan: Plan) -> float:
     narrow = DTYPE_BYTES[job.precision]
     wide, rounds = wide_bytes(narrow), job.precision == "bf16"
     memory = replace(job.memory, cut=UNCUT)
-    model = state_bytes(parameters, dtype_bytes=narrow, ranks=plan.ranks, states=0)
+    layout = {"ranks": plan.ranks, "parameters": parameters, "trained": None, "shard": "zero1", "offloads": False}
+    model = replace(memory, states=0, **layout).state_bytes()
     held = float(memory.microbatch_bytes(plan.capacity))
     plain = parameters * ((wide if rounds else narrow) + (4 + rounds) * wide)
     return max(plan.ranks * (model + held), model + plain + float(memory.microbatch_bytes(max(plan.tokens))))

@@ -16,11 +16,11 @@ from lengthwise.comm import Mesh, Transport, share_first, share_numbers
 from lengthwise.config import OffloadConfig
 from lengthwise.core.shape import UNCUT
 from lengthwise.cost import logits_at_once, shape_from_config
-from lengthwise.engine.activations import WHOLE_MODEL, Offloading, start_offloading
 from lengthwise.engine.batch import StepBatch
+from lengthwise.engine.measuring import WHOLE_MODEL, Casting, Seen
 from lengthwise.engine.objective import NextToken, Objective
+from lengthwise.engine.offloading import Offloading, start_offloading
 from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.small_pass import Casting, Seen
 from lengthwise.engine.stage_messages import Pipeline
 from lengthwise.engine.step import RankResult, StepContext, run_part
 from lengthwise.models import Computing, DropoutKey, choose_mixers, choose_model_kernel, text_config, whole_model

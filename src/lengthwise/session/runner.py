@@ -19,9 +19,9 @@ from lengthwise.comm import Transport, share_numbers
 from lengthwise.core.errors import NumericError
 from lengthwise.core.names import counted
 from lengthwise.core.plan import Plan
-from lengthwise.engine.memory import reporting_update
 from lengthwise.engine.norm import reduce_gradients
 from lengthwise.engine.objective import Objective
+from lengthwise.engine.shortage import reporting_update
 from lengthwise.engine.step import RankResult
 from lengthwise.models import has_balance_loss
 from lengthwise.planner.service.step_planning import StepPlanning

@@ -17,17 +17,17 @@ from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import Cost, hardware_of_gpu, shape_from_config
 from lengthwise.cost.measured import base_cost, cost_from_measurements
-from lengthwise.engine.activations import check_offload
+from lengthwise.engine.offloading import check_offload
 from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.whole_optimizer import states_an_entry
 from lengthwise.models import Computing, check_computing, check_cut, has_own_logits, whole_model
 from lengthwise.planner.service.step_planning import step_planning
-from lengthwise.session.capacity import kinds_of, measured_of
 from lengthwise.session.engine import Engine
 from lengthwise.session.keywords import keyword_problems, read_keywords
 from lengthwise.session.model import PRECISIONS, check_session_model
 from lengthwise.session.optimizers import check_optimizer
 from lengthwise.session.planning import SessionPlanning, for_whole_logits
+from lengthwise.session.room import kinds_of, measured_of
 from lengthwise.setup import TrainedModel, memory_of_settings, offload_of
 
 _MOST_TOKENS = 2**22  # assumed tokens of a loop's batch when memory is measured, before any batch is known
@@ -183,12 +183,12 @@ def planning_of(
     if settings.capacity_tokens is not None:
         capacities = {settings.recompute: settings.capacity_tokens}
     elif updates is None:
-        found, whole = measured_of(engine, settings, kept_bytes=0, end_bytes=0, trains=False)
+        found, whole = measured_of(engine, settings, trains=False)
         capacities = {"none": max(found.plain.values())}
     else:
         kept, end = updates.pending_bytes()
         with updates.collecting():
-            measured, whole = measured_of(engine, settings, kept_bytes=kept, end_bytes=end, trains=True)
+            measured, whole = measured_of(engine, settings, trains=True, kept_bytes=kept, end_bytes=end)
         updates.zero_grad()
         capacities = dict(measured.plain)
     memory = memory_of_settings(asked, settings.trained, ranks=engine.transport.world_size, on_gpus=settings.on_gpus)

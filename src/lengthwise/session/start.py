@@ -13,19 +13,19 @@ from lengthwise.comm import Transport, broadcast_bytes, from_first
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.names import counted
 from lengthwise.cost import Cost, check_host
-from lengthwise.engine.memory import SMALLER_STATE, free_bytes, reporting_shortage
 from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.parameters import Parameters, lay_parameters
 from lengthwise.engine.placing import share_values
+from lengthwise.engine.shortage import SMALLER_STATE, free_bytes, reporting_shortage
 from lengthwise.engine.slices import Sharding
 from lengthwise.engine.stage_messages import Pipeline
 from lengthwise.models import ModelStage, choose_layers
 from lengthwise.models.own_rows import OwnRows
 from lengthwise.models.weights import first_names, is_finite
 from lengthwise.planner.service.process import PlannerProcess
-from lengthwise.session.capacity import least
 from lengthwise.session.engine import Engine, engine_of
 from lengthwise.session.model import towers_sentence
+from lengthwise.session.room import least
 from lengthwise.session.settings import SessionSettings
 from lengthwise.session.stages import cut_stages, join_stages
 from lengthwise.setup import Machine, memory_of_settings, resolve

@@ -47,11 +47,7 @@ class RankMemory:
             tokens = steps * STEP_TOKENS
             return all(self.peak_bytes(kind, int(tokens / kept), ratio) <= self.budget_bytes for ratio, kept in held)
 
-        most_steps, turns = -(-most // STEP_TOKENS), {each.most_rows for each in self.layouts[kind]}
-        for turn in sorted((int(turn) // STEP_TOKENS for turn in turns if turn < math.inf), reverse=True):
-            if turn < most_steps and fits(turn + 1):  # a chunked loss may take less than a whole one of fewer tokens
-                return STEP_TOKENS * largest(fits, most_steps, least=turn + 1)
-        return STEP_TOKENS * largest(fits, most_steps)
+        return STEP_TOKENS * largest(fits, -(-most // STEP_TOKENS))
 
     def most_held(self, kind: str, ratio: float, most: int) -> int:
         """Return the most tokens that a rank holds, up to about `most`, with this ratio offloaded."""

@@ -7,12 +7,13 @@ import pytest
 import torch
 from testing import LiveBytes, build_pair, run_ranks, tiny_family_config
 
-from lengthwise.attention import choose_kernel
-from lengthwise.comm import Mesh, SoloTransport
-from lengthwise.engine import small_pass
-from lengthwise.engine.small_pass import FallingLine
-from lengthwise.session import capacity
-from lengthwise.session.capacity import Measuring
+from lengthwise.comm import SoloTransport
+from lengthwise.engine import measuring
+from lengthwise.engine.measuring import FallingLine
+from lengthwise.models import Computing
+from lengthwise.session import room
+from lengthwise.session.engine import Engine
+from lengthwise.session.room import Measuring
 from tiers import more
 
 CPU, MB = torch.device("cpu"), 2**20
@@ -74,8 +75,8 @@ class FakeAllocator(LiveBytes):
 def capacity_with(free):
     """Return the tokens that a rank holds where so many bytes are free."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capacity, "free_bytes", free)
-        (found,) = measuring(llama(), SoloTransport()).capacities().offloading.values()
+        patch.setattr(room, "free_bytes", free)
+        (found,) = measured(llama(), SoloTransport()).held().offloading.values()
     return found
 
 
@@ -86,20 +87,20 @@ def llama():
     return model
 
 
-def measuring(model, transport):
-    return Measuring(
+def measured(model, transport):
+    engine = Engine(
         model=model,
-        kernel=choose_kernel(CPU),
-        mesh=Mesh(transport, 1),
+        transport=transport,
+        planner=None,
+        num_heads=4,
+        timeout_seconds=60.0,
+        computing=Computing(),
         device=CPU,
-        kept_bytes=0,
-        end_bytes=0,
-        kinds=("none",),
-        heads="off",
-        most_tokens=MOST,
+        dtype=torch.float32,
         logits_at_once=2**16,
-        offloads=True,
     )
+    how = {"logits_at_once": engine.logits_at_once, "leaving_bytes": 0}
+    return Measuring(engine=engine, kinds=("none",), heads="off", most_tokens=MOST, **how)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_what_an_allocator_does_beside_gives_no_token_more(monkeypatch, changes)
     for name in ("memory_stats", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
     with monkeypatch.context() as patch, fake:
-        patch.setattr(small_pass, "_asks_an_allocator", lambda _: True)
+        patch.setattr(measuring, "_asks_an_allocator", lambda _: True)
         found = capacity_with(lambda *_: TOTAL - fake.kept)
     exact = capacity_with(lambda *_: TOTAL - fake.kept)
     assert fake.kept >= changes.get("once", 0)
@@ -133,7 +134,7 @@ def test_a_pass_that_held_more_than_a_longer_one_is_refused_by_all_ranks():
         if transport.rank == 1:
             model.register_forward_pre_hook(keep)
         with pytest.raises(FallingLine) as refused:
-            measuring(model, transport).capacities()
+            measured(model, transport).held()
         return str(refused.value)
 
     for said in run_ranks(work, 2):

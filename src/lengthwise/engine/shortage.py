@@ -1,4 +1,4 @@
-"""Running out of device memory, in words: where, what needed it, how much there is, and what to change."""
+"""Device memory: how much is free and in use, and the error where it runs out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALLER_STATE = "Use bf16, a smaller model, or more ranks: optimizer state and m
 
 @contextlib.contextmanager
 def reporting_shortage(where: Callable[[], str], *, needs: Callable[[], str], remedy: str) -> Iterator[None]:
-    """Raise MemoryShortage where the block runs out of device memory; `where` and `needs` are asked when it does."""
+    """Raise MemoryShortage where the block runs out of device memory; only then are `where` and `needs` called."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -33,7 +33,7 @@ def reporting_shortage(where: Callable[[], str], *, needs: Callable[[], str], re
 
 
 def reporting_update(transport: Transport) -> contextlib.AbstractContextManager[None]:
-    """Raise MemoryShortage where the end of a step inside the block runs out of device memory."""
+    """Raise MemoryShortage where the end of a step, which the block runs, runs out of device memory."""
     return reporting_shortage(
         lambda: f"rank {transport.rank}, {transport.phase}",
         needs=lambda: "the sum of gradients and the update",
@@ -42,10 +42,10 @@ def reporting_update(transport: Transport) -> contextlib.AbstractContextManager[
 
 
 class PeakMemory:
-    """The most that this process held since `start`: on the GPU it uses, else resident in memory."""
+    """Peak bytes of this process since `start`: on its GPU, else resident in memory."""
 
     def start(self) -> None:
-        """Forget what was held before; where the system cannot (only Linux can), the peak is that of the process."""
+        """Reset the peak; only Linux can for resident memory, elsewhere it is the peak since the process began."""
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
             return
@@ -65,7 +65,7 @@ class PeakMemory:
 
 
 def free_bytes(device: torch.device, ranks: int) -> float:
-    """Return the bytes that are free for one of so many ranks that share the memory of a device, or of the machine."""
+    """Return the free bytes for one of `ranks` ranks that share the memory of a device, or of the machine."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -74,7 +74,7 @@ def free_bytes(device: torch.device, ranks: int) -> float:
 
 
 def memory_in_use() -> str:
-    """Say how much of a GPU this process held at most; nothing without a GPU."""
+    """Return "; this process held ..." with the peak and total bytes of its GPU; "" without a GPU."""
     if not torch.cuda.is_initialized():
         return ""
     device = torch.cuda.current_device()

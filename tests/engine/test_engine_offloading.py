@@ -23,8 +23,7 @@ from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen3MoeCo
 from lengthwise.attention import ActivationPolicy, PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
-from lengthwise.engine.activations import measure_saved
-from lengthwise.engine.small_pass import SmallPasses
+from lengthwise.engine.measuring import SmallPasses
 from lengthwise.models import apply_policy, run_layers
 from lengthwise.offload import ActivationSaver, parameter_storages
 from lengthwise.program import lower_plan
@@ -80,7 +79,7 @@ def test_the_asked_share_of_a_models_activations_goes(family, kind):
         run_layers(model, planned, torch.zeros(300, dtype=torch.long), torch.arange(300) % 200)
     saved = saver.totals.saved_bytes
     passes = SmallPasses(model=model, kernel=kernel, recompute=kind)
-    assert measure_saved(passes).saved(300) == pytest.approx(saved, rel=0.01)
+    assert passes.measure_saved().saved(300) == pytest.approx(saved, rel=0.01)
     batch = make_batch((200, 100), vocab=48)
     for ratio in (0.25, 0.75, 1.0):
         away = run(model, offloaded(plan, ratio, kinds=[kind]), batch).offloaded_bytes
