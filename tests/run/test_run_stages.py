@@ -14,7 +14,7 @@ from lengthwise.comm import SoloTransport, World
 from lengthwise.core.faults import VARIABLE
 from lengthwise.core.measurements import Term
 from lengthwise.models import find_model
-from lengthwise.profiler.profile import ProfileSettings, profile
+from lengthwise.profiler.rank_profiler import ProfileSettings, profile
 from lengthwise.run.building import open_session
 from lengthwise.run.launch import threads_of_each
 from lengthwise.run.prepared_run import prepare

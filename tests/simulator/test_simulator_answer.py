@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lengthwise.cost import logits_at_once, named_hardware, named_shape
-from lengthwise.cost.sharding import Shard
+from lengthwise.cost.shard_choice import Shard
 from lengthwise.report.answer import answer_notes
 from lengthwise.simulator import Found, Question, RankMesh, WayRow, answer, on_one_mesh
 from lengthwise.simulator.answer import compare_layouts

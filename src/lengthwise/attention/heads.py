@@ -2,7 +2,7 @@
 
 Messages arrive in one buffer, member by member; a gather of rows puts them in the order of the group's tokens. If a
 group has more ranks than KV heads, several ranks take the same KV head, whose gradients its owner sums
-(`program.heads`).
+(`program.split_heads`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lengthwise.attention.packs import to_device
 from lengthwise.comm import Done, Pending, Transport
 from lengthwise.core.errors import PlanError
 from lengthwise.program import ALL_HEADS, Content, HeadRange, MicrobatchProgram, RankRound, Transfer
-from lengthwise.program.heads import group_of, group_runs, heads_of
+from lengthwise.program.split_heads import group_of, group_runs, heads_of
 
 Rows = Mapping[HeadRange, Sequence[Tensor]]
 """Tensors (rows, heads of the range, head_dim) by the range of heads that a rank attends."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lengthwise.attention.recompute import Recomputed
 from lengthwise.comm import Transport
-from lengthwise.program import MicrobatchProgram, RankRound, Span, Transfer, spans_of, sweep_rounds_of
+from lengthwise.program import MicrobatchProgram, RankRound, SequenceSpan, Transfer, spans_of, sweep_rounds_of
 
 _PADDING = -1
 
@@ -38,7 +38,7 @@ class LocalSpans:
         spans = [*spans_of(program, transport.rank)]
         row = spans[-1].rows.stop if spans else 0
         if row < num_rows:
-            spans.append(Span(_PADDING, _PADDING, 0, 0, 0, num_rows - row, row))
+            spans.append(SequenceSpan(_PADDING, _PADDING, 0, 0, 0, num_rows - row, row))
         self.spans = tuple(spans)
         pieces = program.microbatch.pieces
         self.is_cut = [span.piece != _PADDING and pieces[span.piece].degree > 1 for span in spans]

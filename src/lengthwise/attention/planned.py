@@ -25,7 +25,7 @@ from lengthwise.attention.recompute import Recomputation
 from lengthwise.attention.ring_steps import RingPass, RingStep, Shard, ring_steps_of
 from lengthwise.comm import Pending, Transport
 from lengthwise.program import BlockTask, Content, HeadRange, MicrobatchProgram
-from lengthwise.program.heads import heads_of
+from lengthwise.program.split_heads import heads_of
 
 Held = dict[Shard, Tensor | tuple[Tensor, Tensor]]
 """Keys and values of shards: one tensor (2, tokens, kv_heads, head_dim) if they travel, else two tensors."""

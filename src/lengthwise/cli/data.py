@@ -183,7 +183,7 @@ class Data:
 
     def _simulated(self, asked: Asked, dataset: Dataset, units: list[str]) -> str:
         from lengthwise.config import load_config
-        from lengthwise.cost.sharding import lora_params
+        from lengthwise.cost.shard_choice import lora_params
         from lengthwise.report.answer import answer_sentence
 
         assert asked.meshes is not None, "asked for"

@@ -315,10 +315,9 @@ class PlanCommand:
     def _shape(self, config: RunConfig | None, measured: Measurements | None) -> ModelShape | None:
         from lengthwise.cli.run_model import shape_of_run
         from lengthwise.cost import named_shape
-        from lengthwise.cost.measured import measured_shape
 
         if self.measurements and not self.cost:
-            return measured_shape(measured) if measured else None
+            return measured.model if measured else None
         if self.cost is None:
             if config is not None and not self.model_shape:
                 return shape_of_run(config)

@@ -69,7 +69,7 @@ class Profile:
         """Run the command; return the exit status."""
         longest_tokens = self._read()
 
-        from lengthwise.profiler.profile import ProfileSettings
+        from lengthwise.profiler.rank_profiler import ProfileSettings
         from lengthwise.run.profiling import profile_model
 
         settings = ProfileSettings(

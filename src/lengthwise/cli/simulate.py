@@ -157,7 +157,7 @@ class Simulate:
         return self.details or self.all or given or machine.mesh != "best" or self.loader != "none"
 
     def _answer(self, meshes: Meshes, batches: list[list[int]]) -> Answer:
-        from lengthwise.cost.sharding import lora_params
+        from lengthwise.cost.shard_choice import lora_params
 
         adapters = None if self.lora is None else lora_params(meshes.question.shape, self.lora)
         kinds, offloads = self.machine.kinds, self.offload_optimizer

@@ -218,7 +218,7 @@ class MeshChoices:
 
     def _measured(self) -> tuple[ModelShape, Hardware, Cost]:
         from lengthwise.cost import named_hardware
-        from lengthwise.cost.measured import measured_cost, measured_shape, read_measurements
+        from lengthwise.cost.measured import measured_cost, read_measurements
 
         assert self.measurements is not None, "only asked for where there is a file"
         problems = Collector()
@@ -230,7 +230,7 @@ class MeshChoices:
         found = problems.attempt(partial(read_measurements, self.measurements))
         problems.raise_all()
         assert found is not None, "a file that was not read must have been a problem"
-        return measured_shape(found), named_hardware(found.hardware), measured_cost(found)
+        return found.model, named_hardware(found.hardware), measured_cost(found)
 
 
 def search_meshes(planners: Sequence[str], batches: Sequence[Sequence[int]], question: Question) -> list[Best]:

@@ -1,6 +1,6 @@
 """The settings of a run and the rules between them; the keys of a run file are exactly these fields.
 
-Types are strict: `steps: true` is an error. Descriptions give unit and default: users read them beside a wrong value.
+Types are strict: `steps: true` is an error. Descriptions give unit and default; errors quote them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from lengthwise.config.optimizer import OptimizerConfig
+from lengthwise.config.optimizer_config import OptimizerConfig
 from lengthwise.config.sections import (
     CheckpointConfig,
     DataSource,
@@ -21,7 +21,7 @@ from lengthwise.config.sections import (
     read_meanwhile,
     scheme_of,
 )
-from lengthwise.config.settings import PathSetting, Settings
+from lengthwise.config.setting_types import PathSetting, Settings
 from lengthwise.config.training import TrainingSettings
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import BYTES_TOKENIZER
@@ -31,12 +31,12 @@ TINY_MODEL = "tiny"
 
 
 def _as_names(value: object) -> object:
-    """Read one name as a list of it, and null or none as an empty one."""
+    """Return one name as a list, and null or none as an empty one."""
     return () if value in (None, "none") else (value,) if isinstance(value, str) else value
 
 
 class _Training(Settings):
-    """What is trained, on what and how long: the keys that are written before those of a step."""
+    """The model, the data and the length of a run: keys that the resolved file lists first."""
 
     model: str = Field(min_length=1, description="tiny, a local Hugging Face folder, or a hub name")
     weights: Literal["load", "fresh"] | None = Field(
@@ -57,7 +57,7 @@ class _Training(Settings):
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="the seed of all random numbers, 0 to 2^63 - 1; default 0")
     steps: int | None = Field(
-        default=None, ge=1, description=f"optimizer steps; default {DEFAULT_STEPS} where epochs is not given"
+        default=None, ge=1, description=f"optimizer steps; default {DEFAULT_STEPS} if epochs is not given"
     )
     epochs: int | None = Field(default=None, ge=1, description="the number of passes over the data, in place of steps")
     global_batch: GlobalBatch = Field(
@@ -67,7 +67,7 @@ class _Training(Settings):
 
 
 class RunConfig(TrainingSettings, _Training):
-    """Everything that decides a run. Made by `load_config`, which also resolves paths; written to the output folder."""
+    """All settings of a run. `load_config` makes it and resolves paths; the output folder keeps a copy."""
 
     loss: Literal["chunked", "whole"] = Field(
         default="chunked",
@@ -84,7 +84,7 @@ class RunConfig(TrainingSettings, _Training):
         description="{r: 16, ...}: train LoRA adapters on the frozen model; default null (train the whole model)",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto (GPUs where there are any), cpu or cuda; default auto"
+        default="auto", description="auto (GPUs if there are any), cpu or cuda; default auto"
     )
     memory_check: bool | None = Field(
         default=None,
@@ -122,21 +122,21 @@ class RunConfig(TrainingSettings, _Training):
     @model_validator(mode="before")
     @classmethod
     def _spell_out(cls, values: object) -> object:
-        """Fill in the steps where no end of the run is given."""
+        """Fill in the default steps if neither steps nor epochs are given."""
         if not isinstance(values, dict) or values.get("steps") is not None or values.get("epochs") is not None:
             return values
         return {**values, "steps": DEFAULT_STEPS}
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
-        """Refuse what does not go together, here and in the table of all doors."""
+        """Return errors for values that do not go together, by this class's rules and `together`."""
         found = super().broken_rules(values)
         if values.get("save") is not None and values.get("eval") is None:
             remedy = "Add `eval: {data: [{path: eval.jsonl}]}`, or take save out."
             found.append(ConfigError("save", expected="`eval` beside it", got="none", remedy=remedy))
         trackers = values.get("report_to")
         if isinstance(trackers, list | tuple) and len({*map(str, trackers)}) < len(trackers):
-            got, remedy = ", ".join(map(str, trackers)), "Leave out what is there before."
+            got, remedy = ", ".join(map(str, trackers)), "Remove the repeated names."
             found.append(ConfigError("report_to", expected="each tracker once", got=got, remedy=remedy))
         found += _not_read_meanwhile(values)
         if (scheme := scheme_of(output := values.get("output"))) is not None:
@@ -145,21 +145,21 @@ class RunConfig(TrainingSettings, _Training):
         return found
 
     def precision_on(self, *, gpus: bool) -> str:
-        """Return the precision on this kind of device: fp32, bf16 or fp64."""
+        """Return the precision on GPUs or CPUs: fp32, bf16 or fp64."""
         if self.precision != "auto":
             return self.precision
         return "bf16" if gpus else "fp32"
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer in use: the one named, else the model's own, and bytes for `tiny`."""
+        """The tokenizer in use: the named one, else the model's own, or bytes for `tiny`."""
         if self.tokenizer is not None:
             return self.tokenizer
         return BYTES_TOKENIZER if self.model == TINY_MODEL else self.model
 
 
 def _not_read_meanwhile(values: Mapping[str, object]) -> list[ConfigError]:
-    """Refuse sources that are read meanwhile beside others, and what needs a count of all rows."""
+    """Refuse data read during training beside other data, and settings that need a count of all rows."""
     data, found = values.get("data"), []
     data = data if isinstance(data, list | tuple) else ()
     keys = [read_meanwhile(each) for each in data]
@@ -167,14 +167,18 @@ def _not_read_meanwhile(values: Mapping[str, object]) -> list[ConfigError]:
     if key is not None and set(keys) != {key}:
         number = next(number for number, other in enumerate(keys) if other != key)
         remedy = f"Set `{key}: true` on this source, too, or on none."
-        found.append(ConfigError(f"data.{number}.{key}", expected=f"all or none {key}", got="some", remedy=remedy))
+        found.append(
+            ConfigError(
+                f"data.{number}.{key}", expected=f"all sources `{key}`, or none", got="some of them", remedy=remedy
+            )
+        )
     numbers = {str(each.get(key) if isinstance(each, Mapping) else getattr(each, key)) for each in data if key}
     if key == "streaming" and len(numbers) > 1:
         got, remedy = " and ".join(sorted(numbers)), "Set the same number."
-        expected = "one number of rows to shuffle for all sources, which are one stream"
+        expected = "the same number of rows to shuffle for all sources, which form one stream"
         found.append(ConfigError("data.0.streaming", expected=expected, got=got, remedy=remedy))
     if key is not None and values.get("epochs") is not None:
         remedy = f"Set steps in its place, or take {key} out."
-        expected = f"`steps` beside `{key}` data, whose rows are not counted before they come"
+        expected = f"`steps` beside `{key}` data, whose number of rows is not known at the start"
         found.append(ConfigError("epochs", expected=expected, got=f"{values['epochs']}", remedy=remedy))
     return found

@@ -35,7 +35,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from lengthwise.config.schema import TINY_MODEL
 from lengthwise.core.errors import ConfigError, LengthwiseError, OutputError, raise_problems
 from lengthwise.core.files import MOST_BYTES
-from lengthwise.core.hub import only_cached, why_only_cached
+from lengthwise.core.hub_access import only_cached, why_only_cached
 from lengthwise.cost import named_shape
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 from lengthwise.models.text_part import has_towers, left_alone, text_config, text_part, whole_model

@@ -1,12 +1,12 @@
-"""Lengths in, plan out: `plan_step` is the one entry. Pure: no torch, no processes, no clock.
+"""Lengths in, plan out; `plan_step` is the one entry. Pure: no torch, no processes, no clock.
 
-The same lengths, cluster, costs and planner give the same plan, in any process and on any machine.
+The same lengths, cluster, costs and planner give the same plan in any process and on any machine.
 """
 
 from lengthwise.core.sizes import PLANNING_SHARE
-from lengthwise.planner.api import PlanStep, arithmetic_seconds, plan_recomputed, plan_step
 from lengthwise.planner.baselines.single_degree import PACKED_DP
-from lengthwise.planner.options import PlanOptions, options_of
+from lengthwise.planner.entry import PlanStep, arithmetic_seconds, plan_recomputed, plan_step
+from lengthwise.planner.plan_options import PlanOptions, options_of
 from lengthwise.planner.problem.bounds import bound_seconds
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import Score, score

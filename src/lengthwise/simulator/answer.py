@@ -16,7 +16,7 @@ from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.plan import Plan
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost import choose_shard, wanted_tokens
-from lengthwise.cost.sharding import Shard
+from lengthwise.cost.shard_choice import Shard
 from lengthwise.planner import arithmetic_seconds
 from lengthwise.simulator.layouts import MOST_RANKS, layout_seconds
 from lengthwise.simulator.mesh_search import Search

@@ -15,7 +15,7 @@ from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import RESERVED, Choice, Cost, StepMemory
 from lengthwise.cost.capacity import tokens_within
-from lengthwise.cost.sharding import LEAST_TOKENS, LayoutSeconds
+from lengthwise.cost.shard_choice import LEAST_TOKENS, LayoutSeconds
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner.service.step_planning import step_planning
 from lengthwise.simulator.step import simulate_plan

@@ -22,7 +22,7 @@ from lengthwise.cost import (
     recompute_capacities,
     step_memory,
 )
-from lengthwise.cost.sharding import Shard
+from lengthwise.cost.shard_choice import Shard
 from lengthwise.planner import PLANNING_SHARE, PlanOptions, PlanStep, options_of, plan_step
 from lengthwise.program import trains
 from lengthwise.simulator.rivals import LockStep

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
-from lengthwise.cost import Choice, Cost, Pass
+from lengthwise.cost import Choice, Cost, PassShares
 from lengthwise.cost.links import Floats
 from lengthwise.simulator.piece_layers import PieceLayer, piece_layer, stack_layers
 
@@ -111,7 +111,9 @@ def _run(pieces: Sequence[_Placed], shape: tuple[int, ...], microbatch: Microbat
     }
 
 
-def _run_pass(pieces: Sequence[_Placed], clock: Floats, held: Floats, each: Pass, cost: Cost) -> tuple[Floats, Floats]:
+def _run_pass(
+    pieces: Sequence[_Placed], clock: Floats, held: Floats, each: PassShares, cost: Cost
+) -> tuple[Floats, Floats]:
     """Run all layers of one pass; return the clocks after it, and its arithmetic."""
     own = (each.linear * cost.linear_seconds * held + each.linear * cost.fixed_seconds) / cost.layers
     exchange, blocks = np.zeros_like(held), np.zeros_like(held)
@@ -173,7 +175,7 @@ def _shared_seconds(rings: Sequence[_Ring], sends: Sequence[Floats], step: int, 
 class _Ring:
     """A ring in one layer of one pass: what each rank computes and sends at each ring step, at [..., position, 1]."""
 
-    def __init__(self, piece: _Placed, each: Pass, cost: Cost) -> None:
+    def __init__(self, piece: _Placed, each: PassShares, cost: Cost) -> None:
         layer, self.places, self.nodes = piece.layer, piece.places, piece.nodes
         self._keys, self._gradients = cost.forward.ring, each.ring - cost.forward.ring if each is cost.backward else 0.0
         self._positions = layer.positions

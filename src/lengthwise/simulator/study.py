@@ -17,7 +17,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost import Choice, Cost, Hardware, StepMemory, analytic_cost, step_flops
 from lengthwise.planner import PlanOptions, PlanStep, plan_recomputed, plan_step
-from lengthwise.planner.options import DEFAULT
+from lengthwise.planner.plan_options import DEFAULT
 from lengthwise.program import features_of
 from lengthwise.simulator.loading import loading_seconds, waits_seconds
 from lengthwise.simulator.step import simulate_plan

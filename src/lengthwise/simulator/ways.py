@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lengthwise.cost.sharding import Shard
+from lengthwise.cost.shard_choice import Shard
 
 OURS = "Lengthwise"
 BY_WORK = "FSDP2, own sampler"  # the quicker of the last two, if packs of like work run side by side

@@ -1,7 +1,8 @@
-"""A profile, as one of its ranks: runs the parts of a step in turn, again and again, and fits what they took.
+"""A profile, as one of its ranks: run the parts of a step repeatedly, in turn, and fit costs to their times.
 
-Microbatches of doubling lengths, rings and blocks warm up until one takes too long; then all take turns with messages
-and the step's end. Lower quartiles over ranks make the samples (`cost.fit`). It needs the memory of training alone.
+Microbatches of doubling lengths, rings and blocks warm up until one takes too long; then all of them take turns with
+messages and the step's end. Lower quartiles over ranks make the samples (`cost.fit`). It needs no more memory than
+training.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +23,11 @@ from lengthwise.attention import Block, BlockKernel, Saved
 from lengthwise.comm import Mesh, Transport, World, share_numbers
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.errors import MemoryShortage
-from lengthwise.core.measurements import Clock, Kind, Measurements, Precision, Sample
+from lengthwise.core.measurements import Clock, Measurements, Precision, Sample
 from lengthwise.core.shape import ModelShape
-from lengthwise.cost import shape_from_config
+from lengthwise.cost import logits_at_once, shape_from_config
 from lengthwise.cost.fit import fit_samples
-from lengthwise.cost.measured import base_cost, measured_model
+from lengthwise.cost.measured import base_cost
 from lengthwise.engine.batch import random_batch
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.optimizer import SlicedOptimizer, sliced_optimizer
@@ -42,27 +44,29 @@ from lengthwise.models import (
     compute_so,
     position_limit,
     score_cap,
+    token_loss,
 )
 from lengthwise.offload import ActivationStore, DiskStore, PinnedStore
-from lengthwise.profiler.model_ends import run_embedding, run_head
 from lengthwise.profiler.place import this_place
 from lengthwise.profiler.runs import (
     GPU_TIMES,
     SHORTEST_TOKENS,
     ProfiledRun,
     copy_runs,
+    end_samples,
     local_run,
     message_runs,
     packs_up_to,
     ring_runs,
+    sample_of,
 )
-from lengthwise.profiler.watch import Stopwatch, WatchedTransport
+from lengthwise.profiler.stopwatch import Stopwatch, WatchedTransport
 
-_LONGEST_SHARE = 1 / 25  # of all seconds, that one run may take
+_LONGEST_SHARE = 1 / 25  # the most of all seconds that one run may take
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 25
-_LEAST_TOKENS = 256  # up to here lengths double however long it takes: fewer tell nothing
+_LEAST_TOKENS = 256  # lengths double up to here, however long it takes: shorter runs alone give no fit
 _Timed = Callable[[], tuple[float, float, float]]
-"""Runs something; returns its seconds on this rank, of these those waited, those before backward (NaN: not apart)."""
+"""Runs something; returns its seconds on this rank, those of them spent waiting, and those before backward or NaN."""
 
 Trained = tuple[nn.Module, Parameters, SlicedOptimizer]
 """A model, its parameters and their optimizer."""
@@ -70,10 +74,10 @@ Trained = tuple[nn.Module, Parameters, SlicedOptimizer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSettings:
-    """How a profile is taken.
+    """How to take a profile.
 
-    seconds: that it may take, about. longest_tokens: no sequence is longer. hardware: whose terms fill the gaps.
-    computing: how the model computes, as a run has it.
+    seconds: about how long it may take. longest_tokens: the longest sequence. hardware: the named hardware whose terms
+    fill gaps. computing: how the model computes, as in a run.
     """
 
     seconds: float
@@ -93,13 +97,13 @@ def profile(
     trained: Trained | None = None,
     store: ActivationStore | None = None,
 ) -> Measurements:
-    """Measure a model on all ranks of a world; return the same on each.
+    """Measure a model on all ranks of a world; return the same measurements on each.
 
-    trained: what has not made a step yet, and stays as it is to the bit; None: built from `source`. store: where
-    activations are offloaded to; None: copies are not measured.
+    trained: a model, parameters and optimizer before their first step; they stay equal to the bit. By default, built
+    from `source`. store: where activations are offloaded; if None, copies are not measured.
 
     Raises:
-        LengthwiseError: a rank was lost, or what was timed makes no costs.
+        LengthwiseError: a rank was lost, or the samples give no costs.
     """
     shape = shape_from_config(source.config.to_dict(), name=source.name)
     trained = trained or build(source, world, transport, settings.precision, settings.computing)
@@ -124,7 +128,7 @@ def profile(
     return Measurements(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         place=place,
-        model=measured_model(shape),
+        model=shape,
         precision=settings.precision,
         hardware=settings.hardware,
         fit=fit_samples(samples, base, launches_ahead=world.device.type == "cuda"),
@@ -134,7 +138,7 @@ def profile(
 
 
 def _adapters(model: nn.Module) -> int | None:
-    """Count what trains of a model whose own parameters stay; None: all train."""
+    """Return the number of parameters that train if others do not; None if all train."""
     parameters = list(model.parameters())
     if all(parameter.requires_grad for parameter in parameters):
         return None
@@ -148,7 +152,7 @@ def build(
     precision: Precision,
     computing: Computing | None = None,
 ) -> Trained:
-    """Build a model to be measured, its weights drawn, its parameters and optimizer. Collective."""
+    """Build a model with random weights, its parameters and optimizer, to be measured. Collective."""
     model = build_model(source, seed=0, stored=transport.rank == 0)
     compute_so(model, computing or Computing(), world.device, dtype=DTYPES[precision])
     choose_mixers(model, transport, world.device, dtype=DTYPES[precision])
@@ -157,14 +161,14 @@ def build(
 
 
 def open_store(device: torch.device, folder: Path | None, *, where: str) -> ActivationStore | None:
-    """Open what activations are offloaded to: the host's memory of a GPU, else a folder; None: there is neither."""
+    """Open the store for activations: a folder, or a GPU's host memory; None if there is neither."""
     if folder is not None:
         return DiskStore(folder, where=where)
     return PinnedStore(device, where=where) if device.type == "cuda" else None
 
 
 class RankProfiler:
-    """What one rank of a profile does; all ranks of the world call the same methods in the same order."""
+    """One rank of a profile; all ranks of the world call the same methods in the same order."""
 
     def __init__(
         self,
@@ -189,7 +193,7 @@ class RankProfiler:
         self._parameters, self._optimizer = parameters, optimizer
 
     def time_in_turns(self, runs: Sequence[ProfiledRun]) -> list[Sample]:
-        """Run all of them and the step's end in turns while there is time; return a sample of each, ends last."""
+        """Run all of them and the step's end in turns while time is left; return samples, ends last."""
         timed = [self._timed(run) for run in runs]
         took: list[list[tuple[float, float, float]]] = [[] for _ in runs]
         end_took: list[tuple[float, float, float]] = []
@@ -206,14 +210,14 @@ class RankProfiler:
         shared = self._shared(mine.reshape(len(runs), rounds, 3))
         ends = self._shared(torch.tensor(end_took, dtype=torch.float64))
         clock = self._settings.clock
-        return [_sample(run, shared[:, number], clock) for number, run in enumerate(runs)] + _end_samples(ends, clock)
+        return [sample_of(run, shared[:, number], clock) for number, run in enumerate(runs)] + end_samples(ends, clock)
 
     def _has_time(self, rounds: int) -> bool:
         passed = time.perf_counter() - self._began
         return rounds < _MOST_ROUNDS and passed * (1 + 1 / (rounds + 1)) < self._settings.seconds
 
     def ladder(self) -> list[ProfiledRun]:
-        """Choose what to run, and run it once: lengths double while they take less than their part of the time."""
+        """Choose what to time, and run it once; lengths double while a run takes less than its share of the time."""
         ranks, layers, longest = self._world.world_size, self._shape.layers, 0
         runs: list[ProfiledRun] = []
         tokens = SHORTEST_TOKENS
@@ -238,7 +242,7 @@ class RankProfiler:
         try:
             for run in runs:
                 self._timed(run)()
-        except MemoryShortage:  # of all ranks alike, for all hold as much
+        except MemoryShortage:  # on all ranks alike, as all hold the same
             return self._agreed(False)
         share = _LONGEST_SHARE * len(runs) * self._settings.seconds
         return self._agreed(time.perf_counter() - start < share)
@@ -268,7 +272,7 @@ class RankProfiler:
         return time_it
 
     def _block(self, tokens: int) -> _Timed:
-        """Time one layer's causal attention of one sequence, forward and backward, by the kernel alone."""
+        """Time one layer's causal attention of one sequence, forward and backward, the kernel alone."""
         shape, device = self._shape, self._world.device
         q = torch.randn(tokens, shape.heads, shape.head_dim, dtype=self._dtype, device=device)
         k, v = torch.randn(2, tokens, shape.kv_heads, shape.head_dim, dtype=self._dtype, device=device)
@@ -286,7 +290,7 @@ class RankProfiler:
     def _end_of_model(self, run: ProfiledRun) -> _Timed:
         """Time the embedding, or the head with its loss, forward and backward."""
         ids = torch.arange(run.lengths[0], device=self._world.device) % self._shape.vocab
-        work = partial(run_head if run.kind == "head" else run_embedding, self._model, ids)
+        work = partial(_run_head if run.kind == "head" else _run_embedding, self._model, ids)
         return lambda: (self._watch.seconds(work), 0.0, float("nan"))
 
     def _message(self, run: ProfiledRun) -> _Timed:
@@ -308,7 +312,7 @@ class RankProfiler:
         return time_it
 
     def _copy(self, num_bytes: int) -> _Timed:
-        """Time bytes to where activations are offloaded, and back, on all ranks at once."""
+        """Time copying bytes to the offload store and back, on all ranks at once."""
         values, store = torch.ones(num_bytes, dtype=torch.uint8, device=self._world.device), self._store
         assert store is not None, "copies are only run where there is a store"
 
@@ -353,47 +357,18 @@ class RankProfiler:
         return everyone.view(self._world.world_size, *mine.shape).numpy()
 
 
-def _sample(run: ProfiledRun, took: np.ndarray, clock: Clock) -> Sample:
-    """Make the sample of a run from `took`, [ranks, rounds, (seconds, of these waited, of these forward)]."""
-    if run.kind == "ring":
-        assert run.plan is not None, run
-        took = took[list(run.plan.microbatches[0].ranks)]
-    whole, waited, forward = np.moveaxis(took, 2, 0)
-    if run.kind in ("local", "block", "copy", "embedding", "head"):
-        return _of(run, _usual(whole, clock), whole, None if np.isnan(forward).any() else _usual(forward, clock))
-    if clock == "wall":
-        return _of(run, _usual(whole.max(axis=0), clock), whole)
-    # A rank waits longer than the least of all turns while the machine does other work.
-    return _of(run, float((whole - waited).min(axis=1).max() + waited.min()), whole - waited)
+def _run_embedding(model: Any, ids: Tensor) -> None:
+    """Run the embedding of ids (tokens,) forward, and backward if it trains; gradients accumulate."""
+    found = model.get_input_embeddings()(ids[None])
+    if found.requires_grad:
+        found.backward(torch.ones_like(found))
 
 
-def _end_samples(ends: np.ndarray, clock: Clock) -> list[Sample]:
-    kinds: tuple[Kind, ...] = ("end_collectives", "end_update", "end_clear")
-    degree = len(ends)
-    return [
-        _of(ProfiledRun(kind=kind, degree=degree), _usual(ends[..., part].max(axis=0), clock), ends[..., part])
-        for part, kind in enumerate(kinds)
-        if kind != "end_collectives" or degree > 1
-    ]
-
-
-def _usual(seconds: np.ndarray, clock: Clock) -> float:
-    """Return the repeat that counts: other work adds to wall seconds, and slows single CPU seconds."""
-    return float(np.quantile(seconds, 0.25 if clock == "wall" else 0.0))
-
-
-def _of(run: ProfiledRun, seconds: float, repeats: np.ndarray, forward_seconds: float | None = None) -> Sample:
-    """Make a sample; `repeats`, [ranks, rounds], give its spread."""
-    seconds = max(seconds, 1e-9)
-    lower, upper = np.quantile(repeats, (0.25, 0.75))
-    return Sample(
-        kind=run.kind,
-        lengths=run.lengths,
-        degree=run.degree,
-        tier=run.tier,
-        num_bytes=run.num_bytes,
-        seconds=seconds,
-        forward_seconds=forward_seconds,
-        repeats=repeats.shape[1],
-        spread=float(upper - lower) / seconds,
-    )
+def _run_head(model: Any, ids: Tensor) -> None:
+    """Run head and loss of labels (tokens,) forward and backward, with as many logits at once as in training."""
+    head: Any = model.get_output_embeddings()
+    like, width = head.weight, head.weight.shape[-1]
+    words: int = model.config.vocab_size
+    for some in ids.split(logits_at_once(words, on_gpus=ids.is_cuda) // words or 1):
+        hidden = torch.randn(len(some), width, dtype=like.dtype, device=ids.device, requires_grad=True)
+        token_loss(head(hidden), some).backward()
