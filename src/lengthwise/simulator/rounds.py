@@ -20,7 +20,7 @@ from lengthwise.cost.links import Floats
 from lengthwise.simulator.piece_layers import PieceLayer, piece_layer, stack_layers
 
 _AT_ONCE = 2**21  # blocks of rings that are run side by side, 8 bytes each
-_NO_NODES = np.zeros((1, 1), dtype=np.int64)  # of rings that share no uplinks: never asked for
+_NO_NODES = np.zeros((1, 1), dtype=np.int64)  # for rings that share no uplinks, which do not read it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def microbatch_clocks(microbatch: Microbatch, tokens: Sequence[int], cost: Cost)
 
 
 def ring_clocks(microbatches: Sequence[Microbatch], tokens: Sequence[int], cost: Cost) -> list[MicrobatchClocks]:
-    """Run microbatches of one piece each, alike in degree, heads, offload and recomputation, on links of their own."""
+    """Run microbatches of one piece each, on links of their own; degree, heads, offload and recomputation are equal."""
     positions = microbatches[0].pieces[0].degree // microbatches[0].pieces[0].heads
     most = max(1, _AT_ONCE // positions**2)
     parts = (microbatches[first : first + most] for first in range(0, len(microbatches), most))
@@ -135,7 +135,7 @@ def _run_pass(
 
 
 def _run_layer(rings: Sequence[_Ring], lone: Sequence[tuple[_Placed, Floats]], clock: Floats, cost: Cost) -> Floats:
-    """Run one layer: rings, and the blocks of pieces that need no other rank's keys."""
+    """Run the rings of one layer, and the blocks of pieces that need no keys of other ranks."""
     for step in range(max(ring.num_steps for ring in rings)):
         end = clock.copy()
         for piece, seconds in lone if step == 0 else ():
@@ -199,7 +199,7 @@ class _Ring:
         return payload + self._gradients * self._arrived(step - 1) if self._gradients and step >= 2 else payload
 
     def send_seconds(self, step: int) -> Floats:
-        """Return the seconds of each position's message; 0 where there is none."""
+        """Return the seconds of each position's message; 0 if it sends none."""
         payload = self.payload(step)
         return np.where(payload > 0, self.latency + payload / self._rate, 0.0)
 
