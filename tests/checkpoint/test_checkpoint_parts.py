@@ -22,9 +22,9 @@ from lengthwise.checkpoint import (
     unfit,
     write_part,
 )
-from lengthwise.checkpoint.folder import begin, commit
 from lengthwise.checkpoint.manifest import read_manifest, signed
 from lengthwise.checkpoint.part import take_digests
+from lengthwise.checkpoint.saved_folder import begin, commit
 from lengthwise.core.errors import OutputError, Problems
 from lengthwise.engine.flat_layout import lay_out
 from properties import costly

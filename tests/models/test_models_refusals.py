@@ -222,5 +222,5 @@ def test_layer_that_does_not_attend_through_the_plan_is_counted():
 
     model, planned, tensors = one_rank()
     model.model.layers[1].self_attn = Elsewhere()
-    with pytest.raises(ModelRefused, match=r"all 2 layers.*got 1 that did"):
+    with pytest.raises(ModelRefused, match=r"all 2 layers.*got 1 layer\."):
         model_loss(model, planned, *tensors)

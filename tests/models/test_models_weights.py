@@ -66,7 +66,7 @@ FAULTS = {
     "one tensor missing": ("shards", lose_tensor, r"1 tensors of model.*not in their files"),
     "index cut short": ("shards", lambda f: cut(f / INDEX), "index.json: "),
     "index without map": ("shards", lambda f: change_index(f, weight_map=None), "without a weight_map"),
-    "index that leaves the folder": ("shards", move_outside, "no plain name"),
+    "index that leaves the folder": ("shards", move_outside, "not the name of a file beside it"),
     "file cut short": ("single", lambda f: cut(f / SINGLE), "model.safetensors: "),
     "download under way": ("single", lambda f: (f / SINGLE).rename(f / f"{SINGLE}.incomplete"), "incomplete"),
     "half-saved": ("single", lose_everything, "generation_config.json"),

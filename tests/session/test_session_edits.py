@@ -586,7 +586,7 @@ def test_hooks_of_parameters_that_the_model_would_lose_are_refused(tmp_path):
     def work(_rank):
         model = small_model()
         model.lm_head.weight.register_hook(lambda gradient: gradient * 0.5)
-        with pytest.raises(LengthwiseError, match=r"lm_head\.weight: expected no hook"):
+        with pytest.raises(LengthwiseError, match=r"lm_head\.weight: expected no gradient hook"):
             Planned(model, {"shard": "zero3"})
 
     in_ranks(work, 2, tmp_path)

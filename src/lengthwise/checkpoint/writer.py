@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from lengthwise.checkpoint.folder import begin, commit
 from lengthwise.checkpoint.manifest import Manifest, fields_of_state
-from lengthwise.checkpoint.optimizer import state_of
+from lengthwise.checkpoint.optimizer_state import state_of
 from lengthwise.checkpoint.part import Kept, take_digests, write_part, wrong_numbers
+from lengthwise.checkpoint.saved_folder import begin, commit
 from lengthwise.comm import Transport, share_first, share_names, share_numbers
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.faults import fault

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lengthwise.comm import Transport
 from lengthwise.core.errors import ModelRefused
+from lengthwise.core.names import counted
 from lengthwise.models.modules import replace_parameters
 from lengthwise.models.text_part import whole_model
 
@@ -46,7 +47,7 @@ def refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
     """
     hooked = [n for n, p in parameters.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
     if hooked:
-        where, got = f"parameter {hooked[0]}", f"hooks of {len(hooked)} parameters"
+        where, got = f"parameter {hooked[0]}", f"hooks of {counted(len(hooked), 'parameter')}"
         expected = "no gradient hook yet, because the model gets new parameters"
         raise ModelRefused(where, expected=expected, got=got, remedy="Register hooks after making the session.")
 

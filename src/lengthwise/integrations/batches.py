@@ -20,7 +20,7 @@ from lengthwise.core.errors import ConfigError, DataError
 from lengthwise.data import NO_LOSS
 from lengthwise.data.messages import BESIDE, is_nothing
 from lengthwise.session import Session
-from lengthwise.session.rows import Row
+from lengthwise.session.row_batch import Row
 from lengthwise.session.source import PlannedStep
 
 _IDS, _LABELS, _MASK, _POSITIONS = "input_ids", "labels", "attention_mask", "position_ids"

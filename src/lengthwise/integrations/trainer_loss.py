@@ -12,7 +12,7 @@ from lengthwise.models import has_balance_loss, has_own_logits
 from lengthwise.session.loss_checks import KnownShare, ShareInChunks
 from lengthwise.session.losses import ComputeLoss
 from lengthwise.session.model import hugging_face_model
-from lengthwise.session.rows import rows_of
+from lengthwise.session.row_batch import rows_of
 from lengthwise.session.source import PlannedStep
 
 

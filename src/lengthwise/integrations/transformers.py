@@ -35,7 +35,7 @@ from lengthwise.integrations.trainer_state import load_state, save_state
 from lengthwise.models import check_adapters
 from lengthwise.session import Session, StepResult
 from lengthwise.session.keywords import StepOptions, keyword_problems
-from lengthwise.session.rows import Row
+from lengthwise.session.row_batch import Row
 
 _PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")  # accelerate's names of plain data parallelism
 

@@ -26,7 +26,7 @@ from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.models import has_dropout
 from lengthwise.session import Session, StepResult
 from lengthwise.session.loss_checks import ShareInChunks
-from lengthwise.session.rows import Row
+from lengthwise.session.row_batch import Row
 
 Result = TypeVar("Result")
 _OFFLOADING: Refusal = (OFF, "its hooks would see a plan's microbatches")

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 
 from lengthwise.attention import PlannedAttention, planned_attention
 from lengthwise.core.errors import ModelRefused
+from lengthwise.core.names import counted
 from lengthwise.cost import logits_at_once as logits_by_rule
 from lengthwise.models.loss import DecoderOutput, has_own_logits, token_loss, token_losses
 from lengthwise.models.mixer_layers import count_mixers, mixing_in_torch, put_mixers
@@ -185,7 +186,7 @@ def run_planned(
     if run != layers if once or not layers else (not run or run % layers):
         where, expected = f"model {type(model).__name__}", f"all {layers} layers that mix tokens to run by the plan"
         remedy = "Use another model: layers of other kinds would be silently wrong."
-        raise ModelRefused(where, expected=expected, got=f"{run} layers", remedy=remedy)
+        raise ModelRefused(where, expected=expected, got=counted(run, "layer"), remedy=remedy)
     return result
 
 

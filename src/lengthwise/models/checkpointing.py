@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lengthwise.attention import ActivationPolicy, PlannedAttention, Recomputation
 from lengthwise.core.errors import ModelRefused
+from lengthwise.core.names import counted
 from lengthwise.models.double import as_here
 from lengthwise.models.dropout import KeyedDropout
 from lengthwise.models.model_source import build_skeleton
@@ -87,7 +88,7 @@ def _recomputing(
     if planned.layers_checkpointed != planned.layers_kept:
         where = f"model {type(model).__name__}"
         expected = f"all {planned.layers_kept} layers that mix tokens to run in Hugging Face's gradient checkpointing"
-        raise ModelRefused(where, expected=expected, got=f"{planned.layers_checkpointed} layers", remedy=_REMEDY)
+        raise ModelRefused(where, expected=expected, got=counted(planned.layers_checkpointed, "layer"), remedy=_REMEDY)
 
 
 def wrapped_layers(model: nn.Module) -> list[Any]:

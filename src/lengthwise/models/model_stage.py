@@ -208,7 +208,7 @@ def _refused(model: Any, expected: str, got: str) -> ModelRefused:
 
 def _idle_stage(number: int, chunks: Sequence[range], stages: int) -> ConfigError:
     layers = ", ".join(str(layer) for chunk in chunks[number::stages] for layer in chunk)
-    expected, got = "trainable parameters on every stage", f"none on stage {number}, with layers {layers}"
+    expected, got = "trainable parameters on every stage", f"none on stage {number} (layers {layers})"
     remedy = "Use fewer stages, or unfreeze parameters or add adapters on that stage."
     return ConfigError("stages", expected=expected, got=got, remedy=remedy)
 

@@ -35,7 +35,7 @@ from lengthwise.engine.objective import Objective
 from lengthwise.session.engine import Engine
 from lengthwise.session.losses import ComputeLoss, OfModel, OfOutputs, TokenLoss, Tokens
 from lengthwise.session.model import refuse_balance
-from lengthwise.session.rows import RowBatch, rows_of
+from lengthwise.session.row_batch import RowBatch, rows_of
 from lengthwise.session.source import PlannedStep
 
 _UNEQUAL = 2e-2  # relative difference: a mean differs by far more, rounding in bf16 by less

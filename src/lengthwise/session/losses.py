@@ -21,7 +21,7 @@ from lengthwise.engine.objective import ForwardPass
 from lengthwise.models import token_losses
 from lengthwise.models.adapter import planned_output, run_planned
 from lengthwise.session.misuse import shown
-from lengthwise.session.rows import RowBatch
+from lengthwise.session.row_batch import RowBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

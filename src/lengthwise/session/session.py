@@ -30,7 +30,7 @@ from lengthwise.session.misuse import check_kinds, refuse_modes
 from lengthwise.session.model import num_words
 from lengthwise.session.own_loop import start_of_loop
 from lengthwise.session.planning import SessionPlanning
-from lengthwise.session.rows import Row, RowBatch
+from lengthwise.session.row_batch import Row, RowBatch
 from lengthwise.session.runner import StepResult, StepRunner, first_step_sentence, refuse_not_finite
 from lengthwise.session.saving import SavedSession
 from lengthwise.session.settings import planning_of

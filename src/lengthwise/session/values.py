@@ -28,7 +28,7 @@ from lengthwise.session.engine import Engine
 from lengthwise.session.losses import Tokens, TokenValues, one_number, tokens_of
 from lengthwise.session.misuse import shown
 from lengthwise.session.model import refuse_balance
-from lengthwise.session.rows import RowBatch, rows_of
+from lengthwise.session.row_batch import RowBatch, rows_of
 from lengthwise.session.source import PlannedStep
 
 Per: TypeAlias = Literal["sequence", "token"]
