@@ -35,6 +35,7 @@ class Waves:
         self._model, self._units, self._parts, self._transport = model, units, parts, transport
         kinds = [unit.kind for unit in units]
         self._forward, self._backward = forward_calls(kinds), backward_calls(kinds)
+        self.is_off = False  # the model has whole parameters for now, and a rank runs it alone
         self._wave, self._is_backward = 0, False
         self._entered = -1  # of the wave: the unit that forward is in; how many entries of backward
         self._held: set[int] = set()  # gathered, or under way, and not freed
@@ -68,6 +69,8 @@ class Waves:
 
     def _begin(self) -> None:
         """Begin a wave: what is left of one before, of which no backward came, goes."""
+        if self.is_off:
+            return
         self._refuse_alone()
         self.let_go()
         self._wave, self._entered, self._is_backward = self._wave + 1, -1, False
@@ -78,7 +81,7 @@ class Waves:
         Raises:
             ModelRefused: they were freed: the model runs its units in another order.
         """
-        if number in self._there:
+        if self.is_off or number in self._there:
             return
         if self._is_backward:
             self._enter_backward(number)
@@ -114,6 +117,8 @@ class Waves:
 
     def _end_forward(self) -> None:
         """Enter what is left, and free all that does not stay."""
+        if self.is_off:
+            return
         self._enter_forward(len(self._units) - 1)
         for number, unit in enumerate(self._units):
             if not unit.kind.stays:
