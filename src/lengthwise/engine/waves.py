@@ -102,8 +102,7 @@ class Waves:
         if not in_planned_forward():
             where = f"forward of {type(self._model).__name__}"
             expected = "a forward inside a planned step, which all ranks run: parameters lie over the ranks"
-            remedy = "Use the session's evaluate or token_values; to generate, give shard zero1 where the model fits, "
-            remedy += "or save it and load it apart."
+            remedy = "Use the session's evaluate or token_values, or run the model inside its whole() on all ranks."
             raise ModelRefused(where, expected=expected, got="one outside of a step", remedy=remedy)
 
     def _enter_forward(self, number: int) -> None:

@@ -49,6 +49,7 @@ class GRPOTrainer(TokenLossMixin, trl.GRPOTrainer):
     _refused: Mapping[str, Refusal] = {
         "activation_offloading": OFFLOADING,
         "use_transformers_continuous_batching": (OFF, "it would convert the model that the optimizer updates"),
+        "cast_lm_head_to_fp32": (OFF, "weights that train are of one dtype"),
     }
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -69,6 +70,16 @@ class GRPOTrainer(TokenLossMixin, trl.GRPOTrainer):
             problems.append(ConfigError("stages", expected="1", got=got, remedy="Give shard='zero3' in place of it."))
         return problems
 
+    def _start_session(self, optimizer: Any) -> Session:
+        session = super()._start_session(optimizer)
+        most, own = session.longest_tokens - 1, self.max_completion_length  # a prompt has a token
+        if self.rollout_func is None and own is not None and own > most:
+            held = f"{session.world_size} x capacity_tokens {session.capacity_tokens}"
+            remedy = "Lower it, run on more ranks, or raise capacity_tokens."
+            expected = f"at most {most}, what the ranks hold of a completion and its prompt ({held})"
+            raise ConfigError("max_completion_length", expected=expected, got=str(own), remedy=remedy)
+        return session
+
     # Its data: texts, which have no rows of tokens before generation.
 
     def _collator(self, collate: Any) -> Any:
@@ -76,12 +87,10 @@ class GRPOTrainer(TokenLossMixin, trl.GRPOTrainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Return the prompts of the next update's batches."""
-        del device
         return [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)], None
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return 0, as TRL does: it counts no operations of prompts."""
-        del inputs
         return 0
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
@@ -165,7 +174,6 @@ class GRPOTrainer(TokenLossMixin, trl.GRPOTrainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Run the whole update at its last batch; return the loss of the update, 0 for the others."""
-        del model, num_items_in_batch
         start, loss = time.perf_counter(), 0.0
         self.model.train()
         self._held.append(self._prepare_inputs(inputs))

@@ -100,7 +100,6 @@ class PlannedTrainerMixin(_Base):
 
     def _problems(self, arguments: Any) -> list[LengthwiseError]:
         """Return what else cannot be kept: what more than one argument says."""
-        del arguments
         return []
 
     _library: Any = transformers.Trainer
