@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.comm import TorchTransport
-from lengthwise.comm.transport import Around, Done, Key, Message, Pending, Transport
+from lengthwise.comm.transport import Done, Key, Message, Pending, Transport, TransportWrapper
 from lengthwise.core.errors import RankError
 from lengthwise.program import line_peers
 
@@ -37,7 +37,7 @@ def checked(transport: Transport, world: TorchTransport) -> CheckedTransport:
     return CheckedTransport(transport, world.beside())
 
 
-class CheckedTransport(Around):
+class CheckedTransport(TransportWrapper):
     """Sends a header ahead of each message of `inner`, by `exchange_headers`, and refuses what does not match."""
 
     def __init__(self, inner: Transport, exchange_headers: Exchange, *, ranks: Sequence[int] | None = None) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from lengthwise.comm.transport import Around, Key, Message, Pending, Transport
+from lengthwise.comm.transport import Key, Message, Pending, Transport, TransportWrapper
 
 
-class LateTransport(Around):
+class LateTransport(TransportWrapper):
     """A transport that reads sources and writes targets only when a call is waited for; until then targets are NaN.
 
     For calls that all ranks wait for in one order, as those of sharded parameters are; transfers go on as they are.

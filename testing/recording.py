@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lengthwise.comm.transport import Around, Key, Message, Pending, Transport
+from lengthwise.comm.transport import Key, Message, Pending, Transport, TransportWrapper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class Call:
     key: Key | None = None
 
 
-class RecordingTransport(Around):
+class RecordingTransport(TransportWrapper):
     """A transport around another; `calls` is what went through it."""
 
     def __init__(self, inner: Transport, calls: list[Call] | None = None) -> None:

@@ -27,7 +27,7 @@ def no_process_may_start(monkeypatch):
     def fail(*_, **__):
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("lengthwise.run.start.launch", fail)
+    monkeypatch.setattr("lengthwise.run.prepared.launch", fail)
 
 
 def test_train_tells_all_config_problems_in_one_message(tmp_path, capfd, monkeypatch):
@@ -314,7 +314,7 @@ def test_start_interrupted_ends_soon_and_leaves_no_process(tmp_path, monkeypatch
     if verb == "train":
         time.sleep(0.5)
         assert not command.ended(), "the first one waits for the step to end"
-        assert command.written()[1] == "\nstopping after this step; Ctrl-C again: now\n"
+        assert command.written()[1] == "\nstopping after this step; press Ctrl-C again to stop now\n"
         command.send(signal.SIGINT, group=True)
     status, _, err = command.finish(30)  # half of what the step would take
     assert status == 130
@@ -344,4 +344,4 @@ def test_train_alone_interrupted_twice_ends_soon(tmp_path, monkeypatch, wakes):
     command.send(signal.SIGINT)
     status, _, err = command.finish(30)
     assert status == 130
-    assert f"interrupted: {'nothing' if wakes else 'within a step, nothing more'} was saved" in err
+    assert f"interrupted{': nothing' if wakes else ' within a step: nothing more'} was saved" in err

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from lengthwise.cli.train import describe_job
 from lengthwise.run.job import Job
-from lengthwise.run.start import prepare
+from lengthwise.run.prepared import prepare
 from run.small_runs import make_rows, write_run
 
 

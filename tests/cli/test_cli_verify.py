@@ -18,7 +18,7 @@ from lengthwise.engine import batch as batches
 from lengthwise.engine import objective, units
 from lengthwise.models import adapter
 from lengthwise.program import MicrobatchProgram
-from lengthwise.run import building, check, verify
+from lengthwise.run import building, verify, verify_batch
 from lengthwise.run.rounding import FACTOR, TOLERANCES
 from lengthwise.session import engine
 from run.small_runs import call, make_rows, write_model, write_rows, write_run
@@ -69,7 +69,7 @@ def test_verify_warns_where_nothing_was_cut_and_what_it_says_then_cuts(run_file,
     few = (f"data.0.path={rows}", "global_batch.sequences=2", "capacity_tokens=64")
     assert full(run_file, "--ranks", 2, "--set", *few) == 0
     out = capsys.readouterr().out
-    assert "has 3 tokens; that of the data has 100. Use another seed or a larger global_batch" in out
+    assert "has 3 tokens, the longest of the data 100. Use another seed or a larger global_batch" in out
     assert not (run_file.parent / "out").exists()
 
 
@@ -84,7 +84,7 @@ def test_verify_says_beforehand_what_it_will_take(run_file, capsys, monkeypatch)
 
 @pytest.mark.parametrize("ranks", some([2, 3, 5], 1))
 def test_by_default_few_short_sequences_run_in_every_way_that_the_run_may_choose(tmp_path, capsys, monkeypatch, ranks):
-    monkeypatch.setattr(check, "SECONDS", 1e-4)
+    monkeypatch.setattr(verify_batch, "SECONDS", 1e-4)
     rows = make_rows([600, 500, *[90] * 20])
     for row in rows[:2]:  # a loss at the end alone, as in a chat
         row["labels"] = [-100] * (len(row["input_ids"]) - 5) + row["input_ids"][-5:]

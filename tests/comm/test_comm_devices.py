@@ -52,7 +52,7 @@ def test_cuda_that_a_library_has_started_is_seen_by_what_its_driver_answers(monk
     monkeypatch.setattr(devices.ctypes, "CDLL", lambda _name, mode: driver)
     assert not has_started_cuda(), "loaded, and not started"
     assert has_started_cuda()
-    with pytest.raises(ConfigError, match="expected a process that has not started CUDA"):
+    with pytest.raises(ConfigError, match="expected a process without CUDA"):
         launch(lambda *_: None, 2, gpus=1)
 
 

@@ -11,7 +11,7 @@ from testing.strict import StrictWorld
 
 from lengthwise.comm import StagedTransport, agree, join
 from lengthwise.comm.staged import Slabs, cut_into_rounds
-from lengthwise.comm.transport import Around
+from lengthwise.comm.transport import TransportWrapper
 from lengthwise.run.launch import launch
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -33,7 +33,7 @@ class Device(torch.Tensor):
     """Stands for a tensor on a GPU: the same numbers, and not to be sent."""
 
 
-class HostOnly(Around):
+class HostOnly(TransportWrapper):
     """Refuses what gloo could not read."""
 
     def exchange(self, sends, receives):

@@ -10,7 +10,7 @@ from fake_device import FakeDevice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.comm.watch import Overdue, Posted, Watch
+from lengthwise.comm.watch import Overdue, Posted, TransferWatch
 
 
 class _Work:
@@ -83,7 +83,7 @@ class _Now:
 
 def test_watch_tells_once_of_the_oldest_call_that_is_overdue():
     told = []
-    watch, ends = Watch(0.05, told.append, poll_seconds=0.01), _Now(ends=False)
+    watch, ends = TransferWatch(0.05, told.append, poll_seconds=0.01), _Now(ends=False)
     watch.add([ends], reached=_Now(), phase="step 0", others="ranks 1")
     ends.ends = True
     watch.add([_Now(ends=True), _Now(ends=False)], reached=_Now(), phase="step 1", others="ranks 1")
@@ -98,7 +98,7 @@ def test_watch_leaves_a_device_that_failed_to_the_main_thread():
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     told = []
-    watch = Watch(0.05, told.append, poll_seconds=0.01)
+    watch = TransferWatch(0.05, told.append, poll_seconds=0.01)
     watch.add([_Now(ends=False)], reached=Failed(), phase="step 1", others="ranks 1")
     watch._thread.join(10)
     assert not watch._thread.is_alive()
@@ -108,7 +108,7 @@ def test_watch_leaves_a_device_that_failed_to_the_main_thread():
 
 FROZEN = """
 import ctypes, threading, time
-from lengthwise.comm.watch import Watch
+from lengthwise.comm.watch import TransferWatch
 
 class Driver:
     def is_completed(self):
@@ -116,7 +116,7 @@ class Driver:
     def query(self):
         ctypes.PyDLL(None).sleep(60)  # as CUDA's may: it keeps Python's lock while it waits
 
-watch = Watch(0.3, print, poll_seconds=0.05, ends_frozen=True, grace_seconds=0.3)
+watch = TransferWatch(0.3, print, poll_seconds=0.05, ends_frozen=True, grace_seconds=0.3)
 watch.add([Driver()], reached=Driver(), phase="step 1", others="ranks 1")
 time.sleep(60)
 """
@@ -135,7 +135,7 @@ def test_the_watch_leaves_no_time_behind_and_its_thread_begins_on_its_device(mon
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: armed.append(None))
     work = _Now(ends=False)
     begin = lambda: begun.append(threading.current_thread().name)  # noqa: E731
-    watch = Watch(5, [].append, poll_seconds=0.01, begin=begin, ends_frozen=True, grace_seconds=2)
+    watch = TransferWatch(5, [].append, poll_seconds=0.01, begin=begin, ends_frozen=True, grace_seconds=2)
     watch.add([work], reached=_Now(), phase="step 1", others="ranks 1")
     _until(lambda: 7 in armed)
     work.ends = True

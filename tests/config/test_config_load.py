@@ -107,7 +107,7 @@ def test_config_each_optimizer_has_its_own_defaults_and_is_read_back(folder):
         ("optimizer.betas=[0.9, 1]", "optimizer.betas.1", "less than 1"),
         ("optimizer.name=adamx", "optimizer.name", "-> `adam`, of "),
         ("optimizer.name=muon", "optimizer.name", "depends on the whole matrix"),
-        ("optimizer.name=adamw_8bit", "optimizer.name", "blocks that slices do not end at"),
+        ("optimizer.name=adamw_8bit", "optimizer.name", "rounded in blocks, which slices would cut"),
         ("optimizer.name=adamw_torch", "optimizer.name", "-> adamw"),
         ("optimizer.name=rmsprop", "optimizer.name", "A `Session` takes torch's own"),
         ("optimizer.momentum=0.9", "optimizer.momentum", "it belongs to sgd"),

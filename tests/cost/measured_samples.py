@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lengthwise.core.measurements import Measurements, Place, Sample
+from lengthwise.core.measurements import MeasuredPlace, Measurements, Sample
 from lengthwise.cost import named_shape
 from lengthwise.cost.fit import fit_samples, predicted_seconds
 from lengthwise.cost.measured import base_cost, measured_model
@@ -63,7 +63,7 @@ def measurements_of(samples, threads=1):
     """A file's content with these samples and their fit."""
     return Measurements(
         date="2026-11-22T11:00:00+00:00",
-        place=Place(
+        place=MeasuredPlace(
             device="cpu", processor="a processor", cores=2, threads=threads, ranks=2, ranks_per_node=2, clock="wall",
             versions={"torch": "2.13.0"},
         ),

@@ -64,8 +64,8 @@ def test_what_the_library_does_not_find_is_told_in_its_words(hub, keys, told):
         ({"dataset": "a/b", "split": "train", "python_stdlib": True}, "got dataset and python_stdlib"),
         ({"python_stdlib": True, "split": "train"}, "data.0.split: expected a `dataset` beside it"),
         ({}, "got none of them"),
-        ({"path": "s3://bucket/train.jsonl"}, "data.0.path: expected a path of this machine; got "),
-        ({"path": "https://host/train.jsonl"}, ":// is read as a stream only"),
+        ({"path": "s3://bucket/train.jsonl"}, "data.0.path: expected a path on this machine; got "),
+        ({"path": "https://host/train.jsonl"}, ":// can only be streamed"),
     ],
 )
 def test_a_source_is_of_one_kind_and_whole_and_of_this_machine(tmp_path, keys, told):

@@ -113,5 +113,5 @@ def test_lengths_from_file_refuse_a_missing_file_and_bytes_that_are_no_text(tmp_
     with pytest.raises(DataError, match="No such file"):
         lengths_from_file(tmp_path / "none.json")
     (tmp_path / "odd.json").write_bytes(b"\xff\xfe\x00[1]")
-    with pytest.raises(DataError, match="no UTF-8: byte 0xff at offset 0"):
+    with pytest.raises(DataError, match="not UTF-8: byte 0xff at offset 0"):
         lengths_from_file(tmp_path / "odd.json")

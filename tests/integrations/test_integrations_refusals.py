@@ -15,7 +15,7 @@ from transformers.training_args import OptimizerNames
 
 from lengthwise.core.errors import ConfigError, DataError, LengthwiseError, ModelRefused, Problems
 from lengthwise.integrations.arguments import CALLABLES, KEPT, REFUSED, WITHOUT_EFFECT, problems_of
-from lengthwise.integrations.rows import rows_of
+from lengthwise.integrations.batches import rows_of
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.integrations.transformers import Trainer as PlannedTrainer
 from session.loops import small_model
@@ -116,13 +116,13 @@ def test_what_shows_only_in_use_is_refused_then(tmp_path):
             return torch.utils.data.DataLoader(self.train_dataset, batch_size=4, collate_fn=padded)
 
     for kind, said in (
-        (Mean, "of two equal ones"),
-        (Sum, "half the loss where num_items_in_batch is twice as much"),
+        (Mean, "for two equal rows"),
+        (Sum, "half the loss for twice the num_items_in_batch"),
         (Own, "get_train_dataloader"),
     ):
         with pytest.raises(ConfigError, match=said):
             trained(kind, arguments(tmp_path), capacity_tokens=2 * CAPACITY)
-    with pytest.raises(ConfigError, match="of two equal ones"):
+    with pytest.raises(ConfigError, match="for two equal rows"):
         planned(arguments(tmp_path), compute_loss_func=lambda outputs, *_, **__: outputs.logits.mean()).train()
     with pytest.raises(ConfigError, match="predict"):
         planned(arguments(tmp_path)).predict(data())

@@ -17,7 +17,7 @@ from trainers import CAPACITY, LENGTHS, arguments, data, difference, in_trainers
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
 
 from lengthwise.core.errors import LengthwiseError
-from lengthwise.integrations.checkpoints import load_state
+from lengthwise.integrations.trainer_state import load_state
 from lengthwise.integrations.transformers import Trainer as PlannedTrainer
 from lengthwise.models import keep_double
 from lengthwise.session import Session
@@ -270,7 +270,7 @@ def test_parts_that_an_evaluation_left_are_not_trained(tmp_path):
         for cut in ({"shard": "zero3"}, {"stages": 2, "capacity_tokens": 256}):
             trainer = PLANNED(model=small_model(torch.float32), args=arguments(tmp_path, 2), **cut, **rows)
             found.append(trainer.evaluate()["eval_loss"])
-            with pytest.raises(LengthwiseError, match="one training where parameters are cut"):
+            with pytest.raises(LengthwiseError, match="one training with sharded parameters"):
                 trainer.train()
         return found, plain_mean(small_model(torch.float32), data(LENGTHS[:3]))
 

@@ -13,7 +13,7 @@ from trainers import difference, in_trainers, relative, trained  # noqa: E402
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
 from lengthwise.core.errors import LengthwiseError, Problems  # noqa: E402
-from lengthwise.integrations.rows import refuse_dropped  # noqa: E402
+from lengthwise.integrations.batches import refuse_dropped  # noqa: E402
 from lengthwise.integrations.trl import DPOTrainer as PlannedDPOTrainer  # noqa: E402
 from lengthwise.integrations.trl import PreferenceCollator  # noqa: E402
 from lengthwise.integrations.trl import SFTTrainer as PlannedSFTTrainer  # noqa: E402

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.offload import DiskStore
 from lengthwise.offload import disk as disk_module
-from lengthwise.offload.store import Places
+from lengthwise.offload.store import StoreRoom
 
 
 def random_bytes(size, seed=0):
@@ -110,7 +110,7 @@ def test_a_folder_that_is_none_and_a_write_that_fails_later_are_told(tmp_path, m
 @given(steps=st.lists(st.tuples(st.integers(1, 10_000), st.integers(0, 5)), min_size=1, max_size=30))
 def test_places_never_overlap_and_are_used_again(steps):
     """As microbatches of a pipeline stage, which end in another order than they began."""
-    places, taken = Places(512), []
+    places, taken = StoreRoom(512), []
     for size, number in steps:
         taken.append((places.take(size), size))
         if number < len(taken):

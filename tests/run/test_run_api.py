@@ -95,7 +95,7 @@ def test_train_names_a_callback_that_raises(tmp_path, capfd, ranks):
             "ranks: expected a whole number from 1 to 262144; got 0(.|\n)*timeout_seconds: expected a pos",
         ),
         ({"run": 3}, r"run: expected the path of a run file, its values or a RunConfig; got 3 \(int\)"),
-        ({"run": {}, "overrides": ["steps=1"]}, "overrides: expected none beside settings that are no file"),
+        ({"run": {}, "overrides": ["steps=1"]}, "overrides: expected none, because the settings are not a file"),
     ],
 )
 def test_train_refuses_wrong_arguments_by_name(tmp_path, arguments, message):

@@ -109,7 +109,7 @@ def test_a_disk_that_fails_costs_one_checkpoint_and_no_step(tmp_path, monkeypatc
     path = run_of(tmp_path)
     monkeypatch.setenv(VARIABLE, fault_of(point, rank, "error"))
     assert call("train", path, "--ranks", 2) == 0
-    assert "no checkpoint after step 4: " in capfd.readouterr().out
+    assert "the checkpoint after step 4 was not written: " in capfd.readouterr().out
     assert_equal_runs(tmp_path / "out", undisturbed)
     assert CheckpointFolder(tmp_path / "out/checkpoints").steps() == [2, 6, 7]
     assert not list((tmp_path / "out").rglob("*.unfinished"))
@@ -130,7 +130,7 @@ def test_a_rank_that_hangs_is_named_with_its_phase_in_time(tmp_path, monkeypatch
     with pytest.raises(lengthwise.LengthwiseError) as caught:
         lengthwise.train(path, ranks=2, timeout_seconds=2)
     assert f"no report from rank 1, last seen in {phase}." in str(caught.value)
-    assert f"Where each rank stood: {tmp_path / 'out/hang'}" in str(caught.value)
+    assert f"The stacks of the ranks are in {tmp_path / 'out/hang'}" in str(caught.value)
     waiting, hanging = ((tmp_path / f"out/hang/rank-0000{rank}.txt").read_text() for rank in (0, 1))
     assert re.match("rank 0, last seen in (checkpoint of )?step 4", waiting)
     assert "TransferError" in waiting

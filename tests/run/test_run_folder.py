@@ -416,7 +416,7 @@ def cut_in_the_middle(path):
 
 
 LOST = {
-    "metrics cut": ("metrics.jsonl", cut, "got 2 lines, where 4 had been written"),
+    "metrics cut": ("metrics.jsonl", cut, "got 2 lines of 4"),
     "metrics away": ("metrics.jsonl", Path.unlink, "got 0 lines, where 4"),
     "ledger cut": ("ledger.jsonl", cut, "got no line of step 3, 4"),
     "ledger middle": ("ledger.jsonl", cut_in_the_middle, "got no line of step 2."),

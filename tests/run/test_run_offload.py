@@ -103,4 +103,4 @@ def test_verify_runs_a_plan_that_offloads_where_there_is_a_place_for_it(tmp_path
     assert "PASS" in said
     without = write_run(tmp_path, make_rows(LENGTHS), name="without.yaml", **{**KEYS, "capacity_tokens": 400})
     assert call("verify", without, "--ranks", 2, "--plan", plan) == 2
-    assert "expected a plan without offload, or a place for it" in capsys.readouterr().err
+    assert "expected a plan without offload, or `offload` in the run file" in capsys.readouterr().err

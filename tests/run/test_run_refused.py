@@ -38,7 +38,7 @@ def test_a_setting_that_cannot_be_is_refused_with_all_others_before_any_process_
     def started(*_, **__):
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("lengthwise.run.start.launch", started)
+    monkeypatch.setattr("lengthwise.run.prepared.launch", started)
     keys = {"steps": 7, "device": "cpu", "recompute": "layer", **keys}
     path = write_run(tmp_path, make_rows([30, 5]), **{"model": str(model), **keys})
     assert call("train", path, "--ranks", 2) == 2

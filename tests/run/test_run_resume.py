@@ -204,7 +204,7 @@ def test_a_file_that_lost_lines_is_named_before_anything_changes_and_can_be_acce
     assert f"{metrics}: expected the lines up to step 4" in capsys.readouterr().err
     assert contents(broken.parent / "out") == before
     assert call("train", broken, "--resume", "--accept-changes") == 0
-    assert "metrics.jsonl: 2 lines, where 4 had been written" in capsys.readouterr().out
+    assert "metrics.jsonl: 2 lines of 4" in capsys.readouterr().out
     assert [row["step"] for row in read_lines(metrics)] == [1, 2, 5, 6, 7]
 
 
@@ -275,7 +275,7 @@ def test_a_failed_save_is_a_warning_and_the_third_in_a_row_an_error(tmp_path, mo
 
     fail_at({2})
     assert call("train", path) == 0
-    assert "no checkpoint after step 2: OSError: [Errno 28] No space left" in capsys.readouterr().out
+    assert "the checkpoint after step 2 was not written: OSError: [Errno 28] No space left" in capsys.readouterr().out
     names = sorted(each.name for each in (tmp_path / "out/checkpoints").iterdir())
     assert names == ["step-000003", "step-000004", "step-000005"]
     saves.clear()

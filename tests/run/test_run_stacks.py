@@ -34,7 +34,7 @@ def test_a_rank_under_torchrun_ends_with_its_own_error_and_keeps_its_stacks_wher
     assert not folder.is_dir()
     with pytest.raises(TransferError, match="rank 1, step 3") as caught:
         with_own_stacks(fails, folder / "hang", 3)
-    assert str(caught.value).endswith(f"Where each rank stood: {folder}/hang.") == is_free
+    assert str(caught.value).endswith(f"The stacks of the ranks are in {folder}/hang.") == is_free
     assert not is_free or "in fails" in (folder / "hang/rank-00003.txt").read_text()
 
 

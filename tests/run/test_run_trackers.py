@@ -119,9 +119,9 @@ def test_trackers_without_their_package_are_refused_before_anything_is_written(t
     monkeypatch.setattr(packages, "TRACKER_PACKAGES", missing)
     with pytest.raises(Problems) as told:
         lengthwise.train(run_of(tmp_path, ["mlflow", "wandb"]))
-    assert "the package no-such-mlflow, which reports to mlflow need" in str(told.value)
+    assert "the package no-such-mlflow, which mlflow needs" in str(told.value)
     assert "pip install no-such-wandb, or take wandb out of `report_to`" in str(told.value)
-    with pytest.raises(ConfigError, match="which reports to wandb need"):
+    with pytest.raises(ConfigError, match="which wandb needs"):
         lengthwise.train(run_of(tmp_path, "wandb"))
     assert not (tmp_path / "out").exists()
 

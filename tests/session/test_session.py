@@ -413,7 +413,7 @@ def test_what_cannot_be_kept_is_refused_by_name():
             Session(model, low_bit, capacity_tokens=64)
     with pytest.raises(LengthwiseError, match="every trainable parameter in a group; got 1 "):
         Session(model, SGD(list(model.parameters())[1:]), capacity_tokens=64)
-    with pytest.raises(LengthwiseError, match=r"parameters of the model alone; got 1 "):
+    with pytest.raises(LengthwiseError, match=r"the model's parameters alone; got 1 "):
         Session(model, SGD([*model.parameters(), torch.nn.Parameter(torch.zeros(2))]), capacity_tokens=64)
     half = small_model(torch.float16)
     with pytest.raises(LengthwiseError, match="one dtype"):

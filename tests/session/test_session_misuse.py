@@ -230,8 +230,8 @@ def test_a_model_with_a_value_that_is_not_finite_is_refused_by_its_name_on_all_r
 @pytest.mark.parametrize(
     ("block", "wanted"),
     [
-        (torch.no_grad, "backward: expected gradients to be enabled; got torch.no_grad"),
-        (torch.inference_mode, "backward: expected gradients to be enabled; got torch.inference_mode"),
+        (torch.no_grad, "backward: expected enabled gradients; got torch.no_grad"),
+        (torch.inference_mode, "backward: expected enabled gradients; got torch.inference_mode"),
         (partial(torch.autocast, "cpu", torch.float16), "backward: expected no torch.autocast, or one to bfloat16"),
     ],
 )
@@ -265,7 +265,7 @@ ODD_ARGUMENTS = [
     ("loss", lambda outputs: 1, "loss: expected a function of outputs and tokens"),
     ("compute_loss", 5, "compute_loss: expected a function of model and inputs"),
     ("normalizer", "x", "normalizer: expected a finite normalizer above 0; got 'x'"),
-    ("loss", lambda *_: None, "loss: expected a tensor of one number, computed of the model's outputs; got None"),
+    ("loss", lambda *_: None, "loss: expected a tensor of one number, computed from the model's outputs; got None"),
     ("loss", lambda *_: 1.0, "loss: expected a tensor of one number"),
     ("loss", lambda *_: torch.tensor(1), "loss: expected a tensor of one number"),
     ("loss", lambda outputs, _: outputs.logits.sum().detach(), "which does not depend on the model's outputs"),
@@ -273,7 +273,7 @@ ODD_ARGUMENTS = [
 ]
 ODD_COMBINES = [
     ({"combine": 5}, "combine: expected a function of the values"),
-    ({"combine": lambda values: 1.0}, "combine: expected a tensor of one number, computed of the values"),
+    ({"combine": lambda values: 1.0}, "combine: expected a tensor of one number, computed from the values"),
     ({"combine": lambda values: values.sum(), "per": "word"}, "per: expected sequence or token"),
     ({"combine": lambda values: values.sum(), "values": lambda *_: None}, "values: expected one value per token"),
 ]

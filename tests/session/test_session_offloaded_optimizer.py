@@ -182,7 +182,7 @@ def test_stages_say_too_where_an_optimizer_on_the_host_saves_nothing(tmp_path):
         return said.getvalue()
 
     first, other = in_ranks(work, 2, tmp_path)
-    assert first.startswith("lengthwise: an optimizer on the host saves no memory without GPUs")
+    assert first.startswith("lengthwise: offloading the optimizer saves no memory without GPUs")
     assert first.endswith("lengthwise: stages: 2 with 1 rank a stage, of layers 0 | 1\n")
     assert not other
 

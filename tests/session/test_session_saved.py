@@ -322,7 +322,7 @@ def test_other_folders_folders_of_other_things_and_weights_that_are_not_finite_a
 
     for apart, *others, broken in in_ranks(work, 2, tmp_path):
         assert "the same folder on all ranks" in apart
-        assert all("expected a new folder, or a checkpoint to replace; got something else" in each for each in others)
+        assert all("expected a new folder, or a checkpoint to replace; got other files" in each for each in others)
         assert "master_weights with a value that is not finite" in broken
     assert [each.name for each in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
     assert (tmp_path / "page/manifest.json").read_text() == '{"name": "mine"}'
@@ -431,7 +431,7 @@ def test_a_save_in_the_background_is_there_at_a_later_end_and_one_that_fails_is_
 
     for before, first, (warning,), error, kept in in_ranks(work, 2, tmp_path):
         assert (before, first, kept) == (False, 1, 1)
-        assert "no checkpoint" in warning
+        assert "was not written" in warning
         assert "rank 1: OSError: [Errno 5]" in warning
         assert "rank 1: OSError: [Errno 5]" in error
     assert saved_step() == 4, "written until the session closed"
@@ -455,4 +455,4 @@ def test_a_save_in_the_background_whose_session_nobody_closes_is_named(tmp_path)
         return [str(each.message) for each in caught if "its session was not closed" in str(each.message)]
 
     ((warning,),) = in_ranks(work, 1, tmp_path)
-    assert f"no checkpoint {tmp_path / 'state'} after step 0" in warning
+    assert f"checkpoint {tmp_path / 'state'} of step 0 was not written" in warning

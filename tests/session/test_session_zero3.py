@@ -137,9 +137,9 @@ def test_a_whole_model_is_saved_and_what_needs_one_is_refused_at_once(tmp_path):
                 said.append(str(caught.value))
             session.save_pretrained(tmp_path / "model")
             loss = session.evaluate(steps_of()[0]).loss
-            with pytest.raises(ModelRefused, match="a model that a session has sharded"):
+            with pytest.raises(ModelRefused, match="parameters that another session has sharded"):
                 Session(model)
-        with pytest.raises(ModelRefused, match="a model that a session has sharded"):
+        with pytest.raises(ModelRefused, match="parameters that another session has sharded"):
             Session(model, MOMENTUM(model.parameters()))
         with Session(small_model(tie_word_embeddings=True), capacity_tokens=64, shard="zero3") as frozen:
             return before, said, loss, frozen.evaluate(steps_of()[0]).loss, made

@@ -129,7 +129,7 @@ class Checkpoint:
 
     def _export(self) -> int:
         from lengthwise.run.export import export_checkpoint
-        from lengthwise.run.start import quiet_libraries
+        from lengthwise.run.prepared import quiet_libraries
 
         quiet_libraries()
         assert self.to is not None, "checked before"

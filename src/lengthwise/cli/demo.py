@@ -25,7 +25,7 @@ from lengthwise.report.lengths import length_histogram, summarize_lengths
 if TYPE_CHECKING:
     from lengthwise.data import Dataset
     from lengthwise.run.callbacks import TrainResult
-    from lengthwise.run.check import Check
+    from lengthwise.run.verify_batch import VerifyBatch
     from lengthwise.simulator import WayRow
 
 KEY = "# whole sequences, = parts of sequences that GPUs share, . waiting"
@@ -177,7 +177,7 @@ def _check(run_file: Path, show: Show) -> bool:
     from lengthwise.cli.verify import verification_lines
     from lengthwise.run.api import verify
 
-    def announce(check: Check) -> None:
+    def announce(check: VerifyBatch) -> None:
         tokens = count(sum(check.plan.tokens))
         show(f"\n[bold]Check: {tokens} tokens on {_RANKS} processes against one process, in fp64[/bold]")
 

@@ -19,9 +19,9 @@ from lengthwise.run.rounding import FACTOR, SUMS_TOLERANCE
 
 if TYPE_CHECKING:
     from lengthwise.core.plan import Plan
-    from lengthwise.run.check import Check
     from lengthwise.run.rounding import Rounding
     from lengthwise.run.verify import VerifyReport
+    from lengthwise.run.verify_batch import VerifyBatch
 
 
 _START_SECONDS = 10.0  # of processes that import torch and build the model, about
@@ -70,7 +70,7 @@ class Verify(RunOptions):
         return 0 if found.passed else 1
 
 
-def print_expectations(check: Check) -> None:
+def print_expectations(check: VerifyBatch) -> None:
     """Say what will be compared, what is other than in the run, and how long that will take, roughly."""
     job, tokens = check.job, sum(check.plan.tokens)
     print(

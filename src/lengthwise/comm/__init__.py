@@ -1,7 +1,8 @@
 """Moves tensors between ranks: grouped transfers for rings, and the collectives of the step's end.
 
-One interface (`Transport`), made by `join`. No communicator is made for a sequence: one global group for collectives,
-one for transfers; with pipeline stages one for messages between stages and one for the replicas of a stage (`Mesh`).
+`join` makes a `Transport`, the one interface. No communicator is made for a sequence: there is one global group for
+collectives and one for transfers; pipeline stages add one for messages between stages and one for the replicas of a
+stage (`Mesh`).
 """
 
 from lengthwise.comm.devices import built_for_gpus, count_gpus, find_gpus, has_unused_gpu

@@ -1,7 +1,7 @@
-"""Seconds of a rank, and those of them in which it waited for others.
+"""Seconds of a rank, and how many of them it waited for other ranks.
 
-A stream waits for what lies on a device: such a wait is the time between two events around it, only its exposed part.
-The host waits for host tensors. Events are read when an interval stops, which waits for the device once.
+The stream waits for tensors on a device; its wait is the time between two events around it, so only what is exposed
+counts. The host waits for host tensors. Events are read when an interval stops, which waits for the device once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """Seconds of an interval, and the parts of them that were waiting for other ranks: in transfers, in collectives."""
+    """Seconds of an interval, and the seconds of it that the rank waited in transfers and in collectives."""
 
     seconds: float
     transfer_seconds: float
@@ -24,18 +24,18 @@ class Spent:
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds of waiting, of both kinds."""
+        """Seconds of both kinds of waiting."""
         return self.transfer_seconds + self.collective_seconds
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds that were not waiting; clocks of host and device differ by a little, so never below zero."""
+        """Seconds not spent waiting; at least 0, as the clocks of host and device differ slightly."""
         return max(0.0, self.seconds - self.waited_seconds)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Waited:
-    """Seconds waited up to some point, in transfers and in collectives; of a stream, known once it is reached."""
+    """Seconds waited up to some point, [in transfers, in collectives]; a stream's are known when it gets there."""
 
     host_seconds: list[float]
     stream_seconds: list[float]
@@ -45,7 +45,7 @@ class _Waited:
 
 
 class Clock:
-    """Seconds that a rank spent waiting for others; the rest of a step it was busy."""
+    """Measures how long a rank waits for others; the rest of a step it is busy."""
 
     def __init__(self) -> None:
         self._waited = _Waited(host_seconds=[0.0, 0.0], stream_seconds=[0.0, 0.0])
@@ -54,9 +54,9 @@ class Clock:
 
     @contextmanager
     def waiting(self, *, on_stream: bool = False, in_collective: bool = False) -> Iterator[None]:
-        """Count the time inside the block as waiting; a block inside another is part of it.
+        """Count the time inside the block as waiting; a nested block counts once.
 
-        on_stream: time on the current stream, not on the host. in_collective: not for a transfer.
+        on_stream: count time on the current stream, not on the host. in_collective: a collective, not a transfer.
         """
         if self._is_waiting:
             yield
@@ -74,7 +74,7 @@ class Clock:
 
     @property
     def waited_seconds(self) -> float:
-        """The sum so far; waits for the device to reach the end of every wait."""
+        """All seconds waited; reading it waits until the device reaches the end of every wait."""
         self.read()
         return self._waited.seconds(False) + self._waited.seconds(True)
 
@@ -90,20 +90,20 @@ class Clock:
         return self._waited
 
     def start(self, device: torch.device) -> Interval:
-        """Begin to measure what this rank does on `device`, without waiting for what it was given before."""
+        """Start to measure this rank on `device`, without waiting for earlier work on it."""
         before = _Waited(host_seconds=list(self._waited.host_seconds), stream_seconds=[0.0, 0.0])
         self._noted.append(before)
         return Interval(self, before, None if device.type == "cpu" else _recorded())
 
 
 class Interval:
-    """A part of a run: on a device from when its stream came to the start until it has done all it was given."""
+    """A measured part of a run; on a device, from when its stream reaches the start until its work is done."""
 
     def __init__(self, clock: Clock, before: _Waited, start: torch.cuda.Event | None) -> None:
         self._clock, self._before, self._start, self._start_seconds = clock, before, start, time.perf_counter()
 
     def stop(self) -> Spent:
-        """Wait until the device is done; return the seconds since the start, and those that were waiting."""
+        """Wait for the device; return the seconds since the start, and those spent waiting."""
         if self._start is None:
             seconds = time.perf_counter() - self._start_seconds
         else:

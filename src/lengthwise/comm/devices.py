@@ -1,7 +1,7 @@
-"""Which GPUs a process may use, and why none, asked in a child process.
+"""Which GPUs a process may use, or why none, found out in a child process.
 
-A driver too old for this torch makes it train on the CPU in silence, so the child starts CUDA and reports torch's own
-words; a process that has started CUDA itself cannot fork ranks that use a GPU.
+With a driver too old for it, torch trains on the CPU without a word, so the child starts CUDA and reports torch's own
+error; a process that has started CUDA itself cannot fork ranks that use a GPU.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lengthwise.core.processes import let_threads_end
 Answer = TypeVar("Answer")
 _ANSWER_SECONDS, _END_SECONDS = 600.0, 10.0  # of a child: to answer, and to end after its answer
 _DRIVER_LIBRARY, _NOT_INITIALIZED = "libcuda.so.1", 3  # CUDA_ERROR_NOT_INITIALIZED
-_DRIVER = Path("/dev/nvidiactl")  # there where the NVIDIA driver, or a container that was given it, is
+_DRIVER = Path("/dev/nvidiactl")  # exists with the NVIDIA driver, also in a container that has access to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpus:
-    """How many GPUs this process may use; `why_none` in words where it is none."""
+    """The number of GPUs that this process may use; `why_none`: the reason if it is 0."""
 
     number: int
     why_none: str = ""
@@ -47,9 +47,10 @@ def find_gpus() -> Gpus:
 
 
 def ask_in_a_child(ask: Callable[[], Answer]) -> Answer | int | None:
-    """Return what `ask` says of CUDA in a forked child; the exit code of a child that ended without an answer.
+    """Return what `ask` returns in a forked child, or the exit code of a child that ended without an answer.
 
-    A process that has started CUDA itself asks here: a fork of it could not. A child that does not answer is killed.
+    A process that has started CUDA calls `ask` itself, because its fork could not use CUDA. A child that does not
+    answer is killed.
     """
     if torch.cuda.is_initialized():
         return ask()
@@ -57,7 +58,7 @@ def ask_in_a_child(ask: Callable[[], Answer]) -> Answer | int | None:
     our_pipe, their_pipe = context.Pipe(duplex=False)
 
     def answer() -> None:
-        torch.set_num_threads(1)  # a fork has none of the threads that torch computed with before, and would wait
+        torch.set_num_threads(1)  # a fork lacks torch's threads and would wait for them
         their_pipe.send(ask())
 
     child = context.Process(target=answer)
@@ -79,14 +80,14 @@ def ask_in_a_child(ask: Callable[[], Answer]) -> Answer | int | None:
 
 
 def call_apart(call: Callable[[], Answer], *, gpus: int) -> Answer:
-    """Return what `call` returns; where ranks will use GPUs, from a forked child.
+    """Return what `call` returns; if ranks will use GPUs, call it in a forked child.
 
-    Whatever imports or runs a model may start CUDA (flash-linear-attention does when it is imported, Hugging Face's
-    masks when they are made), and a process that has started it cannot fork ranks that use a GPU.
+    Importing or running a model may start CUDA (flash-linear-attention does when imported, Hugging Face's masks when
+    made), and a process that has started CUDA cannot fork ranks that use a GPU.
 
     Raises:
-        RankError: the child died.
-        LengthwiseError: what `call` raised.
+       RankError: the child died.
+       LengthwiseError: `call` raised it.
     """
     if not gpus:
         return call()
@@ -110,37 +111,37 @@ def call_apart(call: Callable[[], Answer], *, gpus: int) -> Answer:
 
 
 def has_started_cuda() -> bool:
-    """Whether this process has started CUDA, by torch or by another library: its driver then counts devices."""
+    """Return whether torch or any other library has started CUDA in this process."""
     if torch.cuda.is_initialized():
         return True
     try:
         driver = ctypes.CDLL(_DRIVER_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-    except OSError:  # nobody has loaded it
+    except OSError:  # not loaded
         return False
     return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED
 
 
 def count_gpus() -> int:
-    """Count the GPUs that this process may use."""
+    """Return the number of GPUs that this process may use."""
     return find_gpus().number
 
 
 def built_for_gpus() -> bool:
-    """Whether this build of torch can use any GPU."""
+    """Return whether this build of torch can use any GPU."""
     return torch.version.cuda is not None or torch.version.hip is not None
 
 
 def has_unused_gpu() -> bool:
-    """Whether the machine has an NVIDIA GPU that was not hidden from this process on purpose."""
+    """Return whether the machine has an NVIDIA GPU that CUDA_VISIBLE_DEVICES does not hide."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     hidden = visible is not None and not visible.split(",")[0].strip().startswith(("GPU", "MIG", *"0123456789"))
     return _DRIVER.exists() and not hidden
 
 
 def gpu_of(device: torch.device) -> str:
-    """Name the GPU behind a device, alike in all processes that use it and in no others that NCCL can tell apart.
+    """Return a name of the GPU behind a device: the same in all processes that use it, and unique for NCCL.
 
-    Launchers may show each process one GPU as number 0; NCCL_HOSTID is the name of the machine.
+    Launchers may show each process its GPU as number 0. NCCL_HOSTID overrides the machine's name, as in NCCL.
     """
     host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
     return f"{host} {torch.cuda.get_device_properties(device).uuid}"
@@ -149,7 +150,7 @@ def gpu_of(device: torch.device) -> str:
 def _start_cuda() -> Gpus:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch warns of, it also raises
+            warnings.simplefilter("ignore")  # torch raises what it warns of, too
             torch.cuda.init()
             return Gpus(number=torch.cuda.device_count())
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason

@@ -1,4 +1,4 @@
-"""Small agreements between all ranks: send bytes from one rank to all, and check that all hold the same."""
+"""Small agreements between all ranks: share bytes, numbers, names or errors, and check that data are the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 
 
 def broadcast_bytes(transport: Transport, data: bytes | None, source: int = 0) -> bytes:
-    """Return on every rank the `data` of rank `source`; other ranks pass None."""
+    """Return on every rank the `data` of rank `source`; other ranks pass None. Collective."""
     if transport.world_size == 1:
         assert data is not None, "the only rank must hold the data"
         return data
@@ -35,7 +35,7 @@ def broadcast_bytes(transport: Transport, data: bytes | None, source: int = 0) -
 
 
 def share_numbers(transport: Transport, numbers: Sequence[float]) -> torch.Tensor:
-    """Return the numbers of all ranks, (ranks, numbers), in fp64. Collective, but of no numbers."""
+    """Return the numbers of all ranks, fp64 (ranks, numbers). Collective, unless there are no numbers."""
     rows = torch.empty(transport.world_size, len(numbers), dtype=torch.float64)
     if numbers:
         transport.all_gather(rows.view(-1), torch.tensor(numbers, dtype=torch.float64))
@@ -43,7 +43,7 @@ def share_numbers(transport: Transport, numbers: Sequence[float]) -> torch.Tenso
 
 
 def share_first(transport: Transport, found: Mapping[str, str]) -> dict[str, str]:
-    """Return what the first rank found that found anything, with its number; {}: none did. Collective."""
+    """Return the findings of the lowest rank that has any, with its number, or {} if none has. Collective."""
     if transport.world_size == 1:
         return dict(found)
     ranks = share_numbers(transport, [len(found)])[:, 0].nonzero().flatten().tolist()
@@ -54,10 +54,10 @@ def share_first(transport: Transport, found: Mapping[str, str]) -> dict[str, str
 
 
 def from_first(transport: Transport, work: Callable[[], Value]) -> Value:
-    """Return on every rank what `work` returns on rank 0, which alone does it: what JSON holds. Collective.
+    """Run `work` on rank 0 and return its result, which must be JSON, on every rank. Collective.
 
     Raises:
-        LengthwiseError: that which it raises there, on every rank.
+       LengthwiseError: `work` raised it; raised on every rank.
     """
     found, problems = None, Collector()
     if not transport.rank:
@@ -69,10 +69,11 @@ def from_first(transport: Transport, work: Callable[[], Value]) -> Value:
 
 
 def on_first_rank(transport: Transport, work: Callable[[], None]) -> None:
-    """Do `work`, which writes, on rank 0: `from_first` where a library may raise anything. Collective.
+    """Run `work`, which writes, on rank 0 and wait for it. Collective.
 
     Raises:
-        LengthwiseError: that which it raised there, on all ranks; OutputError: it raised anything else.
+       LengthwiseError: `work` raised it; raised on every rank.
+       OutputError: `work` raised another exception.
     """
 
     def written() -> None:
@@ -80,7 +81,7 @@ def on_first_rank(transport: Transport, work: Callable[[], None]) -> None:
             work()
         except LengthwiseError:
             raise
-        except Exception as error:  # of a library; the others wait for a word
+        except Exception as error:  # a library's; the other ranks wait for the result
             expected, remedy, got = "to write on rank 0", "Correct what it names.", f"{type(error).__name__}: {error}"
             raise OutputError("rank 0", expected=expected, got=got, remedy=remedy) from error
 
@@ -88,7 +89,7 @@ def on_first_rank(transport: Transport, work: Callable[[], None]) -> None:
 
 
 def raise_together(transport: Transport, problems: Sequence[LengthwiseError]) -> None:
-    """Raise on every rank what the first rank that has problems has; nothing where none has. Collective."""
+    """Raise on every rank the problems of the lowest rank that has any; return if none has. Collective."""
     failed = share_numbers(transport, [len(problems)])[:, 0].nonzero().flatten().tolist()
     if failed:
         is_own = transport.rank == failed[0]
@@ -97,7 +98,7 @@ def raise_together(transport: Transport, problems: Sequence[LengthwiseError]) ->
 
 
 def share_names(transport: Transport, own: Iterable[str]) -> list[str]:
-    """Return the names that any rank has, sorted; mostly all have the same. Collective."""
+    """Return the sorted names of all ranks; cheap if all ranks have the same names. Collective."""
     names = sorted(own)
     text = json.dumps(names).encode()
     digest = float(int.from_bytes(hashlib.sha256(text).digest()[:6], "big"))
@@ -122,7 +123,7 @@ _SAME_RUN = "All ranks must run the same version of lengthwise with the same run
 
 
 def agree(transport: Transport, data: bytes, what: str, remedy: str = _SAME_RUN) -> None:
-    """Raise RankError, on every rank, where some hold other `data` than rank 0; they are named."""
+    """Raise RankError, on every rank, if the `data` of any rank differ from rank 0's; the error names the ranks."""
     if transport.world_size == 1:
         return
     mine = torch.frombuffer(bytearray(hashlib.sha256(data).digest()), dtype=torch.uint8)

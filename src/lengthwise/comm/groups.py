@@ -1,9 +1,10 @@
-"""The groups of torch.distributed, and what NCCL is asked for beyond its defaults. None of this was measured.
+"""The groups of torch.distributed, and what is set for NCCL beyond its defaults. None of this was measured.
 
-Transfers run beside attention, whose grid fills the device: their group has streams of high priority and 8 CTAs.
-Collectives have 16, as kernels of both must fit together. NCCL_MAX_CTAS or NCCL_MIN_CTAS in the environment win.
-`set_defaults` asks for 4 channels a peer (from some 16 ranks on it would be 1) and for kernels in the order posted.
-NCCL's watchdog counts from when a call is posted, perhaps a step early: `Watch` decides, NCCL's comes a day later.
+Transfers run beside attention, whose grid fills the device: their group has high-priority streams and 8 CTAs.
+Collectives have 16 CTAs, because kernels of both must fit on the device together. NCCL_MAX_CTAS or NCCL_MIN_CTAS in the
+environment win. `set_defaults` sets 4 channels per peer (from some 16 ranks on NCCL would use 1), and kernels in the
+order posted. NCCL's watchdog counts from when a call is posted, perhaps a step early; so `TransferWatch` decides, and
+NCCL's time-out comes a day later.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ import torch.distributed as dist
 from lengthwise.core.errors import PlanError
 
 TRANSFER_CTAS, COLLECTIVE_CTAS = 8, 16
-MOST_OPERATIONS = 64  # of one grouped call: NCCL cuts larger ones, and not at the same place on every rank
+MOST_OPERATIONS = 64  # in one grouped call: NCCL cuts larger ones, and not at the same place on every rank
 DEFAULTS = {"NCCL_NCHANNELS_PER_NET_PEER": "4", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 WATCHDOG_GRACE = timedelta(days=1)
 
 
 def gloo_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Make a group of all ranks for host memory."""
+    """Make a gloo group of all ranks, for host memory."""
     return _made(dist.new_group(None, timeout=timeout, backend="gloo"))
 
 
 def gloo_groups(timeout: timedelta, groups: Sequence[Sequence[int]], *, is_owned: bool) -> dist.ProcessGroup:
-    """Make the groups that divide the ranks, for host memory; return this rank's (see `_own_of`)."""
+    """Make gloo groups that divide the ranks, for host memory; return this rank's (see `_own_of`)."""
     return _own_of(groups, partial(dist.new_group, timeout=timeout, backend="gloo"), is_owned=is_owned)
 
 
@@ -43,7 +44,7 @@ def nccl_group(
     groups: Sequence[Sequence[int]] | None = None,
     is_owned: bool = True,
 ) -> dist.ProcessGroup:
-    """Make and connect a group of all ranks for GPUs, or this rank's of `groups`; `timeout` is that of `Watch`."""
+    """Make and connect an NCCL group of all ranks, or this rank's of `groups`; `timeout` is `TransferWatch`'s."""
     set_defaults(os.environ)
     longer = timeout + WATCHDOG_GRACE
     options = nccl_options(longer, dist.ProcessGroupNCCL.Options, os.environ, for_transfers=for_transfers)
@@ -52,11 +53,12 @@ def nccl_group(
 
 
 def _own_of(groups: Sequence[Sequence[int]], make: Callable[..., Any], *, is_owned: bool) -> dist.ProcessGroup:
-    """Make the group of this rank, of those that divide the ranks.
+    """Make the groups that divide the ranks, and return this rank's.
 
-    In a world of ours its members alone make it: with thousands of groups all ranks would wait for each other as often.
-    torch then names it by its members and by how many groups this process knows. In a world of a loop that has made
-    groups of its own, these counts may differ, so there all ranks make all groups, which torch numbers alike.
+    In a world that we own, only the members make a group: with thousands of groups all ranks would wait for each other
+    as often. torch then names a group by its members and by how many groups this process knows. In the world of a
+    user's loop that has made groups itself these counts may differ, so there all ranks make all groups, which torch
+    numbers alike.
     """
     rank, own = dist.get_rank(), None
     for ranks in groups:
@@ -67,22 +69,22 @@ def _own_of(groups: Sequence[Sequence[int]], make: Callable[..., Any], *, is_own
 
 
 def set_defaults(environment: MutableMapping[str, str]) -> None:
-    """Set what NCCL reads when the process makes its first communicator, where nothing is set."""
+    """Set the variables that NCCL reads when the process makes its first communicator; keep those already set."""
     for name, value in DEFAULTS.items():
         environment.setdefault(name, value)
 
 
 def nccl_options(timeout: timedelta, make_options: Any, environment: Mapping[str, str], *, for_transfers: bool) -> Any:
-    """Return NCCL's options of a group, made by torch's class of them."""
+    """Return the NCCL options of a group; `make_options` is torch's class of them."""
     options = make_options(is_high_priority_stream=for_transfers)
-    options._timeout = timeout  # torch sets it to the group's anyhow, and warns where it differs
+    options._timeout = timeout  # torch overwrites it with the group's, and warns if they differ
     if not (environment.get("NCCL_MAX_CTAS") or environment.get("NCCL_MIN_CTAS")):
         options.config.max_ctas = TRANSFER_CTAS if for_transfers else COLLECTIVE_CTAS
     return options
 
 
 def refuse_large(operations: int, *, where: str) -> None:
-    """Refuse a grouped call that NCCL would cut, of a plan that splits heads over many ranks, with a PlanError."""
+    """Raise PlanError for a grouped call that NCCL would cut: a plan that splits heads over many ranks."""
     if operations > MOST_OPERATIONS:
         expected = f"at most {MOST_OPERATIONS} messages in one grouped call of NCCL"
         raise PlanError(

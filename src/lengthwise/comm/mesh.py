@@ -1,24 +1,24 @@
-"""A mesh with named axes: ranks as (replica, stage), the stages of a replica next to each other, inside a node.
+"""Ranks as (replica, stage); the stages of a replica are neighbours, inside a node.
 
-`Mesh.replicas` has the replicas of this rank's stage as its ranks: the world's transfers in the world's order, and
-collectives over the replicas alone. `Mesh.between` is for what stages send each other: a grouped call of NCCL ends when
-both neighbours have come, and rings of the next action would wait behind it. All edges of both are met when it is made.
-Of one stage, all three are the world.
+`Mesh.replicas` is a transport whose ranks are the replicas of this rank's stage: transfers use the world's group, in
+its order, and collectives run over these replicas alone. `Mesh.between` is for messages between stages: a grouped NCCL
+call ends only when both neighbours have reached it, and rings of the next action would wait behind it. Making a mesh
+connects all edges of both. With one stage, all three transports are the world.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lengthwise.comm.transport import Around, Message, Pending, Transport
+from lengthwise.comm.transport import Message, Pending, Transport, TransportWrapper
 from lengthwise.program import line_peers
 from lengthwise.program.stage_program import rank_of
 
 
 class Mesh:
-    """The place of a rank: `replica`, `stage`, and transports along both axes of `world`.
+    """The place of a rank, `replica` and `stage`, and transports along both axes of `world`.
 
-    Making one of several stages is collective.
+    Making a mesh of several stages is collective.
     """
 
     def __init__(self, world: Transport, stages: int) -> None:
@@ -50,15 +50,14 @@ class Mesh:
         return rank_of(self.replica, stage, self.stages)
 
     def _peers(self) -> set[int]:
-        """Return the ranks of the stages that this one exchanges messages with."""
         stages = {(self.stage - 1) % self.stages, (self.stage + 1) % self.stages}  # the first one, of the last
-        if self.replica == 0:  # its first stage collects what the others have
+        if self.replica == 0:  # its first stage collects data of the others
             stages.update(range(self.stages) if self.is_first else (0,))
         return {self.rank_of_stage(each) for each in stages - {self.stage}}
 
 
-class _Replicas(Around):
-    """The replicas of a stage as ranks 0, 1, .. of their own."""
+class _Replicas(TransportWrapper):
+    """The replicas of a stage, as ranks 0, 1, .."""
 
     def __init__(self, world: Transport, collectives: Transport, ranks: Sequence[int]) -> None:
         super().__init__(world)

@@ -1,4 +1,4 @@
-"""The transport of a world of one, or of one rank without the others: nothing to send, nothing to wait for."""
+"""The transport of a world of one rank, and of one rank measured without the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lengthwise.comm.transport import Done, Key, Message, Pending, Transport
 
 
 class SoloTransport:
-    """One rank alone; needs no process group."""
+    """The transport of a single rank; needs no process group."""
 
     def __init__(self) -> None:
         self.rank, self.world_size, self.device_ranks = 0, 1, 1
@@ -19,40 +19,40 @@ class SoloTransport:
         self.clock = Clock()
 
     def connect(self, peers: Sequence[int]) -> None:
-        """Do nothing: there is no one to meet."""
+        """Do nothing: there are no other ranks."""
         assert not peers, f"a world of one cannot meet ranks {peers}"
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Do nothing: a world of one has no one to talk to."""
+        """Do nothing: there are no other ranks."""
         messages = [*sends, *receives]
         assert not messages, f"a world of one cannot exchange {len(messages)} messages"
         return Done()
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Leave the only summand as it is."""
+        """Do nothing: the sum over one rank."""
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
-        """Copy the only summand."""
+        """Copy `source`."""
         output.copy_(source)
 
     def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        """Copy the only summand, at once."""
+        """Copy `source`, at once."""
         del key
         self.reduce_scatter(output, source)
         return Done()
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
-        """Copy the only part."""
+        """Copy `source`."""
         output.copy_(source)
 
     def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        """Copy the only part, at once."""
+        """Copy `source`, at once."""
         del key
         self.all_gather(output, source)
         return Done()
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Leave the tensor as it is."""
+        """Do nothing: there are no other ranks."""
 
     def among(self, groups: Sequence[Sequence[int]]) -> Transport:
         """Return itself: the only group is the world."""
@@ -64,18 +64,18 @@ class SoloTransport:
         return self
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing."""
 
 
 class Lone(SoloTransport):
-    """One rank of a ring or a pipeline without the others: what it would be sent is zeros."""
+    """One rank of a ring or pipeline without the others, for measuring; it receives zeros."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__()
         self.rank, self.world_size = rank, world_size
 
     def connect(self, peers: Sequence[int]) -> None:
-        """Do nothing: there is no one to meet."""
+        """Do nothing."""
 
     def among(self, groups: Sequence[Sequence[int]]) -> Transport:
         """Return this rank in its group, without the others."""
@@ -83,7 +83,7 @@ class Lone(SoloTransport):
         return type(self)(own.index(self.rank), len(own))
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Drop what would be sent, and fill what would arrive."""
+        """Drop the sends, and fill the receives with zeros."""
         del sends
         for message, _ in receives:
             message.zero_()

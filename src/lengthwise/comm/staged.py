@@ -1,7 +1,7 @@
-"""A transport through host memory: what lies on a GPU is copied out, sent from there, and copied in again.
+"""A transport through host memory: tensors on a GPU are copied out, sent from there, and copied in again.
 
-NCCL takes one rank a device; with this several processes can share one GPU, for checks. Messages are cut into chunks of
-a few pinned slabs (`Slabs`), two rounds under way at a time. Sums may round otherwise than NCCL's.
+NCCL takes one rank per device; with this, several processes can share a GPU, for checks. Messages are cut into chunks
+of a few pinned slabs (`Slabs`), with two rounds under way at a time. Sums may round differently than NCCL's.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from lengthwise.comm.transport import Around, Done, Key, Message, Pending, Transport, lies_on_a_device
+from lengthwise.comm.transport import Done, Key, Message, Pending, Transport, TransportWrapper, lies_on_a_device
 
-SLAB_BYTES = 8 << 20  # copies of that size run at full speed
+SLAB_BYTES = 8 << 20  # copies of this size run at full speed
 MOST_SLABS = 16
 _ROUNDS_UNDER_WAY = 2
 
 
-class StagedTransport(Around):
-    """A transport around one that moves host memory. `stages` says which tensors are copied; the others pass."""
+class StagedTransport(TransportWrapper):
+    """Wraps a transport for host memory. stages: which tensors are copied; others pass unchanged."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class StagedTransport(Around):
         self._under_way: deque[_StagedPending] = deque()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Post two rounds of one grouped call, the others once it is waited for; calls complete in the order posted."""
+        """Post the first two rounds of a grouped call, the rest while waiting; calls complete in the order posted."""
         rounds = cut_into_rounds(sends, receives, self._slabs)
         if not rounds:
             return Done()
@@ -70,7 +70,7 @@ class StagedTransport(Around):
             self._slabs.give(host_whole)
 
     def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        """Sum over all ranks and keep this rank's slice, at once."""
+        """Do `reduce_scatter` at once."""
         del key
         self.reduce_scatter(output, source)
         return Done()
@@ -90,17 +90,17 @@ class StagedTransport(Around):
             self._slabs.give(host_part)
 
     def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        """Concatenate the tensors of all ranks, at once."""
+        """Do `all_gather` at once."""
         del key
         self.all_gather(output, source)
         return Done()
 
     def among(self, groups: Sequence[Sequence[int]]) -> Transport:
-        """Return the collectives of this rank's group, through host memory, too."""
+        """Return the collectives of this rank's group, also through host memory."""
         return StagedTransport(self._inner.among(groups), stages=self._stages, slabs=self._slabs)
 
     def apart(self) -> Transport:
-        """Return itself: rounds of two orders, of which each waits for the other's slabs, could stop both."""
+        """Return itself: two orders of rounds could deadlock, each waiting for the other's slabs."""
         return self
 
     def _in_place(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
@@ -120,7 +120,7 @@ class StagedTransport(Around):
 
     def _copied_out(self, tensor: Tensor) -> Tensor:
         host = self._slabs.take(tensor)
-        # Not non_blocking: the copy must have ended, and what it reads must have been computed, before it is sent.
+        # Not non_blocking: the copy must have ended before it is sent.
         host.view(tensor.shape).copy_(tensor)
         return host
 
@@ -129,7 +129,7 @@ class StagedTransport(Around):
         self._slabs.give(host)
 
     def _post_in_order(self) -> None:
-        """Post calls in their order, because messages between two ranks match by it."""
+        """Post calls in order, because messages between two ranks match by order."""
         for pending in self._under_way:
             if not pending.post():
                 return
@@ -186,7 +186,7 @@ class _StagedPending:
 
 
 class Slabs:
-    """At most `most` pinned slabs of `slab_bytes` each, made when they are first needed."""
+    """At most `most` pinned slabs of `slab_bytes` each, made when first needed; beyond them, plain host memory."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class Slabs:
         self._lent: dict[int, Tensor] = {}
 
     def take(self, like: Tensor) -> Tensor:
-        """Return room for the elements of a tensor, in one dimension; at most a slab."""
+        """Return one-dimensional host memory for the elements of a tensor, at most a slab."""
         size = like.numel() * like.element_size()
         assert size <= self.slab_bytes, f"{size} bytes do not fit a slab of {self.slab_bytes}"
         if not self._free and self._pinned == self._most:
@@ -216,27 +216,27 @@ class Slabs:
         return room
 
     def give(self, room: Tensor) -> None:
-        """Take room back."""
+        """Take back memory that `take` returned."""
         slab = self._lent.pop(room.data_ptr(), None)
         if slab is not None:
             self._free.append(slab)
 
     def chunks(self, tensor: Tensor, *, parts: int = 1) -> list[tuple[int, int]]:
-        """Return (start, stop) of the chunks of a tensor of which `parts` at a time fit a slab, in elements."""
+        """Return (start, stop), in elements, of chunks of a tensor; `parts` of them fit a slab together."""
         step = max(1, self.slab_bytes // (parts * tensor.element_size()))
         return [(start, min(start + step, tensor.numel())) for start in range(0, tensor.numel(), step)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRound:
-    """Chunks that travel together: of each peer, and each way, at most one."""
+    """Chunks that travel together: at most one per peer and direction."""
 
     sends: list[Message]
     receives: list[Message]
 
 
 def cut_into_rounds(sends: Sequence[Message], receives: Sequence[Message], slabs: Slabs) -> list[ChunkRound]:
-    """Cut a grouped call into chunks, the i-th between two ranks in round i, so that both sides pair them."""
+    """Cut a grouped call into chunks; the i-th chunk between two ranks is in round i, so both sides pair them."""
     return [
         ChunkRound(sends=list(filter(None, out)), receives=list(filter(None, into)))
         for out, into in zip_longest(_by_peer(sends, slabs), _by_peer(receives, slabs), fillvalue=())

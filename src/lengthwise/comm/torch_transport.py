@@ -1,8 +1,8 @@
 """The transport of a run: torch.distributed, with gloo for host memory and NCCL beside it for GPUs.
 
 Transfers are grouped `batch_isend_irecv` calls only (on NCCL a bare isend makes a communicator for each pair), in a
-group of their own; edges of rings are connected at the start, others before the first step with them (`program.edges`).
-Host tensors use gloo on GPUs, too (docs/decisions/two-groups-on-gpus.md).
+group of their own. Edges of rings are connected at the start, others before the first step that needs them
+(`program.far_peers`). Host tensors use gloo on GPUs, too (docs/decisions/two-groups-on-gpus.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lengthwise.comm.groups import gloo_group, gloo_groups, nccl_group, refuse_l
 from lengthwise.comm.solo import SoloTransport
 from lengthwise.comm.staged import StagedTransport
 from lengthwise.comm.transport import Done, Key, Message, Pending, Transport, lies_on_a_device
-from lengthwise.comm.watch import Posted, Watch
+from lengthwise.comm.watch import Posted, TransferWatch
 from lengthwise.comm.world import World
 from lengthwise.core.errors import ConfigError, TransferError
 from lengthwise.program import line_peers
@@ -43,12 +43,12 @@ def join(
     on_phase: Callable[[str], None] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Transport:
-    """Claim the rank's device, join the other ranks, and return the transport between them; `say` reports which.
+    """Claim the rank's device, join the other ranks, and return the transport; `say` reports its kind.
 
     Raises:
-        TransferError: not all ranks came.
-        RankError: some are on GPUs and some are not.
-        ConfigError: see `transport_wrapper`.
+       TransferError: some ranks did not come.
+       RankError: some ranks are on GPUs and some are not.
+       ConfigError: see `transport_wrapper`.
     """
     if world.world_size == 1:
         world.claim_device()
@@ -62,12 +62,12 @@ def join(
 
 
 def transport_wrapper() -> Callable[[Transport, TorchTransport], Transport] | None:
-    """Return the `module:name` that LENGTHWISE_TRANSPORT_WRAPPER puts around each rank's transport; None: nothing.
+    """Return the `module:name` of LENGTHWISE_TRANSPORT_WRAPPER, to wrap each rank's transport, or None.
 
-    It is called with the transport and the world below it. Tests put `testing.checked` there, in each process of a run.
+    It is called with the transport and the world below it. Tests set it to `testing.checked` in each process of a run.
 
     Raises:
-        ConfigError: there is no such name.
+       ConfigError: the name cannot be imported.
     """
     asked = os.environ.get(WRAPPER, "")
     module, _, name = asked.partition(":")
@@ -80,15 +80,15 @@ def transport_wrapper() -> Callable[[Transport, TorchTransport], Transport] | No
 
 def _means(world: World, sharing: bool) -> str:
     if sharing:
-        return "through host memory and gloo; because ranks share a GPU, and NCCL takes one rank a device"
+        return "through host memory and gloo; because ranks share a GPU, and NCCL takes one rank per device"
     return "NCCL; because each rank has a GPU of its own" if world.gpus else "gloo; because the run computes on the CPU"
 
 
-_HOST, _TRANSFERS, _GPUS = "host", "transfers", "gpus"  # groups by what they carry: collectives, P2P, collectives
+_HOST, _TRANSFERS, _GPUS = "host", "transfers", "gpus"  # groups: collectives on host, transfers, collectives on GPUs
 
 
 class TorchTransport:
-    """The ranks of a torch.distributed world; where they share a GPU put a `StagedTransport` around it."""
+    """The ranks of a torch.distributed world; if they share a GPU, wrap it in a `StagedTransport`."""
 
     def __init__(
         self, world: World, *, timeout_seconds: float = 600.0, on_phase: Callable[[str], None] | None = None
@@ -108,8 +108,8 @@ class TorchTransport:
         if self._device.type != "cpu":
             make = partial(nccl_group, timeout, self._device, for_transfers=False)
             self._groups[_GPUS] = self._guard(make)
-            # A thread begins on GPU 0, whatever its process uses.
-            self._watch = Watch(
+            # A new thread uses GPU 0, whatever its process uses.
+            self._watch = TransferWatch(
                 timeout_seconds, self._give_up, begin=partial(torch.cuda.set_device, self._device), ends_frozen=True
             )
         self._connected: set[int] = set()
@@ -127,7 +127,6 @@ class TorchTransport:
             self._on_phase(phase)
 
     def _make_transfers(self) -> dist.ProcessGroup:
-        """Make a group for transfers between all ranks."""
         timeout, is_on_gpus = timedelta(seconds=self._timeout_seconds), self._device.type != "cpu"
         make = partial(nccl_group, timeout, self._device, for_transfers=True)
         group = self._guard(make if is_on_gpus else partial(gloo_group, timeout))
@@ -136,7 +135,7 @@ class TorchTransport:
         return group
 
     def connect(self, peers: Sequence[int]) -> None:
-        """Exchange one number with each of these ranks that is new; on NCCL that makes the connection."""
+        """Exchange one number with each new rank of `peers`; on NCCL this makes the connection."""
         new = [peer for peer in peers if peer not in self._connected]
         self._connected.update(new)
         self.exchange(*([(_zero(self._device), peer) for peer in new] for _ in range(2))).wait()
@@ -146,7 +145,7 @@ class TorchTransport:
         return self._exchange(_TRANSFERS, sends, receives)
 
     def beside(self) -> Callable[[Sequence[Message], Sequence[Message]], Pending]:
-        """Return how to exchange host tensors apart from all other messages, over a new group. Collective."""
+        """Return a function that exchanges host tensors over a new group of its own. Collective."""
         name = f"beside {len(self._groups)}"
         self._groups[name] = self._guard(lambda: gloo_group(timedelta(seconds=self._timeout_seconds)))
         return partial(self._exchange, name)
@@ -203,23 +202,23 @@ class TorchTransport:
             make = partial(nccl_group, timeout, self._device, for_transfers=False, **how)
             made[_GPUS] = self._guard(make, own)
         for name, group in made.items():
-            self._groups[f"{name} among {own}"] = group  # which ends them
+            self._groups[f"{name} among {own}"] = group  # for `close`
         return _Among(self, own, made)
 
     def apart(self) -> Transport:
-        """Return the same ranks with a group for transfers of its own (see `Transport.apart`)."""
+        """Return the same ranks with their own group for transfers (see `Transport.apart`)."""
         group = self._groups[f"transfers {len(self._groups)}"] = self._make_transfers()
         return _Among(self, range(self.world_size), {**self._groups, _TRANSFERS: group})
 
     def close(self) -> None:
-        """Leave the world, without which torch warns at exit, or our groups in one that is not ours."""
+        """Leave the world (torch warns at exit otherwise), or, in a user's world, only our groups."""
         if self._watch is not None:
             torch.cuda.synchronize(self._device)
             self._watch.close()
         if dist.is_initialized() and self._groups:
             for group in [None] if self._owned else self._groups.values():
                 dist.destroy_process_group(group)
-        # Gloo's threads end with the last reference to their group. One that lets go of a tensor while Python ends
+        # Gloo's threads end with the last reference to their group. A thread that frees a tensor while Python exits
         # aborts the process.
         self._groups.clear()
 
@@ -248,7 +247,7 @@ class TorchTransport:
     ) -> Pending:
         phase = self.phase if key is None else f"{self.phase}, {key}"
         on_stream = self._watch is not None and any(map(lies_on_a_device, alive))
-        # Posting to a GPU takes the host's time, in which the GPU works on; gloo sends some bytes while it posts.
+        # While the host posts to a GPU, the GPU works on; gloo sends some bytes while it posts.
         with nullcontext() if on_stream else self.clock.waiting(in_collective=peers is None):
             works = self._guard(call, peers, phase=phase)
         if self._watch is not None and on_stream:
@@ -275,14 +274,14 @@ class TorchTransport:
         return self._everyone if peers is None else "ranks " + ", ".join(map(str, peers))
 
     def _give_up(self, posted: Posted) -> None:
-        """End this process: the main thread waits for a GPU that waits for a peer, and cannot be interrupted."""
+        """End this process: its main thread waits for a GPU that waits for a peer, and cannot be interrupted."""
         self.phase = f"{posted.phase}, waiting for {posted.others}"
         print(self._transfer_error(posted.phase, posted.others, "no answer"), file=sys.stderr, flush=True)
         os._exit(TransferError.exit_status)
 
 
 class _Among(TorchTransport):
-    """Some ranks of a world, by the groups that are given: for collectives, or with all ranks for transfers, too."""
+    """Some ranks of a world, for collectives, or all of them with a group for transfers."""
 
     def __init__(self, world: TorchTransport, ranks: Sequence[int], groups: Mapping[str, dist.ProcessGroup]) -> None:
         self._world = world
@@ -305,13 +304,13 @@ class _Among(TorchTransport):
 
 @dataclass(kw_only=True)
 class _TorchPending:
-    """A call of torch.distributed; `wait` blocks the host until all has arrived, `on_stream` the current stream."""
+    """A call of torch.distributed; `wait` blocks the host until it has ended, or, `on_stream`, the current stream."""
 
     transport: TorchTransport
     works: Sequence[dist.Work]
     peers: Sequence[int] | None
-    phase: str  # it was posted in; the host may be much further when it waits
-    alive: Sequence[Tensor]  # gloo and NCCL read and write them in the background
+    phase: str  # when it was posted; the host may be much further when it waits
+    alive: Sequence[Tensor]  # kept, because gloo and NCCL read and write them in the background
     on_stream: bool
 
     def wait(self) -> None:
@@ -328,7 +327,7 @@ def _zero(device: torch.device) -> Tensor:
 
 
 def _without_place(message: str) -> str:
-    """Cut the source position off gloo's first line."""
+    """Remove the source position from gloo's first line."""
     return re.sub(r"^\[[^\]]*\.(cc|h|cpp):\d+\] ", "", message.split("\n")[0])
 
 

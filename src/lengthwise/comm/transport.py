@@ -1,4 +1,4 @@
-"""The interface that rings and the step's end talk to."""
+"""The interface of rings and of the step's end to the other ranks."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ from torch import Tensor
 from lengthwise.comm.clock import Clock
 
 Message = tuple[Tensor, int]
-"""A contiguous tensor and the rank it goes to or comes from."""
+"""A contiguous tensor and the rank that receives or sends it."""
 Key: TypeAlias = tuple[object, ...]
-"""Which collective of a run a call is (`engine.wave_order.CallKey`): the same on all ranks."""
+"""Identifies a collective of a run (`engine.wave_order.CallKey`): the same on all ranks."""
 
 
 def lies_on_a_device(tensor: Tensor) -> bool:
-    """Whether a tensor is not in host memory."""
+    """Return whether a tensor is not in host memory."""
     return tensor.device.type != "cpu"
 
 
 class Pending(Protocol):
-    """A grouped call or a collective under way; its tensors are not to be touched before `wait`."""
+    """A grouped call or collective under way; its tensors must not be used before `wait`."""
 
     def wait(self) -> None:
-        """Return when every message has arrived and left, or on a GPU, when the current stream waits for that.
+        """Wait until every message has arrived and left; on a GPU, make the current stream wait for that.
 
         Raises:
-            TransferError: a peer is gone or the time-out passed; names rank, step and phase.
+           TransferError: a peer is gone or the time-out has passed; names rank, step and phase.
         """
 
 
 class Done:
-    """A call that is done already: nothing to wait for."""
+    """A call that has already ended."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
 class Transport(Protocol):
-    """Transfers between the ranks of one run."""
+    """Transfers and collectives between the ranks of one run."""
 
     rank: int
     world_size: int
-    device_ranks: int  # that share the memory of this rank's device, this one counted
+    device_ranks: int  # ranks that share this rank's device, this one included
     clock: Clock
 
     @property
     def phase(self) -> str:
-        """Where in the step this rank is, in words; set by the caller and named in every error."""
+        """Where in the step this rank is, in words; the caller sets it, and errors name it."""
         ...
 
     @phase.setter
     def phase(self, phase: str) -> None: ...
 
     def connect(self, peers: Sequence[int]) -> None:
-        """Meet these ranks, in one grouped call of all that are new; each of them calls it for this rank, too."""
+        """Connect to these ranks, in one grouped call for all new ones; each of them must call it, too."""
         ...
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
@@ -66,20 +66,21 @@ class Transport(Protocol):
         """Sum `tensor` over all ranks, in place."""
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
-        """Sum `source` over all ranks and put this rank's slice, one world_size-th, into `output`."""
+        """Sum `source` over all ranks and write this rank's slice, one world_size-th, to `output`."""
 
     def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Begin a `reduce_scatter`.
 
-        Several collectives may be under way, posted in one order on all ranks. None may be posted while this rank has a
-        transfer under way, nor a transfer beside one: a rank that waits in one might wait for a rank that waits for it.
-        Transfers may be posted beside collectives with a `key`: it says which call of all ranks this is, so that all
+        Several collectives may be under way, posted in one order on all ranks. Without a `key`, none may be posted
+        while this
+        rank has a transfer under way, nor a transfer beside one: a rank that waits in one could wait for a rank that
+        waits for it. With a `key`, transfers may be posted beside it: the key identifies the call on all ranks, which
         post it in the same place of one order, transfers included. Keys increase.
         """
         ...
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
-        """Put the `source` of every rank one after the other into `output`."""
+        """Concatenate the `source` of all ranks into `output`."""
 
     def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Begin an `all_gather`, under the rules of `reduce_scatter_async`."""
@@ -89,13 +90,13 @@ class Transport(Protocol):
         """Overwrite `tensor` with that of rank `source`."""
 
     def among(self, groups: Sequence[Sequence[int]]) -> Transport:
-        """Return the collectives of this rank's group, of ranks from 0; `groups` divide the world. Collective."""
+        """Return the collectives of this rank's group, ranks counted from 0; `groups` divide the world. Collective."""
         ...
 
     def apart(self) -> Transport:
-        """Return the same ranks with transfers in an order of their own, which no other waits behind. Collective.
+        """Return the same ranks with their own queue of transfers, which waits behind no others. Collective.
 
-        Ranks still post these in one order with all others. No two have met.
+        Ranks still post these in one order with all others. No connections are made yet.
         """
         ...
 
@@ -103,8 +104,8 @@ class Transport(Protocol):
         """Leave the world."""
 
 
-class Around:
-    """A transport around another, which does all that a subclass does not: rank, clock and phase are the other's."""
+class TransportWrapper:
+    """A transport around another one, to which it passes every call that a subclass does not override."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
@@ -113,7 +114,7 @@ class Around:
 
     @property
     def inner(self) -> Transport:
-        """The other transport."""
+        """The wrapped transport."""
         return self._inner
 
     @property
@@ -126,7 +127,7 @@ class Around:
         self._inner.phase = phase
 
     def connect(self, peers: Sequence[int]) -> None:
-        """Meet these ranks."""
+        """Connect to these ranks."""
         self._inner.connect(peers)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:

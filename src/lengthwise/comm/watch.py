@@ -1,9 +1,9 @@
-"""Notices transfers between GPUs that do not end.
+"""Detects transfers between GPUs that do not end.
 
-On NCCL `wait` only orders streams: a rank whose peer is gone runs on, then waits for ever. A thread looks once a second
-at what is under way and reports the oldest overdue call with its phase. The host may be a step ahead, so time runs from
-when the device could begin a call. The driver may not answer a look, and then no Python runs: faulthandler, which needs
-none, writes all stacks and ends the process.
+On NCCL `wait` only orders streams: a rank whose peer is gone runs on, then waits forever. A thread looks once a second
+at the calls under way and reports the oldest overdue one with its phase. The host may be a step ahead, so time runs
+from when the device could begin a call. If the driver does not answer a query, no Python runs any more: faulthandler,
+which needs none, then writes all stacks and ends the process.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-GRACE_SECONDS = 60.0  # beside the time-out, until a look that does not come back ends the process
+GRACE_SECONDS = 60.0  # after the time-out, until a query that does not return ends the process
 
 
 class Handle(Protocol):
-    """What a posted call returns."""
+    """The handle of a posted call."""
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
+        """Return whether the call has ended."""
         ...
 
 
 class Event(Protocol):
-    """A point in what a device was given."""
+    """A point in a device's stream."""
 
     def query(self) -> bool:
-        """Whether the device has come there."""
+        """Return whether the device has reached it."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Posted:
-    """A call under way: who must answer, in words, where in the step it was posted, and what came before it."""
+    """A call under way: its handle, the event before it, where in the step it was posted, and who must answer."""
 
     handle: Handle
     reached: Event
@@ -47,20 +47,20 @@ class Posted:
 
 
 class Overdue:
-    """Decides which call is overdue, from what is seen of the calls under way at points in time."""
+    """Decides which call is overdue, from the states of calls under way at points in time."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
         self._under_way: deque[Posted] = deque()
-        self._began_seconds: float | None = None  # when the oldest was first seen to be begun
+        self._began_seconds: float | None = None  # when the oldest call was first seen to have begun
 
     def add(self, posted: Sequence[Posted]) -> None:
-        """Take note of calls that were posted just now."""
+        """Add calls that were just posted."""
         self._under_way.extend(posted)
 
     def look(self, now_seconds: float) -> Posted | None:
-        """Return the oldest call under way, if it has taken longer than the time-out."""
-        # Calls of a rank end nearly in the order posted: those behind an unfinished one are looked at later.
+        """Return the oldest call under way if it has taken longer than the time-out, else None."""
+        # Calls of a rank end nearly in the order posted, so those behind an unfinished one can wait.
         while self._under_way and self._under_way[0].handle.is_completed():
             self._under_way.popleft()
             self._began_seconds = None
@@ -72,21 +72,21 @@ class Overdue:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether calls are under way, as far as was seen."""
+        """Whether calls were under way at the last look."""
         return bool(self._under_way)
 
     def due_in(self, now_seconds: float) -> float:
-        """Return in how many seconds the oldest call is overdue; infinity where none was seen to be begun."""
+        """Return the seconds until the oldest call is overdue; infinity if it was not seen to begin."""
         if self._began_seconds is None:
             return float("inf")
         return self._began_seconds + self._timeout_seconds - now_seconds
 
 
-class Watch:
-    """Calls `overdue` once, from a thread of its own, with the oldest call that took longer than `timeout_seconds`.
+class TransferWatch:
+    """Calls `overdue` once, from its own thread, with the oldest call that took longer than `timeout_seconds`.
 
-    poll_seconds: between looks. begin: called in the thread first. ends_frozen: end the process where a look takes
-    longer than the time-out and `grace_seconds`; it uses `faulthandler.dump_traceback_later`.
+    poll_seconds: between looks. begin: called first in the thread. ends_frozen: end the process if a look takes longer
+    than the time-out plus `grace_seconds`; this uses `faulthandler.dump_traceback_later`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Watch:
         self._thread.start()
 
     def add(self, handles: Sequence[Handle], *, reached: Event, phase: str, others: str) -> None:
-        """Watch over calls that were posted just now, when the device had `reached` still before it."""
+        """Watch calls that were just posted; `reached`: the device's event right before them."""
         self._calls.add([Posted(handle=handle, reached=reached, phase=phase, others=others) for handle in handles])
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class Watch:
                 faulthandler.cancel_dump_traceback_later()
 
     def _give_time(self) -> None:
-        """Let faulthandler end the process unless the next call comes in time."""
+        """Make faulthandler end the process unless this method is called again in time."""
         if self._frozen_seconds is None or sys.__stderr__ is None:
             return
         if self._calls.is_waiting:

@@ -1,4 +1,4 @@
-"""Which rank this process is, its device, how it finds the others. The only reader of the launcher's environment."""
+"""Which rank this process is, its device, and how it finds the others; alone reads the launcher's environment."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lengthwise.core.errors import ConfigError, RankError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Met:
-    """What a rank knows of the others once all have come: whether any two share a GPU, how many share its device.
+    """What a rank learns when all have come: whether any two share a GPU, and how many ranks share its device.
 
-    host: the group for host memory. owned: whether ending the process group is up to us.
+    host: the group for host memory. owned: we made the process group, so we end it.
     """
 
     shares_gpus: bool
@@ -35,10 +35,10 @@ class Met:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """One process of a run. `rendezvous` is a file that all local ranks share; None: torchrun's environment.
+    """One process of a run. rendezvous: a file that all local ranks share; if None, torchrun's environment is used.
 
-    gpus: of this machine, that this process sees and the run uses; 0: it computes on the CPU.
-    attached: to a process group that exists already.
+    gpus: GPUs of this machine that this process sees and the run uses; 0 if it computes on the CPU.
+    attached: the process group exists already.
     """
 
     rank: int
@@ -51,17 +51,21 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank; local ranks beyond the number of GPUs share them, counted from the first again."""
+        """The device of this rank; if there are more local ranks than GPUs, they share GPUs in turn."""
         return torch.device("cuda", self.local_rank % self.gpus) if self.gpus else torch.device("cpu")
 
     def claim_device(self) -> None:
-        """Make the rank's GPU the current one; before anything else touches CUDA, which would else take GPU 0."""
+        """Make the rank's GPU the current one, before CUDA starts, which would otherwise use GPU 0."""
         if self.gpus:
             torch.cuda.set_device(self.device)
 
     def connect(self, timeout: timedelta) -> Met:
-        """Join the gloo group of all ranks, or the existing one; return who shares a GPU. RankError: some have none."""
-        self.claim_device()  # also where a loop's process has another one: clocks and memory are those of the current
+        """Join the gloo group of all ranks, or the existing one, and return what the ranks share.
+
+        Raises:
+           RankError: some ranks are on GPUs and some are not.
+        """
+        self.claim_device()  # also in a user's loop: clocks and memory are those of the current device
         if self.attached:
             host = gloo_group(timeout)
             on_gpu, shares_gpus, device_ranks = self._ask(host)
@@ -69,8 +73,8 @@ class World:
             return Met(shares_gpus=shares_gpus, device_ranks=device_ranks, host=host, owned=False)
         if self.rendezvous is None:
             store, *_ = next(iter(rendezvous("env://", self.rank, self.world_size, timeout=timeout)))
-            # torchrun may keep one store for all its starts: what ranks wrote that are dead would be met there. Nodes
-            # count starts each by itself: several need a new store each time (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
+            # torchrun may keep one store for all its starts, which then has entries of dead ranks. Each node counts
+            # its own starts, so several nodes need a new store each time (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
             shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "in a new store"
             # A process may meet the others again after it left them, as two sessions in a row do.
@@ -84,7 +88,7 @@ class World:
         store = PrefixStore("default_pg", store)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
         host = dist.group.WORLD
-        assert host is not None, "it was made a line before"
+        assert host is not None, "init_process_group made it"
         return Met(shares_gpus=shares_gpus, device_ranks=device_ranks, host=host, owned=True)
 
     def _refuse_some(self, on_gpu: int) -> None:
@@ -95,9 +99,9 @@ class World:
             raise RankError(where, expected="all ranks on GPUs, or all on the CPU", got=got, remedy=remedy)
 
     def _meet(self, store: Store, timeout: timedelta) -> tuple[int, bool, int]:
-        """Return (most ranks on one GPU, whether any share one, ranks on this one's), the first two alike on all ranks.
+        """Return (ranks on GPUs, whether any share one, ranks on this one's device); the first two agree on all ranks.
 
-        They choose the transport before the first group is made: each rank adds itself to the count of its GPU.
+        The transport depends on them, before the first group is made: each rank adds itself to the count of its GPU.
         """
         store.add("on_gpu", int(self.gpus > 0))
         mine = f"on {gpu_of(self.device)}" if self.gpus else None
@@ -120,9 +124,9 @@ class World:
         return on_gpu, on_gpu > 0 and len(set(devices)) < len(devices), devices.count(digest)
 
 
-_meetings = count()  # all ranks meet equally often
+_meetings = count()  # the same on all ranks, which meet equally often
 
-_MPI = {  # what launchers call rank, size, rank and size on this machine
+_MPI = {  # launchers' variables for rank, size, and rank and size on this machine
     "Open MPI": tuple(f"OMPI_COMM_WORLD_{each}" for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
@@ -130,12 +134,11 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def world_from_environment() -> World | None:
-    """Return the world that torchrun or mpirun made, or None when the process was started alone.
+    """Return the world of torchrun or mpirun, or None if the process was started alone.
 
     Raises:
-        ConfigError: torchrun's variables are incomplete, no numbers or contradictory, or mpirun started several
-            machines
-            without the address of the first.
+       ConfigError: torchrun's variables are incomplete, invalid or contradictory, or mpirun started several machines
+       without the address of the first.
     """
     values = {name: os.environ.get(name) for name in _TORCHRUN}
     if values["RANK"] is None and values["WORLD_SIZE"] is None:
@@ -160,7 +163,7 @@ def world_from_environment() -> World | None:
 
 
 def _take_from_mpi() -> None:
-    """Set torchrun's variables where mpirun started the processes; torch and accelerate read them."""
+    """Set torchrun's variables from mpirun's; torch and accelerate read them."""
     for launcher, names in _MPI.items():
         found = [os.environ.get(name, "") for name in names]
         if not all(each.isdigit() for each in found) or int(found[1]) < 2:
@@ -178,7 +181,7 @@ def _take_from_mpi() -> None:
 
 
 def session_world(device: torch.device) -> World:
-    """Return the world of a loop whose model is on `device`; ConfigError: a launcher's variables are incomplete."""
+    """Return the world of a user's loop whose model is on `device`; ConfigError: incomplete launcher variables."""
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     local = 0
     if device.type == "cuda":
@@ -202,7 +205,7 @@ def session_world(device: torch.device) -> World:
 
 
 def _use_loopback() -> None:
-    """Keep local runs off the network; gloo would look up the host's name, which may not resolve."""
+    """Keep local runs off the network: gloo would look up the host's name, which may not resolve."""
     names = {name for _, name in socket.if_nameindex()}
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback is not None:

@@ -29,5 +29,5 @@ __all__ = [
 
 
 def dump_config(config: RunConfig) -> str:
-    """Write the resolved settings as YAML that `load_config` reads back to an equal `RunConfig`."""
+    """Return the resolved settings as YAML, which `load_config` reads back to an equal `RunConfig`."""
     return _dump_values(config.model_dump(mode="json"))

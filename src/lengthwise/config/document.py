@@ -1,7 +1,7 @@
 """YAML text to plain values, safely, and back.
 
 Scalars follow the core schema of YAML 1.2 (in PyYAML's 1.1 `3e-4` is text and `no` is false). A foreign tag, an alias
-(which could unfold without end), a key that is no text or is there twice is a problem with its line.
+(which could expand without end), a key that is not text and a repeated key are problems, reported with their line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndTo
 
 
 class _CoreLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with the scalars of YAML 1.2, used up to the nodes."""
+    """PyYAML's safe loader with the scalars of YAML 1.2; only its nodes are used."""
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - the name and shape are PyYAML's
 
@@ -52,7 +52,7 @@ for _name, _pattern, _first in _CORE_SCALARS:
 
 
 def parse_values(text: str, name: str) -> tuple[object, list[ConfigError]]:
-    """Read one YAML document into plain values; `name` is the file's, for messages.
+    """Parse one YAML document into plain values; `name` is the file's, for messages.
 
     Syntax errors raise ConfigError; problems that leave the rest readable are returned beside the values.
     """
@@ -78,7 +78,7 @@ def parse_values(text: str, name: str) -> tuple[object, list[ConfigError]]:
 
 
 def key_lines(text: str) -> dict[tuple[str, ...], int]:
-    """Return the line, from 1, of every key and list entry of a document that `parse_values` reads, by config path."""
+    """Return the line, counted from 1, of every key and list entry of a valid document, by config path."""
     found: dict[tuple[str, ...], int] = {}
 
     def walk(node: Node | None, path: tuple[str, ...]) -> None:
@@ -96,7 +96,7 @@ def key_lines(text: str) -> dict[tuple[str, ...], int]:
 
 
 def dump_values(values: Mapping[str, object]) -> str:
-    """Write plain values as YAML, keys in their order."""
+    """Return plain values as YAML, keys in their order."""
     return yaml.dump(values, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=120)
 
 

@@ -1,4 +1,4 @@
-"""Keys of other trainers (Hugging Face, axolotl, LLaMA-Factory, torchtitan): what this one calls them, or why not."""
+"""Keys of other trainers (Hugging Face, axolotl, LLaMA-Factory, torchtitan): their names here, or why there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read a run file, apply overrides, resolve paths, report every problem in one message."""
+"""Read a run file, apply overrides, resolve paths, and report every problem in one message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lengthwise.core.names import BYTES_TOKENIZER
 _MOST_DIGITS = 10  # of an index
 _FILE, _FOLDER = "file", "folder"
 _MOST_BYTES = 1 << 20  # of a run file
-_MOST_NAME_BYTES = 255  # of a part of a path, in all file systems of today
+_MOST_NAME_BYTES = 255  # of a part of a path, in today's file systems
 _MOST_PATH_BYTES = 4095  # of a path, in Linux
 _PATH_STARTS = ("./", "../", "/", "~")
 
@@ -29,8 +29,8 @@ _PATH_STARTS = ("./", "../", "/", "~")
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read the run file at `path`; raise ConfigError for one problem and Problems for several.
 
-    overrides: `key=value` texts, such as `optimizer.lr=1e-3`, `data.0.path=other.jsonl` or
-    `global_batch={tokens: 4096}`, values read as YAML. Relative paths start from the run file's folder.
+    overrides: texts such as `optimizer.lr=1e-3`, `data.0.path=other.jsonl` or `global_batch={tokens: 4096}`; values are
+    YAML. Relative paths start from the run file's folder.
     """
     path = Path(path)
     text = _read_text(path)
@@ -48,7 +48,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def build_config(values: Mapping[str, object], folder: Path) -> RunConfig:
-    """Check plain values as if they were read from a run file in `folder`."""
+    """Check plain values as if a run file in `folder` had them."""
     return _build(copy.deepcopy(dict(values)), Path(folder).absolute(), [])
 
 
@@ -59,7 +59,7 @@ def _build(values: dict[str, object], folder: Path, problems: list[ConfigError])
 
 
 def _placed(error: LengthwiseError, text: str, name: str, overrides: Sequence[str]) -> list[LengthwiseError]:
-    """Give problems the lines of their keys, and sort them by line; those of overrides stand last."""
+    """Add to each problem the line of its key, and sort by line; problems of overrides come last."""
     lines = key_lines(text)
     given = [tuple(part.strip() for part in each.partition("=")[0].split(".")) for each in overrides]
     found: list[tuple[float, LengthwiseError]] = []
@@ -67,7 +67,7 @@ def _placed(error: LengthwiseError, text: str, name: str, overrides: Sequence[st
         path = tuple(problem.where.split("."))
         known = next((path[:end] for end in range(len(path), 0, -1) if path[:end] in lines), None)
         if known is None or any(path[: len(each)] == each or each[: len(path)] == path for each in given):
-            at = re.fullmatch(re.escape(name) + r":(\d+)", problem.where)  # what YAML itself refuses
+            at = re.fullmatch(re.escape(name) + r":(\d+)", problem.where)  # a YAML error
             found.append((int(at[1]) if at else float("inf"), problem))
             continue
         problem.place = f"{name}:{lines[known]}"
@@ -89,7 +89,7 @@ def _read_text(path: Path) -> str:
 
 
 def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]:
-    """Make paths absolute in place; return those that do not exist. Values of a wrong type are reported elsewhere."""
+    """Make paths absolute in place; return an error for each that does not exist. Wrong types are skipped."""
     problems = []
     for key, builtin in (("model", TINY_MODEL), ("tokenizer", BYTES_TOKENIZER)):
         name = values.get(key)
@@ -122,7 +122,7 @@ def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]
 
 
 def _resolve_name(key: str, name: str, folder: Path, problems: list[ConfigError]) -> str:
-    """Make a local folder absolute and leave a hub name; what reads like a path must be a folder."""
+    """Make a local folder absolute and leave a hub name; a name that looks like a path must be a folder."""
     wrong = _no_path(name)
     if wrong is not None:
         remedy = f"Correct `{key}`."
@@ -139,7 +139,7 @@ def _resolve_name(key: str, name: str, folder: Path, problems: list[ConfigError]
 
 
 def _resolve(where: str, name: str, folder: Path, problems: list[ConfigError], *kinds: str, words: str = "") -> str:
-    """Make a path of one of these kinds absolute (default: a folder); `words` are allowed instead."""
+    """Make a path of one of these kinds absolute (default: a folder). `words`: what else the error says is allowed."""
     kinds = kinds or (_FOLDER,)
     local = _absolute(name, folder) if name else ""
     there = _FILE if os.path.isfile(local) else _FOLDER if os.path.isdir(local) else None
@@ -152,7 +152,7 @@ def _resolve(where: str, name: str, folder: Path, problems: list[ConfigError], *
 
 
 def _no_path(path: str) -> str | None:
-    """Return why nothing can have such a path; None: something may."""
+    """Return why no file can have such a path, or None if one can."""
     try:
         raw = os.fsencode(path)
     except UnicodeEncodeError:
@@ -166,15 +166,15 @@ def _no_path(path: str) -> str | None:
 
 
 def _absolute(name: str, folder: Path) -> str:
-    """Join, expand `~` and drop `..`; links stay as the user named them."""
+    """Join, expand `~` and drop `..`; keep links."""
     return os.path.abspath(os.path.join(folder, os.path.expanduser(name)))
 
 
 def apply_overrides(values: dict[str, object], overrides: Sequence[str]) -> list[ConfigError]:
-    """Write each override into `values`, in order, the last one winning; return what could not be written.
+    """Write each override into `values`, in order, so that the last one wins; return the errors.
 
     Keys are joined by dots; a number is the index of an existing list entry. Missing sections and unknown keys are
-    made.
+    created.
     """
     problems: list[ConfigError] = []
     for override in overrides:
@@ -195,7 +195,7 @@ def apply_overrides(values: dict[str, object], overrides: Sequence[str]) -> list
 
 
 def _write(values: dict[str, object], path: Sequence[str], value: object) -> None:
-    target: Any = values  # a mapping, or inside one a list; `_step` gives the key or the index to match
+    target: Any = values  # a mapping or a list; `_step` returns the key or index into it
     for depth, part in enumerate(path):
         step = _step(target, part, path[: depth + 1])
         if depth == len(path) - 1:

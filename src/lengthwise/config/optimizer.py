@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate of a run: which there are, by name, and which arguments belong to a name."""
+"""The optimizers and learning-rate schedules of a run, by name, and the arguments of each."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pydantic import Field, model_validator
 from lengthwise.config.settings import Fraction, Settings
 from lengthwise.core.errors import ConfigError
 
-FRESH_RATE, LOADED_RATE, LOADED_WARMUP = 3e-4, 2e-5, 0.03  # of AdamW; where fine-tuning begins, as in TRL
+FRESH_RATE, LOADED_RATE, LOADED_WARMUP = 3e-4, 2e-5, 0.03  # of AdamW; for fine-tuning, as in TRL
 LORA_RATE = 2e-4  # of adapters: ten times the rate of the whole model, as LoRA recipes have it
 
-# The arguments of each optimizer, with its defaults: torch's, of Lion its paper's, of AdamW ours. None: it depends on
-# the model, see `run.checks`.
+# The arguments of each optimizer, with their defaults: torch's; for Lion the paper's, for AdamW ours. None: it depends
+# on the model (`run.checks`).
 OPTIMIZERS: Mapping[str, Mapping[str, object]] = {
     "adamw": {"lr": None, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
     "adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
@@ -25,7 +25,7 @@ _ARGUMENTS = tuple(dict.fromkeys(key for arguments in OPTIMIZERS.values() for ke
 
 _STATES = {"sgd": (), "lion": ("exp_avg",)}
 
-# The arguments of each schedule, by transformers' names, and those of them that have no default there.
+# The arguments of each schedule, by transformers' names.
 SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "constant": (),
     "constant_with_warmup": (),
@@ -43,12 +43,12 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
 POLYNOMIAL_END = 1e-7  # transformers' lr_end
 
 _FOLLOWS_LOSS = (
-    "It follows an evaluation's loss; a learning rate is a function of the step here, on any resume the same"
+    "It follows an evaluation's loss; here a learning rate is a function of the step, the same after any resume"
 )
-# Names of other trainers that are known to be refused, by the key that has them: why, or what they are called here.
-_NOT_BY_ENTRY = "Its update of an entry depends on {}, and a rank has a slice that begins and ends anywhere in them"
+# Names of other trainers that are refused, by key: the reason, or their name here.
+_NOT_BY_ENTRY = "Its update of an entry depends on {}, and a rank's slice may begin and end inside a parameter"
 _MATRICES, _NORMS = _NOT_BY_ENTRY.format("the whole matrix"), _NOT_BY_ENTRY.format("the norm of the whole parameter")
-_BLOCKS = "8-bit states are rounded in blocks that slices do not end at: results would depend on the number of ranks"
+_BLOCKS = "8-bit states are rounded in blocks, which slices would cut: results would depend on the number of ranks"
 _IN_8_BIT = (  # transformers' names, then those of bitsandbytes' classes
     *("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "lion_8bit", "paged_lion_8bit"),
     *("rmsprop_bnb_8bit", "ademamix_8bit", "paged_ademamix_8bit"),
@@ -69,7 +69,7 @@ REFUSED_NAMES: Mapping[str, Mapping[str, str]] = {
 
 
 class OptimizerConfig(Settings):
-    """The optimizer and its learning-rate schedule. Arguments that the optimizer does not take are None."""
+    """The optimizer and its learning-rate schedule. Arguments of other optimizers are None."""
 
     name: Literal["adamw", "adam", "sgd", "lion"] = Field(
         default="adamw", description="the optimizer; its other keys and their defaults depend on it; default adamw"
@@ -99,7 +99,7 @@ class OptimizerConfig(Settings):
     offload: bool = Field(
         default=False,
         description="keep master weights and states in the host's memory, and update there, at the CPU's speed; a GPU "
-        "then has parameters and gradients alone; default false",
+        "then holds only parameters and gradients; default false",
     )
     schedule: (
         Literal[
@@ -132,7 +132,7 @@ class OptimizerConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_arguments(cls, values: object) -> object:
-        """Take the optimizer's own defaults; arguments that it does not have are None."""
+        """Fill in the optimizer's own defaults, and None for arguments of other optimizers."""
         if not isinstance(values, dict):
             return values
         name = values.get("name", "adamw")
@@ -143,17 +143,17 @@ class OptimizerConfig(Settings):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the optimizer takes, by torch's names, without `lr` and `weight_decay`."""
+        """The optimizer's arguments, by torch's names, without `lr` and `weight_decay`."""
         return {key: getattr(self, key) for key in OPTIMIZERS[self.name] if key not in ("lr", "weight_decay")}
 
     @property
     def states(self) -> tuple[str, ...]:
-        """What it keeps of each entry, by torch's names; all begin with zeros."""
+        """The states that it keeps for each entry, by torch's names; all begin as zeros."""
         return (*_STATES.get(self.name, ("exp_avg", "exp_avg_sq")), *["momentum_buffer"] * bool(self.momentum))
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
-        """Ask for arguments that belong to the optimizer and to the schedule, and for those these need."""
+        """Return errors for arguments of other optimizers and schedules, and for missing ones."""
         name = values.get("name", "adamw")
         if not isinstance(name, str) or name not in OPTIMIZERS:
             return []
@@ -169,7 +169,7 @@ class OptimizerConfig(Settings):
 
 
 def _schedule_problems(values: Mapping[str, object], default_lr: float) -> list[ConfigError]:
-    """Return contradictions between the keys of a schedule, ignoring values of a wrong type."""
+    """Return contradictions between the keys of a schedule; values of a wrong type are reported elsewhere."""
     name, raw = values.get("schedule") or "cosine", values.get("schedule_args")
     if not isinstance(name, str) or name not in SCHEDULES:
         return []

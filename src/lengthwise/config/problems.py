@@ -1,4 +1,4 @@
-"""Every problem of a run file, or of the settings of a session, at once: wrong types, and broken rules between keys."""
+"""Report every problem of a run file, or of a session's settings, at once: wrong types and broken rules."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ _EXPECTED: Mapping[str, Callable[[dict], str]] = {
     "too_short": lambda ctx: f"at least {ctx['min_length']} entry",
     "tuple_type": lambda _: "a list",
 }
-_UNCLEAR = ("missing", "model_type", "tuple_type")  # errors whose words do not say what the value is for
+_UNCLEAR = ("missing", "model_type", "tuple_type")  # errors that need the key's description
 _KINDS = {bool: "true/false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
 
 
 def find_problems(values: Mapping[str, object], root: type[TrainingSettings] = RunConfig) -> list[ConfigError]:
-    """List all that keeps raw `values` from being a `root`."""
+    """List every problem of raw `values` as a `root`."""
     return _Reading(root).problems_of(values)
 
 
 @cache
 def sections_of(root: type[Settings]) -> Mapping[KeyPath, type[Settings]]:
-    """Return the section that each part of a record is read into, by its path without list indices."""
+    """Return the class of each section of a record, by its config path without list indices."""
     found: dict[KeyPath, type[Settings]] = {(): root}
     for name, each in root.model_fields.items():
         for section in _sections_in(each.annotation):
@@ -76,13 +76,12 @@ def _sections_in(annotation: Any) -> Iterator[type[Settings]]:
 
 @dataclass(slots=True)
 class _Reading:
-    """Reads raw values as a root and its sections. listed: the sections whose keys a message has listed already."""
+    """Finds problems of raw values. listed: sections whose keys a message has already listed."""
 
     root: type[TrainingSettings]
     listed: set[type[Settings]] = field(default_factory=set)
 
     def problems_of(self, values: Mapping[str, object]) -> list[ConfigError]:
-        """List all that keeps `values` from being one."""
         problems, usable = list[ConfigError](), values
         try:
             self.root.model_validate(values)
@@ -94,11 +93,11 @@ class _Reading:
                 got, expected = f"{len(once) - _MOST_TOLD:,} more problems", f"the keys of a {self.root.door}"
                 problems.append(ConfigError(self.root.door, expected=expected, got=got, remedy="Correct these first."))
             usable = self._usable(values, once)
-        rest = {str(rule) for rule in self._broken_rules(usable)}  # one broken by a refused value alone is noise
+        rest = {str(rule) for rule in self._broken_rules(usable)}  # rules that only a refused value breaks are noise
         return problems + [rule for rule in self._broken_rules(values) if str(rule) in rest]
 
     def _usable(self, values: Mapping[str, object], details: Sequence[ErrorDetails]) -> dict[str, object]:
-        """Return a copy of raw values without the refused ones, and with misspelled keys by their names."""
+        """Return a copy of raw values without the refused ones, and with misspelled keys corrected."""
         kept: dict[str, object] = copy.deepcopy(dict(values))
         for detail in details:
             unknown = detail["type"] == "extra_forbidden"
@@ -117,7 +116,7 @@ class _Reading:
         return kept
 
     def _once_a_field(self, details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-        """Join pydantic's messages for a field that allows a name or a number."""
+        """Join pydantic's messages about one field that allows several types."""
         found: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
         for detail in details:
             loc = detail["loc"] if detail["type"] == "extra_forbidden" else self._of_field(detail["loc"])
@@ -146,7 +145,7 @@ class _Reading:
         return KeyProblem(where, expected=expected_value(detail), got=got, remedy=self._remedy(detail))
 
     def _unknown_remedy(self, key: str, section: type[Settings]) -> str:
-        """Suggest the name here: a synonym from another library, a section's key, or a similar name."""
+        """Suggest what to write: a synonym from another library, a section's key, or a similar name."""
         if hint := self._hint(key):
             return hint
         found = sections_of(self.root).items()
@@ -166,13 +165,13 @@ class _Reading:
         return f"one of {', '.join(sorted(section.model_fields))}"
 
     def _hint(self, name: str) -> str | None:
-        """Return what a name of other libraries is here, unless that is a key which the root lacks."""
+        """Return the name here of another library's key; None if the root lacks that key."""
         hint = FOREIGN_NAMES.get(name)
         named = {each.partition(".")[0] for each in _NAMED.findall(hint or "")} & RunConfig.model_fields.keys()
         return hint.removeprefix("Here it is ") if hint and named <= self.root.model_fields.keys() else None
 
     def _remedy(self, detail: ErrorDetails) -> str:
-        """Return what to write in place of a value; empty: what is expected says it."""
+        """Return what to write in place of a value, or "" if what is expected says it."""
         names = [str(part) for part in detail["loc"] if isinstance(part, str)]
         section, kind, value = self._section(names[:-1]), detail["type"], detail["input"]
         found = section.model_fields.get(names[-1]) if section and names else None
@@ -190,7 +189,7 @@ class _Reading:
         return sections_of(self.root).get(tuple(part for part in loc if isinstance(part, str)))
 
     def _broken_rules(self, values: Mapping[str, object]) -> Iterator[ConfigError]:
-        """Check the rules of every section, even where pydantic stopped at a wrong type before them."""
+        """Yield the broken rules of every section; pydantic checks none after a wrong type."""
         for path, section in sections_of(self.root).items():
             for where, part in sections_at(values, path):
                 for rule in section.broken_rules(part):
@@ -199,7 +198,7 @@ class _Reading:
 
 
 def _without_misspelled(problems: Sequence[ConfigError]) -> list[ConfigError]:
-    """Leave out the keys that are missing because a misspelled or foreign one stands for them."""
+    """Leave out missing keys for which a misspelled or foreign key stands."""
     meant = set[str]()
     for each in problems:
         name = _NAMED.match(each.remedy) if each.got == _UNKNOWN else None
@@ -209,7 +208,7 @@ def _without_misspelled(problems: Sequence[ConfigError]) -> list[ConfigError]:
 
 
 def shown(value: object) -> str:
-    """Return a value as the user wrote it, shortened, with its kind."""
+    """Return a value as the user wrote it, shortened, with its type."""
     if value is None:
         return "null"
     text = str(value).lower() if isinstance(value, bool) else repr(value)
@@ -218,13 +217,13 @@ def shown(value: object) -> str:
 
 
 def _reported_elsewhere(detail: ErrorDetails) -> bool:
-    """Rules are checked below; and a list whose entries failed looks too short to pydantic."""
+    """Return whether to skip an error: rules are checked apart, and lists with bad entries seem too short."""
     short = detail["type"] == "too_short" and len(detail["input"]) >= detail.get("ctx", {})["min_length"]
     return short or detail["type"] == "rule"
 
 
 def expected_value(detail: ErrorDetails) -> str:
-    """Say what pydantic would have taken, in words that may follow "expected"."""
+    """Return what pydantic would have accepted, in words that follow "expected"."""
     kind = detail["type"]
     if kind in _EXPECTED:
         return _EXPECTED[kind](detail.get("ctx", {}))
@@ -232,7 +231,7 @@ def expected_value(detail: ErrorDetails) -> str:
 
 
 def sections_at(values: object, path: Sequence[str], where: str = "") -> Iterator[tuple[str, dict[str, object]]]:
-    """Find the mappings at a config path, going through every entry of lists: (path with indices, mapping)."""
+    """Yield (path with indices, mapping) for the mappings at a config path, in every entry of lists."""
     if isinstance(values, list):
         for index, entry in enumerate(values):
             yield from sections_at(entry, path, f"{where}.{index}")

@@ -1,6 +1,6 @@
 """The settings of a run and the rules between them; the keys of a run file are exactly these fields.
 
-Types are strict: `steps: true` is an error. Descriptions give unit and default: users read them beside a wrong value.
+Types are strict: `steps: true` is an error. Descriptions give unit and default; errors quote them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ TINY_MODEL = "tiny"
 
 
 def _as_names(value: object) -> object:
-    """Read one name as a list of it, and null or none as an empty one."""
+    """Return one name as a list, and null or none as an empty one."""
     return () if value in (None, "none") else (value,) if isinstance(value, str) else value
 
 
 class _Training(Settings):
-    """What is trained, on what and how long: the keys that are written before those of a step."""
+    """The model, the data and the length of a run: keys that the resolved file lists first."""
 
     model: str = Field(min_length=1, description="tiny, a local Hugging Face folder, or a hub name")
     weights: Literal["load", "fresh"] | None = Field(
@@ -67,7 +67,7 @@ class _Training(Settings):
 
 
 class RunConfig(TrainingSettings, _Training):
-    """Everything that decides a run. Made by `load_config`, which also resolves paths; written to the output folder."""
+    """All settings of a run. `load_config` makes it and resolves paths; the output folder keeps a copy."""
 
     loss: Literal["chunked", "whole"] = Field(
         default="chunked",
@@ -122,21 +122,21 @@ class RunConfig(TrainingSettings, _Training):
     @model_validator(mode="before")
     @classmethod
     def _spell_out(cls, values: object) -> object:
-        """Fill in the steps where no end of the run is given."""
+        """Fill in the default steps if neither steps nor epochs are given."""
         if not isinstance(values, dict) or values.get("steps") is not None or values.get("epochs") is not None:
             return values
         return {**values, "steps": DEFAULT_STEPS}
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
-        """Refuse what does not go together, here and in the table of all doors."""
+        """Return errors for values that do not go together, by this class's rules and `together`."""
         found = super().broken_rules(values)
         if values.get("save") is not None and values.get("eval") is None:
             remedy = "Add `eval: {data: [{path: eval.jsonl}]}`, or take save out."
             found.append(ConfigError("save", expected="`eval` beside it", got="none", remedy=remedy))
         trackers = values.get("report_to")
         if isinstance(trackers, list | tuple) and len({*map(str, trackers)}) < len(trackers):
-            got, remedy = ", ".join(map(str, trackers)), "Leave out what is there before."
+            got, remedy = ", ".join(map(str, trackers)), "Remove the repeated names."
             found.append(ConfigError("report_to", expected="each tracker once", got=got, remedy=remedy))
         found += _not_read_meanwhile(values)
         if (scheme := scheme_of(output := values.get("output"))) is not None:
@@ -145,21 +145,21 @@ class RunConfig(TrainingSettings, _Training):
         return found
 
     def precision_on(self, *, gpus: bool) -> str:
-        """Return the precision on this kind of device: fp32, bf16 or fp64."""
+        """Return the precision on GPUs or CPUs: fp32, bf16 or fp64."""
         if self.precision != "auto":
             return self.precision
         return "bf16" if gpus else "fp32"
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer in use: the one named, else the model's own, and bytes for `tiny`."""
+        """The tokenizer in use: the named one, else the model's own, or bytes for `tiny`."""
         if self.tokenizer is not None:
             return self.tokenizer
         return BYTES_TOKENIZER if self.model == TINY_MODEL else self.model
 
 
 def _not_read_meanwhile(values: Mapping[str, object]) -> list[ConfigError]:
-    """Refuse sources that are read meanwhile beside others, and what needs a count of all rows."""
+    """Refuse data read during training beside other data, and settings that need a count of all rows."""
     data, found = values.get("data"), []
     data = data if isinstance(data, list | tuple) else ()
     keys = [read_meanwhile(each) for each in data]
@@ -171,10 +171,10 @@ def _not_read_meanwhile(values: Mapping[str, object]) -> list[ConfigError]:
     numbers = {str(each.get(key) if isinstance(each, Mapping) else getattr(each, key)) for each in data if key}
     if key == "streaming" and len(numbers) > 1:
         got, remedy = " and ".join(sorted(numbers)), "Set the same number."
-        expected = "one number of rows to shuffle for all sources, which are one stream"
+        expected = "the same number of rows to shuffle for all sources, which form one stream"
         found.append(ConfigError("data.0.streaming", expected=expected, got=got, remedy=remedy))
     if key is not None and values.get("epochs") is not None:
         remedy = f"Set steps in its place, or take {key} out."
-        expected = f"`steps` beside `{key}` data, whose rows are not counted before they come"
+        expected = f"`steps` beside `{key}` data, whose number of rows is not known at the start"
         found.append(ConfigError("epochs", expected=expected, got=f"{values['epochs']}", remedy=remedy))
     return found

@@ -1,4 +1,4 @@
-"""The sections of a run file, below the run itself; each description is the help that a user reads."""
+"""The sections of a run file; their descriptions are the help that users read."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lengthwise.core.errors import ConfigError
 ALL_LINEAR = "all-linear"
 _HUB_NAME = r"\w[\w.-]*(/\w[\w.-]*)?"
 _REMOTE = re.compile(r"(?:^|/)(s3a?|gs|gcs|az|abfss?|adl|hdfs|hf|oci|https?|ftp|file|memory):/")  # a Path has one slash
-_SPLIT = r"\w+([.-]\w+)*"  # no slices: `train[:10%]` is none of a dataset's files
+_SPLIT = r"\w+([.-]\w+)*"  # no slices such as `train[:10%]`
 
 
 def scheme_of(path: object) -> str | None:
-    """Return what a path of another machine starts with, as `s3`; None: it is no such path."""
+    """Return the scheme of a path on another machine, such as `s3`, or None for a local path."""
     found = _REMOTE.search(str(path)) if isinstance(path, str | Path) else None
     return found[1] if found else None
 
@@ -82,14 +82,14 @@ class DataSource(Settings):
     remote: bool | Annotated[int, Field(ge=1)] = Field(
         default=False,
         description="true reads and tokenizes this source in an actor of Ray while the run trains, a number in as many "
-        "actors; needs max_tokens; default false (all of it is read, or prepared, before the first step)",
+        "actors; needs max_tokens; default false (all rows are read, or prepared, before the first step)",
     )
 
     streaming: bool | Annotated[int, Field(ge=1, le=10_000_000)] = Field(
         default=False,
         description="true reads and tokenizes this source in file order while the run trains, in a process of each "
-        "node; a number shuffles rows within blocks of so many; nothing is counted, prepared or downloaded before, and "
-        "path may be a URL; needs max_tokens; default false",
+        "node; a number shuffles rows within blocks of that many; nothing is counted, prepared or downloaded before, "
+        "and path may be a URL; needs max_tokens; default false",
     )
 
     @model_validator(mode="before")
@@ -101,31 +101,31 @@ class DataSource(Settings):
 
     @property
     def comes_meanwhile(self) -> str | None:
-        """The key by which rows are read while the run trains, if one is set."""
+        """The key, `remote` or `streaming`, that lets rows be read during training, or None."""
         return read_meanwhile(self)
 
     @property
     def url(self) -> str | None:
-        """The path as a URL, if it is one: a Path keeps one of its slashes."""
+        """The path as a URL, or None if it is local; a Path keeps only one of its slashes."""
         scheme = scheme_of(self.path)
         begin = f"{scheme}:///" if scheme == "file" else f"{scheme}://"
         return None if scheme is None else begin + str(self.path).partition(f"{scheme}:/")[2]
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
-        """Ask for exactly one source, for a dataset's split, and for a limit where too long ones are to be skipped."""
+        """Return errors unless there is one source, with the keys that it needs and no others."""
         found = []
         given = [key for key in ("path", "dataset") if values.get(key) is not None]
         stdlib = values.get("python_stdlib") or False
-        # A value of a wrong type, such as `yes`, is reported as such, and says nothing of what was meant.
+        # A value of a wrong type, such as `yes`, is reported as such; what it means is unknown.
         if isinstance(stdlib, bool) and len(given) + stdlib != 1:
             expected = "exactly one of `path`, `dataset` and `python_stdlib: true`"
             got = " and ".join([*given, *["python_stdlib"] * stdlib]) or "none of them"
             remedy = "Split the source in two." if given else "Add one of them."
             found.append(ConfigError("", expected=expected, got=got, remedy=remedy))
         if (scheme := scheme_of(path := values.get("path"))) is not None and not values.get("streaming"):
-            expected, got = "a path of this machine", f"{path}: {scheme}:// is read as a stream only"
-            remedy = "Set `streaming: true`, or mount or copy it, and name that."
+            expected, got = "a path on this machine", f"{path}: {scheme}:// can only be streamed"
+            remedy = "Set `streaming: true`, or mount or copy the data and name that path."
             found.append(ConfigError("path", expected=expected, got=got, remedy=remedy))
         of_datasets = [key for key in ("subset", "split", "revision") if values.get(key) is not None]
         if "dataset" in given and "split" not in of_datasets:
@@ -145,7 +145,7 @@ class DataSource(Settings):
                 remedy = "Take one of them out."
                 found.append(ConfigError("weight", expected=expected, got=f"{values['weight']}", remedy=remedy))
             if values.get("remote") and values.get("streaming"):
-                expected, got = "`remote` (rows in random order) or `streaming` (in file order)", "both"
+                expected, got = "`remote` (rows in random order) or `streaming` (rows in file order)", "both"
                 found.append(ConfigError("streaming", expected=expected, got=got, remedy="Take one of them out."))
         elif values.get("too_long") == "skip" and values.get("max_tokens") is None:
             expected, got = "`max_tokens` beside `too_long: skip`", "no max_tokens, so nothing could be too long"
@@ -155,13 +155,13 @@ class DataSource(Settings):
 
 
 def read_meanwhile(source: object) -> str | None:
-    """Return by which key rows of a source, checked or as it stands in a run file, are read while the run trains."""
+    """Return the key that lets rows of a source, checked or raw, be read during training, or None."""
     values = source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
     return next((key for key in ("remote", "streaming") if values.get(key)), None)
 
 
 class EvalConfig(Settings):
-    """What the model is tried on while it trains, and how often."""
+    """Data on which the model is evaluated during training, and how often."""
 
     data: tuple[DataSource, ...] = Field(
         strict=False, min_length=1, description="a list of sources, like the run's own data"
@@ -170,7 +170,7 @@ class EvalConfig(Settings):
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
-        """Ask for no weights: an evaluation takes all of its data once."""
+        """Return errors for weights and for data read during training: an evaluation takes all data once."""
         data = values.get("data")
         sources = data if isinstance(data, list | tuple) else ()
         weights = [each.get("weight") if isinstance(each, dict) else getattr(each, "weight", 1) for each in sources]
@@ -188,7 +188,7 @@ class EvalConfig(Settings):
 
 
 class GlobalBatch(Settings):
-    """How much one optimizer step takes."""
+    """The size of one optimizer step."""
 
     sequences: int | None = Field(default=None, ge=1, description="the number of sequences in a step")
     tokens: Tokens | None = Field(
@@ -198,7 +198,7 @@ class GlobalBatch(Settings):
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
-        """Ask for exactly one of the two measures."""
+        """Return an error unless exactly one of the two is given."""
         given = [name for name in ("sequences", "tokens") if values.get(name) is not None]
         if len(given) == 1:
             return []
@@ -211,7 +211,7 @@ class GlobalBatch(Settings):
 
 
 class SaveConfig(Settings):
-    """Which models are kept beside the last."""
+    """Models that are kept beside the last."""
 
     best: Literal["eval_loss"] = Field(
         default="eval_loss",
@@ -220,7 +220,7 @@ class SaveConfig(Settings):
 
 
 class OffloadConfig(Settings):
-    """Which share of a microbatch's activations is elsewhere until its backward, and where."""
+    """The share of a microbatch's activations that is offloaded until its backward, and where to."""
 
     ratio: Literal["auto", "off"] | Annotated[float, Field(ge=0, le=1)] = Field(
         default="auto",
@@ -236,7 +236,7 @@ class OffloadConfig(Settings):
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
-        """Ask for a folder where there is a disk, and for none elsewhere."""
+        """Return an error if `store: disk` has no path, or another store has one."""
         on_disk, has_path = values.get("store", "host") == "disk", values.get("path") is not None
         if on_disk == has_path:
             return []
@@ -246,7 +246,7 @@ class OffloadConfig(Settings):
 
 
 class CheckpointConfig(Settings):
-    """What a run goes on from after a fault: when it is saved, and how many are kept."""
+    """When checkpoints are saved, and how many are kept."""
 
     every_steps: int = Field(
         default=50, ge=0, description="optimizer steps between two checkpoints; 0: none by steps; default 50"
@@ -309,11 +309,11 @@ class LoraConfig(Settings):
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
-        """Let an adapter that is there say what it is."""
+        """Return an error for keys beside `adapter`, which sets them."""
         keys = ("r", "lora_alpha", "target_modules", "use_rslora", "lora_dropout")
         given = [key for key in keys if values.get(key) is not None]
         if values.get("adapter") is None or not given:
             return []
-        remedy = "Take them out: the adapter's own are used."
+        remedy = "Take them out: the adapter has its own."
         expected = f"no {' or '.join(keys)} beside it"
         return [ConfigError("adapter", expected=expected, got=", ".join(given), remedy=remedy)]

@@ -1,4 +1,4 @@
-"""What all sections of a run file are: strict, immutable records, and the types that give way a little."""
+"""The base of all sections of a run file, strict and immutable, and the field types that accept more than one form."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lengthwise.core.sizes import parse_tokens
 
 
 def _read_tokens(value: object) -> object:
-    """Read 8K or 2M as the command line does; leave the rest to the type."""
+    """Read 8K or 2M as the command line does; leave other values to the type."""
     if isinstance(value, str) and not value.strip().isdecimal():
         with contextlib.suppress(ConfigError):
             return parse_tokens(value, "")
     return value
 
 
-# A YAML list is what a user can write for a tuple, and text for a path: the two places where strict types give way.
+# YAML has no tuples and no paths: a tuple accepts a list, and a path text, although types are strict.
 PathSetting = Annotated[Path, Field(strict=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Tokens = Annotated[int, Field(ge=1), BeforeValidator(_read_tokens)]
-# Of a run file, and of the arguments of `Session` and trainers, where type checkers read them.
+# For the fields of a run file, and for the arguments of `Session` and trainers, which type checkers read.
 Shard: TypeAlias = Literal["auto", "zero1", "zero3", "hybrid"]
 Recompute: TypeAlias = Literal["auto", "none", "layer", "all_but_attention"]
 Heads: TypeAlias = int | Literal["auto", "off"]
@@ -42,7 +42,7 @@ class Settings(BaseModel):
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
-        """Return the rules between fields that `values`, perhaps raw and wrong, break, by key ("": the section)."""
+        """Return an error for each rule between fields that raw `values` break; its key is "" for the section."""
         del values
         return []
 

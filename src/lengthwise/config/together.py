@@ -1,4 +1,4 @@
-"""What does not go together: one table for run files, sessions and trainers, which their pages print."""
+"""Values that do not go together: one table for run files, sessions and trainers, which their pages print."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ RUN_FILE, SESSION = "run file", "session"
 
 
 def plain(value: object) -> str:
-    """Return a value as a run file has it."""
+    """Return a value as a run file writes it."""
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Some values of a key, or all others."""
+    """Some values of a key, or (`are_others`) all other values."""
 
     listed: tuple[object, ...]
     are_others: bool = False
@@ -28,9 +28,9 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Values of a key that are refused beside some values of another.
+    """Values of a key that are refused beside some values of another key.
 
-    instead: what the key may be there; why: if the table says it. doors: where a user may write both.
+    instead: what the key may be there. why: the reason, for the message, or "". doors: where a user can write both.
     """
 
     key: str
@@ -44,12 +44,12 @@ class Together:
     doors: tuple[str, ...] = (RUN_FILE, SESSION)
 
     def is_broken(self, values: Mapping[str, object]) -> bool:
-        """Return whether `values` break it; they may lack keys."""
+        """Return whether `values`, which may lack keys, break this rule."""
         pairs = ((self.key, self.refused), (self.beside, self.values))
         return all(key in values and values[key] in listed for key, listed in pairs)
 
     def error(self, values: Mapping[str, object]) -> ConfigError:
-        """Return the error for values that break it."""
+        """Return the error for values that break this rule."""
         why = f" ({self.why})" if self.why else ""
         expected = f"{self.instead} beside `{self.beside}: {plain(values[self.beside])}`{why}"
         return ConfigError(self.key, expected=expected, got=plain(values[self.key]), remedy=self.remedy)
@@ -70,7 +70,7 @@ TABLE = (
     Together(
         *("planner", Values(("lengthwise",), are_others=True), *_CUT, "lengthwise"),
         _OFF("planner"),
-        why="the only one that plans in lock-step",
+        why="the only planner for ranks in lock-step",
     ),
     Together(
         *("measurements", _AT_START, *_CUT, "off, or a file of `lengthwise profile`"),
@@ -102,5 +102,5 @@ TABLE = (
 
 
 def broken(values: Mapping[str, object], door: str) -> list[Together]:
-    """Return what `values`, all or some and perhaps wrong, break of the table at a door."""
+    """Return the rules that `values`, all or some and perhaps wrong, break at a door."""
     return [rule for rule in TABLE if door in rule.doors and rule.is_broken(values)]

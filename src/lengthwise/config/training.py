@@ -1,4 +1,4 @@
-"""The settings of a step, which run files, sessions and trainers share; each has keys of its own beside."""
+"""The settings of a step, which run files, sessions and trainers share; each adds keys of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEASURE_AT_START, MEASURE_NOTHING = "auto", "off"
 
 
 def _take_planner(value: object, of_ours: Callable[[object], str]) -> str:
-    """Accept a planner of ours, or one that an installed package names in its entry points."""
+    """Accept a built-in planner, or one that an installed package has as an entry point."""
     try:
         return of_ours(value)
     except ValidationError:
@@ -29,7 +29,7 @@ def _take_planner(value: object, of_ours: Callable[[object], str]) -> str:
 
 
 class TrainingSettings(Settings):
-    """The settings of a step. door: where a user writes them, as in `together`; page: that has all of its keys."""
+    """The settings of a step. door: where users write them (see `together`). page: the page with all keys."""
 
     door: ClassVar[str] = RUN_FILE
     page: ClassVar[str] = "docs/run-file.md"
@@ -129,50 +129,50 @@ class TrainingSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _offload_nothing(cls, values: object) -> object:
-        """Read `offload: off` as none."""
+        """Read `offload: off` as null."""
         if isinstance(values, dict) and values.get("offload") == "off":
             return {**values, "offload": None}
         return values
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
-        """Refuse what does not go together."""
+        """Return an error for each rule of the table of `together` that `values` break."""
         defaults = {name: field.default for name, field in cls.model_fields.items()}
         known = {**defaults, **values}
         return [rule.error(known) for rule in broken(known, cls.door)]
 
     @property
     def cut(self) -> LayerCut:
-        """How the layers of a rank are cut into stages and chunks."""
+        """The pipeline stages and chunks into which a rank's layers are cut."""
         return LayerCut(stages=self.stages, virtual=self.virtual)
 
     def ranks_in_step(self, ranks: int) -> int:
-        """Return how many neighbouring ranks have the parameters together; auto is zero1 until it is settled."""
+        """Return how many neighbouring ranks shard the parameters; auto counts as zero1."""
         within = {"zero3": ranks, "hybrid": self.ranks_per_node or ranks}.get(self.shard, 1)
         return min(within, ranks)
 
     def layout(self, ranks: int) -> str:
-        """Return how parameters lie over the ranks: zero1, or by how many share them, hybrid or zero3."""
+        """Return the sharding by its effect: zero1, or zero3 (over all ranks), or hybrid (over some)."""
         within = self.ranks_in_step(ranks)
         return "zero1" if within == 1 else "zero3" if within == ranks else "hybrid"
 
     def plan_mode(self, ranks: int) -> str:
-        """Return how ranks run beside each other in plans for this layout."""
+        """Return the planning mode of this layout: free, or waves if ranks shard parameters."""
         return "free" if self.ranks_in_step(ranks) == 1 else "waves"
 
     def overlaps(self, *, on_gpus: bool) -> bool:
-        """Return whether gradients are summed while a rank's last backward runs."""
+        """Return whether a rank's gradients are reduced during its last backward."""
         return on_gpus if self.overlap is None else self.overlap
 
     @property
     def most_offload(self) -> float:
-        """The share of activations that may be offloaded."""
+        """The largest share of activations that may be offloaded, 0 to 1."""
         ratio = 0.0 if self.offload is None else self.offload.ratio
         return float(ratio == "auto") if isinstance(ratio, str) else ratio
 
     @property
     def keeps_whole(self) -> str | None:
-        """What goes by whole parameters alone, if it is asked for."""
+        """The setting, as `key: value`, that needs whole parameters on each rank, or None."""
         sharded = broken({**vars(self), "shard": "hybrid"}, self.door)
         key = next((rule.key for rule in sharded if rule.beside == "shard"), None)
         return None if key is None else f"{key}: {plain(getattr(self, key))}"

@@ -1,3 +1,3 @@
-"""Records only: plans, clusters, model shapes, the cutting rule, and the error tree. Imports nothing else of ours."""
+"""Records (plans, clusters, model shapes), the cutting rule, files and the error tree. Imports no package of ours."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""What the environment must say to torch before torch and transformers are imported."""
+"""Environment variables that torch reads when it is imported."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _ALLOCATOR_KEYS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what GPUs want before torch is imported; what the user has set stays.
+    """Set the variables that GPUs need, before torch is imported; keep what the user has set.
 
-    Expandable segments: fixed ones would fragment as microbatches change size (torch reads the old name first). NVML:
-    the other way starts the driver in this process, which then could not fork ranks.
+    Expandable segments: fixed segments would fragment as microbatches change size (torch reads the old name first).
+    NVML: the other check initializes the driver in this process, which then could not fork ranks.
     """
     if not any(key in environment for key in _ALLOCATOR_KEYS):
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -1,7 +1,7 @@
-"""The error tree: every error a user can meet says where, what was expected, what was got, and what to change.
+"""The error tree: every error that a user sees says where, what was expected, what was got, and what to change.
 
-`exit_status`: 2 for a user's own input, 1 for what went wrong while running. Errors name library options; a command
-prints its own with `render` and a table: {"capacity_tokens": "--capacity"}.
+`exit_status` is 2 for invalid input and 1 for a failure while running. Errors name library options; a command passes
+its own names to `render`, as a table: {"capacity_tokens": "--capacity"}.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _PLACEHOLDER = re.compile(r"\{([a-z_]+)(?:\|([^{}]+))?\}")
 
 
 class LengthwiseError(Exception):
-    """One problem, reported in one line; lines of code in a remedy, indented by 4, keep their own.
+    """One problem, reported in one line; indented lines of code in a remedy stay lines.
 
     where: a file and row (`train.jsonl:3`), a config path (`optimizer.lr`), or a rank, step and phase.
-    expected, remedy: name other options in braces, "{capacity_tokens}", or with other words where no command has such
-    an option: "{clip|leave it out}". got: quoted as it is.
+    expected, remedy: name other options in braces, "{capacity_tokens}", with other words if a command may lack the
+    option: "{clip|leave it out}". got: text that is never filled in.
     """
 
     code = "error"  # short and stable, to search for
     exit_status = 1
-    place = ""  # of a run file's key: file and line, before `where`; an arrow then leads from what is there
+    place = ""  # file and line of a run file's key; the message is then "PLACE WHERE: got -> expected. remedy"
 
     def __init__(self, where: str, *, expected: str, got: str, remedy: str) -> None:
         super().__init__(where, expected, got, remedy)
@@ -34,11 +34,11 @@ class LengthwiseError(Exception):
 
     @property
     def key(self) -> str:
-        """The option or config path concerned: the first word of `where`."""
+        """The option or config path at fault: the first word of `where`."""
         return self.where.partition(" ")[0].partition(":")[0]
 
     def render(self, names: Mapping[str, str]) -> str:
-        """Return the line with options called by `names`; one that is not in it keeps its own."""
+        """Return the message, with options called by their `names`; others keep their own name."""
         where = f"{self.place} {names.get(self.key, self.key)}{self.where[len(self.key) :]}"
         text = self._text(_filled(self.expected, names), _filled(self.remedy, names))
         first, *code = _CODE_LINE.split(f"error[{self.code}] {where}: {text}")
@@ -57,12 +57,12 @@ class LengthwiseError(Exception):
 
 
 def printable(line: str) -> str:
-    """Return a line whose control characters, which would steer a terminal, are written as in Python: \\x1b."""
+    r"""Return a line with its control characters escaped as in Python (\x1b), so that it cannot steer a terminal."""
     return line if line.isprintable() else "".join(each if each.isprintable() else repr(each)[1:-1] for each in line)
 
 
 def _filled(template: str, names: Mapping[str, str]) -> str:
-    """Fill each `{name}` and `{name|words}` with its name in `names`, else its words, else the name itself."""
+    """Replace each `{name}` or `{name|words}` by `names[name]`, else by its words, else by the name itself."""
     return _PLACEHOLDER.sub(lambda found: names.get(found[1], found[2] or found[1]), template)
 
 
@@ -76,8 +76,8 @@ class ConfigError(LengthwiseError):
     code, exit_status = "config", 2
 
 
-class KeyProblem(ConfigError):  # noqa: N818 - one of a run file's
-    """A key or value of a run file that cannot be used; its remedy stands for what was expected."""
+class KeyProblem(ConfigError):  # noqa: N818 - one of several in a message
+    """A key or value of a run file that cannot be used; its remedy replaces what was expected."""
 
     def _text(self, expected: str, remedy: str) -> str:
         return f"{self.got} -> {remedy or expected}"
@@ -90,13 +90,13 @@ class DataError(LengthwiseError):
 
 
 class PlanError(LengthwiseError):
-    """A plan that breaks a rule of the plan file, or lengths for which there is none."""
+    """A plan that breaks a rule of the plan file, or lengths that no plan can hold."""
 
     code, exit_status = "plan", 2
 
 
 class ModelRefused(LengthwiseError):  # noqa: N818 - the name says what happened
-    """A model with a part that a plan would compute wrongly; it is refused by name instead."""
+    """A model with a part that a plan would compute wrongly."""
 
     code, exit_status = "model", 2
 
@@ -108,13 +108,13 @@ class OutputError(LengthwiseError):
 
 
 class WriteError(OutputError):
-    """A file that could not be written while a run went on: a full disk, a folder that was removed."""
+    """A file that could not be written during a run: a full disk, a removed folder."""
 
     exit_status = 1
 
 
 class TransferError(LengthwiseError):
-    """A transfer between ranks that timed out or lost its peer: it follows from an error elsewhere."""
+    """A transfer between ranks that timed out or lost its peer; the cause is an error on another rank."""
 
     code = "transfer"
 
@@ -138,13 +138,13 @@ class NumericError(LengthwiseError):
 
 
 class CallbackError(LengthwiseError):
-    """A callback of the user's that raised."""
+    """A user's callback that raised."""
 
     code = "callback"
 
 
 class Problems(LengthwiseError):  # noqa: N818 - a list of errors
-    """Several problems at once, one line each; a user corrects them all before the next try."""
+    """Several problems at once, one line each, so that a user can correct them all before the next try."""
 
     code = "problems"
 
@@ -155,7 +155,7 @@ class Problems(LengthwiseError):  # noqa: N818 - a list of errors
         self.exit_status = max(problem.exit_status for problem in problems)
 
     def render(self, names: Mapping[str, str]) -> str:
-        """Return one line a problem."""
+        """Return one line per problem."""
         return "\n".join(problem.render(names) for problem in self.problems)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -170,7 +170,7 @@ class Collector:
         self._lines: set[str] = set()
 
     def attempt(self, call: Callable[[], Result]) -> Result | None:
-        """Return what `call` returns; None when it raises an error of ours, which is kept."""
+        """Return what `call` returns; if it raises an error of ours, keep the error and return None."""
         try:
             return call()
         except Problems as several:
@@ -181,18 +181,18 @@ class Collector:
         return None
 
     def add(self, error: LengthwiseError) -> None:
-        """Keep an error that is not among the kept ones already."""
+        """Keep an error, once."""
         if str(error) not in self._lines:
             self._lines.add(str(error))
             self.problems.append(error)
 
     def raise_all(self) -> None:
-        """Raise what was kept, if anything."""
+        """Raise the errors kept, if any (see `raise_problems`)."""
         raise_problems(self.problems)
 
 
 def raise_problems(problems: Sequence[LengthwiseError]) -> None:
-    """Raise what was collected: nothing for none, the error itself for one, `Problems` for more."""
+    """Raise the one error, or `Problems` if there are several; return if there are none."""
     if len(problems) == 1:
         raise problems[0]
     if problems:

@@ -1,7 +1,7 @@
-"""Faults that a test asks for: `LENGTHWISE_FAULT=point:rank:step:action[,...]` in the environment; nothing without it.
+"""Faults for tests, set by `LENGTHWISE_FAULT=point:rank:step:action[,...]` in the environment.
 
 `point` is one of `POINTS`; `action` is `kill` (SIGKILL), `stop` (SIGSTOP), `term` (SIGTERM), `error` (a failing disk)
-or `sleep` (a second). Only the first start of a rank has faults.
+or `sleep` (one second). Only the first start of a rank has faults.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from lengthwise.core.errors import ConfigError, raise_problems
 
 VARIABLE = "LENGTHWISE_FAULT"
 POINTS: Mapping[str, str] = {
-    "start": "a rank is joined, before the first step (step 0, or the one that the run goes on from)",
+    "start": "after a rank has joined, before the first step (step 0, or the step from which the run resumes)",
     "microbatches": "before the microbatches of a step",
-    "step-end": "after them, before the numbers of the step are shared",
+    "step-end": "after the microbatches, before the ranks share the numbers of the step",
     "update": "after the gradients were summed, before the update",
     "updated": "after the update",
     "checkpoint-copy": "before a rank copies its state",
     "checkpoint-write": "before a rank writes its file",
-    "checkpoint-written": "after a rank wrote its file",
+    "checkpoint-written": "after a rank has written its file",
     "checkpoint-manifest": "on rank 0, before it writes the manifest",
     "checkpoint-rename": "on rank 0, before it renames a whole checkpoint",
-    "checkpoint-committed": "on rank 0, after it did",
-    "model-save": "on rank 0, within the model's folder",
+    "checkpoint-committed": "on rank 0, after it has renamed a whole checkpoint",
+    "model-save": "on rank 0, while it writes the model's folder",
 }
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 ACTIONS = (*_SIGNALS, "error", "sleep")
@@ -47,20 +47,20 @@ class _Fault(NamedTuple):
 
 
 def fault(point: str, rank: int, step: int) -> None:
-    """Do what was asked for at this point; OSError: `error` was asked for; ConfigError: as `asked_faults`."""
+    """Execute the faults set for this point; raise OSError for `error`, and ConfigError as `asked_faults` does."""
     for each in asked_faults():
         if each[:3] == (point, rank, step):
             _act(each)
 
 
 def only_of_first_start() -> None:
-    """Note that ranks are started again: faults were of the first start alone."""
+    """Disable faults, because ranks are started again."""
     global _restarted
     _restarted = True
 
 
 def asked_faults() -> tuple[_Fault, ...]:
-    """Return what the environment asks for; ConfigError, or Problems: it cannot be read."""
+    """Return the faults that the environment sets; raise ConfigError, or Problems, if it cannot be parsed."""
     if _restarted or int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0:
         return ()
     asked = os.environ.get(VARIABLE)
@@ -88,4 +88,4 @@ def _act(asked: _Fault) -> None:
     if asked.action == "sleep":
         time.sleep(_SLEEP_SECONDS)
         return
-    signal.raise_signal(_SIGNALS[asked.action])  # to this thread: of a process it may come to another one, later
+    signal.raise_signal(_SIGNALS[asked.action])  # to this thread: os.kill may reach another thread, later

@@ -1,7 +1,4 @@
-"""Locks; files and folders written whole or not at all.
-
-Plain files, strict JSON (a key twice is an error) and plans.
-"""
+"""File locks; files and folders written whole or not at all; readers of plain files, strict JSON and plans."""
 
 from __future__ import annotations
 
@@ -23,13 +20,17 @@ from typing import Any, TextIO
 
 from lengthwise.core.errors import ConfigError
 
-MOST_BYTES = 256 << 20  # of a file that is read whole; a plan of a million sequences has 30 MB
+MOST_BYTES = 256 << 20  # limit of a file that is read whole; a plan of a million sequences has 30 MB
 _GZIP = b"\x1f\x8b"
-_OPENED = ("/dev/fd", "/proc/self/fd")  # where a shell puts what it opened itself: `--lengths <(command)`
+_OPENED = ("/dev/fd", "/proc/self/fd")  # pipes that a shell opened: `--lengths <(command)`
 
 
 def try_lock(path: Path) -> TextIO | str:
-    """Hold `path`, which is made, until the returned file is closed, or return who holds it; OSError: not made."""
+    """Create and lock `path` until the returned file is closed, or return the name of the process that holds it.
+
+    Raises:
+       OSError: the file cannot be created.
+    """
     while True:
         file = path.open("a+", encoding="utf-8")
         try:
@@ -49,12 +50,12 @@ def try_lock(path: Path) -> TextIO | str:
 
 
 def owner_name(pid: int) -> str:
-    """Return what `try_lock` calls a process of this machine."""
+    """Return the name under which `try_lock` reports a process of this machine."""
     return f"process {pid} on {socket.gethostname()}"
 
 
 def sync(path: Path) -> None:
-    """Bring a file or folder to the disk itself."""
+    """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -63,14 +64,14 @@ def sync(path: Path) -> None:
 
 
 def make_readable(path: Path) -> None:
-    """Give a file the mode of any new one: some libraries write theirs for their owner alone."""
+    """Give a file the mode of any new file: some libraries write theirs for their owner alone."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file whole, synced; one that is there stays as it is where that fails. OSError: it did."""
+    """Write a file whole and synced; if that fails, raise OSError and keep the old file."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         unfinished.write_text(text, encoding="utf-8")
@@ -84,7 +85,10 @@ def replace_file(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """Give a folder that becomes `path` when the block ends, synced, whole or not at all; `replaces`: an old one."""
+    """Yield a folder that becomes `path`, synced and whole, when the block ends without an error.
+
+    replaces: `path` may exist, and is then replaced.
+    """
     unfinished, previous = unfinished_of(path), previous_of(path)
     try:
         unfinished.mkdir(parents=True)
@@ -103,7 +107,7 @@ def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
 
 
 def put_back(folder: Path) -> None:
-    """Restore the earlier content where a fault came between two renames of `whole_folder`; remove unfinished ones."""
+    """Restore the previous folder after a crash between the two renames of `whole_folder`; remove unfinished ones."""
     shutil.rmtree(unfinished_of(folder), ignore_errors=True)
     if folder.exists():
         shutil.rmtree(previous_of(folder), ignore_errors=True)
@@ -112,12 +116,12 @@ def put_back(folder: Path) -> None:
 
 
 def unfinished_of(path: Path) -> Path:
-    """Name the folder that becomes `path` when it is whole."""
+    """Return the folder that `whole_folder` writes before it renames it to `path`."""
     return path.with_name(f"{path.name}.unfinished")
 
 
 def previous_of(path: Path) -> Path:
-    """Name the folder that was `path` until another took its place."""
+    """Return the folder to which `whole_folder` renames an old `path`."""
     return path.with_name(f"{path.name}.previous")
 
 
@@ -125,7 +129,7 @@ def read_plain(path: str | Path, *, most_bytes: int = MOST_BYTES) -> bytes:
     """Read a regular file, or a pipe that the shell opened.
 
     Raises:
-        OSError: it does not exist, is a device or another pipe (perhaps endless), or has too many bytes.
+       OSError: it does not exist, has too many bytes, or is a device or another pipe (which may be endless).
     """
     with open(_opened(path), "rb") as file:
         content = file.read(most_bytes + 1)
@@ -136,9 +140,9 @@ def read_plain(path: str | Path, *, most_bytes: int = MOST_BYTES) -> bytes:
 
 def _opened(path: str | Path) -> int:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that nobody writes would be waited for
-    except ValueError:  # NUL, or what no encoding has
-        raise OSError(errno.EINVAL, "no name that a file can have") from None
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without it, opening a pipe waits for a writer
+    except ValueError:  # NUL, or characters that cannot be encoded
+        raise OSError(errno.EINVAL, "not a valid file name") from None
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISREG(kind) or (stat.S_ISFIFO(kind) and _is_the_shells(path)):
         os.set_blocking(descriptor, True)
@@ -154,7 +158,7 @@ def _is_the_shells(path: str | Path) -> bool:
 
 
 def read_json(path: str | Path) -> Any:
-    """Read a JSON file; ValueError: it cannot be read, is no UTF-8, or what `parse_json` refuses."""
+    """Read a JSON file; raise ValueError if it cannot be read, is not UTF-8, or `parse_json` refuses it."""
     try:
         raw = read_plain(path)
     except OSError as error:
@@ -162,15 +166,15 @@ def read_json(path: str | Path) -> Any:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"no UTF-8: byte {raw[error.start]:#04x} at offset {error.start}") from None
+        raise ValueError(f"not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}") from None
     return parse_json(text)
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON whose objects have every key once; NaN and Infinity become floats, for the caller to refuse.
+    """Parse JSON and refuse repeated keys; NaN and Infinity become floats, which the caller must refuse.
 
     Raises:
-        ValueError: broken JSON, a byte order mark, a key twice, nesting too deep to read, or an empty text.
+       ValueError: empty text, invalid JSON, a byte order mark, a repeated key, or nesting too deep to read.
     """
     if not text.strip():
         raise ValueError("an empty file")
@@ -185,7 +189,7 @@ def parse_json(text: str) -> Any:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make the dictionary of an object (`json`'s `object_pairs_hook`); ValueError: names the first repeated key."""
+    """Make the dictionary of an object (`json`'s `object_pairs_hook`); raise ValueError for a repeated key."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -195,7 +199,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_deeper(value: Any, levels: int) -> bool:
-    """Return whether lists and objects lie in each other more than so many levels deep."""
+    """Return whether lists and objects are nested more than `levels` deep."""
     inside = [value]
     for _ in range(levels + 1):
         lists = (each.values() if isinstance(each, dict) else each for each in inside if isinstance(each, dict | list))
@@ -211,12 +215,12 @@ def read_package_json(package: str, file: str) -> dict[str, Any]:
 
 
 def is_path(name: str) -> bool:
-    """Return whether a user who wrote `name` means a file of their own."""
+    """Return whether `name` is a path to a user's file, not the name of a built-in."""
     return name.endswith(".json") or "/" in name
 
 
 def read_json_object(path: str) -> dict[str, Any]:
-    """Read a user's own JSON object; raise ConfigError for no file, no JSON, a key twice, or another kind of JSON."""
+    """Read a user's JSON object; raise ConfigError if there is no file, no valid JSON, or no object."""
     try:
         content = read_json(path)
     except ValueError as error:
@@ -228,7 +232,7 @@ def read_json_object(path: str) -> dict[str, Any]:
 
 
 def compress_plan(text: str) -> bytes:
-    """Return a plan's JSON as its run keeps it, in `plans/step-000001.json.gz`; the same text gives the same bytes."""
+    """Compress a plan's JSON as in `plans/step-000001.json.gz`; the same text gives the same bytes."""
     return gzip.compress(text.encode(), compresslevel=6, mtime=0)
 
 
@@ -236,8 +240,8 @@ def read_plan_text(path: str | Path) -> str:
     """Read the JSON of a plan file.
 
     Raises:
-        OSError: see `read_plain`; broken gzip, or more than a plan can have.
-        UnicodeDecodeError: no UTF-8.
+       OSError: see `read_plain`; or broken gzip, or more bytes than a plan can have.
+       UnicodeDecodeError: not UTF-8.
     """
     content = read_plain(path)
     if content.startswith(_GZIP):
@@ -252,7 +256,7 @@ def read_plan_text(path: str | Path) -> str:
 
 
 def found_at(path: Path) -> str:
-    """Return the size of a file in words, or what is there in its place."""
+    """Return the size of a file in words, or why it has none (a link, the error of reading it)."""
     try:
         return "a link" if path.is_symlink() else f"{path.stat().st_size} bytes"
     except OSError as error:

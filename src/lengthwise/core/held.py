@@ -1,7 +1,7 @@
-"""Tokens held: how many tokens of its pieces each rank has, and how many the plan file allows it.
+"""Tokens held by each rank of a microbatch, and the limit that the plan file sets.
 
 The rule of `core.cut` for whole pieces: `held_tokens` counts each position, `held_at_most` bounds them, `held_by_rank`
-counts each rank of a microbatch. A rank may hold the capacity and `rounding_tokens` more.
+counts each rank of a microbatch. A rank may hold the capacity plus `rounding_tokens`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from lengthwise.core.cut import local_tokens
 from lengthwise.core.plan import Microbatch, Plan
 
-ROUNDING_TOKENS = 1  # by which each cut sequence of a microbatch raises what its ranks may hold
-_EXACT = 2**62  # products up to here fit NumPy's whole numbers
+ROUNDING_TOKENS = 1  # by which each cut sequence of a microbatch raises the limit of its ranks
+_EXACT = 2**62  # products up to here fit int64
 
 Tokens = TypeVar("Tokens", int, NDArray[np.int64])
 
 
 def held_tokens(lengths: Iterable[int], degree: int, shares: tuple[float, ...] | None = None) -> NDArray[np.int64]:
-    """Count the tokens that each of `degree` positions holds of sequences of these lengths; entry j is position j."""
+    """Count the tokens of sequences of these lengths that each of `degree` positions holds; entry j is position j."""
     held = np.zeros(degree, dtype=np.int64)
     if degree == 1:
         held[0] = sum(lengths)
@@ -39,17 +39,17 @@ def held_tokens(lengths: Iterable[int], degree: int, shares: tuple[float, ...] |
 
 
 def held_at_most(length: Tokens, degree: int) -> Tokens:
-    """Bound what a position holds of a sequence cut evenly: two chunks, each rounded up."""
+    """Return an upper bound of the tokens that a position holds of an evenly cut sequence: two rounded-up chunks."""
     return length if degree == 1 else 2 * -(-length // (2 * degree))
 
 
 def rounding_tokens(sequences: int, degree: int) -> int:
-    """Count the tokens above the capacity that so many sequences of one piece allow each of its ranks."""
+    """Return how far each rank of a piece may exceed the capacity, in tokens, with so many sequences."""
     return ROUNDING_TOKENS * sequences if degree > 1 else 0
 
 
 def held_by_rank(plan: Plan, microbatch: Microbatch) -> tuple[Counter[int], Counter[int]]:
-    """Count, for each rank of a microbatch, the tokens that it holds and those above the capacity that it may hold."""
+    """Return, for each rank of a microbatch, the tokens it holds, and those it may hold above the capacity."""
     held, rounding = Counter[int](), Counter[int]()
     for piece in microbatch.pieces:
         lengths = [plan.tokens[i] for i in piece.sequences]
@@ -65,18 +65,18 @@ def held_by_rank(plan: Plan, microbatch: Microbatch) -> tuple[Counter[int], Coun
 
 
 def fullest_tokens(plan: Plan, microbatch: Microbatch) -> int:
-    """Count the tokens on the rank of a microbatch that holds most."""
+    """Return the most tokens that any rank of a microbatch holds."""
     return max(held_by_rank(plan, microbatch)[0].values())
 
 
 def kept_ratio(offload: float, layers: float) -> float:
-    """Return the share of a token's activations that stays on the device: first and last layer are not offloaded."""
+    """Return the share of a token's activations that stays on the device; first and last layer are not offloaded."""
     layers = max(layers, 2)
     return (2 + (1 - offload) * (layers - 2)) / layers
 
 
 def largest(fits: Callable[[int], bool], most: int, *, least: int = 0) -> int:
-    """Return the largest number from `least` to `most` that fits, where `least` and all below it do."""
+    """Return the largest number from `least` to `most` that fits, by bisection; `least` must fit."""
     low, high = least, max(least, most)
     while low < high:
         middle = -(-(low + high) // 2)

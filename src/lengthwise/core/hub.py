@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached, found out once: its library tries again for a minute at each file."""
+"""Whether the Hugging Face hub answers, asked once: its own library retries for a minute at each file."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-HUB_SECONDS = 5.0  # that the hub has to answer; looking up its name takes no time-out of its own
+HUB_SECONDS = 5.0  # limit of the answer; a thread, because looking up the host name has no time-out
 _ENDPOINT = "https://huggingface.co"
 
 
 def only_cached(name: str) -> bool:
-    """Return whether a model or tokenizer of this name is to be looked for in the cache alone; a folder never is."""
+    """Return whether a model or tokenizer must come from the cache alone; always False for a folder."""
     return not Path(name).is_dir() and not hub_answers(endpoint())
 
 
 def endpoint() -> str:
-    """Return the address of the hub: that of its own variable of the environment, or the public one."""
+    """Return the address of the hub: HF_ENDPOINT if set, else the public one."""
     return os.environ.get("HF_ENDPOINT") or _ENDPOINT
 
 
 def why_only_cached() -> str:
-    """Say why nothing was asked of the hub."""
+    """Return why the hub was not asked, for an error about a file that the cache lacks."""
     if _is_off():
         return "not in the cache, and HF_HUB_OFFLINE is set"
     return f"not in the cache, and {endpoint()} gave no answer within {HUB_SECONDS:.0f} s"
@@ -33,7 +33,7 @@ def why_only_cached() -> str:
 
 @functools.cache
 def hub_answers(address: str) -> bool:
-    """Ask a hub for its headers, once in this process and its forks; what it answers does not matter."""
+    """Return whether a hub answers a HEAD request, whatever it says; asked once per process and its forks."""
     if _is_off():
         return False
     answers: list[bool] = []
@@ -54,6 +54,6 @@ def _answers(address: str) -> bool:
     except HTTPError:
         return True
     except URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # certificates are for the library of the hub to check
+        return isinstance(error.reason, ssl.SSLError)  # the hub's own library checks certificates
     except (OSError, ValueError):
         return False

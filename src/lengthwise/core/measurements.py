@@ -1,7 +1,7 @@
-"""What was timed on a machine, and the coefficients that follow: `lengthwise.measurements/1`, a JSON file.
+"""Times measured on a machine and the coefficients fitted to them: `lengthwise.measurements/1`, a JSON file.
 
-Written by `lengthwise profile`, read by `plan`, `simulate` and `train`: samples, where they were taken, and the fit,
-which is what readers plan with.
+`lengthwise profile` writes it; `plan`, `simulate` and `train` read it. It has the samples, the machine they were taken
+on, and the fit, which planning uses.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ _CountFromZero = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One thing that was run again and again on a rank.
+    """One thing that a rank ran repeatedly.
 
     kind: "local", a microbatch of packs on each rank; "ring", sequences over `degree` ranks; "block", one layer's
-        causal attention by the kernel alone; "transfer", a message to the next rank and one from it; "copy",
-        activations to where they are offloaded and back, on all ranks at once; "embedding" and "head", with its loss,
-        alone; of the step's end "end_collectives", "end_update" (AdamW on this rank's slice) and "end_clear".
+        causal attention, the kernel alone; "transfer", a message to the next rank and one from it; "copy", activations
+        to the offload store and back, on all ranks at once; "embedding" and "head" (with the loss), alone; and of the
+        step's end "end_collectives", "end_update" (AdamW on this rank's slice) and "end_clear".
     lengths: tokens of each sequence. degree: ranks that took part.
-    tier: the slowest link that was passed: none, inside a node (near), or between nodes (far).
-    num_bytes: that a rank sent, where the lengths do not say it.
-    seconds: the lower quartile of `repeats`, by the clock "cpu" the least: other work only adds to it.
-    forward_seconds: of these, until backward began (None: not apart).
-    spread: from the lower to the upper quartile, over `seconds`.
+    tier: the slowest link used: none, inside a node (near), or between nodes (far).
+    num_bytes: bytes that a rank sent, if the lengths do not determine them.
+    seconds: the lower quartile of `repeats`; with clock "cpu" the minimum, because other work only adds to it.
+    forward_seconds: the part of `seconds` before backward; None if not measured.
+    spread: the interquartile range over `seconds`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -78,11 +78,11 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where and with what samples were taken; what a run must share to be planned with them.
+class MeasuredPlace:
+    """The machine and software that samples were taken with; a run must match it to be planned with them.
 
-    device: "cpu" or a GPU's name; processor: of the host. threads: of each rank; ranks: that ran together,
-    `ranks_per_node` on each machine. clock: "wall", or "cpu": seconds computed and waited for messages.
+    device: "cpu" or a GPU's name; processor: the host's. threads: per rank; ranks: that ran together, `ranks_per_node`
+    on each machine. clock: "wall", or "cpu" (seconds computed plus seconds waited for messages).
     versions: by package.
     """
 
@@ -100,7 +100,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredModel:
-    """The sizes of the model that ran, as in `ModelShape`."""
+    """The sizes of the model that was run, as in `ModelShape`."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -133,7 +133,7 @@ class MeasuredModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """A fitted coefficient and its relative standard error; None: one sample, or a value of 0, gives none."""
+    """A fitted coefficient and its relative standard error; None if one sample, or a value of 0, gives none."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -143,13 +143,13 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What the samples say of the costs.
+    """The coefficients fitted to the samples.
 
-    terms: as the fields of `cost.Cost`, its links and its `ending`.
+    terms: named as the fields of `cost.Cost`, its links and its `ending`.
     forward_attention, forward_linear: shares of the forward pass.
-    not_measured: terms without a sample, taken from the file's `hardware`.
-    block_efficiency: as in `Hardware`; empty: not measured.
-    mean_error, worst_error: of predicted over measured seconds of the local and ring samples, relative.
+    not_measured: terms without a sample, which the file's `hardware` gives.
+    block_efficiency: as in `Hardware`; empty if not measured.
+    mean_error, worst_error: relative errors of the predicted seconds of local and ring samples.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -165,15 +165,15 @@ class Fit:
 class Measurements:
     """A file of measurements.
 
-    precision: as in a run file; hardware: the named one whose terms fill the gaps. adapters: parameters that trained in
-    place of the model's own; None: all of the model's.
+    precision: as in a run file. hardware: the named hardware whose terms fill the gaps. adapters: the number of
+    parameters that trained in place of the model's own; None if all of the model's trained.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     schema: Literal["lengthwise.measurements/1"] = SCHEMA
     date: _Name
-    place: Place
+    place: MeasuredPlace
     model: MeasuredModel
     precision: Precision
     hardware: _Name
@@ -182,7 +182,7 @@ class Measurements:
     adapters: _Count | None = None
 
     def to_json(self) -> str:
-        """Write the file: canonical, one sample a line."""
+        """Return the text of the file: canonical, one sample per line."""
         values = asdict(self)
         head = ",\n ".join(
             f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items() if key != "samples"
@@ -191,5 +191,5 @@ class Measurements:
         return "{" + head + ',\n "samples": [\n  ' + rows + "]}\n"
 
     def digest(self) -> str:
-        """Name the measurements by their content: 64 hex digits."""
+        """Return the SHA-256 of the file, 64 hex digits."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Optional packages: whether they are there, and in which version; none is imported, as some take seconds."""
+"""Optional packages and their versions, found without importing them, since some take seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from lengthwise.core.errors import ConfigError, raise_problems
 
-TRACKER_PACKAGES: Mapping[str, tuple[str, ...]] = {  # by tracker: distributions, one of which it needs
+TRACKER_PACKAGES: Mapping[str, tuple[str, ...]] = {  # distributions, one of which a tracker needs
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),
@@ -16,19 +16,19 @@ TRACKER_PACKAGES: Mapping[str, tuple[str, ...]] = {  # by tracker: distributions
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Refuse, without importing any, trackers whose package is missing, by a ConfigError or Problems."""
+    """Raise ConfigError, or Problems, for trackers whose package is not installed."""
     raise_problems([_missing(name) for name in names if not any(map(is_installed, TRACKER_PACKAGES[name]))])
 
 
 def _missing(name: str) -> ConfigError:
     package = TRACKER_PACKAGES[name][0]
-    expected, got = f"the package {package}, which reports to {name} need", f"no {package} installed"
+    expected, got = f"the package {package}, which {name} needs", f"no {package} installed"
     remedy = f"pip install {package}, or take {name} out of `report_to`."
     return ConfigError("report_to", expected=expected, got=got, remedy=remedy)
 
 
 def check_remote() -> None:
-    """Refuse `remote` data where Ray is not installed; it is not imported."""
+    """Raise ConfigError if Ray, which `remote` data needs, is not installed."""
     if not is_installed("ray"):
         remedy = "pip install 'lengthwise[ray]', or take remote out of `data`."
         raise ConfigError(
@@ -37,12 +37,12 @@ def check_remote() -> None:
 
 
 def is_installed(package: str) -> bool:
-    """Return whether there is a distribution of this name."""
+    """Return whether a distribution of this name is installed."""
     return installed_version(package) is not None
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of the distribution of this name; None: there is none."""
+    """Return the installed version of a distribution, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -50,5 +50,5 @@ def installed_version(package: str) -> str | None:
 
 
 def release_of(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, at most three, to compare: of 2.8.3.post1+cu12 they are (2, 8, 3)."""
+    """Return up to three numbers of a version, for comparison: (2, 8, 3) for 2.8.3.post1+cu12."""
     return tuple(int(part) if part.isdigit() else 0 for part in version.split("+")[0].split(".")[:3])

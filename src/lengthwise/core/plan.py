@@ -1,7 +1,7 @@
-"""The plan of one step and its file, `lengthwise.plan/1`: the contract between planner, trainer and outside tools.
+"""The plan of one step and its file, `lengthwise.plan/1`, which planner, trainer and other tools share.
 
-One global order of microbatches: each starts when all its ranks are free. Description: `docs/plan-file.md`; rules
-between the numbers: `program.check_plan`.
+Microbatches have one global order; each starts when all its ranks are free. Format: `docs/plan-file.md`; rules between
+its numbers: `program.check_plan`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Piece:
 
     @property
     def degree(self) -> int:
-        """Over how many ranks each sequence of the piece is cut."""
+        """The number of ranks over which each sequence of the piece is cut."""
         return len(self.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """What a set of ranks computes in one forward and backward: one or more pieces."""
+    """One forward and backward pass of a set of ranks, over one or more pieces."""
 
     pieces: tuple[Piece, ...]
     offload: float = 0.0
@@ -60,7 +60,7 @@ class Microbatch:
 class Plan:
     """The ordered microbatches of one step.
 
-    tokens: length of each sequence. notes: facts that no reader needs to run it (planner, predicted seconds, bound),
+    tokens: the length of each sequence. notes: facts that running it does not need (planner, predicted seconds, bound),
     written as extra top-level keys.
     """
 
@@ -75,17 +75,17 @@ class Plan:
 
     @property
     def cut(self) -> LayerCut:
-        """The stages that each rank is in a plan of kind `pipeline`, else one."""
+        """The pipeline stages and chunks of each rank; `UNCUT` unless the plan's kind is `pipeline`."""
         is_cut, of = self.schedule["kind"] == "pipeline", self.schedule.get
         return LayerCut(stages=of("stages", 1), virtual=of("virtual", 1)) if is_cut else UNCUT
 
     @property
     def ring_tokens(self) -> int:
-        """Tokens in sequences that are cut over more than one rank."""
+        """Tokens of the sequences that are cut over more than one rank."""
         return sum(self.tokens[i] for m in self.microbatches for p in m.pieces if p.degree > 1 for i in p.sequences)
 
     def to_json(self) -> str:
-        """Write the plan file: canonical (the same plan is the same text), one microbatch a line."""
+        """Return the text of the plan file: canonical (equal plans give equal text), one microbatch per line."""
         head = {
             "schema": SCHEMA,
             "requires": list(self.requires),
@@ -100,12 +100,12 @@ class Plan:
         return "{" + ",\n ".join(lines) + ',\n "microbatches": [\n  ' + rows + "]}\n"
 
     def digest(self) -> str:
-        """Name the plan by its content: 64 hex digits on which all ranks agree before the first transfer."""
+        """Return the SHA-256 of the plan file, 64 hex digits; all ranks compare it before the first transfer."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> Plan:
-        """Read a plan file; PlanError: no JSON, a key twice, a wrong field, or an unknown required feature."""
+        """Read a plan file; raise PlanError for invalid JSON, a repeated key, a wrong field or an unknown feature."""
         return _read_plan(text, where)
 
 
@@ -137,7 +137,7 @@ def _refuse(where: str, expected: str, got: object) -> PlanError:
 def _read_plan(text: str, where: str) -> Plan:
     try:
         raw = json.loads(text, parse_constant=str, object_pairs_hook=unique_keys)  # NaN becomes "NaN", refused as such
-    except (ValueError, RecursionError) as error:  # the former also: a key twice, thousands of digits
+    except (ValueError, RecursionError) as error:  # ValueError also for a repeated key and for thousands of digits
         raise _refuse(where, "a JSON object", str(error)) from None
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
         got = raw.get("schema") if isinstance(raw, dict) else raw
@@ -158,7 +158,7 @@ def _read_plan(text: str, where: str) -> Plan:
         raise _refuse(f"{where}: microbatches", "a list", rows)
     known = {"schema", "requires", "ranks", "layers", "capacity", "tokens", "schedule", "microbatches"}
     notes = {key: value for key, value in raw.items() if key not in known}
-    if is_deeper([notes, schedule], _MOST_DEPTH):  # others write the plan again, and pickle it
+    if is_deeper([notes, schedule], _MOST_DEPTH):  # writing and pickling the plan recurse
         raise _refuse(where, f"notes of at most {_MOST_DEPTH} levels", "deeper nesting")
     return Plan(
         ranks=_whole(raw.get("ranks"), f"{where}: ranks", least=1),

@@ -1,4 +1,4 @@
-"""What is done on either side of the start of a process: before the fork, and first of all in the child."""
+"""What a process does before it starts another, and what a child does first."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _MOST_SECONDS = 1.0
 
 
 def end_with_parent(parent: int) -> None:
-    """Let Linux kill this process when `parent`, which started it, dies; elsewhere do nothing."""
+    """Make Linux kill this process when its parent, process `parent`, dies; do nothing elsewhere."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before it was asked to tell
+        if os.getppid() != parent:  # it died before the call above
             os._exit(1)
 
 
 @contextlib.contextmanager
 def ending_signals_blocked() -> Iterator[None]:
-    """Block Ctrl-C, SIGTERM and SIGHUP inside the block; they stay blocked in processes that are started there.
+    """Block Ctrl-C, SIGTERM and SIGHUP inside the block, and for good in processes started in it.
 
-    Those are for who trains, who finishes a step and needs these processes for it.
+    The training process handles these signals: it finishes its step, for which it needs the processes started here.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
@@ -46,8 +46,8 @@ def ending_signals_blocked() -> Iterator[None]:
 
 
 def start_module(module: str, *arguments: str, stdin: int, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """Start a module of this package in a new process, which writes to the standard error."""
-    # It imports from where this process does: not from the working folder, which may hold a user's `queue.py`.
+    """Start a module of this package in a new process, which writes to standard error."""
+    # It imports from this process's paths, not from the working folder, which may hold a user's `queue.py`.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return subprocess.Popen(  # noqa: S603 - a module of ours
         [sys.executable, "-m", module, *arguments],
@@ -59,16 +59,16 @@ def start_module(module: str, *arguments: str, stdin: int, pass_fds: Sequence[in
 
 
 def kill_workers(pool: ProcessPoolExecutor) -> None:
-    """Kill the processes of a pool where they stand; nobody waits for what they do."""
-    for process in list((pool._processes or {}).values()):  # `kill_workers` of the pool is of Python 3.14
+    """Kill the processes of a pool at once."""
+    for process in list((pool._processes or {}).values()):  # the pool's own `kill_workers` needs Python 3.14
         process.kill()
 
 
 def let_threads_end() -> None:
-    """Wait, before a fork, until no thread of this process is about to end; at most a second. Linux only.
+    """Before a fork, wait at most a second until no other thread is running or ending. Linux only.
 
-    Python calls a thread ended before the system does; until then libraries (MKL) hold a lock, on which the matrix
-    products of a child forked then would wait for ever.
+    Python reports a thread as ended before the system does. Until then libraries (MKL) hold a lock, and matrix products
+    in a child forked meanwhile would wait forever.
     """
     if sys.platform != "linux":
         return
@@ -82,15 +82,15 @@ def let_threads_end() -> None:
 
 
 def has_one_thread() -> bool:
-    """Return whether this process has one thread, so no CUDA either, and may be forked. False off Linux."""
+    """Return whether this process has a single thread, so no CUDA either, and may fork. False off Linux."""
     return sys.platform == "linux" and not _other_threads()
 
 
 def _other_threads() -> dict[str, str]:
-    """Return the state ("R": running) of each other thread of this process, by its number."""
+    """Return the state ("R" is running) of each other thread of this process, by its id."""
     states = {}
     for thread in _THREADS.iterdir():
         if int(thread.name) != threading.get_native_id():
-            with contextlib.suppress(OSError):  # it ended meanwhile
+            with contextlib.suppress(OSError):  # it has ended
                 states[thread.name] = (thread / "stat").read_text().rpartition(")")[2].split()[0]
     return states

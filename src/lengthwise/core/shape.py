@@ -1,4 +1,4 @@
-"""What a plan needs to know of a cluster and of a model: a few numbers, no weights and no devices."""
+"""What planning needs to know of a cluster and of a model: a few numbers, no weights and no devices."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from lengthwise.core.sizes import read_whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """`ranks` replicas of the model, each holding at most `capacity_tokens` of one microbatch."""
+    """`ranks` replicas of the model; each holds at most `capacity_tokens` tokens of one microbatch."""
 
     ranks: int
     capacity_tokens: int
 
     def __post_init__(self) -> None:
         for name in ("ranks", "capacity_tokens"):
-            object.__setattr__(self, name, read_whole(name, getattr(self, name)))  # an int, whatever NumPy gave
+            object.__setattr__(self, name, read_whole(name, getattr(self, name)))  # NumPy's integers become ints
 
     @property
     def longest_tokens(self) -> int:
-        """The longest sequence that any plan can hold."""
+        """The length of the longest sequence that a plan can hold."""
         return self.ranks * self.capacity_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCut:
-    """How the layers of a rank are cut: into `stages` pipeline stages, a device each, of `virtual` chunks each."""
+    """How the layers of a rank are cut: into `stages` pipeline stages, one per device, of `virtual` chunks each."""
 
     stages: int = 1
     virtual: int = 1
 
     @property
     def chunks(self) -> int:
-        """Chunks of layers of a rank, over all its stages."""
+        """The chunks of layers of a rank, over all its stages."""
         return self.stages * self.virtual
 
     @property
     def fill(self) -> float:
-        """How long a rank waits for its stages, in times of a first and a last microbatch."""
+        """The pipeline bubble, in units of the mean of a first and a last microbatch's time."""
         return (self.stages - 1) / self.virtual
 
     @property
     def microbatches_kept(self) -> float:
-        """Of how many microbatches the first stage keeps activations at most: 1F1B, interleaved or not."""
+        """The most microbatches whose activations the first stage keeps under (interleaved) 1F1B."""
         return self.stages if self.virtual == 1 else self.stages + self.fill
 
 
@@ -53,20 +53,22 @@ UNCUT = LayerCut()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes of a decoder-only transformer from which FLOPs and bytes follow.
+    """The sizes of a decoder-only transformer, from which FLOPs and bytes follow.
 
-    intermediate: width of one expert's (or the only) MLP; `experts_per_token` of `experts` are active. gated: whether
-    MLPs have a gate, so three matrices and not two.
-    dense_width: of the MLPs that every token passes beside experts, shared ones and those of layers without, in all.
-    windows: (sliding window in tokens, layers that have it); all other layers see everything.
-    full_head_dim, full_kv_heads: of layers without a window, where theirs differ.
-    attention_layers, mlp_layers: that attend, and that have experts or the only MLP; None: all.
-    attention_params: in projections, of all layers that attend; None: of plain heads.
-    lookup_params: of embeddings that layers look up beside the input's.
-    mixer_params: in matrix products of the rest that mixes tokens. scan_flops: of its scans, forward, a token.
-    state_layers: layers with states; map_values: numbers in the map of one, with its state, that a sweep passes on.
-    mixer_kept: numbers of a token that it keeps for backward, of all layers.
-    family: the config's kind of model, where known; it does not count in comparisons.
+    intermediate: width of an expert's MLP, or of the only MLP; `experts_per_token` of `experts` are active. gated: MLPs
+    have a gate, so three matrices instead of two.
+    dense_width: total width of the MLPs that every token passes beside experts: shared ones, layers without experts.
+    windows: (sliding window in tokens, number of layers with it); all other layers attend to the whole sequence.
+    full_head_dim, full_kv_heads: of layers without a window, if they differ.
+    attention_layers, mlp_layers: number of layers with attention, and with experts or the only MLP; None if all.
+    attention_params: parameters of all attention projections; None if those of plain heads.
+    lookup_params: parameters of embeddings that layers look up, beside the input embedding.
+    mixer_params: parameters of matrix products that mix tokens without attention. scan_flops: FLOPs of their scans,
+    forward, per token.
+    state_layers: number of layers with states. map_values: numbers that a sweep passes on for one of them: its state
+    and the map of it.
+    mixer_kept: numbers that these layers, together, keep per token for backward.
+    family: the config's `model_type`, if known; comparisons ignore it.
     """
 
     name: str
@@ -104,23 +106,23 @@ class ModelShape:
 
     @property
     def window_shares(self) -> tuple[tuple[int, float], ...]:
-        """(sliding window in tokens, share of the work of layers that attend), as costs count them."""
+        """(sliding window in tokens, share of the attention work) pairs, for costs."""
         width = self.heads * self.head_dim
         return tuple((window, layers * width / self.query_width) for window, layers in self.windows)
 
     @property
     def num_attention(self) -> int:
-        """Layers that attend."""
+        """Layers with attention."""
         return self.layers if self.attention_layers is None else self.attention_layers
 
     @property
     def query_width(self) -> int:
-        """Heads times head size, in all layers that attend."""
+        """Heads times head size, summed over the layers with attention."""
         return self.heads * (self._windowed * self.head_dim + self._full * (self.full_head_dim or self.head_dim))
 
     @property
     def key_width(self) -> int:
-        """KV heads times head size, in all layers that attend."""
+        """KV heads times head size, summed over the layers with attention."""
         full = (self.full_kv_heads or self.kv_heads) * (self.full_head_dim or self.head_dim)
         return self._windowed * self.kv_heads * self.head_dim + self._full * full
 
@@ -134,12 +136,12 @@ class ModelShape:
 
     @property
     def mlp_width(self) -> int:
-        """Widths of all MLPs that a token passes, in all layers."""
+        """Width of all MLPs that a token passes, summed over layers."""
         return self.num_mlp * self.intermediate * self.experts_per_token + self.dense_width
 
     @property
     def linear_params(self) -> int:
-        """Active parameters in matrix products for one token, output head included, input embedding left out."""
+        """Parameters in matrix products for one token: with the output head, without the input embedding."""
         attention = self.attention_params
         if attention is None:
             attention = 2 * self.hidden * (self.query_width + self.key_width)
@@ -147,7 +149,7 @@ class ModelShape:
 
     @property
     def total_params(self) -> int:
-        """Parameters in all, every expert, input embedding and output head included."""
+        """All parameters: every expert, the input embedding and the output head."""
         idle = self.num_mlp * self.intermediate * (self.experts - self.experts_per_token)
         tables = self.hidden * self.vocab + self.lookup_params
         return self.linear_params + self._matrices * self.hidden * idle + tables
@@ -158,5 +160,5 @@ class ModelShape:
 
     @property
     def num_mlp(self) -> int:
-        """Layers with experts, or the only MLP."""
+        """Layers with experts, or with the only MLP."""
         return self.layers if self.mlp_layers is None else self.mlp_layers

@@ -1,4 +1,4 @@
-"""Whole numbers that users give; of tokens, as the field writes them: 256K, 2M, with K = 1,024, M = 1,024 x 1,024."""
+"""Whole numbers that users give; tokens may be written 256K or 2M, with K = 1,024 and M = 1,024 x 1,024."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from lengthwise.core.errors import ConfigError
 
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?)\s*", re.IGNORECASE)
-MOST = 2**53  # what every JSON reader keeps exact
-MOST_RANKS = 2**18  # on a command line: 20 times the largest cluster planned for; a typing error more takes all memory
-PLANNING_SHARE = 0.1  # of a step, for tries: a plan that takes longer is waited for, and planning takes a core
+MOST = 2**53  # every JSON reader keeps numbers up to here exact
+MOST_RANKS = 2**18  # on a command line: 20 times the largest cluster planned for; more would take all memory
+PLANNING_SHARE = 0.1  # of a step's seconds, for planning tries: ranks wait for a later plan, and planning takes a core
 
 
 def parse_tokens(text: str, where: str) -> int:
-    """Read `8192`, `8K` or `1.5M` (K, M, G binary) tokens; ConfigError: no whole number from 1 to 2^53."""
+    """Parse `8192`, `8K` or `1.5M` (K, M, G are binary); raise ConfigError unless it is 1 to 2^53, and whole."""
     written = _WRITTEN.fullmatch(text)
     value = float(written[1]) * _UNITS[written[2].upper()] if written and len(written[1]) < 20 else 0.0
     if not 1 <= value <= MOST or value != int(value):
@@ -25,7 +25,7 @@ def parse_tokens(text: str, where: str) -> int:
 
 
 def written_tokens(tokens: int) -> str:
-    """Write a number of tokens as `parse_tokens` reads it: 8K, 2M; in digits where it is no round one."""
+    """Return a number of tokens as `parse_tokens` reads it: 8K, 2M, or digits if it is not round."""
     for unit in "GMK":
         if tokens % _UNITS[unit] == 0:
             return f"{tokens // _UNITS[unit]}{unit}"
@@ -33,7 +33,7 @@ def written_tokens(tokens: int) -> str:
 
 
 def whole_number(value: object) -> int | None:
-    """Return a whole number as an int, NumPy's included; None for anything else, booleans too."""
+    """Return a whole number, NumPy's included, as an int; None for anything else, booleans too."""
     if type(value) is int:
         return value
     try:
@@ -43,12 +43,12 @@ def whole_number(value: object) -> int | None:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value of a JSON file is a number; NaN and infinity are, true is none."""
+    """Return whether a JSON value is a number; NaN and infinity are, booleans are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def read_whole(name: str, value: object, *, least: int = 1, most: int = MOST) -> int:
-    """Return a whole number that a user gave, as an int; raise ConfigError for none, or one out of range."""
+    """Return a user's whole number as an int; raise ConfigError if it is not one, or out of range."""
     number = whole_number(value)
     if number is None or not least <= number <= most:
         upper = "2^53" if most == MOST else str(most)

@@ -1,4 +1,4 @@
-"""What a step took, simulated or run: rows of rank, chunk of its layers and microbatch, and the figures from them."""
+"""The timeline of a step, simulated or run: one row per rank, chunk of layers and microbatch, and figures from it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One step; entry i of the arrays is one chunk of layers of one rank in one microbatch, times in seconds.
+    """The timeline of one step; entry i of the arrays is one chunk of layers of one rank in one microbatch.
 
-    A rank of `stages` pipeline stages is that many devices of equally many chunks; without stages one chunk is all.
-    rank, stage, microbatch: which. start, forward: of its forward pass, begin and end. backward, end: of its backward
-    pass. compute: arithmetic and overhead. copied: time that copies to and from the host held it up.
-    held_tokens: what it held. step_end_seconds: the reduction of all ranks. loader_seconds: waiting for data before the
+    A rank of `stages` pipeline stages has that many devices with equally many chunks; without stages it is one chunk.
+    rank, stage, microbatch: the entry's. start, forward: begin and end of its forward pass, in seconds; backward, end:
+    of its backward pass. compute: seconds of arithmetic and overhead. copied: seconds lost to copies to and from the
+    host.
+    held_tokens: tokens held. step_end_seconds: the reduction over all ranks. loader_seconds: wait for data before the
     first microbatch.
     """
 
@@ -35,14 +36,14 @@ class Timeline:
     loader_seconds: float = 0.0
 
     def delayed(self, loader_seconds: float) -> Timeline:
-        """Return the same step, all ranks waiting so much longer for their data before it begins."""
+        """Return the same step with all ranks waiting `loader_seconds` longer for their data."""
         if loader_seconds == 0:
             return self
         clocks = ("start", "forward", "backward", "end", "loader_seconds")
         return replace(self, **{name: getattr(self, name) + loader_seconds for name in clocks})
 
     def microbatch_spans(self, microbatches: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return when microbatch i begins on its first rank, and ends on its last: entry i of each, in seconds."""
+        """Return two arrays: when microbatch i begins on its first rank and ends on its last, in seconds."""
         starts, ends = np.full(microbatches, np.inf), np.zeros(microbatches)
         np.minimum.at(starts, self.microbatch, self.start)
         np.maximum.at(ends, self.microbatch, self.end)
@@ -50,7 +51,7 @@ class Timeline:
 
     @property
     def work_end_seconds(self) -> NDArray[np.float64]:
-        """When rank r is done with its last microbatch, on its last stage to be done: entry r, in seconds."""
+        """When rank r has finished its last microbatch on all its stages: entry r, in seconds."""
         ends = np.full(self.ranks, self.loader_seconds)
         np.maximum.at(ends, self.rank, self.end)
         return ends
@@ -62,22 +63,22 @@ class Timeline:
 
     @property
     def step_seconds(self) -> float:
-        """The whole step, reduction included."""
+        """Seconds of the whole step, reduction included."""
         return float(self.work_end_seconds.max()) + self.step_end_seconds
 
     @property
     def compute_ratio(self) -> float:
-        """Share of all devices' time that is arithmetic, 0 to 1."""
+        """Share of all devices' time spent on arithmetic, 0 to 1."""
         return float(self.compute.sum()) / self._all
 
     @property
     def exposed_ratio(self) -> float:
-        """Share of all devices' time in which one in a microbatch waits for transfers, copies or its ring."""
+        """Share of all devices' time in a microbatch that waits for transfers, copies or its ring."""
         return float((self.busy_seconds - self.compute).sum()) / self._all
 
     @property
     def idle_ratio(self) -> float:
-        """Share of all devices' time outside microbatches and the step's end: waiting for others, pipeline bubbles."""
+        """Share of all devices' time outside microbatches and step end: waits for others, pipeline bubbles."""
         step_ends = self.ranks * self.stages * self.step_end_seconds
         return max(0.0, 1.0 - (float(self.busy_seconds.sum()) + step_ends) / self._all)
 

@@ -1,7 +1,7 @@
-"""Which model families this version trains, by a Hugging Face config alone: no torch, no transformers.
+"""The model families that this version trains, by a Hugging Face config alone: no torch, no transformers.
 
-A family joins `families.json` when `tests/models/test_models_families.py` holds for it. What else a config may say that
-a plan cannot compute, and in which layer, `lengthwise.models` says where transformers is installed.
+A family joins `families.json` when `tests/models/test_models_families.py` holds for it. `lengthwise.models` refuses
+whatever else in a config a plan cannot compute, if transformers is installed.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from lengthwise.core.files import read_package_json
 _LISTED = read_package_json("lengthwise.core", "families.json")
 FAMILIES: tuple[str, ...] = tuple(_LISTED["equal_to_plain"])
 UNGATED: tuple[str, ...] = tuple(_LISTED["ungated"])
-"""Families whose MLPs are two matrices: no gate."""
+"""Families whose MLPs have two matrices and no gate."""
 WITH_TOWERS: Mapping[str, tuple[str, ...]] = {name: tuple(texts) for name, texts in _LISTED["with_towers"].items()}
-"""Models with towers for images or sounds, and the families of the text parts that they are proved with."""
-_INSIDE: tuple[str, ...] = tuple(_LISTED["inside_others"])  # text parts that are no models of their own
+"""Models with towers for images or sounds, and the families of the text parts with which tests prove them."""
+_INSIDE: tuple[str, ...] = tuple(_LISTED["inside_others"])  # families that occur only as text parts
 LAYER_TYPES = ("full_attention", "sliding_attention")
-MIXERS_OF = {"hybrid": 2, "moe": 0, "mlp": 0}  # layers that mix tokens in a decoder layer of a kind; of others one
+MIXERS_OF = {"hybrid": 2, "moe": 0, "mlp": 0}  # token mixers in a decoder layer, by its kind; other kinds have one
 USE_OTHERS = "Not supported yet: train it with plain TRL or Transformers"
 
-_OLDER = {"mamba": "linear_attention", "attention": "full_attention"}  # what older configs call kinds of layers
+_OLDER = {"mamba": "linear_attention", "attention": "full_attention"}  # names in older configs
 _EVERY: Mapping[str, int] = dict.fromkeys(
     ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"), 4
-)  # which layer attends
+)  # one layer in so many attends
 _OF_PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _TOWERS = re.compile(r"\w*(vision|image|audio|speech|vq)\w*_config")
 _LAYER_KEYS = ("layer_types", "layers_block_type")
 
 
 def layer_types(family: object) -> tuple[str, ...]:
-    """Return the kinds of layers that a plan computes as plain Hugging Face does in models of a family."""
+    """Return the kinds of layers of a family that a plan computes exactly as plain Hugging Face does."""
     others = (kind for kind, families in _LISTED["other_layers"].items() if family in families)
     return (*LAYER_TYPES, *others)
 
 
 def layer_kinds(config: Mapping[str, Any], layers: int) -> list[str]:
-    """List the kind of each layer of a config.json, in the ways of hybrid families; full attention where it is silent.
+    """List the kind of each layer of a config.json; full attention if the config says nothing.
 
-    layers: that the config says it has; a pattern of letters (nemotron_h) says it by itself.
+    layers: the number that the config gives; a pattern of letters (nemotron_h) overrides it.
     """
     family = config.get("model_type")
     for key in _LAYER_KEYS:
@@ -71,13 +71,13 @@ def towers(config: Mapping[str, Any]) -> list[str]:
 
 
 def text_part(config: Mapping[str, Any]) -> str | None:
-    """Return the family of the text part of a model with towers, or None where it lacks one of the two."""
+    """Return the family of the text part of a model with towers, or None if it has no towers or no text part."""
     text, is_whole = config.get("text_config"), config.get("model_type") in WITH_TOWERS or towers(config)
     return str(text.get("model_type")) if is_whole and isinstance(text, Mapping) else None
 
 
 def family_refusal(config: Mapping[str, Any], where: str) -> ModelRefused | None:
-    """Return why this version does not train a config's family, or the text part of one with towers; or None."""
+    """Return the error for a family, or text part of one with towers, that is not trained; None if it is."""
     family, text = config.get("model_type"), text_part(config)
     part = config if text is None else config["text_config"]
     known = FAMILIES if text is None else {*FAMILIES, *_INSIDE} & {*WITH_TOWERS.get(str(family), ())}

@@ -1,1 +1,1 @@
-"""Planned steps inside trainers of other libraries, each in a module of its own, which imports that library."""
+"""Planned steps inside trainers of other libraries; one module per library imports it."""

@@ -1,7 +1,7 @@
-"""Which of a Trainer's arguments keep their meaning under a plan, and why the others are refused.
+"""Which arguments of a Trainer keep their meaning under a plan, and why the others are refused.
 
-Every field of `TrainingArguments` stands in one table here. One that stands in none, of a later version, is refused
-unless it has its default.
+Every field of `TrainingArguments` is in one table here. Unknown fields of later versions are refused unless they have
+their default.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ddp_timeout skip_memory_metrics do_train do_eval do_predict resume_from_checkpoi
 average_tokens_across_devices use_cache use_liger_kernel
 """
 KEPT = frozenset(_KEPT.split())
-"""Fields that mean what they mean in a plain Trainer of one process."""
+"""Fields with the meaning that they have in a plain Trainer of one process."""
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     **dict.fromkeys(
@@ -38,7 +38,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps"),
-        "evaluation gives the loss alone",
+        "evaluation computes only the loss",
     ),
     "include_for_metrics": "compute_metrics is refused",
     "logging_nan_inf_filter": "a loss that is not finite ends the training",
@@ -51,68 +51,71 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 """Fields that change nothing here, and why."""
 
 Refusal: TypeAlias = tuple[tuple[Any, ...], str]
-"""The values of a field that can be kept, and why its others cannot."""
+"""The values of a field that are accepted, and why others are not."""
 OFF: tuple[Any, ...] = (None, False, "", [], {})
 
 REFUSED: Mapping[str, Refusal] = {
     "deepspeed": (OFF, "it would own the optimizer and the gradients"),
-    "fsdp": (OFF, "it would shard the parameters itself; here shard='zero3' of the trainer does, or by default auto"),
+    "fsdp": (OFF, "it would shard the parameters itself; use the trainer's shard='zero3', or its default auto"),
     "parallelism_config": (OFF, "it is a fixed mesh; a plan shards each sequence over ranks of its own"),
     "fp16": (OFF, "its loss scale would skip steps; use bf16"),
     "fp16_full_eval": (OFF, "it would convert the model"),
     "bf16_full_eval": (OFF, "it would convert the model"),
     "auto_find_batch_size": (OFF, "one rank alone would restart; capacity_tokens bounds the memory"),
-    "torch_compile": (OFF, "it cannot capture planned attention; here compile=True of the trainer compiles around it"),
-    "liger_kernel_config": (OFF, "fused layers are those that are known to be right for the model's family"),
+    "torch_compile": (
+        OFF,
+        "it cannot capture planned attention; use the trainer's compile=True, which compiles around it",
+    ),
+    "liger_kernel_config": (OFF, "fused layers are chosen for the model's family"),
     "neftune_noise_alpha": (OFF, "its noise would depend on the plan"),
     "train_sampling_strategy": (("random", "sequential"), "the plan balances unequal lengths itself"),
     "batch_eval_metrics": (OFF, "it needs logits of whole sequences"),
-    "enable_jit_checkpoint": (OFF, "a rank alone would save, and all ranks must"),
+    "enable_jit_checkpoint": (OFF, "one rank alone would save, and all ranks must"),
     "save_on_each_node": (OFF, "all ranks write their states into one folder"),
     "optim_target_modules": (OFF, "its optimizers need whole matrices"),
-    "torch_empty_cache_steps": (OFF, "microbatches are not Trainer's here"),
-    "debug": (OFF, "it would look at Trainer's own forward passes"),
+    "torch_empty_cache_steps": (OFF, "the plan, not Trainer, runs the microbatches"),
+    "debug": (OFF, "it watches Trainer's own forward passes"),
     "optim": (
         ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"),
-        "a rank updates a slice of the parameters: the optimizer must compute each entry by itself, in no blocks",
+        "a rank updates a slice of the parameters, so the optimizer must compute each entry by itself",
     ),
     "label_names": ((None, ["labels"]), "the labels of a causal language model are its loss"),
 }
-"""Fields of which some values cannot be kept."""
+"""Fields of which some values are refused."""
 
 WITH_PARTS: Mapping[str, str] = {
-    "load_best_model_at_end": "it would load weights into a model that is cut over the ranks",
-    "sync_ref_model": "it reads the model's parameters, which are cut over the ranks",
+    "load_best_model_at_end": "it would load weights into a model that lies over the ranks",
+    "sync_ref_model": "it reads the model's parameters, which lie over the ranks",
 }
-"""Fields that cannot be kept where parameters are cut, and why."""
+"""Fields that are refused if parameters lie over the ranks, and why."""
 
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
-"""The fields that ask for it, by its new and its old name."""
+"""The fields for activation checkpointing, by its new and its old name."""
 
 CALLABLES: Mapping[str, str] = {
     "compute_metrics": "it needs logits of whole sequences",
     "preprocess_logits_for_metrics": "it needs logits of whole sequences",
 }
-"""What is given to a Trainer beside its arguments, and why not here."""
+"""Functions that a Trainer takes beside its arguments, and why they are refused."""
 
 
 def problems_of(
     arguments: Any, *, callables: Collection[str], refused: Mapping[str, Refusal] = MappingProxyType({})
 ) -> list[LengthwiseError]:
-    """Return all that a planned Trainer refuses of `arguments`.
+    """Return the problems of a planned Trainer's arguments.
 
-    callables: which of `CALLABLES` it was given. refused: fields of a subclass of TrainingArguments.
+    callables: those of `CALLABLES` that were given. refused: fields of a subclass of TrainingArguments.
     """
     problems: list[LengthwiseError] = []
 
-    def refuse(where: str, expected: str, got: object, why: str, remedy: str = "Leave it out.") -> None:
+    def refuse(where: str, expected: str, got: object, why: str, remedy: str = "Remove it.") -> None:
         problems.append(ConfigError(where, expected=expected, got=f"{got!s:.80}, but {why}", remedy=remedy))
 
     for name, (fine, why) in {**REFUSED, **refused}.items():
         value = _value(arguments, name)
         if value not in fine:
             others = [str(each) for each in fine if each not in OFF]
-            remedy = f"Use {' or '.join(others)}." if others else "Leave it out."
+            remedy = f"Use {' or '.join(others)}." if others else "Remove it."
             refuse(name, " or ".join(others) or "none", value, why, remedy)
     for name, value in (_checkpointing(arguments) or {}).items():
         if name not in ("use_reentrant", "determinism_check", "preserve_rng_state", "debug", "early_stop"):
@@ -120,7 +123,7 @@ def problems_of(
     if not arguments.average_tokens_across_devices and arguments.world_size > 1:
         refuse("average_tokens_across_devices", "True", False, "a token counts the same on every rank")
     if arguments.n_gpu > 1:
-        refuse("n_gpu", "one process a GPU", arguments.n_gpu, "DataParallel is not run", "Start with torchrun.")
+        refuse("n_gpu", "one process per GPU", arguments.n_gpu, "DataParallel is not supported", "Start with torchrun.")
     loader = arguments.accelerator_config
     for name in ("split_batches", "dispatch_batches", "use_stateful_dataloader", "gradient_accumulation_kwargs"):
         if getattr(loader, name, None):
@@ -131,27 +134,27 @@ def problems_of(
     for field in dataclasses.fields(arguments):
         value = getattr(arguments, field.name)
         if field.name not in tabled | _of_subclasses(arguments) and value != _default(field):
-            refuse(field.name, "its default", value, "this version does not know what it means")
+            refuse(field.name, "its default", value, "this version of lengthwise does not know the field")
     return problems
 
 
 def refuse_with_parts(arguments: Any) -> None:
-    """Refuse what goes by whole parameters.
+    """Refuse arguments that need whole parameters.
 
     Raises:
-        Problems: all of it.
+        ConfigError, Problems: some do; one message has all.
     """
     problems: list[LengthwiseError] = []
     for name, why in WITH_PARTS.items():
         if getattr(arguments, name, False):
-            remedy = "Leave it out, or give shard='zero1', and no stages."
+            remedy = "Remove it, or give shard='zero1' and no stages."
             got = f"True, but under shard zero3, hybrid or stages {why}"
             problems.append(ConfigError(name, expected="False", got=got, remedy=remedy))
     raise_problems(problems)
 
 
 def recompute_of(arguments: Any) -> str:
-    """Return the plan's word for the activation checkpointing that was asked for."""
+    """Return the kind of recomputation for a Trainer's activation checkpointing."""
     return "layer" if any(_value(arguments, name) for name in CHECKPOINTING) else "none"
 
 
@@ -165,7 +168,7 @@ def _value(arguments: Any, name: str) -> Any:
 
 
 def _of_subclasses(arguments: Any) -> frozenset[str]:
-    """Return the fields that a subclass of TrainingArguments adds: whoever integrates it looks at them."""
+    """Return the fields that a subclass of TrainingArguments adds; its trainer's class checks them."""
     from transformers import TrainingArguments
 
     return frozenset(each.name for each in dataclasses.fields(arguments)) - {

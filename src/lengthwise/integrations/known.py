@@ -1,7 +1,7 @@
-"""Rows of a Trainer that no step could take or learn from, found before the first one.
+"""Find rows of a Trainer that are too long for any step, or have no labels, before the first step.
 
-Lengths and labels are read where rows are a list, or a `datasets.Dataset`, with a column `input_ids`; of labels the
-first 16M tokens, which takes about a second. At most 100 rows that look wrong are collated, to see what they become.
+Lengths and labels are read if the rows are a list, or a `datasets.Dataset`, with a column `input_ids`; only the first
+16M tokens of labels, which takes about a second. At most 100 suspicious rows are collated for a closer look.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from lengthwise.core.errors import DataError, LengthwiseError, raise_problems
 from lengthwise.core.names import counted
 from lengthwise.data import NO_LOSS
-from lengthwise.integrations.rows import Examples
+from lengthwise.integrations.batches import Examples
 from lengthwise.session import Session
 
 _IDS, _LABELS = "input_ids", "labels"
@@ -29,14 +29,14 @@ _MOST_TOKENS, _MOST_COLLATED, _SHOWN, _AT_ONCE = 1 << 24, 100, 5, 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownRows:
-    """Rows of a data set that has a length. where: the Trainer's argument. collate: makes `Examples` of some rows."""
+    """Rows of a data set with a length. where: the Trainer's argument. collate: makes `Examples` from some rows."""
 
     where: str
     rows: Any
     collate: Callable[[list[Any]], Any]
 
     def too_long(self, limit: int, *, held: str) -> DataError | None:
-        """Return the error for rows of more than `limit` tokens. held: what holds so many, in words."""
+        """Return an error for rows of more than `limit` tokens, or None. held: a description of the limit."""
         suspects = np.flatnonzero(_lengths(self.rows) > limit)
         found = self._collated(suspects, lambda row: max(map(_length, row.rows), default=0))
         named = [(number, tokens) for number, tokens in found if tokens > limit]
@@ -45,13 +45,13 @@ class KnownRows:
         named.sort(key=lambda row: -row[1])
         shown = ", ".join(f"row {number} ({tokens} tokens)" for number, tokens in named[:_SHOWN])
         more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
-        more += f"; {len(suspects) - len(found)} others look longer, too" if len(suspects) > len(found) else ""
-        remedy = "Run on more ranks, raise capacity_tokens, or leave such rows out."
+        more += f"; {len(suspects) - len(found)} others seem longer too" if len(suspects) > len(found) else ""
+        remedy = "Run on more ranks, raise capacity_tokens, or remove these rows."
         got = f"{len(named)} longer: {shown}{more}"
         return DataError(self.where, expected=f"at most {limit} tokens, {held}", got=got, remedy=remedy)
 
     def without_label(self, *, warns: bool) -> DataError | None:
-        """Warn, if asked to, of rows of which no token has a label; return the error where no row has one."""
+        """Warn, if `warns`, of rows without a label; return an error if no row has one."""
         counts = _label_counts(self.rows)
         suspects = np.flatnonzero(counts == 0)
         if not len(suspects):
@@ -65,14 +65,14 @@ class KnownRows:
             got, remedy = f"none in {counted(len(suspects), 'row')}", "Give labels that are not -100."
             return DataError(self.where, expected="a token with a label", got=got, remedy=remedy)
         if warns:
-            what = f"{counted(len(suspects), 'row')} without a label, which add nothing to a loss"
+            what = f"{counted(len(suspects), 'row')} without a label, which adds nothing to the loss"
             warnings.warn(f"{self.where}: {what}: {numbers}", stacklevel=3)
         return None
 
     def _collated(self, numbers: np.ndarray, of: Callable[[Examples], int]) -> list[tuple[int, int]]:
-        """Return numbers of rows, and what `of` gives of each as the collator makes it."""
+        """Collate some rows; return their numbers and the results of `of`."""
         found = list[tuple[int, int]]()
-        with torch.random.fork_rng(devices=[]):  # the collator may draw
+        with torch.random.fork_rng(devices=[]):  # the collator may use random numbers
             for number in map(int, numbers[:_MOST_COLLATED]):
                 made = self.collate([self.rows[number]])
                 if isinstance(made, Examples):
@@ -81,7 +81,7 @@ class KnownRows:
 
 
 def rows_of_training(trainer: Any) -> list[KnownRows]:
-    """Return the rows that training reads, and evaluates on, of the columns that Trainer keeps."""
+    """Return the rows that training and its evaluations read, with the columns that Trainer keeps."""
     args, evaluated = trainer.args, trainer.eval_dataset
     given = {"train_dataset": trainer.train_dataset}
     if args.eval_strategy != "no" or args.eval_on_start:
@@ -99,19 +99,19 @@ def rows_of_training(trainer: Any) -> list[KnownRows]:
 
 
 def rows_of_loader(loader: Any) -> list[KnownRows]:
-    """Return the rows of a loader that evaluation reads, where it says how it collates them."""
+    """Return the rows of an evaluation's loader, if it has a `collate_fn`."""
     rows, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     return [] if collate is None else [KnownRows(where="eval_dataset", rows=rows, collate=collate)]
 
 
 def check_rows(given: Sequence[KnownRows], session: Session) -> None:
-    """Look at rows before a step has any.
+    """Check rows before the first step.
 
     Raises:
-        DataError, Problems: rows that the ranks do not hold, or data without a label.
+        DataError, Problems: rows do not fit the ranks, or no row has a label.
     """
     ranks = counted(session.world_size, "rank")
-    held = f"what a sequence may have on {ranks} of capacity_tokens {session.capacity_tokens}"
+    held = f"the longest sequence that fits on {ranks} of capacity_tokens {session.capacity_tokens}"
     limit, problems = session.longest_tokens, list[LengthwiseError]()
     for rows in given:
         found = (rows.too_long(limit, held=held), rows.without_label(warns=session.rank == 0))
@@ -120,9 +120,9 @@ def check_rows(given: Sequence[KnownRows], session: Session) -> None:
 
 
 def warn_of_no_label(trainer: Any) -> bool:
-    """Warn that no token of an update has a label, on rank 0; return True."""
+    """Warn on rank 0 that no token of an update has a label; return True."""
     if not trainer.args.process_index:
-        what = "no token of the batch has a label: gradients are 0 there, and in other batches like it"
+        what = "no token of the batch has a label, so its gradients are 0; later such batches are not reported"
         warnings.warn(f"step {trainer.state.global_step + 1}: {what}", stacklevel=2)
     return True
 
@@ -132,16 +132,16 @@ def _length(row: Mapping[str, np.ndarray]) -> int:
 
 
 def _lengths(rows: Any) -> np.ndarray:
-    """Return the tokens of each row, (rows,), before the collator; empty where they are not at hand."""
+    """Return the tokens of each row, (rows,), before the collator, or (0,) if they cannot be read."""
     if _is_list(rows, _IDS):
         return np.array([len(row[_IDS]) for row in rows])
     return np.concatenate([np.zeros(0, int), *(lengths for lengths, _ in _lists(rows, _IDS))])
 
 
 def _label_counts(rows: Any) -> np.ndarray:
-    """Return how many tokens of each of the first rows have a label, without a row's first; -1 for rows of one token.
+    """Return the number of labels of each of the first rows, without a row's first token; -1 for rows of one token.
 
-    The result is empty where labels are not at hand.
+    The result is (0,) if labels cannot be read.
     """
     found, tokens = [np.zeros(0, int)], 0
     if _is_list(rows, _LABELS):
@@ -168,7 +168,7 @@ def _is_list(rows: Any, name: str) -> bool:
 
 
 def _lists(rows: Any, name: str) -> Iterator[tuple[np.ndarray, Callable[[], np.ndarray]]]:
-    """Yield, of parts of a `datasets.Dataset`, how long the lists of a column are, and what reads their numbers."""
+    """Yield, for parts of a `datasets.Dataset`, the lengths of a column's lists, and a function that reads them."""
     if not isinstance(rows, datasets.Dataset) or rows.format["type"] == "custom" or name not in rows.column_names:
         return
     table: Any

@@ -1,7 +1,7 @@
 """TRL's losses that are functions of numbers of every token, log-probabilities for example: what they share.
 
-Models run by the plan, and what they say of each token is summed over the ranks into one vector; a row's column `slots`
-says where in it each token's prediction stands. TRL's loss runs on every rank: `Answers` stands for the model there.
+Models run by the plan, and their values of all tokens come to every rank in one vector. A row's column `slots` says
+where each token's prediction stands in it. Every rank runs TRL's loss, in which `Answers` stands for the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OFFLOADING: Refusal = (OFF, "its hooks would see a plan's microbatches")
 
 
 class TokenLossMixin(PlannedTrainerMixin):
-    """Runs the model, and a reference beside it, for what they say of every token, and the model's backward by it."""
+    """Runs model and reference forward for values of every token, and the model backward by weights of these."""
 
     _reference: Session | None = None
 
@@ -39,7 +39,7 @@ class TokenLossMixin(PlannedTrainerMixin):
         return False
 
     def _start_session(self, optimizer: Any) -> Session:
-        if self.ref_model is not None:  # beside which the model is measured
+        if self.ref_model is not None:  # its memory counts when the model is measured
             self.ref_model.to(self.args.device)
         return super()._start_session(optimizer)
 
@@ -47,14 +47,15 @@ class TokenLossMixin(PlannedTrainerMixin):
         session = self._trained()
         if self.model.training and has_dropout(session.model):
             remedy = "Leave disable_dropout at True, or set the model's dropout to 0."
-            raise ConfigError("disable_dropout", expected="no dropout: the model runs twice", got="some", remedy=remedy)
+            expected = "no dropout, because the model runs twice"
+            raise ConfigError("disable_dropout", expected=expected, got="dropout", remedy=remedy)
         return session
 
     def _session_of_reference(self) -> Session:
         if self._reference is None:
-            capacity = self._trained().capacity_tokens  # it runs forward alone, which needs less
+            capacity = self._trained().capacity_tokens  # forward alone needs less
             options = {**self._session_options, "recompute": "none", "capacity_tokens": capacity, "offload": None}
-            # Whole on each rank, with less beside it: no gradients and states.
+            # Whole on each rank: it has no gradients and states.
             options |= {"shard": "zero1", "ranks_per_node": None, "stages": 1, "virtual": 1}
             reference = self.ref_model.to(self.args.device).requires_grad_(False)
             self._reference = Session(reference, timeout_seconds=float(self.args.ddp_timeout), **options)
@@ -68,7 +69,7 @@ class TokenLossMixin(PlannedTrainerMixin):
     def _gathered(
         self, session: Session, model: Any, planned: Any, names: Sequence[str], size: int
     ) -> dict[str, Tensor]:
-        """Run a model forward by the plan; return what it says of every token, (size,) each, on every rank."""
+        """Run a model forward by the plan; return the named values of all tokens, (size,) each, on every rank."""
         device, wide = self.args.device, self._wide
         sums = torch.zeros(len(names), size, dtype=wide, device=device)
 
@@ -84,7 +85,7 @@ class TokenLossMixin(PlannedTrainerMixin):
         return {name: values > 0.5 if name == "is_top1" else values for name, values in found.items()}
 
     def _backward(self, planned: Any, weights: Mapping[str, Tensor]) -> StepResult:
-        """Run the model forward and backward by the plan. weights: of what it says of every token, (size,) each."""
+        """Run the model forward and backward by the plan. weights: of the named values of all tokens, (size,) each."""
 
         def weighted(_model: Any, inputs: dict[str, Any]) -> Tensor:
             slots, found = called(self.model_wrapped, inputs)
@@ -94,7 +95,7 @@ class TokenLossMixin(PlannedTrainerMixin):
         return self._trained().backward(planned, compute_loss=self._plain(weighted), normalizer=1.0)
 
     def _plain(self, compute_loss: Callable[[Any, dict[str, Any]], Tensor]) -> ShareInChunks:
-        """Return the same without the session's autocast: accelerate has put one around the model."""
+        """Return the loss without the session's autocast: accelerate has wrapped the model in one."""
 
         def plain(model: Any, inputs: dict[str, Any]) -> Tensor:
             with torch.autocast(self.args.device.type, enabled=False):
@@ -104,7 +105,7 @@ class TokenLossMixin(PlannedTrainerMixin):
 
 
 class Answers:
-    """Stands for a model in TRL's loss: says what was found of the batch beforehand."""
+    """Stands for a model in TRL's loss: returns values that were gathered before."""
 
     def __init__(self, fields: Mapping[str, Tensor]) -> None:
         self._fields = fields
@@ -115,13 +116,13 @@ class Answers:
 
 
 def called(model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, FusedCausalLMOutput]:
-    """Return the slots of this rank's predictions, and what the model says of them."""
+    """Return the slots of this rank's predictions, and the model's output for them."""
     slots = inputs[SLOTS][0, :-1]
     return slots, model(**{name: each for name, each in inputs.items() if name != SLOTS}, fused_lm_head=True)
 
 
 def field_of(found: FusedCausalLMOutput, name: str) -> Tensor:
-    """Return what a model says of this rank's predictions, (predictions,)."""
+    """Return the named values of this rank's predictions, (predictions,)."""
     values = getattr(found, name)
     assert values is not None, "TRL asked its head for it"
     return values[0]
@@ -129,7 +130,7 @@ def field_of(found: FusedCausalLMOutput, name: str) -> Tensor:
 
 @contextmanager
 def ungathered(accelerator: Any) -> Iterator[None]:
-    """Make the accelerator's collectives return what they get: this rank's, or what all ranks have alike."""
+    """Make the accelerator's collectives return their argument, which is this rank's or the same on all ranks."""
     names = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
     kept = {name: getattr(accelerator, name) for name in names}
     for name in names:
@@ -149,5 +150,5 @@ def refuse_balance(trainer: Any) -> None:
     """
     if trainer.aux_loss_enabled:
         remedy = "Set router_aux_loss_coef to 0."
-        got = f"{trainer.router_aux_loss_coef:g}: a mean of each microbatch's routers, which no plan keeps"
+        got = f"{trainer.router_aux_loss_coef:g}: the loss is a mean per microbatch, which depends on the plan"
         raise ConfigError("router_aux_loss_coef", expected="0", got=got, remedy=remedy)

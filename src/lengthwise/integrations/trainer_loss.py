@@ -1,4 +1,4 @@
-"""Which loss a Trainer's step minimizes: its own, or the session's where that is the same number, made in chunks."""
+"""The loss of a Trainer's step: Trainer's own, or the session's loss in chunks if that is the same number."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lengthwise.session.source import PlannedStep
 
 
 def loss_of(trainer: Any, planned: PlannedStep, normalizer: float) -> ComputeLoss | None:
-    """Return Trainer's loss of a step; None: it is the session's own.
+    """Return Trainer's loss of a step, or None if the session's own is the same.
 
-    normalizer: what the sum over the tokens is divided by.
+    normalizer: divisor of the sum over the tokens.
     """
     if is_next_tokens(trainer) and rows_of(planned).is_plain:
         return None
@@ -29,10 +29,10 @@ def loss_of(trainer: Any, planned: PlannedStep, normalizer: float) -> ComputeLos
 
 
 def is_next_tokens(trainer: Any) -> bool:
-    """Return whether a Trainer's loss is the next token's cross entropy, as Trainer and Hugging Face's models have it.
+    """Return whether a Trainer's loss is the next token's cross entropy of Trainer and Hugging Face's models.
 
-    Not where the loss, `compute_loss`, the model's `forward` or a hook on it is the user's, labels are smoothed, or
-    routers balanced.
+    It is not if the loss, `compute_loss`, the model's `forward` or a hook on it is the user's, with smoothed labels, or
+    with a balance loss.
     """
     model: Any = hugging_face_model(trainer.model)
     return (

@@ -1,7 +1,7 @@
-"""Hugging Face's Trainer with planned steps: `Trainer`, and a mixin for subclasses of theirs.
+"""Hugging Face's Trainer with planned steps: `Trainer`, and a mixin for its subclasses.
 
-The loop, data sets, collators, schedules, callbacks, logging and checkpoints stay Trainer's. A step's sequences are the
-global batch of all ranks, so every rank reads it, in the order of a one-process Trainer; `Session` plans and runs it.
+The loop, data sets, collators, schedules, callbacks, logging and checkpoints stay Trainer's. Every rank reads the
+global batch of all ranks, in the order of a one-process Trainer; `Session` plans and runs it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
-from lengthwise.integrations.ahead import PlannedUpdates, checked
 from lengthwise.integrations.arguments import (
     CALLABLES,
     WITH_PARTS,
@@ -29,47 +28,43 @@ from lengthwise.integrations.arguments import (
     recompute_of,
     refuse_with_parts,
 )
-from lengthwise.integrations.checkpoints import load_state, save_state
+from lengthwise.integrations.batches import Examples, PlannedUpdates, RowCollator, checked
 from lengthwise.integrations.known import check_rows, rows_of_loader, rows_of_training, warn_of_no_label
-from lengthwise.integrations.rows import Examples, RowCollator
 from lengthwise.integrations.trainer_loss import is_next_tokens, loss_of
+from lengthwise.integrations.trainer_state import load_state, save_state
 from lengthwise.models import check_adapters
 from lengthwise.session import Session, StepResult
 from lengthwise.session.keywords import StepOptions, keyword_problems
 from lengthwise.session.rows import Row
 
-_PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")  # accelerate's names of what is plain data parallelism
+_PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")  # accelerate's names of plain data parallelism
 
 _Base: Any = transformers.Trainer if TYPE_CHECKING else object
 
 if TYPE_CHECKING:
-    from typing_extensions import TypedDict  # that of Python 3.11 takes no others
+    from typing_extensions import TypedDict  # Python 3.11's has no extra_items
 
     class TrainerOptions(StepOptions, TypedDict, total=False, extra_items=Any):
-        """Keywords of a session, and those of the Trainer."""
+        """Keywords of a session and of the Trainer."""
 
 
 class PlannedTrainerMixin(_Base):
-    """Goes before a Trainer: `class Mine(PlannedTrainerMixin, MyTrainer): ...`.
+    """Planned steps for a Trainer: `class Mine(PlannedTrainerMixin, MyTrainer): ...`.
 
-    The global batch stays per_device_train_batch_size x ranks x gradient_accumulation_steps, and is planned at once.
+    The global batch stays per_device_train_batch_size x ranks x gradient_accumulation_steps, under one plan.
 
     Args:
-        *args: those of the Trainer.
+        *args: arguments of the Trainer.
         capacity_tokens: maximum tokens of a rank in one microbatch, which bounds memory in place of
-            per_device_train_batch_size; auto: what fits.
-        shard, ranks_per_node, stages, virtual: as in `Session`; a model to be cut stays in the host's memory
-            until then.
-        heads: as in `Session`.
-        offload, offload_optimizer: as in `Session`.
-        planner: as in `Session`.
-        measurements: as in `Session`.
-        attention, compile, fused_layers, experts, overlap: as in `Session`; use_liger_kernel of the Trainer's arguments
-            is fused_layers="liger".
-        **kwargs: those of the Trainer.
+            per_device_train_batch_size; auto measures how many fit.
+        shard, ranks_per_node, stages, virtual: as in `Session`; a model to be sharded stays in host memory until then.
+        heads, offload, offload_optimizer, planner, measurements: as in `Session`.
+        attention, compile, fused_layers, experts, overlap: as in `Session`; the Trainer's use_liger_kernel means
+            fused_layers="liger".
+        **kwargs: keywords of the Trainer.
 
     Raises:
-        Problems: arguments whose meaning cannot be kept, all in one message.
+        ConfigError, Problems: arguments that would not keep their meaning; one message has all.
     """
 
     def __init__(self, *args: Any, **options: Unpack[TrainerOptions]) -> None:
@@ -87,48 +82,48 @@ class PlannedTrainerMixin(_Base):
         positional = [self._own(each, given) if isinstance(each, TrainingArguments) else each for each in args]
         if isinstance(kwargs.get("args"), TrainingArguments):
             kwargs["args"] = self._own(kwargs["args"], given)
-        if "recompute" not in self._session_options:  # the arguments are those that the Trainer makes
+        if "recompute" not in self._session_options:  # the Trainer makes its own TrainingArguments
             raise_problems(keyword_problems(self._session_options))
         super().__init__(*positional, **kwargs)
         check_adapters(self.model)
         self._check_division()
 
-    # What a subclass for another library says of it.
+    # What a subclass for another library overrides.
 
     _refused: Mapping[str, Refusal] = {}
-    """Arguments beside TrainingArguments' that cannot be kept, in the form of `REFUSED`."""
+    """Refused arguments of a subclass of TrainingArguments, in the form of `REFUSED`."""
 
     def _problems(self, arguments: Any) -> list[LengthwiseError]:
         """Return what else cannot be kept: what more than one argument says."""
         return []
 
     _library: Any = transformers.Trainer
-    """The class whose own loss divides by num_items_in_batch."""
+    """The class whose loss divides by num_items_in_batch."""
 
     def _collator(self, collate: Any) -> Any:
-        """Return what makes `Examples` of a list of examples, with the user's collator."""
+        """Return a `collate_fn` that makes `Examples` with the user's collator."""
         return RowCollator(collate)
 
     def _rows_of_update(self, batches: list[Examples]) -> list[Row]:
         return [row for batch in batches for row in batch.rows]
 
     def _divides_by_items(self) -> bool:
-        """Whether the loss is one that is known to divide by num_items_in_batch."""
-        own = getattr(self.compute_loss, "__func__", None)  # somebody may have put another on the trainer
+        """Return whether the loss is known to divide by num_items_in_batch."""
+        own = getattr(self.compute_loss, "__func__", None)  # the user may have set another on the trainer
         return own is self._library.compute_loss and self.compute_loss_func is None
 
     def _takes_whole_logits(self) -> bool:
-        """Whether the loss makes, or may make, all logits of a microbatch at once."""
+        """Return whether the loss may make all logits of a microbatch at once."""
         return not is_next_tokens(self)
 
     def _check_division(self) -> None:
-        """Refuse a loss that is a mean of a microbatch, where that is known before the first."""
+        """Refuse a loss that is known to be a mean over a microbatch."""
         if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
             remedy = "Give compute_loss_func, which divides a sum over the tokens by num_items_in_batch."
-            got = "one that takes no num_items_in_batch: its loss is a mean of whatever is in a microbatch"
+            got = "a model that takes no num_items_in_batch: its loss is a mean over a microbatch"
             raise ConfigError("model", expected="a loss divided by num_items_in_batch", got=got, remedy=remedy)
         if self.loss_is_scaled_for_ga is False:
-            got = "loss_is_scaled_for_ga=False, a mean of a microbatch"
+            got = "loss_is_scaled_for_ga=False, a mean over a microbatch"
             remedy = "Divide a sum over the tokens by num_items_in_batch."
             raise ConfigError("compute_loss", expected="a loss divided by num_items_in_batch", got=got, remedy=remedy)
 
@@ -141,7 +136,7 @@ class PlannedTrainerMixin(_Base):
         problems = problems_of(arguments, callables=callables, refused=self._refused)
         problems += self._problems(arguments)
         if arguments.use_liger_kernel and self._session_options.get("fused_layers") == "off":
-            expected, remedy = "auto or liger beside use_liger_kernel", "Take one of them out."
+            expected, remedy = "auto or liger beside use_liger_kernel", "Remove one of them."
             problems.append(ConfigError("fused_layers", expected=expected, got="off", remedy=remedy))
         raise_problems([*problems, *keyword_problems(self._session_options)])
         shard, stages = self._session_options.get("shard", "auto"), self._session_options.get("stages", 1)
@@ -155,11 +150,11 @@ class PlannedTrainerMixin(_Base):
         arguments = copy.copy(arguments)
         arguments.use_liger_kernel = False  # else Trainer patches transformers for the whole process
         arguments.activation_checkpointing = arguments.gradient_checkpointing = False
-        arguments.average_tokens_across_devices = False  # else compute_loss multiplies, for the mean that DDP takes
+        arguments.average_tokens_across_devices = False  # else compute_loss multiplies, to undo DDP's mean
         return arguments
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, which wraps models in autocast alone, and gives every rank all data."""
+        """Make an accelerator that wraps models in autocast only, and gives every rank all data."""
         self.args = self._own(self.args, [])
         super().create_accelerator_and_postprocess()
         accelerator: Any = self.accelerator
@@ -182,7 +177,7 @@ class PlannedTrainerMixin(_Base):
             data_seed=config.data_seed,
         )
 
-    # What a rank reads.
+    # Reading.
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
         collate, self.data_collator = self.data_collator, self._collator(self.data_collator)
@@ -192,7 +187,7 @@ class PlannedTrainerMixin(_Base):
             self.data_collator = collate
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """Return the batches of the next update, and the loss tokens of all; its plan was made meanwhile."""
+        """Return the batches of the next update, whose plan was made ahead, and their number of loss tokens."""
         if self._updates is None or self._reading is not epoch_iterator:
             self._end_updates()
             self._reading = epoch_iterator
@@ -216,7 +211,7 @@ class PlannedTrainerMixin(_Base):
             self.state.num_input_tokens_seen += inputs.num_tokens
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return what Trainer would of this rank's share of some examples, without padding."""
+        """Return Trainer's estimate for this rank's share of some examples, without padding."""
         return 6 * inputs.num_tokens * self._num_parameters // self.args.world_size
 
     # A step.
@@ -240,9 +235,10 @@ class PlannedTrainerMixin(_Base):
     def _start_session(self, optimizer: Any) -> Session:
         if self.session is not None:
             if self.session.engine.is_cut:
-                got = "one after evaluate(), or of another optimizer: each rank has a part of the model"
-                remedy = "Set eval_on_start=True, or give the model that was saved to a new trainer."
-                raise ConfigError("train", expected="one training where parameters are cut", got=got, remedy=remedy)
+                got = "train() after evaluate(), or with another optimizer"
+                remedy = "Set eval_on_start=True, or give the saved model to a new trainer."
+                expected = "one training with sharded parameters, as each rank keeps only its part of the model"
+                raise ConfigError("train", expected=expected, got=got, remedy=remedy)
             self.session.close()
             self.session = None
         self._num_parameters = self.model.num_parameters(exclude_embeddings=True)  # while it is whole
@@ -262,7 +258,7 @@ class PlannedTrainerMixin(_Base):
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         options = self._session_options
-        # Else it may not fit: the session moves it, or its parts.
+        # Otherwise it may not fit, and the session moves it or its parts.
         if options.get("shard") == "zero1" and options.get("stages", 1) == 1:
             super()._move_model_to_device(model, device)
 
@@ -276,12 +272,12 @@ class PlannedTrainerMixin(_Base):
             return torch.zeros((), device=self.args.device)
         self.model.train()
         loss, self._last = self._update(float(num_items_in_batch or 1))
-        if not num_items_in_batch:  # a mean of nothing, which plain Trainer leaves out of what it logs
+        if not num_items_in_batch:  # a mean over nothing, which plain Trainer does not log
             loss, self._has_warned = math.nan, self._has_warned or warn_of_no_label(self)
         return torch.tensor(loss, dtype=torch.float32, device=self.args.device)
 
     def _update(self, normalizer: float) -> tuple[float, StepResult]:
-        """Run forward and backward of an update; return its loss."""
+        """Run forward and backward of an update; return its loss and result."""
         if not self._loss_is_checked:
             self._check_loss(normalizer)
         compute_loss = loss_of(self, self._planned, normalizer)
@@ -289,24 +285,24 @@ class PlannedTrainerMixin(_Base):
         return result.loss, result
 
     def _share_of_loss(self, model: nn.Module, inputs: Mapping[str, Any], normalizer: float) -> Tensor:
-        """Return what Trainer's own compute_loss makes of a microbatch, its model casting by itself."""
+        """Return Trainer's compute_loss of a microbatch, without the session's autocast: the model has its own."""
         with torch.autocast(self.args.device.type, enabled=False):
             return self.compute_loss(self.model_wrapped, dict(inputs), num_items_in_batch=normalizer)  # type: ignore[arg-type]
 
     def _check_loss(self, normalizer: float) -> None:
-        """Refuse a loss of the user's that does not divide by num_items_in_batch: a mean of a microbatch, for example.
+        """Refuse a user's loss that does not divide by num_items_in_batch, such as a mean over a microbatch.
 
         Raises:
-            ConfigError: half of it is not found where twice as many are given.
+            ConfigError: twice the num_items_in_batch does not halve the loss.
         """
         self._loss_is_checked = self._divides_by_items()
         if self._loss_is_checked:
             return
         losses = [self._evaluated(self._planned, factor * normalizer) for factor in (1.0, 2.0)]
-        self._loss_is_checked = losses[0] != 0.0  # of a batch without a label it is
+        self._loss_is_checked = losses[0] != 0.0  # a batch without a label shows nothing
         if abs(losses[0] - 2.0 * losses[1]) > 1e-2 * abs(losses[0]):
-            expected = "half the loss where num_items_in_batch is twice as much"
-            got = f"{losses[0]:g} and {losses[1]:g}"
+            expected = "half the loss for twice the num_items_in_batch"
+            got = f"{losses[0]:g}, and {losses[1]:g} for twice the num_items_in_batch"
             remedy = "Return a sum over the tokens, divided by num_items_in_batch: microbatches differ in size."
             raise ConfigError("compute_loss", expected=expected, got=got, remedy=remedy)
 
@@ -321,7 +317,7 @@ class PlannedTrainerMixin(_Base):
         return self._trained().grad_norm if grad_norm is None else grad_norm
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with what the last step's plan was, where a loss is."""
+        """Log; add ratios of the last step's plan to a training loss."""
         if "loss" in logs and self._last is not None:
             of_plan = {name: getattr(self._last, name) for name in ("ring_token_ratio", "imbalance_ratio")}
             logs = {**logs, **of_plan}
@@ -337,7 +333,7 @@ class PlannedTrainerMixin(_Base):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Return the mean loss of the tokens of all batches, and no predictions.
+        """Return the mean loss over the tokens of all batches, without predictions.
 
         Raises:
             ConfigError: predictions are asked for, or no token has a label.
@@ -375,11 +371,11 @@ class PlannedTrainerMixin(_Base):
             updates.close()
 
     def _evaluate_batch(self, batch: Examples, planned: Any) -> tuple[float, float]:
-        """Return the sum of the losses of a batch, and how many they are."""
+        """Return the sum of a batch's losses, and their number."""
         return self._evaluated(planned, 1.0), batch.num_loss_tokens
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as Trainer does. Collective where parameters are cut: call it on all ranks."""
+        """Save the model as Trainer does. Collective if parameters are sharded: call it on all ranks."""
         with nullcontext() if self.session is None else self.session.whole_on_first():
             super().save_model(output_dir, _internal_call)
 

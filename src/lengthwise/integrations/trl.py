@@ -1,7 +1,7 @@
 """TRL's trainers with planned steps: `SFTTrainer`, `DPOTrainer` and, in a module of its own, `GRPOTrainer`.
 
-Their losses are TRL's own. What TRL gathers over the ranks for its logs, once a microbatch, is summed at the end of a
-step: ranks have different numbers of microbatches, and a rank in a collective answers no ring.
+Their losses are TRL's own. TRL gathers numbers over the ranks for its logs in every microbatch; here they are summed at
+the end of a step, because ranks have different numbers of microbatches, and a rank in a collective serves no ring.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from trl.trainer.utils import use_adapter
 from lengthwise.core.errors import DataError
 from lengthwise.data import NO_LOSS
 from lengthwise.integrations.arguments import OFF, Refusal
+from lengthwise.integrations.batches import Examples, refuse_dropped
 from lengthwise.integrations.grpo import GRPOTrainer as GRPOTrainer
-from lengthwise.integrations.rows import Examples, refuse_dropped
 from lengthwise.integrations.token_losses import OFFLOADING, SLOTS, Answers, TokenLossMixin, refuse_balance, ungathered
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.session import StepResult
@@ -35,14 +35,13 @@ _IDS, _MASK, _COMPLETION = "input_ids", "attention_mask", "completion_mask"
 class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
     """TRL's `SFTTrainer` with planned steps; see `PlannedTrainerMixin`.
 
-    Rows that TRL has packed are planned as the documents in them. What a subclass puts into `_metrics` beside TRL's own
-    is left out.
+    Rows that TRL has packed are planned as separate documents. A subclass's own entries of `_metrics` are not logged.
     """
 
     _refused: Mapping[str, Refusal] = {"activation_offloading": OFFLOADING}
     _library = trl.SFTTrainer
 
-    _valid: list[float]  # of the microbatches that `_joined` ran, how many tokens have a label
+    _valid: list[float]  # number of tokens with a label, by microbatch that `_joined` ran
 
     def _check_division(self) -> None:
         super()._check_division()
@@ -59,7 +58,7 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
 
     def _share_of_loss(self, model: Any, inputs: Mapping[str, Any], normalizer: float) -> Tensor:
         self._valid.append(float((inputs["labels"][:, 1:] != NO_LOSS).sum()))
-        # TRL counts tokens by it; how many there are is known without.
+        # TRL counts tokens by it; the count is replaced afterwards.
         inputs = {**inputs, _MASK: torch.ones_like(inputs[_IDS])} if _MASK not in inputs else inputs
         return super()._share_of_loss(model, inputs, normalizer)
 
@@ -74,7 +73,7 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
         return self._joined("eval", lambda: super(SFTTrainer, self)._evaluate_batch(batch, planned))
 
     def _joined(self, mode: str, work: Callable[[], Result]) -> Result:
-        """Return what `work` does, and log the means over the tokens of all ranks' microbatches that it ran."""
+        """Return the result of `work`, and log the means over the tokens of all ranks' microbatches in it."""
         kept, self._metrics[mode], self._valid = self._metrics[mode], defaultdict(list), []
         try:
             with ungathered(self.accelerator):
@@ -82,7 +81,7 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
             found = self._metrics[mode]
         finally:
             self._metrics[mode] = kept
-        numbers = [  # of a microbatch without a label TRL's means are none
+        numbers = [  # without a label TRL's means are NaN
             [value * weight for value, weight in zip(found[name], self._valid) if weight]  # noqa: B905
             for name in _BY_TOKENS
         ]
@@ -96,23 +95,23 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preferences(Examples):
-    """Pairs, as the user's collator pads them: `inputs` (2 x pairs, width), the chosen first."""
+    """Pairs as the user's collator pads them: `inputs` (2 x pairs, width), first the chosen, then the rejected."""
 
     inputs: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceCollator:
-    """A `collate_fn` that makes a row of each side of each pair, with labels on its completion.
+    """A `collate_fn` that makes a row of each side of a pair, with labels on its completion.
 
     Raises:
-        DataError: a column that is not of text.
+        DataError: a column is not text.
     """
 
     collate: Callable[[list[Any]], Any]
 
     def __call__(self, examples: Sequence[Any]) -> Preferences:
-        """Return the examples' rows: all that were chosen, then all that were rejected."""
+        """Return the examples' rows: all chosen ones, then all rejected ones."""
         inputs = self.collate(list(examples))
         others = sorted(inputs.keys() - {_IDS, _MASK, _COMPLETION})
         if others:
@@ -129,24 +128,24 @@ class PreferenceCollator:
 
     @staticmethod
     def slots(inputs: Mapping[str, Tensor], first: int) -> Iterator[np.ndarray]:
-        """Yield where in a vector of all predictions, (2 x pairs x (width - 1)), each row's tokens stand."""
+        """Yield the positions of each row's tokens in a vector of all predictions, (2 x pairs x (width - 1),)."""
         width = inputs[_IDS].shape[1] - 1
         for number, kept in enumerate(inputs[_MASK].bool()):
-            # The last of the longest row predicts nothing: what it adds to its neighbour is 0.
+            # The last token of the longest row predicts nothing, and adds 0 to its neighbour.
             yield first + number * width + np.minimum(np.flatnonzero(kept.numpy()), width - 1)
 
 
 class DPOTrainer(TokenLossMixin, trl.DPOTrainer):
     """TRL's `DPOTrainer` with planned steps; see `PlannedTrainerMixin`.
 
-    Model and reference run forward by the plan; TRL's loss is computed of the log-probabilities of all tokens, on every
-    rank the same; then the model runs forward and backward, each log-probability weighted by the loss's gradient. A
-    batch of TRL's losses is that of all ranks.
+    Model and reference run forward by the plan. Every rank computes TRL's loss from the log-probabilities of all
+    tokens. Then the model runs forward and backward, with each log-probability weighted by the loss's gradient. TRL's
+    losses see the batches of all ranks together.
     """
 
     _refused: Mapping[str, Refusal] = {
         "activation_offloading": OFFLOADING,
-        "precompute_ref_log_probs": (OFF, "it would run whole sequences on every rank; the reference runs by the plan"),
+        "precompute_ref_log_probs": (OFF, "it runs whole sequences on every rank; the reference runs by the plan"),
     }
 
     def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +178,7 @@ class DPOTrainer(TokenLossMixin, trl.DPOTrainer):
         return loss.item() * batch.num_examples, batch.num_examples
 
     def _loss(self, batches: list[Any], planned: Any) -> tuple[Tensor, Tensor]:
-        """Return TRL's loss of planned batches, their mean, and the log-probabilities that it is computed of."""
+        """Return the mean of TRL's losses of planned batches, and the log-probabilities that it depends on."""
         names = ["log_probs", "entropy", "mean_logits", "is_top1", *["log_sum_sq_probs"] * bool(self.use_weighting)]
         size = sum(map(_num_slots, batches))
         own = self._gathered(self._session_of_model(), self.model_wrapped, planned, names, size)
@@ -201,10 +200,10 @@ class DPOTrainer(TokenLossMixin, trl.DPOTrainer):
         return total / len(batches), leaf
 
     def _loss_of_batch(self, answers: Answers, inputs: dict[str, Tensor]) -> Tensor:
-        """Return `compute_loss` of a batch, the reference's log-probabilities among its inputs."""
+        """Return `compute_loss` of a batch whose inputs have the reference's log-probabilities."""
         self.precompute_ref_logps = True
         try:
-            return self.compute_loss(answers, inputs)  # type: ignore[arg-type] - it calls it, no more
+            return self.compute_loss(answers, inputs)  # type: ignore[arg-type] - it only calls the model
         finally:
             self.precompute_ref_logps = False
 

@@ -7,7 +7,7 @@ from lengthwise.offload.saver import ActivationSaver, parameter_storages
 from lengthwise.offload.store import ActivationStore, CopyStore
 
 LEAVING_BYTES = {"host": pinned.LEAVING_BYTES, "disk": disk.LEAVING_BYTES}
-"""Of what was put into a store, by its name in the run file: what may be on the device still."""
+"""By store, as a run file names it: the most bytes put into it that may still be on the device."""
 
 __all__ = [
     "LEAVING_BYTES",

@@ -1,7 +1,7 @@
-"""Activations in a file without a name, on any machine: one thread writes, one reads.
+"""Activations in an unnamed file, on any machine: one thread writes, one reads.
 
-The file is unlinked once open, so the system frees it however the process ends. Room is reserved before it is written.
-At most `leaving_bytes` wait in memory to be written, or one larger entry.
+The file is unlinked right after it is opened, so the system frees it however the process ends. Space is reserved before
+it is written. At most `leaving_bytes` wait in memory to be written, or one larger entry.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.errors import MemoryShortage
-from lengthwise.offload.store import Places
+from lengthwise.offload.store import StoreRoom
 
-LEAVING_BYTES = 1 << 26  # 64 MB: a layer of a small model; more would only delay the wait for a slow disk
-_RESERVED_BYTES = 1 << 26  # by which the file grows
+LEAVING_BYTES = 1 << 26  # 64 MB: a layer of a small model; with more, a slow disk holds up the caller only later
+_RESERVED_BYTES = 1 << 26  # the file grows in steps of this size
 _ALIGNMENT = 4096
 
 
 class DiskStore:
-    """An `ActivationStore` in a folder; MemoryShortage: no file can be made there."""
+    """An `ActivationStore` in a folder; raises MemoryShortage if no file can be created there."""
 
     def __init__(self, folder: Path, *, where: str) -> None:
         self._folder, self._where = folder, where
-        self._places, self._reserved = Places(_ALIGNMENT), 0
+        self._room, self._reserved = StoreRoom(_ALIGNMENT), 0
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed by `close`
         except OSError as error:
@@ -46,13 +46,13 @@ class DiskStore:
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds that the caller waited for the disk so far."""
+        """Seconds that the caller has waited for the disk."""
         return self._waited_seconds
 
     def put(self, values: Tensor) -> _OnDisk:
         """Begin to store `values` (see `ActivationStore.put`)."""
         size = values.numel()
-        start = self._places.take(size)
+        start = self._room.take(size)
         self._reserve(start, size)
         written = self._writer.submit(_write, self._file.fileno(), values.cpu(), start)
         self._unwritten.append((written, size))
@@ -61,12 +61,12 @@ class DiskStore:
         return _OnDisk(self, written, start, size, values.device)
 
     def read(self, written: Future[None], start: int, size: int) -> Future[Tensor]:
-        """Begin to read what was written, uint8 (size,)."""
-        values = torch.empty(size, dtype=torch.uint8)  # here: what counts tensors does not see those of threads
+        """Begin to read bytes once they are written; the result is uint8 (size,)."""
+        values = torch.empty(size, dtype=torch.uint8)  # on this thread: memory counters ignore other threads' tensors
         return self._reader.submit(_read, self._file.fileno(), written, start, values)
 
     def wait_for(self, done: Future, size: int) -> object:
-        """Return the result of a thread, counting the wait; MemoryShortage: the disk failed."""
+        """Return the result of a thread and count the wait; raise MemoryShortage if the disk failed."""
         with self._waiting():
             try:
                 return done.result()
@@ -74,20 +74,20 @@ class DiskStore:
                 raise self._shortage(size, error) from error
 
     def flush(self) -> None:
-        """Wait until all that was put is in the file."""
+        """Wait until everything put is in the file."""
         while self._unwritten:
             self.wait_for(*self._unwritten.popleft())
 
     def free(self, stored: Iterable[_OnDisk]) -> None:
-        """Give back the room of these (see `ActivationStore.free`); the file keeps it.
+        """Free the space of these (see `ActivationStore.free`) for later entries; the file keeps its size.
 
-        One thread writes, in order: what is put there later cannot be overwritten by what was there.
+        One thread writes, in order, so an earlier write cannot overwrite a later entry.
         """
         for each in stored:
-            self._places.give(each.start, each.size)
+            self._room.give(each.start, each.size)
 
     def close(self) -> None:
-        """End the threads and give the room back."""
+        """End the threads and delete the file."""
         for threads in (self._writer, self._reader):
             threads.shutdown(cancel_futures=True)
         self._file.close()
@@ -96,16 +96,16 @@ class DiskStore:
         return len(self._unwritten) > 1 and sum(size for _, size in self._unwritten) > self.leaving_bytes
 
     def _reserve(self, start: int, size: int) -> None:
-        """Grow the file so that `size` bytes from `start` on fit, or raise."""
+        """Grow the file so that `size` bytes from `start` on fit, or raise MemoryShortage."""
         end = start + size
         if end <= self._reserved or not hasattr(os, "posix_fallocate"):  # macOS: there the write finds a full disk
             return
-        for wanted in (max(end, self._reserved + _RESERVED_BYTES), end):  # much at once, or what is needed now
+        for wanted in (max(end, self._reserved + _RESERVED_BYTES), end):  # a whole step, or just what is needed
             try:
                 os.posix_fallocate(self._file.fileno(), self._reserved, wanted - self._reserved)
             except OSError as error:
                 if wanted == end:
-                    self._places.give(start, size)
+                    self._room.give(start, size)
                     raise self._shortage(size, error) from error
             else:
                 self._reserved = wanted
@@ -116,7 +116,7 @@ class DiskStore:
             free = f"{shutil.disk_usage(self._folder).free} bytes free"
         except OSError:
             free = "a folder that cannot be read"
-        expected = f"room for {size} bytes of activations in {self._folder}, beside {self._places.end} of this rank"
+        expected = f"room for {size} bytes of activations in {self._folder}, beside {self._room.end} of this rank"
         remedy = "Free disk space, give another offload.path, or offload less: more ranks, or offload.ratio."
         got = f"{error.strerror or error}, {free}"
         return MemoryShortage(f"{self._where}, offload", expected=expected, got=got, remedy=remedy)

@@ -1,7 +1,7 @@
-"""Activations in pinned memory of a GPU's host: slabs of powers of two, kept for the run, and one stream each way.
+"""Activations in pinned host memory of a GPU: slabs of powers of two, kept for the run, and one stream each way.
 
-A copy out begins when the compute stream has made the values; a copy in when it has freed their room, and the stream
-alone waits for it. Its tests ran on one H200 on 2026-11-26.
+A copy out begins once the compute stream has made the values, a copy in once that stream has freed its destination;
+only the compute stream waits for a copy in. Its tests ran on one H200 on 2026-11-26.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.errors import MemoryShortage
-from lengthwise.offload.store import Places
+from lengthwise.offload.store import StoreRoom
 
 SLAB_BYTES = 1 << 28
-LEAVING_BYTES = 1 << 29  # values whose copy out is under way, at most: half a layer of a large model at 64K tokens
+LEAVING_BYTES = 1 << 29  # limit of values whose copy out is under way: half a layer of a large model at 64K tokens
 _ALIGNMENT = 512
 
 
 class PinnedStore:
-    """An `ActivationStore` in the host's memory, for a GPU."""
+    """An `ActivationStore` in host memory, for a GPU."""
 
     def __init__(self, device: torch.device, *, where: str) -> None:
-        assert device.type == "cuda", f"activations on {device} are in the host's memory already"
+        assert device.type == "cuda", f"activations on {device} are already in host memory"
         self.device, self._where = device, where
         self.out_stream, self.in_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._slabs: list[Tensor] = []
-        self._places = Places(_ALIGNMENT)  # over all slabs, one after the other
+        self._room = StoreRoom(_ALIGNMENT)  # over all slabs, one after the other
         self.leaving_bytes = LEAVING_BYTES
         self._leaving: deque[tuple[torch.cuda.Event, Tensor]] = deque()
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -36,7 +36,7 @@ class PinnedStore:
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds that the compute stream waited for copies in so far; waits for the GPU to get there."""
+        """Seconds that the compute stream has waited for copies in; reading it waits for the GPU."""
         for before, after in self._waits:
             after.synchronize()
             self._waited_seconds += before.elapsed_time(after) / 1e3
@@ -47,7 +47,7 @@ class PinnedStore:
         """Begin to copy `values` out (see `ActivationStore.put`)."""
         while self._leaving and (self._leaving[0][0].query() or self._leaving_bytes > self.leaving_bytes):
             self._leaving.popleft()[0].synchronize()
-        place = self._places.take(values.numel())
+        place = self._room.take(values.numel())
         parts = self._parts(place, values.numel())
         self.out_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.out_stream):
@@ -66,17 +66,17 @@ class PinnedStore:
         self._waits.append((before, after))
 
     def free(self, stored: Iterable[_Pinned]) -> None:
-        """Give back the room of these (see `ActivationStore.free`); slabs stay.
+        """Free the space of these (see `ActivationStore.free`); keep the slabs.
 
-        What is put there later is copied after the compute stream has waited for what was taken from there.
+        Later entries may reuse it at once: their copy starts after the compute stream has waited for the copies in.
         """
         while self._leaving and self._leaving[0][0].query():
             self._leaving.popleft()
         for each in stored:
-            self._places.give(each.place, each.size)
+            self._room.give(each.place, each.size)
 
     def close(self) -> None:
-        """Give the slabs back without a wait; torch's allocators keep memory until its copies have ended."""
+        """Release the slabs without waiting; torch's allocators keep memory until its copies have ended."""
         self._leaving.clear()
         self._slabs.clear()
 
@@ -117,7 +117,7 @@ class _Pinned:
         if self._values is not None:
             return
         store, compute = self._store, torch.cuda.current_stream(self._store.device)
-        # Made on the compute stream, which frees it; what had the room before may still be read there.
+        # Allocated on the compute stream, which frees it and may still read this memory's previous contents.
         self._values = torch.empty(self.size, dtype=torch.uint8, device=store.device)
         store.in_stream.wait_stream(compute)
         store.in_stream.wait_event(self._copied)
@@ -126,12 +126,11 @@ class _Pinned:
             for part in self._parts:
                 self._values[start : start + part.numel()].copy_(part, non_blocking=True)
                 start += part.numel()
-        self._values.record_stream(store.in_stream)  # whoever lets go of them untaken frees no room under their copy
+        self._values.record_stream(store.in_stream)  # if dropped untaken, the memory stays until the copy has ended
         self._arrived = torch.cuda.Event()
         self._arrived.record(store.in_stream)
 
     def take(self) -> Tensor:
-        """Return the bytes; the compute stream waits for them."""
         self.fetch()
         values, arrived = self._values, self._arrived
         assert values is not None, "it was just begun"

@@ -1,8 +1,9 @@
-"""What autograd saves of one microbatch, of which the first bytes, as many as its plan says, go to a store.
+"""The tensors that autograd saves of one microbatch; the first `offload_bytes` of them go to a store.
 
-Each storage is one entry, however many tensors view it; entries go out in forward until `offload_bytes` are there, the
-last one in part, and come back in reverse within `window_bytes`. Parameters, buffers and tensors under 1 KB stay, and
-storages that later layers save again (rotary embeddings). Copies keep every bit, so gradients are the same.
+Each storage is one entry, however many tensors view it. In forward, entries go out until `offload_bytes` are in the
+store, the last one in part; in backward they return in reverse order, within `window_bytes`. Parameters, buffers and
+tensors under 1 KB stay, and so do storages that later layers save again (rotary embeddings). Copies keep every bit, so
+gradients are the same.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SMALL_BYTES = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationTotals:
-    """Bytes that autograd saved of a microbatch, in distinct storages, and how many of them went to the store."""
+    """Bytes that autograd saved of a microbatch, in distinct storages, and how many of them were offloaded."""
 
     saved_bytes: int
     offloaded_bytes: int
@@ -31,9 +32,9 @@ class ActivationTotals:
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True, eq=False)
 class _Entry:
-    """A storage that autograd saves: on the device (`values`), or in the store except its `rest`."""
+    """A storage that autograd saves: on the device (`values`), or in the store except for `rest`."""
 
-    alive: StorageWeakRef  # keeps the address from being given to another storage
+    alive: StorageWeakRef  # keeps another storage from getting the same address
     number: int
     size: int
     saved_before: int  # bytes of the microbatch
@@ -50,7 +51,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SavedView:
-    """A saved tensor as a view of an entry; `kept`: the tensor itself, where its entry stayed."""
+    """A saved tensor as a view of an entry; `kept`: the tensor itself, if its entry stayed."""
 
     entry: _Entry
     dtype: torch.dtype
@@ -63,9 +64,9 @@ class _SavedView:
 class ActivationSaver:
     """The saved activations of one microbatch on one rank.
 
-    store: where they go; None: nowhere, they are only counted. offload_bytes: how many shall go.
-    layer_bytes: of one layer; a storage saved again after as many is shared by layers.
-    window_bytes: what may be loaded ahead of backward. stays: storages never offloaded, see `parameter_storages`.
+    store: where they go; if None, they are only counted. offload_bytes: how many bytes to offload.
+    layer_bytes: of one layer; a storage saved again after that many bytes is shared by layers.
+    window_bytes: the limit of what is loaded ahead of backward. stays: storages never offloaded (`parameter_storages`).
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class ActivationSaver:
         self._store, self._stays = store, stays
         self._least_bytes = 1 if store is None else SMALL_BYTES
         self._offload_bytes, self._layer_bytes, self._window_bytes = offload_bytes, layer_bytes, window_bytes
-        # Autograd alone keeps entries alive: what backward is done with is free at once.
+        # Only autograd keeps entries alive, so backward frees each as soon as it is used.
         self._entries: weakref.WeakValueDictionary[tuple[int, int], _Entry] = weakref.WeakValueDictionary()
         self._away: list[weakref.ref[_Entry]] = []
         self._put: list[Stored] = []
@@ -88,17 +89,17 @@ class ActivationSaver:
 
     @property
     def totals(self) -> ActivationTotals:
-        """What forward saved so far, and what of it is in the store."""
+        """The bytes that forward has saved, and those in the store."""
         return ActivationTotals(saved_bytes=self._saved_bytes, offloaded_bytes=self._away_bytes)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Keep and offload what the forward inside saves."""
+        """Save, and offload, what the forward inside the block saves."""
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             yield
 
     def pack(self, tensor: Tensor) -> Tensor | _SavedView:
-        """Take what autograd saves; return what `unpack` makes it from."""
+        """Return what autograd keeps in place of `tensor`; `unpack` restores it."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return tensor
         alive = StorageWeakRef(tensor.untyped_storage())
@@ -117,12 +118,12 @@ class ActivationSaver:
             size=tensor.size(),
             stride=tensor.stride(),
             offset=int(tensor.storage_offset()),
-            # Detached: what saves its own result would otherwise keep itself alive where no backward comes.
+            # Detached: a function that saves its own output would keep itself alive if no backward ran.
             kept=tensor.detach() if entry.stored is None else None,
         )
 
     def unpack(self, saved: Tensor | _SavedView) -> Tensor:
-        """Return a saved tensor, with its values from the store where they went there."""
+        """Return a saved tensor, its values from the store if they are there."""
         if isinstance(saved, Tensor):
             return saved
         entry = saved.entry
@@ -136,13 +137,13 @@ class ActivationSaver:
         return empty.set_(entry.values.untyped_storage(), saved.offset, saved.size, saved.stride)
 
     def end(self) -> None:
-        """Give the room in the store back: backward is over."""
+        """Free the space in the store, after backward."""
         if self._store is not None:
             self._store.free(self._put)
             self._put.clear()
 
     def prefetch(self) -> None:
-        """Begin to load what backward needs next, as far as there is room."""
+        """Begin to load what backward needs next, within the window."""
         while self._away:
             entry = self._away[-1]()
             if entry is None or entry.stored is None or entry.is_fetched:
@@ -184,7 +185,7 @@ class ActivationSaver:
 
 
 def parameter_storages(model: nn.Module) -> frozenset[int]:
-    """Return the storages of parameters and buffers, which autograd saves views of."""
+    """Return the storages of parameters and buffers, of which autograd saves views."""
     tensors = (*model.parameters(), *model.buffers())
     return frozenset(StorageWeakRef(tensor.untyped_storage()).cdata for tensor in tensors)
 

@@ -1,4 +1,4 @@
-"""The interface between what is offloaded and where it goes: `DiskStore`, `PinnedStore`, and one to measure with."""
+"""The interface between offload and the stores: `DiskStore`, `PinnedStore`, and `CopyStore` for measuring."""
 
 from __future__ import annotations
 
@@ -13,48 +13,49 @@ from torch import Tensor
 
 
 class Stored(Protocol):
-    """Bytes that a store holds."""
+    """Bytes in a store."""
 
     def fetch(self) -> None:
-        """Begin to bring them back, while the caller computes; once is enough."""
+        """Begin to load the bytes while the caller computes; further calls do nothing."""
         ...
 
     def take(self) -> Tensor:
-        """Return uint8 (bytes,) on the device they came from, after a wait.
+        """Wait for the bytes and return them, uint8 (bytes,), on their original device.
 
-        MemoryShortage: they could not be stored.
+        Raises:
+           MemoryShortage: they could not be stored.
         """
         ...
 
 
 class ActivationStore(Protocol):
-    """Where a rank's activations are until backward, for one thread; `leaving_bytes`: still on the device at most."""
+    """Holds a rank's activations until backward, for one thread; at most `leaving_bytes` are still on the device."""
 
     leaving_bytes: int
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds that the caller, or its stream, waited for copies so far."""
+        """Seconds that the caller, or its stream, has waited for copies."""
         ...
 
     def put(self, values: Tensor) -> Stored:
-        """Begin to store `values`, uint8 (bytes,), which nobody writes any more; MemoryShortage: no room."""
+        """Begin to store `values`, uint8 (bytes,), which must not be written again; MemoryShortage: no room."""
         ...
 
     def free(self, stored: Iterable[Any]) -> None:
-        """Give back the room of these, which backward is done with: their microbatch is over."""
+        """Free the space of these entries, whose microbatch is over."""
         ...
 
     def close(self) -> None:
-        """Give the room back."""
+        """Release the store."""
         ...
 
 
-class Places:
-    """The room of a store, of any size: each place is the first gap that is large enough.
+class StoreRoom:
+    """The space of a store, of any size, allocated first fit.
 
-    Several microbatches of a pipeline stage are stored at once and end in another order than they began. A microbatch
-    is freed whole, so gaps are few.
+    A pipeline stage stores several microbatches at once, which end in another order than they began. A microbatch is
+    freed as a whole, so gaps are few.
     """
 
     def __init__(self, alignment: int) -> None:
@@ -63,11 +64,11 @@ class Places:
 
     @property
     def end(self) -> int:
-        """Where the last place that is taken ends."""
+        """The end of the last allocation."""
         return int(self._gaps[-1][0])
 
     def take(self, size: int) -> int:
-        """Return the start of a place for `size` bytes."""
+        """Allocate `size` bytes and return their start."""
         needed = self._aligned(size)
         number = next(i for i, (start, stop) in enumerate(self._gaps) if stop - start >= needed)
         start, stop = self._gaps[number]
@@ -75,7 +76,7 @@ class Places:
         return int(start)
 
     def give(self, start: int, size: int) -> None:
-        """Give a place back."""
+        """Free an allocation."""
         first, last = start, start + self._aligned(size)
         after = bisect.bisect(self._gaps, (first, inf))
         before = after
@@ -90,7 +91,7 @@ class Places:
 
 
 class CopyStore:
-    """Copies in host memory, made at once and no tensors: to measure what offload takes away, not to gain by it."""
+    """Copies in host memory, made at once and not as tensors, to measure what offload frees on the device."""
 
     waited_seconds = 0.0
 
@@ -102,10 +103,10 @@ class CopyStore:
         return _Copy(values)
 
     def free(self, stored: Iterable[Stored]) -> None:
-        """Nothing is kept here."""
+        """Do nothing: copies end with their entries."""
 
     def close(self) -> None:
-        """Nothing is kept here."""
+        """Do nothing."""
 
 
 class _Copy:

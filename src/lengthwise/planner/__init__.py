@@ -1,6 +1,6 @@
-"""Lengths in, plan out: `plan_step` is the one entry. Pure: no torch, no processes, no clock.
+"""Lengths in, plan out; `plan_step` is the one entry. Pure: no torch, no processes, no clock.
 
-The same lengths, cluster, costs and planner give the same plan, in any process and on any machine.
+The same lengths, cluster, costs and planner give the same plan in any process and on any machine.
 """
 
 from lengthwise.core.sizes import PLANNING_SHARE

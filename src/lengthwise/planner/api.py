@@ -27,19 +27,19 @@ def plan_step(tokens: Sequence[int], cluster: Cluster, cost: Cost, options: Plan
     """Plan one optimizer step.
 
     Args:
-        tokens: length of each sequence of the global batch, in tokens.
-        cluster: ranks, and the tokens that one of them holds in one microbatch.
-        cost: what work takes; its version is noted in the plan.
-        options: how to plan.
+       tokens: length of each sequence of the global batch, in tokens.
+       cluster: ranks, and the tokens that each holds in one microbatch.
+       cost: the costs of work; the plan notes their version.
+       options: how to plan.
 
     Returns:
-        A plan with notes: planner, predicted_seconds (the makespan), bound_seconds, cost (its version), and speeds
-        where they are not all 1.
+       A plan with notes: planner, predicted_seconds (the makespan), bound_seconds, cost (the version of the costs), and
+       speeds if they are not all 1.
 
     Raises:
-        ConfigError: an argument of another kind, or what `PlanOptions.checked` refuses.
-        PlanError: no sequences, a length below 1, or sequences that the cluster cannot hold (all are named).
-        Problems: several of these.
+       ConfigError: an argument of a wrong type, or an option that `PlanOptions.checked` refuses.
+       PlanError: no sequences, a length below 1, or sequences that the cluster cannot hold (all are named).
+       Problems: several of these.
     """
     _refuse_mistaken(tokens=tokens, cluster=cluster, cost=cost, options=options)
     asked = options.checked(cluster.ranks, cost)
@@ -60,7 +60,7 @@ def plan_step(tokens: Sequence[int], cluster: Cluster, cost: Cost, options: Plan
         planning_share=asked.planning_share,
     )
     chosen = choose_plan(request, cost, asked)
-    if asked.heads not in CHOICES:  # a group of a number may be quicker than none; no split is quicker than the best
+    if asked.heads not in CHOICES:  # groups of a given size may beat no split; none beats the best split
         request = replace(request, cost=replace(widest, choices=replace(widest.choices, splits_heads=True)))
     bound = _bound_of(chosen.plan, request)
     bound = request.in_waves(bound) if asked.mode == "waves" else bound
@@ -76,7 +76,7 @@ def _refuse_mistaken(**arguments: object) -> None:
     problems = [
         ConfigError(name, expected=expected, got=reprlib.repr(arguments[name]), remedy=remedy)
         for name, (kind, expected) in kinds.items()
-        if not isinstance(arguments[name], kind) or isinstance(arguments[name], Set | Mapping)  # equal lengths are lost
+        if not isinstance(arguments[name], kind) or isinstance(arguments[name], Set | Mapping)  # sets lose lengths
     ]
     raise_problems(problems)
 
@@ -105,21 +105,21 @@ def plan_recomputed(
     *,
     plan_each: PlanStep = plan_step,
 ) -> Plan:
-    """Plan one step with the kind of recomputation that ends first, one for the whole step.
+    """Plan one step with the kind of recomputation that ends first, the same for the whole step.
 
-    What backward computes again need not be kept, so sequences need fewer ranks, for a third more of forward work.
+    Activations that backward recomputes are not kept, so sequences need fewer ranks, for a third more work.
     Kinds whose arithmetic alone takes as long as the best plan so far are not planned.
 
     Args:
-        tokens: length of each sequence, in tokens.
-        ranks: of the cluster.
-        cost: what work takes.
-        capacities: tokens that a rank holds, for each kind of recomputation to try.
-        options: for `plan_step`; their own `recompute` does not count.
-        plan_each: plans with one kind (default: `plan_step`).
+       tokens: length of each sequence, in tokens.
+       ranks: number of ranks.
+       cost: the costs of work.
+       capacities: tokens that a rank holds, for each kind of recomputation to try.
+       options: for `plan_step`; their `recompute` is ignored.
+       plan_each: plans with one kind (default: `plan_step`).
 
     Raises:
-        ConfigError, PlanError: of `plan_step`, with the kind of the largest capacity.
+       ConfigError, PlanError: from `plan_step`, with the kind of the largest capacity.
     """
     best: Plan | None = None
     least = inf
@@ -141,6 +141,6 @@ def plan_recomputed(
 
 
 def arithmetic_seconds(tokens: Sequence[int], cost: Cost, recompute: str) -> float:
-    """Return the arithmetic of a step with a kind of recomputation: all ranks together take no less."""
+    """Return the arithmetic of a step with a kind of recomputation, in rank-seconds: a lower bound."""
     priced = cost.choosing(Choices(recompute=recompute, layers=max(1, cost.layers)))
     return float(priced.compute_seconds(np.array(tokens, dtype=np.int64)).sum())

@@ -1,4 +1,4 @@
-"""What a step is planned with beside lengths, cluster and costs: one record, checked in one place."""
+"""How a step is planned: all options in one record, checked in one place."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ class PlanOptions:
     """How to plan a step.
 
     planner: one of `PLANNERS`, or a registered one.
-    layers: layers of the model, for readers that count memory by them.
-    context_tokens: what the mesh of `static` is sized for (default: the longest sequence).
-    recompute: what backward computes again, in every microbatch: one of `RECOMPUTE_KINDS`.
-    offload: `auto`: microbatches above the capacity offload what they must; `off`: none.
-    heads: `auto`: rings may split heads, each as is quickest; `off`: none does; 4: in groups of 4 where that divides.
-    mode: one of `MODES`; `lengthwise` plans all of them, other planners `free`, which `pipeline` runs through stages.
-    speeds: of each rank, 1 as fast as the costs say (default: all 1). Only `lengthwise` plans with them.
-    stages: of the pipeline that each rank is in mode `pipeline`; the costs are those of one stage.
-    virtual: chunks of layers of a stage (default: 1).
-    planning_share: what tries beyond the search may cost, as a share of the least step time (default: what they cost).
+    layers: layers of the model; offload ratios and pipeline stages depend on them.
+    context_tokens: the context for which `static` sizes its mesh (default: the longest sequence).
+    recompute: what backward recomputes in every microbatch: one of `RECOMPUTE_KINDS`.
+    offload: `auto`: microbatches above the capacity offload what they must; `off`: none does.
+    heads: `auto`: each ring splits heads if that is faster; `off`: none does; a number such as 4: groups of 4 if
+    possible.
+    mode: one of `MODES`; `lengthwise` plans all of them, other planners only `free`, which `pipeline` runs through
+    stages.
+    speeds: of each rank, where 1 is as fast as the costs say (default: all 1). Only `lengthwise` plans with them.
+    stages: pipeline stages of each rank in mode `pipeline`; the costs are those of one stage.
+    virtual: chunks of layers per stage (default: 1).
+    planning_share: limit of the seconds spent on tries beyond the search, as a share of the least step time (default:
+    no limit).
     """
 
     planner: str = "lengthwise"
@@ -50,7 +53,7 @@ class PlanOptions:
     planning_share: float | None = None
 
     def choices(self, capacity_tokens: int) -> Choices:
-        """Return what pieces may choose beside their degree, on ranks of this capacity."""
+        """Return what each piece may choose beside its degree, on ranks of this capacity."""
         return Choices(
             recompute=self.recompute,
             splits_heads=self.heads == "auto",
@@ -59,13 +62,13 @@ class PlanOptions:
         )
 
     def checked(self, ranks: int, cost: Cost | None) -> PlanOptions:
-        """Return the options with whole numbers as int, and speeds as a tuple, None where all ranks are alike.
+        """Return the options with whole numbers as int and speeds as a tuple, or None if all are 1.
 
-        Without costs, what depends on them is not checked.
+        Without costs, options that depend on them are not checked.
 
         Raises:
-            ConfigError: an unknown name, a number out of range, or a combination that planner or costs do not support.
-            Problems: several of these.
+           ConfigError: an unknown name, a number out of range, or a combination that planner or costs do not support.
+           Problems: several of these.
         """
         problems = Collector()
         problems.attempt(self._refuse_names)
@@ -75,7 +78,7 @@ class PlanOptions:
         speeds = problems.attempt(partial(self._read_speeds, ranks))
         layers, share = read["layers"] or 1, self.planning_share
         if share is not None and not share >= 0:
-            got, remedy = repr(share), "Leave it out for all that tries cost."
+            got, remedy = repr(share), "Leave it out for no limit."
             problems.add(ConfigError("planning_share", expected="a number from 0", got=got, remedy=remedy))
         problems.attempt(partial(_refuse_choices, {"offload": self.offload, "heads": self.heads}, cost, layers, speeds))
         counts = {name: value for name, value in read.items() if name != "context_tokens"}
@@ -107,10 +110,10 @@ DEFAULT = PlanOptions()
 
 
 def options_of(layout: StepMemory | None, **choices: Any) -> PlanOptions:
-    """Return the options of steps in a layout; None: of which no more than the costs is known.
+    """Return the options for steps of a layout, or, without one, the options in `choices` alone.
 
-    Its layers and its mode, pipeline for several stages, waves where ranks share parameters; a pipeline's stages.
-    choices: of `PlanOptions`, beside these or in their place.
+    The layout sets layers, mode (`pipeline` if it has several stages, `waves` if ranks share parameters) and stages.
+    choices: fields of `PlanOptions`, which override these.
     """
     if layout is None:
         return PlanOptions(**choices)
@@ -124,7 +127,7 @@ def options_of(layout: StepMemory | None, **choices: Any) -> PlanOptions:
 def _refuse_choices(
     asked: Mapping[str, object], cost: Cost | None, layers: int, speeds: Sequence[float] | None
 ) -> None:
-    """Refuse what these costs (None: unknown) do not price, or unequal speeds do not plan."""
+    """Refuse choices that these costs (if known) do not price, and choices beside unequal speeds."""
     problems: list[LengthwiseError] = []
     told = {} if cost is None else {"offload": cost.copy_bytes, "heads": cost.exchange_bytes}
     for name, value in asked.items():
@@ -132,13 +135,13 @@ def _refuse_choices(
             problems.append(unknown_name(name, value, CHOICES))
         elif value != "off" and cost is not None and not told[name]:
             remedy = f"Plan with a hardware description ({{hardware}}), or without {{{name}}}."
-            got = f"costs {cost.version}, which do not tell what {name} takes"
+            got = f"costs {cost.version}, which have no price for {name}"
             problems.append(ConfigError(name, expected="off, with these costs", got=f"{value}; {got}", remedy=remedy))
     if asked["offload"] == "auto" and cost is not None and layers < cost.layers:
-        expected = f"those of the model, at least {cost.layers}: they tell what offload leaves on the device"
+        expected = f"those of the model, at least {cost.layers}: what offload leaves on the device depends on them"
         problems.append(ConfigError("layers", expected=expected, got=str(layers), remedy="Set {layers}."))
     if set(asked.values()) != {"off"} and speeds is not None:
-        expected = "all 1 beside offload or heads, which are not planned together yet"
+        expected = "all 1 beside offload or heads, which are not planned together with speeds yet"
         remedy = "Plan with {speeds}, or with these choices."
         problems.append(ConfigError("speeds", expected=expected, got="unequal ranks", remedy=remedy))
     raise_problems(problems)

@@ -1,8 +1,9 @@
-"""Which plans of a step are made, and which of them is taken: all are finished and scored here, and nowhere else.
+"""Makes the candidate plans of a step and takes the best: all are finished and scored here, and nowhere else.
 
-The planner makes a candidate for each part of the choices (offload, heads); small steps of `lengthwise` also try all
-other planners and annealing, pipelines shelves and slots. docs/decisions/other-planners-as-candidates.md. Planners
-decide degrees, at prices of the best choices (`Cost.choosing`); `write_offload` and `split_heads` write the choices.
+The planner makes a candidate for each set of choices (offload, heads). Small steps of `lengthwise` also try all other
+planners and annealing; pipelines also try shelves and slots. docs/decisions/other-planners-as-candidates.md. Planners
+decide degrees, at the prices of the best choices (`Cost.choosing`); `write_offload` and `split_heads` write the
+choices.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from lengthwise.planner.schedules.waves import plan_waves
 from lengthwise.program.features import with_requires
 from lengthwise.program.ring_order import ring_order
 
-_SPLIT_AT_ONCE = frozenset(("static", "power-of-two", "bytescale", "bytescale-naive"))  # whose degrees memory decides
+_SPLIT_AT_ONCE = frozenset(("static", "power-of-two", "bytescale", "bytescale-naive"))  # memory decides their degrees
 _DIGITS = 6  # of an offload ratio; rounded up
 
 
 @dataclass(slots=True, kw_only=True)
 class Selection:
-    """The plan that ends first of those offered so far. `plan` has no microbatches before the first."""
+    """The best candidate so far: the plan that ends first. Before the first offer `plan` has no microbatches."""
 
     plan: Plan
     cost: Cost
@@ -52,7 +53,7 @@ class Selection:
     seconds: float = inf
 
     def offer(self, microbatches: list[Microbatch], *, check: Callable[[Plan], None] | None = None) -> None:
-        """Finish, check and score a candidate; keep it if it ends before all others."""
+        """Finish, check and score a candidate; keep it if it ends before the best so far."""
         plan = self._finished(microbatches)
         if check is not None:
             check(plan)
@@ -61,7 +62,7 @@ class Selection:
             self.plan, self.seconds = plan, seconds
 
     def _finished(self, microbatches: list[Microbatch]) -> Plan:
-        """Write into a plan what follows from its degrees: recomputation, offload ratios, split heads."""
+        """Return a plan with what follows from its degrees: recomputation, offload ratios, split heads."""
         recompute = self.options.recompute
         if recompute != "none":
             microbatches = [replace(microbatch, recompute=recompute) for microbatch in microbatches]
@@ -74,7 +75,7 @@ class Selection:
 
 
 def write_offload(plan: Plan) -> Plan:
-    """Return the plan with the ratio that each microbatch needs; the ratios that it had are not looked at."""
+    """Return the plan with the offload ratio that each microbatch needs; earlier ratios are ignored."""
     microbatches = tuple(
         replace(microbatch, offload=_needed_ratio(plan, microbatch)) for microbatch in plan.microbatches
     )
@@ -82,7 +83,7 @@ def write_offload(plan: Plan) -> Plan:
 
 
 def _needed_ratio(plan: Plan, microbatch: Microbatch) -> float:
-    """Find the least o with held x `kept_ratio(o, L)` <= capacity + tokens allowed for rounding, on every rank."""
+    """Return the least o with held x `kept_ratio(o, L)` <= capacity + tokens allowed for rounding, on every rank."""
     if len(microbatch.pieces) == 1:
         only = microbatch.pieces[0]
         if sum(plan.tokens[i] for i in only.sequences) <= plan.capacity:
@@ -97,7 +98,7 @@ def _needed_ratio(plan: Plan, microbatch: Microbatch) -> float:
 
 
 def split_heads(plan: Plan, cost: Cost, asked: str | int = "auto") -> Plan:
-    """Return the plan with the quickest split of heads for each of its rings, or in groups of `asked` where it can."""
+    """Return the plan with the fastest split of heads for each ring, or in groups of `asked` where possible."""
     known: dict[object, int] = {}
     microbatches = tuple(
         replace(
@@ -115,7 +116,7 @@ def split_heads(plan: Plan, cost: Cost, asked: str | int = "auto") -> Plan:
 def _quickest(
     plan: Plan, microbatch: Microbatch, piece: Piece, cost: Cost, asked: str | int, known: dict[object, int]
 ) -> Piece:
-    """Return a piece with its quickest split; `known`: that of each ring, by all that its seconds follow from."""
+    """Return a piece with its fastest split. `known`: the split of each ring, by all that its seconds depend on."""
     if piece.degree == 1 or piece.shares is not None:
         return piece
     lengths, first = [plan.tokens[i] for i in piece.sequences], min(piece.ranks)
@@ -140,7 +141,7 @@ def _quickest(
 
 
 def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selection:
-    """Return the candidate that ends first. `request.cost`: the costs with all choices; `cost`: those of the plan."""
+    """Return the candidate that ends first. `request.cost`: the costs with all choices; `cost`: those to score with."""
     piped = options.mode == "pipeline"
     empty = Plan(
         ranks=request.cluster.ranks,
@@ -153,10 +154,10 @@ def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selec
     selection = Selection(plan=empty, cost=cost, options=options)
     longest = max(request.tokens)
     if options.planner == "static" and request.context_tokens is not None:
-        longest = max(longest, request.context_tokens)  # what its mesh has to hold
+        longest = max(longest, request.context_tokens)  # its mesh must hold the context
     for variant in _variants(request.cost, longest, request.cluster, heads=_ways_of_heads(request, options)):
         if options.planner == "lengthwise" and selection.seconds <= request.bound_seconds * GOOD_ENOUGH:
-            break  # of lone rings, more choices could gain no more than that
+            break  # with one sequence per ring, more choices could gain no more than that
         asked = request if variant == request.cost else replace(request, cost=variant)
         if options.mode == "waves":
             selection.offer(plan_waves(asked))
@@ -169,7 +170,7 @@ def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selec
 
 
 def _variants(widest: Cost, longest_tokens: int, cluster: Cluster, *, heads: Sequence[bool]) -> Iterator[Cost]:
-    """Yield the costs to plan with, those of fewest choices first."""
+    """Yield the costs to plan with, those with the fewest choices first."""
     if not widest.chooses:
         yield widest
         return
@@ -183,7 +184,7 @@ def _variants(widest: Cost, longest_tokens: int, cluster: Cluster, *, heads: Seq
 
 
 def _ways_of_heads(request: PlanRequest, options: PlanOptions) -> tuple[bool, ...]:
-    """Return the ways worth trying: whether degrees are chosen so that heads split."""
+    """Return whether to try degrees chosen without splitting heads, with it, or both."""
     if options.planner == "lengthwise":
         return (False, True) if request.planning_seconds >= HEADS_SECONDS else (False,)
     is_small = len(request.tokens) * request.cluster.ranks <= SMALL_STEP
@@ -203,7 +204,7 @@ def _offer_all(request: PlanRequest, selection: Selection) -> None:
 
 
 def _offer_searched(request: PlanRequest, selection: Selection) -> None:
-    """Offer the plan of the search; of small steps also those of all other planners, annealed."""
+    """Offer the plan of the search; for small steps also those of all other planners, annealed."""
     made = [find_planner("lengthwise")(request)]
     selection.offer(made[0])
     if is_worth_others(request, selection):
@@ -221,7 +222,7 @@ def _offer_searched(request: PlanRequest, selection: Selection) -> None:
 
 
 def is_worth_others(request: PlanRequest, selection: Selection) -> bool:
-    """Return whether other planners could end enough earlier; where no bound holds, the step's size decides."""
+    """Return whether other planners could end enough earlier; if no bound holds, the step's size decides."""
     size, makespan_seconds = len(request.tokens) * request.cluster.ranks, selection.seconds
     if request.planning_seconds < others_seconds(request):
         return False
@@ -229,13 +230,13 @@ def is_worth_others(request: PlanRequest, selection: Selection) -> bool:
         return size <= SMALL_STEP
     if size > SMALL_STEP:
         return size <= LARGE_STEP and not request.cost.chooses and makespan_seconds > request.bound_seconds * FAR
-    if request.cost.chooses_by_degree or selection.options.heads == "auto":  # each price takes several times as long
+    if request.cost.chooses_by_degree or selection.options.heads == "auto":  # each price takes several times longer
         return makespan_seconds > request.bound_seconds * FAR
     return makespan_seconds > min(request.bound_seconds, request.packed_bound_seconds) * GOOD_ENOUGH
 
 
 def others_seconds(request: PlanRequest) -> float:
-    """Count what the plans of all other planners take to make."""
+    """Return an estimate of the seconds that the plans of all other planners take to make."""
     filled = max(request.cluster.ranks, int(request.lengths.sum()) / request.cluster.capacity_tokens)
     seconds = SEQUENCE_SECONDS * len(request.tokens) + WAVE_SECONDS * filled
     return seconds * (HEADS_FACTOR if request.cost.choices.splits_heads else 1)

@@ -1,7 +1,7 @@
-"""Which planners there are, by name: ours, those that a program registered, and those of installed packages.
+"""The planners by name: built-in ones, those that a program registered, and those of installed packages.
 
-A planner is a function from a `PlanRequest` to a list of microbatches. Packages name theirs as entry points of group
-`lengthwise.planners`; `register_planner` holds in its own process, not in the one that plans a run.
+A planner is a function from a `PlanRequest` to a list of microbatches. Packages register theirs as entry points of
+group `lengthwise.planners`. `register_planner` affects its own process only, not the process that plans a run.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _BUILT_IN: Mapping[str, Planner] = {
     PACKED_DP: plan_packed_dp,
 }
 PLANNERS = tuple(_BUILT_IN)
-CUTTING_PLANNERS = tuple(name for name in PLANNERS if name != PACKED_DP)  # these plan any lengths
+CUTTING_PLANNERS = tuple(name for name in PLANNERS if name != PACKED_DP)  # planners for any lengths
 BASELINES = (plan_single_degree, plan_static, plan_bytescale, plan_bytescale_naive, plan_power_of_two)
 _registered: dict[str, Planner] = {}
 
 
 def register_planner(name: str, function: Planner) -> None:
-    """Add a planner to this process, replacing one of its name; ConfigError: a name of ours, or no function."""
+    """Add or replace a planner in this process; ConfigError: the name of a built-in one, or not a function."""
     if not callable(function):
         expected, got = "a function from a PlanRequest to microbatches", f"a {type(function).__name__}"
         raise ConfigError(f"planner {name}", expected=expected, got=got, remedy="Register a function.")
@@ -51,12 +51,12 @@ def register_planner(name: str, function: Planner) -> None:
 
 
 def planner_names() -> tuple[str, ...]:
-    """Return all names that `PlanOptions.planner` may have, ours first."""
+    """Return all valid names for `PlanOptions.planner`, built-in ones first."""
     return tuple(dict.fromkeys((*PLANNERS, *_registered, *sorted(_installed()))))
 
 
 def unknown_planner(where: str, name: str) -> ConfigError | None:
-    """Return the error for a name that is none of `planner_names()`; None for one that is."""
+    """Return the error for a name that is not in `planner_names()`, or None if it is."""
     if name in PLANNERS:
         return None
     known = planner_names()  # asks all packages: 50 ms
@@ -64,14 +64,14 @@ def unknown_planner(where: str, name: str) -> ConfigError | None:
 
 
 def find_planner(name: str) -> Planner:
-    """Return the planner of a name among `planner_names()`; PlanError: its entry point cannot be loaded."""
+    """Return the planner with a name of `planner_names()`; PlanError: its entry point cannot be loaded."""
     if name in _BUILT_IN:
         return _BUILT_IN[name]
     return lambda request: _asked(name, request)
 
 
 def check_registered(name: str, plan: Plan) -> None:
-    """Raise a PlanError, or Problems, naming a planner that is not ours, whose plan cannot be run."""
+    """Raise PlanError, or Problems, naming the planner, for a plan of a foreign planner that cannot be run."""
     try:
         check_plan(Plan.from_json(plan.to_json(), "plan"))
     except TypeError as error:
@@ -86,7 +86,7 @@ def _named(name: str, error: LengthwiseError) -> PlanError:
 
 
 def _asked(name: str, request: PlanRequest) -> list[Microbatch]:
-    """Call a planner that is not ours; whatever it raises or returns, the error names it."""
+    """Call a foreign planner; errors name it, whatever it raises or returns."""
     function = _registered[name] if name in _registered else _loaded(_installed()[name])
     try:
         microbatches = list(function(request))

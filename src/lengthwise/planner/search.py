@@ -1,7 +1,7 @@
-"""The search of this package: sequences cut to a level, rings placed on the line of ranks, short sequences packed.
+"""The search of this package: cut sequences to a level, place rings on the line of ranks, pack short sequences.
 
-1. Levels between the makespan bound and the best so far; each sequence is cut until it takes no longer.
-2. Rings are placed widest first, with backfilling, longest first (`line`), and by skyline packing (`skyline`).
+1. Levels lie between the makespan bound and the best so far; each sequence is cut until it takes no longer than a
+level. 2. Rings are placed widest first, with backfilling, longest first (`line`), and by skyline packing (`skyline`).
 3. Packs of short sequences fill gaps and level the ends (`level_ends`), the most promising placement first.
 
 Tries are counted, never timed. Source: Turek et al., SPAA 1992; docs/decisions/placement-levels.md.
@@ -27,18 +27,18 @@ from lengthwise.planner.problem.lengths import NEARLY, ROUNDING
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import interval_microbatch
 
-FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of the bound, that a sequence may take
-_CROWDED = 4  # rings a rank; where so many follow each other, only the skyline keeps the line full
-_STEPS = 20_000  # sequences packed and rings x thousands of ranks placed, beside two packings, six far from the bound
-_MOST_STACKED = 12  # rings on top of each other, beyond which what is left over is small
-_NEARLY_WHOLE = 0.8  # of its part of the time, from which a ring is not cut further
+FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)  # levels, as shares of the bound
+_CROWDED = 4  # rings per rank; with more, only the skyline keeps the line full
+_STEPS = 20_000  # budget: sequences packed, and rings x thousands of ranks placed; beside two packings (far: six)
+_MOST_STACKED = 12  # rings in a row on the same ranks; with more, little time is left over
+_NEARLY_WHOLE = 0.8  # a ring that fills this share of its part of the time is not cut further
 
 Way = Literal["widest", "backfilled", "longest", "skyline"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """Rings on the line, one degree a sequence; packs are still to come, and cannot end before `least_seconds`."""
+    """Rings on the line, one degree per sequence; with packs, still to come, it ends at `least_seconds` or later."""
 
     degrees: NDArray[np.int64]
     seconds: NDArray[np.float64]  # of each sequence at its degree, launch left out
@@ -48,7 +48,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Where everything runs."""
+    """Where everything runs, and the makespan."""
 
     line: PlacedRings
     packs: list[LocalPack]
@@ -56,12 +56,12 @@ class Schedule:
 
 
 def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
-    """Plan one step for the least makespan; growth may leave ever fewer tokens on a rank while the plan ends late."""
-    search, lengths, limit = Search(request), request.lengths, request.bound_seconds * GOOD_ENOUGH
+    """Plan one step for the least makespan; while plans end late, degrees may grow to fewer tokens per rank."""
+    search, lengths, limit = ScheduleSearch(request), request.lengths, request.bound_seconds * GOOD_ENOUGH
     for halvings in range(request.floor_tokens.bit_length()):
         table = request.growth(lengths, request.least_degrees, request.floor_tokens >> halvings)
         slowest = request.cost.ring_piece_seconds(lengths, table.grown(limit)).max() + request.cost.fixed_seconds
-        if slowest <= limit * (1 + NEARLY) or request.floor_tokens >> halvings == 1:  # else one alone ends too late
+        if slowest <= limit * (1 + NEARLY) or request.floor_tokens >> halvings == 1:  # else one sequence ends too late
             search.try_degrees(table)
         is_spent = search.best is not None and request.planning_seconds < (halvings + 1) * TABLE_SECONDS
         if search.over or is_spent or search.best_seconds <= request.bound_seconds * FAR:
@@ -70,14 +70,14 @@ def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
     return write_schedule(search.best, request)
 
 
-class Search:
-    """Schedules, tried until one is good enough or the budget is spent."""
+class ScheduleSearch:
+    """Tries schedules until one is good enough or the budget is spent."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request, self.bound = request, request.bound_seconds
         self.best: Schedule | None = None
         self.best_seconds = float("inf")
-        self._reached = float("inf")  # of the bound, by packing or if packs level the ends
+        self._reached = float("inf")  # the least makespan packed or in reach, as a multiple of the bound
         self._crowded = False
         self._tried = set[bytes]()  # degrees
         self._waiting: list[Placed] = []
@@ -95,11 +95,11 @@ class Search:
         return self._left + (4 * len(self.request.tokens) if far else 0) <= 0
 
     def try_degrees(self, table: DegreeTable) -> None:
-        """Place levels with degrees of a table, and pack them, what could end soonest first."""
+        """Try levels with degrees of a table: place all, then pack the most promising first."""
         self._try_level(1.0, table)
         self._halve(table)
         self._pack_waiting()
-        if self.best_seconds > self.bound * FAR > 0:  # packs did not reach what was in reach
+        if self.best_seconds > self.bound * FAR > 0:  # packing ended later than the placements promised
             self._reached = self.best_seconds / self.bound
             self._halve(table)
             for level in FRACTIONS:
@@ -136,7 +136,7 @@ class Search:
         return degrees
 
     def _place(self, degrees: NDArray[np.int64], table: DegreeTable) -> None:
-        """Place rings in each way, pack the promising ones, and note what part of the bound is within reach."""
+        """Place rings in each way, pack promising placements, and note what multiple of the bound is in reach."""
         request = self.request
         if degrees.tobytes() in self._tried:
             return
@@ -145,7 +145,7 @@ class Search:
         widest = table.most if request.useful_degrees is None else degrees
         ways: list[Way] = ["widest"] if degrees.max() == 1 else ["widest", "backfilled", "longest", "skyline"]
         if request.speeds is not None and len(ways) > 1:
-            ways = ["backfilled", "longest", "skyline", "widest"]  # many ranks leave time for two
+            ways = ["backfilled", "longest", "skyline", "widest"]  # with many ranks the budget suffices for two
         before: list[Ring] | None = None
         for way in reversed(ways) if self._crowded else ways:
             if self.over or (self._is_spent and self._waiting):
@@ -175,10 +175,10 @@ class Search:
 
 
 def place(request: PlanRequest, degrees: NDArray[np.int64], way: Way, widest: NDArray[np.int64]) -> Placed:
-    """Put rings on the line by degree, then time; `longest`: the other way round; `skyline` widens to `widest`."""
+    """Place rings on the line by degree, then time; `longest`: by time, then degree; `skyline`: widen to `widest`."""
     lengths, cost, ranks = request.lengths, request.cost, request.cluster.ranks
     seconds = cost.ring_piece_seconds(lengths, degrees)
-    is_placed = (degrees > 1) | (lengths > request.cluster.capacity_tokens)  # what is offloaded on one rank is alone
+    is_placed = (degrees > 1) | (lengths > request.cluster.capacity_tokens)  # one that offloads on one rank is alone
     cut = np.flatnonzero(is_placed)
     keys = (degrees[cut], seconds[cut]) if way == "longest" else (seconds[cut], degrees[cut])
     order = cut[np.lexsort((cut, -keys[0], -keys[1]))]
@@ -203,7 +203,7 @@ def place(request: PlanRequest, degrees: NDArray[np.int64], way: Way, widest: ND
 
 
 def _room_tokens(request: PlanRequest, line: PlacedRings) -> list[int]:
-    """Return the tokens that each ring leaves of its ranks' capacity; 0 where no pack may join rings."""
+    """Return the tokens that each ring leaves of its ranks' capacity, or [] if packs may not join rings."""
     if not request.packs_beside_rings:
         return []
     capacity, tokens = request.cluster.capacity_tokens, request.tokens
@@ -235,7 +235,7 @@ def pack(request: PlanRequest, placed: Placed) -> Schedule:
 
 
 def write_schedule(schedule: Schedule, request: PlanRequest) -> list[Microbatch]:
-    """Write a schedule as microbatches in one global order."""
+    """Return the schedule as microbatches in one global order."""
     before: dict[int | None, list[Microbatch]] = {}
     beside: dict[int, dict[int, list[int]]] = {}
     for pack in schedule.packs:

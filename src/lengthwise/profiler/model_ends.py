@@ -1,4 +1,4 @@
-"""Embedding and head of a model alone, as training runs them: what stages of a pipeline have beside their layers."""
+"""Embedding and head of a model alone, as in training: what pipeline stages compute beside their layers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lengthwise.models import token_loss
 
 
 def run_embedding(model: Any, ids: Tensor) -> None:
-    """Run the embedding of ids (tokens,) forward, and backward where it trains; gradients are added."""
+    """Run the embedding of ids (tokens,) forward, and backward if it trains; gradients accumulate."""
     found = model.get_input_embeddings()(ids[None])
     if found.requires_grad:
         found.backward(torch.ones_like(found))
 
 
 def run_head(model: Any, ids: Tensor) -> None:
-    """Run the head and the loss of labels (tokens,) forward and backward, with as many logits at once as training."""
+    """Run head and loss of labels (tokens,) forward and backward, with as many logits at once as in training."""
     head: Any = model.get_output_embeddings()
     like, width = head.weight, head.weight.shape[-1]
     words: int = model.config.vocab_size

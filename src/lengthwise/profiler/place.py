@@ -1,4 +1,4 @@
-"""Where measurements are taken: processor, device, threads, versions."""
+"""The machine and software of measurements: processor, device, threads, versions."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import platform
 from pathlib import Path
 
 from lengthwise.core import __version__
-from lengthwise.core.measurements import Clock, Place
+from lengthwise.core.measurements import Clock, MeasuredPlace
 
 
 def processor_name() -> str:
-    """Return the processor's name, as far as the system says it."""
+    """Return the processor's name, as precisely as the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
@@ -21,17 +21,17 @@ def processor_name() -> str:
 
 
 def first_gpu_name() -> str | None:
-    """Return the name of the first GPU, asked in a child; None: it does not say."""
+    """Return the name of the first GPU, asked in a child process, or None if the driver fails."""
     import torch
 
     from lengthwise.comm.devices import ask_in_a_child
 
     found = ask_in_a_child(lambda: str(torch.cuda.get_device_name(0)))
-    return found if isinstance(found, str) else None  # the driver failed: using the GPU then gives the full error
+    return found if isinstance(found, str) else None  # the full error comes when the GPU is used
 
 
 def device_bytes() -> float | None:
-    """Return the memory of a GPU, asked in a child; None: it does not say."""
+    """Return the memory of a GPU in bytes, asked in a child process, or None if the driver fails."""
     import torch
 
     from lengthwise.comm.devices import ask_in_a_child
@@ -40,12 +40,12 @@ def device_bytes() -> float | None:
     return found if isinstance(found, float) else None
 
 
-def this_place(*, gpu: int | None, ranks: int, ranks_per_node: int, clock: Clock) -> Place:
+def this_place(*, gpu: int | None, ranks: int, ranks_per_node: int, clock: Clock) -> MeasuredPlace:
     """Describe this process's machine; `gpu`: the index of its CUDA device, None on the CPU."""
     import torch
     import transformers
 
-    return Place(
+    return MeasuredPlace(
         device="cpu" if gpu is None else torch.cuda.get_device_name(gpu),
         processor=processor_name(),
         cores=os.cpu_count() or 1,

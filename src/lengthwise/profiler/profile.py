@@ -1,7 +1,8 @@
-"""A profile, as one of its ranks: runs the parts of a step in turn, again and again, and fits what they took.
+"""A profile, as one of its ranks: run the parts of a step repeatedly, in turn, and fit costs to their times.
 
-Microbatches of doubling lengths, rings and blocks warm up until one takes too long; then all take turns with messages
-and the step's end. Lower quartiles over ranks make the samples (`cost.fit`). It needs the memory of training alone.
+Microbatches of doubling lengths, rings and blocks warm up until one takes too long; then all of them take turns with
+messages and the step's end. Lower quartiles over ranks make the samples (`cost.fit`). It needs no more memory than
+training.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ from lengthwise.profiler.runs import (
 )
 from lengthwise.profiler.watch import Stopwatch, WatchedTransport
 
-_LONGEST_SHARE = 1 / 25  # of all seconds, that one run may take
+_LONGEST_SHARE = 1 / 25  # the most of all seconds that one run may take
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 25
-_LEAST_TOKENS = 256  # up to here lengths double however long it takes: fewer tell nothing
+_LEAST_TOKENS = 256  # lengths double up to here, however long it takes: shorter runs alone give no fit
 _Timed = Callable[[], tuple[float, float, float]]
-"""Runs something; returns its seconds on this rank, of these those waited, those before backward (NaN: not apart)."""
+"""Runs something; returns its seconds on this rank, those of them spent waiting, and those before backward or NaN."""
 
 Trained = tuple[nn.Module, Parameters, SlicedOptimizer]
 """A model, its parameters and their optimizer."""
@@ -71,10 +72,10 @@ Trained = tuple[nn.Module, Parameters, SlicedOptimizer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSettings:
-    """How a profile is taken.
+    """How to take a profile.
 
-    seconds: that it may take, about. longest_tokens: no sequence is longer. hardware: whose terms fill the gaps.
-    computing: how the model computes, as a run has it.
+    seconds: about how long it may take. longest_tokens: the longest sequence. hardware: the named hardware whose terms
+    fill gaps. computing: how the model computes, as in a run.
     """
 
     seconds: float
@@ -94,13 +95,13 @@ def profile(
     trained: Trained | None = None,
     store: ActivationStore | None = None,
 ) -> Measurements:
-    """Measure a model on all ranks of a world; return the same on each.
+    """Measure a model on all ranks of a world; return the same measurements on each.
 
-    trained: what has not made a step yet, and stays as it is to the bit; None: built from `source`. store: where
-    activations are offloaded to; None: copies are not measured.
+    trained: a model, parameters and optimizer before their first step; they stay equal to the bit. By default, built
+    from `source`. store: where activations are offloaded; if None, copies are not measured.
 
     Raises:
-        LengthwiseError: a rank was lost, or what was timed makes no costs.
+       LengthwiseError: a rank was lost, or the samples give no costs.
     """
     shape = shape_from_config(source.config.to_dict(), name=source.name)
     trained = trained or build(source, world, transport, settings.precision, settings.computing)
@@ -135,7 +136,7 @@ def profile(
 
 
 def _adapters(model: nn.Module) -> int | None:
-    """Count what trains of a model whose own parameters stay; None: all train."""
+    """Return the number of parameters that train if others do not; None if all train."""
     parameters = list(model.parameters())
     if all(parameter.requires_grad for parameter in parameters):
         return None
@@ -149,7 +150,7 @@ def build(
     precision: Precision,
     computing: Computing | None = None,
 ) -> Trained:
-    """Build a model to be measured, its weights drawn, its parameters and optimizer. Collective."""
+    """Build a model with random weights, its parameters and optimizer, to be measured. Collective."""
     model = build_model(source, seed=0, stored=transport.rank == 0)
     compute_so(model, computing or Computing(), world.device, dtype=DTYPES[precision])
     choose_mixers(model, transport, world.device, dtype=DTYPES[precision])
@@ -158,14 +159,14 @@ def build(
 
 
 def open_store(device: torch.device, folder: Path | None, *, where: str) -> ActivationStore | None:
-    """Open what activations are offloaded to: the host's memory of a GPU, else a folder; None: there is neither."""
+    """Open the store for activations: a folder, or a GPU's host memory; None if there is neither."""
     if folder is not None:
         return DiskStore(folder, where=where)
     return PinnedStore(device, where=where) if device.type == "cuda" else None
 
 
 class RankProfiler:
-    """What one rank of a profile does; all ranks of the world call the same methods in the same order."""
+    """One rank of a profile; all ranks of the world call the same methods in the same order."""
 
     def __init__(
         self,
@@ -190,7 +191,7 @@ class RankProfiler:
         self._parameters, self._optimizer = parameters, optimizer
 
     def time_in_turns(self, runs: Sequence[ProfiledRun]) -> list[Sample]:
-        """Run all of them and the step's end in turns while there is time; return a sample of each, ends last."""
+        """Run all of them and the step's end in turns while time is left; return samples, ends last."""
         timed = [self._timed(run) for run in runs]
         took: list[list[tuple[float, float, float]]] = [[] for _ in runs]
         end_took: list[tuple[float, float, float]] = []
@@ -214,7 +215,7 @@ class RankProfiler:
         return rounds < _MOST_ROUNDS and passed * (1 + 1 / (rounds + 1)) < self._settings.seconds
 
     def ladder(self) -> list[ProfiledRun]:
-        """Choose what to run, and run it once: lengths double while they take less than their part of the time."""
+        """Choose what to time, and run it once; lengths double while a run takes less than its share of the time."""
         ranks, layers, longest = self._world.world_size, self._shape.layers, 0
         runs: list[ProfiledRun] = []
         tokens = SHORTEST_TOKENS
@@ -239,7 +240,7 @@ class RankProfiler:
         try:
             for run in runs:
                 self._timed(run)()
-        except MemoryShortage:  # of all ranks alike, for all hold as much
+        except MemoryShortage:  # on all ranks alike, as all hold the same
             return self._agreed(False)
         share = _LONGEST_SHARE * len(runs) * self._settings.seconds
         return self._agreed(time.perf_counter() - start < share)
@@ -269,7 +270,7 @@ class RankProfiler:
         return time_it
 
     def _block(self, tokens: int) -> _Timed:
-        """Time one layer's causal attention of one sequence, forward and backward, by the kernel alone."""
+        """Time one layer's causal attention of one sequence, forward and backward, the kernel alone."""
         shape, device = self._shape, self._world.device
         q = torch.randn(tokens, shape.heads, shape.head_dim, dtype=self._dtype, device=device)
         k, v = torch.randn(2, tokens, shape.kv_heads, shape.head_dim, dtype=self._dtype, device=device)
@@ -309,7 +310,7 @@ class RankProfiler:
         return time_it
 
     def _copy(self, num_bytes: int) -> _Timed:
-        """Time bytes to where activations are offloaded, and back, on all ranks at once."""
+        """Time copying bytes to the offload store and back, on all ranks at once."""
         values, store = torch.ones(num_bytes, dtype=torch.uint8, device=self._world.device), self._store
         assert store is not None, "copies are only run where there is a store"
 
@@ -355,7 +356,7 @@ class RankProfiler:
 
 
 def _sample(run: ProfiledRun, took: np.ndarray, clock: Clock) -> Sample:
-    """Make the sample of a run from `took`, [ranks, rounds, (seconds, of these waited, of these forward)]."""
+    """Make the sample of a run from `took`, [ranks, rounds, (seconds, seconds waited, seconds of forward)]."""
     if run.kind == "ring":
         assert run.plan is not None, run
         took = took[list(run.plan.microbatches[0].ranks)]
@@ -364,7 +365,7 @@ def _sample(run: ProfiledRun, took: np.ndarray, clock: Clock) -> Sample:
         return _of(run, _usual(whole, clock), whole, None if np.isnan(forward).any() else _usual(forward, clock))
     if clock == "wall":
         return _of(run, _usual(whole.max(axis=0), clock), whole)
-    # A rank waits longer than the least of all turns while the machine does other work.
+    # Waits beyond the shortest of all turns come from other work on the machine.
     return _of(run, float((whole - waited).min(axis=1).max() + waited.min()), whole - waited)
 
 

@@ -1,4 +1,4 @@
-"""What a profile runs, as data: microbatches of lengths that double until they take too long, blocks, messages."""
+"""What a profile times, as data: microbatches, rings, blocks, messages and copies."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lengthwise.program.ring_order import ring_order
 SHORTEST_TOKENS = 32
 MESSAGE_BYTES = (1 << 14, 1 << 18, 1 << 20, 1 << 22)
 COPY_BYTES = (1 << 20, 1 << 22, 1 << 24)
-GPU_TIMES = 16  # as much on GPUs, whose links take a few MB in less time than a call (on one H200: 16 MiB in 0.7 ms)
-_NO_CAPACITY = 1 << 40  # what is run here is no plan of anybody's
+GPU_TIMES = 16  # times the bytes on GPUs, whose links move a few MB faster than a call (one H200: 16 MiB in 0.7 ms)
+_NO_CAPACITY = 1 << 40  # tokens; these plans are not checked against a cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledRun:
-    """One thing to be timed: a plan; a block, embedding or head of so many tokens; messages of so many bytes."""
+    """One thing to time: a plan; a block, embedding or head of `lengths`; messages or copies of `num_bytes`."""
 
     kind: Kind
     lengths: tuple[int, ...] = ()
@@ -29,7 +29,7 @@ class ProfiledRun:
 
 
 def local_run(lengths: Sequence[int], ranks: int, layers: int) -> ProfiledRun:
-    """Let every rank compute a pack of its own of these lengths, all at the same time."""
+    """Let every rank compute its own pack of these lengths, all at the same time."""
     packs = [tuple(range(rank * len(lengths), (rank + 1) * len(lengths))) for rank in range(ranks)]
     pieces = [Piece(ranks=(rank,), sequences=pack) for rank, pack in enumerate(packs)]
     plan = _plan(tuple(lengths) * ranks, pieces, ranks, layers)
@@ -37,7 +37,7 @@ def local_run(lengths: Sequence[int], ranks: int, layers: int) -> ProfiledRun:
 
 
 def ring_runs(lengths: Sequence[int], ranks: int, ranks_per_node: int, layers: int) -> list[ProfiledRun]:
-    """Cut one pack over rings: of 2, 4, 8 ... ranks and of all, inside a node and over the first border of two."""
+    """Cut one pack over rings of 2, 4, 8 ... and of all ranks, and over two ranks across a border of nodes."""
     degrees = sorted({*(2**power for power in range(1, ranks.bit_length()) if 2**power <= ranks), ranks} - {1})
     firsts = [(0, degree) for degree in degrees]
     if 1 < ranks_per_node < ranks:
@@ -54,7 +54,7 @@ def ring_runs(lengths: Sequence[int], ranks: int, ranks_per_node: int, layers: i
 
 
 def message_runs(ranks: int, ranks_per_node: int, *, times: int = 1) -> list[ProfiledRun]:
-    """Let every rank send to the next of its node, and to the same place of the next node; `times` as many bytes."""
+    """Let every rank send to the next of its node, and to the same place of the next node; `times` the bytes."""
     tiers: list[Tier] = [*(("near",) if ranks_per_node > 1 else ()), *(("far",) if ranks > ranks_per_node else ())]
     return [
         ProfiledRun(kind="transfer", num_bytes=times * size, degree=min(ranks, 2), tier=tier)
@@ -64,12 +64,12 @@ def message_runs(ranks: int, ranks_per_node: int, *, times: int = 1) -> list[Pro
 
 
 def copy_runs(*, times: int = 1) -> list[ProfiledRun]:
-    """Let every rank copy to where activations are offloaded, and back; `times` as many bytes."""
+    """Let every rank copy to the offload store and back; `times` the bytes."""
     return [ProfiledRun(kind="copy", num_bytes=times * size) for size in COPY_BYTES]
 
 
 def packs_up_to(longest: int) -> list[tuple[int, ...]]:
-    """Choose packs of about as many tokens as the longest length that was run: even, short, and uneven ones."""
+    """Return packs of about as many tokens as the longest length that ran: even, short, and uneven ones."""
     eighth = max(1, longest // 8)
     return [(eighth,) * 4, (max(1, longest // 32),) * 16, (longest // 2 + 1, eighth, eighth), (eighth * 3, eighth * 2)]
 

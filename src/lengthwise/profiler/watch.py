@@ -1,6 +1,6 @@
-"""A stopwatch over a rank, and a transport that notes when backward began.
+"""A stopwatch of a rank, and a transport that notes when backward begins.
 
-By the clock "cpu" seconds are those in which the process computed, and the least that any rank waited in any turn.
+Clock "cpu" counts the seconds in which the process computed, and those in which it waited for messages.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import TypeVar
 import torch
 
 from lengthwise.comm import Transport
-from lengthwise.comm.transport import Around
+from lengthwise.comm.transport import TransportWrapper
 from lengthwise.core.measurements import Clock
 
 Result = TypeVar("Result")
 
 
 class Stopwatch:
-    """Seconds of a rank by one of two clocks; on a GPU what was launched is waited for."""
+    """Seconds of a rank by one of two clocks; on a GPU it waits for what was launched."""
 
     def __init__(self, clock: Clock, transport: Transport, device: torch.device) -> None:
         self._clock, self._transport, self._device = clock, transport, device
 
     def now(self) -> float:
-        """Return seconds from some start."""
+        """Return the seconds since some fixed start."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if self._clock == "wall":
@@ -34,22 +34,22 @@ class Stopwatch:
 
     @property
     def waited(self) -> float:
-        """Seconds spent waiting for messages since some start."""
+        """Seconds spent waiting for messages since some fixed start."""
         return self._transport.clock.waited_seconds
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Return how long `run` takes, waiting for messages included."""
+        """Return how many seconds `run` takes, waiting for messages included."""
         return self.timed(run)[0]
 
     def timed(self, run: Callable[[], Result]) -> tuple[float, Result]:
-        """Return how long `run` takes, waiting for messages included, and what it returned."""
+        """Return how many seconds `run` takes, waiting for messages included, and its result."""
         start = self.now()
         result = run()
         return self.now() - start, result
 
 
-class WatchedTransport(Around):
-    """A transport around another that notes when backward begins."""
+class WatchedTransport(TransportWrapper):
+    """A transport wrapper that notes when backward begins."""
 
     def __init__(self, inner: Transport, watch: Stopwatch) -> None:
         super().__init__(inner)

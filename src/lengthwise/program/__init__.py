@@ -1,4 +1,4 @@
-"""What a plan means: its rules and features, the orders it implies, and what each rank does in rounds and blocks."""
+"""What a plan means: its rules and features, the orders that follow from it, and each rank's transfers and blocks."""
 
 from lengthwise.program.check import check_plan
 from lengthwise.program.features import Feature, features_of, refuse_unsupported, trains

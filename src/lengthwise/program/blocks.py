@@ -1,7 +1,8 @@
-"""Which blocks of attention a position computes against the keys of another one.
+"""Which blocks of attention a position computes against the keys of another position.
 
-Chunks have common borders, so no mask is needed without a window: own keys are one causal block; of a lower position
-both query chunks see the low chunk; of a higher one the high query chunk sees both. A window drops and trims blocks.
+All positions share the borders of chunks, so without a window no mask is needed: a position's own keys are one causal
+block; both its query chunks see the low chunk of a lower position; its high chunk sees both chunks of a higher one. A
+window drops and trims blocks.
 """
 
 from __future__ import annotations
@@ -13,31 +14,31 @@ from itertools import groupby
 
 from lengthwise.program.records import BlockTask, HeadRange, Segment
 
-# Tiles on the diagonal are at least this long: shorter ones cost more in launches than they save in masked work.
+# Tiles on the diagonal are at least this long: launching shorter ones costs more than the masked work they save.
 LEAST_TILE_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSpan:
-    """Tokens `start` to `stop` of one sequence that lie side by side in a shard, the first of them at `offset`."""
+    """Tokens `start` to `stop` of one sequence, adjacent in a shard from `offset` on."""
 
     offset: int
     start: int
     stop: int
 
     def part(self, start: int, stop: int) -> TokenSpan:
-        """Return the tokens from `start` to `stop` of the sequence."""
+        """Return the span of the sequence's tokens from `start` to `stop`."""
         return TokenSpan(offset=self.offset + start - self.start, start=start, stop=stop)
 
     @property
     def end(self) -> int:
-        """Where the shard goes on behind it."""
+        """The offset in the shard after its last token."""
         return self.offset + self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Meeting:
-    """Queries that see keys; `window` is set where its edge crosses the block."""
+    """Queries and the keys they see; `window` is set if the window's edge crosses the block."""
 
     queries: TokenSpan
     keys: TokenSpan
@@ -47,7 +48,7 @@ class _Meeting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queries:
-    """The shard of one position of a ring as queries: some heads of `piece`, their first row at `row` of the rank."""
+    """The shard of one ring position as queries: some heads of `piece`, from row `row` of the rank on."""
 
     piece: int
     position: int
@@ -57,9 +58,9 @@ class Queries:
 
 
 def block_tasks(queries: Queries, held: Sequence[Segment], *, owner: int, window: int | None) -> Iterator[BlockTask]:
-    """Yield the blocks of one position's queries against the shard of position `owner`, diagonal ones first.
+    """Yield the blocks of one position's queries against the shard of position `owner`, diagonal blocks first.
 
-    Shards list the low and the high chunk of each sequence; offsets of keys count from the start of `held`.
+    Shards list the low and the high chunk of each sequence; key offsets count from the start of `held`.
     `window`: a query sees itself and the window - 1 tokens before it.
     """
     own, q_offset, kv_offset = queries.shard, 0, 0
@@ -88,7 +89,7 @@ def block_tasks(queries: Queries, held: Sequence[Segment], *, owner: int, window
 
 
 def positions_seeing(bounds: Sequence[int], owner: int, window: int) -> Iterator[int]:
-    """Yield positions, some twice, with queries that see keys of `owner`; `bounds`: its 2 x degree + 1 borders."""
+    """Yield the positions, some twice, whose queries see keys of `owner`; `bounds`: the 2 x degree + 1 borders."""
     last = len(bounds) - 2
     for chunk in (owner, last - owner):
         stop = bounds[chunk + 1]
@@ -110,7 +111,7 @@ def _spans(low: Segment, high: Segment, offset: int) -> list[TokenSpan]:
 
 
 def _joined(spans: Sequence[TokenSpan]) -> TokenSpan:
-    """Join neighbours in a shard to one span from where the first one starts."""
+    """Join adjacent spans of a shard into one."""
     tokens = spans[-1].end - spans[0].offset
     return TokenSpan(offset=spans[0].offset, start=spans[0].start, stop=spans[0].start + tokens)
 
@@ -121,7 +122,7 @@ def _whole_blocks(q_spans: Sequence[TokenSpan], kv_spans: Sequence[TokenSpan], *
             yield _Meeting(queries=_joined(q_spans), keys=_joined(q_spans), causal=True)
         return
     for seeing, keys in groupby(kv_spans, lambda keys: [span for span in q_spans if span.start >= keys.stop]):
-        if seeing:  # the last ones see most: they are one block, and so are keys that the same ones see
+        if seeing:  # keys seen by the same queries are one block; these queries are adjacent, up to the last
             yield _Meeting(queries=_joined(seeing), keys=_joined(list(keys)))
 
 
@@ -146,9 +147,9 @@ def _diagonal_tiles(queries: TokenSpan, keys: TokenSpan, window: int) -> Iterato
 
 
 def _edge_block(queries: TokenSpan, keys: TokenSpan, window: int) -> Iterator[_Meeting]:
-    """Trim to queries that see a key and keys that are seen; where all see all, the block has no edge.
+    """Trim to queries that see a key and keys that are seen; a block in which all queries see all keys has no edge.
 
-    What is left has fewer queries than keys: flash windows count from the last key and cannot reach past it.
+    The part with an edge has fewer queries than keys, as flash kernels need: their windows count from the last key.
     """
     q_stop = min(queries.stop, keys.stop - 1 + window)
     kv_start = max(keys.start, queries.start - window + 1)

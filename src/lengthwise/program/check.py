@@ -1,6 +1,7 @@
-"""The rules between the numbers of a plan, for plans of any planner and any outside tool; types: `Plan.from_json`.
+"""The rules between the numbers of a plan, for any planner and any outside tool; `Plan.from_json` checks types.
 
-Each sequence exactly once, ranks that exist, and no more tokens on a rank than it holds; all problems at once.
+Each sequence stands in exactly one piece, ranks exist, and no rank holds too many tokens. All problems are reported at
+once.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ _REMEDY = "Correct the plan or the planner that wrote it."
 
 
 def check_plan(plan: Plan) -> None:
-    """Check every rule of the plan file that `Plan.from_json` has not checked by type.
+    """Check every rule of the plan file that `Plan.from_json` has not checked.
 
     Raises:
-        PlanError: one rule broken, with microbatch, piece, rank or sequence.
-        Problems: several of these.
+       PlanError: one rule is broken; names microbatch, piece, rank or sequence.
+       Problems: several rules are broken.
     """
     problems: list[LengthwiseError] = list(_header_problems(plan))
     for number, microbatch in enumerate(plan.microbatches):
@@ -82,7 +83,7 @@ def _piece_problems(plan: Plan, piece: Piece, where: str) -> Iterator[PlanError]
 
 
 def _capacity_problems(plan: Plan, microbatch: Microbatch, where: str) -> list[PlanError]:
-    """Check tokens held x ratio kept on the device <= capacity + tokens allowed for rounding, on every rank."""
+    """Check, per rank: tokens held x share kept on the device <= capacity + tokens allowed for rounding."""
     held, rounding = held_by_rank(plan, microbatch)
     kept = kept_ratio(microbatch.offload, plan.layers)
     return [

@@ -1,6 +1,6 @@
-"""What a plan can ask of its readers beyond rings and packs, and which reader does it: engine, simulator.
+"""What a plan can ask of its readers beyond rings and packs, and which reader supports it: engine, simulator.
 
-A reader that learns a feature adds it to its set here. Cost: one pass over the pieces.
+A reader that learns a feature adds it to its set here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lengthwise.core.shape import UNCUT, LayerCut
 
 
 class Feature(StrEnum):
-    """What a plan may use; the value is its name in the plan file."""
+    """A feature of plans; the value is its name in the plan file."""
 
     HEADS = "heads"
     OFFLOAD = "offload"
@@ -26,9 +26,9 @@ class Feature(StrEnum):
     WAVES = "waves"
 
 
-REQUIRED = frozenset(map(Feature, KNOWN_FEATURES))  # must stand in `requires` of a plan that uses them
-ENGINE = frozenset(Feature) - {Feature.PIPELINE}  # which it runs where ranks are stages
-IN_STAGES = frozenset(Feature) - {Feature.SPEEDS, Feature.WAVES}  # that it runs together
+REQUIRED = frozenset(map(Feature, KNOWN_FEATURES))  # `requires` of a plan that uses one must name it
+ENGINE = frozenset(Feature) - {Feature.PIPELINE}  # without stages
+IN_STAGES = frozenset(Feature) - {Feature.SPEEDS, Feature.WAVES}  # together with PIPELINE
 SIMULATOR = frozenset(Feature) - {Feature.SPEEDS}
 
 _REPORTED = 10  # refusals in one message
@@ -36,7 +36,7 @@ _REPORTED = 10  # refusals in one message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """A feature and the microbatch that uses it (None: the whole plan); `value` is what the plan says there."""
+    """A feature in use, and by which microbatch (None: by the whole plan); `value` is what the plan says there."""
 
     feature: Feature
     microbatch: int | None = None
@@ -44,7 +44,7 @@ class Use:
 
 
 def trains(features: Collection[str], *, tensor: int = 1) -> bool:
-    """Return whether this version runs plans that use no other features, with so many tensor-parallel devices."""
+    """Return whether this version trains plans with these features, on ranks of `tensor` tensor-parallel devices."""
     runs = IN_STAGES if Feature.PIPELINE in features else ENGINE
     return tensor == 1 and runs.issuperset(features)
 
@@ -55,12 +55,12 @@ def features_of(plan: Plan) -> frozenset[Feature]:
 
 
 def with_requires(plan: Plan) -> Plan:
-    """Return a plan that names what its readers must know of what it uses, the mode first."""
+    """Return the plan with the `requires` that its features need, the mode first."""
     return replace(plan, requires=tuple(sorted(features_of(plan) & REQUIRED, reverse=True)))
 
 
 def feature_uses(plan: Plan) -> Iterator[Use]:
-    """Yield each feature that the plan as a whole uses, then those of its microbatches, once for each of them."""
+    """Yield the features of the plan as a whole, then those of each microbatch."""
     kind = plan.schedule.get("kind")
     if kind != "free":
         yield Use(feature=Feature(kind), value=kind)
@@ -79,9 +79,9 @@ def feature_uses(plan: Plan) -> Iterator[Use]:
 
 
 def refuse_unsupported(plan: Plan, *, num_heads: int | None = None, cut: LayerCut = UNCUT) -> None:
-    """Raise PlanError, or Problems, for what the plan file can say but the engine cannot run.
+    """Raise PlanError, or Problems, for anything in a plan that the engine cannot run.
 
-    num_heads: of the model's attention, which allow some splits only. cut: of the run's layers.
+    num_heads: attention heads of the model, which a split must divide. cut: the run's pipeline stages.
     """
     problems: list[LengthwiseError] = []
     problems += list(_impossible_splits(plan, num_heads or 0))[:_REPORTED]
@@ -89,7 +89,7 @@ def refuse_unsupported(plan: Plan, *, num_heads: int | None = None, cut: LayerCu
     if plan.cut != cut or is_pipeline != (cut.stages > 1):
         expected = "kind free or waves, for a run without `stages`"
         if cut.stages > 1:
-            expected = f"kind pipeline with stages {cut.stages} and virtual {cut.virtual}, as the run has them"
+            expected = f"kind pipeline with stages {cut.stages} and virtual {cut.virtual}, as in the run"
         got = ", ".join(f"{key} {value}" for key, value in plan.schedule.items())
         remedy = "Plan again for these stages."
         problems.append(PlanError("plan: schedule", expected=expected, got=got, remedy=remedy))

@@ -1,7 +1,8 @@
-"""Which keys travel where along a ring: whose keys a position holds at which ring step, and how gradients return.
+"""Which keys travel where along a ring: whose keys a position holds at each ring step, and how gradients return.
 
-Without a window keys go once round: at ring step t position j holds those of owner j - t, and gradients follow one step
-behind. With a window keys travel both ways, `ahead` and `behind`, as far as needed, and gradients return the same way.
+Without a window keys go round once: at ring step t position j holds those of owner j - t, and gradients follow one
+step behind. With a window keys travel both ways, `ahead` and `behind`, as far as a block needs them, and gradients
+return the same way.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _WAYS = (1, -1)
 
 
 class Move(NamedTuple):
-    """`content` about position `owner` goes from position `source` to position `target`."""
+    """`content` of position `owner` goes from position `source` to position `target`."""
 
     source: int
     target: int
@@ -27,9 +28,9 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Forwarding:
-    """How the shards of one ring travel; `goes_round`: keys make a full turn.
+    """How the shards of one ring travel. goes_round: keys make a full turn.
 
-    needed: by owner, the offsets o such that position owner + o has a block with its keys.
+    needed: by owner, the offsets o for which position owner + o has a block with its keys.
     """
 
     degree: int
@@ -48,11 +49,11 @@ class Forwarding:
 
     @property
     def ring_steps(self) -> int:
-        """Ring steps at which there are blocks to compute: 1 for own keys alone."""
+        """Number of ring steps with blocks to compute; 1 for own keys alone."""
         return 1 + max(self.reach)
 
     def owners(self, position: int, ring_step: int) -> list[int]:
-        """List whose keys arrive at `position` for `ring_step`, whether or not there is a block for them."""
+        """List the positions whose keys `position` holds at `ring_step`, whether or not a block needs them."""
         if ring_step == 0:
             return [position]
         ahead, behind = self.reach
@@ -60,7 +61,7 @@ class Forwarding:
         return onward + ([(position + ring_step) % self.degree] if ring_step <= behind else [])
 
     def key_moves(self, ring_step: int, position: int | None = None) -> Iterator[Move]:
-        """Yield the keys that are sent while the blocks of `ring_step` are computed, of `position` only if given."""
+        """Yield the keys sent during `ring_step`; only those from or to `position`, if given."""
         if ring_step >= max(self.reach):
             return
         for owner, way in self._travelling(position, ring_step, ring_step + 1):
@@ -75,7 +76,7 @@ class Forwarding:
         return range(2, self.degree + 1) if self.goes_round else range(self.ring_steps, 2 * self.ring_steps - 1)
 
     def gradient_moves(self, ring_step: int, position: int | None = None) -> Iterator[Move]:
-        """Yield the gradients that are sent at `ring_step` of the backward pass; `position` as in `key_moves`."""
+        """Yield the gradients sent at `ring_step` of the backward pass; `position` as in `key_moves`."""
         if ring_step not in self.gradient_steps:
             return
         if self.goes_round:
@@ -83,15 +84,15 @@ class Forwarding:
                 if self.needed[owner]:
                     yield self._move(owner, ring_step - 1, ring_step, Content.DKV)
             return
-        left = 2 * self.ring_steps - 1 - ring_step  # ring steps from their owner of the gradients that move now
+        left = 2 * self.ring_steps - 1 - ring_step  # distance of the moving gradients from their owner
         for owner, way in self._travelling(position, left, left - 1):
             if self._last(owner, way) >= left:
                 yield self._move(owner, way * left, way * (left - 1), Content.DKV)
 
     def _travelling(self, position: int | None, source: int, target: int) -> Iterable[tuple[int, int]]:
-        """List (owner, way) of shards that may go from ring step `source` off their owner to `target`.
+        """List (owner, way) of shards that may go from distance `source` to `target` from their owner.
 
-        Of one position those that leave it or arrive at it: at most two of a way.
+        If a position is given, only shards that leave it or arrive at it: at most two per way.
         """
         if self.goes_round:
             degree = self.degree
@@ -103,7 +104,7 @@ class Forwarding:
         return sorted(here, key=lambda each: (each[0], -each[1]))
 
     def _last(self, owner: int, way: int) -> int:
-        """Return the ring steps that the keys of `owner` travel one way: to the last position that needs them."""
+        """Return the distance that the keys of `owner` travel one way, up to the last position that needs them."""
         return self._lasts[owner][way < 0]
 
     @cached_property

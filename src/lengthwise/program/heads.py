@@ -1,8 +1,8 @@
-"""Split heads: which heads of which tokens a rank attends, and what its group exchanges for it.
+"""Split heads: which heads of which tokens a rank attends, and what its group exchanges for that.
 
-The ranks of a piece with `heads: u` are groups of u neighbours: an all-to-all turns (own tokens, all heads) into (the
-group's tokens, one u-th of the heads), group g is position g of a ring of d / u, and results go home. DeepSpeed-Ulysses
-(arXiv 2309.14509), ring of USP (arXiv 2405.07719).
+The ranks of a piece with `heads: u` form groups of u neighbours. An all-to-all turns (own tokens, all heads) into (the
+group's tokens, one u-th of the heads), group g is position g of a ring of d / u, and a second all-to-all returns the
+results. DeepSpeed-Ulysses (arXiv 2309.14509); with rings: USP (arXiv 2405.07719).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def heads_of(piece: Piece, position: int) -> HeadRange:
 
 
 def ring_bounds(length: int, piece: Piece) -> tuple[int, ...]:
-    """Return the borders of the chunks of a sequence, of which each group holds two."""
+    """Return the borders of a sequence's chunks in the ring of groups, two chunks per group."""
     return chunk_bounds(length, piece.degree, piece.shares)[:: piece.heads]
 
 
 def group_of(piece: Piece, position: int) -> range:
-    """Return the positions of the group that a position of the piece is in."""
+    """Return the positions of the group of a position."""
     first = position - position % piece.heads
     return range(first, first + piece.heads)
 
@@ -34,7 +34,7 @@ def group_of(piece: Piece, position: int) -> range:
 def exchange_transfers(
     piece: Piece, index: int, tokens: Sequence[int], content: Content, position: int | None = None
 ) -> Iterator[Transfer]:
-    """Yield what the groups of piece `index` exchange, of `position` only if given; `tokens`: by position."""
+    """Yield the messages of the groups of piece `index`, of `position` only if given; `tokens`: by position."""
     owners: Iterable[int] = range(piece.degree) if position is None else group_of(piece, position)
     for owner in owners:
         for member in group_of(piece, owner) if tokens[owner] else ():
@@ -61,7 +61,7 @@ class TokenRun:
 
 
 def group_runs(piece: Piece, lengths: Sequence[int], position: int) -> Iterator[TokenRun]:
-    """Yield, in the order in which a group attends to its tokens, where its positions hold them."""
+    """Yield where the positions of a group hold its tokens, in the order in which the group attends to them."""
     group = group_of(piece, position)
     offsets = dict.fromkeys(group, 0)
     for length in lengths:

@@ -1,7 +1,7 @@
 """Lower a plan: from pieces on ranks to rounds of transfers and block tasks.
 
-All follows from one record that is the same on all ranks, so both sides leave out the same empty transfers. Rounds come
-for all ranks (order checks, simulator) or for one, in O(degree). See `forwarding`, `blocks`, `heads`.
+All ranks lower the same record, so both sides of an empty transfer leave it out. Rounds are lowered for all ranks
+(order checks, simulator) or for one, in O(degree). See `forwarding`, `blocks`, `heads`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from lengthwise.program.records import BlockTask, Content, HeadRange, RankRound,
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchProgram:
-    """One microbatch, lowered for all of its ranks and for layers with one sliding window (None: no window).
+    """One microbatch, lowered for all of its ranks and for layers with one sliding window, or none.
 
-    A position is one of a piece's ranks; its ring position is that of its group where the piece splits heads.
+    A position is a rank's place in a piece; its ring position is that of its group if the piece splits heads.
     """
 
     index: int
@@ -40,19 +40,19 @@ class MicrobatchProgram:
         return self._shards[piece][position]
 
     def shard_tokens(self, piece: int, position: int) -> int:
-        """Count the tokens that `position` of `piece` holds."""
+        """Return the number of tokens that `position` of `piece` holds."""
         return self._shard_tokens[piece][position]
 
     def ring_tokens(self, piece: int, owner: int) -> int:
-        """Count the tokens of ring position `owner`, whose heads its ranks split."""
+        """Return the number of tokens of ring position `owner`, over all ranks of its group."""
         return self._ring_tokens[piece][owner]
 
     def pieces_of(self, rank: int) -> tuple[tuple[int, Piece, int], ...]:
-        """List (piece index, piece, position of `rank` in it) for the pieces that name `rank`, in plan order."""
+        """List (piece index, piece, position of `rank` in it) for the pieces of `rank`, in plan order."""
         return self._places.get(rank, ())
 
     def shares(self, rank: int) -> bool:
-        """Whether `rank` shares a sequence with others, so that it has transfers; else it needs nobody."""
+        """Return whether `rank` shares a sequence with others, and so has transfers."""
         return any(piece.degree > 1 for _, piece, _ in self.pieces_of(rank))
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
@@ -60,7 +60,7 @@ class MicrobatchProgram:
         return tuple(segment for index, _, position in self.pieces_of(rank) for segment in self.shard(index, position))
 
     def shard_starts(self, rank: int) -> dict[int, int]:
-        """Map each piece that names `rank` to the local token at which its shard starts."""
+        """Map each piece of `rank` to the local token at which its shard starts."""
         starts, start = {}, 0
         for index, _, position in self.pieces_of(rank):
             starts[index] = start
@@ -68,7 +68,7 @@ class MicrobatchProgram:
         return starts
 
     def row_starts(self, rank: int) -> dict[HeadRange, dict[int, int]]:
-        """Map each range of heads that `rank` attends to its pieces, and these to the first row of their tokens."""
+        """Map each range of heads that `rank` attends to {piece: first row of its tokens}."""
         starts: dict[HeadRange, dict[int, int]] = {}
         stops: dict[HeadRange, int] = {}
         for index, piece, position in self.pieces_of(rank):
@@ -80,7 +80,7 @@ class MicrobatchProgram:
 
     @cached_property
     def ring_steps(self) -> int:
-        """Ring steps at which any rank has blocks to compute: 1 where nothing has to travel."""
+        """The most ring steps with blocks to compute on any rank; 1 if nothing travels."""
         return max(forwarding.ring_steps for forwarding in self._forwardings)
 
     @cached_property
@@ -90,7 +90,7 @@ class MicrobatchProgram:
 
     @cached_property
     def backward_rounds(self) -> tuple[Round, ...]:
-        """Rounds of the ring in the backward pass: keys and values again, and their gradients on the way home."""
+        """Rounds of the ring in the backward pass: keys and values again, and their gradients."""
         return tuple(
             Round(transfers=(*self._key_transfers(ring_step), *self._gradient_transfers(ring_step)))
             for ring_step in range(self._backward_steps)
@@ -191,7 +191,7 @@ class MicrobatchProgram:
         )
 
     def _needed(self, index: int) -> tuple[frozenset[int], ...]:
-        """Return for each ring position the offsets that have a block with its keys."""
+        """Return for each ring position the offsets of the positions with a block of its keys."""
         piece = self.microbatch.pieces[index]
         degree = piece.degree // piece.heads
         if self.window is None:
@@ -221,7 +221,7 @@ class MicrobatchProgram:
             yield from self._transfers(index, forwarding.gradient_moves(ring_step, group), places)
 
     def _rings(self, rank: int | None) -> Iterator[tuple[int, Forwarding, int | None, range]]:
-        """Yield (piece index, its forwarding, ring position, places in a group) of a rank; None: of all together."""
+        """Yield (piece index, forwarding, ring position, places in a group) of a rank, or of all ranks."""
         if rank is None:
             for index, piece in enumerate(self.microbatch.pieces):
                 yield index, self._forwardings[index], None, range(piece.heads)
@@ -252,7 +252,7 @@ def lower_microbatch(plan: Plan, index: int) -> MicrobatchProgram:
 
 
 def lower_plan(plan: Plan, rank: int, *, ranks_in_step: int = 1) -> tuple[MicrobatchProgram, ...]:
-    """Lower the microbatches of `rank`, in its order; `ranks_in_step`: neighbours that run all of theirs (waves)."""
+    """Lower the microbatches of `rank`, in its order; ranks in one group of `ranks_in_step` run all of the group's."""
     assert ranks_in_step == 1 or plan.schedule["kind"] == "waves", f"a plan in lock-step, got kind {plan.schedule}"
     node = rank // ranks_in_step
     return tuple(
@@ -263,7 +263,7 @@ def lower_plan(plan: Plan, rank: int, *, ranks_in_step: int = 1) -> tuple[Microb
 
 
 def last_on_all_ranks(plan: Plan, *, ranks_in_step: int = 1) -> frozenset[int]:
-    """List the microbatches after which none of the ranks that run them has another one (see `lower_plan`)."""
+    """List the microbatches that are the last of all their ranks; `ranks_in_step` as in `lower_plan`."""
     nodes = [_nodes(microbatch, ranks_in_step) for microbatch in plan.microbatches]
     last = {node: index for index, those in enumerate(nodes) for node in those}
     return frozenset(index for index, those in enumerate(nodes) if all(last[node] == index for node in those))
@@ -274,7 +274,7 @@ def _nodes(microbatch: Microbatch, ranks: int) -> set[int]:
 
 
 def all_end_alone(plan: Plan, *, first: Collection[int] = ()) -> bool:
-    """Whether the last microbatch of every rank is its own, without a transfer. first: those run before the others."""
+    """Return whether no rank's last microbatch has transfers. first: microbatches that run before all others."""
     alone: dict[int, bool] = {}
     for index in sorted(range(len(plan.microbatches)), key=lambda index: index not in first):
         pieces = plan.microbatches[index].pieces

@@ -1,4 +1,4 @@
-"""What a lowered microbatch is made of: segments of sequences, transfers grouped into rounds, and block tasks."""
+"""The parts of a lowered microbatch: segments of sequences, transfers grouped into rounds, and block tasks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ class Segment:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the segment; may be zero."""
+        """Number of tokens; may be zero."""
         return self.stop - self.start
 
 
 class Content(StrEnum):
     """What a message carries.
 
-    Keys and values or gradients along a ring; operands, results or gradients in a group that splits heads; of layers
-    that are no attention states, maps of states, and tokens before a span (`program.spans`), or their gradients.
+    KV, DKV: keys and values, or their gradients, along a ring. QKV, OUT, QKV_OUT, GRAD_OUT, DQKV: operands, results or
+    gradients in a group that splits heads. STATE, MAP, HALO: states, maps of states, and tokens before a span
+    (`program.spans`), or their gradients, of layers without attention.
     """
 
     KV = "kv"
@@ -42,12 +43,12 @@ class Content(StrEnum):
 
     @property
     def goes_home(self) -> bool:
-        """Whether it goes from who computes some heads to who holds the tokens."""
+        """Whether it goes from the rank that attends some heads to the rank that holds the tokens."""
         return self in (Content.OUT, Content.DQKV)
 
 
 class HeadRange(NamedTuple):
-    """One `part` of a model's attention heads, cut into `parts` of equally many; a tuple, as keys of each layer."""
+    """Part number `part` of a model's attention heads, cut into `parts` equal parts; a tuple, to be a cheap key."""
 
     part: int = 0
     parts: int = 1
@@ -57,10 +58,10 @@ ALL_HEADS = HeadRange()
 
 
 class Transfer(NamedTuple):
-    """One message of a round: `content` about `heads` of so many `tokens`; a tuple, as large worlds have millions.
+    """One message of a round: `content` of `heads` for `tokens` tokens; a tuple, as large worlds have millions.
 
-    owner: whose tokens they are: a position of the ring for what travels along it, else a position of the piece. The
-    `tokens` of states and maps are sequences, whose state has a size that the layer knows.
+    owner: the position whose tokens they are: a ring position along a ring, else a position of the piece. For states
+    and maps `tokens` counts sequences; the layer knows the size of a state.
     """
 
     source: int
@@ -72,31 +73,31 @@ class Transfer(NamedTuple):
     heads: HeadRange = ALL_HEADS
 
     def turned(self) -> Transfer:
-        """Return the message that goes back."""
+        """Return the message in the opposite direction."""
         return self._replace(source=self.target, target=self.source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """The transfers that all ranks of a microbatch make in one grouped call each, under the blocks of one ring step."""
+    """The transfers of all ranks during one ring step; each rank posts its own in one grouped call."""
 
     transfers: tuple[Transfer, ...]
 
     def turned(self) -> Round:
-        """Return the round in which each message goes back."""
+        """Return the round with every message in the opposite direction."""
         return Round(transfers=tuple(map(Transfer.turned, self.transfers)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRound:
-    """One rank's part in a round: what it sends and receives, in the order of the round."""
+    """One rank's part in a round: its sends and receives, in the order of the round."""
 
     sends: tuple[Transfer, ...] = ()
     receives: tuple[Transfer, ...] = ()
 
     @classmethod
     def of(cls, rank: int, transfers: Iterable[Transfer]) -> RankRound:
-        """Return the part of a rank in these transfers."""
+        """Return the part of `rank` in these transfers."""
         sends, receives = list[Transfer](), list[Transfer]()
         for transfer in transfers:
             if transfer.source == rank:
@@ -106,7 +107,7 @@ class RankRound:
         return cls(sends=tuple(sends), receives=tuple(receives))
 
     def turned(self) -> RankRound:
-        """Return the round in which each message goes back."""
+        """Return the round with every message in the opposite direction."""
         sends, receives = (tuple(map(Transfer.turned, each)) for each in (self.receives, self.sends))
         return RankRound(sends=sends, receives=receives)
 
@@ -115,9 +116,9 @@ class RankRound:
 class BlockTask:
     """One block of attention: local queries against the keys of position `owner` of the piece's ring.
 
-    q_start, q_stop: of the rank's rows of `heads` (`MicrobatchProgram.row_starts`). kv_start, kv_stop: of the shard of
-    `owner`. causal: on the diagonal: every query is in exactly one, its first. distance: the first query's token less
-    the first key's. window: set where its edge crosses the block.
+    q_start, q_stop: among the rank's rows of `heads` (`MicrobatchProgram.row_starts`). kv_start, kv_stop: in the shard
+    of `owner`. causal: the block is on the diagonal, which makes it the first block of its queries; each query is in
+    one such block. distance: the first query's token minus the first key's. window: set if its edge crosses the block.
     """
 
     piece: int

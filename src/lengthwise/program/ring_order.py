@@ -1,9 +1,9 @@
-"""In which order a ring visits its ranks, so that no rank ever meets more than four others.
+"""The order in which a ring visits its ranks, chosen so that no rank talks to more than four others.
 
-Evens of the interval upward, then odds downward, by the rank's own parity: 1..4 as 2, 4, 3, 1. Messages go two ranks
-along the line, at its ends one, so connections are made once, at the start. Groups that split heads are visited so, and
-a planner may have an order of its own; a step with edges beyond the line first connects them in one grouped call, which
-all ranks know from the plan.
+Even positions of the interval upward, then odd ones downward, by the parity of the rank itself: 1..4 as 2, 4, 3, 1.
+Messages go two ranks along the line, one at its ends, so all connections are made once, at the start. Groups that split
+heads are visited in the same way, and a planner may choose another order; before a step with new edges, one grouped
+call connects them, which all ranks know from the plan.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from lengthwise.core.plan import Microbatch, Piece
 if TYPE_CHECKING:
     from lengthwise.program.lower import MicrobatchProgram
 
-_LINE = 2  # the farthest that a ring in the order of the line reaches
+_LINE = 2  # the longest distance of a message in this order
 
 
 def ring_order(first: int, degree: int, heads: int = 1) -> tuple[int, ...]:
-    """List the ranks of [first, first + degree) in the order of the ring, whose groups have `heads` ranks.
+    """List the ranks of [first, first + degree) in ring order, in groups of `heads` ranks.
 
     In groups of two, ranks 0 to 11 are visited 0, 1 | 4, 5 | 8, 9 | 10, 11 | 6, 7 | 2, 3.
     """
@@ -38,7 +38,7 @@ def ring_order(first: int, degree: int, heads: int = 1) -> tuple[int, ...]:
 def interval_microbatch(
     first: int, degree: int, sequences: Sequence[int], shares: Sequence[float] | None = None
 ) -> Microbatch:
-    """Make a microbatch of one piece over [first, first + degree) in ring order; `shares`: in line order."""
+    """Return a microbatch of one piece over [first, first + degree), in ring order; `shares`: in line order."""
     ranks = ring_order(first, degree)
     weights = None if shares is None else tuple(shares[rank - first] for rank in ranks)
     return Microbatch(pieces=(Piece(ranks=ranks, sequences=tuple(sequences), shares=weights),))
@@ -50,7 +50,7 @@ def line_peers(rank: int, ranks: int) -> tuple[int, ...]:
 
 
 def ring_peers(programs: Iterable[MicrobatchProgram], rank: int) -> set[int]:
-    """Return the ranks that `rank` talks to in the rings of these microbatches, and to split their heads."""
+    """Return the ranks with which `rank` exchanges keys or heads in these microbatches."""
     peers: set[int] = set()
     for program in programs:
         for _, piece, position in program.pieces_of(rank):
@@ -62,5 +62,5 @@ def ring_peers(programs: Iterable[MicrobatchProgram], rank: int) -> set[int]:
 
 
 def far_from(rank: int, peers: Iterable[int]) -> tuple[int, ...]:
-    """List those of `peers` that are not on the line near `rank`, ascending."""
+    """List those of `peers` that are more than two ranks from `rank`, ascending."""
     return tuple(sorted(peer for peer in set(peers) if abs(peer - rank) > _LINE))

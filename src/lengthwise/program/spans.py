@@ -1,15 +1,15 @@
-"""What layers that are no attention pass along a cut sequence: states of scans, and the tokens before a convolution.
+"""What layers without attention pass along a cut sequence: states of scans, and the tokens before a convolution.
 
-A position computes each of its *spans* in one go: its low chunk and its high one; those of the last position touch and
-are one. A scan turns the state before a span into that after it by an affine map, which needs no other rank. In a
-*sweep* of d - 1 rounds, all between neighbours of a piece, each position learns the states before its spans:
+A position computes each of its *spans* at once: its low chunk and its high one; the two of the last position touch and
+are one span. A scan maps the state before a span to the state after it, by an affine map that needs no other rank. In
+a *sweep* of d - 1 rounds, all between neighbours of a piece, each position learns the states before its spans:
 
-    up,   round r: position r -> r + 1          the state before the low span of r + 1
-    down, round r: position d-1-r -> d-2-r      the map of all tokens between the two spans of d-2-r
+   up,   round r: position r -> r + 1          the state before the low span of r + 1
+   down, round r: position d-1-r -> d-2-r      the map of all tokens between the two spans of d-2-r
 
 The zigzag cut read from its end is a zigzag cut with low and high exchanged, so backward is a sweep of the same rounds.
 A convolution over `width` tokens needs the width - 1 tokens before each span, its *halo*: one round, mostly between
-neighbours, from farther off only where chunks are shorter than that.
+neighbours, from farther away only if chunks are shorter than the halo.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lengthwise.program.ring_order import far_from, ring_peers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixing:
-    """What a layer, or a whole model, passes along sequences beside keys; `width`: of its longest convolution."""
+    """What a layer or a model passes along sequences beside keys. width: of its longest convolution, in tokens."""
 
     has_states: bool = False
     width: int = 1
@@ -37,9 +37,9 @@ ATTENTION_ALONE = Mixing()
 
 
 class Span(NamedTuple):
-    """Tokens `start` to `stop` of a sequence, side by side on one rank from its local `row` on.
+    """Tokens `start` to `stop` of a sequence, adjacent on one rank from local row `row` on.
 
-    number: of the span in its sequence, 0 to 2 x degree - 2; position: who holds it.
+    number: of the span in its sequence, 0 to 2 x degree - 2. position: its holder.
     """
 
     piece: int
@@ -57,7 +57,7 @@ class Span(NamedTuple):
 
 
 class HaloMove(NamedTuple):
-    """Tokens `start` to `stop` of span `source` go before span `target`; `place`: of the sequence in its piece."""
+    """Tokens `start` to `stop` of span `source` that span `target` needs; `place`: of the sequence in its piece."""
 
     piece: int
     place: int
@@ -81,20 +81,20 @@ def spans_of(program: MicrobatchProgram, rank: int) -> tuple[Span, ...]:
 
 
 def sweep_rounds(program: MicrobatchProgram) -> tuple[Round, ...]:
-    """Return the rounds of a sweep of all pieces, forward and backward alike; `tokens` of a transfer are sequences."""
+    """Return the rounds of a sweep of all pieces, forward or backward; `tokens` of a transfer are sequences."""
     pieces = [*enumerate(program.microbatch.pieces)]
     return tuple(Round(transfers=tuple(_sweep_transfers(pieces, number))) for number in range(_sweep_length(program)))
 
 
 def sweep_rounds_of(program: MicrobatchProgram, rank: int) -> tuple[RankRound, ...]:
-    """Return one rank's part in `sweep_rounds`, without those in which it does nothing."""
+    """Return one rank's part in `sweep_rounds`, without the rounds in which it does nothing."""
     pieces = [(index, piece) for index, piece, _ in program.pieces_of(rank)]
     rounds = (RankRound.of(rank, _sweep_transfers(pieces, number)) for number in range(_sweep_length(program)))
     return tuple(each for each in rounds if each.sends or each.receives)
 
 
 def halo_round(program: MicrobatchProgram, width: int) -> Round:
-    """Return the round in which all ranks exchange the halos of a convolution; backward turns it round."""
+    """Return the round in which all ranks exchange the halos of a convolution; backward turns it."""
     return Round(transfers=tuple(halo_transfers(program, halo_moves(program, width))))
 
 
@@ -104,7 +104,7 @@ def halo_round_of(program: MicrobatchProgram, rank: int, width: int) -> RankRoun
 
 
 def halo_transfers(program: MicrobatchProgram, moves: Iterable[HaloMove]) -> Iterator[Transfer]:
-    """Yield the messages of moves, in their order; what stays on a rank is none."""
+    """Yield the messages of these moves, in order; moves within a rank need none."""
     for move in moves:
         piece = program.microbatch.pieces[move.piece]
         source, target = (_position(piece, number) for number in (move.source, move.target))
@@ -114,7 +114,7 @@ def halo_transfers(program: MicrobatchProgram, moves: Iterable[HaloMove]) -> Ite
 
 
 def halo_moves(program: MicrobatchProgram, width: int, rank: int | None = None) -> Iterator[HaloMove]:
-    """Yield which tokens go before which span of pieces that are cut, from or to `rank` only if given."""
+    """Yield the tokens that each span of a cut sequence needs before it, only from or to `rank` if given."""
     if rank is None:
         places = [(index, piece, None) for index, piece in enumerate(program.microbatch.pieces)]
     else:
@@ -130,7 +130,7 @@ def halo_moves(program: MicrobatchProgram, width: int, rank: int | None = None) 
 
 
 def far_peers(programs: Sequence[MicrobatchProgram], rank: int, mixing: Mixing = ATTENTION_ALONE) -> tuple[int, ...]:
-    """List the ranks that `rank` talks to beside those it met at the start, ascending; `mixing`: of the model."""
+    """List the ranks beyond distance 2 to which `rank` talks in these microbatches; `mixing`: of the model."""
     peers = ring_peers(programs, rank)
     for program in programs:
         rounds = [halo_round_of(program, rank, mixing.width)]
@@ -140,7 +140,7 @@ def far_peers(programs: Sequence[MicrobatchProgram], rank: int, mixing: Mixing =
 
 
 def _span_bounds(length: int, piece: Piece) -> tuple[int, ...]:
-    """Return the 2 x degree borders of the spans of a sequence: of the chunks, but the one in the middle."""
+    """Return the 2 x degree borders of a sequence's spans: those of the chunks without the middle one."""
     bounds = chunk_bounds(length, piece.degree, piece.shares)
     return (*bounds[: piece.degree], *bounds[piece.degree + 1 :])
 
@@ -150,7 +150,7 @@ def _position(piece: Piece, number: int) -> int:
 
 
 def _halo_pairs(bounds: Sequence[int], number: int, width: int) -> Iterator[tuple[int, int]]:
-    """Yield (target, source) for the spans before span `number` and those after it that are near enough."""
+    """Yield (target, source) of the halos that go to span `number` and come from it."""
     for source in range(number - 1, -1, -1) if bounds[number] < bounds[number + 1] else ():
         if bounds[source + 1] <= bounds[number] - width + 1:
             break

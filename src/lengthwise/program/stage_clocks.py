@@ -1,9 +1,9 @@
-"""The clocks of every stage of every rank: a `StageOrder` executed, tick by tick.
+"""Clocks of every stage of every rank: a `StageOrder` run tick by tick.
 
-An action starts when the stage is free on all ranks of its microbatch and its input has come. What a stage sends and
-receives at a tick is one grouped call (`step_program`), which begins when its action and the call before are done, and
-ends as a whole, when both sides of each message have begun it. The sender computes on; a ring waits until the call has
-begun (NCCL_LAUNCH_ORDER_IMPLICIT). 1,024 ranks with 40 microbatches each in 8 stages take 0.2 s.
+An action starts when the stage is free on all ranks of its microbatch and its input has arrived. The messages of a
+stage at a tick are one grouped call (`step_program`), which begins after its action and the previous call, and ends as
+a whole, once both sides of each message have begun it. The sender computes on; a ring waits until the call has begun
+(NCCL_LAUNCH_ORDER_IMPLICIT). 1,024 ranks with 40 microbatches each in 8 stages take 0.2 s.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Whole = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageClocks:
-    """When actions begin and end: arrays at [action, row], a row for each rank of each microbatch, plan's order."""
+    """Begin and end of actions, in seconds, at [action, row]: a row per rank of each microbatch, in plan order."""
 
     stage: NDArray[np.int64]  # of each action
     begin: Floats
@@ -41,10 +41,10 @@ def stage_clocks(
     """Run all microbatches through the stages of their ranks.
 
     Args:
-        ranks_of: the ranks of each microbatch, in the plan's order.
-        forward_seconds, backward_seconds: of a row, all chunks of one stage together.
-        cut: of each rank's layers.
-        send_seconds: of a row, from one stage to the next (default: 0).
+       ranks_of: the ranks of each microbatch, in the plan's order.
+       forward_seconds, backward_seconds: of a row, all chunks of one stage together.
+       cut: the pipeline of each rank.
+       send_seconds: of a row, from one stage to the next (default: 0).
     """
     order = stage_order(ranks_of, cut)
     chunks, stage = cut.chunks, order.action_stages
@@ -87,14 +87,14 @@ def stage_clocks(
 def slot_clocks(
     forward_seconds: Floats, backward_seconds: Floats, is_first: NDArray[np.bool_], cut: LayerCut
 ) -> Floats:
-    """Run a grid of microbatches through the stages of its ranks; return when each rank is done.
+    """Run a grid of microbatches through the stages of its ranks; return when each rank is done, in seconds.
 
-    As `stage_clocks` with free messages, many times faster; later microbatches move up into empty slots.
+    Like `stage_clocks` with free messages, but many times faster; microbatches move up into empty slots.
 
     Args:
-        forward_seconds, backward_seconds: at [slot, rank], all chunks of a stage together; 0 where a rank has none.
-        is_first: at [slot, rank], False where a rank shares the microbatch of the rank before it.
-        cut: of each rank's layers.
+       forward_seconds, backward_seconds: at [slot, rank], all chunks of a stage together; 0 if a rank has none.
+       is_first: at [slot, rank], False if a rank shares the microbatch of the rank before it.
+       cut: the pipeline of each rank.
     """
     forward_seconds, backward_seconds, is_first = _closed_up(forward_seconds, backward_seconds, is_first)
     num_slots, ranks = forward_seconds.shape
@@ -118,7 +118,7 @@ def slot_clocks(
 def _closed_up(
     forward_seconds: Floats, backward_seconds: Floats, is_first: NDArray[np.bool_]
 ) -> tuple[Floats, Floats, NDArray[np.bool_]]:
-    """Move microbatches up to the slot after the latest of their ranks."""
+    """Move each microbatch to the first slot that all its ranks have left."""
     has = forward_seconds + backward_seconds > 0
     if has.all():
         return forward_seconds, backward_seconds, is_first

@@ -1,7 +1,7 @@
-"""Interleaved 1F1B as data: which stage of which pipeline runs what, in one order that holds for all of them.
+"""Interleaved 1F1B as data: one order of actions that holds for the stages of all pipelines.
 
-With v virtual stages stage s of p holds the chunks of layers s, s + p, .. s + (v - 1) p; a microbatch is 2 p v actions.
-Stages run actions by their ticks, so nothing can deadlock (docs/decisions/stage-order.md; arXiv 2104.04473, 2.2).
+With v virtual stages, stage s of p holds the chunks of layers s, s + p, .. s + (v - 1) p; a microbatch is 2 p v
+actions. Stages run actions by tick, so nothing can deadlock (docs/decisions/stage-order.md; arXiv 2104.04473, 2.2).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Whole = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOrder:
-    """The order of a step's actions: `ticks[i, j]` of action j of microbatch i, p v forward ones, then p v backward."""
+    """The order of a step's actions: `ticks[i, j]` of action j of microbatch i, p v forward, then p v backward."""
 
     cut: LayerCut
     ticks: Whole
 
     @property
     def action_stages(self) -> Whole:
-        """The stage at which each of the 2 p v actions of a microbatch runs."""
+        """The stage of each of the 2 p v actions of a microbatch."""
         forward = np.arange(self.cut.chunks) % self.cut.stages
         return np.concatenate((forward, forward[::-1]))
 
     def together(self) -> list[tuple[Whole, Whole]]:
-        """List (microbatches, actions) of each tick, ascending; what shares a tick shares no stage of any rank."""
+        """List (microbatches, actions) of each tick, ascending; no two of them share a stage of a rank."""
         flat = self.ticks.ravel()
         order = np.argsort(flat, kind="stable")
         borders = np.flatnonzero(np.diff(flat[order])) + 1
@@ -40,12 +40,12 @@ class StageOrder:
 
 
 def stage_order(ranks_of: Sequence[Sequence[int]], cut: LayerCut) -> StageOrder:
-    """Order the actions of microbatches, given as the ranks of each in the plan's order.
+    """Order the actions of microbatches, given as the ranks of each in plan order.
 
-    Slot k of a microbatch is one after the latest slot of its ranks; h = 1 for v = 1, else 2. Ticks:
+    The slot k of a microbatch is one after the latest slot of its ranks; h = 1 for v = 1, else 2. Ticks:
 
-        forward, stage s, its chunk c    2 n(c) + h s                                n(c) = (k // p) v p + c p + k % p
-        backward                         2 n(v - 1 - c) + 2 (v - 1) p + 2 h (p - 1) + 1 - h s
+       forward, stage s, its chunk c    2 n(c) + h s                                n(c) = (k // p) v p + c p + k % p
+       backward                         2 n(v - 1 - c) + 2 (v - 1) p + 2 h (p - 1) + 1 - h s
     """
     slots, stages, virtual = _slots(ranks_of), cut.stages, cut.virtual
     stride, apart = cut.chunks, 1 if virtual == 1 else 2

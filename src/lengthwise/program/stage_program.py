@@ -1,4 +1,4 @@
-"""Which rank is which stage of a replica, and which layers each of its chunks has."""
+"""Which rank is which stage of a replica, and which layers are in each chunk."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import numpy as np
 
 
 def rank_of(replica: int, stage: int, stages: int) -> int:
-    """Return the rank of a stage of a replica: the stages of a replica are next to each other."""
+    """Return the rank of a stage of a replica; the stages of a replica are neighbours."""
     return replica * stages + stage
 
 
 def cut_layers(
     layer_seconds: Sequence[float], chunks: int, *, first_seconds: float = 0.0, last_seconds: float = 0.0
 ) -> list[range]:
-    """Cut layers into chunks, none empty, so that the slowest takes the least time; of equal cuts the last is smallest.
+    """Cut layers into non-empty chunks so that the slowest is fastest; among equal cuts the last chunk is smallest.
 
-    first_seconds, last_seconds: what the first chunk takes beside its layers (the embedding), and the last one (head
-    and loss). Costs chunks x layers^2.
+    first_seconds, last_seconds: what the first chunk takes beside its layers (embedding), and the last (head and loss).
+    Costs chunks x layers^2.
     """
     count = len(layer_seconds)
     assert 1 <= chunks <= count, f"{chunks} chunks of {count} layers"

@@ -1,12 +1,12 @@
 """What a rank does in a step, as data: passes of microbatches through chunks of layers, and messages between stages.
 
-A whole model is one stage of one chunk: each microbatch runs forward, then backward, in the plan's order. With more
-stages a rank goes by `stage_order`. Transfers have one order, (tick, 0) for the rings of a pass and (tick, 1) for what
-a tick sends on, by which each rank posts: one only waits for earlier ones.
+A whole model is one stage of one chunk: each microbatch runs forward, then backward, in plan order. With more stages a
+rank follows `stage_order`. Transfers have one order, (tick, 0) for the rings of a pass and (tick, 1) for the messages
+after it, and each rank posts in this order: a transfer only waits for earlier ones.
 
-Where routers have a balance loss, all microbatches first run forward without gradients, and what all tokens choose is
-summed over the ranks (`models.router`). A microbatch of whole models that is the last of all its ranks keeps its graph
-instead and goes backward first, so that no rank holds two graphs. Ranks in lock-step have the same last one.
+If routers have a balance loss, all microbatches first run forward without gradients, and the ranks sum which experts
+all tokens choose (`models.router`). A microbatch of whole models that is the last of all its ranks keeps its graph
+instead and runs backward first, so that no rank holds two graphs. Ranks in lock-step have the same last microbatch.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Place(NamedTuple):
 class Pass:
     """One pass of a microbatch through a chunk of layers.
 
-    prepares: the pass forward that the host prepares before this one, which keeps the device busy. reads_ahead: whose
-    activations are brought back after it, for a backward that comes soon. sums_early: gradients may be summed in it.
+    prepares: the forward pass that the host prepares before this one, to keep the device busy. reads_ahead: the place
+    whose offloaded activations return after this pass, for a backward that follows soon. sums_early: gradients may be
+    reduced during it.
     """
 
     kind: Kind
@@ -49,13 +50,13 @@ class Pass:
 
     @property
     def is_forward(self) -> bool:
-        """Whether it goes on to the next chunk, not to the one before."""
+        """Whether the pass goes on to the next chunk, not to the previous one."""
         return self.kind != "backward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """Hidden states, or their gradient, that the pass at a place needs, to or from `stage`."""
+    """Hidden states, or their gradient, that the pass at `place` needs, to or from `stage`."""
 
     place: Place
     is_forward: bool
@@ -74,10 +75,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProgram:
-    """What a rank does in a step, in its order.
+    """What a rank does in a step, in order.
 
-    microbatches: those of this rank, by their index in the plan. counting: the turns before what routers choose is
-    summed over all ranks; None: it is not. turns: all others.
+    microbatches: those of this rank, by their index in the plan. counting: turns before the ranks sum what routers
+    choose, or None if they do not. turns: all others.
     """
 
     microbatches: Mapping[int, MicrobatchProgram]
@@ -86,7 +87,7 @@ class StepProgram:
 
 
 _Kinds: TypeAlias = Mapping[int, tuple[Kind | None, Kind | None]]
-"""Of each microbatch of a rank, in its order: the passes that it runs, forward and backward."""
+"""The forward and backward passes that each microbatch of a rank runs, in order."""
 
 
 def step_program(
@@ -98,9 +99,9 @@ def step_program(
     train: bool = True,
     counts_routers: bool = False,
 ) -> StepProgram:
-    """Return what a stage of a replica, which plans call a rank, does in a step.
+    """Return what a stage of a replica (what plans call a rank) does in a step.
 
-    ranks_in_step: see `lower_plan`. train: with passes backward. counts_routers: they have a balance loss.
+    ranks_in_step: see `lower_plan`. train: include backward passes. counts_routers: routers have a balance loss.
     """
     microbatches = {each.index: each for each in lower_plan(plan, replica, ranks_in_step=ranks_in_step)}
     counting, keeps, is_whole = None, frozenset[int](), plan.cut == UNCUT
@@ -145,7 +146,7 @@ def _turns(plan: Plan, stage: int, kinds: _Kinds, *, sums_early: bool = False) -
 
 
 def _clock(plan: Plan, kinds: _Kinds) -> tuple[list[int], list[list[int]]]:
-    """Return the stage of each step of a microbatch, forward and then backward, and the ticks of these microbatches."""
+    """Return the stage of each action of a microbatch, and the ticks of these microbatches' actions."""
     if plan.cut == UNCUT:  # nobody else goes by the ticks
         return [0, 0], [[2 * place, 2 * place + 1] for place in range(len(kinds))]
     order = stage_order([each.ranks for each in plan.microbatches], plan.cut)
@@ -157,7 +158,7 @@ def _chunk(step: int, chunks: int) -> int:
 
 
 def _passes(ordered: Sequence[tuple[Kind, Place]], sums_early: bool) -> list[Pass]:
-    """Return passes in their order, with what the host does for those to come."""
+    """Return passes in order, with what the host does for later ones."""
     found, prepares, backward = list[Pass](), None, deque[Place | None]([None, None], 2)
     for kind, place in reversed(ordered):
         is_backward = kind == "backward"

@@ -1,4 +1,4 @@
-"""The engine: run a plan on every rank, reduce once, update, and check against one process."""
+"""A run file on a session: `lengthwise train` and `verify`, the launcher, the run's folder and its checkpoints."""
 
 from lengthwise.core.environment import prepare_environment
 

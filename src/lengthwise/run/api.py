@@ -1,7 +1,7 @@
-"""`train` and `verify` as functions: what the commands of these names call.
+"""`train` and `verify` as functions, which the commands of these names call.
 
-Both start local processes, one a rank, or take the ranks of torchrun where it started this process. They print
-nothing: a `Callback` follows it.
+Both start one local process per rank, or use the ranks of torchrun if it started this process. They print nothing: a
+`Callback` reports.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.sizes import read_whole
 from lengthwise.program import check_plan
 from lengthwise.run.callbacks import Callback, TrainResult, call_back
-from lengthwise.run.check import Check, part_of_batch, whole_batch
 from lengthwise.run.evaluation import read_best
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
+from lengthwise.run.prepared import PreparedRun, Run, prepare, run_ranks
 from lengthwise.run.rank import train_rank
 from lengthwise.run.resume import Resume, find_resume, has_checkpoint, has_model, is_finished, torchrun_agent
 from lengthwise.run.stacks import FOLDER as STACKS
-from lengthwise.run.start import Run, Start, prepare, run_ranks
 from lengthwise.run.verify import VerifyReport, verify_rank
+from lengthwise.run.verify_batch import VerifyBatch, part_of_batch, whole_batch
 
 _MOST_RESTARTS = 1000
 
@@ -54,19 +54,18 @@ def train(
 
     Args:
         run: a run file, its values, or a `RunConfig`.
-        ranks: processes; None: one a GPU, else 1.
-        overrides: texts `key=value` for a run file.
+        ranks: number of processes. If None, one per GPU, or 1 without GPUs.
+        overrides: texts `key=value` that change a run file.
         overwrite: delete an earlier run in the output folder.
-        resume: go on with that run from its newest checkpoint, on any number of ranks; "if_any": or start where it has
-            none. A run that torchrun starts again does the latter by itself.
-        accept_changes: resume although settings or data differ from those of the checkpoint; each difference is a note.
-        max_restarts: how often to start the ranks of this process again, from the newest checkpoint, where one died or
-            hung.
+        resume: continue that run from its newest checkpoint, on any number of ranks; "if_any" starts anew if there is
+            none. A run that torchrun restarts does this by itself.
+        accept_changes: resume although settings or data differ from the checkpoint's; a note names each difference.
+        max_restarts: how often to restart the ranks of this process from the newest checkpoint after one died or hung.
         timeout_seconds: how long a rank waits for another.
-        callbacks: what is called with each step; see `Callback`.
+        callbacks: see `Callback`.
 
     Raises:
-        LengthwiseError: a problem with the input, all of them in one error; or what ended the run.
+        LengthwiseError: problems of the input, all in one error, or the error that ended the run.
         KeyboardInterrupt: a second Ctrl-C; its argument says what was saved. The first one ends the run after its step.
     """
     with ExitStack() as claims:
@@ -77,8 +76,8 @@ def train(
                 got, remedy = "both", "Leave one out: the first deletes the run, the second resumes it."
                 raise ConfigError("overwrite", expected="{overwrite} or {resume}", got=got, remedy=remedy)
             if accept_changes and not resume:
-                expected, remedy = "{resume} beside {accept_changes}", "Add {resume}, or leave it out."
-                raise ConfigError("accept_changes", expected=expected, got="it alone", remedy=remedy)
+                expected, remedy = "{resume} beside {accept_changes}", "Add {resume}, or remove {accept_changes}."
+                raise ConfigError("accept_changes", expected=expected, got="no {resume}", remedy=remedy)
             folder, deletes, goes_on = RunFolder(config.output), overwrite, bool(resume)
             if resume == "if_any" or folder.is_restart(torchrun_agent()):
                 goes_on = has_checkpoint(config)
@@ -87,7 +86,7 @@ def train(
             if not goes_on:
                 return None
             found = find_resume(config, accept_changes=accept_changes)
-            folder.kept(found)  # what is damaged is refused before anything changes
+            folder.kept(found)  # refuse damaged files before anything changes
             read_best(config.output)
             return found
 
@@ -104,8 +103,8 @@ def train(
         return result
 
 
-def _finished(start: Start) -> TrainResult | None:
-    """Return the result of a run that resumes after its last step; None: it has steps, or its model, to make."""
+def _finished(start: PreparedRun) -> TrainResult | None:
+    """Return the result of a run that resumes after its last step, or None if steps or the saved model are missing."""
     job, resume = start.job, start.job.resume
     if start.world is not None or resume is None or not is_finished(job.config, resume, job.num_steps):
         return None
@@ -124,7 +123,7 @@ def _finished(start: Start) -> TrainResult | None:
     )
 
 
-def _check_restarts(max_restarts: int, start: Start) -> None:
+def _check_restarts(max_restarts: int, start: PreparedRun) -> None:
     if max_restarts and start.world is not None:
         remedy = "Give --max-restarts to torchrun."
         raise ConfigError("max_restarts", expected="0 under torchrun", got=str(max_restarts), remedy=remedy)
@@ -132,9 +131,9 @@ def _check_restarts(max_restarts: int, start: Start) -> None:
 
 
 def _run_restarting(
-    start: Start, callbacks: Sequence[Callback], hearing: Sequence[Callback], most: int, *, accept_changes: bool
+    start: PreparedRun, callbacks: Sequence[Callback], hearing: Sequence[Callback], most: int, *, accept_changes: bool
 ) -> TrainResult:
-    """Run the ranks; where one died or hung, start them again, at most so often, from the newest checkpoint."""
+    """Run the ranks; if one died or hung, restart them from the newest checkpoint, at most `most` times."""
     config = start.job.config
     for restarts in range(1, most + 2):
         job = start.job
@@ -164,17 +163,17 @@ def verify(
     full: bool = False,
     plan: str | Path | None = None,
     timeout_seconds: float = 600.0,
-    on_start: Callable[[Check], None] = lambda _check: None,
+    on_start: Callable[[VerifyBatch], None] = lambda _check: None,
     on_phase: Callable[[str], None] = lambda _phase: None,
 ) -> VerifyReport | None:
-    """Compute a part of the first global batch on `ranks` processes and in one; return how far apart they are.
+    """Compute a part of the first global batch on `ranks` processes and in one process; return the differences.
 
-    The part takes about a minute (see `run.check`). `full`: the whole batch, as the run has it. `plan`: the same, with
-    a plan file in place of a plan made here. `on_start` is called before anything is computed, `on_phase` as it goes
-    on, by rank 0, "" at the end. Other arguments are those of `train`. None on the ranks of torchrun but the first.
+    The part takes about a minute. `full` computes the whole batch of the run. `plan` does too, with a plan file in
+    place of a new plan. `on_start` is called before the computation. Rank 0 calls `on_phase` with its progress, and
+    with "" at the end. Other arguments are those of `train`. Under torchrun ranks other than 0 return None.
 
     Raises:
-        LengthwiseError: a problem with the input, or what ended a rank.
+        LengthwiseError: problems of the input, or the error that ended a rank.
     """
     start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds, on_phase=on_phase)
     job = start.job
@@ -203,7 +202,7 @@ def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
     """Read a plan file and check that it is a plan for this batch on these ranks.
 
     Raises:
-        PlanError: it is not, or it has what this version cannot run.
+        PlanError: it is not, or this version cannot run it.
     """
     try:
         text = read_plan_text(path)
@@ -213,22 +212,23 @@ def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
     check_plan(plan)
     job.refuse_plan(plan)
     if job.shard != "zero1" and plan.schedule["kind"] != "waves":
-        where, remedy = str(path), "Plan it with `--mode waves`, or take `shard` out of the run file."
+        where, remedy = str(path), "Plan it with `--mode waves`, or remove `shard` from the run file."
         expected, got = f"a plan of kind waves, for `shard: {job.shard}`", str(plan.schedule["kind"])
         raise PlanError(where, expected=expected, got=got, remedy=remedy)
     if job.config.offload is None and any(microbatch.offload for microbatch in plan.microbatches):
         remedy = "Add `offload` to the run file: {store: disk, path: /scratch}."
-        raise PlanError(str(path), expected="a plan without offload, or a place for it", got="none", remedy=remedy)
+        expected, got = "a plan without offload, or `offload` in the run file", "a plan that offloads activations"
+        raise PlanError(str(path), expected=expected, got=got, remedy=remedy)
     if plan.ranks != job.replicas or plan.tokens != lengths:
         where = str(path)
         expected = f"a plan for {counted(job.replicas, 'rank')} and the first batch's lengths {list(lengths[:8])}..."
         got = f"{counted(plan.ranks, 'rank')} and {list(plan.tokens[:8])}..."
-        raise PlanError(where, expected=expected, got=got, remedy="Make it from the lengths of the first global batch.")
+        raise PlanError(where, expected=expected, got=got, remedy="Plan the lengths of the first global batch.")
     return plan
 
 
 def _inputs(config: RunConfig) -> list[Path]:
-    """Everything on disk that the run reads; a hub name is no path of ours."""
+    """Return all paths that the run reads; hub names are not paths."""
     sources = (*config.data, *(config.eval.data if config.eval else ()))
     names = (name for name in (config.model, config.tokenizer_name) if Path(name).is_absolute())
     adapter = [config.lora.adapter] if config.lora and config.lora.adapter else []

@@ -1,4 +1,4 @@
-"""The ranks of a run, and a session of its model on each; `train` and `verify` begin here: one proves the other."""
+"""Join the ranks of a run, and open a session of its model: for `train`, and for `verify`, which thereby tests it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def connect(
 ) -> Transport:
     """Join the ranks of the run, and check that all of them read the same run file and data.
 
-    `say` is called with the transport, and why.
+    say: called with the choice of the transport, and its reason.
 
     Raises:
-        RankError: they did not.
+        RankError: a rank read other settings or data.
     """
     transport = join(world, timeout_seconds=job.timeout_seconds, on_phase=on_phase, say=say)
     if world.world_size == 1:
@@ -54,9 +54,9 @@ def open_session(
 ) -> tuple[Session, SlicedOptimizer]:
     """Return a session of the job's model, and the optimizer of its run file. Collective.
 
-    say: reports how the model computes, on rank 0. draws_both: as for `build_adapted`.
+    say: called on rank 0 with how the model computes. draws_both: as in `build_adapted`.
     """
-    transport.phase = "start, taking the model of rank 0 in"
+    transport.phase = "start, loading the model"
     model, rows = _load(job, transport, draws_both=draws_both)
     whole = optimizer_of(job.config.optimizer, model)
 
@@ -85,7 +85,7 @@ def open_session(
 
 
 def session_settings(job: Job, device: torch.device) -> SessionSettings:
-    """Return what a session takes of a job's settings, which were checked."""
+    """Return a job's settings as a session takes them."""
     config = job.config
     return SessionSettings(
         asked=config,
@@ -104,11 +104,11 @@ def session_settings(job: Job, device: torch.device) -> SessionSettings:
 
 
 def _load(job: Job, transport: Transport, *, draws_both: bool) -> tuple[Any, OwnRows | None]:
-    """Return the job's model, with the weights that this rank gives others, and where ranks read their own. Collective.
+    """Return the job's model with the weights that this rank sends to others, and the source of own rows. Collective.
 
-    Rank 0 alone reads weights; of stages the ranks of the first replica do. Where parameters are cut every rank reads
-    its own rows later, if the files have the model's parameters one by one. Rank 0 alone holds, and saves, what a model
-    has beside its text part.
+    With zero1 rank 0 alone reads weights; with stages the ranks of the first replica do. If parameters are sharded and
+    the files have them one by one, every rank reads its own rows later, from the returned source, and the model is
+    empty. Rank 0 alone holds, and saves, towers beside the text part.
     """
     rank, stages = transport.rank, job.config.stages
     build = partial(build_adapted, job.model, job.config.lora, seed=job.config.seed, draws_both=draws_both)
@@ -125,7 +125,7 @@ def _load(job: Job, transport: Transport, *, draws_both: bool) -> tuple[Any, Own
 
 
 def _own_rows(job: Job, model: Any, transport: Transport) -> OwnRows | None:
-    """Return what every rank reads its rows of the model from, the same on all; None: rank 0 reads all. Collective."""
+    """Return the source of every rank's rows, the same on all ranks, or None if rank 0 must read all. Collective."""
     rows = own_rows(job.model, model) if job.config.lora is None else None
     can = torch.tensor([float(rows is None)])
     transport.all_reduce(can)

@@ -1,4 +1,4 @@
-"""Callbacks of a run: files, the line on the terminal, whatever a user adds; and what they are given."""
+"""Callbacks of a run (its files, the line on the terminal, a user's own) and the records they get."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One line of metrics.jsonl, from the step's plan and `busy_seconds`, one entry a rank.
+    """One line of metrics.jsonl, made from the step's plan and the `busy_seconds` of its ranks.
 
-    `loss` is the mean over the loss tokens of the global batch, before the update, `router_loss` the balance loss over
-    it, before its coefficient (None: there is none). `imbalance_ratio` is the largest over the mean busy time of ranks
-    (busy: in microbatches, not waiting for a transfer; on a GPU by its own clock), `idle_ratio` 1 - mean busy / step
-    time, `ring_token_ratio` the share of tokens in cut sequences.
-    `predicted_step_seconds` is what the plan's costs say. Of memory and waits the largest rank counts:
-    `peak_memory_bytes` on its GPU, or resident, with the update before this step; `exposed_ring_seconds` for transfers
-    that no work hid; `offload_wait_seconds` for copies. `offloaded_bytes` are those of all ranks.
+    `loss` is the mean over the loss tokens of the global batch before the update; `router_loss` the balance loss over
+    it, without its coefficient, or None without routers. A rank is busy in microbatches, except while it waits for a
+    transfer; on a GPU its clock counts. `imbalance_ratio` is the largest over the mean busy time, `idle_ratio` 1 - mean
+    busy time / step time, `ring_token_ratio` the share of tokens in cut sequences. `predicted_step_seconds` follows
+    from the plan's costs. The rank with the largest value counts for `peak_memory_bytes` (on its GPU, or resident;
+    including the previous update), `exposed_ring_seconds` (transfers that no work hid) and `offload_wait_seconds`
+    (copies). `offloaded_bytes` is the sum over all ranks.
     """
 
     plan: InitVar[Plan]
@@ -67,7 +67,7 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedStep:
-    """A step that was run and its update made. `sequences`: those of the data, in the order of the plan's tokens."""
+    """A step whose update was made. sequences: numbers of its sequences in the data, in the order of the plan."""
 
     metrics: StepMetrics
     num_steps: int
@@ -77,9 +77,9 @@ class FinishedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotFinite:
-    """One line of not_finite.jsonl: a value of `step` that is NaN or infinite, `what` it is of, over which sequences.
+    """One line of not_finite.jsonl: a value of `step` that is NaN or infinite, and the sequences of the step.
 
-    `what` is loss, router loss, norm of the gradient, or parameter: then `step` is the one whose update ruined it.
+    `what` is loss, router loss, norm of the gradient, or parameter; for a parameter `step` is the one that updated it.
     """
 
     step: int
@@ -90,7 +90,7 @@ class NotFinite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalMetrics:
-    """One line of eval.jsonl. `loss` is the mean over all loss tokens of the eval data after `step`."""
+    """One line of eval.jsonl. `loss` is the mean over the loss tokens of the eval data after `step`."""
 
     step: int
     loss: float
@@ -103,10 +103,10 @@ class EvalMetrics:
 class TrainResult:
     """How a run ended.
 
-    steps: from the first one, those before a checkpoint too; `num_tokens`, `seconds`: of this process alone. metrics:
-    of the last step; None: the run was at its end. stopped_by: the signal that ended it early, or None. skipped: of the
-    steps, those whose sequences changed nothing, because something in them was not finite. parameters: of the model; of
-    a run that was already finished, those that train.
+    steps: steps of the whole run, those before a resumed checkpoint too. num_tokens, seconds: of this process alone.
+    metrics: metrics of the last step, or None if the run was finished before. stopped_by: the signal that ended it
+    early, or None. skipped: steps without an update because a value was not finite. parameters: number of the model's
+    parameters; of a run that was finished before, of the trained ones.
     """
 
     steps: int
@@ -122,26 +122,26 @@ class TrainResult:
 
 
 class Callback(Protocol):
-    """Called while a run goes on; a subclass overrides the methods that it needs.
+    """Called during a run; a subclass overrides the methods that it needs.
 
-    `on_start` and `on_end` run in the process that called `train`, the others in that of rank 0: with several local
-    ranks that is a fork, and what they change there is not seen outside.
+    `on_start` and `on_end` run in the process that called `train`, the others in rank 0's process. With several local
+    ranks that is a fork, whose changes of objects are not visible outside.
     """
 
     def on_start(self, job: Job) -> None:
         """Take the checked run, once, before its ranks start."""
 
     def on_phase(self, phase: str) -> None:
-        """Take what rank 0 does from now on, `step 3, microbatch 2 of 8 forward`; "" at the end. Called very often."""
+        """Take rank 0's current work, as `step 3, microbatch 2 of 8 forward`, very often, and "" at the end."""
 
     def on_note(self, line: str) -> None:
         """Take a decision of the run and its reason: kernel, transport, memory check."""
 
     def on_step(self, step: FinishedStep) -> None:
-        """Take a step that has ended."""
+        """Take a step that made its update."""
 
     def on_not_finite(self, found: NotFinite) -> None:
-        """Take a loss, gradient or parameter that is NaN or infinite; a note or an error says what follows."""
+        """Take a loss, gradient or parameter that is NaN or infinite; a note or an error follows."""
 
     def on_eval(self, metrics: EvalMetrics) -> None:
         """Take the result of an evaluation."""
@@ -151,10 +151,10 @@ class Callback(Protocol):
 
 
 def call_back(callbacks: Sequence[Callback], method: str, what: object) -> None:
-    """Call one method of each.
+    """Call a method of every callback.
 
     Raises:
-        CallbackError: one raised; it is named.
+        CallbackError: a callback raised; it is named.
     """
     for callback in callbacks:
         try:
@@ -164,5 +164,5 @@ def call_back(callbacks: Sequence[Callback], method: str, what: object) -> None:
         except Exception as error:
             name = f"callback {type(callback).__name__}.{method}"
             got = f"{type(error).__name__}: {error}"
-            remedy = "Correct the callback, or leave it out; the traceback says where."
+            remedy = "Correct or remove the callback; the traceback shows where it raised."
             raise CallbackError(name, expected="a return", got=got, remedy=remedy) from error

@@ -1,6 +1,6 @@
-"""When a run saves a checkpoint, which it keeps, and how a run goes on from one; `SliceWriter` writes it.
+"""When a run saves checkpoints, which it keeps, and how it resumes from one; `SliceWriter` writes them.
 
-A failure to write is a warning, three in a row end the run.
+A failed write is a note; three in a row end the run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_FAILURES = 3
 
 
 class Checkpoints:
-    """The checkpoints of one rank of a run. Methods marked so are collective."""
+    """The checkpoints of one rank of a run."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class Checkpoints:
 
     @property
     def asks(self) -> float:
-        """Whether the time since the last one asks for a checkpoint; rank 0's clock counts."""
+        """1 if a checkpoint is due by the time since the last one, else 0; rank 0's counts."""
         minutes = self._asked.every_minutes if self._asked is not None else 0
         return float(minutes > 0 and time.monotonic() - self._last >= 60 * minutes)
 
     def is_due(self, step: int, *, asked: bool) -> bool:
-        """Whether a checkpoint follows `step`; the same on all ranks where `asked`, by rank 0's `asks`, is."""
+        """Return whether a checkpoint follows `step`. asked: rank 0's `asks`, or the run's end."""
         if self._asked is None:
             return False
         return asked or (self._asked.every_steps > 0 and step % self._asked.every_steps == 0)
@@ -63,11 +63,11 @@ class Checkpoints:
     def save(
         self, step: int, *, first_loss: float, loss: float, skipped: int, position: Position | None = None
     ) -> None:
-        """Copy this rank's state after `step` and begin to write it; wait for the one before. Collective.
+        """Wait for the previous checkpoint, copy this rank's state after `step`, and begin to write it. Collective.
 
-        `skipped`: of the steps, those without an update. `position`: as of `RunManifest`.
+        skipped: steps without an update. position: see `RunManifest`.
         """
-        assert self._asked is not None, "who saves was asked to"
+        assert self._asked is not None, "the run saves checkpoints"
         self._last = time.monotonic()
 
         def manifest_of(state: dict[str, Any]) -> RunManifest:
@@ -87,24 +87,24 @@ class Checkpoints:
             self._writer.finish()
 
     def _take(self, ended: Ended) -> None:
-        """Keep the last of the checkpoints; say why there is none of a step."""
+        """Remove old checkpoints after a successful write; note a failed one."""
         self._failures = self._failures + 1 if ended.error else 0
         if ended.error is None:
             if self._transport.rank == 0 and self._asked is not None:
                 self._folder.keep_last(self._asked.keep_last)
             return
-        self._note(f"no checkpoint after step {ended.step}: {ended.error}")
+        self._note(f"the checkpoint after step {ended.step} was not written: {ended.error}")
         if self._failures >= _MOST_FAILURES:
             remedy = "Free or repair the disk, then train with {resume}."
             where = f"rank {self._transport.rank}, checkpoint of step {ended.step}"
-            expected = f"one of {_MOST_FAILURES} checkpoints written"
+            expected = f"at most {_MOST_FAILURES - 1} failed checkpoints in a row"
             raise OutputError(where, expected=expected, got=ended.error, remedy=remedy)
 
     def restore(self, resume: Resume) -> None:
-        """Take parameters and moments from a checkpoint, all checked before any is changed. Collective.
+        """Take parameters and optimizer states from a checkpoint, all checked before any changes. Collective.
 
         Raises:
-            OutputError: a file is not what was written, or of another model: on all ranks, with the same words.
+            OutputError: a file is damaged, or of another model or other data; the same on all ranks.
         """
         transport, manifest, parameters = self._transport, resume.manifest, self._optimizer.parameters
         transport.phase = "reading the checkpoint"
@@ -116,17 +116,14 @@ class Checkpoints:
             more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             got, remedy = "; ".join(wrong[:8]) + more, "Give the model and data that the run began with."
             raise OutputError(str(resume.folder), expected="a checkpoint of this run", got=got, remedy=remedy)
-        remedy = "Remove this checkpoint: {resume|resuming} then takes the one before."
+        remedy = "Remove this checkpoint: {resume|resuming} then takes the previous one."
         vectors = self._config.optimizer.states
         state = read_slices(transport, resume.folder, manifest, parameters, vectors, remedy=remedy)
         parameters.master_weights.copy_(state.pop(MASTER_WEIGHTS))
         self._optimizer.take_vectors(state, updates=manifest.step - manifest.skipped)
         parameters.publish()
         parameters.published()
-        self._folder_is_clean(resume)
+        if transport.rank == 0:
+            self._folder.go_back_to(resume.step)
         for each in (*resume.changes, *["the tokens of the data"] * other_data):
             self._note(f"changed since the checkpoint: {each}")
-
-    def _folder_is_clean(self, resume: Resume) -> None:
-        if self._transport.rank == 0:
-            self._folder.go_back_to(resume.step)

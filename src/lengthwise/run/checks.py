@@ -1,4 +1,4 @@
-"""What is checked before any process starts: a run file, its model and its data, one against the other.
+"""Check a run file, its model and its data against each other, before any process starts.
 
 Defaults that depend on model and device (precision, learning rate, schedule, warm-up) are filled in here.
 """
@@ -64,7 +64,7 @@ from lengthwise.session.stages import check_replicas
 
 
 def settle(config: RunConfig, *, gpus: int) -> tuple[RunConfig, Mapping[str, str]]:
-    """Return the settings with these defaults filled in, and the reason of each key that was. Idempotent."""
+    """Return the settings with these defaults, and the reasons of the defaults by key. Idempotent."""
     loads = _loads_weights(config)
     start = "LoRA" if config.lora is not None else "loaded weights" if loads else "fresh weights"
     rate = LORA_RATE if config.lora is not None else LOADED_RATE if loads else FRESH_RATE
@@ -86,7 +86,7 @@ def _settled_optimizer(
 
 
 def _loads_weights(config: RunConfig) -> bool:
-    """Whether the run starts from weights of its model's folder or hub name; a missing model is reported later."""
+    """Return whether the run starts from stored weights; a missing model is reported later."""
     if config.model == TINY_MODEL or config.weights == "fresh":
         return False
     folder = Path(config.model)
@@ -104,10 +104,10 @@ def prepare_job(
     chosen: Mapping[str, str] | None = None,
     one_batch: bool = False,
 ) -> Job:
-    """Find the model, read the data and check one against the other. one_batch: no more of a stream is needed.
+    """Find the model, read the data and check one against the other. one_batch: read only one batch of a stream.
 
     Raises:
-        LengthwiseError: all problems at once.
+        LengthwiseError: one error has all problems.
     """
     collector, (config, settled) = Collector(), settle(config, gpus=gpus)
     attempt = collector.attempt
@@ -137,7 +137,7 @@ def prepare_job(
         cost = attempt(measured)
     collector.raise_all()
     assert model is not None, "a model that was not found must have been a problem"
-    assert facts is not None, "a model that cannot be trained so must have been a problem"
+    assert facts is not None, "a model that cannot be trained must have been a problem"
     assert steps is not None, "data that was not read must have been a problem"
     job = Job(
         config=config,
@@ -154,7 +154,7 @@ def prepare_job(
         resume=resume,
         chosen=chosen or settled,
     )
-    if capacity != "auto" and config.offload is not None:  # how much more a rank holds then is the model's matter
+    if capacity != "auto" and config.offload is not None:  # how much more then fits depends on the model
         held = job.planning.most_held_tokens
         for each in filter(None, (known, eval_dataset)):
             attempt(lambda each=each: check_fits(each, **sizes, held_tokens=held, cuts=cuts))
@@ -173,9 +173,9 @@ def _read_data(
     timeout_seconds: float,
     one_batch: bool,
 ) -> tuple[Steps | None, Dataset | None, Dataset | None]:
-    """Return the steps of a run, what of their rows is known before the first, and what the run evaluates.
+    """Return the steps of a run, the rows known before the first step, and the eval data.
 
-    None: there is none, or it cannot be read, which `attempt` notes.
+    Each is None if there is none, or if it cannot be read, which `attempt` notes.
     """
     stored = data_cache(config.tokenizer_name, tokenizer, vocab_size, timeout_seconds)
 
@@ -201,11 +201,11 @@ def _read_data(
 
 
 def _served_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab_size: int | None) -> ServedDataset:
-    """Make the dataset of rows that are read while the run trains; nothing of them is read yet."""
+    """Make the dataset of rows that are read during training; no row is read yet."""
     of_tokenizer = {"tokenizer_name": config.tokenizer_name, "vocab_size": vocab_size}
     try:
         digest = tokenizer().digest() + tokenizer().template_digest()
-    except ConfigError:  # whoever meets a text says so
+    except ConfigError:  # reported at the first text
         digest = ""
     if config.data[0].streaming:
         spec = StreamSpec(sources=config.data, **of_tokenizer)
@@ -216,17 +216,17 @@ def _served_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab
 
 
 def _facts_of(config: RunConfig, model: ModelSource, *, gpus: int) -> ModelFacts:
-    """Check that the model can be trained so; return what else of it the run has to know.
+    """Check that the model can be trained with these settings; return its facts.
 
     Raises:
-        LengthwiseError: all problems at once.
+        LengthwiseError: one error has all problems.
     """
     collector = Collector()
     attempt = collector.attempt
     attempt(lambda: check_model_config(model.config))
     collector.raise_all()
     parameters = attempt(lambda: check_buildable(model.config))
-    if not (gpus and model.weights and config.shard != "zero1"):  # ranks read their own rows of them
+    if not (gpus and model.weights and config.shard != "zero1"):  # else ranks may read their own rows
         attempt(lambda: check_room(model, parameters or 0))
     collector.raise_all()
     attempt(lambda: check_weights(model))
@@ -245,7 +245,7 @@ def _facts_of(config: RunConfig, model: ModelSource, *, gpus: int) -> ModelFacts
 
 
 def check_room(model: ModelSource, parameters: int) -> None:
-    """Refuse a model whose parameters alone, in fp32 as they are read or drawn, are more than this machine holds."""
+    """Refuse a model whose parameters do not fit into this machine's memory in fp32, the dtype of loading."""
     needed, free = 4 * parameters, free_bytes(torch.device("cpu"), 1)
     if 0 < free < needed:
         expected = f"a model whose parameters fit into the {free / 1e9:.1f} GB that are free here"
@@ -256,9 +256,9 @@ def check_room(model: ModelSource, parameters: int) -> None:
 def _measured_cost(
     config: RunConfig, model: ModelSource, *, ranks: int, gpus: int, adapters: int | None
 ) -> Cost | None:
-    """Read the costs of the run's file of measurements; None where it names none.
+    """Read the costs of the run's file of measurements, or return None without a file.
 
-    Threads count where several ranks are started here, on the CPU: other launchers decide them.
+    The number of threads is checked only if this process starts several CPU ranks; other launchers set it themselves.
     """
     if config.measurements in (None, MEASURE_AT_START, MEASURE_NOTHING):
         return None
@@ -277,7 +277,6 @@ def _measured_cost(
 
 
 def _check_heads(config: RunConfig, model: ModelSource) -> None:
-    """Refuse groups of heads that the model cannot be split in, whatever the ranks."""
     heads = shape_from_config(model.config.to_dict()).heads
     if isinstance(config.heads, int) and heads % config.heads:
         expected = f"auto, off, or a number that divides the model's {heads} heads"
@@ -285,7 +284,7 @@ def _check_heads(config: RunConfig, model: ModelSource) -> None:
 
 
 def _check_eval_losses(dataset: Dataset | None) -> None:
-    """Find now, not hours in, that eval data has no loss token."""
+    """Refuse eval data without a loss token now, not hours into the run."""
     if dataset is not None and not dataset.loss_tokens.any():
         remedy = "Give eval data with labels, or leave eval out."
         raise DataError("eval.data", expected="at least one token with a label", got="none", remedy=remedy)

@@ -1,7 +1,7 @@
-"""Evaluations of a run, and the model of the best one so far: `model-best` in the output folder, beside the run's last.
+"""Evaluations of a run, and the model with the lowest evaluation loss so far: `model-best` in the output folder.
 
-A better one is written beside it, synced and takes its place: a fault leaves the one before. What it is of stands in
-its `evaluation.json`, by which a run that goes on knows what is to be beaten.
+A better model is written beside it, synced and renamed, so a fault leaves the previous one. Its `evaluation.json` has
+step, loss and data, which a resumed run compares with.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_FAILURES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestEvaluation:
-    """After which step the model was evaluated, its loss, and the digest of the data that was made of."""
+    """Step after which the best model was evaluated, its loss, and the digest of the eval data."""
 
     step: int
     loss: float
@@ -36,12 +36,12 @@ class BestEvaluation:
 
 
 def read_best(output: Path) -> tuple[Path, BestEvaluation] | None:
-    """Return the folder of the best model of a run, and what it is of; None: there is none.
+    """Return the folder of a run's best model and its evaluation, or None if there is none.
 
-    A fault between two renames leaves the one before beside the place where the better one would be.
+    After a fault between two renames the folder is the previous model's, beside its usual place.
 
     Raises:
-        OutputError: what its note says cannot be read.
+        OutputError: `evaluation.json` cannot be read.
     """
     for folder in (output / BEST, previous_of(output / BEST)):
         note = folder / NOTE
@@ -59,7 +59,7 @@ def read_best(output: Path) -> tuple[Path, BestEvaluation] | None:
 
 
 def note_of(content: bytes) -> BestEvaluation | None:
-    """Return what a best model's note says; None: nothing that can be read."""
+    """Parse an `evaluation.json`; return None if it is damaged."""
     try:
         found: Any = parse_json(content.decode("utf-8"))
         step, loss, data = found["step"], found["loss"], found["data"]
@@ -70,20 +70,20 @@ def note_of(content: bytes) -> BestEvaluation | None:
 
 
 class Evaluation:
-    """Evaluates where the run file says so. best: of rank 0, where the run keeps one."""
+    """Evaluates when the run file says so, and keeps the best model on rank 0."""
 
     def __init__(self, rank: RankRun) -> None:
         self._rank, self._num_steps = rank, rank.job.num_steps
         self._best: BestModel | None = None
 
     def start(self) -> None:
-        """Find the best model of before, which a run that goes on has to beat; on rank 0."""
+        """Find the best model so far, on rank 0."""
         job = self._rank.job
         if not self._rank.rank and job.config.save is not None and job.eval_dataset is not None:
             self._best = BestModel(self._rank.folder.path, job.eval_dataset.digest().hex(), self._rank.say)
 
     def after(self, number: int) -> None:
-        """Evaluate after step `number`, where it is time to, and keep the model if it is the best. Collective."""
+        """Evaluate after step `number` if an evaluation is due, and keep the model if it is the best. Collective."""
         asked = self._rank.job.config.eval
         if asked is None or (number % asked.every_steps and number != self._num_steps):
             return
@@ -123,7 +123,7 @@ class Evaluation:
 
 
 class BestModel:
-    """Keeps the model of the lowest evaluation loss, in one process. `data`: the digest of what is evaluated on."""
+    """Keeps the model with the lowest evaluation loss, in one process. data: digest of the eval data."""
 
     def __init__(self, output: Path, data: str, note: Callable[[str], None]) -> None:
         self._folder, self._data, self._note, self._failures = output / BEST, data, note, 0
@@ -136,14 +136,14 @@ class BestModel:
             self._best = None
 
     def takes(self, loss: float) -> bool:
-        """Whether this loss is lower than that of all evaluations before."""
+        """Return whether this loss is lower than all earlier ones."""
         return math.isfinite(loss) and (self._best is None or loss < self._best.loss)
 
     def offer(self, step: int, loss: float, write: Callable[[Path], None]) -> None:
-        """Let `write` fill the folder if this loss is lower than that of all evaluations before.
+        """Let `write` fill the folder if this loss is lower than all earlier ones.
 
         Raises:
-            OutputError: the third model in a row that could not be written.
+            OutputError: the third model in a row could not be written.
         """
         if not self.takes(loss):
             return

@@ -1,4 +1,4 @@
-"""A checkpoint as a model folder, from what a run left in its output: on one process, without the run's data."""
+"""Export a checkpoint of a run as a model folder, in one process, without the run's data."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ _ANOTHER = "Take another checkpoint, with {step}."
 
 
 def write_model(model: Any, config: RunConfig, tokenizer: Tokenizer | None, folder: Path) -> None:
-    """Write the trained model, or its adapter, and the tokenizer as Hugging Face folders have them."""
+    """Write the trained model, or its adapter, and the tokenizer as a Hugging Face folder."""
     if tokenizer is not None:
-        _stop_where_learned(model, tokenizer.special_ids())
+        _set_special_tokens(model, tokenizer.special_ids())
     save = save_model if config.lora is None else save_adapter
     save(model, folder)
     if config.lora is None:
@@ -52,10 +52,10 @@ def write_model(model: Any, config: RunConfig, tokenizer: Tokenizer | None, fold
         tokenizer.save(folder)
 
 
-def _stop_where_learned(model: Any, special_ids: Mapping[str, Sequence[int]]) -> None:
+def _set_special_tokens(model: Any, special_ids: Mapping[str, Sequence[int]]) -> None:
     """Give the model's configs the tokenizer's special tokens, as transformers' Trainer does, and its template's end.
 
-    Tokens that generation stops at already stay, as do those of a config that lists several.
+    End tokens already in the generation config, or in a list of several, stay.
     """
     generation = getattr(model, "generation_config", None)
     for config in filter(None, (model.config.get_text_config(), generation)):
@@ -67,10 +67,10 @@ def _stop_where_learned(model: Any, special_ids: Mapping[str, Sequence[int]]) ->
 
 
 def chosen_checkpoint(output: Path, step: int | None) -> tuple[Path, RunManifest]:
-    """Return the checkpoint after `step` of the run in this folder, or the newest that is whole by its sizes.
+    """Return a run's checkpoint after `step`, or the newest whose files have the right sizes.
 
     Raises:
-        OutputError: there is none, or its manifest is broken.
+        OutputError: there is none, or its manifest is damaged.
     """
     folder = CheckpointFolder(output / FOLDER)
     if step is None:
@@ -79,22 +79,22 @@ def chosen_checkpoint(output: Path, step: int | None) -> tuple[Path, RunManifest
     if step not in folder.steps():
         there = ", ".join(map(str, folder.steps())) or "none"
         expected = f"a checkpoint after step {step}"
-        raise OutputError(str(folder.path), expected=expected, got=f"those after {there}", remedy=_ANOTHER)
+        raise OutputError(str(folder.path), expected=expected, got=f"checkpoints after {there}", remedy=_ANOTHER)
     return folder.at(step), read_run_manifest(folder.at(step))
 
 
 def export_checkpoint(output: Path, to: Path, *, step: int | None = None) -> Path:
-    """Write the model of a checkpoint into the new folder `to`, the same files as at the end of a run; return which.
+    """Write a checkpoint's model into the new folder `to`, as at the end of a run; return the checkpoint's path.
 
-    `output`: of the run, with its `config.yaml`. The tokenizer goes with it where the model has one.
+    output: the run's folder, with its `config.yaml`. The model's tokenizer, if it has one, is written too.
 
     Raises:
-        OutputError: no such checkpoint, a file that is not what was written, or a folder that is there.
+        OutputError: there is no such checkpoint, a file is damaged, or `to` exists.
         LengthwiseError: the run's model cannot be found any more.
     """
     path, manifest = chosen_checkpoint(output, step)
     if to.exists():
-        raise OutputError(str(to), expected="a new folder", got="one that is there", remedy="Choose another {to}.")
+        raise OutputError(str(to), expected="a new folder", got="an existing one", remedy="Choose another {to}.")
     config = load_config(output / CONFIG)
     other = changed(model_settings(manifest.run), model_settings(run_settings(config)))
     if other:
@@ -102,16 +102,16 @@ def export_checkpoint(output: Path, to: Path, *, step: int | None = None) -> Pat
         raise OutputError(str(output / CONFIG), expected=expected, got="; ".join(other), remedy=remedy)
     found = broken(path, manifest)
     if found is not None:
-        raise OutputError(str(path), expected="the files that were written", got=found, remedy=_ANOTHER)
+        raise OutputError(str(path), expected="undamaged files", got=found, remedy=_ANOTHER)
     model, parameters = _build(config)
     dtype = str(parameters.master_weights.dtype).removeprefix("torch.")
     wrong = differences(manifest, parameters.names, parameters.shapes, dtype)
     if wrong:
-        remedy = "Put the model back that the run began with."
+        remedy = "Restore the model that the run began with."
         raise OutputError(str(path), expected=f"parameters of {config.model}", got="; ".join(wrong[:8]), remedy=remedy)
     found = unfit(path, manifest, parameters.state())
     if found is not None:
-        raise OutputError(str(path), expected="states that a run can go on from", got=found, remedy=_ANOTHER)
+        raise OutputError(str(path), expected="states that a run can continue from", got=found, remedy=_ANOTHER)
     read_state(path, manifest, parameters.layout, parameters.names, 0, parameters.state())
     parameters.publish()
     parameters.published()
@@ -128,7 +128,7 @@ def _build(config: RunConfig) -> tuple[Any, Parameters]:
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer | None:
-    """Return the run's tokenizer; None: the model has none, as data of ids need none."""
+    """Return the run's tokenizer, or None if the model has none: data of ids need no tokenizer."""
     try:
         return load_tokenizer(config.tokenizer_name)
     except ConfigError:

@@ -1,8 +1,8 @@
-"""The output folder of a run: one run at a time, what is written where, and when an earlier run is in the way.
+"""The output folder of a run: its lock, its files, and the refusal to overwrite another run.
 
-A run claims the folder with a lock on `run.lock`, which its end frees, however it ends. Lines are written one by one.
-The model is written into `model.unfinished`, synced and renamed, so that `model` is whole or not there. A run that goes
-on keeps the earlier model until its own is whole; `model.earlier` then says that it is not the run's last.
+A run claims the folder with a lock on `run.lock`, which is freed however the run ends. Lines are written one by one.
+The model is written into `model.unfinished`, synced and renamed, so that `model` is whole or absent. A resumed run
+keeps the earlier model until its own is whole; until then `model.earlier` marks it as earlier.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lengthwise.core.files import (
 )
 from lengthwise.core.measurements import Measurements
 from lengthwise.run.callbacks import Callback, EvalMetrics, FinishedStep, NotFinite
-from lengthwise.run.lines import COUNTED, LEDGER, LINES, METRICS, OLD_LEDGER, Line, lines_up_to, missing_lines
+from lengthwise.run.lines import COUNTED, LEDGER, LINES, METRICS, OLD_LEDGER, StepLine, lines_up_to, missing_lines
 from lengthwise.run.resume import EARLIER, MODEL, Resume
 from lengthwise.run.resume import FOLDER as CHECKPOINTS
 from lengthwise.run.stacks import FOLDER as STACKS
@@ -46,22 +46,22 @@ from lengthwise.run.writes import Writes, insist
 
 CONFIG = "config.yaml"
 _AGENT = "torchrun.txt"
-BEST = "model-best"  # of the best evaluation, see `run.evaluation`
+BEST = "model-best"  # the model of the best evaluation, see `run.evaluation`
 _BESTS = (BEST, f"{BEST}.unfinished", f"{BEST}.previous")
 _FOLDERS = ("plans", MODEL, f"{MODEL}.unfinished", f"{MODEL}.previous", *_BESTS, CHECKPOINTS, STACKS, TENSORBOARD)
 _FILES = (CONFIG, _AGENT, EARLIER, "measurements.json", *LINES)
 _LOCK = "run.lock"
 _PLAN = re.compile(r"step-([0-9]{6,18})\.json\.gz")
 _MOST_LOG_BYTES = 400e6
-_BLOCK_BYTES = 4096  # that a file takes at least
-_RANKS_END_SECONDS = 10.0  # of a launcher that was killed
+_BLOCK_BYTES = 4096  # the least that a file takes on disk
+_RANKS_END_SECONDS = 10.0  # in which the ranks of a killed launcher end
 
 
 class RunFolder(Callback):
-    """Writes one run; every line is written at once, so a run that dies leaves what it has done.
+    """Writes the files of one run; every line is written at once, so that a run that dies leaves its lines.
 
-    `note` is called with what could not be written yet: the run goes on, and it is tried again. Of plans and ledger the
-    oldest go when one of the two takes more than `most_log_bytes`.
+    If a write fails, `note` is called, the run continues, and the write is tried again. When plans or ledger take more
+    than `most_log_bytes`, the oldest are removed.
     """
 
     def __init__(
@@ -70,24 +70,24 @@ class RunFolder(Callback):
         self.path, self._note = path, note
         self._writes = Writes(path, note)
         self._most_log_bytes = most_log_bytes
-        self._plans: deque[tuple[Path, int]] = deque()  # the oldest first, with their bytes
+        self._plans: deque[tuple[Path, int]] = deque()  # paths and bytes, the oldest first
         self._plan_bytes = 0
         self._num_lines: dict[str, int] = dict.fromkeys(COUNTED, 0)
 
     @property
     def model(self) -> Path:
-        """Where the trained model goes."""
+        """Path of the trained model."""
         return self.path / MODEL
 
     @contextlib.contextmanager
     def claimed(self, *, overwrite: bool, resume: bool = False, inputs: Sequence[Path] = ()) -> Iterator[None]:
-        """Keep other runs out of the folder inside the block; refuse it as `check_free` does, but not to `resume`.
+        """Keep other runs out of the folder inside the block; unless `resume`, call `check_free`.
 
-        Forks of this process hold the claim with it. A folder made for the claim is removed if nothing was written.
+        Forks of this process share the claim. A folder made for the claim is removed if nothing was written.
 
         Raises:
             OutputError: another run is writing there, or see `check_free`.
-            KeyboardInterrupt: with what was saved, when the block is interrupted.
+            KeyboardInterrupt: the block was interrupted; its argument says what was saved.
         """
         made = [each for each in (self.path, *self.path.parents) if not each.exists()]
         with self.writing(OutputError):
@@ -108,26 +108,26 @@ class RunFolder(Callback):
                     each.rmdir()
 
     def is_restart(self, agent: str | None) -> bool:
-        """Whether this torchrun agent started the run that is in the folder, and now starts it again."""
+        """Return whether this torchrun agent is restarting the run that is in the folder."""
         try:
             return agent is not None and (self.path / _AGENT).read_text(encoding="utf-8") == agent
         except (OSError, UnicodeDecodeError):
             return False
 
     def note_agent(self, agent: str | None) -> None:
-        """Write which torchrun agent may start the run again; None: there is none."""
+        """Note the torchrun agent that may restart the run, if there is one."""
         with self.writing():
             (self.path / _AGENT).unlink(missing_ok=True)
             if agent is not None:
                 (self.path / _AGENT).write_text(agent, encoding="utf-8")
 
     def check_free(self, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
-        """Raise OutputError for a folder that holds a run, unless it may be overwritten and holds no input of this."""
+        """Raise OutputError if the folder holds a run that may not be overwritten, or that contains an input."""
         there = [name for name in (*_FILES, *_FOLDERS) if (self.path / name).exists()]
         if self.path.exists() and not self.path.is_dir():
             raise self._refusal("a folder", "a file", "Choose another output.")
         if there and not overwrite:
-            remedy = "Choose another output, or give {overwrite} to delete that run, or {resume} to go on with it."
+            remedy = "Choose another output, or give {overwrite} to delete that run, or {resume} to continue it."
             raise self._refusal("no run in the output folder", ", ".join(there), remedy)
         for path in inputs:
             if any(path.resolve().is_relative_to((self.path / name).resolve()) for name in there):
@@ -135,7 +135,7 @@ class RunFolder(Callback):
                 raise self._refusal(expected, str(path), "Choose another output.")
 
     def start(self, config: RunConfig) -> None:
-        """Delete an earlier run's files, and nothing else, and write the resolved config."""
+        """Delete the files of an earlier run, and no others, and write the resolved config."""
         with self.writing():
             for name in _FILES:
                 (self.path / name).unlink(missing_ok=True)
@@ -146,20 +146,19 @@ class RunFolder(Callback):
             replace_file(self.path / CONFIG, dump_config(config))
 
     def synced_lines(self) -> dict[str, int]:
-        """Return how many lines were written to the files that a checkpoint counts; they are on the disk then."""
+        """Sync the files of lines to disk; return the numbers of lines that a checkpoint counts."""
         for name in LINES:
-            with contextlib.suppress(OSError):  # of a file that is not there; a disk that fails shows at the next write
+            with contextlib.suppress(OSError):  # a missing file; a failing disk shows at the next write
                 sync(self.path / name)
         return dict(self._num_lines)
 
-    def kept(self, resume: Resume) -> tuple[dict[str, list[Line]], dict[Path, int]]:
-        """Return what a run that goes on finds: the lines up to the checkpoint by file, and of which step a plan is.
+    def kept(self, resume: Resume) -> tuple[dict[str, list[StepLine]], dict[Path, int]]:
+        """Return what a resumed run keeps: the lines up to the checkpoint by file, and the steps of plans by path.
 
-        Lines that are missing are notes where the run accepts changes.
+        Missing lines are notes if the run accepts changes.
 
         Raises:
-            OutputError: a file is damaged or lacks lines, or no folder is where a model goes; names it.
-            Problems: several are.
+            OutputError, Problems: a file is damaged or lacks lines, or a model's path is not a folder.
         """
         for path in (self.path / name for name in (MODEL, f"{MODEL}.unfinished", f"{MODEL}.previous", *_BESTS)):
             if path.is_symlink() or (path.exists() and not path.is_dir()):
@@ -172,7 +171,7 @@ class RunFolder(Callback):
                 expected, remedy = "a name like step-000001.json.gz", "Move it elsewhere."
                 raise OutputError(str(path), expected=expected, got=path.name, remedy=remedy)
             plans[path] = int(name[1])
-        problems, lines = Collector(), dict[str, list[Line]]()
+        problems, lines = Collector(), dict[str, list[StepLine]]()
         for name in LINES:
             if os.path.lexists(self.path / name):
                 lines[name] = problems.attempt(partial(lines_up_to, self.path / name, resume.step)) or []
@@ -188,9 +187,9 @@ class RunFolder(Callback):
         return lines, plans
 
     def go_on(self, config: RunConfig, resume: Resume) -> None:
-        """Take back what was written after the checkpoint: the run does it again.
+        """Remove what was written after the checkpoint, because the run repeats it.
 
-        The model stays until the next one is whole.
+        The earlier model stays until the next one is whole.
 
         Raises:
             OutputError, Problems: see `kept`; nothing was changed.
@@ -212,20 +211,20 @@ class RunFolder(Callback):
             replace_file(self.path / CONFIG, dump_config(config))
 
     def keep_measurements(self, found: Measurements) -> None:
-        """Write what was measured before the first step, for later runs and for plans."""
+        """Write the measurements made before the first step, for later runs and for plans."""
         with self.writing():
             replace_file(self.path / "measurements.json", found.to_json())
 
     def writing(self, kind: type[OutputError] = WriteError) -> AbstractContextManager[None]:
-        """Raise an error of this kind for what goes wrong in the block while files are written, a full disk say."""
+        """Raise an error of this kind if writing fails inside the block, on a full disk for example."""
         return writing(self.path, kind)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[Path]:
-        """Give a folder to write the model into, as `whole_folder` does.
+        """Yield a folder to write the model into, as `whole_folder` does.
 
         Raises:
-            OutputError: it cannot be written.
+            OutputError: the folder cannot be written.
         """
         with self.writing():
             with whole_folder(self.model, replaces=True) as unfinished:
@@ -233,7 +232,7 @@ class RunFolder(Callback):
             (self.path / EARLIER).unlink(missing_ok=True)
 
     def on_step(self, step: FinishedStep) -> None:
-        """Write one step: its plan, its sequences, its metrics."""
+        """Write a step's plan, sequences and metrics."""
         metrics = step.metrics
         with self.writing():
             name, plan = f"plans/step-{metrics.step:06d}.json.gz", compress_plan(step.plan.to_json())
@@ -244,23 +243,23 @@ class RunFolder(Callback):
         self._append(METRICS, {key: value for key, value in asdict(metrics).items() if value is not None})
 
     def on_not_finite(self, found: NotFinite) -> None:
-        """Write what was not finite."""
+        """Write a value that is not finite."""
         self._append("not_finite.jsonl", asdict(found))
 
     def on_eval(self, metrics: EvalMetrics) -> None:
-        """Write the result of one evaluation."""
+        """Write the result of an evaluation."""
         self._append("eval.jsonl", asdict(metrics))
 
     def finish(self) -> None:
-        """Write what waits because it could not be written before."""
+        """Write everything that could not be written before."""
         with self.writing():
             self._writes.finish()
 
     def save_model(self, write: Callable[[Path], None]) -> None:
-        """Let `write` fill the model's folder, again where the disk fails, at most three times.
+        """Let `write` fill the model's folder, at most three times if the disk fails.
 
         Raises:
-            OutputError: the third failure.
+            OutputError: the third try failed.
         """
 
         def once() -> None:
@@ -281,8 +280,8 @@ class RunFolder(Callback):
         self._plan_bytes += on_disk
 
     def _drop_old(self) -> None:
-        """Remove the oldest plans, and the older half of the ledger, where they take too much."""
-        with contextlib.suppress(OSError):  # what cannot be removed stays
+        """Remove the oldest plans, and the older half of the ledger, if they take too much."""
+        with contextlib.suppress(OSError):
             while self._plan_bytes > self._most_log_bytes and len(self._plans) > 1:
                 path, num_bytes = self._plans.popleft()
                 self._plan_bytes -= num_bytes
@@ -292,7 +291,7 @@ class RunFolder(Callback):
                 ledger.replace(self.path / OLD_LEDGER)
 
     def _lock(self) -> TextIO:
-        """Take the lock; where its owner is dead, wait for the owner's ranks, which hold it until they end, too."""
+        """Take the lock; if its owner is dead, wait for the owner's ranks, which hold it until they end."""
         self.path.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + _RANKS_END_SECONDS
         while isinstance(held := try_lock(self.path / _LOCK), str):
@@ -306,13 +305,13 @@ class RunFolder(Callback):
         return OutputError(str(self.path), expected=expected, got=got, remedy=remedy)
 
     def _saved(self) -> dict[Path, int]:
-        """Return when the model and each checkpoint were made or renamed, in ns."""
+        """Return the times, in ns, at which the model and the checkpoints were made or renamed."""
         checkpoints = CheckpointFolder(self.path / CHECKPOINTS)
         there = [self.model, *map(checkpoints.at, checkpoints.steps())]
         return {path: path.stat().st_ctime_ns for path in there if path.exists()}
 
     def _saved_since(self, before: Mapping[Path, int]) -> str:
-        """Say what was saved since: the model, else the newest checkpoint, else nothing."""
+        """Describe what was saved since: the model, the newest checkpoint, or nothing."""
         there = self._saved()
         new = [path for path, changed in there.items() if before.get(path) != changed]
         if self.model in new:
@@ -324,7 +323,7 @@ class RunFolder(Callback):
 
 
 def _is_dead(owner: str) -> bool:
-    """Whether the process that a lock names was one of this machine, and is gone."""
+    """Return whether a lock names a process of this machine that has ended."""
     pid = (*owner.split(), "", "")[1]
     if not pid.isdecimal() or owner != owner_name(int(pid)):
         return False
@@ -339,7 +338,7 @@ def _is_dead(owner: str) -> bool:
 
 @contextlib.contextmanager
 def writing(path: Path, kind: type[OutputError] = WriteError) -> Iterator[None]:
-    """Raise an error of this kind, which names `path`, for what goes wrong in the block while files are written."""
+    """Raise an error of this kind, which names `path`, if writing fails inside the block."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -1,4 +1,4 @@
-"""Everything a run needs, checked before any process starts."""
+"""A checked run, before any process of it starts."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from lengthwise.run.resume import Resume
 from lengthwise.setup import TrainedModel, memory_of_settings, model_of_run, offload_of
 
 _UNMEASURED_TOKENS = 4096
-MEASURING_SECONDS = 8.0  # that measuring before the first step takes, about
+MEASURING_SECONDS = 8.0  # about what measuring before the first step takes
 _ANY_GPU = "h100"
-_PRICED_ROWS = 10_000  # of which a step is estimated
-_MEASURED_RUN = 20.0  # times that, from which a run is measured unasked
+_PRICED_ROWS = 10_000  # rows from which a step's seconds are estimated
+_MEASURED_RUN = 20.0  # a run that is longer than this many times `MEASURING_SECONDS` is measured by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a run has to know of its model without building it: the process that forks ranks must not import it.
+    """Facts about a run's model: the process that forks ranks must not build or import the model itself.
 
-    adapters: parameters that train in place of the model's own; None if all train. kinds: of recomputation that the
-    model can take.
+    adapters: number of adapter parameters that train in place of the model's own, or None if all train. kinds: kinds
+    of recomputation that the model supports.
     """
 
     parameters: int
@@ -46,11 +46,10 @@ class ModelFacts:
 class Job:
     """A checked run, the same on every rank.
 
-    `steps`: which sequences each step takes.
-    `gpus`: how many GPUs of a machine it uses; 0: it computes on the CPU. `gpu_name`: that of the first.
-    `measured_cost`: of the run's file of measurements; None if it names none. `measured_capacities`: of
-    `capacity_tokens: auto`, once they are known. `resume`: what the run goes on from; None if it starts. `chosen`: keys
-    whose defaults depend on model and device, with the reason.
+    steps: the sequences of every step. gpus: number of GPUs that it uses on a machine; 0 computes on the CPU. gpu_name:
+    name of the first GPU. measured_cost: costs from the run's file of measurements, or None without a file.
+    measured_capacities: the measured capacities of `capacity_tokens: auto`, once known. resume: the checkpoint that the
+    run continues from, or None. chosen: reasons of defaults that depend on model and device, by key.
     """
 
     config: RunConfig
@@ -70,37 +69,37 @@ class Job:
 
     @property
     def replicas(self) -> int:
-        """Over how many ranks a plan cuts sequences: each is a pipeline of `stages` ranks."""
+        """Number of ranks in plans; with `stages` one of them is a pipeline of several ranks."""
         return self.ranks // self.config.stages
 
     @property
     def dataset(self) -> Dataset:
-        """What the run trains on; where others serve it, only its steps have rows."""
+        """The training data; if other processes serve it, only its steps have rows."""
         return self.steps.dataset  # pyright: ignore[reportReturnType] - a served one has no rows of its own
 
     @property
     def known(self) -> Dataset:
-        """What forecasts and limits are of before the first step: `dataset`, or the longest of rows that will come."""
+        """The data that forecasts and limits use before the first step: `dataset`, or the longest rows to come."""
         return self.steps.known
 
     def batches(self, *, after: int = 0) -> Iterator[StepBatch]:
-        """Yield the global batches of the run, in order, those of the first `after` steps left out."""
+        """Return the global batches of the run, in order, without those of the first `after` steps."""
         start = self.resume.manifest.position if self.resume is not None and self.resume.step == after else None
         following, refused = self.steps.after(after, start), placeholders(self.model.config)
         return (StepBatch(self.dataset, batch.ids, batch.end, batch.digest, refused) for batch in following)
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run."""
+        """Number of steps of the whole run."""
         return self.steps.num_steps
 
     @property
     def warmup_steps(self) -> int:
-        """Steps over which the learning rate grows."""
+        """Number of steps over which the learning rate grows."""
         return warmup_steps(self.config.optimizer, self.num_steps)
 
     def eval_batches(self) -> Iterator[StepBatch]:
-        """Yield the batches of one evaluation: the eval data once, in steps of the run's size."""
+        """Return the batches of one evaluation: the eval data once, in batches of the run's size."""
         if self.eval_dataset is None:
             return iter(())
         once = self.config.model_copy(update={"steps": None, "epochs": 1})
@@ -111,30 +110,30 @@ class Job:
 
     @property
     def logits_at_once(self) -> int | None:
-        """How many logits the loss makes at once; None: all of a microbatch."""
+        """Number of logits that the loss makes at a time, or None for all of a microbatch."""
         return self.memory.logits_at_once
 
     @property
     def precision(self) -> Precision:
-        """What the run computes in."""
+        """The precision of the run."""
         assert self.config.precision != "auto", "run.checks fills it in"
         return self.config.precision
 
     @property
     def computing(self) -> Computing:
-        """How the model computes, by the run file."""
+        """The kernels and layers that the run file asks for."""
         return Computing.of(self.config)
 
     @property
     def num_heads(self) -> int:
-        """How many attention heads the model has, which a plan may split."""
+        """Number of the model's attention heads, which a plan may split."""
         return self.shape.heads
 
     @property
     def capacities(self) -> Mapping[str, int]:
-        """The tokens that a rank holds by the kinds of recomputation to choose from.
+        """Capacities of a rank in tokens, by kind of recomputation.
 
-        Those of the run file or measured; before anything was, as many as the longest sequence needs on these ranks.
+        They are measured, or from the run file. Before the measurement the longest sequence decides.
         """
         if self.measured_capacities is not None:
             return self.measured_capacities.plain
@@ -144,45 +143,44 @@ class Job:
         return {"none" if kind == "auto" else kind: tokens}
 
     def with_capacities(self, capacities: Capacities) -> Job:
-        """Return the job with capacities that were measured."""
+        """Return the job with measured capacities."""
         return replace(self, measured_capacities=capacities)
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens of the longest sequence of the data, and of the eval data."""
+        """Tokens of the longest sequence of the data and the eval data."""
         return max(int(each.lengths.max()) for each in (self.known, self.eval_dataset) if each is not None)
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens that a global batch of this run can have."""
+        """Maximum tokens of a global batch."""
         return self.steps.most_tokens
 
     @property
     def measures_at_start(self) -> bool:
-        """Whether the machine is measured before the first step: where that is asked for, or a small part of the run.
+        """Whether the machine is measured before the first step: if asked for, or if that is a small part of the run.
 
-        The same on all ranks: a run's seconds are estimated from lengths and a device that is the same for all.
+        The same on all ranks: a run's seconds are estimated from lengths and one named device.
         """
         device = _ANY_GPU if self.gpus else "cpu"  # not this rank's own: ranks may have different ones
         is_long = self._seconds_of_a_step(device) * self.num_steps > _MEASURED_RUN * MEASURING_SECONDS
         asked = self.config.measurements
-        # Some measurements are of a few ranks, which alone would wait for the others; and all are of whole models.
+        # Some measurements involve a few ranks only, and all need whole models.
         if self.shard != "zero1" or self.config.stages > 1:
             return False
         return asked == MEASURE_AT_START or (asked is None and is_long and self.steps.is_known)
 
     @property
     def measures(self) -> bool:
-        """Whether steps are planned by what was measured, and slow ranks get less work."""
+        """Whether plans use measured costs, and slow ranks get less work."""
         return self.measures_at_start or self.measured_cost is not None
 
     @property
     def estimated_step_seconds(self) -> float:
-        """Estimate what a step takes on this device, without waits."""
+        """Estimated seconds of a step on this device, without waits."""
         return self._seconds_of_a_step(self.hardware)
 
     def _seconds_of_a_step(self, device: str) -> float:
-        """Estimate what a step computes on a device, evenly over all ranks."""
         lengths, asked = self.steps.drawn_lengths(_PRICED_ROWS), self.config.global_batch
         sequences = asked.sequences or asked.tokens / lengths.mean()
         cost = base_cost(self.shape, device, precision=self.config.precision, adapters=self.facts.adapters)
@@ -191,29 +189,29 @@ class Job:
 
     @property
     def first_lengths(self) -> list[int] | None:
-        """The lengths of the run's first global batch; None: rows are read meanwhile, and none is known."""
+        """Lengths of the first global batch, or None if rows are read during training."""
         return self.steps.first_lengths
 
     @property
     def shard(self) -> str:
-        """How parameters lie over the ranks: zero1, zero3 or hybrid; on one node the last two are the same."""
+        """The layout of parameters: zero1, zero3 or hybrid; on one node the last two are the same."""
         return self.config.layout(self.ranks)
 
     @property
     def hardware(self) -> str:
-        """The named hardware whose costs count where none were measured."""
+        """Name of the hardware whose costs are used without measurements."""
         return hardware_of_gpu(self.gpu_name or "a GPU")[0] if self.gpus else "cpu"
 
     @property
     def hardware_note(self) -> str | None:
-        """What to say where steps are priced as another device than this one; None: nothing."""
+        """A note if the costs are another device's, else None."""
         if not self.gpus or self.measures:
             return None
         return hardware_of_gpu(self.gpu_name or "a GPU")[1]
 
     @property
     def cost(self) -> Cost:
-        """What steps cost with whole parameters on every rank: measured, or estimated for the device."""
+        """Costs with all parameters on every rank: measured, or estimated for the device."""
         if self.measured_cost is not None:
             return self.measured_cost
         config = self.config
@@ -223,12 +221,12 @@ class Job:
 
     @property
     def shape(self) -> ModelShape:
-        """The sizes of the model from which costs and memory follow."""
+        """Sizes of the model that costs and memory depend on."""
         return shape_from_config(self.model.config.to_dict())
 
     @property
     def trained_model(self) -> TrainedModel:
-        """What of the model counts for the layout and for memory."""
+        """Sizes of the trained model that layout and memory depend on."""
         return model_of_run(
             self.config,
             self.shape,
@@ -241,12 +239,12 @@ class Job:
 
     @property
     def memory(self) -> StepMemory:
-        """What a step holds in the layout of the run file."""
+        """Memory of a step in the run's layout."""
         return memory_of_settings(self.config, self.trained_model, ranks=self.ranks, on_gpus=self.gpus > 0)
 
     @property
     def planning(self) -> StepPlanning:
-        """What plans the steps of this run."""
+        """Planning of the run's steps."""
         return step_planning(
             self.memory,
             self.cost,
@@ -263,7 +261,7 @@ class Job:
         refuse_unsupported(plan, num_heads=self.num_heads, cut=self.config.cut)
 
     def make_plan(self, lengths: Sequence[int]) -> Plan:
-        """Plan one step here and now, and check the plan before anyone runs it."""
+        """Plan one step in this process, and check that the run's ranks can run it."""
         plan = self.planning.plan(lengths)
         self.refuse_plan(plan)
         return plan

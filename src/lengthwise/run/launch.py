@@ -1,8 +1,8 @@
-"""Starts one process a rank on this machine, watches over them, and brings back what rank 0 returned.
+"""Start one process per rank on this machine, watch them, and return the result of rank 0.
 
-Children are forked after the imports: 16 ranks start in under half a second, and data read by the parent is shared.
-Whatever ends a rank ends the run: the first error of its own (not that a peer is gone) is raised in the parent, and a
-rank that was killed is named with the step and phase it was last seen in.
+Children are forked after the imports: 16 ranks start in under half a second, and share the data that the parent read.
+If a rank ends early, the run ends. The parent raises the first error that is not about a lost peer, and names a killed
+rank with its last step and phase.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ from lengthwise.run.stacks import keep_stacks, write_stacks
 
 Result = TypeVar("Result")
 RankMain = Callable[[World, Callable[[str], None]], Result]
-"""What a rank runs: (its world, a function that notes its phase) -> result."""
+"""The function that a rank runs, from its world and a function that notes its phase, to its result."""
 
 _GRACE_SECONDS = 3.0
 _ROW_BYTES = 128
 _PLACE, _LOCK = "lengthwise-", "lock"
-_LEFT = re.compile(rf"{_LOCK}|rendezvous")  # what a launcher and its ranks write there
+_LEFT = re.compile(rf"{_LOCK}|rendezvous")  # files that a launcher and its ranks write there
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StatusBoard:
-    """Where each rank was last seen, in memory that outlives it."""
+    """The last phase of every rank, in memory that outlives the ranks."""
 
     def __init__(self, ranks: int) -> None:
         self._memory = mmap.mmap(-1, ranks * _ROW_BYTES)
 
     def note(self, rank: int, phase: str) -> None:
-        """Say where `rank` is."""
+        """Set the phase of `rank`."""
         row = phase.encode()[:_ROW_BYTES].ljust(_ROW_BYTES, b"\0")
         self._memory[rank * _ROW_BYTES : (rank + 1) * _ROW_BYTES] = row
 
     def last_seen(self, rank: int) -> str:
-        """Return where `rank` was last seen."""
+        """Return the last phase of `rank`."""
         row = self._memory[rank * _ROW_BYTES : (rank + 1) * _ROW_BYTES]
         return row.rstrip(b"\0").decode(errors="replace") or "start"
 
 
 class StopRequest:
-    """Whether, and how often, someone asked this process to stop (Ctrl-C, SIGTERM, or SIGHUP: the terminal is gone).
+    """Counts the signals that ask this process to stop: Ctrl-C, SIGTERM, and SIGHUP when the terminal closes.
 
-    A process without a parent that would end it does so itself when asked twice (`ends_at_the_second`): Python is
-    interrupted, and where that cannot be, in minutes of one operation of torch, the process ends three seconds later.
-    One that listens after another, in a forked child too, knows what was asked before: nobody has to ask again.
-    announces: whether it answers the first Ctrl-C at once, in words, where a step may take minutes to end.
+    ends_at_the_second: a process without a parent that would end it ends itself at the second signal. Python is
+    interrupted; if it does not react, during a long operation of torch, the process exits three seconds later.
+    announces: print an answer to the first Ctrl-C at once, as a step may take minutes to end. A `StopRequest` takes
+    over the signal of an earlier one, in a forked child too.
     """
 
     def __init__(self, *, ends_at_the_second: bool = False, announces: bool = False) -> None:
@@ -81,12 +81,12 @@ class StopRequest:
     def listening(self) -> Iterator[StopRequest]:
         """Note signals inside the block instead of being interrupted by them.
 
-        In a thread that is not the main one nothing is noted: Python lets signals be handled in the main one alone.
+        Only in the main thread, where Python allows signal handlers.
         """
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        asking = [each for each in _ASKING if each != signal.SIGHUP or not _is_ignored(each)]  # by nohup
+        asking = [each for each in _ASKING if each != signal.SIGHUP or not _is_ignored(each)]  # nohup ignores it
         before = {number: signal.signal(number, self._note) for number in asking}
         for handler in before.values():
             earlier = getattr(handler, "__self__", None)
@@ -104,7 +104,7 @@ class StopRequest:
         self.times += 1
         if self._announces and number == signal.SIGINT and self.times == 1:
             with contextlib.suppress(OSError):
-                os.write(2, b"\nstopping after this step; Ctrl-C again: now\n")
+                os.write(2, b"\nstopping after this step; press Ctrl-C again to stop now\n")
         if self.times > 1 and self._ends_at_the_second:
             raise KeyboardInterrupt
 
@@ -115,9 +115,9 @@ def _is_ignored(number: int) -> bool:
 
 @contextlib.contextmanager
 def _ending_at_the_second() -> Iterator[None]:
-    """End this process some seconds after a second signal, if the block has not ended then: a thread sees to it.
+    """Start a thread that ends this process some seconds after a second signal, unless the block has ended.
 
-    Python handles signals between its own instructions; a pipe gets them at once.
+    Python handles signals only between its own instructions, so the thread reads them from a pipe.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -133,7 +133,7 @@ def _ending_at_the_second() -> Iterator[None]:
                 return
         if not ended.wait(_GRACE_SECONDS):
             os.write(
-                2, b"interrupted: within a step, nothing more was saved; --resume goes on from the newest checkpoint\n"
+                2, b"interrupted within a step: nothing more was saved; --resume continues from the newest checkpoint\n"
             )
             os._exit(128 + signal.SIGINT)
 
@@ -144,7 +144,7 @@ def _ending_at_the_second() -> Iterator[None]:
     finally:
         ended.set()
         signal.set_wakeup_fd(before)
-        os.close(writer)  # which ends the thread
+        os.close(writer)  # ends the thread
         thread.join()
         os.close(reader)
 
@@ -152,22 +152,22 @@ def _ending_at_the_second() -> Iterator[None]:
 def launch(
     work: RankMain[Result], ranks: int, *, asks_to_stop: bool = False, gpus: int = 0, stacks: Path | None = None
 ) -> Result:
-    """Run `work` on `ranks` local ranks, in this process when it is one, and return the result of rank 0.
+    """Run `work` on `ranks` local ranks, a single one in this process, and return the result of rank 0.
 
-    Ctrl-C, SIGTERM and SIGHUP end the ranks; with `asks_to_stop`, where `work` listens itself, only the second does.
-    `gpus`: how many of this machine they use.
-    `stacks`: a folder for where each rank stood, should one wait in vain (`run.stacks`).
+    asks_to_stop: `work` listens to Ctrl-C, SIGTERM and SIGHUP itself, so only a second signal ends the ranks. gpus:
+    number of GPUs of this machine that the ranks use. stacks: folder for the stacks of the ranks after a timeout
+    (`run.stacks`).
 
     Raises:
-        LengthwiseError: what a rank raised, or RankError for one that died.
+        LengthwiseError: the error of a rank, or RankError if a rank died.
         ConfigError: this process has started CUDA, which does not survive a fork.
         KeyboardInterrupt: a signal ended the ranks.
     """
     if ranks == 1:
         return work(World(rank=0, world_size=1, gpus=gpus), lambda _phase: None)
     if gpus and has_started_cuda():
-        expected, got = "a process that has not started CUDA, from which ranks can be forked", "one that has"
-        remedy = "Start the ranks by torchrun, or this run before anything in its process uses a GPU."
+        expected, got = "a process without CUDA, from which ranks can be forked", "a process that has started CUDA"
+        remedy = "Start the ranks by torchrun, or start this run before its process uses a GPU."
         raise ConfigError(f"{ranks} ranks", expected=expected, got=got, remedy=remedy)
     with _meeting_place() as folder, StopRequest(announces=asks_to_stop).listening() as stop:
         return _Children(work, ranks, folder / "rendezvous", gpus).outcome(stop, asks=asks_to_stop, stacks=stacks)
@@ -175,9 +175,9 @@ def launch(
 
 @contextlib.contextmanager
 def _meeting_place() -> Iterator[Path]:
-    """Give a temporary folder, locked while its launcher or one of its ranks lives; those of killed ones are removed.
+    """Yield a temporary folder, locked while its launcher or one of its ranks lives.
 
-    Nothing removes the folder of a launcher that is killed, but the next one on this machine.
+    A killed launcher leaves its folder; the next launcher on this machine removes it.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{_PLACE}*"):
         with contextlib.suppress(OSError):  # its owner lives, or another start removes it
@@ -189,14 +189,14 @@ def _meeting_place() -> Iterator[Path]:
             (Path(folder) / _LOCK).open("wb") as file,
         ):
             fcntl.flock(file, fcntl.LOCK_EX)
-            is_ours = Path(file.name).exists()  # another start may have had it first, and taken us for dead
+            is_ours = Path(file.name).exists()  # another launcher may have removed the folder before it was locked
             if is_ours:
                 yield Path(folder)
 
 
 def _remove_left(folder: Path) -> None:
-    """Remove a folder that a launcher of this user left; one of somebody else, or with anything else in it, stays."""
-    found = {each: each.lstat() for each in sorted(folder.iterdir(), reverse=True)}  # the lock is the last to go
+    """Remove a folder that a launcher of this user left, if it has no other files and no living owner."""
+    found = {each: each.lstat() for each in sorted(folder.iterdir(), reverse=True)}  # the lock is removed last
     if not all(stat.S_ISREG(each.st_mode) and _LEFT.fullmatch(path.name) for path, each in found.items()):
         return
     if {each.st_uid for each in (folder.lstat(), *found.values())} != {os.getuid()} or folder.is_symlink():
@@ -212,9 +212,9 @@ def _remove_left(folder: Path) -> None:
 
 
 def threads_of_each(ranks: int) -> int:
-    """Return how many threads each of several local ranks computes with, by OMP_NUM_THREADS or an even share of cores.
+    """Return the number of threads of a local rank: OMP_NUM_THREADS, or an even share of the cores.
 
-    Before anything in this process has set its own.
+    Call it before anything in this process sets torch's threads.
     """
     return torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else max(1, (os.cpu_count() or 1) // ranks)
 
@@ -252,7 +252,7 @@ class _Children:
             self._watch(stop, asks=asks)
             own = [error for _, error in sorted(self._errors.items()) if not isinstance(error, TransferError)]
             timed_out = bool(self._errors) and not own
-            # Before stacks are asked for: that lets a rank which was stopped go on for a while.
+            # Read before stacks are asked for, which continues a stopped rank for a while.
             seen = [f"last seen in {self._board.last_seen(rank)}" for rank in range(len(self._processes))]
             alive = {rank: each.pid for rank, each in enumerate(self._processes) if each.pid and each.is_alive()}
             kept = keep_stacks(self._stacks, seen, alive, stacks) if stacks is not None and timed_out else ""
@@ -265,7 +265,7 @@ class _Children:
         return self._results[0]
 
     def _with_silent_ranks(self, error: LengthwiseError, seen: Sequence[str], stacks: str) -> LengthwiseError:
-        """Say beside a time-out which ranks never answered, one of them is why, and where stacks are."""
+        """Add the ranks that never answered, one of which caused the timeout, and the place of the stacks."""
         silent = [rank for rank in range(len(self._processes)) if rank not in {*self._results, *self._errors}]
         if not silent:
             remedy = f"{error.remedy}{stacks}"
@@ -287,13 +287,13 @@ class _Children:
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(process.pid, stop.signal)
             if stop.times > asks:
-                raise KeyboardInterrupt  # asked twice, or nobody listens: the ranks are ended without another word
+                raise KeyboardInterrupt  # asked twice, or the ranks do not listen: end them
             for rank, pipe in list(running.items()):
                 if pipe in ready:
                     del running[rank]
                     self._receive(rank, pipe)
             if self._errors and deadline == float("inf"):
-                deadline = time.monotonic() + _GRACE_SECONDS  # others may know better what went wrong
+                deadline = time.monotonic() + _GRACE_SECONDS  # another rank may report the root cause
 
     def _receive(self, rank: int, pipe: Connection) -> None:
         try:
@@ -331,7 +331,7 @@ def _child(
 ) -> None:
     end_with_parent(launcher)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    # A forked child hangs in its first threaded operation if the parent ever ran one: go through one thread first.
+    # A forked child hangs in its first threaded operation if the parent ever ran one: set one thread first.
     threads = threads_of_each(world.world_size)
     torch.set_num_threads(1)
     torch.set_num_threads(threads)
@@ -340,15 +340,15 @@ def _child(
             result = work(world, lambda phase: board.note(world.rank, phase))
             message = ("result", None if world.rank else result)
         except LengthwiseError as error:
-            if isinstance(error, CallbackError) and error.__cause__ is not None:  # the pipe does not carry it
+            if isinstance(error, CallbackError) and error.__cause__ is not None:  # pickling loses the cause
                 traceback.print_exception(error.__cause__)
             if isinstance(error, TransferError):
                 with contextlib.suppress(OSError):
                     write_stacks(stacks, error)
             message = ("error", error)
-        except KeyboardInterrupt:  # all ranks were asked to stop before they had begun
+        except KeyboardInterrupt:  # all ranks were asked to stop before they began
             message = ("interrupted", None)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the parent must know it
+        except BaseException as error:  # noqa: BLE001 - the parent must know of any error
             where, expected = f"rank {world.rank}, {board.last_seen(world.rank)}", "the rank to finish"
             got, remedy = f"{type(error).__name__}: {error}", "This is a defect of lengthwise: please report it."
             traceback.print_exc()

@@ -1,4 +1,4 @@
-"""The files of a run that have a line a step: which lines a run that goes on keeps, and which of them are lost."""
+"""The files of a run that have a line per step: which lines a resumed run keeps, and which are missing."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ from lengthwise.core.files import parse_json, read_plain
 from lengthwise.core.names import counted
 
 METRICS = "metrics.jsonl"
-LEDGER, OLD_LEDGER = "ledger.jsonl", "ledger.old.jsonl"  # the second: lines before the first's, where it grew long
-COUNTED = (METRICS, "eval.jsonl", "not_finite.jsonl")  # a checkpoint says how many lines they have
+LEDGER, OLD_LEDGER = "ledger.jsonl", "ledger.old.jsonl"  # the second has the older lines of a long ledger
+COUNTED = (METRICS, "eval.jsonl", "not_finite.jsonl")  # a checkpoint has their numbers of lines
 LINES = (*COUNTED, LEDGER, OLD_LEDGER)
 _MOST_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """A line, with its end, and the step it is of."""
+class StepLine:
+    """A line, with its newline, and its step."""
 
     step: int
     text: str
 
 
-def lines_up_to(path: Path, step: int) -> list[Line]:
-    """Return the lines up to `step`; one that a fault left without its end goes. OutputError: one is damaged."""
-    where, expected, kept = str(path), "a file of lines", list[Line]()
+def lines_up_to(path: Path, step: int) -> list[StepLine]:
+    """Return the lines up to `step`, without a last line that a fault cut off.
+
+    Raises:
+        OutputError: a line is damaged.
+    """
+    where, expected, kept = str(path), "a file of lines", list[StepLine]()
     try:
         *lines, _ = read_plain(path, most_bytes=path.stat().st_size).split(b"\n")
         for number, line in enumerate(lines, 1):
@@ -39,23 +43,23 @@ def lines_up_to(path: Path, step: int) -> list[Line]:
                 raise ValueError(shown(row))
             if row["step"] > step:
                 break
-            kept.append(Line(row["step"], f"{text}\n"))
+            kept.append(StepLine(row["step"], f"{text}\n"))
     except (OSError, ValueError) as error:
         remedy = "Correct it, or remove the file and give {accept_changes}."
         raise OutputError(where, expected=expected, got=str(error), remedy=remedy) from None
     return kept
 
 
-def missing_lines(lines: Mapping[str, Sequence[Line]], counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield each file that is not what was written up to a checkpoint, and what it has instead.
+def missing_lines(lines: Mapping[str, Sequence[StepLine]], counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield the files that lack lines up to a checkpoint, and what they have instead.
 
-    lines: of the files that are there, by name. counts: of the checkpoint; those of earlier versions have none. The
-    ledger has a line where metrics have one; its oldest may have been dropped, as the older half replaces another.
+    lines: the lines of the existing files, by name. counts: the checkpoint's numbers of lines; checkpoints of earlier
+    versions have none. The ledger has a line for every line of the metrics, but its oldest may have been dropped.
     """
     for name, count in counts.items():
         there = lines.get(name, ())
         if len(there) != count:
-            yield name, f"{counted(len(there), 'line')}, where {count} had been written"
+            yield name, f"{counted(len(there), 'line')} of {count}"
     ledger = {line.step for name in (OLD_LEDGER, LEDGER) for line in lines.get(name, ())}
     first = min(ledger, default=math.inf) if OLD_LEDGER in lines else 0
     lost = [line.step for line in lines.get(METRICS, ()) if line.step >= first and line.step not in ledger]

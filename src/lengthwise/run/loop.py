@@ -1,8 +1,8 @@
-"""The training loop of one rank: the calls of a user's own loop around a session's steps, and what a run does beside.
+"""The training loop of one rank of a run, on the methods of a session.
 
-Each step: `backward`, clip, update and publish, agree on the next plan, report; then perhaps evaluate and checkpoint.
-What the ranks decide together at a step's end is `run/step_end.py`. Parameters are checked before an evaluation, a
-checkpoint and at the end, too: no model is saved that is not finite.
+A step: `backward`, clip, update and publish, agree on the next plan, report; then perhaps evaluate and save a
+checkpoint. `run/step_end.py` has the ranks' common decisions at a step's end. Parameters are checked before every
+evaluation, checkpoint and at the end too, so that no model is saved that is not finite.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lengthwise.session.source import PlannedStep
 
 @dataclass(slots=True)
 class _Progress:
-    """What was trained: first and last loss of the run, and what this process did."""
+    """Progress of a run: its first and last loss, and the tokens, metrics and stop signal of this process."""
 
     first_loss: float | None
     loss: float
@@ -38,7 +38,7 @@ class _Progress:
 
 
 def train_steps(run: RankRun) -> TrainResult:
-    """Make the steps of a run, and what is due after each of them; then save the model. Collective."""
+    """Run all steps, with evaluations and checkpoints when they are due; then save the model. Collective."""
     session, checkpoints, start = run.session, run.end.checkpoints, time.perf_counter()
     evaluation, rate = Evaluation(run), learning_rates(run.job.config.optimizer, run.job.num_steps)
     done = _Progress(*((None, 0.0) if run.job.resume is None else run.job.resume.losses))
@@ -95,7 +95,6 @@ def _update(run: RankRun, norm: float, lr: float) -> None:
 
 
 def _report(run: RankRun, planned: PlannedStep, result: StepResult, lr: float) -> StepMetrics:
-    """Report a step that made its update; return its metrics."""
     step, predicted = run.session.steps, run.pricing.predicted_step_seconds(result.plan)
     metrics = run.end.metrics(result, step=step, lr=lr, predicted_seconds=predicted)
     if said := run.pricing.observe(RanStep(plan=result.plan, busy_seconds=result.busy_seconds)):

@@ -1,7 +1,7 @@
-"""What a run plans with, on rank 0: costs, as measured where that was asked for, and how fast its ranks are.
+"""The costs that rank 0 plans with: estimated or measured, and the speeds of the ranks.
 
-A step's seconds are known when the next ones are planned already, so they count from some steps later. Ranks that turn
-out slower than others are planned with less work, by the planner that knows speeds.
+A step's seconds are known when the next steps are already planned, so they count some steps later. Slower ranks get
+less work, if the planner supports speeds.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lengthwise.profiler.profile import ProfileSettings, Trained, open_store, pr
 from lengthwise.report.figures import percent
 from lengthwise.run.job import MEASURING_SECONDS, Job
 
-_WARM_UP_STEPS = 1  # the oldest that are remembered, of which the first of a run is one
-_LEAST_TOKENS = 1024  # of the longest sequence that is measured: shorter ones tell little of attention
+_WARM_UP_STEPS = 1  # the oldest remembered step does not count: it may be the run's first
+_LEAST_TOKENS = 1024  # least length of the longest measured sequence: shorter ones say little about attention
 
 
 class Pricing:
-    """The costs of a run that `planning` plans; `follows_speeds`: slow ranks get less work, so plans differ by run."""
+    """The costs of a run. follows_speeds: give slow ranks less work, so that plans differ between runs."""
 
     def __init__(self, planning: StepPlanning, *, follows_speeds: bool) -> None:
         self._options, self._ranks, self._follows_speeds = planning.options, planning.ranks, follows_speeds
@@ -37,9 +37,9 @@ class Pricing:
         self.measurements: Measurements | None = None
 
     def measure(self, job: Job, world: World, transport: Transport, trained: Trained) -> str:
-        """Measure before the first step, on all ranks together, and price with what was found; say how it fits.
+        """Measure before the first step, and plan with the measured costs; return a note on their fit. Collective.
 
-        What is trained stays as it is, to the bit.
+        Parameters and states do not change by a bit.
         """
         settings = ProfileSettings(
             seconds=MEASURING_SECONDS,
@@ -54,28 +54,28 @@ class Pricing:
         store = open_store(world.device, disk, where=f"rank {world.rank}")
         try:
             self.measurements = found = profile(job.model, world, transport, settings, trained=trained, store=store)
-        except ConfigError as error:  # of the samples, which are the same on all ranks
+        except ConfigError as error:  # about the samples, which are the same on all ranks
             return f"not measured, planned by estimates for the device: {error}"
         finally:
             if store is not None:
                 store.close()
         self.cost = measured_cost(found)
         fits = percent(found.fit.mean_error)
-        return f"measured {len(found.samples)} samples, which the costs miss by {fits} on average"
+        return f"measured {len(found.samples)} samples; the costs fit them with a mean error of {fits}"
 
     def priced(self, planning: StepPlanning) -> StepPlanning:
-        """Return a planning with the costs and speeds of now."""
+        """Return a planning with the current costs and speeds."""
         planning = replace(planning, cost=self.cost)
         if self.speeds is None or not _plans_speeds(planning.options):
             return planning
         return replace(planning, options=replace(planning.options, speeds=self.speeds, heads="off"))
 
     def predicted_step_seconds(self, plan: Plan) -> float:
-        """Return the seconds of a step, by the costs that it was planned with."""
+        """Return a step's seconds by the costs of its plan."""
         return float(plan.notes["predicted_seconds"]) + self.cost.step_end_seconds(self._ranks)
 
     def observe(self, step: RanStep) -> str | None:
-        """Take in a step that was run; say so, once, when ranks turn out to differ in speed."""
+        """Note a finished step; return a note the first time that ranks differ in speed."""
         if not self._follows_speeds:
             return None
         self._steps = [*self._steps[-STEPS:], step]
@@ -87,12 +87,12 @@ class Pricing:
 
 
 def _plans_speeds(options: PlanOptions) -> bool:
-    """Return whether steps can be planned with unequal speeds; split heads are then left out."""
+    """Return whether the planner supports unequal speeds; it then splits no heads."""
     return (options.planner, options.offload, options.mode) == ("lengthwise", "off", "free")
 
 
 def _unequal(speeds: Sequence[float], options: PlanOptions) -> str:
-    """Say what unequal speeds change in plans, and what they do not."""
+    """Describe unequal speeds and their effect on plans."""
     slowest = min(speeds)
     found = f"rank {speeds.index(slowest)} computes at {percent(slowest)} of the fastest rank's speed"
     if not _plans_speeds(options):

@@ -1,4 +1,4 @@
-"""`lengthwise profile` as a function: starts the ranks, or takes those of torchrun, and lets them measure."""
+"""`lengthwise profile` as a function: start the ranks, or use those of torchrun, and measure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lengthwise.core.measurements import Measurements
 from lengthwise.models import check_buildable, check_model_config, find_model
 from lengthwise.profiler.profile import ProfileSettings, open_store, profile
 from lengthwise.run.launch import launch, threads_of_each
-from lengthwise.run.start import count_used_gpus, quiet_libraries
+from lengthwise.run.prepared import count_used_gpus, quiet_libraries
 
 _TIMEOUT_SECONDS = 600.0
 
@@ -22,17 +22,17 @@ _TIMEOUT_SECONDS = 600.0
 def profile_model(
     model: str, settings: ProfileSettings, *, ranks: int | None = None, device: str = "auto", disk: Path | None = None
 ) -> Measurements | None:
-    """Measure a model on this machine, or on all machines of torchrun; None on its ranks but the first.
+    """Measure a model on this machine, or on all machines of torchrun, where ranks other than 0 return None.
 
     Args:
         model: `tiny`, a local Hugging Face folder or a hub name; weights are drawn, not loaded.
-        settings: how.
-        ranks: processes; None: one a GPU, on the CPU two where there are two cores.
+        settings: see `ProfileSettings`.
+        ranks: number of processes. If None, one per GPU; without GPUs two, or one on a single core.
         device: auto, cpu or cuda, as in a run file.
-        disk: a folder that activations would be offloaded to; None: on GPUs the host's memory, else none.
+        disk: folder on a disk for offloaded activations. If None, host memory on GPUs, and no offloading on the CPU.
 
     Raises:
-        LengthwiseError: a model that is not there or cannot be trained, or a rank that was lost.
+        LengthwiseError: the model is missing or cannot be trained, or a rank was lost.
     """
     quiet_libraries()
     problems = Collector()
@@ -44,7 +44,7 @@ def profile_model(
         problems.attempt(lambda: call_apart(lambda: check_buildable(source.config), gpus=gpus or 0))
     problems.raise_all()
     assert source is not None, "a model that was not found must have been a problem"
-    assert gpus is not None, "a device that is not there must have been a problem"
+    assert gpus is not None, "a missing device must have been a problem"
     number = world.world_size if world else ranks or gpus or min(2, os.cpu_count() or 1)
     _check_clock(settings, threads=threads_of_each(number), gpus=gpus)
 
@@ -67,4 +67,4 @@ def _check_clock(settings: ProfileSettings, *, threads: int, gpus: int) -> None:
     if settings.clock == "cpu" and (gpus or threads > 1):
         got = "GPUs" if gpus else f"{threads} threads a rank"
         remedy = "Give as many {ranks} as there are cores, or {clock} wall."
-        raise ConfigError("clock", expected="wall, but for ranks of one thread on the CPU", got=got, remedy=remedy)
+        raise ConfigError("clock", expected="wall, except on CPU ranks of one thread", got=got, remedy=remedy)

@@ -1,4 +1,4 @@
-"""A rank of a run, from its start to its end: the ranks it joins, who reads its rows, who hears of it."""
+"""A rank of a run from start to end: it joins the ranks, starts readers of data and callbacks, and trains."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from lengthwise.run.trackers import Trackers
 
 
 def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: Callable[[str], None]) -> TrainResult:
-    """Train to the end, or until asked to stop, and save the model (rank 0).
+    """Train to the end, or until asked to stop; rank 0 saves the model.
 
     Raises:
-        NumericError: a loss, a gradient or the parameters are not finite; no model is saved.
+        NumericError: a loss, a gradient or a parameter is not finite; no model is saved.
     """
     with ExitStack() as ending, ExitStack() as stack:
         process = None if world.rank else stack.enter_context(PlannerProcess(forks=world.rendezvous is not None))
@@ -60,7 +60,7 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
 
 
 def _is_alone(world: World) -> bool:
-    """Whether nobody else would end this process; a cluster may signal it and torchrun, which signals it again."""
+    """Return whether this process must end itself: no launcher would, and no torchrun repeats a cluster's signal."""
     return world.world_size == 1 and torchrun_agent() is None
 
 
@@ -68,9 +68,9 @@ def _is_alone(world: World) -> bool:
 def _serving_rows(
     job: Job, world: World, transport: Transport, say: Callable[[str], None], ending: ExitStack
 ) -> Iterator[None]:
-    """Let actors, or a process of each node, read data inside the block; nothing where it lies here. Collective.
+    """Start the readers of streamed or remote data for the block, if the run has such data. Collective.
 
-    ending: as for `reading`.
+    ending: as in `reading`.
     """
     key: Any = job.config.data[0].comes_meanwhile
     if key is None:

@@ -1,6 +1,6 @@
-"""What one process gives with plain Hugging Face and torch: the reference of `verify`, which shares none of our engine.
+"""The reference of `verify`: plain Hugging Face and torch in one process, without our engine.
 
-Of ours it takes the data, the keys by which dropout draws, and a model that was built by Hugging Face's own classes.
+It shares with us only the data, the random keys of dropout, and the building of a model from Hugging Face's classes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from lengthwise.models import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What one process computes: mean loss over the loss tokens, router loss (0 without), gradient of each parameter.
+    """Results of one process: the mean loss over loss tokens, the router loss (or 0), and the gradients by parameter.
 
-    The gradients are those of loss + coefficient x router loss.
+    The gradients are of loss + coefficient x router loss.
     """
 
     loss: float
@@ -48,10 +48,10 @@ def plain_gradients(
     dropout: DropoutKey = ANY_KEY,
     on_phase: Callable[[str], None] = lambda _phase: None,
 ) -> Reference:
-    """Compute what a plain Hugging Face model gives in this process, one sequence at a time.
+    """Compute loss and gradients of a plain Hugging Face model in this process, one sequence at a time.
 
-    Shift, loss-token count and sums of gradients are made here, on purpose not by the code that is checked: logits of
-    all but the last position against labels of all but the first. Where the model has dropout it draws by `dropout`.
+    On purpose this does not use the code under test for shifting labels, counting loss tokens and summing gradients:
+    logits of all but the last position meet labels of all but the first. Dropout draws by the key `dropout`.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for parameter in model.parameters():
@@ -79,7 +79,7 @@ def plain_gradients(
             routers = output.router_logits if from_routers else ()
             torch.autograd.backward([loss / together, *routers], [torch.ones_like(loss), *from_routers])
             loss_sum += loss.item()
-            for name, parameter in trained.items():  # in bf16 their sums are wider than they are
+            for name, parameter in trained.items():  # bf16 gradients are summed in fp32
                 if parameter.grad is not None:
                     gradients[name] += parameter.grad
                     parameter.grad = None
@@ -87,7 +87,7 @@ def plain_gradients(
 
 
 def _plain_weights(dataset: Dataset, row: int, labels: Tensor) -> Tensor:
-    """Return what each token of a row but the first weighs, (length - 1,), by labels alone where there is no more."""
+    """Return the loss weights of a row's tokens but the first, (length - 1,); without weights, 1 per label."""
     weights = dataset.read_weights(row, 1, len(labels))
     if weights is None:
         return (labels[1:] != NO_LOSS).float()
@@ -97,10 +97,10 @@ def _plain_weights(dataset: Dataset, row: int, labels: Tensor) -> Tensor:
 def plain_balance(model: Any, num_sequences: int, run: Callable[[int], Any]) -> tuple[float, list[list[Tensor]]]:
     """Return (balance loss, gradients of coefficient x loss) of a plain Hugging Face model over all sequences.
 
-    `run` gives the model's output for one of them. The gradients are with respect to the router logits, for each
-    sequence one (tokens, experts) a layer; (0, no gradients) where the config asks for no balance loss. The loss is
-    Hugging Face's own function. All graphs at once would need the memory of the whole batch, so the chain rule is cut
-    at the router logits: a pass without gradients collects them, and the gradient of their loss enters each backward.
+    run: returns the model's output for one sequence. The gradients are with respect to the router logits, a list of one
+    (tokens, experts) per layer for every sequence; (0, empty lists) if the config has no balance loss. The loss is
+    Hugging Face's own function. To hold one graph at a time, a pass without gradients collects the router logits, and
+    the gradient of their loss enters the backward of every sequence.
     """
     config = model.config
     if not has_balance_loss(config):

@@ -1,7 +1,7 @@
-"""What a run goes on from: the newest checkpoint in its output folder, of the same settings.
+"""Resuming a run from the newest checkpoint in its output folder, which must have the same settings.
 
-Rank 0 finds it and tells the others, which read the same. Under torchrun a rank that died makes the agent start all
-ranks again, with the command of before: the agent's name in the output folder tells such a start from a first one.
+Rank 0 finds the checkpoint and sends its step to the others, which read the same. Under torchrun the agent restarts all
+ranks with the same command after one died; the agent's name in the output folder distinguishes this from a first start.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lengthwise.core.errors import LengthwiseError, OutputError
 from lengthwise.core.names import counted
 
 FOLDER = "checkpoints"  # within the output of a run
-MODEL = "model"  # of a run that has ended, in its output
-EARLIER = "model.earlier"  # a file beside it: the run went on from a checkpoint, and has not ended since
+MODEL = "model"  # the model of a finished run, in its output
+EARLIER = "model.earlier"  # a file beside it: the run was resumed, and has not finished since
 
-# Settings that may differ when a run goes on: they change where, when and how fast, not what is trained.
+# Settings that may differ when a run resumes: they change where, when and how fast it trains, not what.
 FREE_SETTINGS = frozenset(
     (
         *(
@@ -38,19 +38,18 @@ FREE_SETTINGS = frozenset(
             "offload",
             "heads",
         ),
-        "measurements",
         *("attention", "compile", "fused_layers", "experts", "loss", "overlap", "device", "memory_check"),
-        *("eval", "checkpoint", "save", "output", "not_finite", "report_to"),
+        *("eval", "checkpoint", "save", "output", "not_finite", "report_to", "measurements"),
     )
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """The checkpoint that a run goes on from.
+    """The checkpoint that a run resumes from.
 
-    `passed_over`: what newer ones have wrong. `changes`: settings that differ, with both values, where
-    `accepts_changes`, of the data, too.
+    passed_over: problems of newer checkpoints. changes: settings that differ, with both values. accepts_changes:
+    whether settings and data may differ.
     """
 
     folder: Path
@@ -61,24 +60,24 @@ class Resume:
 
     @property
     def step(self) -> int:
-        """The steps that are done."""
+        """Number of finished steps."""
         return self.manifest.step
 
     @property
     def losses(self) -> tuple[float, float]:
-        """The losses of the first step and of the last that is done."""
+        """Losses of the first and of the last finished step."""
         return self.manifest.first_loss, self.manifest.loss
 
     def check_within(self, num_steps: int) -> None:
-        """Raise OutputError where more steps are done than the run has."""
+        """Raise OutputError if the checkpoint has more steps than the run."""
         if self.step > num_steps:
             expected, got = f"a checkpoint of the run's {counted(num_steps, 'step')}", f"one after {self.step}"
-            remedy = "Set the steps or epochs back, or train into another output."
+            remedy = "Restore steps or epochs, or train into another output."
             raise OutputError(str(self.folder), expected=expected, got=got, remedy=remedy)
 
 
 def run_settings(config: RunConfig) -> dict[str, object]:
-    """Return the settings of a run that decide what is trained; where the optimizer's states are does not."""
+    """Return the settings of a run that decide what is trained."""
     given = config.model_dump(mode="json", exclude={"optimizer": {"offload"}})
     found = {key: value for key, value in given.items() if key not in FREE_SETTINGS}
     found["data"] = [_without_actors(each) for each in found["data"]]
@@ -86,55 +85,55 @@ def run_settings(config: RunConfig) -> dict[str, object]:
 
 
 def _without_actors(source: dict[str, object]) -> dict[str, object]:
-    """Return a source's settings with `remote` true or not there: how many actors read it changes nothing."""
+    """Return a source's settings without its number of actors, which does not change its rows."""
     kept = {key: value for key, value in source.items() if key not in ("remote", "streaming") or value}
     return {**kept, "remote": True} if "remote" in kept else kept
 
 
 def model_settings(run: Mapping[str, object]) -> dict[str, object]:
-    """Return those of a run's settings that say what the parameters of its checkpoints mean.
+    """Return the settings of a run that its checkpoints' parameters depend on.
 
-    `seed` is one where only an adapter is trained: weights that are frozen may have been drawn by it.
+    With an adapter these include `seed`, by which frozen weights may have been drawn.
     """
     keys = ("model", "weights", "lora", "precision", *(["seed"] if run.get("lora") else []))
     return {key: run.get(key) for key in keys}
 
 
 def has_checkpoint(config: RunConfig) -> bool:
-    """Whether a checkpoint was ever committed in the run's output folder."""
+    """Return whether the run's output folder has a checkpoint."""
     return bool(CheckpointFolder(config.output / FOLDER).steps())
 
 
 def has_model(config: RunConfig) -> bool:
-    """Whether a run has ended in the run's output folder: a model is there."""
+    """Return whether the run's output folder has a finished run's model."""
     return (config.output / MODEL).exists()
 
 
 def is_finished(config: RunConfig, resume: Resume, num_steps: int) -> bool:
-    """Whether the run has made all its steps and saved their model."""
+    """Return whether the run has finished all its steps and saved their model."""
     return resume.step == num_steps and has_model(config) and not (config.output / EARLIER).exists()
 
 
 def find_resume(config: RunConfig, *, accept_changes: bool = False) -> Resume:
-    """Return the newest checkpoint in the run's output folder that is whole and of these settings.
+    """Return the newest whole checkpoint in the run's output folder, and check its settings.
 
-    `accept_changes`: of other settings, too, where it has the optimizer's states.
+    accept_changes: allow other settings, as long as the optimizer keeps the same states.
 
     Raises:
-        OutputError: there is none, or it is of other settings, which are listed.
+        OutputError: there is no checkpoint, or its settings differ; the error lists them.
     """
     folder, manifest, passed_over = CheckpointFolder(config.output / FOLDER).newest()
     different = changed(manifest.run, run_settings(config))
     if different and not accept_changes:
-        remedy = "Change them back, train into another output, or give {accept_changes} to go on with these."
+        remedy = "Restore them, train into another output, or give {accept_changes} to continue with these."
         raise OutputError(str(folder), expected="the run's own settings", got="; ".join(different), remedy=remedy)
     if config.lora is not None and manifest.run.get("seed") != config.seed:
         expected, got = f"seed {manifest.run.get('seed')}, which may have drawn the frozen weights", f"{config.seed}"
-        remedy = "Set `seed` back; the order of the data may be changed by the data alone."
+        remedy = "Restore `seed`; to change the order of the data, change the data."
         raise OutputError(str(folder), expected=expected, got=got, remedy=remedy)
     saved, asked = _states(manifest.run.get("optimizer")), _states(config.optimizer.model_dump(mode="json"))
     if saved != asked:
-        remedy = "Take the optimizer of before, or train the exported model into another output."
+        remedy = "Use the earlier optimizer, or train the exported model into another output."
         raise OutputError(str(folder), expected=f"states of {asked}", got=f"states of {saved}", remedy=remedy)
     return Resume(
         folder=folder, manifest=manifest, passed_over=passed_over, changes=different, accepts_changes=accept_changes
@@ -142,20 +141,20 @@ def find_resume(config: RunConfig, *, accept_changes: bool = False) -> Resume:
 
 
 def _states(optimizer: object) -> str:
-    """Name an optimizer of a run's settings, and what it keeps of each entry."""
+    """Describe an optimizer of a run's settings and its states."""
     try:
         known = optimizer if isinstance(optimizer, Mapping) else {}
         config = OptimizerConfig.model_validate({k: v for k, v in known.items() if v is not None})
     except ValidationError:
-        return f"an optimizer that is not known, {optimizer}"
+        return f"an unknown optimizer, {optimizer}"
     return f"{config.name} ({', '.join(config.states) or 'none'})"
 
 
 def shared_resume(found: Resume | None, config: RunConfig, transport: Transport) -> Resume | None:
-    """Return what rank 0 goes on from; ranks of other processes read it in the shared folder. Collective.
+    """Return the checkpoint of rank 0; torchrun's other ranks read its manifest in the shared folder. Collective.
 
     Raises:
-        OutputError: this rank cannot read it.
+        OutputError: this rank cannot read the manifest.
     """
     if transport.world_size == 1:
         return found
@@ -169,11 +168,11 @@ def shared_resume(found: Resume | None, config: RunConfig, transport: Transport)
 
 
 def torchrun_agent() -> str | None:
-    """Name the torchrun agent that started this process, and will again if a rank dies; None: there is none."""
+    """Name the torchrun agent that started this process, and restarts it if a rank dies; None without torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     agent = os.getppid()
-    try:  # when it was started: numbers of processes are used again
+    try:  # with its start time, because pids are used again
         started = Path(f"/proc/{agent}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except OSError:
         started = "?"

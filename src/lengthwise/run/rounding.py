@@ -1,11 +1,12 @@
-"""What rounding alone does to the gradients of a bf16 model, or in fp32 of one with states: how `verify` judges them.
+"""The effect of rounding alone on gradients, by which `verify` judges bf16 models, and fp32 models with states.
 
-Rounding errors grow with depth, and with experts that a rounded router chooses: no one tolerance fits. So plain Hugging
-Face runs in bf16 too, with two kernels of attention, and all three are compared with its fp32 at the same, rounded
-parameters. The planned model may be `FACTOR` times as far from that as a plain one is, plus a floor. Parameters of one
-kind (one name but for its numbers) share the largest difference of any of them, or the median of all parameters where
-that is larger: a single tensor's is half luck. The gradient of a state's decay is a sum that cancels, in fp32 wrong by
-some 1e-4 whoever computes it: there all is compared with fp64, and plain fp32 says what rounding does.
+Rounding errors grow with depth, and with a rounded router's choice of experts, so no single tolerance fits. Plain
+Hugging Face therefore runs in bf16 too, with two attention kernels, and all three models are compared with fp32 at the
+same rounded parameters. The planned model may differ `FACTOR` times as much as a plain one, plus a floor. Parameters of
+one kind (whose names differ in numbers only) share their largest difference, or the median over all parameters if that
+is larger, because a single tensor's difference is half chance. The gradient of a state's decay is a sum that cancels,
+with an fp32 error of about 1e-4 in any implementation: such models are compared with fp64, and plain fp32 gives the
+effect of rounding.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2e-3}  # in bf16 beside `FACTOR` times what rounding alone does
-SUMS_TOLERANCE = 1e-5  # of fp32 sums of bf16 gradients: they differ by 1e-7, sums in bf16 by 1e-3
+TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2e-3}  # in bf16 added to `FACTOR` times the effect of rounding
+SUMS_TOLERANCE = 1e-5  # for fp32 sums of bf16 gradients, which differ by 1e-7; sums in bf16 differ by 1e-3
 FACTOR = 2.0
-SCORE_BYTES = 6  # of an entry of eager attention's score matrix: two tensors of bf16, one cast
+SCORE_BYTES = 6  # bytes of an entry of eager attention's scores: two bf16 tensors and a cast
 MOST_SCORE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How far a model is from the reference: its losses, and each parameter's gradient; all relative."""
+    """Relative differences of a model from the reference: of its losses, and of gradients by parameter."""
 
     loss: float
     router_loss: float
@@ -33,9 +34,9 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """The larger difference of plain models by `kernels`; of gradients the largest of a kind, at least the median.
+    """The largest difference of plain models with `kernels`; for gradients the largest of a kind, at least the median.
 
-    precision, exact: of the plain models, and of what they are compared with.
+    precision, exact: precision of the plain models, and of the reference.
     """
 
     kernels: tuple[str, ...]
@@ -46,12 +47,12 @@ class Rounding:
     gradients: Mapping[str, float]
 
     def allows(self, difference: float) -> float:
-        """Return how far from the reference the planned model may be where a plain one is that far."""
+        """Return the allowed difference of the planned model, from a plain model's difference."""
         return FACTOR * difference if math.isfinite(difference) else 0.0
 
 
 def rounding_of(found: Mapping[str, Difference], *, precision: str = "bf16", exact: str = "fp32") -> Rounding:
-    """Put together what plain models in `precision` are from the reference in `exact`, by kernel."""
+    """Combine the differences of plain models in `precision` from the reference in `exact`, given by kernel."""
     by_kind: dict[str, float] = {}
     for each in found.values():
         for name, difference in each.gradients.items():
@@ -70,14 +71,14 @@ def rounding_of(found: Mapping[str, Difference], *, precision: str = "bf16", exa
 
 
 def kind_of(parameter: str) -> str:
-    """Return a parameter's name without its numbers: those of the layer, and of the expert."""
+    """Return a parameter's name without the numbers of layers and experts."""
     return re.sub(r"\d+", "N", parameter)
 
 
 def plain_kernels(first: str, *, longest: int, heads: int, layers: int, on_gpu: bool) -> tuple[str, ...]:
-    """Name the attention of the plain models: `first`, Hugging Face's own choice, and another that fits into memory.
+    """Return the attention kernels of the plain models: `first`, Hugging Face's choice, and another that fits.
 
-    `eager` keeps the scores of all layers; where they are too many, a GPU has `flash`, which may be the first again.
+    `eager` keeps the scores of all layers; if they are too many, a GPU uses `flash`, which may equal the first.
     """
     if first == "eager":
         return ("eager",)

@@ -1,4 +1,4 @@
-"""A rank of a run before its first step: its session, what it goes on from, what it measures."""
+"""A rank of a run before its first step: open the session, restore a checkpoint, measure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lengthwise.session.engine import Engine
 
 @dataclass(slots=True, kw_only=True)
 class RankRun:
-    """What a rank's loop works with. callbacks: of rank 0."""
+    """A rank of a run after its setup. callbacks: called on rank 0 only, empty on other ranks."""
 
     job: Job
     session: Session
@@ -47,49 +47,49 @@ class RankRun:
 
     @property
     def engine(self) -> Engine:
-        """What runs the microbatches."""
+        """The session's engine."""
         return self.session.engine
 
     @property
     def parameters(self) -> Parameters:
-        """Those of this rank."""
+        """The parameters on this rank."""
         return self.optimizer.parameters
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Number of this rank."""
         return self.session.rank
 
     def say(self, line: str) -> None:
-        """Let the callbacks know a decision and its reason."""
+        """Report a decision and its reason to the callbacks."""
         call_back(self.callbacks, "on_note", line)
 
     def stopped_by(self, phase: str) -> int | None:
-        """Return the signal by which some rank was asked to stop; None: none was. Collective."""
+        """Return the signal that asked a rank to stop, or None. Collective."""
         self.engine.transport.phase = phase
         return int(max(self.engine.each_rank(self.stop.signal or 0))) or None
 
     def leave_if_asked(self, before: str) -> None:
-        """End all ranks where one was asked to stop and nothing was trained yet. Collective."""
+        """End all ranks if one was asked to stop, before training begins. Collective."""
         if self.stopped_by(f"start, before {before}") is not None:
             raise KeyboardInterrupt
 
     def check_parameters(self) -> None:
-        """Check that parameters are finite before they are used or kept. Collective."""
+        """Check that parameters are finite before they are evaluated or saved. Collective."""
         self.end.finite.check_parameters(self.session.steps, self.engine.each_rank(self.end.finite.largest))
 
     def whole_on_first(self) -> AbstractContextManager[None]:
-        """Let rank 0's model be written inside the block. Collective."""
+        """Make rank 0's model whole inside the block, so that it can be written. Collective."""
         return self.session.whole_on_first()
 
     def write_model(self, folder: Path) -> None:
-        """Write the model, and the tokenizer beside it."""
+        """Write the model and the tokenizer."""
         write_model(self.engine.model, self.job.config, self.job.tokenizer, folder)
         fault("model-save", self.rank, self.session.steps)
 
     def close(self) -> None:
-        """End what writes in the background, and the session."""
-        self.session.runner.writer.close()  # what is under way stays unfinished
+        """Stop writing in the background, and close the session."""
+        self.session.runner.writer.close()  # an unfinished checkpoint stays unfinished
         self.session.close()
 
 
@@ -102,10 +102,10 @@ def set_up(
     stop: StopRequest,
     folder: RunFolder,
 ) -> RankRun:
-    """Open the session, restore what the run goes on from, and measure what it asks for. Collective.
+    """Open the session, restore the checkpoint, and measure capacities and costs if asked for. Collective.
 
     Raises:
-        MemoryShortage: model, gradients and optimizer do not fit, or no microbatch beside them.
+        MemoryShortage: model, gradients and optimizer do not fit, or no microbatch fits beside them.
         DataError: the longest sequence does not fit all ranks together.
     """
     config, say = job.config, partial(call_back, callbacks, "on_note")
@@ -157,7 +157,7 @@ def set_up(
 
 
 def _restore(job: Job, session: Session, end: RunStepEnd, say: Callable[[str], None]) -> None:
-    """Take parameters, states and counts from a checkpoint, where the run goes on from one. Collective."""
+    """Take parameters, states and counts from the checkpoint, if there is one. Collective."""
     resume = job.resume
     if resume is None:
         return
@@ -170,7 +170,7 @@ def _restore(job: Job, session: Session, end: RunStepEnd, say: Callable[[str], N
 
 
 def _measure_costs(rank: RankRun, world: World) -> None:
-    """Price plans by what the machine is measured to take; values and states stay as they are. Collective."""
+    """Measure the machine and plan with the measured costs; values and states do not change. Collective."""
     rank.leave_if_asked("costs")
     engine = rank.engine
     engine.transport.phase = "measuring before the first step"
@@ -182,7 +182,7 @@ def _measure_costs(rank: RankRun, world: World) -> None:
 
 
 def begin(run: RankRun) -> None:
-    """Begin or go on in the run's folder, and check the memory where that is asked for. Collective."""
+    """Begin or continue the run's folder, and check memory if asked for. Collective."""
     job = run.job
     fault("start", run.rank, run.session.steps)
     run.leave_if_asked("the first step")

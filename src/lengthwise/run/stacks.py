@@ -1,7 +1,7 @@
-"""Where ranks stood when one of them waited in vain: a file a rank, `rank-00003.txt`, with the stacks of its threads.
+"""Stacks of all ranks after a timeout: one file per rank, `rank-00003.txt`, with the stacks of its threads.
 
-A rank whose own transfer timed out writes where it was. One that never answered is asked by a signal, which needs no
-Python: a rank that hangs in a library writes, too, and one that was stopped is continued for it, before it is ended.
+A rank whose own transfer timed out writes its stacks itself. A rank that never answered gets a signal, whose handler
+needs no Python, so that a rank that hangs in a library writes too. A stopped rank is continued for it, then ended.
 """
 
 from __future__ import annotations
@@ -21,26 +21,30 @@ from lengthwise.core.errors import TransferError
 
 Result = TypeVar("Result")
 FOLDER = "hang"  # within the output of a run
-_SECONDS, _POLL_SECONDS = 1.0, 0.1  # that ranks which are asked have
+_SECONDS, _POLL_SECONDS = 1.0, 0.1  # time that ranks have to write
 _STDERR = 2
 
 
 def write_stacks(file: FileIO, error: TransferError) -> None:
-    """Write where this process raised an error, and where its threads are now; OSError: it cannot be written."""
+    """Write the traceback of an error, and the stacks of this process's threads.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     file.write(f"{''.join(traceback.format_exception(error))}\nall threads, after that:\n".encode())
     faulthandler.dump_traceback(file, all_threads=True)
 
 
 def with_own_stacks(work: Callable[[], Result], folder: Path, rank: int) -> Result:
-    """Call `work` on a rank that nobody here watches; keep its stacks in `folder` where a transfer timed out.
+    """Call `work` on a rank of another launcher; write its stacks into `folder` if a transfer times out.
 
-    SIGUSR1 then writes the stacks of its threads to stderr, of a rank that hangs elsewhere, too.
+    During the call SIGUSR1 writes the stacks of its threads to stderr.
     """
     faulthandler.register(signal.SIGUSR1, file=_STDERR, all_threads=True)
     try:
         return work()
     except TransferError as error:
-        with contextlib.suppress(OSError):  # no room for stacks hides no error
+        with contextlib.suppress(OSError):  # a full disk must not hide the error
             with _opened(folder, rank, error.where) as file:
                 write_stacks(file, error)
             error.remedy += _sentence(folder)
@@ -50,17 +54,17 @@ def with_own_stacks(work: Callable[[], Result], folder: Path, rank: int) -> Resu
 
 
 def keep_stacks(files: Sequence[FileIO], seen: Sequence[str], alive: Mapping[int, int], folder: Path) -> str:
-    """Copy what each rank wrote into `folder`, under where it was `seen`; return a sentence for an error, or "".
+    """Copy the ranks' stacks into `folder`, with the phases `seen`; return a sentence for an error, or "".
 
-    alive: the pid of each rank that may still write; it is asked to, and has given its file to `faulthandler.register`
-    for SIGUSR1.
+    alive: the pids of ranks that may still write, by rank. They get SIGUSR1, for which they have registered their file
+    with `faulthandler.register`.
     """
     for pid in alive.values():
         for number in (signal.SIGUSR1, signal.SIGCONT):
             with contextlib.suppress(OSError):
                 os.kill(pid, number)
     end, kept, before = time.monotonic() + _SECONDS, "", list[int]()
-    while time.monotonic() < end:  # until all have written something, and write no more
+    while time.monotonic() < end:  # until all have written, and their files stop growing
         sizes = [_size(files[rank]) for rank in alive]
         if all(sizes) and sizes == before:
             break
@@ -88,4 +92,4 @@ def _size(file: FileIO) -> int:
 
 
 def _sentence(folder: Path) -> str:
-    return f" Where each rank stood: {folder}."
+    return f" The stacks of the ranks are in {folder}."

@@ -1,7 +1,7 @@
-"""What a run decides at a step's end, by numbers that its ranks share: whether to update, and to save.
+"""A run's decisions at a step's end, by numbers that all ranks have: whether to update, and whether to save.
 
-A loss or gradient that is not finite makes no update: the run leaves the step out, or stops. The parameters that an
-update left are checked with the numbers of the next step.
+A loss or gradient that is not finite makes no update: the run skips the step, or stops. The parameters after an update
+are checked with the numbers of the next step.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lengthwise.run.callbacks import Callback, NotFinite, StepMetrics, call_back
 from lengthwise.run.checkpoints import Checkpoints
 from lengthwise.session.runner import StepEnd, StepResult
 
-MOST_IN_A_ROW = 10  # steps without an update
+MOST_IN_A_ROW = 10  # consecutive steps without an update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunNumbers(RankResult):
-    """What a rank shares of a step and of what goes on beside it; see `FinitePolicy`, `Checkpoints`."""
+    """A rank's numbers of a step, with those of `PeakMemory`, `FinitePolicy` and `Checkpoints`."""
 
     peak_bytes: float
     largest: float
@@ -36,10 +36,10 @@ class RunNumbers(RankResult):
 
 @dataclass(slots=True, kw_only=True)
 class FinitePolicy:
-    """What a rank does about values that are not finite.
+    """Skip steps, or end the run, if values are not finite.
 
-    skips: whether a step whose loss or gradient is not finite makes no update; else the run ends. largest_allowed:
-    magnitude of a parameter, in its dtype. skipped: steps so far whose sequences changed nothing.
+    skips: whether a step whose loss or gradient is not finite is skipped; otherwise the run ends. largest_allowed:
+    largest finite magnitude of a parameter's dtype. skipped: number of steps skipped so far.
     """
 
     skips: bool
@@ -53,18 +53,18 @@ class FinitePolicy:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude of any parameter that this rank updates, for `check_parameters`; waits for it."""
+        """Largest magnitude of the parameters that this rank updates, for `check_parameters`. Waits for the device."""
         return 0.0 if self._largest is None else self._largest.item()
 
     def updated(self, sequences: Sequence[int]) -> None:
-        """Note an update and the sequences it was made of."""
+        """Note an update and its sequences."""
         self._largest, self._sequences, self._in_a_row = largest_magnitude(self.parameters), sequences, 0
 
     def check_parameters(self, step: int, largest: Sequence[float]) -> None:
-        """Check that `step` left finite parameters, by the `largest` of each rank.
+        """Check that parameters are finite after `step`, by the `largest` of each rank.
 
         Raises:
-            NumericError: it did not; an update that was made cannot be skipped.
+            NumericError: a parameter is not finite; the update was made, so it cannot be skipped.
         """
         wrong = [each for each in largest if not each <= self.largest_allowed]  # NaN too
         if wrong:
@@ -73,10 +73,10 @@ class FinitePolicy:
             self._stop(found, "Lower optimizer.lr or optimizer.weight_decay. The model is not saved.")
 
     def holds(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
-        """Whether a value of the step that is under way is finite; else leave the step out. Collective.
+        """Return whether a value of the current step is finite; if not, skip the step or end the run. Collective.
 
         Raises:
-            NumericError: the run ends.
+            NumericError: the value is not finite, and the run ends.
         """
         if math.isfinite(value):
             return True
@@ -90,7 +90,7 @@ class FinitePolicy:
         self.parameters.clear_gradients()
         self.skipped += 1
         call_back(self.callbacks, "on_not_finite", found)
-        call_back(self.callbacks, "on_note", f"step {step}: {_said(found)}: no update")
+        call_back(self.callbacks, "on_note", f"step {step}: {what} is {_said(found)}: no update")
         return False
 
     def _stop(self, found: NotFinite, remedy: str) -> NoReturn:
@@ -101,7 +101,7 @@ class FinitePolicy:
 
 @dataclass(kw_only=True)
 class RunStepEnd(StepEnd):
-    """The end of a run's steps on one rank. ranks: the numbers of the last step."""
+    """The end of a run's steps on one rank. ranks: the ranks' numbers of the last step."""
 
     rank: int
     finite: FinitePolicy
@@ -110,7 +110,7 @@ class RunStepEnd(StepEnd):
     ranks: Sequence[RunNumbers] = ()
 
     def numbers(self, step: int, own: RankResult) -> RunNumbers:
-        """Return the numbers of this rank."""
+        """Add peak memory, largest parameter and whether a checkpoint is due."""
         fault("step-end", self.rank, step)
         return RunNumbers(
             **asdict(own),
@@ -120,23 +120,23 @@ class RunStepEnd(StepEnd):
         )
 
     def takes(self, step: int, ranks: Sequence[RunNumbers]) -> None:
-        """Check what the step before left of the parameters."""
+        """Check the parameters after the previous step."""
         self.ranks = ranks
         self.memory.start()
         self.finite.check_parameters(step - 1, [rank.largest for rank in ranks])
 
     def holds(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
-        """Do as the run's policy says where a value is not finite."""
+        """Apply the run's policy for values that are not finite."""
         return self.finite.holds(step, what, value, sequences)
 
     @property
     def asks_for_checkpoint(self) -> bool:
-        """Whether the time since the last checkpoint asks for one."""
+        """Whether a checkpoint is due by rank 0's clock."""
         return bool(self.ranks[0].asks_for_checkpoint)
 
     def metrics(self, result: StepResult, *, step: int, lr: float, predicted_seconds: float) -> StepMetrics:
-        """Return what is reported of a step that made its update."""
-        assert result.grad_norm is not None, "of a step that made one"
+        """Return the metrics of a step that made its update."""
+        assert result.grad_norm is not None, "the step made its update"
         return StepMetrics(
             plan=result.plan,
             step=step,

@@ -1,8 +1,8 @@
-"""Reports of a run to experiment trackers, through the callbacks of transformers that their users know.
+"""Reports of a run to experiment trackers, through the callbacks of transformers.
 
-They are called in the loop of rank 0, as their Trainer would: the run waits for one that is slow. One that raises is
-named once and called no more. They begin with the first report: what they start is then not forked with the run's own
-processes.
+They are called in the loop of rank 0, as by transformers' Trainer, so the run waits for a slow one. One that raises is
+named once and not called again. They start with the first report, so that the processes that a run forks do not inherit
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TENSORBOARD = "tensorboard"  # within the output of a run
 
 
 class Trackers(Callback):
-    """Reports steps and evaluations to the trackers of `report_to`; `say` prints what is wrong with one, once."""
+    """Reports steps and evaluations to the trackers of `report_to`. say: prints a tracker's first failure."""
 
     def __init__(self, job: Job, say: Callable[[str], None]) -> None:
         self._job, self._say = job, say
@@ -60,17 +60,17 @@ class Trackers(Callback):
 
     @contextmanager
     def _leaving_out(self, name: str) -> Iterator[None]:
-        """Call a tracker inside the block; where it raises, say so and call it no more."""
+        """Stop reporting to a tracker if it raises inside the block."""
         try:
             yield
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, training goes on
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - training continues after any error
             self._open.pop(name, None)
             got = " ".join(f"{type(error).__name__}: {error}".split())
             self._say(f"no more reports to {name}: {got}; training is not affected")
 
 
 def step_logs(metrics: StepMetrics) -> dict[str, float]:
-    """Return what is reported of a step: loss, norm and learning rate by the names of transformers' Trainer."""
+    """Return the reported metrics of a step; loss, norm and learning rate by the names of transformers' Trainer."""
     return {
         "loss": metrics.loss,
         "grad_norm": metrics.grad_norm,
@@ -84,9 +84,9 @@ def step_logs(metrics: StepMetrics) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunArguments:
-    """What trackers of transformers read of a `TrainingArguments`, which would ask for accelerate.
+    """The fields of `TrainingArguments` that trackers of transformers read; the class itself needs accelerate.
 
-    `settings` are shown with the run. Trackio's place is read from its own variables of the environment.
+    settings: shown with the run. Trackio's space is read from its own environment variables.
     """
 
     output_dir: str
@@ -108,7 +108,7 @@ class RunArguments:
 
 
 class _Tracker:
-    """A callback of transformers, called as their Trainer would."""
+    """A callback of transformers, called as by their Trainer."""
 
     def __init__(self, name: str, job: Job, *, first_step: int) -> None:
         from transformers import TrainerControl, TrainerState
@@ -141,13 +141,12 @@ def _callback_of(name: str, tensorboard: Path, first_step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     folder = Path(os.environ.get("TENSORBOARD_LOGGING_DIR", tensorboard)).expanduser()
-    return INTEGRATION_TO_CALLBACK[name](
-        SummaryWriter(str(folder), purge_step=first_step)
-    )  # of steps that are made again
+    writer = SummaryWriter(str(folder), purge_step=first_step)  # drops steps that the run repeats
+    return INTEGRATION_TO_CALLBACK[name](writer)
 
 
 def _wandb_finish() -> Callable[..., None] | None:
-    """Return what ends a run of wandb, which its callback leaves to the end of Python; None: it began before ours."""
+    """Return wandb's function that ends a run, or None if wandb was running before; its callback leaves it open."""
     import wandb  # pyright: ignore[reportMissingImports]
 
     return wandb.finish if wandb.run is None else None

@@ -1,9 +1,9 @@
-"""Is the plan's arithmetic that of one process? The first thing a careful user runs on their own model and data.
+"""`verify`: compare a planned step on N ranks with plain Hugging Face in one process, on the user's model and data.
 
-The batch (`run.check`) goes once over N ranks under its plan, through the very path of training up to the reduced
-gradient, and once through the plain Hugging Face model (its own attention, none of ours) one sequence at a time. In
-bf16 that model is fp32 at the rounded parameters, and plain bf16 says how far rounding alone leads (`rounding`). What
-is smaller than rounding shows in two checks more: the same plan in fp32, and the sums of gradients by themselves.
+The batch (`run.verify_batch`) runs once over N ranks under its plan, on the path of training up to the reduced
+gradient, and once through the plain Hugging Face model with its own attention, one sequence at a time. For bf16 the
+reference is fp32 at the rounded parameters, and plain bf16 shows the effect of rounding alone (`rounding`). Two more
+checks find errors below rounding: the same plan in fp32, and the sums of gradients.
 """
 
 from __future__ import annotations
@@ -30,29 +30,27 @@ from lengthwise.engine.placing import trainable
 from lengthwise.models import ANY_KEY, DTYPES, build_adapted, has_states, keep_double, plain_attention
 from lengthwise.program import HeadRange
 from lengthwise.run.building import connect, open_session
-from lengthwise.run.check import Check
 from lengthwise.run.job import Job
 from lengthwise.run.reference import Reference, plain_gradients
 from lengthwise.run.rounding import SUMS_TOLERANCE, TOLERANCES, Difference, Rounding, plain_kernels, rounding_of
+from lengthwise.run.verify_batch import VerifyBatch
 from lengthwise.session.runner import StepEnd
 from lengthwise.session.source import PlannedStep
 
 _FLOOR = 1e-3
-_NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # the first that can
+_NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # in order of preference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """Differences between N ranks and one process; all relative.
+    """Relative differences between N ranks and one process.
 
-    `router_loss` is the routers' balance loss over the batch, 0 where the model's config asks for none.
-    `gradients` maps each parameter to |difference| / max(|reference|, 1e-3 of the median parameter's norm), L2.
-    `rounding` is what it alone does, where it decides (bf16, or states): the tolerance is added to that. `notes` say
-    which kernel and transport it was, and why. `uncut`: where no sequence was cut over ranks, what to do for one that
-    is.
-    `shared_keys`: sizes of the groups that split heads in which several ranks attend to one head of keys.
-    In bf16 `in_fp32` compares the same plan in fp32, and `sums` has the difference of each gradient's sum, over
-    microbatches and ranks, from one that was made beside it.
+    `router_loss` is the routers' balance loss over the batch, or 0 without one. `gradients` has |difference| /
+    max(|reference|, 1e-3 of the median parameter's norm), L2, by parameter. `rounding` is the effect of rounding alone,
+    to which the tolerance is added, for bf16 and for models with states. `notes` name kernel and transport, and why.
+    `uncut` says how to get a cut sequence, if the batch had none. `shared_keys` has the sizes of groups that split
+    heads in which several ranks share a head of keys. In bf16 `in_fp32` compares the same plan in fp32, and `sums` has
+    the differences of the gradients' sums, over microbatches and ranks, from independent sums.
     """
 
     plan: Plan
@@ -71,22 +69,22 @@ class VerifyReport:
 
     @property
     def loss_difference(self) -> float:
-        """Relative difference of the two losses."""
+        """Relative difference of the losses."""
         return relative_difference(self.loss, self.reference_loss)
 
     @property
     def router_loss_difference(self) -> float:
-        """Relative difference of the two router losses."""
+        """Relative difference of the router losses."""
         return relative_difference(self.router_loss, self.reference_router_loss)
 
     @property
     def worst_gradient(self) -> float:
-        """The largest difference of any parameter; NaN counts as infinite."""
+        """Largest difference of a gradient; NaN counts as infinite."""
         return max(float("inf") if difference != difference else difference for difference in self.gradients.values())
 
     @property
     def passed(self) -> bool:
-        """Whether losses and every gradient are within what is allowed."""
+        """Whether losses and all gradients are within the allowed differences."""
         rounding = self.rounding
         within_loss = self.loss_difference <= self._allowed(rounding and rounding.loss)
         within_router_loss = self.router_loss_difference <= self._allowed(rounding and rounding.router_loss)
@@ -96,7 +94,7 @@ class VerifyReport:
         return within_loss and within_router_loss and gradients and sums and in_fp32
 
     def allowed(self, parameter: str) -> float:
-        """Return the largest difference that a parameter's gradient may have."""
+        """Return the allowed difference of a parameter's gradient."""
         return self._allowed(self.rounding and self.rounding.gradients[parameter])
 
     def _allowed(self, by_rounding: float | None) -> float:
@@ -108,21 +106,21 @@ def relative_difference(got: float, expected: float) -> float:
     return abs(got - expected) / max(abs(expected), 1e-30)
 
 
-def verify_rank(check: Check, world: World, on_phase: Callable[[str], None]) -> VerifyReport | None:
-    """Compute both and compare; None on ranks other than 0, which are done once gradients are gathered.
+def verify_rank(check: VerifyBatch, world: World, on_phase: Callable[[str], None]) -> VerifyReport | None:
+    """Compute both and compare, on rank 0; other ranks return None once the gradients are gathered.
 
     Raises:
         MemoryShortage: the two models do not fit beside each other.
     """
     with reporting_shortage(
         lambda: f"rank {world.rank}, verify",
-        needs=lambda: "the planned model and the plain one, with a gradient each (in bf16 three of them),",
+        needs=lambda: "the planned and the plain model with their gradients (in bf16 three models)",
         remedy="Verify a smaller model of the same kind.",
     ):
         return _compare(check, world, on_phase)
 
 
-def _compare(check: Check, world: World, on_phase: Callable[[str], None]) -> VerifyReport | None:
+def _compare(check: VerifyBatch, world: World, on_phase: Callable[[str], None]) -> VerifyReport | None:
     job, batch, plan = check.job, check.batch, check.plan
     notes: list[str] = []
     transport = connect(world, job, on_phase, notes.append)
@@ -168,14 +166,14 @@ def _shared_keys(job: Job, plan: Plan) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Planned:
-    """What a plan gave, on rank 0 whole; sums: see `VerifyReport`."""
+    """Results of a plan, whole on rank 0. sums: see `VerifyReport`."""
 
     found: Reference
     sums: Mapping[str, float]
 
 
 class _Comparison(StepEnd):
-    """The end of a step whose values are compared, finite or not."""
+    """The end of a step that accepts values that are not finite."""
 
     def holds(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
         del step, what, value, sequences
@@ -192,9 +190,9 @@ def _run_plan(
     *,
     rounds_to: torch.dtype | None = None,
 ) -> _Planned:
-    """Run the batch as a step of a session. rounds_to: what parameters are rounded to before."""
+    """Run the batch as a step of a session. rounds_to: dtype to which parameters are rounded first."""
     dtype = DTYPES[job.config.precision]
-    # Nothing is updated: no optimizer keeps states.
+    # Nothing is updated, so the optimizer needs no states.
     optimizer = OptimizerConfig.model_validate({"name": "sgd", "offload": job.config.optimizer.offload})
     settings = {"optimizer": optimizer, "capacity_tokens": plan.capacity}
     job = replace(job, config=job.config.model_copy(update=settings))
@@ -228,7 +226,7 @@ def _add(total: Tensor, grad: Tensor) -> None:
 
 @contextmanager
 def _summing(model: nn.Module, *, asked: bool) -> Iterator[dict[str, Tensor]]:
-    """Sum in fp32 on the host what backward inside the block gives each trainable parameter; {} if not asked."""
+    """Sum the gradients of backwards inside the block in fp32 on the host, by trainable parameter; {} if not asked."""
     sums: dict[str, Tensor] = {}
     hooks = []
     for name, parameter in trainable(model) if asked else ():
@@ -242,7 +240,7 @@ def _summing(model: nn.Module, *, asked: bool) -> Iterator[dict[str, Tensor]]:
 
 
 def _how_to_cut(job: Job, batch: StepBatch) -> str:
-    """Say how a sequence of this batch is cut, else of the data; every sequence must still fit all ranks together."""
+    """Return settings under which a sequence is cut; every sequence of the data must still fit all ranks together."""
     longest = max(batch.lengths)
     if job.replicas == 1:
         return f"Give --ranks {2 * job.config.stages} or more."
@@ -253,17 +251,17 @@ def _how_to_cut(job: Job, batch: StepBatch) -> str:
     if capacity < longest:
         return f"To cut {name}, of {longest} tokens, add --set planner=lengthwise capacity_tokens={capacity}"
     return (
-        f"The longest sequence of this batch, {name}, has {longest} tokens; that of the data has {job.longest_tokens}. "
-        "Use another seed or a larger global_batch, so that the first batch has a longer sequence."
+        f"The longest sequence of this batch, {name}, has {longest} tokens, the longest of the data "
+        f"{job.longest_tokens}. Use another seed or a larger global_batch, so that the first batch has a longer one."
     )
 
 
 def _expected(
     job: Job, batch: StepBatch, device: torch.device, on_phase: Callable[[str], None]
 ) -> tuple[Reference, dict[str, Rounding]]:
-    """Compute what one process gives, and by precision what rounding does where it decides.
+    """Compute the reference in one process, and the effect of rounding by precision where it decides.
 
-    In bf16 by fp32 at the rounded parameters, of a model with states by fp64.
+    The reference of bf16 is fp32 at the rounded parameters; the reference of a model with states is fp64.
     """
     first, dtype, config = plain_attention(job.model), DTYPES[job.precision], job.model.text
     exact = "fp64" if job.precision == "fp64" or has_states(config) else "fp32"
@@ -282,7 +280,7 @@ def _expected(
                 on_phase=lambda at: on_phase(f"one process, {precision}, {kernel}, {at}"),
             )
 
-    activate_flash(None)  # what the planned model activated plain models call, too: it would be compared with itself
+    activate_flash(None)  # plain models would otherwise call the planned model's kernel
     reference, roundings = gradients_of(exact, first), dict[str, Rounding]()
     for precision in ("bf16", "fp32"):
         if not dtype.itemsize <= DTYPES[precision].itemsize < DTYPES[exact].itemsize:
@@ -300,7 +298,7 @@ def _expected(
 
 
 def _build(job: Job, **options: Any) -> nn.Module:
-    """Build the job's model; adapters start from random numbers on both sides, or half of them had no gradient."""
+    """Build the job's model, with both matrices of adapters random: next to zeros half of them had no gradient."""
     return build_adapted(job.model, job.config.lora, seed=job.config.seed, draws_both=True, **options)
 
 

@@ -1,7 +1,7 @@
-"""Writes that a full or failing disk does not take a run with: they wait in memory, in order, and are tried again.
+"""Writes that survive a full or failing disk: they wait in memory, in order, and are tried again.
 
-Nothing is lost or out of order: a line that was written in part is taken back first. Three tries in a row that fail,
-some seconds apart, are an error.
+No line is lost or out of order: one that was written in part is removed first. Three failures in a row, some seconds
+apart, are an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BETWEEN_TRIES_SECONDS = 10.0
 
 
 class Writes:
-    """Files of one folder that grow, or are written once. `note` is called with what could not be written."""
+    """Appends to files of one folder. note: called with a file that could not be written."""
 
     def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
         self._folder, self._note = folder, note
@@ -26,20 +26,20 @@ class Writes:
         self._failures, self._next_try = 0, 0.0
 
     def append(self, name: str, content: bytes) -> None:
-        """Append bytes to a file, now or, after a failure, with one of the next calls.
+        """Append bytes to a file now or, after a failure, at a later call.
 
         Raises:
-            OSError: the third failure in a row.
+            OSError: this is the third failure in a row.
         """
         self._waiting.append((name, content))
         if time.monotonic() >= self._next_try:
             self._try()
 
     def finish(self) -> None:
-        """Write what waits; try again some seconds later where that fails.
+        """Write everything that waits, with some seconds between tries.
 
         Raises:
-            OSError: the third failure in a row.
+            OSError: this is the third failure in a row.
         """
         while self._waiting:
             time.sleep(max(0.0, self._next_try - time.monotonic()))
@@ -61,7 +61,7 @@ class Writes:
 
 
 def insist(write: Callable[[], None], failed: Callable[[Exception], None], kind: type[Exception]) -> None:
-    """Call `write` until it raises no `kind`, at most three times, some seconds apart; `failed` gets the others."""
+    """Call `write` until it succeeds, at most three times, some seconds apart; `failed` gets the errors before."""
     for _ in range(MOST_FAILURES - 1):
         try:
             return write()

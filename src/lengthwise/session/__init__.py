@@ -1,4 +1,4 @@
-"""Planned steps in a loop of somebody else's: their model, optimizer, scheduler and data."""
+"""Planned steps inside a user's own training loop, with the user's model, optimizer, scheduler and data."""
 
 from lengthwise.session.losses import ComputeLoss, TokenLoss, Tokens, TokenValues, log_probabilities
 from lengthwise.session.rows import Row

@@ -1,14 +1,15 @@
-"""What the ranks of a session compare before they run: what a loop did between steps, on one rank alone by mistake.
+"""Compare the ranks of a session before they run: a loop may have done something on one rank alone, by mistake.
 
 One small gather of digests. Then weights that the loop changed through the optimizer's groups are published, and both
-copies of a tied weight, which lie on two stages, made the same.
+copies of a tied weight, which lie on two stages, get the same values.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 from lengthwise.comm import Transport, share_numbers
 from lengthwise.core.errors import ConfigError, RankError
 from lengthwise.engine.stage_share import StageShare
+from lengthwise.engine.step import RankResult
 from lengthwise.session.loop_optimizer import LoopOptimizer
+from lengthwise.session.runner import StepEnd
 
-_BITS = 48  # of a digest, which fp64 has exactly
+_BITS = 48  # bits of a digest or of flags in one number, exact in fp64
 _GROUPS = "arguments of the optimizer's groups, such as learning rates"
 _SLICES = "changes to slices in optimizer.param_groups"
 _VALUES = "changes to the model's own parameters"
@@ -30,7 +33,7 @@ _OWN = 5  # numbers of a rank before its digests
 
 
 class Agreement:
-    """Compares the ranks of a session. updates: None: nothing trains."""
+    """Compares the ranks of a session. updates: the optimizer, or None if nothing trains."""
 
     def __init__(self, model: nn.Module, transport: Transport, updates: LoopOptimizer | None) -> None:
         self._transport, self._updates, self._model = transport, updates, model
@@ -39,13 +42,13 @@ class Agreement:
         self._versions = self._counted()
 
     def _counted(self) -> dict[str, int]:
-        """Return how often each parameter was changed in place, as autograd counts it."""
+        """Return how often each parameter was changed in place, by autograd's count."""
         return {name: parameter._version for name, parameter in self._parameters.items()}
 
     def reach(self, name: str, **given: Any) -> None:
-        """Compare the ranks before they run `name`, and numbers and texts that it was given. Collective.
+        """Compare the ranks and their arguments before they run `name`; then publish the loop's changes. Collective.
 
-        What the loop has changed is then published.
+        given: numbers and texts that `name` was called with.
 
         Raises:
             RankError: a rank did other things than the first.
@@ -90,23 +93,23 @@ class Agreement:
         self._versions = self._counted()
 
     def _refuse_others(self, rows: Tensor, did: Mapping[str, Any]) -> None:
-        """Raise on all ranks where one has another digest than the first rank that has the same parameters."""
+        """Raise on all ranks if a digest differs from the digest of the first rank with the same parameters."""
         where = f"rank {self._transport.rank}, {self._transport.phase}"
         if rows[:, 0].any():
-            got = f"what the session cannot use, on rank {int(rows[:, 0].argmax())}"
-            raise RankError(where, expected="ranks that go on", got=got, remedy="That rank's own message says more.")
+            got = f"an error on rank {int(rows[:, 0].argmax())}"
+            raise RankError(where, expected="no error on any rank", got=got, remedy="Read that rank's own message.")
         stages = 1 if self._stage is None else self._stage.mesh.stages
         for column, (what, own) in enumerate(did.items(), start=_OWN):
             apart = stages if what in (_VALUES, _SLICES, _GRADIENTS) else 1  # a stage has some of the parameters
             others = [rank for rank in range(len(rows)) if rows[rank, column] != rows[rank % apart, column]]
             if others:
                 ranks = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others[:10]))}"
-                got = f"others on {ranks}; on this one {own}"[:400]
+                got = f"others on {ranks}; on this rank {own}"[:400]
                 remedy = "Let every rank run the same loop, with the same settings."
                 raise RankError(where, expected=f"the same {what} on all ranks", got=got, remedy=remedy)
 
     def _share_tied(self, stage: StageShare, changed: Tensor, norms: Tensor) -> None:
-        """Make both copies of a tied weight the one that the loop has changed, where they differ."""
+        """Copy a tied weight from the stage where the loop changed it to the other, if they differ."""
         stages = stage.mesh.stages
         first, last = norms[::stages], norms[stages - 1 :: stages]
         if torch.allclose(first, last, rtol=0.0, atol=0.0, equal_nan=True):
@@ -120,11 +123,51 @@ class Agreement:
 
 
 def _digest(did: object) -> float:
-    """Return a number that is another where what was done is another."""
     text = json.dumps(did, sort_keys=True, default=_shown).encode()
     return float(int.from_bytes(hashlib.sha256(text).digest()[: _BITS // 8], "big"))
 
 
 def _shown(value: object) -> object:
-    """Return what stands for an argument of a group that is no number: the same on all ranks, without its address."""
+    """Return a form of a group's argument that is the same on all ranks: a repr may contain an address."""
     return value.tolist() if isinstance(value, Tensor) else type(value).__name__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionNumbers(RankResult):
+    """The numbers of a rank. missing: number of parameters that no loss of this rank has reached."""
+
+    missing: float
+
+
+@dataclass(kw_only=True)
+class SessionStepEnd(StepEnd):
+    """The end of a step in a user's loop: ranks share which parameters the losses have reached."""
+
+    updates: LoopOptimizer
+    transport: Transport
+    stages: int
+
+    def numbers(self, step: int, own: RankResult) -> SessionNumbers:
+        """Add the number of parameters that no loss of this rank has reached."""
+        del step
+        return SessionNumbers(**asdict(own), missing=self.updates.num_missing)
+
+    def takes(self, step: int, ranks: Sequence[Any]) -> None:
+        """Give a gradient to every parameter that a loss has reached on any rank, as in a plain loop. Collective.
+
+        In nearly all steps one rank has reached all, and the numbers of the step's end suffice.
+        """
+        missing = [rank.missing for rank in ranks]
+        if all(min(missing[stage :: self.stages]) == 0 for stage in range(self.stages)):
+            self.updates.reach(self.updates.numbers)
+            return
+        names = list(self.updates.numbers)
+        bits = "".join("01"[name in self.updates.withheld.reached] for name in names)
+        numbers = [float(int(bits[first : first + _BITS], 2)) for first in range(0, len(bits), _BITS)]
+        self.transport.phase = f"step {step}, sharing which parameters the losses reached"
+        for row in share_numbers(self.transport, numbers).tolist():
+            of_rank = "".join(
+                f"{int(number):0{min(_BITS, len(bits) - first)}b}"
+                for number, first in zip(row, range(0, len(bits), _BITS), strict=True)
+            )
+            self.updates.reach(name for name, bit in zip(names, of_rank, strict=True) if bit == "1")

@@ -1,7 +1,4 @@
-"""What both doors share: planned steps of a model on this rank, whoever's loop it is, and whoever updates it.
-
-The transport, the steps planned ahead, the microbatches of one, and the numbers of all ranks at its end.
-"""
+"""Run planned steps of a model on this rank, in a user's loop as in `lengthwise train`."""
 
 from __future__ import annotations
 
@@ -36,22 +33,23 @@ from lengthwise.session.source import PlanAhead, PlannedStep, StepPlanner
 class Engine:
     """Runs planned steps.
 
-    planner: of rank 0; None elsewhere. num_heads: of attention, which plans may split. dtype: of the parameters.
-    autocast: of mixed precision; None: that of a surrounding torch.autocast, if any. logits_at_once: that a loss
-    makes; None: all. seed: of dropout. offload: of activations, as in a run file. parameters: that take the gradients,
-    once they are there; None: nothing trains. pipeline: of which this rank is a stage; None: it has the whole model.
-    layers: how the model computes in planned passes alone; None: as it does anyhow. measured: small passes that ran.
+    planner: plans a step; set on rank 0 once the session plans. num_heads: attention heads, which plans may split.
+    dtype: dtype of the parameters. autocast: dtype of mixed precision. If None, a surrounding torch.autocast decides.
+    logits_at_once: logits that a loss makes at a time. If None, all of a microbatch. seed: seed of dropout. offload:
+    offloading of activations, as in a run file. parameters: owner of the parameters and gradients, or None if nothing
+    trains. pipeline: the pipeline of which this rank is a stage, or None if the rank runs the whole model. layers:
+    forwards that planned passes use in place of the model's own. measured: results of small passes, by their key.
     """
 
     model: nn.Module
     transport: Transport
-    planner: StepPlanner | None
     num_heads: int
     timeout_seconds: float
     computing: Computing
     device: torch.device
     dtype: torch.dtype
     logits_at_once: int | None
+    planner: StepPlanner | None = None
     autocast: torch.dtype | None = None
     seed: int = 0
     offload: OffloadConfig | None = None
@@ -64,11 +62,11 @@ class Engine:
 
     @property
     def config(self) -> Any:
-        """The model's config, with that of its towers, if it has some."""
+        """Config of the whole model, towers included."""
         return whole_model(self.model).config
 
     def steps(self, batches: Iterator[StepBatch], planner: StepPlanner | None = None) -> PlanAhead:
-        """Return the steps of these batches, planned ahead, the same on all ranks; planner: in place of its own."""
+        """Plan the steps of batches ahead, the same on all ranks. planner: used in place of the engine's own."""
         return PlanAhead(
             batches,
             planner or self.planner,
@@ -87,23 +85,23 @@ class Engine:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a rank has a part of the model between steps."""
+        """Whether a rank has only a part of the model between steps."""
         parameters = self.parameters
         return self.pipeline is not None or (parameters is not None and parameters.ranks_in_step > 1)
 
     def part(self) -> dict[str, Any]:
-        """Return the place of this rank and what of the model it has, as a step and its small passes take them."""
+        """Return this rank's place in the mesh and its chunks of the model, as arguments of a `StepContext`."""
         if self.pipeline is None:
             return {"mesh": Mesh(self.transport, 1), "chunks": WHOLE_MODEL}
         return {"mesh": self.pipeline.mesh, "chunks": self.pipeline.stage.own}
 
     def next_token(self, batch: StepBatch, divisor: float | None = None) -> Objective:
-        """Return the next token's loss: its sum over a batch by `divisor`; None: by what the batch weighs."""
+        """Return the loss of the next token: its sum over a batch, divided by `divisor` or the batch's loss weight."""
         weight = batch.loss_weight if divisor is None else divisor
         return NextToken(batch=batch, divisor=weight, logits_at_once=self.logits_at_once)
 
     def run(self, planned: PlannedStep, name: str, *, step: int, train: bool, objective: Objective) -> RankResult:
-        """Run this rank's microbatches forward, and backward to `train`. Collective."""
+        """Run this rank's microbatches forward and, if `train`, backward. Collective."""
         kind, dtype = self.device.type, self.cast_dtype()
         kernel = self.kernel(dtype or self.dtype)
         self.start_offloading()
@@ -129,12 +127,12 @@ class Engine:
         return result
 
     def summed_loss(self, name: str, planned: PlannedStep, objective: Objective, *, step: int) -> float:
-        """Return the sum over all ranks of what an objective gives, without gradients. Collective."""
+        """Return the objective summed over all ranks, without gradients. Collective."""
         own = self.run(planned, name, step=step, train=False, objective=objective)
         return sum(self.each_rank(own.loss_sum))
 
     def planned(self, batch: StepBatch, name: str, planner: StepPlanner | None = None) -> PlannedStep:
-        """Return a batch with its plan. Collective. name: of the step, in words. planner: as for `steps`."""
+        """Plan one batch. Collective. name: the step in messages. planner: as in `steps`."""
         steps = self.steps(iter([batch]), planner)
         try:
             planned = steps.next(name)
@@ -149,14 +147,15 @@ class Engine:
 
     @contextmanager
     def attending(self) -> Iterator[None]:
-        """Let the model attend by the plan, and compute as asked, inside."""
+        """Let the model attend by the plan, and compute with the chosen layers, inside the block."""
         with attending_by_plan(self.model), nullcontext() if self.layers is None else self.layers.put_inside():
             yield
 
     def kernel(self, dtype: torch.dtype, say: Callable[[str], None] | None = None) -> BlockKernel:
-        """Return the attention kernel for queries and keys of this dtype; say which it is, and others, when chosen.
+        """Return the attention kernel for queries and keys of a dtype.
 
-        Collective the first time, between steps: a kernel that is wrong on one rank is used by none.
+        The first call for a dtype is collective and chooses it: no rank uses a kernel that is wrong on one rank. `say`
+        then prints which kernels are used, and why not others.
         """
         if dtype not in self._kernels:
             agree = partial(share_first, self.transport)
@@ -166,38 +165,35 @@ class Engine:
         return self._kernels[dtype]
 
     def cast_dtype(self) -> torch.dtype | None:
-        """Return the dtype that forwards are cast to, by a surrounding torch.autocast where none was asked for."""
+        """Return the dtype that forwards are cast to: the one asked for, or a surrounding torch.autocast's."""
         kind = self.device.type
         if self.autocast is None and torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
         return self.autocast
 
     def casting(self) -> Casting:
-        """Return what makes the autocast of a forward, as it would be now, for a pass that is measured."""
+        """Return a context manager for the autocast of a forward, for passes that measure memory."""
         dtype = self.cast_dtype()
         return nullcontext if dtype is None else partial(_casting_anew, self.device.type, dtype)
 
     def start_offloading(self) -> None:
-        """Open the store of offloaded activations, where there is one; the parameters lie where they will.
+        """Open the store of offloaded activations, if there is one; call it when the parameters are laid out.
 
         Raises:
-            MemoryShortage: it cannot be opened.
+            MemoryShortage: there is no room for the store.
         """
         if self._offloading is None:
             where, kernel = f"rank {self.transport.rank}", self.kernel(self.cast_dtype() or self.dtype)
             self._offloading = start_offloading(self.offload, self.model, kernel, where=where, casting=self.casting())
 
     def close(self) -> None:
-        """Close the store of offloaded activations."""
+        """Close the store of offloaded activations, if there is one."""
         if self._offloading is not None:
             self._offloading.store.close()
 
 
 def engine_of(model: Any, transport: Transport, *, chunked: bool, **how: Any) -> Engine:
-    """Return what runs planned steps of a Hugging Face model, or of the stages of one.
-
-    chunked: whether a loss makes logits in chunks. how: of `Engine`.
-    """
+    """Make the engine of a Hugging Face model. chunked: losses make logits in chunks. how: fields of `Engine`."""
     config: Any = model.config
     words, on_gpus = text_config(config).vocab_size, how["device"].type == "cuda"
     return Engine(
@@ -211,7 +207,7 @@ def engine_of(model: Any, transport: Transport, *, chunked: bool, **how: Any) ->
 
 @contextmanager
 def _casting_anew(kind: str, dtype: torch.dtype) -> Iterator[None]:
-    """Cast a forward, the weights too: inside another autocast, which may be off, casts of before would be kept."""
+    """Cast a forward, weights included: a cache of an outer autocast would otherwise keep earlier casts."""
     torch.clear_autocast_cache()
     try:
         with torch.autocast(kind, dtype=dtype):

@@ -1,9 +1,9 @@
-"""What a loop finds in place of gradients and parameters that lie over the ranks.
+"""Guarded tensors that a loop finds in place of gradients and parameters that lie over the ranks.
 
 `WithheldGradient` stands for the gradient of a model's parameter, of which each rank has a part: any use of it raises.
-`Slice` is this rank's part of a parameter, or of its gradient, in the optimizer's groups. What treats each entry by
-itself is the same on a slice as on the whole, so it is allowed, and counted where it changes entries; a norm, a mean or
-a shape of a slice is not that of the whole, and raises.
+`Slice` is this rank's part of a parameter in the optimizer's groups, `SliceGradient` that part's gradient. Operations
+by entry give the same on a slice as on the whole tensor, so they are allowed, and counted if they change entries. A
+norm, a mean or a shape of a slice differs from the whole tensor's, and raises.
 """
 
 from __future__ import annotations
@@ -23,61 +23,59 @@ _T = TypeVar("_T")
 
 
 class WithheldGradient(Tensor):
-    """A gradient that any use of raises, by Python or by a backward that adds to it. It takes no memory."""
+    """A gradient without memory; any use of it raises, by Python or by a backward that adds to it."""
 
     @staticmethod
     def __new__(cls: Any, parameter: Tensor) -> Any:
-        """Return the one that stands for a parameter's."""
+        """Make the stand-in of a parameter's gradient."""
         return Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        """Refuse a use of it."""
         del types, args, kwargs
         remedy = "Use session.clip_grad_norm_, or the result's grad_norm; optimizer.zero_grad clears gradients."
-        expected = "no use of it outside of the session's methods: each rank has only a part"
+        expected = "no use outside of the session's methods: each rank has only a part of the gradient"
         raise ConfigError("gradient of a parameter", expected=expected, got=f"{_name(func)} of it", remedy=remedy)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
-        """Refuse what a backward adds to it."""
         del func, types, args, kwargs
-        remedy = "Put that loss into the session's backward, by loss= or compute_loss=: it is then counted once."
+        remedy = "Pass that loss to session.backward, as loss= or compute_loss=, which counts it once."
         expected = "backward by the session alone, which sums gradients over the ranks"
         raise ConfigError("backward", expected=expected, got="a backward outside of the session", remedy=remedy)
 
 
 class SliceOwner(Protocol):
-    """The owner of slices, which is called before any use of those of `kind`, and after each change of entries."""
+    """The owner of slices. kind: gradients or weights."""
 
     def before_use(self, kind: str) -> None:
-        """Have the entries where the loop reads them."""
+        """Bring the slices of a kind up to date; called before any use."""
         ...
 
     def changed(self, kind: str) -> None:
-        """Count a change."""
+        """Count a change of entries; called after it."""
         ...
 
 
 class _Guarded(Tensor):
-    """A tensor of which only what treats each entry by itself is allowed. owner: None of what was computed of one."""
+    """A tensor that allows only operations by entry. owner: None for tensors that were computed from slices."""
 
     owner: SliceOwner | None = None
     kind: str = GRADIENTS
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Allow what treats each entry by itself, and count what changes slices.
+        """Run operations by entry, and count those that change slices.
 
         Raises:
-            ConfigError: for all else.
+            ConfigError: another operation.
         """
         del types
         name, given = _name(func), [*args, *(kwargs or {}).values()]
         guarded = list(_guarded(given))
         if name not in _ALLOWED:
             kind = guarded[0].kind if guarded else WEIGHTS
-            expected = "what treats each entry by itself: optimizer.param_groups have this rank's slices"
+            expected = "an operation by entry: optimizer.param_groups have only this rank's slices"
             where, remedy = f"{kind} in optimizer.param_groups", _REMEDIES[kind]
             raise ConfigError(where, expected=expected, got=f"{name} of a slice", remedy=remedy)
         _refuse_whole(name, given, guarded)
@@ -100,12 +98,11 @@ class _Guarded(Tensor):
         return found if name in _METADATA else _as_guarded(found, guarded[0].kind, alias)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return what it is."""
         return f"a rank's slice of {self.kind}"
 
 
 class SliceGradient(_Guarded):
-    """This rank's slice of a gradient, or what was computed of slices."""
+    """This rank's slice of a gradient, or a tensor computed from slices."""
 
 
 class Slice(_Guarded, nn.Parameter):
@@ -113,14 +110,14 @@ class Slice(_Guarded, nn.Parameter):
 
 
 def guarded_slice(owner: SliceOwner, weights: Tensor) -> Slice:
-    """Return a slice of a parameter, of the same memory as `weights`, (entries,)."""
+    """Return a slice of a parameter that shares the memory of `weights`, (entries,)."""
     made = Slice(weights)
     made.owner, made.kind = owner, WEIGHTS
     return made
 
 
 def guarded_gradient(owner: SliceOwner, gradient: Tensor) -> SliceGradient:
-    """Return a slice of a gradient, of the same memory as `gradient`, (entries,)."""
+    """Return a slice of a gradient that shares the memory of `gradient`, (entries,)."""
     made = gradient.as_subclass(SliceGradient)
     made.owner = owner
     return made
@@ -138,7 +135,7 @@ def by_owner(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def is_guarded(value: object) -> bool:
-    """Return whether it is a slice, or what was computed of slices."""
+    """Return whether a value is a slice, or was computed from slices."""
     return isinstance(value, _Guarded)
 
 
@@ -149,7 +146,7 @@ def plain(values: Tensor) -> Tensor:
 
 
 def _name(func: Any) -> str:
-    """Return the name of what torch calls; of an attribute its own."""
+    """Return the name of the function or attribute that torch calls."""
     name = getattr(func, "__name__", str(func))
     return func.__self__.__name__ if name in ("__get__", "__set__", "__delete__") else name
 
@@ -167,11 +164,7 @@ def _owners(guarded: Iterable[_Guarded]) -> list[tuple[str, SliceOwner]]:
 
 
 def _refuse_whole(name: str, given: Sequence[Any], guarded: Sequence[_Guarded]) -> None:
-    """Refuse a tensor of other entries beside a slice: of a whole parameter, for example.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Refuse an operation of a slice and a tensor of another shape, such as a whole parameter's."""
     entries = {tuple(_shape(each)) for each in guarded}
     others = [
         tuple(each.shape)
@@ -180,7 +173,7 @@ def _refuse_whole(name: str, given: Sequence[Any], guarded: Sequence[_Guarded]) 
     ]
     wrong = next((shape for shape in others if shape not in entries), None)
     if wrong is not None and guarded:
-        expected = "numbers, or tensors computed of slices: a slice has this rank's entries, in one dimension"
+        expected = "numbers, or tensors computed from slices: a slice has this rank's entries, in one dimension"
         remedy = "Write to the model's own parameters between steps, or change the loss."
         where = f"{guarded[0].kind} in optimizer.param_groups"
         raise ConfigError(where, expected=expected, got=f"{name} with a tensor {wrong}", remedy=remedy)
@@ -192,7 +185,7 @@ def _shape(values: Tensor) -> Sequence[int]:
 
 
 def _as_guarded(found: Any, kind: str, alias: _Guarded | None) -> Any:
-    """Return what was computed of slices as guarded, too; an alias counts as the slice does."""
+    """Guard a result computed from slices; changes of an alias count as changes of its slice."""
     if isinstance(found, list | tuple):
         return type(found)(_as_guarded(each, kind, None) for each in found)
     if not isinstance(found, Tensor) or isinstance(found, _Guarded):

@@ -1,4 +1,4 @@
-"""The keywords of a session: the settings of a step, checked as those of a run file are, and what a loop has beside."""
+"""The keywords of a session: the settings that run files have too, checked alike, and those of loops alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _take_device(value: object) -> object:
 
 
 class SessionKeywords(TrainingSettings):
-    """The keywords of `Session`, and those of trainers among them."""
+    """The keywords of `Session`; trainers take some of them."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
     door: ClassVar[str] = SESSION
@@ -46,24 +46,24 @@ class SessionKeywords(TrainingSettings):
 
     measurements: Annotated[str | Path | InstanceOf[Cost] | None, BeforeValidator(_take_measurements)] = Field(  # type: ignore[assignment] - wider than a run file's
         default=None,
-        description="the file that `lengthwise profile` wrote, or costs, to plan with; default None: estimates",
+        description="the file that `lengthwise profile` wrote, or costs, to plan with; by default estimates",
     )
     offload_optimizer: bool = Field(
         default=False,
-        description="True: fp32 master weights and the optimizer's states are in the host's memory; default False",
+        description="True keeps fp32 master weights and the optimizer's states in host memory; default False",
     )
     precision: Literal["bf16"] | None = Field(
         default=None,
-        description="bf16: mixed precision over fp32 weights; default None: that of a surrounding torch.autocast. For "
+        description="bf16: mixed precision over fp32 weights; by default a surrounding torch.autocast decides. For "
         "another dtype convert the model; fp16 is not supported, because it needs a loss scale",
     )
     device: Annotated[torch.device | None, BeforeValidator(_take_device)] = Field(
-        default=None, description="where steps run, as cuda:0; default None: where the model is"
+        default=None, description="where steps run, as cuda:0; by default where the model is"
     )
 
 
 class StepOptions(TypedDict, total=False):
-    """The keywords that trainers take, too, for type checkers and editors."""
+    """The keywords that trainers take too, for type checkers and editors."""
 
     capacity_tokens: int | str
     planner: str
@@ -83,7 +83,7 @@ class StepOptions(TypedDict, total=False):
 
 
 class SessionOptions(StepOptions, total=False):
-    """All fields of `SessionKeywords`."""
+    """All keywords of a session, for type checkers and editors."""
 
     recompute: Recompute
     precision: Literal["bf16"] | None
@@ -91,7 +91,7 @@ class SessionOptions(StepOptions, total=False):
 
 
 def keyword_problems(given: Mapping[str, Any]) -> list[ConfigError]:
-    """Return all that is wrong with keywords, whatever the model."""
+    """Return the problems of keywords that do not depend on the model."""
     return find_problems(_plain(given), SessionKeywords)
 
 
@@ -101,7 +101,7 @@ def read_keywords(given: Mapping[str, Any]) -> SessionKeywords:
 
 
 def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keywords as a run file has them: whole numbers of NumPy as Python's, the folder of `offload` absolute."""
+    """Convert NumPy's whole numbers to Python's, and make the folder of `offload` absolute."""
     values = {
         name: int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
         for name, value in given.items()

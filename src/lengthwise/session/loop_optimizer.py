@@ -1,10 +1,10 @@
-"""A loop's own optimizer on this rank's slices of the master weights, while the loop has it between steps.
+"""A loop's own optimizer on this rank's slices of the master weights.
 
-What its user keeps is the object: schedulers change its groups, `step` updates the slices, and a hook then publishes
-them to all ranks. The sum of the gradients over the ranks has one owner, `LoopOptimizer`, from the end of a backward
-until the loop clears it. While the optimizer steps, its groups hold slices as tensors; at all other times guarded ones
-(`session.guards`), one for each parameter in the loop's order, so that what the loop changes there is counted and alike
-on all ranks.
+The loop keeps its optimizer object: schedulers change its groups, `step` updates the slices, and a hook then publishes
+them to all ranks. `LoopOptimizer` owns the sum of the gradients over the ranks, from the end of a backward until the
+loop clears it. While the optimizer steps, its groups hold slices as plain tensors. At all other times they hold guarded
+ones (`session.guards`), one for each parameter in the loop's order, so that the loop's changes are counted and can be
+compared between ranks.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from lengthwise.session.withheld import WithheldGradients
 
 
 class LoopOptimizer(SlicedOptimizer):
-    """A loop's own optimizer on slices, and what the loop does to its groups and gradients between steps.
+    """A loop's own optimizer on slices, and the loop's changes of groups and gradients between steps.
 
-    edits: changes that the loop made to slices of gradients and of weights. clears: calls of zero_grad.
-    has_edited_weights: some changes are not published. with_gradient: names of the parameters that have a gradient, as
-    a loss of some rank has reached them since gradients were cleared. compare: compares the ranks, takes in what the
-    loop did to gradients and publishes what it did to weights (`session.agreement`).
+    edits: number of changes that the loop made to slices of gradients and of weights. clears: calls of zero_grad.
+    has_edited_weights: whether changes of weights are not published yet. with_gradient: names of the parameters with a
+    gradient: a loss of some rank has reached them since gradients were cleared. compare: compares the ranks, takes the
+    loop's changes of gradients and publishes its changes of weights (`session.agreement`).
     """
 
     compare: Callable[[str], None]
@@ -52,8 +52,8 @@ class LoopOptimizer(SlicedOptimizer):
         super().__init__(whole, parameters, rank, offloads=offloads)
         self.edits, self.has_edited_weights, self.clears = {"gradients": 0, "weights": 0}, False, 0
         self.with_gradient = set[str]()  # names of parameters
-        self._folded: tuple[int, float] | None = None  # of the model's own values, when slices took them in
-        self._is_ahead = False  # the gradients on the host, of those on the device
+        self._folded: tuple[int, float] | None = None  # version and norm of the model's values that the slices have
+        self._is_ahead = False  # whether gradients on the host are newer than those on the device
         self._guarded, self._gradient_of = dict[str, Slice](), dict[str, Tensor]()
         for name in self.numbers:
             place = slice(self._runs[name].start, self._runs[name].stop)
@@ -63,7 +63,7 @@ class LoopOptimizer(SlicedOptimizer):
         self._shown = [[by_number[number] for number in each] for each in self._members]
         there = {id(each) for each in whole_model(model).parameters()}
         for each in whole.frozen.values():
-            if id(each) not in there:  # the model has its values cut, or on another stage
+            if id(each) not in there:  # its values are sharded, or on another stage
                 let_go(each)
         self.withheld = WithheldGradients(model, whole.given)
         self._own = self.withheld.own
@@ -74,16 +74,15 @@ class LoopOptimizer(SlicedOptimizer):
         self.withhold_gradients()
 
     def _key(self, name: str) -> Tensor:
-        """Return the slice that is in the groups between steps."""
         return self._guarded[name]
 
     def _show(self) -> None:
-        """Put guarded slices into the groups, and what does not train."""
+        """Put guarded slices, and parameters that do not train, into the groups."""
         for group, members in zip(self.optimizer.param_groups, self._shown, strict=True):
-            group["params"] = list(members)  # which the loop may change
+            group["params"] = list(members)  # the loop may change the list
 
     def _hook_in(self) -> None:
-        """Take part in what the loop calls of its optimizer, and in the model's backwards."""
+        """Replace or hook the methods of the optimizer that the loop calls."""
         self.optimizer.zero_grad = self.zero_grad
         self.optimizer.register_state_dict_pre_hook(lambda *_: _refuse_slices("state_dict"))
         self.optimizer.register_load_state_dict_pre_hook(lambda *_: _refuse_slices("load_state_dict"))
@@ -94,7 +93,7 @@ class LoopOptimizer(SlicedOptimizer):
     # What the loop does to slices in the optimizer's groups.
 
     def before_use(self, kind: str) -> None:
-        """Have the sum of the gradients where the loop reads it, and in weights what it wrote to the model's own."""
+        """Bring the sum of gradients to the slices, or the values that the loop wrote to the model's parameters."""
         if kind == GRADIENTS:
             self._bring_gradients()
         elif kind == WEIGHTS and not self.has_edited_weights:
@@ -113,10 +112,10 @@ class LoopOptimizer(SlicedOptimizer):
 
     @by_owner
     def settle(self) -> None:
-        """Take in what the loop has done to gradients since the session last ran: set, cleared or changed them.
+        """Take the loop's changes of gradients since the session last ran: set, cleared or edited ones.
 
         Raises:
-            ConfigError: it gave the model's own parameters gradients, or changed what is in the optimizer's groups.
+            ConfigError: the loop gave the model's own parameters gradients, or changed the members of groups.
         """
         self._check_groups()
         for name in self.withheld.cleared(self.with_gradient):
@@ -147,14 +146,14 @@ class LoopOptimizer(SlicedOptimizer):
         )
         frozen = next((name for name, each in self._guarded.items() if not each.requires_grad), None)
         if not is_same or frozen is not None:
-            got = "other groups, or other parameters in them" if frozen is None else f"{frozen}, which was frozen"
-            expected = "the parameters, in the groups, that the session was made with, and all of them to train"
+            got = "other groups, or other parameters in them" if frozen is None else f"a frozen parameter, {frozen}"
+            expected = "the groups and parameters that the session was made with, all of them trainable"
             remedy = "Close the session, then make a new optimizer and another session."
             raise ConfigError("optimizer.param_groups", expected=expected, got=got, remedy=remedy)
 
     @by_owner
     def withhold_gradients(self) -> None:
-        """Show the loop which parameters have gradients: the model's own are out of reach, slices have theirs."""
+        """Show the loop which parameters have gradients: stand-ins in the model, slices in the optimizer's groups."""
         self.withheld.show(self.with_gradient)
         for name, guarded in self._guarded.items():
             shown = self._gradient_of[name] if name in self.with_gradient else None
@@ -165,7 +164,7 @@ class LoopOptimizer(SlicedOptimizer):
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Add what backwards make inside to what there is; `reach` says of which parameters."""
+        """Add the gradients of backwards inside the block; call `reach` then with the parameters that have some."""
         self.withheld.begin()
         with super().collecting():
             yield
@@ -177,16 +176,16 @@ class LoopOptimizer(SlicedOptimizer):
         return len(self._own) - len(self.withheld.reached)
 
     def reach(self, names: Iterable[str]) -> None:
-        """Give these parameters of the whole model gradients."""
+        """Note that these parameters of the whole model have gradients."""
         self.with_gradient.update(names)
 
     def clear(self, name: str) -> None:
-        """Take its gradient from a parameter, as `settle` does where the loop has set it to None."""
+        """Clear a parameter's gradient, as `settle` does if the loop has set it to None."""
         self._guarded[name].grad = None
         self.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients of this rank: those of the slices, and those from which the slices are summed."""
+        """Clear all gradients of this rank: of the slices, and of the parameters they are summed from."""
         self.clears += 1
         if set_to_none:
             self.with_gradient.clear()
@@ -196,13 +195,13 @@ class LoopOptimizer(SlicedOptimizer):
         self._is_ahead = False
         self.withhold_gradients()
 
-    # A step of the optimizer, and what the loop did to weights before.
+    # A step of the optimizer, and the loop's changes of weights before it.
 
     def _begin_step(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Prepare a step; of one with a closure, which finds guarded slices, once that has run. Collective.
+        """Prepare a step: at once, or after its closure, which sees guarded slices. Collective.
 
         Returns:
-            The arguments of the step, args[0] being the optimizer; None: as they are.
+            New arguments of the step, of which args[0] is the optimizer, or None to keep them.
         """
         closure = options.get("closure") if len(args) < 2 else args[1]
         if closure is None:
@@ -218,7 +217,7 @@ class LoopOptimizer(SlicedOptimizer):
         return (args, {**options, "closure": run}) if len(args) < 2 else ((args[0], run, *args[2:]), options)
 
     def before_step(self) -> None:
-        """Give the optimizer its slices, with the weights and gradients that the loop has left. Collective."""
+        """Give the optimizer its slices, with the loop's changes of weights and gradients. Collective."""
         self.compare("optimizer.step")
         self.take_changes()
         self._key_states(to_pieces=True)
@@ -226,14 +225,14 @@ class LoopOptimizer(SlicedOptimizer):
         self._give_gradients(self.with_gradient)
 
     def after_step(self) -> None:
-        """Publish what the optimizer updated."""
+        """Publish the updated weights. Collective."""
         self._key_states(to_pieces=False)
         self._show()
         self.publish()
 
     @by_owner
     def _key_states(self, *, to_pieces: bool) -> None:
-        """Keep states by the slices that are in the groups, so that a loop finds, and forgets, those of a parameter."""
+        """Key the optimizer's states by the slices in the groups, where a loop finds and deletes them."""
         state = self.optimizer.state
         for name, piece in self._pieces.items():
             guarded = self._guarded[name]
@@ -243,10 +242,10 @@ class LoopOptimizer(SlicedOptimizer):
                 state[new] = {key: plain(each) if is_guarded(each) else each for key, each in kept.items()}
 
     def take_changes(self) -> None:
-        """Take what the loop wrote into whole parameters since the last step.
+        """Copy values that the loop wrote into whole parameters since the last step to the slices.
 
         Raises:
-            ConfigError: a parameter has other data than it had, whose values the slices would miss.
+            ConfigError: a parameter's .data is another tensor, whose values the slices would miss.
         """
         moved = [name for name, place in self._places.items() if self._own[name].data_ptr() != place]
         if moved:
@@ -256,7 +255,7 @@ class LoopOptimizer(SlicedOptimizer):
         self.parameters.take_changes()
 
     def publish(self) -> None:
-        """Give all ranks the weights of the slices. Collective."""
+        """Send the weights of the slices to all ranks. Collective."""
         self.parameters.publish()
         self.has_edited_weights, self._folded = False, None
 
@@ -268,7 +267,7 @@ class LoopOptimizer(SlicedOptimizer):
         """Refuse a use of the model's own values while slices are newer.
 
         Raises:
-            ConfigError: they are.
+            ConfigError: the loop has changed slices since they were published.
         """
         if self.has_edited_weights:
             expected = "weights that all ranks have"
@@ -277,7 +276,7 @@ class LoopOptimizer(SlicedOptimizer):
             raise ConfigError("model", expected=expected, got=got, remedy=remedy)
 
     def _order_hooks(self) -> None:
-        """Let the loop's own hooks of a step, whenever it registers them, find guarded slices."""
+        """Let the loop's own hooks of a step see guarded slices, whenever they are registered."""
         optimizer: Any = self.optimizer  # torch has no method for the order of hooks
         register = optimizer.register_step_pre_hook
 
@@ -291,7 +290,7 @@ class LoopOptimizer(SlicedOptimizer):
         optimizer._optimizer_step_post_hooks.move_to_end(self._after_step.id, last=False)
 
     def release(self) -> None:
-        """Leave the model's gradients to a plain loop, and let the optimizer refuse steps."""
+        """Remove stand-ins and hooks from the model's parameters and the optimizer."""
         self.withheld.release()
         self._before_step.remove()
         vars(self.optimizer).pop("register_step_pre_hook")
@@ -300,5 +299,5 @@ class LoopOptimizer(SlicedOptimizer):
 
 
 def _refuse_slices(name: str) -> NoReturn:
-    got, remedy = f"optimizer.{name}, which has this rank's slices only", f"Call session.{name}."
+    got, remedy = f"optimizer.{name}, which sees only this rank's slices", f"Call session.{name}."
     raise ConfigError(f"optimizer.{name}", expected=f"session.{name}", got=got, remedy=remedy)

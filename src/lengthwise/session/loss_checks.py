@@ -1,12 +1,12 @@
-"""What a session checks of a loss: that it is a sum over tokens, or a share of one, whoever made it and however.
+"""Check that a loop's loss is a sum over tokens, or a share of one.
 
-A mean would be right on one microbatch alone. Every step calls a `TokenLoss` on a few tokens of a rank's first
-microbatch, whole and in halves: nothing about the function has to be known or remembered for it. What a rank finds is
-in the numbers of the step's end.
+A mean would be right on a single microbatch only. Every step calls a `TokenLoss` on a few tokens of a rank's first
+microbatch, whole and in halves, which needs no knowledge of the function. A rank's finding is among the numbers of the
+step's end.
 
-A `ComputeLoss` runs the model, so it is checked when it is new: a function of other code, or the same that refers to
-other functions, words or switches. Numbers may differ, as what it divides by does from step to step. Of two equal rows
-it must return twice what it returns of one.
+A `ComputeLoss` runs the model, so it is checked only when it is new: a function of other code, or one that refers to
+other functions, strings or switches. Numbers may differ, because its divisor changes from step to step. For two equal
+rows it must return twice the value for one.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from lengthwise.session.model import refuse_balance
 from lengthwise.session.rows import RowBatch, rows_of
 from lengthwise.session.source import PlannedStep
 
-_UNEQUAL = 2e-2  # relative: half of a mean is far more, rounding in bf16 less
-_ROUNDINGS = 512  # of a number of order 1: what sums that cancel differ by
+_UNEQUAL = 2e-2  # relative difference: a mean differs by far more, rounding in bf16 by less
+_ROUNDINGS = 512  # roundings of a number of order 1, by which sums that cancel may differ
 _CHECKED_TOKENS = 128
-_ROW_TOKENS = 64  # of the row that a `ComputeLoss` is checked on
-_DEPTH, _MOST = 4, 256  # of what is looked at in what a function refers to
+_ROW_TOKENS = 64  # tokens of the row that checks a `ComputeLoss`
+_DEPTH, _MOST = 4, 256  # limits of the search through the objects that a function refers to
 
 Evaluate: TypeAlias = Callable[[PlannedStep, Objective], float]
 """Returns the loss of a step. Collective."""
@@ -50,36 +50,36 @@ Evaluate: TypeAlias = Callable[[PlannedStep, Objective], float]
 
 @dataclass(kw_only=True)
 class LossCheck:
-    """A check of one step's loss. found: whether some rank's `number` is not 0, known at the step's end."""
+    """A check of one step's loss. found: whether any rank's `number` is not 0, set at the step's end."""
 
     found: bool = False
 
     @property
     def number(self) -> float:
-        """Return what this rank shares of it."""
+        """This rank's number, which all ranks get."""
         raise NotImplementedError
 
     def finish(self, evaluate: Evaluate) -> None:
-        """Refuse the loss after the step, on all ranks, where it is no sum. Collective.
+        """Refuse the loss after the step, on all ranks, if it is not a sum. Collective.
 
         Raises:
-            ConfigError: it is no sum.
+            ConfigError: the loss is not a sum.
         """
         raise NotImplementedError
 
 
 @dataclass(kw_only=True)
 class SumCheck(LossCheck):
-    """The check of a `TokenLoss`, on tokens of the first microbatch here that has two."""
+    """The check of a `TokenLoss`, on tokens of this rank's first microbatch with at least two."""
 
-    sums: Tensor | None = None  # of all these tokens and of both halves, (3,), in fp64
-    least: float = 0.0  # difference that is none of rounding
+    sums: Tensor | None = None  # over all these tokens and over both halves, (3,), in fp64
+    least: float = 0.0  # smallest difference that rounding does not explain
     is_due: bool = True
 
     def compare(self, loss: TokenLoss, output: Any, tokens: Tokens, labels_of: Callable[[], Tensor]) -> None:
-        """Call the loss on tokens that have labels, whole and in halves; one that cannot take a part is not checked.
+        """Call the loss on tokens with labels, whole and in halves; a loss that fails on a part is not checked.
 
-        labels_of: returns the labels of the tokens, on the host, so that the device is not waited for.
+        labels_of: returns the labels of the tokens on the host, without waiting for the device.
         """
         if not self.is_due:
             return
@@ -97,7 +97,7 @@ class SumCheck(LossCheck):
         device, found = tokens.input_ids.device, list[Tensor]()
         before = _random_states(device)
         with torch.no_grad(), _random_states_kept(device), suppress(Exception):
-            for part in parts:  # the function is the user's, and may ask for what a part does not have
+            for part in parts:  # the user's function may need more than a part has
                 found.append(loss(_part_of(output, len(labels), part), tokens.part(part)).detach().double().reshape(()))
                 if not all(map(torch.equal, before, _random_states(device))):
                     return  # random numbers differ from part to part
@@ -106,25 +106,25 @@ class SumCheck(LossCheck):
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the halves do not add up to the whole."""
+        """Whether the halves fail to add up to the whole."""
         whole, *halves = self._numbers()
         apart = abs(whole - sum(halves))
         return math.isfinite(whole) and not apart <= max(_UNEQUAL * (abs(whole) + sum(map(abs, halves))), self.least)
 
     @property
     def number(self) -> float:
-        """1 where the halves do not add up."""
+        """1 if the halves fail to add up."""
         return float(self.is_wrong)
 
     def finish(self, evaluate: Evaluate) -> None:
-        """Refuse the loss where a rank found it wrong; the others know no numbers."""
+        """Refuse the loss on all ranks if one found it wrong; only that rank shows its numbers."""
         del evaluate
         if self.found:
             whole, *halves = self._numbers()
             got = (
-                f"{whole:g} of some tokens, {sum(halves):g} of both halves"
+                f"{whole:g} for some tokens, {sum(halves):g} for their two halves"
                 if self.is_wrong
-                else "none, by another rank"
+                else "another value, on another rank"
             )
             remedy = 'Return a sum, reduction="sum" for example; the session divides it once.'
             raise ConfigError("loss", expected="the sum over a microbatch's tokens", got=got, remedy=remedy)
@@ -134,20 +134,20 @@ class SumCheck(LossCheck):
 
 
 class KnownShare(partial[Tensor]):
-    """A `ComputeLoss` that is known to return a share, and is not checked; it may make all logits of a microbatch."""
+    """A `ComputeLoss` that is known to return a share, so it is not checked; it may make all logits of a microbatch."""
 
     whole_logits = True
 
 
 class ShareInChunks(KnownShare):
-    """One that is known to make logits of a few tokens or words at a time."""
+    """A `KnownShare` that makes logits of a few tokens or words at a time."""
 
     whole_logits = False
 
 
 @dataclass
 class ShareCheck(LossCheck):
-    """The check of one step. known: what functions that passed are made of. planned: the step."""
+    """The check of a `ComputeLoss`. known: `_parts_of` the functions that passed. planned: the step."""
 
     known: set[object]
     objective: OfModel
@@ -160,11 +160,11 @@ class ShareCheck(LossCheck):
 
     @property
     def number(self) -> float:
-        """1 where this rank has not checked the function."""
+        """1 if this rank has not checked the function."""
         return float(self.made_of not in self.known)
 
     def finish(self, evaluate: Evaluate) -> None:
-        """Call the function on a row of the step, once and twice, where it is new on some rank."""
+        """Call the function on one row of the step and on two equal ones, if it is new on some rank."""
         if not self.found:
             return
         losses = []
@@ -178,17 +178,15 @@ class ShareCheck(LossCheck):
         once, twice = losses
         apart, least = abs(twice - 2 * once), _ROUNDINGS * torch.finfo(torch.float32).eps / self.objective.normalizer
         if apart > max(_UNEQUAL * (abs(twice) + 2 * abs(once)), least):
-            got = f"{once:g} of a row, {twice:g} of two equal ones"
+            got = f"{once:g} for a row, {twice:g} for two equal rows"
             expected = "a microbatch's share of the step's loss: a sum over tokens, divided by one number of the step"
-            remedy = (
-                "Divide a sum by the loss tokens of the step, model(**inputs, num_items_in_batch=n).loss for example."
-            )
+            remedy = "Divide a sum by the step's loss tokens, for example model(**inputs, num_items_in_batch=n).loss."
             raise ConfigError("compute_loss", expected=expected, got=got, remedy=remedy)
         self.known.add(self.made_of)
 
 
 def takes_whole_logits(loss: TokenLoss | None, compute_loss: ComputeLoss | None) -> bool:
-    """Return whether a step's loss gets all logits of a microbatch at once, or may make them."""
+    """Return whether a step's loss may need all logits of a microbatch at once."""
     if isinstance(compute_loss, KnownShare):
         return compute_loss.whole_logits
     return loss is not None or compute_loss is not None
@@ -204,13 +202,13 @@ def objective_of(
     normalizer: float | None,
     known: set[object],
 ) -> tuple[Objective, LossCheck | None]:
-    """Return what a step minimizes, one of the losses or the next token's, and what checks its loss.
+    """Return the objective of a step, by one of the losses or the next token's, and the check of its loss.
 
-    model: that of the engine, in its wrap. known: what functions that passed are made of.
+    model: the engine's model in its wrap. known: `_parts_of` the functions that passed.
 
     Raises:
-        ConfigError: two losses, or nothing to divide by.
-        ModelRefused: a balance loss that `compute_loss` would not count right.
+        ConfigError: two losses were given, or the normalizer is not a finite number above 0.
+        ModelRefused: the model has a balance loss, which `compute_loss` would not count right.
     """
     if loss is not None and compute_loss is not None:
         raise ConfigError("loss", expected="loss or compute_loss", got="both", remedy="Leave one out.")
@@ -231,7 +229,7 @@ def objective_of(
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
-    """Return the states of the generators that a loss may draw from."""
+    """Return the states of the random generators that a loss may use."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
@@ -241,7 +239,7 @@ def _random_states_kept(device: torch.device) -> AbstractContextManager[None]:
 
 
 def _part_of(output: Any, num_tokens: int, part: Tensor) -> Any:
-    """Return a model's outputs for some of their tokens: of every tensor (1, tokens, ...) or (tokens, ...)."""
+    """Return a model's outputs for some tokens, with every tensor (1, tokens, ...) or (tokens, ...) indexed."""
 
     def cut(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -259,7 +257,7 @@ def _part_of(output: Any, num_tokens: int, part: Tensor) -> Any:
 
 
 def _short_step(planned: PlannedStep, batch: RowBatch, times: int) -> PlannedStep:
-    """Return a step in which each rank has the end of the same row so many times, in one microbatch."""
+    """Return a step of one microbatch in which each rank has the end of the same row `times` times."""
     plan, row = planned.plan, _short_row(batch)
     ranks = range(plan.ranks)
     length = len(row["input_ids"])
@@ -279,7 +277,7 @@ def _short_step(planned: PlannedStep, batch: RowBatch, times: int) -> PlannedSte
 
 
 def _short_row(batch: RowBatch) -> dict[str, Any]:
-    """Return the last tokens of a row that has labels there, or all labels."""
+    """Return the last tokens of the first row that has labels there; without such a row give all tokens labels."""
     found: dict[str, Any] = {}
     for number, length in enumerate(batch.lengths):
         ids, shift_labels = batch.whole(number)
@@ -293,9 +291,9 @@ def _short_row(batch: RowBatch) -> dict[str, Any]:
 
 
 def _parts_of(value: object, depth: int = _DEPTH, seen: set[int] | None = None) -> object:
-    """Return what a function is made of, to be compared: code, and the functions, words and switches it refers to.
+    """Return a comparable form of a function: its code, and the functions, strings and switches it refers to.
 
-    Of anything else, and of what was seen before, the type.
+    Other objects, and objects seen before, count by their type.
     """
     if value is None or isinstance(value, str | bool | bytes | types.CodeType | torch.dtype | Enum | type):
         return value
@@ -307,7 +305,7 @@ def _parts_of(value: object, depth: int = _DEPTH, seen: set[int] | None = None) 
 
 
 def _inside(value: object) -> Iterator[object]:
-    """Yield what an object refers to; a model, tensors and modules of Python make no mean of a sum."""
+    """Yield the objects that an object refers to, except models, tensors and Python modules."""
     if isinstance(value, types.MethodType):
         yield from (value.__func__, value.__self__)
     elif isinstance(value, types.FunctionType):
@@ -319,7 +317,7 @@ def _inside(value: object) -> Iterator[object]:
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, Mapping):
         yield from chain.from_iterable(value.items())
-    elif isinstance(value, list | tuple):  # without what a function counts in it
+    elif isinstance(value, list | tuple):  # without numbers, which a function may count in it
         yield from (each for each in value if isinstance(each, bool) or not isinstance(each, Number | Tensor))
     elif (isinstance(value, nn.Module) and next(value.parameters(), None) is None) or _is_plain(value):
         yield vars(value)

@@ -1,7 +1,7 @@
-"""What a loop may compute of a microbatch in place of the mean next-token loss.
+"""A loop's own losses in place of the mean next-token loss.
 
-A microbatch of a rank has parts of some sequences, cut and packed; every loss here is a sum over the tokens that are
-there, so that it is exact under any cut. What is not (a mean, a collective, a statistic of the batch) is another loss.
+A rank's microbatch has parts of some sequences, cut and packed. Every loss here is a sum over its tokens, so it is
+exact under any cut; a mean, a collective or a statistic of the batch is not, and gives another loss.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from lengthwise.session.rows import RowBatch
 class Tokens:
     """This rank's tokens of a microbatch, all (tokens,), in the order of the model's outputs.
 
-    shift_labels: what the model should say after each, -100 where it has no loss. sequences: which of the step's rows
-    each is of. columns: the rows' other columns, (tokens, ...) each. is_check: the call only checks, on some of the
-    tokens, that the loss is a sum; numbers that a loop counts for itself leave it out.
+    shift_labels: the token to predict after each token, -100 without a loss. sequences: number of each token's row in
+    the step. columns: the rows' other columns, (tokens, ...) each. is_check: whether the call only checks, on some of
+    the tokens, that the loss is a sum; a loop's own counters should skip it.
     """
 
     input_ids: Tensor
@@ -53,18 +53,18 @@ class Tokens:
 
 
 TokenLoss: TypeAlias = Callable[[Any, Tokens], Tensor]
-"""Takes the model's outputs, `logits` (1, tokens, vocabulary) among them, and `Tokens`; returns a sum over them."""
+"""Returns a sum over `Tokens`, from the model's outputs (with `logits`, (1, tokens, vocabulary)) and the tokens."""
 ComputeLoss: TypeAlias = Callable[[nn.Module, dict[str, Any]], Tensor]
-"""Takes a model and what it is called with, as Trainer's `compute_loss` does; returns its share of the step's loss."""
+"""Returns a microbatch's share of the step's loss, from a model and its inputs, as Trainer's `compute_loss`."""
 TokenValues: TypeAlias = Callable[[Any, Tokens], Tensor]
-"""Takes outputs and tokens as `TokenLoss` does; returns one value per token, (tokens,), or several, (tokens, k)."""
+"""Returns one value per token, (tokens,), or several, (tokens, k), from the arguments of a `TokenLoss`."""
 CheckLoss: TypeAlias = Callable[[TokenLoss, Any, Tokens, Callable[[], Tensor]], None]
-"""Checks a `TokenLoss` where that is due, by outputs, tokens, and what returns their labels on the host."""
+"""Checks a `TokenLoss` with outputs, tokens, and a function that returns the tokens' labels on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfOutputs:
-    """An `Objective` that a `TokenLoss` computes of the model's outputs."""
+    """An `Objective` that a `TokenLoss` computes from the model's outputs."""
 
     batch: RowBatch
     loss: TokenLoss
@@ -76,7 +76,7 @@ class OfOutputs:
         """Return the sum over the rank's tokens.
 
         Raises:
-            ConfigError: the loss is no number that depends on the model.
+            ConfigError: the loss is not one number that depends on the model.
         """
         output = planned_output(forward.model, forward.planned, forward.input_ids, forward.position_ids)
         if forward.collect_router is not None:
@@ -90,11 +90,11 @@ class OfOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfModel:
-    """An `Objective` that a function of model and inputs computes, labels and model shifting by themselves.
+    """An `Objective` that a function of a model and its inputs computes; model or function shifts the labels.
 
-    `model` is what the function is given; a planned forward of any of its parts is counted. The row has one token of
-    padding more than tokens, and labels are one to the right: whoever then shifts them pairs each token with what
-    follows it in its sequence, however it was cut and packed.
+    `model` is the function's argument; a planned forward of any of its parts counts. The row has one more token of
+    padding, and labels are moved one to the right, so that the usual shift pairs each token with its successor in the
+    sequence, however the sequence was cut and packed.
     """
 
     batch: RowBatch
@@ -108,7 +108,7 @@ class OfModel:
         """Return this rank's part of the loss.
 
         Raises:
-            ConfigError: it is no number that depends on the model.
+            ConfigError: the loss is not one number that depends on the model.
         """
         assert forward.collect_router is None, "the session refuses models with a balance loss here"
         planned, device = forward.planned, forward.input_ids.device
@@ -131,7 +131,7 @@ class OfModel:
 
 
 def tokens_of(batch: RowBatch, forward: ForwardPass) -> Tokens:
-    """Return what a loss gets of a rank's part."""
+    """Return a rank's tokens of a microbatch, as a loss gets them."""
     device, segments = forward.input_ids.device, forward.segments
     return Tokens(
         input_ids=forward.input_ids,
@@ -143,9 +143,10 @@ def tokens_of(batch: RowBatch, forward: ForwardPass) -> Tokens:
 
 
 def log_probabilities(output: Any, tokens: Tokens) -> Tensor:
-    """Return the log-probability of each label, (tokens,), in fp32 or wider; 0 where there is none: a `TokenValues`.
+    """Return the log-probability of each label, (tokens,), in fp32 or wider, 0 without a label.
 
-    For use beside other values: alone they are what `values=None` is, without logits of all tokens at once.
+    Use it inside a `TokenValues` beside other values. Alone, `values=None` gives the same without logits of all tokens
+    at once.
     """
     return -token_losses(output.logits[0], tokens.shift_labels)
 
@@ -156,12 +157,12 @@ _IN_GRAPH = "Return the sum over the tokens, in the graph of the outputs: no .it
 def one_number(
     what: str, found: object, device: torch.device, *, of: str = "the model's outputs", remedy: str = _IN_GRAPH
 ) -> Tensor:
-    """Return what a function of the loop's gave as a tensor (), on the device.
+    """Return the result of a loop's function as a tensor (), on the device.
 
     Raises:
-        ConfigError: it is none, or has no gradient where one is asked for.
+        ConfigError: it is not one number, or has no gradient while gradients are recorded.
     """
-    got = None  # what is shown of a tensor waits for the device
+    got = None  # `shown` would read a tensor's value, which waits for the device
     if isinstance(found, Tensor):
         needs = torch.is_grad_enabled() and not found.requires_grad
         if found.numel() == 1 and found.is_floating_point() and not found.is_meta and not needs:
@@ -169,5 +170,5 @@ def one_number(
         got = f"{str(found.dtype).removeprefix('torch.')} of {tuple(found.shape)}"
         got += " on the meta device" if found.is_meta else f", which does not depend on {of}" if needs else ""
     raise ConfigError(
-        what, expected=f"a tensor of one number, computed of {of}", got=got or shown(found), remedy=remedy
+        what, expected=f"a tensor of one number, computed from {of}", got=got or shown(found), remedy=remedy
     )

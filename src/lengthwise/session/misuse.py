@@ -1,6 +1,6 @@
-"""Checks of the arguments of a session and its methods, and of the blocks that these are called in.
+"""Checks of the arguments of a session's methods, and of the torch modes around a call.
 
-One table says of every argument what it may be; what depends on other arguments is checked where these are known.
+One table has the allowed values of every argument; rules over several arguments are checked elsewhere.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torch import Tensor, nn
 
 from lengthwise.core.errors import ConfigError, raise_problems
 
-_MOST = 10**300  # of a whole number that a float can hold
-_LONGEST = 1e8  # seconds, which clocks of the system can add to now
+_MOST = 10**300  # bound on whole numbers, so that a float can hold them
+_LONGEST = 1e8  # seconds; the system's clocks overflow on much larger ones
 
 Kind: TypeAlias = tuple[Callable[[Any], bool], str]
-"""A test of values, and words for what passes it."""
+"""A test of values, and a description of the values that pass."""
 
 
 def is_whole(value: object) -> bool:
-    """Return whether it is a whole number; True and False are none."""
+    """Return whether a value is a whole number; True and False are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Return whether it is a number of Python, NumPy or torch, (), that a float can hold; True and False are none."""
+    """Return whether a value is a number of Python, NumPy or torch that fits a float; True and False are not."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not (value.is_complex() or value.is_meta or value.dtype == torch.bool)
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -49,14 +49,14 @@ def _is_iterable(value: object) -> bool:
 
 
 def _takes(count: int, value: object) -> bool:
-    """Return whether it is a function that can be called with so many arguments, as far as it says."""
+    """Return whether a value is a function that takes `count` arguments, as far as its signature is known."""
     if not callable(value):
         return False
     try:
         inspect.signature(value).bind(*[None] * count)
     except TypeError:
         return False
-    except ValueError:  # of a function in C, which does not say
+    except ValueError:  # a function in C without a signature
         return True
     return True
 
@@ -93,10 +93,10 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 
 def check_kinds(**given: object) -> None:
-    """Refuse arguments, by name, that are not of their kind.
+    """Check arguments, given by name, against `KINDS`.
 
     Raises:
-        ConfigError, Problems: all that are not.
+        ConfigError, Problems: some are of another kind; one message has all.
     """
     raise_problems(
         [
@@ -108,7 +108,7 @@ def check_kinds(**given: object) -> None:
 
 
 def shown(value: object) -> str:
-    """Return a value as an error shows it: short, and a tensor or an object by its kind."""
+    """Return a short text of a value for an error; of a tensor its shape, of other objects their type."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
         return f"{value.item()!r}"
     if isinstance(value, Tensor):
@@ -119,15 +119,15 @@ def shown(value: object) -> str:
 
 
 def refuse_modes(what: str, cast: torch.dtype | None) -> None:
-    """Refuse a method that trains inside of a block in which nothing can. cast: dtype of mixed precision, if any.
+    """Refuse to train inside a block without gradients or with fp16. cast: dtype of mixed precision, if any.
 
     Raises:
-        ConfigError: torch records no gradients, or would cast to fp16.
+        ConfigError: torch records no gradients, or casts to fp16.
     """
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         got = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
         remedy = "Call it outside of that block, or use evaluate."
-        raise ConfigError(what, expected="gradients to be enabled", got=got, remedy=remedy)
+        raise ConfigError(what, expected="enabled gradients", got=got, remedy=remedy)
     if cast == torch.float16:
-        expected, got = "no torch.autocast, or one to bfloat16", "one to float16"
+        expected, got = "no torch.autocast, or one to bfloat16", "torch.autocast to float16"
         raise ConfigError(what, expected=expected, got=got, remedy="fp16 needs a loss scale; use bfloat16.")

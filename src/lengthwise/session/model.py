@@ -1,4 +1,4 @@
-"""What a model must be for a session to run it by a plan, all that is wrong with it in one message."""
+"""Check that a session can run a model by a plan, with all problems in one message; names under peft's wrap."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def hugging_face_model(model: nn.Module) -> Any:
 
 
 def names_in_wrap(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return values by name in the Hugging Face model as `model` names them, which peft may have wrapped around it."""
+    """Rename values of the Hugging Face model to the names in `model`, which peft may have wrapped around it."""
     prefix = _prefix(model)
     return {prefix + name: each for name, each in values.items()}
 
 
 def names_inside(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Undo `names_in_wrap`; names that are those of the Hugging Face model stay."""
+    """Undo `names_in_wrap`; names without peft's prefix stay."""
     prefix = _prefix(model)
     return {name.removeprefix(prefix): each for name, each in values.items()}
 
 
 def num_words(model: Any) -> int:
-    """Return how many rows the input embedding of a Hugging Face model has, under adapters too."""
+    """Return the number of rows of a model's input embedding, under adapters too."""
     return len(model.get_input_embeddings().weight)
 
 
@@ -53,7 +53,11 @@ def _prefix(model: nn.Module) -> str:
 
 
 def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> torch.dtype:
-    """Return the dtype of a model that a plan can run: of its trainable parameters, or of all if it does not train."""
+    """Check a model; return the dtype of its trainable parameters, or of all if it does not train.
+
+    Raises:
+        ModelRefused, Problems: a session cannot run it.
+    """
     where, problems = f"model {type(model).__name__}", list[LengthwiseError]()
 
     def refuse(expected: str, got: str, remedy: str) -> None:
@@ -82,20 +86,20 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
         refuse(expected, ", ".join(found) or "no trainable parameter", remedy)
     if any(layer.gradient_checkpointing for layer in wrapped_layers(model)):
         remedy = "Call model.gradient_checkpointing_disable(), and give Session recompute='layer'."
-        refuse("activation checkpointing by the plan", "that of the model", remedy)
+        refuse("activation checkpointing by the plan alone", "a model with gradient checkpointing enabled", remedy)
     if any(isinstance(parameter, FreedParameter) for parameter in model.parameters()):
         remedy = "Use that session, or load the model again."
-        refuse("parameters with values", "those of a model that a session has sharded", remedy)
+        refuse("parameters with values", "parameters that another session has sharded", remedy)
     if any(isinstance(module, PassedThrough) for module in model.modules()):
-        refuse("a whole model", "one of which a session has kept a stage", "Use that session, or load the model again.")
+        refuse("a whole model", "one stage that a session has kept", "Use that session, or load the model again.")
     if getattr(model, "is_quantized", False):
-        refuse("a model that is not quantized", "a quantized one", "Load it in bfloat16.")
+        refuse("a model that is not quantized", "a quantized model", "Load it in bfloat16.")
     raise_problems(problems)
     return next(iter(dtypes))
 
 
 def towers_sentence(model: Any) -> str | None:
-    """Say what of a model with towers does not train though it may; None: nothing that may is left out."""
+    """Name the trainable parameters that training on text leaves alone, or return None if there are none."""
     named = {name: each for name, each in left_alone(model).items() if each.requires_grad}
     if not named:
         return None
@@ -104,10 +108,10 @@ def towers_sentence(model: Any) -> str | None:
 
 
 def refuse_balance(model: Any, what: str) -> None:
-    """Refuse a model whose routers have a balance loss where nobody would count it.
+    """Refuse a model with a balance loss of routers, which this loss would not count.
 
     Raises:
-        ModelRefused: it has.
+        ModelRefused: the model has one.
     """
     if has_balance_loss(model.config):
         remedy = "Set output_router_logits to False in the model's config, or use loss=."

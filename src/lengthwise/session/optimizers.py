@@ -1,4 +1,4 @@
-"""The optimizers of a loop that a session takes: those that compute each entry by itself."""
+"""The optimizers that a session accepts from a loop: those that compute each entry by itself."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from torch.optim import Optimizer
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.models import whole_model
 
-BY_ENTRY: Mapping[str, tuple[str, ...]] = {  # classes by the package that has them
-    "torch": (
-        *("AdamW", "Adam", "Adamax", "NAdam", "RAdam", "SGD", "ASGD", "RMSprop", "Rprop", "Adagrad", "Adadelta"),
-    ),
+_BY_ENTRY: Mapping[str, tuple[str, ...]] = {  # classes by package
+    "torch": ("AdamW", "Adam", "Adamax", "NAdam", "RAdam", "SGD", "ASGD", "RMSprop", "Rprop", "Adagrad", "Adadelta"),
     "lion_pytorch": ("Lion",),
     "lengthwise": ("Lion",),
 }
@@ -24,39 +22,40 @@ _WHY_NOT = {
     "SparseAdam": "it is for sparse gradients",
     "LBFGS": "it takes several forward passes a step, and a global history",
 }
-_OF_FEW_BITS = "its states may be of 8 or 4 bits, which share a scale in blocks that would lie over two ranks"
+_OF_FEW_BITS = "its states may have 8 or 4 bits and share a scale in blocks, which could lie over two ranks"
 _WHY_NONE_OF: Mapping[str, str] = {"bitsandbytes": _OF_FEW_BITS, "torchao": _OF_FEW_BITS}  # by package
 
 
 def check_optimizer(optimizer: Any, model: nn.Module, *, offloads: bool = False) -> Optimizer:
-    """Return torch's optimizer under what a library has put around it, if it can be sharded, and offloaded.
+    """Check a loop's optimizer; return the torch optimizer inside a library's wrap.
 
     Raises:
-        ConfigError, Problems: it is of another kind, or its parameters are not those of the model that train.
+        ConfigError, Problems: it cannot be sharded or offloaded, or its parameters are not the model's trainable ones.
     """
     inner = optimizer
-    while isinstance(getattr(inner, "optimizer", None), Optimizer):  # as accelerate's has it
+    while isinstance(getattr(inner, "optimizer", None), Optimizer):  # accelerate's wrap
         inner = inner.optimizer
     if not isinstance(inner, Optimizer):
         raise _refuse("a torch.optim.Optimizer", f"a {type(optimizer).__name__}")
     problems: list[LengthwiseError] = []
     kind, package = type(inner).__name__, type(inner).__module__.partition(".")[0]
-    if kind not in BY_ENTRY.get(package, ()):
-        known = ", ".join(f"{package}'s {' '.join(names)}" for package, names in BY_ENTRY.items() if names)
+    if kind not in _BY_ENTRY.get(package, ()):
+        known = ", ".join(f"{package}'s {' '.join(names)}" for package, names in _BY_ENTRY.items())
         why = _WHY_NONE_OF.get(package) or _WHY_NOT.get(kind, "it is not known to compute each entry by itself")
-        expected = f"an optimizer that computes each entry by itself, so that slices change nothing: {known}"
+        expected = f"an optimizer that computes each entry by itself, so that slices are exact: {known}"
         problems.append(_refuse(expected, f"{type(inner).__module__}.{kind}: {why}"))
     if offloads and any(group.get("capturable") for group in inner.param_groups):
-        problems.append(_refuse("capturable=False beside offload_optimizer: the host updates", "True", "Take it out."))
+        expected = "capturable=False, as the host updates with offload_optimizer"
+        problems.append(_refuse(expected, "capturable=True", "Remove capturable."))
     known = {id(each) for each in whole_model(model).parameters()}
     others = sum(id(each) not in known for group in inner.param_groups for each in group["params"])
     if others:
-        problems.append(_refuse("parameters of the model alone", f"{others} that are not"))
+        problems.append(_refuse("the model's parameters alone", f"{others} other parameters"))
     trained = {id(each) for group in inner.param_groups for each in group["params"]}
     left = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in trained]
     if left:
-        got = f"{len(left)} trainable parameters in none, first {left[0]}"
-        problems.append(_refuse("every trainable parameter in a group", got, "Freeze the others, or add them."))
+        got = f"{len(left)} trainable parameters in no group, the first {left[0]}"
+        problems.append(_refuse("every trainable parameter in a group", got, "Freeze or add them."))
     raise_problems(problems)
     return inner
 

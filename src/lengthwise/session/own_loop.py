@@ -1,19 +1,25 @@
-"""The start of a session in a user's own loop: its model, its optimizer, and the ranks that the launcher started."""
+"""The start of a session in a user's own loop: its model, its optimizer, and the ranks that the launcher started.
+
+While the session is open, the model and the optimizer have methods and hooks of it; closing removes them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lengthwise.comm import join, session_world
+from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.placing import pickled
 from lengthwise.engine.whole_optimizer import read_optimizer
 from lengthwise.models import check_adapters, text_part, whole_model
 from lengthwise.planner.service.process import PlannerProcess
-from lengthwise.session.hooks import guard_models
 from lengthwise.session.loop_optimizer import LoopOptimizer
 from lengthwise.session.misuse import check_kinds
 from lengthwise.session.model import hugging_face_model
@@ -31,12 +37,12 @@ def start_of_loop(
     timeout_seconds: float,
     closing: ExitStack,
 ) -> Start[LoopOptimizer]:
-    """Return what a session of a loop begins with. Collective.
+    """Check a loop's model, optimizer and keywords, and join the ranks. Collective.
 
-    given: the keywords of the session, not checked yet. closing: what ends with the session.
+    given: the keywords of the session, unchecked. closing: runs when the session ends.
 
     Raises:
-        ConfigError, ModelRefused, Problems: what cannot be kept, all in one message.
+        ConfigError, ModelRefused, Problems: something does not work; one message has all problems.
     """
     check_kinds(model=model, seed=seed, timeout_seconds=timeout_seconds)
     check_adapters(model)
@@ -62,14 +68,14 @@ def start_of_loop(
 def _on_slices(
     settings: SessionSettings, model: nn.Module, text: nn.Module, closing: ExitStack
 ) -> Callable[[Parameters, int], LoopOptimizer]:
-    """Return what points the loop's optimizer, as it is now, at slices of the model's parameters."""
+    """Return a function that points the loop's optimizer at slices of the model's parameters."""
     assert settings.optimizer is not None, "it trains"
     whole = read_optimizer(settings.optimizer, text)
     refuse_hooks(whole.given)
 
     def point(parameters: Parameters, rank: int) -> LoopOptimizer:
         optimizer = LoopOptimizer(whole, parameters, rank, text, offloads=settings.trained.offloads)
-        guard_models(optimizer, (model, whole_model(text)), closing)
+        _guard_models(optimizer, (model, whole_model(text)), closing)
         return optimizer
 
     return point
@@ -77,3 +83,80 @@ def _on_slices(
 
 def _say(choice: str) -> None:
     print(f"lengthwise: {choice}", flush=True)
+
+
+def _guard_models(updates: LoopOptimizer, models: Sequence[nn.Module], closing: ExitStack) -> None:
+    """Keep the models from being converted, and from being used while only slices have new weights, until it closes."""
+    parameters = updates.parameters
+    closing.callback(lambda: updates.optimizer.register_step_pre_hook(_refuse_closed))
+    closing.callback(updates.release)
+    for register in (models[-1].register_forward_pre_hook, models[-1].register_state_dict_pre_hook):
+        _hook(register, updates.refuse_unpublished, models[0], closing)
+    for each in models:
+        _put_in_place(each, "zero_grad", updates.zero_grad, models[0], closing)
+    if parameters.keeps_values:  # else the model has none here, and refuses all of this by itself
+        _hook(models[-1].register_load_state_dict_post_hook, parameters.take_values, models[0], closing)
+        closing.callback(parameters.release)
+        for module in models[0].modules():
+            _put_in_place(module, "_apply", partial(_convert_nothing, module), models[0], closing)
+
+
+def _hook(register: Callable[[Any], Any], call: Callable[[], object], whole: nn.Module, closing: ExitStack) -> None:
+    """Register a hook of a model until the session closes; copies of the model do not have it."""
+    closing.callback(register(_OfSession(whole, lambda *_: call(), lambda _: _do_nothing)).remove)
+
+
+def _put_in_place(
+    module: nn.Module, name: str, method: Callable[..., Any], whole: nn.Module, closing: ExitStack
+) -> None:
+    """Give a module a method until the session closes, in place of one that another session or a copy left there."""
+
+    def of_copy(memo: dict[int, Any]) -> Callable[..., Any]:
+        return partial(getattr(type(module), name), memo.get(id(module), module))
+
+    own = vars(module)[name] = _OfSession(whole, method, of_copy)
+    closing.callback(lambda: vars(module).pop(name) if vars(module).get(name) is own else None)
+
+
+class _OfSession:
+    """A method or hook of the modules of a `whole` model while its session is open; a copy of them gets `of_copy`'s.
+
+    It also refuses to pickle the modules: a method on the modules themselves would be found in wraps, too.
+    """
+
+    def __init__(
+        self, whole: nn.Module, method: Callable[..., Any], of_copy: Callable[[dict[int, Any]], Callable[..., Any]]
+    ) -> None:
+        self._whole, self._method, self._of_copy = whole, method, of_copy
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._method(*arguments, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return self._of_copy(memo)
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:  # type: ignore[override]
+        raise pickled(self._whole)
+
+
+def _refuse_closed(*_: object) -> NoReturn:
+    remedy = "Make a new optimizer of the model's parameters; it loads the optimizer of session.state_dict."
+    raise ConfigError("optimizer.step", expected="an open session", got="slices of a closed session", remedy=remedy)
+
+
+def _do_nothing(*_: object) -> None: ...
+
+
+def _convert_nothing(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Stand in for `to`, `half` and the like: refuse another dtype or device, and return the module unchanged."""
+    for each in (*module.parameters(recurse), *module.buffers(recurse)):
+        sample = torch.empty(0, dtype=each.dtype, device=each.device)
+        found = convert(sample)
+        if (found.dtype, found.device) != (sample.dtype, sample.device):
+            raise ModelRefused(
+                f"model {type(module).__name__}",
+                expected=f"{each.dtype} on {each.device}, as the session took it",
+                got=f"a conversion to {found.dtype} on {found.device}",
+                remedy="Convert and move a model before its session, or after (trainer.)session.close().",
+            )
+    return module

@@ -1,7 +1,7 @@
-"""What plans the steps of a session, by what its losses make: logits in chunks, or all of a microbatch at once.
+"""Planning of a session's steps for two kinds of losses: those that make logits in chunks, and those over whole logits.
 
-Which losses will come is not known when memory is measured, so both are. Of whole logits a rank holds fewer tokens: a
-step that was planned ahead for chunks is planned again where such a loss comes for it.
+The coming losses are unknown when memory is measured, so both are measured. With whole logits fewer tokens fit: a step
+that was planned ahead for chunks is planned again if its loss then needs whole logits.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _WHOLE = {"logits": "whole"}  # a note of plans
 
 @dataclass(kw_only=True)
 class SessionPlanning:
-    """Planning for losses that make logits in chunks, and for those over whole logits; of a given capacity the same.
+    """Planning for losses in chunks, and for losses over whole logits; both are the same under a given capacity.
 
-    expects_whole: which of them plans steps ahead. process: of rank 0, once it is there. priced: returns a planning
-    with what was measured of costs and ranks since.
+    expects_whole: whether steps are planned ahead for whole logits. process: the planner's process, on rank 0. priced:
+    returns a planning with the costs and speeds of ranks measured since.
     """
 
     chunked: StepPlanning
@@ -43,46 +43,43 @@ class SessionPlanning:
     priced: Callable[[StepPlanning], StepPlanning] = _as_it_is
 
     def start(self, process: PlannerProcess) -> StepPlanner:
-        """Plan with a process from now on; return what plans steps ahead, for the losses that are expected by then."""
+        """Plan with a process from now on; return a function that plans a step ahead for the losses then expected."""
         self.process = process
         return lambda lengths: process.plan(self.priced(self.ahead), lengths)
 
     def plan(self, engine: Engine, batch: StepBatch, name: str, *, whole: bool) -> PlannedStep:
-        """Return a batch with its plan for such a loss. Collective. name: of the step, in words.
+        """Plan a batch for a loss over whole logits, or in chunks. Collective. name: the step in messages.
 
         Raises:
-            MemoryShortage: of whole logits not even 128 tokens fit.
+            MemoryShortage: whole logits of 128 tokens do not fit.
         """
         planning = self.of(whole=whole)
         return engine.planned(batch, name, self.process and partial(self.process.plan, planning))
 
     @property
     def ahead(self) -> StepPlanning:
-        """That of steps planned ahead."""
+        """The planning of steps planned ahead."""
         return self.of(whole=self.expects_whole)
 
     def of(self, *, whole: bool) -> StepPlanning:
-        """Return that of a loss over whole logits, or of one in chunks.
+        """Return the planning for losses over whole logits, or for losses in chunks.
 
         Raises:
-            MemoryShortage: of whole logits not even 128 tokens fit.
+            MemoryShortage: whole logits of 128 tokens do not fit.
         """
         if whole and not self.whole.capacities:
-            expected = f"room for all logits of {STEP_TOKENS} tokens, which loss, compute_loss and values have"
-            remedy = "Leave them out (the session's own losses make logits in chunks), or use more ranks or memory."
+            expected = f"room for all logits of {STEP_TOKENS} tokens, which loss, compute_loss and values need"
+            remedy = "Use the session's own losses, which make logits in chunks, or more ranks or memory."
             raise MemoryShortage("loss", expected=expected, got="less, as measured at the start", remedy=remedy)
         return self.whole if whole else self.chunked
 
     def suits(self, plan: Plan, *, whole: bool) -> bool:
-        """Return whether a plan is one of this session's ranks, and fits into memory with such a loss.
-
-        One in stages is of fewer ranks, and no plan of a session whose ranks have whole models.
-        """
+        """Return whether a plan is for this session's number of ranks, and fits into memory with the loss."""
         return plan.ranks == self.chunked.ranks and (not whole or self.whole.notes.items() <= plan.notes.items())
 
 
 def for_whole_logits(planning: StepPlanning, held: Capacities) -> StepPlanning:
-    """Return the planning of a session by what a rank holds of whole logits; none of it may be asked to plan."""
+    """Return the planning for losses over whole logits, by the capacities `held`, which may be empty."""
     if planning.measured is None:  # evaluates alone
         held_tokens = {"none": max(held.plain.values())} if held.plain else {}
         return replace(planning, capacities=held_tokens, notes=_WHOLE)

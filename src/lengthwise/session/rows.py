@@ -1,7 +1,7 @@
-"""The sequences of a step as a loop has them: mappings with `input_ids`, or ids alone, of any length each.
+"""The rows of a step in a loop: mappings with `input_ids`, or ids alone, of any lengths.
 
-`weights` of its tokens, as labels lie, weigh the next token's loss. Every other column has one value per token; a loss
-sees it cut and packed as the tokens are.
+A column `weights`, aligned as labels are, weighs the next token's loss. Every other column has one value per token; a
+loss gets it cut and packed as the tokens are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Row: TypeAlias = Mapping[str, Any] | Sequence[int] | np.ndarray | Tensor
 _IDS, _LABELS, _MASK, _POSITIONS = "input_ids", "labels", "attention_mask", "position_ids"
 _WEIGHTS = "weights"
 _SHOWN = 10  # problems of one step
-_KEPT_AS = {  # what torch has few functions for
+_KEPT_AS = {  # dtypes for which torch has few functions
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
     torch.uint64: torch.int64,
@@ -40,10 +40,10 @@ _KEPT_AS = {  # what torch has few functions for
 
 
 class RowBatch(StepBatch):
-    """The global batch of a step that was given as rows, of ids below `num_words`, the model's vocabulary.
+    """A global batch made of a loop's rows, whose ids are below `num_words`, the model's vocabulary.
 
-    columns: of the rows beside ids and labels, by name; one tensor (length, ...) a row. is_plain: whether there are
-    none, and no weights.
+    columns: the columns beside ids and labels, by name, as one tensor (length, ...) a row. is_plain: whether there are
+    no such columns and no weights.
     """
 
     def __init__(
@@ -94,18 +94,17 @@ class RowBatch(StepBatch):
     def column(self, name: str, segments: Sequence[Segment]) -> Tensor:
         """Return a column of a rank's segments, (tokens, ...), in local order."""
         values = self.columns[name]
-        none = values[0][:0]  # in lock-step a rank may have no segment
+        none = values[0][:0]  # in waves a rank may have no segment
         return torch.cat([none, *(values[segment.sequence][segment.start : segment.stop] for segment in segments)])
 
 
 def rows_of(planned: PlannedStep) -> RowBatch:
     """Return the rows of a step that a session planned."""
-    assert isinstance(planned.batch, RowBatch), "who planned it"
+    assert isinstance(planned.batch, RowBatch), f"a step of {type(planned.batch).__name__}"
     return planned.batch
 
 
 def _listed(rows: Any) -> Sequence[Row]:
-    """Return rows that can be counted, whatever held them."""
     remedy = "Give a list: [ids, ids, ...] or [{'input_ids': ids}, ...]."
     if isinstance(rows, str | bytes | set | frozenset) or not hasattr(rows, "__len__"):
         raise DataError("sequences", expected="a list of rows, one per sequence", got=shown(rows), remedy=remedy)
@@ -115,7 +114,6 @@ def _listed(rows: Any) -> Sequence[Row]:
 
 
 def _refuse_unequal(columns: Mapping[str, Sequence[Tensor]]) -> None:
-    """Refuse a column whose tokens have other shapes in one row than in another."""
     problems = [
         _wrong(
             f"sequence {number}, {name}",
@@ -130,7 +128,7 @@ def _refuse_unequal(columns: Mapping[str, Sequence[Tensor]]) -> None:
 
 
 def _read(row: Row, where: str) -> tuple[np.ndarray, np.ndarray | None, dict[str, Tensor]]:
-    """Return ids, labels where there are some, and the other columns of a row, without what it masks as padding."""
+    """Return a row's ids, its labels if it has some, and its other columns, all without masked padding."""
     columns = dict(row) if isinstance(row, Mapping) else {_IDS: row}
     if not all(isinstance(name, str) for name in columns):
         raise _wrong(where, "names of columns that are text", ", ".join(map(repr, columns)))
@@ -187,7 +185,7 @@ def _whole(values: Tensor, where: str, least: int = 0) -> np.ndarray:
 def _weighed(
     ids: np.ndarray, labels: np.ndarray | None, weights: Tensor | None, where: str
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Return ids, labels with no loss where the weight is 0, and the weights, float32, where some are not 0 or 1."""
+    """Return ids, labels without a loss where the weight is 0, and float32 weights, or None if all are 0 or 1."""
     if weights is None:
         return ids, labels, None
     found = weights.to(torch.float32).numpy()
@@ -199,13 +197,15 @@ def _weighed(
 
 
 def _kept(mask: Tensor | None, length: int, where: str) -> slice:
-    """Return which tokens of a row its attention mask leaves: a run of them."""
+    """Return the run of tokens that a row's attention mask keeps."""
     if mask is None:
         return slice(0, length)
     kept = torch.nonzero(mask.reshape(-1)).flatten()
     if not len(kept) or int(kept[-1]) - int(kept[0]) + 1 != len(kept):
         raise _wrong(
-            f"{where}, {_MASK}", "one run of tokens without padding between them", f"{len(kept)} of {length}, apart"
+            f"{where}, {_MASK}",
+            "one run of tokens without padding inside",
+            f"{len(kept)} of {length} tokens, apart",
         )
     return slice(int(kept[0]), int(kept[-1]) + 1)
 

@@ -1,7 +1,8 @@
-"""A planned step to its end, in whoever's loop: microbatches, numbers of all ranks, reduced gradients, their norm.
+"""Run a planned step to its end: microbatches, numbers of all ranks, reduced gradients, their norm.
 
-Every rank enters a step's end after its last ring transfer, and it alone has collectives: one gather of numbers, the
-sums of the gradients, and that of their norm. Then the loop clips and lets its optimizer update and publish.
+Every rank enters a step's end after its last ring transfer. All collectives of a step are there: one gather of numbers,
+the sums of the gradients, and the sum of their squared norms. Then the loop clips, and its optimizer updates and
+publishes.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ Numbers = TypeVar("Numbers", bound=RankResult)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step gave, the same on all ranks.
+    """The results of a step, the same on all ranks.
 
     Attributes:
-        loss: of the global batch.
-        plan: that of this step.
+        loss: loss of the global batch.
+        plan: plan of the step.
         num_sequences: sequences of the global batch.
-        num_tokens: their tokens.
+        num_tokens: tokens of the global batch.
         num_loss_tokens: tokens with a loss.
-        busy_seconds: of each rank, without waiting for other ranks.
-        wait_seconds: of each rank, waiting for transfers of rings.
-        step_seconds: from start to end of the step.
-        plan_seconds: planning, which runs beside other work.
-        grad_norm: before clipping; None after `evaluate`.
-        router_loss: the routers' balance loss, which is not part of `loss`; None: the model has none.
+        busy_seconds: seconds of each rank without waiting for other ranks.
+        wait_seconds: seconds that each rank waited for ring transfers.
+        step_seconds: seconds from start to end of the step.
+        plan_seconds: seconds of planning, which runs beside other work.
+        grad_norm: norm of the gradient before clipping, or None after `evaluate`.
+        router_loss: the routers' balance loss, which is not part of `loss`, or None if the model has none.
     """
 
     loss: float
@@ -64,7 +65,7 @@ class StepResult:
 
     @property
     def ring_token_ratio(self) -> float:
-        """Share of the tokens in sequences that several ranks share."""
+        """Share of the tokens that are in rings: in sequences that several ranks share."""
         return self.plan.ring_tokens / self.num_tokens
 
     @property
@@ -80,15 +81,15 @@ class StepResult:
 
 
 class StepEnd:
-    """What a loop decides at a step's end, the same on all ranks; this one refuses values that are not finite."""
+    """A loop's decisions at a step's end, the same on all ranks. This one refuses values that are not finite."""
 
     def numbers(self, step: int, own: RankResult) -> RankResult:
-        """Return what this rank shares of a step: a subclass may add numbers of its own."""
+        """Return this rank's numbers of a step, which all ranks get; a subclass may add its own."""
         del step
         return own
 
     def takes(self, step: int, ranks: Sequence[Any]) -> None:
-        """Take in what all ranks share."""
+        """Take the numbers of all ranks."""
 
     def holds(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
         """Return whether a value of the step is finite, and the step goes on to its update.
@@ -105,8 +106,8 @@ class StepEnd:
 class StepRunner:
     """Runs the steps of a loop.
 
-    end: what the loop decides at the end of one. steps: made so far. grad_norm: of the last one, before clipping.
-    writer: of states, beside the steps.
+    end: the loop's decisions at a step's end. steps: steps made so far. grad_norm: norm of the last step's gradient,
+    before clipping. writer: writes states beside the steps.
     """
 
     engine: Engine
@@ -127,15 +128,15 @@ class StepRunner:
     ) -> StepResult:
         """Run a step forward and backward, and reduce its gradients. Collective.
 
-        objective: None: the next token's loss. name: of the step, in messages. before: what this rank ran for the step
-        before. loss: of the step, where the objective is another number. check: of a loss of the loop's.
+        objective: if None, the next token's loss. name: the step in messages. before: an earlier pass of this rank for
+        the same step. loss: the step's loss, if the objective computes another number. check: checks the loop's loss.
 
         Returns:
-            The step, without `grad_norm` where `end` leaves its update out.
+            The step, without `grad_norm` if `end` skips its update.
         """
         self.steps, self.grad_norm, ids = self.steps + 1, None, planned.batch.ids
         step, parameters, transport = self.steps, self.engine.parameters, self.engine.transport
-        assert parameters is not None, "of what trains"
+        assert parameters is not None, "only sessions that train run backward"
         ranks, result = self._run(
             planned, objective, name or f"step {step}", train=True, before=before, loss=loss, check=check
         )
@@ -221,7 +222,7 @@ def refuse_not_finite(where: str, value: float) -> None:
 
 
 def first_step_sentence(step: StepResult, planning: StepPlanning) -> str:
-    """Say what the plan of a first step was."""
+    """Describe the plan of the first step."""
     plan = step.plan
     held = " or ".join(f"{tokens:,}" for tokens in sorted(set(planning.capacities.values())))
     predicted = float(plan.notes["predicted_seconds"])

@@ -1,4 +1,4 @@
-"""What a `Session` saves and loads: its state, as a folder of slices or as a `state_dict`, and the model."""
+"""Saving and loading of a `Session`: its state, as a folder of slices or as a `state_dict`, and the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lengthwise.session.state_folder import load, save
 
 
 class SavedSession:
-    """The part of a `Session` that saves and loads it; the session makes what is declared here."""
+    """The methods of a `Session` that save and load."""
 
     model: nn.Module
     engine: Engine
@@ -43,14 +43,16 @@ class SavedSession:
         return self.runner.steps
 
     def save(self, folder: str | Path, *, background: bool = False) -> None:
-        """Write the state into a folder, whole or not there, for `load` on any number of ranks. Collective.
+        """Write the state into a folder, for `load` on any number of ranks. Collective.
 
-        Each rank writes its slice, into one folder on a disk that all share; a checkpoint that is there is replaced
-        once the new one is whole. background: write beside the next steps: it is whole after one of these, or when
-        the session saves again or closes; a failure is then a warning.
+        The folder is whole or absent. Each rank writes its slice into it, on a disk that all ranks share. An earlier
+        checkpoint there is replaced once the new one is whole.
+
+        background: write while the next steps run. The checkpoint is then whole after one of them, or when the session
+        saves again or closes, and a failure is a warning.
 
         Raises:
-            OutputError: it cannot be written, on some rank.
+            OutputError: a rank cannot write.
         """
         check_kinds(folder=folder, background=background)
         trained, path = self._trained("save"), Path(folder).absolute()
@@ -58,13 +60,13 @@ class SavedSession:
         save(self.runner.writer, trained, path, self.steps, background=background)
 
     def load(self, folder: str | Path) -> None:
-        """Go on from a folder that `save` wrote, or from a checkpoint of `lengthwise train`. Collective.
+        """Continue from a folder that `save` wrote, or from a checkpoint of `lengthwise train`. Collective.
 
-        Any number of ranks under any layout may have written it; a rank reads its part. Steps, groups such as learning
-        rates, and exact weights are restored.
+        Any number of ranks under any layout may have written it; a rank reads its part. Steps, the optimizer's states
+        and groups (learning rates), and exact weights are restored.
 
         Raises:
-            OutputError, Problems: it is damaged, or of another model or optimizer; nothing was changed.
+            OutputError, Problems: the folder is damaged, or of another model or optimizer; nothing was changed.
         """
         check_kinds(folder=folder)
         trained, path = self._trained("load"), Path(folder).absolute()
@@ -73,10 +75,10 @@ class SavedSession:
         self.runner.steps = load(self._transport, trained, path)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, on rank 0, the whole state, as a plain loop takes it; {} on others. Collective.
+        """Return on rank 0 the whole state, which a plain loop can load; {} on other ranks. Collective.
 
-        steps: made so far. optimizer: what a plain one's `state_dict` holds, of whole parameters. master_weights: exact
-        parameters by their names in the model, on the host, fp32 or wider.
+        Its keys: `steps`, made so far; `optimizer`, the `state_dict` of a plain optimizer over whole parameters;
+        `master_weights`, exact parameters by their names in the model, on the host, in fp32 or wider.
         """
         trained = self._trained("state_dict")
         self._agree(f"state_dict after step {self.steps}")
@@ -85,12 +87,12 @@ class SavedSession:
         return {} if self.rank else {"steps": self.steps, "optimizer": optimizer, "master_weights": weights}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from what rank 0 was given: a `state_dict` of any number of ranks; others may give None. Collective.
+        """Continue from rank 0's `state`, a `state_dict` of any number of ranks; others may pass None. Collective.
 
-        `optimizer` may be that of a plain loop; without `master_weights` the model keeps its values.
+        Its `optimizer` may come from a plain loop; without `master_weights` the model keeps its values.
 
         Raises:
-            ConfigError, Problems: it is of another model or optimizer; nothing was changed.
+            ConfigError, Problems: the state is of another model or optimizer; nothing was changed.
         """
         trained = self._trained("load_state_dict")
         self.runner.steps = take_state(trained, self._transport, state, partial(names_inside, self.model))
@@ -100,15 +102,15 @@ class SavedSession:
         """Write the model, or peft's adapters, as Hugging Face's `save_pretrained` does; rank 0 writes. Collective.
 
         Raises:
-            OutputError: it cannot be written.
+            OutputError: rank 0 cannot write.
         """
         with self.whole_on_first():
             on_first_rank(self._transport, lambda: write_model(self.model, Path(folder)))
 
     def whole_on_first(self) -> AbstractContextManager[None]:
-        """See that the model of rank 0 can be saved inside the block: cut parameters whole, on the host. Collective.
+        """Make sharded parameters whole on rank 0's host inside the block, so that its model can be saved. Collective.
 
-        Of peft's adapters, where these are all that is saved of it, the base is left out.
+        If only peft's adapters are saved, the base model's parameters are left out.
         """
         parameters = self.engine.parameters
         if parameters is None:
@@ -137,7 +139,7 @@ class SavedSession:
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
-            raise ConfigError("session", expected="an open one", got="one after close", remedy="Make another Session.")
+            raise ConfigError("session", expected="open", got="closed", remedy="Make another Session.")
 
     def _trained(self, what: str) -> LoopOptimizer:
         self._refuse_closed()
@@ -153,7 +155,7 @@ class SavedSession:
 
 
 def saves_adapters_alone(model: nn.Module) -> bool:
-    """Whether saving a model takes only what trains: peft's adapters, if all train and none is on what it saves."""
+    """Return whether saving a model needs trained parameters only: peft's adapters, all trained, none on embeddings."""
     given: Any = model
     if not hasattr(given, "peft_config"):
         return False
@@ -167,7 +169,7 @@ def write_model(model: nn.Module, folder: Path) -> None:
     """Write a model, or peft's adapters, as `save_pretrained` does.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: the folder cannot be written.
     """
     given: Any = model
     if folder.is_file():

@@ -1,8 +1,8 @@
 """Planned steps inside a training loop: a user's own, or that of `lengthwise train`.
 
-A step plans the sequences it is given, runs this rank's microbatches and reduces their gradients. In a user's loop
+A step plans its sequences, runs this rank's microbatches and reduces their gradients. In a user's loop
 `optimizer.step()` updates this rank's slices, and a hook sends them to all ranks; between steps the model is plain
-Hugging Face. All ranks are given the same sequences, and call the same methods in the same order.
+Hugging Face. All ranks get the same sequences, and call the same methods in the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lengthwise.cost import Cost
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.models import placeholders, whole_model
-from lengthwise.session.agreement import Agreement
+from lengthwise.session.agreement import Agreement, SessionStepEnd
 from lengthwise.session.keywords import SessionOptions
 from lengthwise.session.loss_checks import objective_of, takes_whole_logits
 from lengthwise.session.losses import ComputeLoss, TokenLoss, TokenValues
@@ -37,7 +37,6 @@ from lengthwise.session.settings import planning_of
 from lengthwise.session.source import PlannedStep, StepsOfIterators
 from lengthwise.session.start import Own, Start, settled, start_engine
 from lengthwise.session.state_folder import warn_of_left
-from lengthwise.session.step_end import SessionStepEnd
 from lengthwise.session.values import Combine, Per, combined, gather, refuse_dropout
 
 
@@ -45,34 +44,37 @@ class Session(SavedSession):
     """Plans and runs the steps of a training loop of your own.
 
     Args:
-        model: a Hugging Face causal language model, or peft's LoRA around one, on this rank's device; all ranks get the
+        model: a Hugging Face causal language model, or peft's LoRA around one, on this rank's device. All ranks get the
             values of rank 0.
-        optimizer: one that computes each entry by itself, over all trainable parameters; None: the session evaluates.
-        capacity_tokens: maximum tokens of a rank in one microbatch; auto: as many as small passes find to fit.
-        shard: zero1: each rank has all parameters; zero3: its part, and the model no values between steps; hybrid: its
-            part of what a node has; auto: the fastest that leaves room, by estimate.
-        ranks_per_node: that share the parameters under hybrid; None: those that the launcher started on a machine.
-        stages, virtual: of a pipeline, as in a run file: each rank keeps its layers of the model, with the values of
-            the first replica's ranks, and no others after that.
-        recompute: activation checkpointing: none, layer or all_but_attention; auto: each step's best, and none where
-            capacity_tokens is a number.
+        optimizer: one that computes each entry by itself, over all trainable parameters. If None, the session only
+            evaluates.
+        capacity_tokens: maximum tokens of a rank in one microbatch; auto measures how many fit, by small passes.
+        shard: zero1: each rank has all parameters; zero3: each rank keeps its part, and the model has no values between
+            steps; hybrid: each rank keeps its part of a node's copy; auto: the fastest that fits, by estimate.
+        ranks_per_node: number of ranks that share the parameters under hybrid. If None, the ranks that the launcher
+            started on one machine.
+        stages, virtual: stages of a pipeline, and chunks of layers per stage, as in a run file. Each rank keeps its own
+            layers alone, with the values of the first replica's ranks.
+        recompute: activation checkpointing: none, layer or all_but_attention; auto takes the best for each step, or
+            none if capacity_tokens is a number.
         heads: split heads, as in a run file.
-        offload: of activations, the section of a run file: {"store": "host"}.
-        offload_optimizer: fp32 master weights and the optimizer's states are in the host's memory, where it updates.
-        planner: who plans each step.
-        measurements: the file that `lengthwise profile` wrote, or costs, to plan with; None: estimates for the device.
-        precision: "bf16": mixed precision over fp32 weights, as torch.autocast has it; None: that of a surrounding
-            torch.autocast, if any.
-        attention, compile, fused_layers, experts: how layers compute in planned steps, as in a run file; the model
-            itself stays as it is.
-        overlap: gradients are summed while a rank's last backward runs, where it is in no ring; None: on GPUs only.
-        device: where steps run; None: where the model is. Where parameters are cut the model may lie in the host's
-            memory, and that of ranks other than 0 on the meta device.
-        seed: start of the random numbers of dropout.
+        offload: offloading of activations, as the section of a run file: {"store": "host"}.
+        offload_optimizer: keep fp32 master weights and the optimizer's states in host memory, and update them there.
+        planner: name of the planner.
+        measurements: costs, or the file that `lengthwise profile` wrote. If None, estimates for the device.
+        precision: "bf16": mixed precision over fp32 weights, as under torch.autocast. If None, a surrounding
+            torch.autocast decides.
+        attention, compile, fused_layers, experts: how layers compute in planned steps, as in a run file; outside of
+            them the model computes as before.
+        overlap: sum gradients while a rank's last backward runs, if it is in no ring. If None, on GPUs only.
+        device: where steps run. If None, where the model is. If parameters are sharded, the model may lie in host
+            memory, and on ranks other than 0 on the meta device.
+        seed: seed of dropout.
         timeout_seconds: how long a rank waits for another.
 
     Raises:
-        ConfigError, ModelRefused, Problems: what cannot be kept, all in one message.
+        ConfigError, ModelRefused, Problems: the model, the optimizer or a setting does not work; one message has all
+            problems.
         MemoryShortage: capacity_tokens is auto, and 128 tokens do not fit; another session then needs a new optimizer.
     """
 
@@ -107,7 +109,7 @@ class Session(SavedSession):
 
     @classmethod
     def of(cls, start: Start[Own]) -> tuple[Session, Own]:
-        """Return a session of a loop that all ranks run alike, to be planned, and its optimizer. Collective."""
+        """Return a session and its optimizer for a loop that all ranks run alike; call `plan_with` next. Collective."""
         session = cls.__new__(cls)
         session._clear(None)
         optimizer = session._begin(start)
@@ -120,7 +122,7 @@ class Session(SavedSession):
         self._closing, self._is_closed, self._has_said = ExitStack(), False, False
 
     def _begin(self, start: Start[Own]) -> Own | None:
-        """Take the model, in the layout that fits; return its optimizer on slices. Collective."""
+        """Lay the model out over the ranks; return its optimizer on slices. Collective."""
         self.model, self._inner, self._transport = start.model, start.text, start.transport
         self.rank, self.world_size = self._transport.rank, self._transport.world_size
         self._words = {
@@ -138,9 +140,9 @@ class Session(SavedSession):
         return optimizer
 
     def plan_with(self, cost: Cost) -> SessionPlanning:
-        """Measure what memory holds, where that is asked for, and plan steps from then on. Collective.
+        """Measure how many tokens fit, if capacity_tokens is auto, and start planning. Collective.
 
-        cost: with whole parameters on every rank.
+        cost: costs of ranks that have all parameters.
 
         Raises:
             MemoryShortage: capacity_tokens is auto, and 128 tokens do not fit.
@@ -153,22 +155,26 @@ class Session(SavedSession):
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of the gradient of the last step, before clipping."""
+        """Norm of the last step's gradient, before clipping."""
         return self.runner.grad_norm
 
     @property
     def capacity_tokens(self) -> int:
-        """What a rank holds in a microbatch, with the recomputation that leaves most room and the loss of last time."""
+        """Tokens that fit into a microbatch of a rank, under the recomputation that fits most, for the last loss."""
         return max(self._planning.ahead.capacities.values())
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens of the longest sequence that the ranks hold, or one rank, where the planner cuts none."""
+        """Tokens of the longest sequence that fits: on all ranks, or on one rank if the planner cuts no sequences."""
         return self._planning.ahead.longest_tokens
 
     def expect(self, *, whole_logits: bool) -> None:
-        """Plan ahead for losses over whole logits (`loss`, `compute_loss`, `values`) or not, as each backward does."""
-        self._planning.of(whole=whole_logits)  # MemoryShortage: there is no room for them
+        """Plan coming steps for losses over whole logits (`loss`, `compute_loss`, `values`), or for losses in chunks.
+
+        Raises:
+            MemoryShortage: whole logits of 128 tokens do not fit.
+        """
+        self._planning.of(whole=whole_logits)
         self._planning.expects_whole = whole_logits
 
     def backward(
@@ -185,10 +191,10 @@ class Session(SavedSession):
 
         Args:
             sequences: rows of the global batch, the same on all ranks, or a step of `batches`.
-            loss: a function of outputs and tokens that returns a sum over the tokens; None: the next token's cross
+            loss: a function of outputs and tokens that returns a sum over the tokens. If None, the next token's cross
                 entropy.
-            compute_loss: a function of model and inputs, as Trainer has it, that returns this microbatch's share.
-            normalizer: what sums are divided by; None: the loss tokens of the batch.
+            compute_loss: a function of model and inputs, as of Trainer, that returns this microbatch's share.
+            normalizer: divisor of the sums. If None, the number of loss tokens of the batch.
 
         Raises:
             NumericError: loss or gradients are not finite; no update was made.
@@ -211,19 +217,19 @@ class Session(SavedSession):
         values: TokenValues | None = None,
         per: Per = "sequence",
     ) -> StepResult:
-        """Run forward and backward of a loss that is no sum over tokens, and reduce its gradients. Collective.
+        """Run forward and backward of a loss that is not a sum over tokens, and reduce its gradients. Collective.
 
         Args:
             sequences: rows of the global batch, the same on all ranks, or a step of `batches`.
-            combine: makes the loss of the values' sums over each sequence, (sequences, ...), in the order of
-                `sequences`; with per="token" of a list of all values, (length, ...) each. It runs on every rank and
-                must return the same on all.
-            values: a function of the model's outputs that returns a value of each token; None: the log-probability of
-                its label, 0 without one.
+            combine: a function that returns the loss. It gets the sums of the values over each sequence,
+                (sequences, ...), in the order of `sequences`; with per="token" a list of all values, one (length, ...)
+                a sequence. It runs on every rank and must return the same on all.
+            values: a function of the model's outputs that returns one value per token. If None, the log-probability of
+                the token's label, 0 without a label.
             per: sequence or token, see `combine`.
 
         Raises:
-            ModelRefused: a model with dropout: the two passes would differ.
+            ModelRefused: the model has dropout, so its two passes would differ.
         """
         trained = self._training("backward_by_sequence", combine=combine, values=values, per=per)
         refuse_dropout(self._inner)
@@ -238,7 +244,7 @@ class Session(SavedSession):
         return self._made(result, start)
 
     def token_values(self, sequences: Sequence[Row] | PlannedStep, values: TokenValues | None = None) -> list[Tensor]:
-        """Return what `values` gives of every token, (length, ...) a sequence, on every rank. Collective."""
+        """Return the `values` of all tokens, one tensor (length, ...) a sequence, on every rank. Collective."""
         check_kinds(values=values)
         name = f"values after step {self.steps}"
         planned = self._planned(sequences, name, values is not None)
@@ -253,7 +259,7 @@ class Session(SavedSession):
         compute_loss: ComputeLoss | None = None,
         normalizer: float | None = None,
     ) -> StepResult:
-        """Return the loss of sequences, as `backward` has it, without gradients and dropout. Collective."""
+        """Return the loss of sequences, with the arguments of `backward`, without gradients and dropout. Collective."""
         how: dict[str, Any] = {"loss": loss, "compute_loss": compute_loss, "normalizer": normalizer}
         check_kinds(**how)
         start, name = time.perf_counter(), f"evaluation after step {self.steps}"
@@ -266,8 +272,8 @@ class Session(SavedSession):
     def batches(self, batches: Iterable[Sequence[Row]]) -> Generator[PlannedStep, None, None]:
         """Yield a planned step for each list of sequences, planned while those before it run. Collective.
 
-        A later call with an iterator that the loop left goes on where it was left, though more of it was read; a list
-        or a loader begins anew.
+        Leave the loop and call again with the same iterator to continue at the next step, although later steps were
+        already read. A list or a loader begins anew.
         """
         self._refuse_closed()
         check_kinds(batches=batches)
@@ -281,7 +287,7 @@ class Session(SavedSession):
     def clip_grad_norm_(self, limit: float) -> float:
         """Scale the gradients as torch.nn.utils.clip_grad_norm_ does; return their norm before. Collective.
 
-        The norm is that of the gradients as they are, after earlier clips and what the loop did to them.
+        The norm includes earlier clips and the loop's own changes of gradients.
         """
         check_kinds(limit=limit)
         trained = self._trained("clip_grad_norm_")
@@ -297,7 +303,7 @@ class Session(SavedSession):
         return numbers
 
     def close(self) -> None:
-        """Leave the ranks and end the planner; the model and its values stay. Collective."""
+        """Leave the process group and end the planner; the model keeps its values. Collective."""
         try:
             if not self._is_closed and self._loop_optimizer is not None and self._loop_optimizer.has_edited_weights:
                 self._agree(f"close after step {self.steps}")
@@ -318,14 +324,14 @@ class Session(SavedSession):
         self.close() if kind is None else self._end()  # after an error no rank waits for another
 
     def _training(self, what: str, **given: object) -> SlicedOptimizer:
-        """Check a method that trains, and its arguments; return what updates the parameters."""
+        """Check a method that trains, and its arguments; return the optimizer on slices."""
         check_kinds(**given)
         refuse_modes(what, self.engine.cast_dtype())
         optimizer = self._sliced_optimizer
         return self._trained(what) if optimizer is None or self._is_closed else optimizer
 
     def _planned(self, sequences: Sequence[Row] | PlannedStep, name: str, whole: bool, **numbers: Any) -> PlannedStep:
-        """Return a step on which the ranks agree; one that was planned ahead for less than its loss takes, anew."""
+        """Return a step on which the ranks agree; plan again if its loss needs more memory than its plan allows for."""
         self._refuse_closed()
         plan = partial(self._planning.plan, self.engine, name=name, whole=whole)
         planned = sequences if isinstance(sequences, PlannedStep) else plan(RowBatch(sequences, **self._words))
@@ -333,7 +339,7 @@ class Session(SavedSession):
         return planned if self._planning.suits(planned.plan, whole=whole) else plan(planned.batch)
 
     def _made(self, result: StepResult, start: float) -> StepResult:
-        """Finish a step that trains; say, once, what its plan was."""
+        """Finish a step that trains; print the plan of the first one."""
         result = replace(result, step_seconds=time.perf_counter() - start)
         if not self._has_said and not self.rank and self._agreement is not None:
             self._has_said = True

@@ -1,4 +1,4 @@
-"""Checked settings of a session, of a user's loop or a run file; and what then plans its steps."""
+"""Checked settings of a session, for a user's loop or a run file, and the planning that follows from them."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from lengthwise.session.optimizers import check_optimizer
 from lengthwise.session.planning import SessionPlanning, for_whole_logits
 from lengthwise.setup import TrainedModel, memory_of_settings, offload_of
 
-_MOST_TOKENS = 2**22  # of a loop's batch, as which memory is measured: what it will give is not known yet
+_MOST_TOKENS = 2**22  # assumed tokens of a loop's batch when memory is measured, before any batch is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
-    """Checked settings: what was asked for, and what follows with a model.
+    """Checked settings: those asked for, and what follows from them for a model.
 
-    asked: its layout may be open. trained: what of the model and its optimizer counts. dtype: of the parameters.
-    autocast: of mixed precision. device: where steps run. computing: how the model computes there. optimizer: torch's
-    own; None: nothing trains, or a run file's. seed: of dropout. most_tokens, context_tokens: of a global batch, and of
-    the longest sequence; None: not known.
-    takes_any_loss: over whole logits, too. is_read_between: whether a loop may read the model between steps.
-    keeps_frozen: what does not train keeps its dtype.
+    asked: the settings, whose layout may still be auto. trained: sizes of the model and its optimizer. dtype: dtype of
+    the parameters. autocast: dtype of mixed precision. device: where steps run. computing: how the model computes.
+    optimizer: the loop's torch optimizer. If None, nothing trains, or the run file names the optimizer. seed: seed of
+    dropout. most_tokens, context_tokens: maximum tokens of a global batch and of a sequence; None if unknown.
+    takes_any_loss: whether losses may need whole logits. is_read_between: whether the loop may read the model between
+    steps. keeps_frozen: whether frozen parameters keep their dtype.
     """
 
     asked: TrainingSettings
@@ -62,7 +62,7 @@ class SessionSettings:
 
     @property
     def offload(self) -> OffloadConfig | None:
-        """The store of activations that leave the device."""
+        """Settings of activation offloading."""
         return self.asked.offload
 
     @property
@@ -77,12 +77,12 @@ class SessionSettings:
 
     @property
     def capacity_tokens(self) -> int | None:
-        """The tokens of a microbatch, as asked for; None: to be measured."""
+        """Maximum tokens of a rank in a microbatch, or None if they are to be measured."""
         return None if self.asked.capacity_tokens == "auto" else self.asked.capacity_tokens
 
     @property
     def recompute(self) -> str:
-        """The kind of recomputation, or auto: beside a number of tokens that is none."""
+        """The kind of recomputation, see `recompute_of`."""
         return recompute_of(self.asked)
 
 
@@ -95,12 +95,12 @@ def recompute_of(asked: TrainingSettings) -> str:
 def check_settings(
     model: Any, optimizer: Any, given: Mapping[str, Any], *, seed: int = 0, timeout_seconds: float = 600.0
 ) -> SessionSettings:
-    """Return the settings of a session around `model` that trains with `optimizer`; None: it evaluates.
+    """Check the keywords of a session against its model and optimizer; return its settings.
 
-    given: the keywords of the session, not checked yet.
+    optimizer: if None, the session evaluates. given: the keywords, unchecked.
 
     Raises:
-        ConfigError, ModelRefused, Problems: all that cannot be kept.
+        ConfigError, ModelRefused, Problems: something does not work; one message has all problems.
     """
     trains, inner, problems = optimizer is not None, None, Collector()
     for each in keyword_problems(given):
@@ -143,7 +143,6 @@ def check_settings(
 
 
 def _trained_model(model: nn.Module, optimizer: Optimizer | None, *, offloads: bool) -> TrainedModel:
-    """Return what counts of a loop's model and its optimizer."""
     parameters, config = list(model.parameters()), whole_model(model).config
     widths = Counter[int]()
     for parameter in parameters:
@@ -164,7 +163,7 @@ def _trained_model(model: nn.Module, optimizer: Optimizer | None, *, offloads: b
 
 
 def cost_of(settings: SessionSettings) -> Cost:
-    """Return the costs to plan with: those given, measured, or estimated for the device."""
+    """Return the costs to plan with: given, read from measurements, or estimated for the device."""
     asked, trained, device = settings.asked, settings.trained, settings.device
     measurements, precision = asked.measurements, PRECISIONS[settings.dtype]
     if isinstance(measurements, Cost):
@@ -179,7 +178,7 @@ def cost_of(settings: SessionSettings) -> Cost:
 def planning_of(
     engine: Engine, updates: SlicedOptimizer | None, cost: Cost, settings: SessionSettings
 ) -> SessionPlanning:
-    """Return what plans the steps of a session; what memory holds is measured where it is asked for. Collective."""
+    """Return the planning of a session's steps; measure how many tokens fit if that was asked for. Collective."""
     asked, measured, whole = settings.asked, None, None
     if settings.capacity_tokens is not None:
         capacities = {settings.recompute: settings.capacity_tokens}

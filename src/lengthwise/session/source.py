@@ -1,4 +1,4 @@
-"""One planner for all ranks: beside rank 0 the next steps are planned while this one runs; all agree on the plans."""
+"""Steps planned ahead: a process beside rank 0 plans the next steps while one runs; all ranks agree on the plans."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lengthwise.core.shape import UNCUT, LayerCut
 from lengthwise.engine.batch import StepBatch
 from lengthwise.program import lower_plan, refuse_unsupported
 
-STEPS_AHEAD = 2  # that are planned and read while one runs; a plan's costs are that much older
-_ITERATORS = 8  # that a loop has left and may go on with
-_START_SECONDS = 60.0  # more for the first plan: a planner that is a new process imports first
+STEPS_AHEAD = 2  # steps planned and read while one runs; a plan's costs are that much older
+_ITERATORS = 8  # iterators kept that a loop has left and may continue
+_START_SECONDS = 60.0  # added to the first plan's timeout: a new planner process imports first
 
 _SAME_ROWS = (
     "Give every rank the rows of the whole global batch, in the same order: no DistributedSampler, the same seed for "
@@ -26,14 +26,14 @@ _SAME_ROWS = (
 )
 
 StepPlanner = Callable[[Sequence[int]], tuple[str, float]]
-"""Makes (plan file, seconds that it took) from the lengths of a step."""
+"""Returns the plan file of a step's lengths, and the seconds that planning took."""
 
 _Made = tuple[StepBatch | None, tuple[str, float] | None]  # a batch, None after the last; its plan, on rank 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """A global batch, its plan, and how long rank 0 took to make the plan."""
+    """A global batch, its plan, and the seconds that rank 0 planned."""
 
     batch: StepBatch
     plan: Plan
@@ -41,12 +41,12 @@ class PlannedStep:
 
 
 class PlanAhead:
-    """Plans consecutive batches ahead, and begins to read what this rank will take of them.
+    """Plans consecutive batches ahead, and begins to read this rank's part of them.
 
-    `planner` is there on rank 0 alone. A plan depends on lengths, ranks and costs only, so the plan of a step is the
-    same whenever it is made and sent. A plan that takes longer than `timeout_seconds` ends the run; the first may take
-    `start_seconds` more, for the planner's own start. `num_heads`: of the model's attention, which plans may split.
-    `cut`: of the layers of the pipelines that ranks make; plans are over their replicas.
+    Only rank 0 has a `planner`. A plan depends on lengths, ranks and costs only, so the plan of a step is the same
+    whenever it is made and sent. A plan that takes longer than `timeout_seconds` ends the run; the first may take
+    `start_seconds` more, for the planner's own start. num_heads: the model's attention heads, which plans may split.
+    cut: how pipelines cut the layers; plans are then over replicas.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class PlanAhead:
         self._go_on()
 
     def next(self, name: str) -> PlannedStep | None:
-        """Return the next step, the same on all ranks, or None at the end; `name` is the step, in words.
+        """Return the next step, the same on all ranks, or None at the end. name: the step in messages.
 
         Collective: at a step's end, before the first transfer of the next step. Ranks agree on the digest of plans and
         batches.
 
         Raises:
-            LengthwiseError: there is none that this version runs, or ranks differ.
+            LengthwiseError: planning failed, this version does not run the plan, or ranks differ.
         """
         if not self._ended:
             self._transport.phase = f"{name}, agreeing on the plan"
@@ -96,10 +96,10 @@ class PlanAhead:
         return step
 
     def _exchanged(self, name: str) -> list[tuple[str, float] | None]:
-        """Return on every rank the plans that rank 0 has made.
+        """Send the plans that rank 0 has made to all ranks.
 
         Raises:
-            LengthwiseError: what kept rank 0 from planning, on every rank: nobody waits for what never comes.
+            LengthwiseError: rank 0 could not plan; raised on every rank, so that none waits.
         """
         made, error = [], None
         if not self._transport.rank:
@@ -121,7 +121,7 @@ class PlanAhead:
         return sent["plans"]
 
     def close(self) -> None:
-        """Stop planning ahead; the planner goes on for others."""
+        """Stop planning ahead; the planner stays usable."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _go_on(self) -> None:
@@ -135,12 +135,12 @@ class PlanAhead:
         return batch, None if self._planner is None else self._planner(batch.lengths)
 
     def _made(self, name: str) -> list[tuple[str, float] | None]:
-        """Return the plans that rank 0 has and the others do not: that of `name`, for which it waits, and more."""
+        """Return the finished plans not sent yet, on rank 0; wait for the plan of `name`."""
         plans: list[tuple[str, float] | None] = []
         for number, future in enumerate(self._making):
             if number + len(self._known) == 0:
                 plans.append(self._wait_for(future, name)[1])
-            elif future.done() and future.exception() is None:  # an error is raised when its step comes
+            elif future.done() and future.exception() is None:  # an error is raised at its own step
                 plans.append(future.result()[1])
             else:
                 break
@@ -176,9 +176,9 @@ class _Steps:
 
 
 class StepsOfIterators:
-    """Steps planned ahead of iterators that a loop may leave: a later call with the same one goes on where it was left.
+    """Steps planned ahead from iterators that a loop may leave and later continue where it left them.
 
-    The last few that were left are held, with the batches that were read of them.
+    The last few that were left are kept, with the batches already read from them.
     """
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class StepsOfIterators:
 
     @contextmanager
     def of(self, batches: object, start: Callable[[], PlanAhead]) -> Iterator[PlanAhead]:
-        """Give the steps of an iterator; where the block ends by itself, so has the iterator."""
+        """Yield the steps of an iterator; if the block ends without an exception, the iterator has ended."""
         steps = self._kept.get(id(batches)) or _Steps(batches, start())
         self._kept[id(batches)] = steps
         steps.users += 1
@@ -199,7 +199,7 @@ class StepsOfIterators:
                 self._end(key)
 
     def close(self) -> None:
-        """Let go of all."""
+        """Stop planning for all iterators."""
         for key in list(self._kept):
             self._end(key)
 
@@ -209,7 +209,7 @@ class StepsOfIterators:
 
 
 def _problems_of(error: Exception | None, name: str) -> Sequence[LengthwiseError]:
-    """Return what the other ranks are to say of what rank 0 raised."""
+    """Return the errors that the other ranks raise for an error of rank 0."""
     if error is None:
         return ()
     if isinstance(error, LengthwiseError):

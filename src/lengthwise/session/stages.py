@@ -1,4 +1,4 @@
-"""A session in stages of a pipeline: its part of the model, and the states of all stages."""
+"""Stages of a pipeline in a session: which layers a stage takes, and the states of all stages on rank 0."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ from lengthwise.session.state_dict import GROUPS, STATE, whole_state
 
 
 def check_replicas(ranks: int, stages: int) -> None:
-    """Refuse ranks that are no whole number of replicas."""
+    """Refuse a number of ranks that is not a multiple of the stages."""
     if ranks % stages:
         expected = f"a multiple of the {stages} stages"
-        raise ConfigError("ranks", expected=expected, got=str(ranks), remedy="Start others, or change stages.")
+        raise ConfigError("ranks", expected=expected, got=str(ranks), remedy="Change the number of ranks, or stages.")
 
 
 def join_stages(model: nn.Module, transport: Transport, stages: int, *, reads: bool) -> Mesh:
-    """Return the mesh of stages and replicas. Collective. reads: every stage reads its values later.
+    """Return the mesh of stages and replicas. Collective.
+
+    reads: every stage reads its values later. Otherwise the ranks of the first replica must have the same values.
 
     Raises:
-        ConfigError: the ranks are no whole number of replicas, or a stage of the first one has no values, or others.
+        ConfigError: the ranks are not a multiple of the stages, or a rank of the first replica has no or other values.
     """
     check_replicas(transport.world_size, stages)
     mesh = Mesh(transport, stages)
@@ -47,7 +49,7 @@ def join_stages(model: nn.Module, transport: Transport, stages: int, *, reads: b
     ]
     of_stages = share_numbers(transport, sizes)[:stages]
     if not torch.allclose(of_stages, of_stages[:1], rtol=1e-9, atol=0.0, equal_nan=True):
-        expected = "the same values on the stages of the first replica, which each give those of their layers"
+        expected = f"a model with the same values on ranks 0 to {stages - 1}, the stages of the first replica"
         remedy = "Load the same weights there, or call torch.manual_seed before the model is made."
         raise ConfigError("model", expected=expected, got="models that differ", remedy=remedy)
     return mesh
@@ -56,9 +58,9 @@ def join_stages(model: nn.Module, transport: Transport, stages: int, *, reads: b
 def cut_stages(
     world: Transport, config: Any, chunks: int, lengths: Sequence[int], *, capacity: int, cost: Cost | None
 ) -> list[range]:
-    """Cut the layers of a model by the seconds that costs say, None: by FLOPs; as rank 0 does. Collective.
+    """Cut the layers of a model into chunks of about equal time, as rank 0 decides. Collective.
 
-    lengths: of sequences as they are trained on. capacity: tokens of a microbatch.
+    lengths: sequence lengths of the training data. capacity: tokens of a microbatch. cost: if None, FLOPs decide.
     """
     sent = b""
     if not world.rank:
@@ -76,7 +78,7 @@ def cut_stages(
 def _from_stages(mesh: Mesh, own: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Return on rank 0 the tensors of all stages of the first replica, by name; {} on other ranks. Collective.
 
-    device: through which they travel, one at a time; they lie on the host.
+    They lie on the host and are sent through `device`, one at a time.
     """
     world, found = mesh.world, dict(own)
     known = [[name, tuple(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in own.items()]
@@ -98,7 +100,7 @@ def _from_stages(mesh: Mesh, own: Mapping[str, Tensor], device: torch.device) ->
 def whole_states(updates: LoopOptimizer, engine: Engine) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return on rank 0 the optimizer's state, as `whole_state` does, and the weights by name; {} on others. Collective.
 
-    Of all stages, where there are some.
+    In a pipeline they are of all stages.
     """
     parameters, pipeline = updates.parameters, engine.pipeline
     over = engine.transport if pipeline is None else pipeline.mesh.replicas
@@ -109,7 +111,7 @@ def whole_states(updates: LoopOptimizer, engine: Engine) -> tuple[dict[str, Any]
 
 
 def _state_of_stages(mesh: Mesh, state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return on rank 0 the states of all stages in one, each as `whole_state` returns it. Collective."""
+    """Join the states of all stages, which `whole_state` returned, on rank 0. Collective."""
     own = {json.dumps([n, key]): each for n, keys in state.get(STATE, {}).items() for key, each in keys.items()}
     found: dict[int, dict[str, Tensor]] = {}
     for name, each in _from_stages(mesh, own, device).items():

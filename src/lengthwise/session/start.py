@@ -1,4 +1,4 @@
-"""The start of a session, of a user's loop or a run file: how its model lies over the ranks, and what runs it."""
+"""The start of a session, for a user's loop or a run file: choose the layout, lay the model out, make the engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lengthwise.session.stages import cut_stages, join_stages
 from lengthwise.setup import Machine, memory_of_settings, resolve
 from lengthwise.simulator import MODEL_ERROR
 
-_UNMEASURED_TOKENS = 4096  # of a microbatch, by which layers are cut before what fits is measured
+_UNMEASURED_TOKENS = 4096  # assumed capacity when layers are cut into stages before the capacity is measured
 Own = TypeVar("Own", bound=SlicedOptimizer)
 
 
@@ -40,11 +40,12 @@ Own = TypeVar("Own", bound=SlicedOptimizer)
 class Start(Generic[Own]):
     """What a session begins with.
 
-    model: as it is saved. text: of it, what runs. cost: with whole parameters on every rank. local_ranks: of this
-    machine. process: of rank 0, which plans; None elsewhere. optimizer: makes the one on slices, by the parameters
-    and by this rank among those that have the same; None: nothing trains. rows: where ranks read their own weights;
-    None: those of the first rank count. stage_lengths, stage_cost: of sequences, by which layers are cut into stages;
-    None: by FLOPs. say: reports a choice, on rank 0.
+    model: the model that is saved. text: its text part, which runs. cost: costs of ranks that have all parameters.
+    local_ranks: number of ranks on this machine. process: the planner's process on rank 0; None on other ranks.
+    optimizer: makes the optimizer on slices from the parameters and this rank's number among the ranks that share them.
+    If None, nothing trains. rows: source from which every rank reads its own weights. If None, rank 0's values count.
+    stage_lengths, stage_cost: sequence lengths and costs by which layers are cut into stages; without costs FLOPs
+    decide. say: prints a choice; only rank 0 calls it.
     """
 
     model: nn.Module
@@ -67,22 +68,22 @@ class Start(Generic[Own]):
 
 
 def settled(start: Start[Own]) -> Start[Own]:
-    """Return the start with its layout settled: the one that is asked for, or the fastest that fits. Collective.
+    """Return the start with its layout settled: the one asked for, or the fastest that fits. Collective.
 
-    Rank 0 decides, by its costs. What model and optimizer hold already counts as free: it moves.
+    Rank 0 decides, by its costs. The bytes that model and optimizer hold already count as free, because they move.
 
     Raises:
-        ConfigError: nodes do not divide the ranks.
-        MemoryShortage: the model fits in no way.
+        ConfigError: the number of ranks is not a multiple of the ranks per node.
+        MemoryShortage: the model fits in no layout.
     """
     settings, transport = start.settings, start.transport
     ranks, on_gpus = transport.world_size, settings.on_gpus
     least_here, most_here = least(transport, [start.local_ranks, -start.local_ranks])
-    here = int(least_here) if least_here == -most_here else ranks  # the same on all ranks, or no node
+    here = int(least_here) if least_here == -most_here else ranks  # unequal machines make no nodes
     room = None
     if settings.asked.shard == "auto" and settings.asked.stages == 1:
         (room,) = least(transport, [free_bytes(settings.device, transport.device_ranks) + _held_bytes(start)])
-    margin = MODEL_ERROR if settings.is_read_between else 0.0  # whole values are worth more than what costs cannot tell
+    margin = MODEL_ERROR if settings.is_read_between else 0.0  # a loop that reads the model prefers whole values
     machine = Machine(ranks=ranks, here=here, on_gpus=on_gpus)
 
     def layout() -> dict[str, Any]:
@@ -96,7 +97,7 @@ def settled(start: Start[Own]) -> Start[Own]:
 
 
 def _held_bytes(start: Start[Any]) -> int:
-    """Count what a loop's model and its optimizer hold on the device where steps run."""
+    """Return the bytes that a loop's model and its optimizer hold on the device where steps run."""
     optimizer = start.settings.optimizer
     states = () if optimizer is None else optimizer.state.values()
     held = [*start.text.parameters(), *(each for part in states for each in part.values())]
@@ -105,7 +106,7 @@ def _held_bytes(start: Start[Any]) -> int:
 
 
 def start_engine(start: Start[Own]) -> tuple[Engine, Own | None]:
-    """Return what runs the steps of a start whose layout is settled, and what updates its parameters. Collective."""
+    """Return the engine of a start whose layout is settled, and the optimizer on slices. Collective."""
     settings, transport, say = start.settings, start.transport, start.say if start.is_first else None
     _refuse_not_finite(start.model, transport)
     _check_host_optimizer(start)
@@ -115,7 +116,6 @@ def start_engine(start: Start[Own]) -> tuple[Engine, Own | None]:
         start.text,
         transport,
         chunked=settings.trained.chunked,
-        planner=None,
         timeout_seconds=settings.timeout_seconds,
         computing=settings.computing,
         device=settings.device,
@@ -134,7 +134,7 @@ def start_engine(start: Start[Own]) -> tuple[Engine, Own | None]:
 
 
 def _take_model(start: Start[Own], engine: Engine) -> Own | None:
-    """Give the engine the parameters of the model, or of its stage; return what updates them. Collective."""
+    """Give the engine the parameters of the model, or of its stage; return the optimizer on slices. Collective."""
     settings, transport = start.settings, start.transport
     overlaps = settings.asked.overlaps(on_gpus=settings.on_gpus)
     rank, in_step, stage = transport.rank, settings.asked.ranks_in_step(transport.world_size), None
@@ -162,7 +162,7 @@ def _take_model(start: Start[Own], engine: Engine) -> Own | None:
 
 
 def _take_stage(start: Start[Any]) -> Pipeline:
-    """Leave of the model this rank's stage alone, with the values of the first replica. Collective."""
+    """Reduce the model to this rank's stage, with the values of the first replica. Collective."""
     asked, transport = start.settings.asked, start.transport
     mesh = join_stages(start.text, transport, asked.stages, reads=start.rows is not None)
     capacity = start.settings.capacity_tokens or _UNMEASURED_TOKENS
@@ -183,7 +183,7 @@ def _written(layers: range) -> str:
 
 
 def _refuse_not_finite(model: nn.Module, transport: Transport) -> None:
-    """Refuse a model whose values, which are those of rank 0, have NaN or infinity in them. Collective.
+    """Refuse a model whose values on rank 0, which all ranks take, have NaN or infinity. Collective.
 
     Raises:
         ModelRefused: on all ranks, with the names of parameters.
@@ -198,10 +198,10 @@ def _refuse_not_finite(model: nn.Module, transport: Transport) -> None:
 
 
 def _check_host_optimizer(start: Start[Any]) -> None:
-    """Refuse an offloaded optimizer that is more than hosts have free; rank 0 says where it saves nothing. Collective.
+    """Refuse an offloaded optimizer that does not fit into host memory; rank 0 says if it saves nothing. Collective.
 
     Raises:
-        MemoryShortage: it is more.
+        MemoryShortage: it does not fit.
     """
     settings, transport = start.settings, start.transport
     if settings.trained.offloads and settings.on_gpus:
@@ -209,4 +209,4 @@ def _check_host_optimizer(start: Start[Any]) -> None:
         memory = memory_of_settings(settings.asked, settings.trained, ranks=transport.world_size, on_gpus=True)
         check_host(memory, int(-fewest), free, key="offload_optimizer")
     elif settings.trained.offloads and start.is_first:
-        start.say("an optimizer on the host saves no memory without GPUs, where all is in the host's memory")
+        start.say("offloading the optimizer saves no memory without GPUs: everything is in host memory anyway")

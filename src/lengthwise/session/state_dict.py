@@ -1,8 +1,8 @@
 """A session's `state_dict`: whole tensors by parameter, in the form of the loop's own optimizer.
 
-So a state fits any number of ranks, and a plain loop: its optimizer loads it, and a session loads that of a plain loop.
-Tensors pass one bucket or parameter at a time, and rank 0 alone keeps them, in the host's memory. It is checked whole
-before anything changes: what the optimizer keeps of a parameter is found by one step of it over two entries.
+A state fits any number of ranks and a plain loop: a plain optimizer loads it, and a session loads a plain loop's state.
+Tensors travel one bucket or parameter at a time, and only rank 0 keeps them, in host memory. A state is checked whole
+before anything changes; one step over two entries shows which states the optimizer keeps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REMEDY = "Give rank 0 the result of state_dict for this model and optimizer."
 
 
 def whole_state(optimizer: LoopOptimizer, transport: Transport) -> dict[str, Any]:
-    """Return what torch's `Optimizer.state_dict` would of the whole parameters, on rank 0; {} on others. Collective."""
+    """Return on rank 0 torch's `Optimizer.state_dict` of the whole parameters; {} on other ranks. Collective."""
     optimizer.take_changes()
     parameters = optimizer.parameters
     sizes = parameters.layout.sizes
@@ -74,16 +74,16 @@ def take_state(
     state: Mapping[str, Any] | None,
     names_inside: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
 ) -> int:
-    """Give each rank its slices of what rank 0 was given: a whole optimizer's state dict, and weights by name.
+    """Give each rank its slices of rank 0's state: a whole optimizer's state dict, and weights by name. Collective.
 
-    Without weights those that there are stay. names_inside: of the model in its wrap. transport: of all ranks,
-    which may be stages. Collective.
+    Without weights the present ones stay. names_inside: removes the wrap's prefix from names. transport: over all
+    ranks, which may be stages.
 
     Raises:
-        ConfigError, Problems: it is of other parameters or groups; nothing was changed.
+        ConfigError, Problems: the state is of other parameters or groups; nothing was changed.
 
     Returns:
-        The steps that were made.
+        The number of steps that the state had made.
     """
     parameters, rank = optimizer.parameters, optimizer.rank
     places = {name: place for place, name in enumerate(parameters.names)}
@@ -93,7 +93,7 @@ def take_state(
         nonlocal given, weights
         try:
             problems, found = _checked(state, optimizer, names_inside)
-        except Exception as error:  # noqa: BLE001 - of a form that nobody thought of; the others would wait
+        except Exception as error:  # noqa: BLE001 - of a form not thought of; the other ranks would wait
             wrong = _wrong("state", "the result of state_dict", f"{type(error).__name__}: {error}")
             problems, found = [wrong], None
         raise_problems(problems)
@@ -121,7 +121,7 @@ def take_state(
 def _checked(
     state: Any, optimizer: LoopOptimizer, names_inside: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 ) -> tuple[list[LengthwiseError], tuple[dict[str, Any], Mapping[str, Any], Mapping[str, Tensor] | None] | None]:
-    """Return why a state cannot be loaded; else what all ranks learn of it, its optimizer's state, and its weights."""
+    """Return a state's problems; without any also its summary for all ranks, its optimizer's state and its weights."""
     problems = _problems_of_form(state)
     if problems:
         return problems, None
@@ -141,18 +141,18 @@ def _checked(
 
 
 def _kinds(optimizer: LoopOptimizer, transport: Transport) -> tuple[list[str], list[str]]:
-    """Return what states of all ranks are named that have one number an entry, and the others."""
+    """Return the names of the states of all ranks with one number an entry, and the names of the other states."""
     vectors, numbers = set[str](), set[str]()
     for run, state in optimizer.states():
         for key, value in state.items():
             if value is not None:
                 (vectors if is_by_entry(value, run) else numbers).add(key)
-    vectors = share_names(transport, vectors)  # each rank may have states of parameters that others have none of
+    vectors = share_names(transport, vectors)  # a rank may have states of parameters that other ranks lack
     return vectors, [name for name in share_names(transport, numbers) if name not in vectors]
 
 
 def _sent(value: Tensor | None, entries: int, parameters: Parameters, transport: Transport) -> Tensor:
-    """Return on every rank what rank 0 has: flat, one number an entry of a parameter, or a number alone."""
+    """Return rank 0's value on every rank: flat, one number an entry of a parameter, or a single number."""
     device = parameters.grad_shard.device  # masters may be on the host
     is_vector = torch.tensor([0 if value is None else int(value.dim() > 0)])
     transport.broadcast(is_vector, 0)
@@ -168,7 +168,6 @@ def _sent(value: Tensor | None, entries: int, parameters: Parameters, transport:
 
 
 def _problems_of_form(state: object) -> list[LengthwiseError]:
-    """Return what is wrong with the outer form of a session's state: its parts, and the count of steps."""
     if not isinstance(state, Mapping):
         return [_wrong("state", "the result of state_dict, on rank 0", shown(state))]
     problems: list[LengthwiseError] = []
@@ -195,7 +194,6 @@ def _are_groups(groups: object) -> bool:
 
 
 def _problems_of_optimizer(given: Mapping[str, Any], optimizer: LoopOptimizer) -> list[LengthwiseError]:
-    """Return why the states and groups of an optimizer cannot be loaded."""
     own_groups, groups = optimizer.plain_groups(), given[GROUPS]
     wanted, got = ([list(group[MEMBERS]) for group in each] for each in (own_groups, groups))
     if wanted != got:
@@ -225,12 +223,12 @@ def _problems_of_optimizer(given: Mapping[str, Any], optimizer: LoopOptimizer) -
 
 
 def _states_of(given: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return what a state has of a parameter; torch keeps None where an optimizer keeps nothing."""
+    """Return the states of a parameter, without the None that torch has for absent ones."""
     return {key: value for key, value in given[STATE].get(number, {}).items() if value is not None}
 
 
 def wrong_arguments(own: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the arguments of a group that are not of the optimizer's kind, and what they should be."""
+    """Yield the arguments of a saved group that do not fit the optimizer's own group, and what was expected."""
     for key, value in own.items():
         if key == MEMBERS:
             continue
@@ -255,7 +253,6 @@ def _is_positive(value: object) -> bool:
 def _wrong_states(
     name: str, states: Mapping[str, Any], shape: Sequence[int], kept: Mapping[str, bool] | None
 ) -> Iterator[LengthwiseError]:
-    """Yield what is wrong with what a state has of a parameter."""
     if kept is not None and states and states.keys() != kept.keys():
         expected = ", ".join(sorted(kept)) or "nothing, as this optimizer keeps nothing"
         yield _wrong(f"state, {name}", expected, ", ".join(sorted(map(str, states))))
@@ -271,7 +268,7 @@ def _wrong_states(
 
 
 def wrong_number(key: str, value: object) -> str | None:
-    """Return what was expected of a number that an optimizer keeps; None: it can be so."""
+    """Return what was expected of a number in an optimizer's state, or None if the number is possible."""
     number = float(value) if is_number(value) else math.nan  # type: ignore[arg-type] - it is a number
     if math.isfinite(number) and (key != "step" or (number >= 0 and number.is_integer())):
         return None
@@ -281,7 +278,7 @@ def wrong_number(key: str, value: object) -> str | None:
 def _wrong_tensor(
     where: str, value: object, shape: Sequence[int], least: float = -math.inf
 ) -> Iterator[LengthwiseError]:
-    """Yield why a value cannot be taken as finite floating-point numbers of a shape, none below `least`."""
+    """Check that a value is a tensor of a shape, with finite floating-point numbers from `least` on."""
     is_floating = isinstance(value, Tensor) and value.is_floating_point() and value.layout == torch.strided
     if not isinstance(value, Tensor) or not is_floating or value.is_meta:
         got = shown(value) + " on the meta device" * (isinstance(value, Tensor) and value.is_meta)
@@ -296,7 +293,6 @@ def _wrong_tensor(
 def _problems_of_weights(
     weights: Mapping[str, Any] | None, wanted: Mapping[str, Sequence[int]]
 ) -> list[LengthwiseError]:
-    """Return why weights by name cannot be loaded."""
     problems: list[LengthwiseError] = []
     if weights is None:
         return []

@@ -1,7 +1,7 @@
-"""A session's state as a folder of slices: each rank writes its own, and reads its own of what any ranks wrote.
+"""A session's state as a folder of slices: each rank writes its slice, and reads its slice of any ranks' files.
 
-No rank has more than its slices in the host's memory, while it writes as while it reads. What is read is checked whole
-before anything changes, and all ranks raise what one finds.
+No rank has more than its slices in host memory, whether it writes or reads. A state is checked whole before anything
+changes, and all ranks raise one rank's error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SHARED = "Give a folder on a disk that all machines share, by the same path on 
 
 
 def _problems_of(optimizer: SlicedOptimizer, state: OptimizerState | None) -> Iterator[tuple[str, str, str]]:
-    """Yield what of a saved optimizer is not of this one, what was expected, and what was got."""
+    """Yield (where, expected, got) for each way in which a saved optimizer differs from this one."""
     if state is None:
         yield "its optimizer", "groups and states by parameter", "those of a run of an earlier version"
         return
@@ -67,7 +67,7 @@ def _problems_of(optimizer: SlicedOptimizer, state: OptimizerState | None) -> It
 def _wrong_kept(
     name: str, found: Mapping[str, float | None], kept: Mapping[str, bool] | None
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield what of a parameter's states is not as the optimizer keeps it. kept: as of `kept_of`."""
+    """Yield (where, expected, got) for each wrong state of a parameter. kept: the result of `kept_of`."""
     own = {key: number is None for key, number in found.items()}
     if kept is not None and own != dict(kept):
         yield f"states of {name}", ", ".join(sorted(kept)) or "none", ", ".join(sorted(own))
@@ -77,10 +77,10 @@ def _wrong_kept(
 
 
 def save(writer: SliceWriter, updates: LoopOptimizer, folder: Path, step: int, *, background: bool) -> None:
-    """Write the state after `step` into a folder, which all ranks were given. Collective.
+    """Write the state after `step` into a folder, the same on all ranks. Collective.
 
     Raises:
-        OutputError: it cannot be written; with `background` this is a warning of a later step's end.
+        OutputError: a rank cannot write; with `background` this is a warning at a later step's end.
         ConfigError: an argument of the optimizer's groups cannot be written.
     """
     updates.take_changes()
@@ -90,15 +90,15 @@ def save(writer: SliceWriter, updates: LoopOptimizer, folder: Path, step: int, *
     if not background:
         writer.finish()
         if found[0].error is not None:
-            remedy = "Free or repair the disk; a checkpoint that was there before still is."
+            remedy = "Free or repair the disk; an earlier checkpoint there was not changed."
             raise OutputError(str(folder), expected="a folder that can be written", got=found[0].error, remedy=remedy)
 
 
 def load(transport: Transport, updates: LoopOptimizer, folder: Path) -> int:
-    """Take the state of a folder; return its steps. Nothing changes where something is wrong. Collective.
+    """Load the state of a folder; return its steps. Collective.
 
     Raises:
-        OutputError, Problems: a file is not what was written, or of another model or optimizer; on all ranks.
+        OutputError, Problems: a file is damaged, or of another model or optimizer; on all ranks, and nothing changed.
     """
     parameters = updates.parameters
     transport.phase = f"reading {folder}"
@@ -118,7 +118,7 @@ def load(transport: Transport, updates: LoopOptimizer, folder: Path) -> int:
 def _read_manifest(
     transport: Transport, updates: LoopOptimizer, folder: Path
 ) -> tuple[Manifest | None, list[LengthwiseError]]:
-    """Return the manifest of a folder, as this rank sees it, and why it cannot be loaded."""
+    """Return the manifest of a folder as this rank reads it, and its problems."""
     if not folder.is_dir() or not (folder / NAME).is_file():
         where = f"rank {transport.rank}, {folder}"
         remedy = "Name a folder that Session.save has written." if transport.rank == 0 else _SHARED
@@ -134,9 +134,9 @@ def _read_manifest(
     wrong = differences(manifest, saved.names, saved.shapes, dtype_of(updates.parameters))
     if wrong:
         got = "; ".join(wrong[:_SHOWN]) + (f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
-        remedy = "Give the session the model that it was saved of, in its precision."
+        remedy = "Give the session the model that was saved, in the same precision."
         return None, [OutputError(str(folder), expected="the session's parameters", got=got, remedy=remedy)]
-    remedy = "Give the session an optimizer of the class, groups and arguments that it was saved with."
+    remedy = "Give the session an optimizer of the same class, groups and arguments."
     problems: list[LengthwiseError] = [
         OutputError(f"{folder}, {what}", expected=expected, got=got, remedy=remedy)
         for what, expected, got in _problems_of(updates, manifest.optimizer)
@@ -145,31 +145,31 @@ def _read_manifest(
 
 
 def _refuse_other(folder: Path) -> None:
-    """Refuse to write where something else is than a checkpoint; OutputError: it is."""
+    """Refuse to write over anything but a checkpoint or an empty folder."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     try:
-        read_manifest(folder)  # its digest: a manifest.json alone may be anybody's
+        read_manifest(folder)  # checks its digest: other programs write a manifest.json too
     except LengthwiseError:
         remedy = "Name a new folder, or remove this one."
         expected = "a new folder, or a checkpoint to replace"
-        raise OutputError(str(folder), expected=expected, got="something else", remedy=remedy) from None
+        raise OutputError(str(folder), expected=expected, got="other files", remedy=remedy) from None
 
 
 def _put_back(folder: Path) -> None:
-    """Restore the checkpoint that was there where a fault came between the two renames of a save."""
+    """Restore the earlier checkpoint if a save was interrupted between its two renames."""
     if not folder.exists() and (previous_of(folder) / NAME).is_file():
         previous_of(folder).rename(folder)
 
 
 def _warn(ended: Ended) -> None:
     if ended.error is not None:
-        text = f"lengthwise: no checkpoint {ended.path} after step {ended.step}: {ended.error}"
+        text = f"lengthwise: checkpoint {ended.path} of step {ended.step} was not written: {ended.error}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def warn_of_left(under_way: Sequence[tuple[Path, int]]) -> None:
-    """Warn of what was written in the background, and was not whole when its session went without `close`."""
+    """Warn of checkpoints written in the background that were not whole when their session ended without `close`."""
     for folder, step in under_way:
-        text = f"lengthwise: no checkpoint {folder} after step {step}: its session was not closed"
+        text = f"lengthwise: checkpoint {folder} of step {step} was not written: its session was not closed"
         warnings.warn(text, RuntimeWarning, stacklevel=2)

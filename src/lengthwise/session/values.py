@@ -1,11 +1,11 @@
-"""Losses that are no sum over tokens (DPO, GRPO, a distillation over whole sequences), exact under any cut.
+"""Losses that are not sums over tokens (DPO, GRPO, a distillation over whole sequences), exact under any cut.
 
-1. All microbatches run forward without gradients; what they give of each token is summed over the ranks.
-2. The loss is computed of these numbers, on every rank the same, and its gradient by each of them.
-3. All microbatches run forward and backward, each token's value weighted by that gradient: the chain rule, cut there.
+1. All microbatches run forward without gradients; their values, of tokens or sequences, are summed over the ranks.
+2. Every rank computes the loss from these values, and the loss's gradient by each value.
+3. All microbatches run forward and backward, with each token's value weighted by its gradient (the chain rule).
 
-Costs one forward pass more, and four bytes a token and value on every rank. For log-probabilities of labels logits are
-made in chunks; a function of the loop's own gets all of a microbatch.
+Costs one more forward pass, and four bytes a token and value on every rank. Log-probabilities of labels need logits in
+chunks only; a loop's own function gets all logits of a microbatch.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from lengthwise.session.source import PlannedStep
 
 Per: TypeAlias = Literal["sequence", "token"]
 Combine: TypeAlias = Callable[[Tensor], Tensor] | Callable[[list[Tensor]], Tensor]
-"""Takes the sums of all sequences, (sequences, ...), or per token a list of (length, ...); returns the loss, ()."""
+"""Returns the loss, (), from the sums of all sequences, (sequences, ...), or from a list of (length, ...) per token."""
 
 
 @dataclass(slots=True)
 class Gathered:
-    """Numbers of all tokens of a step, or their sums by sequence: (slots, ...), in fp32 or wider."""
+    """Values of all tokens of a step, or their sums by sequence: (slots, ...), in fp32 or wider."""
 
     batch: RowBatch
     per: Per
@@ -52,7 +52,7 @@ class Gathered:
 
     @property
     def num_slots(self) -> int:
-        """How many there are."""
+        """Number of tokens or sequences."""
         return len(self.batch.lengths) if self.per == "sequence" else sum(self.batch.lengths)
 
     def slots(self, tokens: Tokens) -> Tensor:
@@ -62,7 +62,7 @@ class Gathered:
         return self.offsets[tokens.sequences] + tokens.position_ids
 
     def add(self, tokens: Tokens, values: Tensor) -> None:
-        """Add what a microbatch gives."""
+        """Add the values of a microbatch's tokens."""
         if self.sums is None:
             self.sums = torch.zeros(self.num_slots, *values.shape[1:], dtype=self.dtype, device=self.device)
         self.sums.index_add_(0, self.slots(tokens), values.detach().to(self.dtype))
@@ -74,10 +74,10 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValuesOfTokens:
-    """An `Objective` over what `values` gives of each token: gathered without `weights`, weighted by them with.
+    """An `Objective` over values of tokens: it gathers them if `weights` is None, else it sums them by weight.
 
-    values: None: the log-probability of its label, 0 without one. logits_at_once: that are made for these. weights: the
-    loss's gradient by each slot, (slots, ...).
+    values: if None, the log-probability of a token's label, 0 without a label; logits_at_once: logits made at a time
+    for these. weights: the loss's gradient by each slot, (slots, ...).
     """
 
     gathered: Gathered
@@ -88,7 +88,7 @@ class ValuesOfTokens:
     rows_beyond: int = 0
 
     def __call__(self, forward: ForwardPass) -> Tensor:
-        """Return the weighted sum of the rank's tokens; 0 where they are gathered."""
+        """Return the weighted sum over the rank's tokens, or 0 while they are gathered."""
         assert forward.collect_router is None, "the session refuses models with a balance loss here"
         tokens = tokens_of(self.gathered.batch, forward)
         if self.values is None:
@@ -109,7 +109,7 @@ class ValuesOfTokens:
         needs = self.weights is not None and is_one and not values.requires_grad
         if not is_one or needs or not values.dim() or len(values) != len(input_ids):
             expected = f"one value per token, ({len(input_ids)},) or ({len(input_ids)}, k)"
-            remedy = "Return values that are not summed; `combine` sums them."
+            remedy = "Return one value per token, not their sum; `combine` sums them."
             raise ConfigError(
                 "values", expected=expected, got=f"{shown(values)}{', without a gradient' * needs}", remedy=remedy
             )
@@ -124,22 +124,23 @@ class ValuesOfTokens:
 
 
 def refuse_dropout(model: nn.Module) -> None:
-    """Refuse a model that drops out: its two passes would differ.
+    """Refuse a model with dropout, whose two passes would differ.
 
     Raises:
-        ModelRefused: it does.
+        ModelRefused: it has dropout.
     """
     if has_dropout(model) and model.training:
         remedy = "Set the model's dropout to 0."
-        raise ModelRefused("dropout", expected="none: the model runs twice", got="some", remedy=remedy)
+        raise ModelRefused("dropout", expected="0, because the model runs twice", got="more", remedy=remedy)
 
 
 def gather(
     engine: Engine, planned: PlannedStep, values: TokenValues | None, per: Per, name: str, *, step: int
 ) -> tuple[ValuesOfTokens, Tensor, RankResult]:
-    """Run the microbatches forward, and sum over the ranks what `values` gives of their tokens. Collective.
+    """Run the microbatches forward, and sum the values of their tokens over the ranks. Collective.
 
-    Returns what gathered them, the sums, and what this rank ran.
+    Returns:
+        The objective that gathered them, the sums, and this rank's numbers of the pass.
     """
     refuse_balance(engine.model, "values")
     wide = torch.promote_types(engine.dtype, torch.float32)
@@ -148,7 +149,7 @@ def gather(
     work = engine.run(planned, name, step=step, train=False, objective=objective)
     engine.transport.phase = f"{name}, sum of the values"
     widths = engine.each_rank(-1.0 if gathered.sums is None else float(gathered.sums[:1].numel()))
-    if gathered.sums is None:  # no microbatch here: as many a slot as the others have
+    if gathered.sums is None:  # no microbatch here: take the others' width
         shape = (int(max(widths)),) if max(widths) > 1 else ()
         gathered.sums = torch.zeros(gathered.num_slots, *shape, dtype=wide, device=engine.device)
     engine.transport.all_reduce(gathered.sums)
@@ -156,10 +157,10 @@ def gather(
 
 
 def combined(gathered: Gathered, sums: Tensor, combine: Combine) -> tuple[float, Tensor]:
-    """Return the loss that `combine` makes of sums, and its gradient by each of them.
+    """Return the loss that `combine` computes from the sums, and its gradient by each of them.
 
     Raises:
-        ConfigError: it makes no single number of them, or does not depend on them.
+        ConfigError: `combine` returns no single number, or one that does not depend on the sums.
     """
     leaf = sums.detach().requires_grad_()
     with torch.enable_grad():
@@ -169,6 +170,6 @@ def combined(gathered: Gathered, sums: Tensor, combine: Combine) -> tuple[float,
         )
     (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
     if gradient is None:
-        remedy, got = "Return the mean or sum over sequences.", "one that does not depend on them"
-        raise ConfigError("combine", expected="one number, computed of the values", got=got, remedy=remedy)
+        remedy, got = "Return the mean or sum over sequences.", "a number that does not depend on them"
+        raise ConfigError("combine", expected="one number, computed from the values", got=got, remedy=remedy)
     return loss.item(), gradient

@@ -1,4 +1,4 @@
-"""Settings, a model's shape and a machine to what trains: how parameters lie, what a step holds, what plans it."""
+"""The layout of a model on a machine, and what a step then holds, from settings and sizes; no torch."""
 
 from lengthwise.setup.resolve import Machine, Setup, TrainedModel, memory_of_settings, model_of_run, offload_of, resolve
 

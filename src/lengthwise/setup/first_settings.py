@@ -1,6 +1,6 @@
-"""What a first run file says, from the memory model: the whole model or adapters, and the learning rate.
+"""Settings for a first run file, from the memory model: the whole model or adapters, and the learning rate.
 
-Learning rates are those with which published recipes of fine-tuning begin.
+Learning rates are those with which published fine-tuning recipes begin.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _RATES = ((3e9, 2e-5), (2e10, 1e-5), (float("inf"), 5e-6))  # of whole models, b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstSettings:
-    """What fits on each rank.
+    """Settings that fit on each rank.
 
-    shard: how parameters lie over the ranks. capacities: tokens by kinds of recomputation. state_bytes: kept for a run.
-    whole_bytes: the least for the whole model, where adapters are trained.
+    shard: the sharding. capacities: tokens per rank, by kind of recomputation. state_bytes: parameters and states per
+    rank. whole_bytes: the least that the whole model would take, also if adapters are trained.
     """
 
     adapters: bool
@@ -46,12 +46,12 @@ def first_settings(
     batch_tokens: float = inf,
     lengths: Sequence[int] | None = None,
 ) -> FirstSettings:
-    """Choose the whole model where it and the longest row fit on so many ranks, else adapters.
+    """Choose the whole model if it and the longest row fit on these ranks, else adapters.
 
-    batch_tokens, lengths: of a step; None: the usual ones.
+    batch_tokens: the most tokens of a step. lengths: of a step, to time layouts; if None, memory alone decides.
 
     Raises:
-        ConfigError: not even adapters fit; names the fewest ranks that do, by powers of two.
+       ConfigError: not even adapters fit; it names the smallest power of two of ranks on which they do.
     """
     models = _models(shape, hardware)
     whole, _ = (_memory(each, hardware, ranks) for each in models)
@@ -80,7 +80,7 @@ def first_settings(
 
 
 def _models(shape: ModelShape, hardware: Hardware) -> tuple[TrainedModel, TrainedModel]:
-    """Return the whole model, and adapters on all linear layers of attention and MLP."""
+    """Return the whole model, and LoRA adapters on all linear layers of attention and MLP."""
     whole = TrainedModel(shape=shape, dtype_bytes=hardware.compute_dtype_bytes)
     return whole, replace(whole, trained=lora_params(shape, LORA_RANK))
 
@@ -101,9 +101,9 @@ def _fitting(
     batch_tokens: float = inf,
     lengths: Sequence[int] | None = None,
 ) -> tuple[StepMemory, Mapping[str, int]] | None:
-    """Return what a run then holds, and its capacities; None: it cannot hold the longest row.
+    """Return what a run then holds, and its capacities, or None if it cannot hold the longest row.
 
-    lengths: of a step, by which layouts are timed; None: by memory alone.
+    lengths: of a step, to time layouts; if None, memory alone decides.
     """
     machine = Machine(ranks=ranks, here=min(ranks, hardware.ranks_per_node), on_gpus=hardware.name != "cpu")
     cost = None if lengths is None else all_terms_cost(model.shape, hardware, adapters=model.trained)

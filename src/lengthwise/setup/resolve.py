@@ -1,7 +1,7 @@
-"""Settings, a model's sizes and a machine that need not be there: the layout it takes, and what a step then holds.
+"""The layout of settings on a machine that need not exist here, and what a step then holds.
 
-The layout is the one named, or for `shard: auto` the fastest that fits; on CPUs the first that fits, because there
-transfers and computing share cores, which costs do not know.
+The layout is the named one; for `shard: auto` it is the fastest that fits by estimate, on CPUs the first that fits,
+because there transfers and computing share cores, which the costs do not model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Asked = TypeVar("Asked", bound=TrainingSettings)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Ranks, and where they run. here: how many of them a machine has."""
+    """Ranks and where they run. here: how many of them share a machine."""
 
     ranks: int
     here: int
@@ -42,12 +42,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """What of a model and its optimizer counts.
+    """The sizes of a model and its optimizer that count for memory.
 
     dtype_bytes: of a parameter as forward reads it. parameters: all of them, adapters too; None: those of the shape.
-    trained: those that train, where others do not; None: all. ties: whether head and embedding are the same; None: as
-    the family usually has it. kinds: of recomputation that its family can. states: that the optimizer keeps of an
-    entry. offloads: it keeps them, and master weights, in the host's memory. chunked: the loss makes logits in chunks.
+    trained: the number that train; None if all do. ties: whether head and embedding are the same; None: as usual in the
+    family. kinds: of recomputation that the family supports. states: number of optimizer states per entry. offloads:
+    states and master weights are in host memory. chunked: the loss computes logits in chunks.
     """
 
     shape: ModelShape
@@ -63,7 +63,7 @@ class TrainedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup(Generic[Asked]):
-    """Settings with their layout settled, and what a step then holds; why: "" where there was nothing to choose."""
+    """Settings with a resolved layout, and what a step then holds. why: its reason, or "" if none is due."""
 
     settings: Asked
     memory: StepMemory
@@ -71,7 +71,7 @@ class Setup(Generic[Asked]):
 
 
 def model_of_run(config: RunConfig, shape: ModelShape, *, on_gpus: bool, **known: Any) -> TrainedModel:
-    """Return what counts of the model of a run file. known: other fields, of the model itself."""
+    """Return the sizes of a run file's model. known: fields that the loaded model gives."""
     return TrainedModel(
         shape=shape,
         dtype_bytes=DTYPE_BYTES[config.precision_on(gpus=on_gpus)],
@@ -83,12 +83,12 @@ def model_of_run(config: RunConfig, shape: ModelShape, *, on_gpus: bool, **known
 
 
 def offload_of(section: OffloadConfig | None) -> str | float:
-    """Return what planners take of a section: off, auto, or a ratio of every microbatch."""
+    """Return the `offload` section as planners take it: off, auto, or a ratio of every microbatch."""
     return "off" if section is None else section.ratio
 
 
 def memory_of_settings(settings: TrainingSettings, model: TrainedModel, *, ranks: int, on_gpus: bool) -> StepMemory:
-    """Return what a step holds in the layout of these settings; auto is zero1 until it is settled."""
+    """Return what a step holds in the layout of these settings; auto counts as zero1."""
     layout = ModelLayout(
         ranks=ranks // settings.stages,
         cut=settings.cut,
@@ -115,16 +115,16 @@ def resolve(
     batch: float = inf,
     margin: float = 0.0,
 ) -> Setup[Asked]:
-    """Return the settled layout of these settings, as it is where nothing is open.
+    """Return these settings with a resolved layout.
 
-    cost: of whole parameters on every rank; None: layouts are chosen by memory alone. room_bytes: of one rank; None:
-    not known. lengths: of the first global batch; None: not known. longest, batch: tokens of the longest sequence, and
-    at most of a global batch.
-    margin: by which share of its time another layout must be faster than the first that fits.
+    cost: with whole parameters on every rank; if None, memory alone decides. room_bytes: of one rank, if known.
+    lengths: of the first global batch, if known. longest, batch: tokens of the longest sequence, and the most tokens
+    of a global batch.
+    margin: the share of its time by which another layout must be faster than the first that fits.
 
     Raises:
-        MemoryShortage: the model fits under no layout.
-        ConfigError: nodes do not divide the ranks.
+       MemoryShortage: the model fits under no layout.
+       ConfigError: nodes do not divide the ranks.
     """
     ranks, asked = machine.ranks, settings.shard
     node = ranks_of_node(settings.ranks_per_node, machine.here, ranks, is_asked=asked == "hybrid")

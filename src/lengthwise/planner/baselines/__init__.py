@@ -1,1 +1,1 @@
-"""Planners that others use, each read in its own favour, and exact programs for small steps: what ours meets."""
+"""Planners that others use, each implemented in its favour, for comparison."""

@@ -1,9 +1,9 @@
-"""Two baselines: ByteScale's balance scheduler, the best published one of hybrid data parallelism, and its naive form.
+"""Baselines: ByteScale's balance scheduler, the best published hybrid data parallelism, and its naive form.
 
-Sequences take the fewest ranks that hold them, hidden offload counted; longest first they form buckets of about equal
+Sequences take the fewest ranks that hold them, hidden offload counted. Longest first, they form buckets of about equal
 FLOPs, and ranks that lag the busiest by more than delta get sequences of one bucket. DP-Balance takes the first bucket
 left, PP-Balance all in turn. `plan_bytescale_naive` (section 5.3, Algorithm 1) packs in data order, in rounds. O(N log
-d) a ring or pack. Source: arXiv 2502.21231, section 6, Algorithm 2; docs/decisions/baselines-in-their-favour.md.
+d) per ring or pack. Source: arXiv 2502.21231, section 6, Algorithm 2; docs/decisions/baselines-in-their-favour.md.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from lengthwise.planner.placement.short_sequences import full_packs
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import interval_microbatch
 
-BUCKETS = (1, 2, 4, 8, 16)  # tried in this order; fewer come out where single sequences are worth more than a bucket
+BUCKETS = (1, 2, 4, 8, 16)  # tried in this order; fewer result if one sequence exceeds a bucket
 Strategy = Literal["dp-balance", "pp-balance"]
 STRATEGIES: tuple[Strategy, ...] = ("dp-balance", "pp-balance")
-DELTA = 0.05  # share of the ideal step time by which a rank must lag to be a target
+DELTA = 0.05  # share of the ideal step time by which a target lags the busiest rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingOrPack:
-    """One ring or pack that waits for ranks; `seconds` with its launch; long: one sequence beyond the capacity."""
+    """One ring or pack that waits for ranks. seconds: launch included. is_long: a sequence above the capacity."""
 
     degree: int
     sequences: list[int]
@@ -41,7 +41,7 @@ class RingOrPack:
 
 
 def plan_bytescale(request: PlanRequest) -> list[Microbatch]:
-    """Plan one step with the fewest ranks a sequence, or few that split heads well, balanced bucket by bucket."""
+    """Plan one step with the fewest ranks per sequence, or few that split heads well, balanced by buckets."""
     flops = request.cost.compute_seconds(request.lengths)
     delta = DELTA * float(flops.sum()) / request.cluster.ranks
     strategies = STRATEGIES if request.stages == 1 else STRATEGIES[1:]
@@ -61,7 +61,7 @@ def plan_bytescale(request: PlanRequest) -> list[Microbatch]:
 
 
 def degrees_to_try(request: PlanRequest) -> list[NDArray[np.int64]]:
-    """List the degrees of all sequences: the fewest, or rounded up to what groups of split heads divide."""
+    """List the degrees of all sequences to try: the fewest, or rounded up to what split heads can divide."""
     fewest, ranks, group = request.hidden_degrees, request.cluster.ranks, math.gcd(request.cost.heads, 8)
     if not request.cost.choices.splits_heads:
         return [fewest]
@@ -73,9 +73,9 @@ def degrees_to_try(request: PlanRequest) -> list[NDArray[np.int64]]:
 def assign(
     buckets: Sequence[Sequence[RingOrPack]], ranks: int, delta: float, strategy: Strategy, least: float = math.inf
 ) -> tuple[float, list[Microbatch]]:
-    """Give work to ranks that lag by `delta` seconds; return (makespan, microbatches), inf if not by `least`."""
+    """Assign work to ranks that lag by `delta` seconds; return (makespan, microbatches), or (inf, []) after `least`."""
     free = np.zeros(ranks)
-    # Seconds of all ranks that waiting may take before the last end is `least`; sums round.
+    # Rank-seconds that may be spent waiting before the makespan reaches `least`; sums round.
     spare = least * ranks * (1 + 1e-9) - sum(work.degree * work.seconds for bucket in buckets for work in bucket)
     microbatches: list[Microbatch] = []
     waiting = deque([deque(run) for _, run in groupby(bucket, lambda work: work.degree)] for bucket in buckets)
@@ -97,7 +97,7 @@ def assign(
 
 
 def _take_next(bucket: list[deque[RingOrPack]], free: NDArray[np.float64], delta: float) -> RingOrPack:
-    """Take the first of a bucket that fits on neighbouring targets, else the first, in runs of one degree."""
+    """Take the first work of a bucket that fits on neighbouring targets, else the first; runs have one degree."""
     number = 0
     if len(bucket) > 1:
         targets = _longest_run(free.max() - free > delta)
@@ -109,7 +109,7 @@ def _take_next(bucket: list[deque[RingOrPack]], free: NDArray[np.float64], delta
 
 
 def equal_buckets(lengths: NDArray[np.int64], flops: NDArray[np.float64], count: int) -> list[list[int]]:
-    """Divide sequences, longest first, into at most `count` buckets of about equal `flops`, by their middle."""
+    """Divide sequences, longest first, into at most `count` buckets of about equal `flops`."""
     order = np.lexsort((np.arange(len(lengths)), -lengths))
     sorted_flops = flops[order]
     total = float(sorted_flops.sum())
@@ -121,7 +121,7 @@ def equal_buckets(lengths: NDArray[np.int64], flops: NDArray[np.float64], count:
 
 
 def power_of_two_degrees(least: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
-    """Round the ranks that memory needs up to a power of two, or to all ranks where that is more than there are."""
+    """Round degrees up to a power of two, or to all ranks if that is more."""
     rounded = np.array([1 << (int(degree) - 1).bit_length() for degree in least], dtype=np.int64)
     return np.minimum(rounded, ranks)
 
@@ -149,7 +149,7 @@ def _longest_run(lagging: NDArray[np.bool_]) -> int:
 
 
 def plan_bytescale_naive(request: PlanRequest) -> list[Microbatch]:
-    """Plan one step with the fewest ranks a sequence, dealt in order."""
+    """Plan one step with the fewest ranks per sequence, dealt in order."""
     capacity = request.cluster.capacity_tokens
     tokens, degrees = request.tokens, request.hidden_degrees.tolist()
     short = sorted((i for i, length in enumerate(tokens) if length <= capacity), key=lambda i: (tokens[i], -i))
@@ -161,7 +161,7 @@ def plan_bytescale_naive(request: PlanRequest) -> list[Microbatch]:
 
 
 def deal_in_rounds(degrees: Sequence[int], ranks: int) -> list[tuple[int, int]]:
-    """Give each piece the next slots of the first round with room for it; return its round and first rank."""
+    """Give each piece the next slots of the first round with room; return (round, first rank) of each."""
     taken = np.zeros(len(degrees), dtype=np.int64)
     num_rounds = 0
     slots: list[tuple[int, int]] = []

@@ -1,7 +1,7 @@
-"""A baseline: power-of-two degrees in balanced sub-batches, the rule of Megatron-Core's hybrid context parallel.
+"""A baseline: power-of-two degrees in balanced sub-batches, as in Megatron-Core's hybrid context parallelism.
 
 Sequences take the next power of two of s / C ranks, and form buckets of about equal s^2 / degree. A sub-batch takes the
-heads of buckets while ranks are not level; then its busiest group gives back and idle ranks double the narrowest.
+heads of buckets while ranks are not level; then its busiest group gives back, and idle ranks double the narrowest.
 Source: `BalancedCPScheduler` of Megatron-Core 0.16; differences: docs/decisions/baselines-in-their-favour.md.
 """
 
@@ -22,12 +22,12 @@ from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import ring_order
 
 Whole, Floats = NDArray[np.int64], NDArray[np.float64]
-DELTA = 0.05  # of the busiest rank's work: ranks within it are level
+DELTA = 0.05  # share of the busiest rank's work within which ranks count as level
 
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """Ranks that share a sub-batch's sequences of one degree; `work` in squared tokens a rank."""
+    """Ranks that share a sub-batch's sequences of one degree. work: in squared tokens per rank."""
 
     degree: int
     sequences: list[int] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Group:
 
 
 def plan_power_of_two(request: PlanRequest) -> list[Microbatch]:
-    """Plan one step by next powers of two, sub-batch by sub-batch."""
+    """Plan one step with next powers of two, sub-batch by sub-batch."""
     lengths, ranks = request.lengths, request.cluster.ranks
     degrees = power_of_two_degrees(request.hidden_degrees, ranks)
     work = np.square(lengths.astype(np.float64)) / degrees
@@ -50,7 +50,7 @@ def plan_power_of_two(request: PlanRequest) -> list[Microbatch]:
 
 
 def next_sub_batch(sequences: Sequence[int], lengths: Whole, degrees: Whole, work: Floats, ranks: int) -> list[Group]:
-    """Form one sub-batch from sequences given longest first; its groups take the ranks in this order, from rank 0."""
+    """Form one sub-batch of sequences given longest first; its groups take the ranks in order, from rank 0."""
     some = np.array(sequences, dtype=np.int64)
     count = len(np.unique(degrees[some]))
     buckets = [deque(some[bucket].tolist()) for bucket in equal_buckets(lengths[some], work[some], count)]
@@ -86,7 +86,7 @@ def _fill_groups(buckets: list[deque[int]], degrees: Whole, work: Floats, ranks:
         most = max(most, group.work)
         heapq.heappush(loads.setdefault(degree, []), (group.work, number))
         if degree < widest:
-            widest = ranks + 1  # from now on the ranks are looked at after every sequence
+            widest = ranks + 1  # from now on every sequence may end the sub-batch
         level = free == 0 and most - min(heap[0][0] for heap in loads.values()) <= DELTA * most
         if widest > ranks and level:
             return groups
@@ -120,7 +120,7 @@ def _widen(groups: list[Group], empty: int, ranks: int) -> None:
 
 
 def write_sub_batch(request: PlanRequest, groups: Sequence[Group], *, is_first: bool) -> list[Microbatch]:
-    """Write the packs of each group; the first packs of all groups are one microbatch, where all ranks meet."""
+    """Return the packs of each group; after the first sub-batch, the groups' first packs share a microbatch."""
     heads: list[Piece] = []
     rest: list[Microbatch] = []
     first = 0
@@ -135,8 +135,8 @@ def write_sub_batch(request: PlanRequest, groups: Sequence[Group], *, is_first: 
 
 
 def _packs(request: PlanRequest, group: Group) -> list[list[int]]:
-    """Pack what a group holds, in its order, first fit up to the capacity."""
+    """Pack a group's sequences in order, first fit up to the capacity."""
     room = room_tokens(request.lengths[group.sequences], group.degree)
     capacity = group.degree * request.cluster.capacity_tokens
-    filled = first_fit_packs(np.minimum(room, capacity), capacity)  # what is longer fills a pack by itself
+    filled = first_fit_packs(np.minimum(room, capacity), capacity)  # a longer sequence fills a pack
     return [[group.sequences[i] for i in pack] for pack in filled]

@@ -1,7 +1,7 @@
-"""Baselines: the best one degree for each step, as careful users do without a planner, and packed data parallelism.
+"""Baselines: the best single degree of each step, as careful users choose by hand, and packed data parallelism.
 
-Every degree d that holds the longest sequence cuts all of them; N // d groups take them longest first, or packs in data
-order. The least makespan wins, of equal ones the smallest d; bounds skip the rest. `packed-dp` is d = 1 alone.
+Every degree d that holds the longest sequence cuts all sequences; N // d groups take them longest first, or as packs in
+data order. The least makespan wins, among equal ones the smallest d; bounds skip the rest. `packed-dp` is d = 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PACKED_DP = "packed-dp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleDegree:
-    """A step at one degree: packs as (group, sequences); group k is the ranks [k d, (k + 1) d)."""
+    """A step at one degree. packs: (group, sequences); group k has the ranks [k d, (k + 1) d)."""
 
     degree: int
     packs: list[tuple[int, list[int]]]
@@ -54,37 +54,37 @@ def plan_single_degree(request: PlanRequest) -> list[Microbatch]:
 
 
 def plan_packed_dp(request: PlanRequest) -> list[Microbatch]:
-    """Plan one step of whole sequences; one longer than the capacity is alone in its pack, for offload to hold."""
+    """Plan one step of whole sequences; one above the capacity has a pack of its own, for offload to hold."""
     return [interval_microbatch(rank, 1, pack) for rank, pack in schedule_at(request, 1).packs]
 
 
 def refuse_cut(tokens: Sequence[int], held_tokens: int) -> None:
-    """Refuse sequences that one rank does not hold with a PlanError that says what would."""
+    """Raise PlanError for sequences that one rank does not hold; it says what would."""
     longest, more = max(tokens), sum(length > held_tokens for length in tokens) - 1
     if more >= 0:
         raise PlanError(
             f"sequence {tokens.index(longest)}",
-            expected=f"at most {held_tokens} tokens, what one rank holds: planner {PACKED_DP} cuts no sequence",
+            expected=f"at most {held_tokens} tokens, which one rank holds: planner {PACKED_DP} cuts no sequence",
             got=f"{longest} tokens" + (f", and {more} more that are too long" if more else ""),
-            remedy=f"Raise {{capacity_tokens}} to {longest} (more tensor-parallel devices a rank or {{recompute}} make "
-            "room), or take a planner that cuts sequences, lengthwise for example.",
+            remedy=f"Raise {{capacity_tokens}} to {longest} (more tensor-parallel devices per rank or {{recompute}} "
+            "make room), or take a planner that cuts sequences, such as lengthwise.",
         )
 
 
 def least_seconds(request: PlanRequest, degree: int) -> float:
-    """Bound the makespan at one degree from below: the work of all shared evenly, or the longest sequence."""
+    """Return a lower bound of the makespan at one degree: all work shared evenly, or the longest sequence."""
     return _bound_from(request, degree, _seconds_together(request, degree))
 
 
 def _degrees(request: PlanRequest) -> range:
-    """Return the degrees that hold the longest sequence; where costs offer offload, those that need it."""
+    """Return the degrees that hold the longest sequence; if costs allow offload, those that need it."""
     least, ranks = int(request.fewest_degrees.max()), request.cluster.ranks
     without = -(-max(request.tokens) // request.cluster.capacity_tokens)
     return range(least, without if least < without <= ranks else ranks + 1)
 
 
 def _rough_bounds(request: PlanRequest, degrees: range) -> dict[int, float]:
-    """Bound the makespan at each degree from below by arithmetic alone."""
+    """Return a lower bound of the makespan at each degree, from arithmetic alone."""
     alone = float(request.cost.compute_seconds(request.lengths).sum())
     return {d: _bound_from(request, d, alone / d) for d in degrees}
 
@@ -99,18 +99,18 @@ def _bound_from(request: PlanRequest, degree: int, together_seconds: float) -> f
     groups = cluster.ranks // degree
     launch = cost.fixed_seconds + cost.hops_seconds(degree)
     capacity = degree * cluster.capacity_tokens
-    num_packs = -(-int(np.minimum(request.lengths, capacity).sum()) // capacity)  # what is longer is a pack of its own
+    num_packs = -(-int(np.minimum(request.lengths, capacity).sum()) // capacity)  # a longer sequence is a pack
     longest = request.most_compute_seconds / degree
     return max((together_seconds + num_packs * launch) / groups, longest + launch) * (1 - 1e-12)
 
 
 def schedule_at(request: PlanRequest, degree: int) -> SingleDegree:
-    """Pack and balance all sequences over groups of `degree` ranks: the better of two ways."""
+    """Pack and balance all sequences over groups of `degree` ranks; the better of two ways."""
     lengths, cost = request.lengths, request.cost
-    launch = cost.fixed_seconds + cost.hops_seconds(degree)  # hops are paid once a pack, like its launch
+    launch = cost.fixed_seconds + cost.hops_seconds(degree)  # hops are paid once per pack, like its launch
     ascending = np.lexsort((-np.arange(len(lengths)), lengths))
     groups, capacity = request.cluster.ranks // degree, degree * request.cluster.capacity_tokens
-    room = np.minimum(room_tokens(lengths, degree), capacity)  # what is longer fills a pack by itself, and is offloaded
+    room = np.minimum(room_tokens(lengths, degree), capacity)  # a longer sequence fills a pack, and is offloaded
 
     seconds = cost.ring_piece_seconds(lengths, np.full_like(lengths, degree)) - cost.hops_seconds(degree)
     short = ShortSequences(ascending.tolist(), room[ascending].tolist(), seconds[ascending].tolist())
@@ -123,10 +123,10 @@ def schedule_at(request: PlanRequest, degree: int) -> SingleDegree:
 
 
 def first_fit_packs(room: NDArray[np.int64], capacity_tokens: int) -> list[list[int]]:
-    """Put each sequence into the first pack with room, in data order, by a tree of the most room in pairs."""
-    most_packs = 2 * (int(room.sum()) // capacity_tokens) + 2  # of two neighbours one is half full, or both are one
+    """Put each sequence into the first pack with room, in data order; a tree holds the most room of pairs."""
+    most_packs = 2 * (int(room.sum()) // capacity_tokens) + 2  # two neighbouring packs hold more than one capacity
     leaves = 1 << (most_packs - 1).bit_length()
-    most = [capacity_tokens] * (2 * leaves)  # entry k: in either of 2k and 2k + 1; entries from `leaves` on: of a pack
+    most = [capacity_tokens] * (2 * leaves)  # entry k: most room in 2k and 2k + 1; entries from `leaves` on: of a pack
     packs: list[list[int]] = []
     for i, needed in enumerate(room.tolist()):
         node = 1
@@ -167,6 +167,6 @@ def _makespan(request: PlanRequest, degree: int, packs: list[tuple[int, list[int
 def room_tokens(lengths: NDArray[np.int64], degree: int) -> NDArray[np.int64]:
     """Return the room that sequences take in a pack over `degree` ranks, at least their lengths.
 
-    Packs of up to d x capacity of this room never hold too much on any position, rounding allowed.
+    Packs of up to d x capacity of this room never exceed the capacity of a position, rounding allowed.
     """
     return np.maximum(lengths, degree * (held_at_most(lengths, degree) - rounding_tokens(1, degree)))

@@ -1,7 +1,7 @@
-"""The baseline: one fixed mesh of data-parallel groups x context-parallel ranks, as long-context training is run today.
+"""The baseline: one fixed mesh of data-parallel groups x context-parallel ranks, today's long-context training.
 
-It is sized for the longest sequence (exact, divisor or power of two); samples are packed in data order, cut over all
-ranks of a group and dealt in turn. The first of these to end is taken. docs/decisions/baselines-in-their-favour.md.
+It is sized for the longest sequence (exact, divisor or power of two); sequences are packed in data order, cut over all
+ranks of a group and dealt in turn. The first size to end wins. docs/decisions/baselines-in-their-favour.md.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lengthwise.program.ring_order import ring_order
 
 
 def plan_static(request: PlanRequest) -> list[Microbatch]:
-    """Plan one step on the fixed mesh that `context_tokens` asks for.
+    """Plan one step on the fixed mesh for `context_tokens`.
 
     Raises:
-        PlanError: a context that the cluster cannot hold, or a sequence longer than the context.
+       PlanError: a context that the cluster cannot hold, or a sequence longer than the context.
     """
     context = _context_tokens(request)
     clusters = [request.cluster]
@@ -32,12 +32,12 @@ def plan_static(request: PlanRequest) -> list[Microbatch]:
         clusters.append(replace(clusters[-1], capacity_tokens=min(2 * held, request.most_held_tokens)))
     holding = [cluster for cluster in clusters[:-1] if cluster.longest_tokens >= context]
     sizes = (cp for cluster in (*holding, clusters[-1]) for cp in context_parallel_degrees(cluster, context))
-    held = request.cluster.capacity_tokens  # a pack up to the context costs more launches, but more packs deal evenly
+    held = request.cluster.capacity_tokens  # packs up to the context cost more launches, but are dealt more evenly
     rooms = {(cp, room): None for cp in sizes for room in (cp * held, min(cp * held, context))}
     best: tuple[float, list[Microbatch]] | None = None
     for cp, room in rooms:
         cost = request.cost
-        least = cost.fixed_seconds + cost.piece_seconds([max(request.tokens)], cp)  # of the pack that it is in
+        least = cost.fixed_seconds + cost.piece_seconds([max(request.tokens)], cp)  # of the longest sequence's pack
         if best is None or least < best[0]:
             planned = _plan_on(request, cp, room)
             best = planned if best is None or planned[0] < best[0] else best
@@ -63,7 +63,7 @@ def context_parallel_degrees(cluster: Cluster, context_tokens: int) -> tuple[int
 
 
 def _plan_on(request: PlanRequest, cp: int, room_tokens: int) -> tuple[float, list[Microbatch]]:
-    """Pack and deal on groups of `cp` ranks; also return the makespan."""
+    """Pack and deal on groups of `cp` ranks; return the makespan and the microbatches."""
     cluster, cost = request.cluster, request.cost
     packs = _pack_in_order(request.tokens, cp, cluster.capacity_tokens, room_tokens)
     groups = [ring_order(first, cp) for first in range(0, cluster.ranks - cp + 1, cp)]
@@ -92,9 +92,9 @@ def _context_tokens(request: PlanRequest) -> int:
     return context
 
 
-@lru_cache(maxsize=64)  # costs do not decide it: it is asked again for each of their choices
+@lru_cache(maxsize=64)  # independent of costs, so called again for each of their choices
 def _pack_in_order(tokens: tuple[int, ...], cp: int, capacity_tokens: int, room_tokens: int) -> list[list[int]]:
-    """Put each sequence into the first pack with room, in data order; one beyond a group's capacity is alone.
+    """Put each sequence into the first pack with room, in data order; one above a group's capacity is alone.
 
     Room counts the tokens of each position; a cut sequence may leave one more than its share there.
     """
@@ -108,7 +108,7 @@ def _pack_in_order(tokens: tuple[int, ...], cp: int, capacity_tokens: int, room_
             continue
         number = 0
         while True:
-            number += int((room[number : len(packs) + 1] >= length).argmax())  # the last one, not begun, has room
+            number += int((room[number : len(packs) + 1] >= length).argmax())  # the last one is new and has room
             if number == len(packs):
                 packs.append(_Pack(cp, capacity_tokens))
                 assert packs[-1].has_room(length), f"sequence {i} of {length} tokens over {cp} x {capacity_tokens}"
@@ -121,7 +121,7 @@ def _pack_in_order(tokens: tuple[int, ...], cp: int, capacity_tokens: int, room_
 
 
 class _Pack:
-    """A pack over `cp` positions, whose tokens are counted only once a bound leaves room in doubt."""
+    """A pack over `cp` positions; tokens per position are counted only when a bound does not decide."""
 
     def __init__(self, cp: int, capacity_tokens: int) -> None:
         self.sequences: list[int] = []

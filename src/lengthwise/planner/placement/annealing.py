@@ -1,7 +1,7 @@
-"""Tiny steps by simulated annealing: pieces are changed one by one, kept if the step ends sooner or not much later.
+"""Simulated annealing for tiny steps: change one piece at a time; keep what ends sooner, or not much later.
 
-A change moves a sequence or piece, changes a degree, or deals two pieces anew; seeds are fixed. About 10 us a piece and
-try. Source: Kirkpatrick et al., Science 1983; docs/decisions/small-steps.md.
+A change moves a sequence or piece, changes a degree, or deals two pieces anew; seeds are fixed. About 10 us per piece
+and try. Source: Kirkpatrick et al., Science 1983; docs/decisions/small-steps.md.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from lengthwise.program.ring_order import interval_microbatch
 
 MOST_WORK = 300  # sequences x ranks; above it rules level better than tries
 _ROUNDS = 3  # each from the best so far, and from rings over all ranks
-_TRIES = 1_500  # a round and start
-_PLACED = 12_000  # pieces placed in those, which makes them fewer where there are more than eight
-_PATIENCE = 900  # tries without a better plan, after which one of them ends
-_WARMTH = 0.04  # of the makespan, that a change may cost at first
+_TRIES = 1_500  # per round and start
+_PLACED = 12_000  # pieces placed per round and start: fewer tries if there are more than eight pieces
+_PATIENCE = 900  # tries without a better plan, after which a run ends
+_WARMTH = 0.04  # share of the makespan that a change may cost at first
 
 State = list[tuple[int, tuple[int, ...]]]  # pieces as (degree, sequences), in the order in which they are placed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A placed state: (first rank, degree, sequences, number of the microbatch) of each piece, and when all is done.
+    """A placed state: (first rank, degree, sequences, number of the microbatch) of each piece, and its makespan.
 
-    compared_seconds: what tries compare, from the makespan and the mean time at which ranks are done.
+    compared_seconds: what tries compare: the makespan plus the mean time at which ranks are done.
     """
 
     pieces: list[tuple[int, int, tuple[int, ...], int]]
@@ -43,7 +43,7 @@ class Placement:
 
 
 def anneal(request: PlanRequest, microbatches: Sequence[Microbatch], makespan_seconds: float) -> list[Microbatch]:
-    """Improve a plan of intervals by trying changes; it is returned as it is where none of them helps."""
+    """Improve a plan of intervals by trying changes; return it unchanged if none helps."""
     search = Annealing(request)
     state = [(piece.degree, piece.sequences) for microbatch in microbatches for piece in microbatch.pieces]
     best = search.place(state)
@@ -67,7 +67,7 @@ class Annealing:
         self._held: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def run(self, state: State) -> Placement:
-        """Try changes; return the best layout seen."""
+        """Try changes; return the best placement seen."""
         current = best = self.place(state)
         found = 0
         allowed = self.request.planning_seconds / (2 * _ROUNDS * CHANGE_SECONDS * len(self.request.tokens))
@@ -88,7 +88,7 @@ class Annealing:
         return best
 
     def change(self, state: State) -> State | None:
-        """Change a state at random; None where the change cannot be held."""
+        """Return a state with one random change, or None if ranks cannot hold it."""
         choose, new = self.choose, list(state)
         kind, place = choose.randrange(5), choose.randrange(len(state))
         degree, sequences = new[place]
@@ -136,7 +136,7 @@ class Annealing:
         return new
 
     def place(self, state: State) -> Placement:
-        """Place the pieces of a state in their order."""
+        """Place the pieces of a state in order."""
         free = [0.0] * self.ranks
         beside = [(0, -1)] * self.ranks  # tokens that fit beside the ring that a rank ran last, and its number
         pieces: list[tuple[int, int, tuple[int, ...], int]] = []
@@ -170,7 +170,7 @@ class Annealing:
         return Placement(pieces=pieces, makespan_seconds=makespan, compared_seconds=makespan + sum(free) / self.ranks)
 
     def all_in_rings(self) -> State:
-        """Pack all sequences, longest first, into rings over all ranks: the other end of what is possible."""
+        """Pack all sequences, longest first, into rings over all ranks: the other extreme to start from."""
         state: State = []
         for i in sorted(range(len(self.request.tokens)), key=lambda i: (-self.request.tokens[i], i)):
             for number, (_, sequences) in enumerate(state):

@@ -1,8 +1,8 @@
-"""Local packs: short sequences into the gaps that rings leave, then onto the least loaded ranks, longest first.
+"""Local packs: put short sequences into the gaps that rings leave, then on the least loaded ranks, longest first.
 
-n log N for n sequences on N ranks (Graham, 1969). Then the last rank to finish and one that is done early exchange
-sequences of packs behind all rings, so that the later end is earliest: pairwise interchange, which compares all pairs
-of two ranks, some 40 us an exchange.
+n log N for n sequences on N ranks (Graham, 1969). Then the last rank to finish and one that finishes early exchange
+sequences of packs behind all rings, to make the later end earliest: pairwise interchange, which compares all pairs of
+two ranks, some 40 us per exchange.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.problem.effort import OPEN, TOLD_APART
 from lengthwise.planner.problem.lengths import NEARLY
 
-_PARTNERS = 4  # least busy ranks looked at for one with room, before the busiest is taken as it is
-_COMPARED = 512  # sequences of a rank, evenly among all: memory of all pairs, and a closer fit gains nothing
-Load = tuple[float, int]  # when a rank is done, and which
+_PARTNERS = 4  # least busy ranks examined for one with room
+_COMPARED = 512  # sequences examined of a rank, evenly spaced: it limits memory, and a closer fit gains nothing
+Load = tuple[float, int]  # (when a rank is done, rank)
 
 
 class LocalPack(NamedTuple):
     """Sequences that `rank` computes alone, in one microbatch.
 
-    before: it runs before the ring of this number (None: after all rings).
-    beside: it follows this ring in the ring's microbatch, with no overhead of its own.
+    before: the number of the ring that it runs before; None: after all rings.
+    beside: the ring whose microbatch it joins, after the ring and without overhead of its own.
     """
 
     rank: int
@@ -40,7 +40,7 @@ class LocalPack(NamedTuple):
 
 @dataclass(slots=True)
 class Bin:
-    """Sequences of one pack (indices), the tokens that still fit, and `beside`, the ring whose microbatch it shares."""
+    """Sequences of one pack (indices), the tokens that still fit, and the ring whose microbatch it shares, if any."""
 
     indices: list[int]
     room_tokens: int
@@ -50,7 +50,7 @@ class Bin:
 class Rooms:
     """The tokens that rings leave on their ranks for packs beside them; each room can be taken once.
 
-    last: last ring of each rank, -1 for none. room_tokens: one entry a ring; empty: no room.
+    last: last ring of each rank, -1 if none. room_tokens: one entry per ring; empty: no room.
     """
 
     def __init__(self, last: Sequence[int], room_tokens: Sequence[int]) -> None:
@@ -60,11 +60,11 @@ class Rooms:
 
     @property
     def any(self) -> bool:
-        """Whether any room is given."""
+        """Whether there is any room."""
         return len(self._room_tokens) > 0
 
     def take(self, rank: int, ring: int) -> int:
-        """Take the room beside a ring on a rank; 0 where there is none or it was taken."""
+        """Take the room beside a ring on a rank; return 0 if there is none, or it was taken."""
         if ring < 0 or not self._room_tokens or (rank, ring) in self._taken:
             return 0
         self._taken.add((rank, ring))
@@ -102,16 +102,16 @@ def level_ends(
     goal_seconds: float = float("inf"),
     speeds: Sequence[float] | None = None,
 ) -> tuple[list[LocalPack], float]:
-    """Give what is left, longest first, to the rank that ends it first; return the packs and when the last is done.
+    """Give the rest, longest first, to the rank that ends it first; return the packs and the makespan.
 
     Args:
-        free: when each rank is done with its rings.
-        short: the sequences, in seconds of a rank of speed 1.
-        capacity_tokens: what one pack holds.
-        launch_seconds: of each pack that has no place beside a ring, on a rank of speed 1.
-        rooms: such places.
-        goal_seconds: when it is early enough; later ends go through `level_by_swaps`.
-        speeds: of each rank; None: all 1.
+       free: when each rank is done with its rings.
+       short: the sequences, in seconds of a rank of speed 1.
+       capacity_tokens: tokens per pack.
+       launch_seconds: of each pack that is not beside a ring, on a rank of speed 1.
+       rooms: the rooms beside rings.
+       goal_seconds: a makespan that is early enough; later ones go through `level_by_swaps`.
+       speeds: of each rank (default: all 1).
     """
     left = short.left()
     ranks = [RankPacks(capacity_tokens, short.lengths[left[-1]] if left else 0) for _ in free]
@@ -147,7 +147,7 @@ def _give(
     launch_seconds: float,
     speeds: Sequence[float],
 ) -> int:
-    """Add a sequence to the rank that ends it first; return which."""
+    """Add a sequence to the rank that ends it first; return the rank."""
     end, chosen, rank = float("inf"), heaps[0], 0
     for heap in heaps:
         load, first = heap[0]
@@ -186,7 +186,7 @@ def _by_speed(free: Sequence[float], speeds: Sequence[float]) -> list[list[Load]
 
 
 def local_packs(bins: Sequence[Sequence[Bin]], short: ShortSequences) -> list[LocalPack]:
-    """Write the bins of each rank, all that hold anything, as packs at its end or beside its last ring."""
+    """Return the non-empty bins of each rank as packs at its end or beside its last ring."""
     return [
         LocalPack(rank, short.numbers(each.indices), beside=each.beside)
         for rank, of_rank in enumerate(bins)
@@ -196,19 +196,19 @@ def local_packs(bins: Sequence[Sequence[Bin]], short: ShortSequences) -> list[Lo
 
 
 class RankPacks:
-    """The packs of one rank; those with no room for the shortest sequence are not looked at again."""
+    """The packs of one rank; those without room for the shortest sequence are closed."""
 
     __slots__ = ("_capacity_tokens", "_open", "_rooms", "_shortest", "packs", "widest_tokens")
 
     def __init__(self, capacity_tokens: int, shortest: int) -> None:
         self.packs: list[Bin] = []
         self.widest_tokens = 0  # the most room of any open pack; a sequence up to here needs no launch
-        self._open: list[Bin] = []  # packs with room, and beside it the room of each
+        self._open: list[Bin] = []  # packs with room; `_rooms` has the room of each
         self._rooms: list[int] = []
         self._capacity_tokens, self._shortest = capacity_tokens, shortest
 
     def open(self, room_tokens: int, beside: int | None = None) -> None:
-        """Open a pack; `beside`: of a ring's microbatch, in what the ring leaves of the rank's capacity."""
+        """Open a pack; `beside`: in the microbatch of this ring, within what the ring leaves of the capacity."""
         if room_tokens >= self._shortest:
             self.packs.append(Bin([], room_tokens, beside=beside))
             self._open.append(self.packs[-1])
@@ -236,7 +236,7 @@ class RankPacks:
 
 @dataclass(slots=True)
 class _Side:
-    """One rank's sequences as arrays: bin and place of each."""
+    """One rank's sequences as arrays: the index, bin and room of each."""
 
     indices: NDArray[np.int64]
     bins: NDArray[np.int64]
@@ -252,15 +252,15 @@ def level_by_swaps(
     goal_seconds: float,
     most_swaps: int,
 ) -> float:
-    """Exchange sequences until the last rank is done within `goal_seconds`, none helps, or `most_swaps` were made.
+    """Exchange sequences until the makespan is within `goal_seconds`, none helps, or `most_swaps` were made.
 
     Args:
-        loads: when each rank is done.
-        bins: of each rank, its packs; changed in place.
-        lengths, seconds: of the sequences that the bins' indices mean.
+       loads: when each rank is done.
+       bins: of each rank, its packs; changed in place.
+       lengths, seconds: of the sequences, by the bins' indices.
 
     Returns:
-        When the last rank is done.
+       The makespan.
     """
     ends = np.array(loads)
     for _ in range(most_swaps):

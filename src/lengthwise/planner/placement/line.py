@@ -1,7 +1,7 @@
-"""Rings on the line of ranks, widest first: list scheduling of tasks that need neighbouring ranks at the same time.
+"""Rings on the line of ranks, widest first: list scheduling of tasks that need neighbouring ranks together.
 
-Each takes the interval in which it ends earliest, or, with backfilling, a hole that wider ones left; gaps are left to
-local packs. One ring costs a few array operations over the ranks.
+Each ring takes the interval in which it ends earliest, or, with backfilling, a hole that wider ones left; gaps are left
+to local packs. One ring costs a few array operations over the ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lengthwise.planner.problem.topology import Extras, window_max, window_sum
 
 
 class Ring(NamedTuple):
-    """One sequence over the ranks [first, first + degree); a tuple, since there are thousands a try."""
+    """One sequence over the ranks [first, first + degree); a tuple, since a try has thousands."""
 
     sequence: int
     first: int
@@ -41,7 +41,7 @@ class Hole(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gaps:
-    """Times in which a rank waits for the start of ring `before`, after ring `after` (-1: none), an entry a gap."""
+    """Times in which a rank waits for ring `before`, after ring `after` (-1: none); one entry per gap."""
 
     ranks: NDArray[np.int64]
     after: NDArray[np.int64]
@@ -58,9 +58,9 @@ class Gaps:
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for what is computed once
 class PlacedRings:
-    """Rings on the line, in the order of their starts, which every rank can run.
+    """Rings on the line, in the order of their starts, an order that every rank can run.
 
-    free: when each rank is done, in seconds. last: the number of its last ring, -1 for none.
+    free: when each rank is done, in seconds. last: the number of its last ring, -1 if none.
     """
 
     rings: list[Ring]
@@ -70,7 +70,7 @@ class PlacedRings:
 
     @cached_property
     def busy_seconds(self) -> float:
-        """The time of all ranks in rings, waiting left out."""
+        """Rank-seconds in rings, waiting left out."""
         return sum(ring.degree * ring.seconds for ring in self.rings)
 
     def kept_seconds(self, speeds: Sequence[float] | None) -> float:
@@ -81,8 +81,8 @@ class PlacedRings:
         return sum(ring.seconds * (sums[ring.first + ring.degree] - sums[ring.first]) for ring in self.rings)
 
 
-class Line:
-    """The line of ranks while rings are put on it: when each rank is free, and where neighbours wait."""
+class RankLine:
+    """The line of ranks while rings are placed: when each rank is free, and where neighbours wait."""
 
     def __init__(self, ranks: int) -> None:
         self.free = np.zeros(ranks)
@@ -90,7 +90,7 @@ class Line:
         self._holes: list[Hole] = []
 
     def put(self, sequence: int, first: int, degree: int, seconds: float) -> float:
-        """Let a ring run on [first, first + degree) as soon as all are free; return when it ends."""
+        """Run a ring on [first, first + degree) as soon as all are free; return when it ends."""
         part = self.free[first : first + degree]
         start = float(part.max())
         if part.min() < start:
@@ -101,7 +101,7 @@ class Line:
         return end
 
     def backfill(self, sequence: int, degree: int, seconds: float, extra: Extras | None) -> bool:
-        """Let a ring run in the hole that it leaves narrowest, then shortest; return whether there is one."""
+        """Run a ring in the hole that it fills best, by width, then by time; return whether there is one."""
         fitting = [
             (hole.end - hole.first, hole.end_seconds - hole.start_seconds, number)
             for number, hole in enumerate(self._holes)
@@ -121,7 +121,7 @@ class Line:
         return True
 
     def placed(self) -> PlacedRings:
-        """Put the rings in the order of their starts, and find what waiting is left."""
+        """Return the rings in the order of their starts, and the waiting that is left."""
         rings = sorted(self.rings, key=lambda ring: (ring.start_seconds, ring.first))
         widths = np.array([ring.degree for ring in rings], dtype=np.int64)
         numbers = np.repeat(np.arange(len(rings)), widths)
@@ -135,7 +135,7 @@ class Line:
         after = np.where(first_of_rank, -1, np.roll(numbers, 1))
         waits = starts - np.where(first_of_rank, 0.0, np.roll(ends, 1))
         last = np.full(len(self.free), -1, dtype=np.int64)
-        last[ranks] = numbers  # of one rank the last is written last
+        last[ranks] = numbers  # the last ring of a rank is written last
         some = waits > ROUNDING * ends
         gaps = Gaps(ranks=ranks[some], after=after[some], before=numbers[some], seconds=waits[some])
         return PlacedRings(rings=rings, free=self.free, last=last, gaps=gaps)
@@ -151,7 +151,7 @@ class Line:
 
 
 def at_place(extra: Extras | None, first: int) -> float:
-    """Return the seconds that a place adds."""
+    """Return the seconds that a place adds to a ring."""
     return 0.0 if extra is None else extra.at(first)
 
 
@@ -165,12 +165,12 @@ def place_rings(
     """Place rings given as (sequence, degree, seconds with launch), in this order.
 
     Args:
-        rings: widest first.
-        ranks: of the line.
-        backfilled: whether holes that wider rings left are used.
-        extra_seconds: for a sequence and a degree, how much longer than `seconds` each place takes.
+       rings: widest first.
+       ranks: of the line.
+       backfilled: whether to use holes that wider rings left.
+       extra_seconds: for a sequence and a degree, how much longer than `seconds` each place takes.
     """
-    line = Line(ranks)
+    line = RankLine(ranks)
     place = 0
     while place < len(rings):
         degree = rings[place][1]
@@ -183,13 +183,13 @@ def place_rings(
             if backfilled and line.backfill(sequence, degree, seconds, extra):
                 place += 1
             else:
-                most = end if extra is None else place + -(-(end - place) // 2)  # others then find better places
+                most = end if extra is None else place + -(-(end - place) // 2)  # the rest then finds better places
                 place += _sweep(line, rings[place:most], extra, extra_seconds)
     return line.placed()
 
 
 def _sweep(
-    line: Line,
+    line: RankLine,
     rings: Sequence[tuple[int, int, float]],
     extra: Extras | None,
     extra_seconds: Callable[[int, int], Extras | None],
@@ -205,7 +205,7 @@ def _sweep(
         starts, least = starts + extra.compared, float(extra.compared.min())
     taken = bytearray(len(line.free))
     number, soonest_end = 0, float("inf")
-    enough = len(rings) * (2 * degree - 1)  # a ring takes so many places from the others
+    enough = len(rings) * (2 * degree - 1)  # each ring blocks this many places
     some = np.arange(len(starts))
     if enough < len(starts):
         some = np.flatnonzero(starts <= np.partition(starts, enough)[enough])
@@ -224,7 +224,7 @@ def _sweep(
 
 
 def earliest_interval(free: NDArray[np.float64], degree: int) -> tuple[int, float]:
-    """Return (first rank, start) where a ring starts earliest; of equal ones, with least waiting, then lowest."""
+    """Return (first rank, start) where a ring starts earliest; ties: the least waiting, then the lowest."""
     if degree == 1:  # never waits
         first = int(np.argmin(free))
         return first, float(free[first])
@@ -235,11 +235,11 @@ def earliest_interval(free: NDArray[np.float64], degree: int) -> tuple[int, floa
 
 
 def _quicker_end(extra: Extras | None, hole: Hole, degree: int) -> tuple[float, int]:
-    """Return (what it adds, first rank) at the quicker end of a hole, the lower of equal ones."""
+    """Return (seconds added, first rank) at the faster end of a hole; ties: the lower end."""
     return min((at_place(extra, first), first) for first in (hole.first, hole.end - degree))
 
 
 def _starts_and_idle(free: NDArray[np.float64], degree: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return when each interval of `degree` ranks is free, and their summed waiting until then."""
+    """Return when each interval of `degree` ranks is free, and the summed waiting of its ranks until then."""
     starts = window_max(free, degree)
     return starts, degree * starts - window_sum(free, degree)

@@ -1,6 +1,6 @@
-"""Short sequences, each on one rank: take the longest that is left within some tokens and seconds, until none fits.
+"""Short sequences, each on one rank: take the longest that fits some tokens and seconds, until none fits.
 
-A take is a binary search and near constant time over taken ones (union-find). Source: first-fit decreasing.
+A take is a binary search, and near constant time over taken ones (union-find). Source: first-fit decreasing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class ShortSequences:
-    """Sequences in ascending order of length, from which the longest that still fits is taken again and again."""
+    """Sequences in ascending order of length, from which the longest that fits can be taken."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class ShortSequences:
         self._alive = list(range(len(sequences) + 1)) if alive is None else alive
 
     def fill(self, tokens: int, seconds: float) -> tuple[list[int], int, float]:
-        """Take the longest within both limits again and again; return the indices, and what is left of the limits."""
+        """Take the longest within both limits, repeatedly; return the indices, and what is left of the limits."""
         lengths, times, alive = self.lengths, self.seconds, self._alive
         taken: list[int] = []
         place = len(lengths)
@@ -42,15 +42,15 @@ class ShortSequences:
         return taken, tokens, seconds
 
     def numbers(self, indices: Sequence[int]) -> list[int]:
-        """Return which sequences stand at these indices."""
+        """Return the sequences at these indices."""
         return [self.sequences[index] for index in indices]
 
     def drop(self, index: int) -> None:
-        """Take the sequence at an index of the arrays."""
+        """Take the sequence at an index."""
         self._alive[index + 1] = index
 
     def copy(self) -> ShortSequences:
-        """Return the same sequences, from which may be taken apart from these."""
+        """Return a copy, from which sequences are taken independently."""
         return ShortSequences(self.sequences, self.lengths, self.seconds, self._alive.copy())
 
     def left(self) -> list[int]:

@@ -1,6 +1,6 @@
-"""Skyline packing: the ranks that are free earliest take the widest ring that fits, widened so that none is left over.
+"""Skyline packing: the ranks free earliest take the widest ring that fits, widened so that none is left over.
 
-Stretches too narrow for any ring are left to local packs. O(log N) a ring. Source: Burke et al., 2004.
+Stretches too narrow for any ring are left to local packs. O(log N) per ring. Source: Burke et al., 2004.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lengthwise.cost import Cost
-from lengthwise.planner.placement.line import Line, PlacedRings, at_place
+from lengthwise.planner.placement.line import PlacedRings, RankLine, at_place
 from lengthwise.planner.problem.lengths import NEARLY
 from lengthwise.planner.problem.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moldable:
-    """A sequence to be cut over `degree` ranks or more, up to `most`; `seconds` over `degree`, launch left out."""
+    """A sequence to cut over `degree` to `most` ranks. seconds: over `degree`, launch left out."""
 
     sequence: int
     length: int
@@ -33,12 +33,12 @@ class Skyline:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.height = {0: 0.0}  # when a stretch is free, by its first rank
-        self.end = {0: ranks}
-        self.first = {ranks: 0}  # by the end of a stretch
+        self.end = {0: ranks}  # the end of a stretch, by its first rank
+        self.first = {ranks: 0}  # the first rank of a stretch, by its end
         self._heap = [(0.0, 0)]
 
     def lowest(self) -> tuple[int, int, float]:
-        """Find the stretch that is free earliest, the first of equal ones, as (first, end, when)."""
+        """Return the stretch that is free earliest, the first of equal ones, as (first, end, when)."""
         while True:
             height, first = self._heap[0]
             if self.height.get(first) == height:
@@ -46,12 +46,12 @@ class Skyline:
             heapq.heappop(self._heap)
 
     def neighbours(self, first: int, end: int) -> tuple[float, float]:
-        """Return when the neighbours of a stretch are free, left and right; beyond the line, never."""
+        """Return when the left and right neighbours of a stretch are free; infinity beyond the line."""
         left = self.height[self.first[first]] if first > 0 else float("inf")
         return left, self.height[end] if end < self.ranks else float("inf")
 
     def put(self, first: int, end: int, height: float) -> None:
-        """Let a part at an end of a stretch be free at `height`, and join it with neighbours that are free with it."""
+        """Set when one end of a stretch is free, and join it with neighbours that are free at the same time."""
         begin = first if first in self.height else self.first[end]
         stop, old = self.end[begin], self.height[begin]
         self._remove(begin)
@@ -81,9 +81,9 @@ def pack_skyline(rings: Sequence[Moldable], topology: Topology, cost: Cost) -> P
     """Place rings given widest first."""
     ranks = topology.ranks
     narrowness = [-ring.degree for ring in rings]
-    following = list(range(len(rings) + 1))  # entry i leads to the first one left at or after i
+    following = list(range(len(rings) + 1))  # entry i leads to the first unused ring from i on
     skyline = Skyline(ranks)
-    line = Line(ranks)  # free below the skyline where a stretch was too narrow for any ring
+    line = RankLine(ranks)  # free below the skyline if a stretch was too narrow for any ring
     while len(line.rings) < len(rings):
         first, end, height = skyline.lowest()
         left, right = skyline.neighbours(first, end)
@@ -97,7 +97,7 @@ def pack_skyline(rings: Sequence[Moldable], topology: Topology, cost: Cost) -> P
         extra = topology.extra_seconds(ring.length, width)
         at_left, at_right = at_place(extra, first), at_place(extra, end - width)
         top = height + seconds
-        nearest = abs(right - top) < abs(left - top)  # beside the neighbour that ends nearest, where it is as quick
+        nearest = abs(right - top) < abs(left - top)  # if both ends are as fast: beside the neighbour nearer in time
         if at_right < at_left or (at_right == at_left and nearest):
             first, at_left = end - width, at_right
         skyline.put(first, first + width, line.put(ring.sequence, first, width, seconds + at_left))
@@ -105,7 +105,7 @@ def pack_skyline(rings: Sequence[Moldable], topology: Topology, cost: Cost) -> P
 
 
 def _mold(ring: Moldable, room: int, cost: Cost) -> tuple[int, float]:
-    """Widen a ring to the room that its equals leave, where that is quicker; return width and seconds with overhead."""
+    """Widen a ring to its share of the room if that is faster; return width and seconds with overhead."""
     width = max(ring.degree, min(room // (room // ring.degree), ring.most))
     if width > ring.degree and (wider := cost.piece_seconds([ring.length], width)) < ring.seconds:
         return width, wider + cost.fixed_seconds
@@ -113,7 +113,7 @@ def _mold(ring: Moldable, room: int, cost: Cost) -> tuple[int, float]:
 
 
 def _first_left(following: list[int], place: int) -> int:
-    """Find the first unused entry from `place` on, and shorten the path to it."""
+    """Return the first unused entry from `place` on, and shorten the path to it."""
     root = place
     while following[root] != root:
         root = following[root]

@@ -1,1 +1,1 @@
-"""What a step asks of a planner, the degrees and times that bound it, and the score of any plan of it."""
+"""A step as planners see it, the degrees and times that bound it, and the score of any plan of it."""

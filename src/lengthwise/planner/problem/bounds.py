@@ -1,7 +1,8 @@
-"""The time that no plan can beat: the yardstick of every comparison. Why it holds: docs/decisions/bound-by-kind.md.
+"""A lower bound of every plan's time, the yardstick of all comparisons. Proof: docs/decisions/bound-by-kind.md.
 
 Every sequence has a degree d >= s / capacity with t(d) <= T; the work of all, each at its cheapest such degree, is at
-most ranks x T. Halving finds the least T; overhead counts by parts here, whole in `_whole_launches_bound`.
+most ranks x T. Bisection finds the least T. Overhead counts in parts here, as whole launches in
+`_whole_launches_bound`.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ def bound_seconds(
     whole_launches: bool = True,
     speeds: Sequence[float] | None = None,
 ) -> float:
-    """Return the least makespan, in seconds, that any plan of these lengths could have.
+    """Return a lower bound of the makespan, in seconds, of all plans of these lengths.
 
     Args:
-        tokens: lengths of the sequences.
-        cluster: ranks and capacity; no offload.
-        cost: the costs that the plan is scored with.
-        lone_rings: whether every ring holds one sequence and is of at least s / capacity ranks.
-        shared_launches: whether such a ring may have its microbatch not for itself, no rank above the capacity.
-        whole_launches: whether launches also count as whole numbers on each rank, where rings hold one sequence.
-        speeds: of each rank (default: all 1).
+       tokens: lengths of the sequences.
+       cluster: ranks and capacity; no offload.
+       cost: the costs that the plan is scored with.
+       lone_rings: every ring holds one sequence, over at least s / capacity ranks.
+       shared_launches: such a ring may share its microbatch, with no rank above the capacity.
+       whole_launches: also count launches as whole numbers on each rank, if rings hold one sequence.
+       speeds: of each rank (default: all 1).
 
     Raises:
-        PlanError: a sequence that the cluster cannot hold.
-        ConfigError: speeds that are none.
+       PlanError: a sequence that the cluster cannot hold.
+       ConfigError: invalid speeds.
     """
     checked = read_tokens(tokens)
     refuse_unheld(checked, cluster)
@@ -59,7 +60,7 @@ def bound_seconds(
 
 
 def launches_makespan(tokens: NDArray[np.int64], cluster: Cluster, cost: Cost, topology: Topology) -> float:
-    """Bound the makespan by each rank's whole launches, where rings hold one sequence; 0 at unequal speeds."""
+    """Bound the makespan by each rank's whole launches, if rings hold one sequence; 0 at unequal speeds."""
     if topology.speeds is not None:
         return 0.0
     lengths, counts = np.unique(tokens, return_counts=True)
@@ -82,7 +83,7 @@ def least_makespan(
     ranks, capacity = cluster.ranks, cluster.capacity_tokens
     launch_tokens = capacity if shared_launches else None
     held = cost.most_held_tokens(cluster.capacity_tokens)
-    stretch = (held + (held > capacity)) / capacity  # of the capacity, and of the tokens allowed for rounding
+    stretch = (held + (held > capacity)) / capacity  # factor of the capacity and of the tokens allowed for rounding
     if lone_rings:
         least = cheapest_degrees(cost, lengths, cluster, launch_tokens=launch_tokens)
     else:
@@ -94,7 +95,7 @@ def least_makespan(
 
     spent, best = (cost, cost) if topology.speeds is None else (topology.least_spent(), topology.best_places())
 
-    launches = 0.0 if lone_rings else shared * max(0, num_tokens / stretch - ranks * len(tokens))  # of all, together
+    launches = 0.0 if lone_rings else shared * max(0, num_tokens / stretch - ranks * len(tokens))  # of all ranks
 
     def owed(degrees: NDArray[np.int64], picked: NDArray[np.bool_]) -> float:
         some = lengths[picked]
@@ -104,10 +105,10 @@ def least_makespan(
         rings = degrees * spent.ring_piece_seconds(some, degrees) + launch
         return float(counts[picked] @ np.where((degrees > 1) | (some > capacity), rings, alone[picked] + shared * some))
 
-    fill = cut.fill * best.fixed_seconds  # the least that a first and a last microbatch can be
-    quick = cut.stages * (best.ring_piece_seconds(lengths, least) + best.fixed_seconds)  # at the degree that owes least
+    fill = cut.fill * best.fixed_seconds  # the shortest possible first and last microbatch
+    quick = cut.stages * (best.ring_piece_seconds(lengths, least) + best.fixed_seconds)  # at the cheapest degree
     low = (owed(least, np.ones(len(lengths), dtype=np.bool_)) + launches) / ranks + fill
-    settled = quick <= low  # these keep their least degree, whatever T above `low`
+    settled = quick <= low  # these keep their least degree at any T above `low`
     base = owed(least[settled], settled) + launches
     open_, open_least = lengths[~settled], least[~settled]
     table = DegreeTable(best, open_, open_least, np.full_like(open_, ranks), launch_tokens=launch_tokens)
@@ -123,12 +124,12 @@ def least_makespan(
 
 
 def has_lone_rings(plan: Plan) -> bool:
-    """Return whether each ring holds one sequence, alone, over s / capacity ranks or more."""
+    """Return whether each ring holds one sequence, in its own microbatch, over at least s / capacity ranks."""
     return all(len(microbatch.pieces) == 1 for microbatch in plan.microbatches) and _are_held(plan)
 
 
 def shares_launches_only(plan: Plan) -> bool:
-    """Return whether rings hold one sequence over s / capacity ranks or more, and no rank too much."""
+    """Return whether rings hold one sequence over at least s / capacity ranks, and no rank too many tokens."""
     return _are_held(plan) and all(
         fullest_tokens(plan, microbatch) <= plan.capacity
         for microbatch in plan.microbatches
@@ -153,7 +154,7 @@ def _are_held(plan: Plan) -> bool:
 def _least_degrees_allowed(
     lengths: NDArray[np.int64], counts: NDArray[np.int64], cluster: Cluster, stretch: float
 ) -> NDArray[np.int64]:
-    """Count the ranks that memory needs for each length, `stretch` more tokens allowed on one that offloads."""
+    """Return the ranks that memory needs for each length, if one that offloads holds `stretch` times more."""
     short = lengths < 2 * cluster.ranks
     most_alone = cluster.capacity_tokens + int(counts[short].sum()) - short
     alone, beside = ((stretch * most).astype(np.int64) for most in (most_alone, most_alone + 1))
@@ -190,11 +191,11 @@ def _whole_launches_bound(
         of_others = (ranks - with_few) * max(0.0, seconds - (few + 1) * launch_seconds)
         return bool(np.max(of_few + of_others) >= total * (1 - ROUNDING))
 
-    return _least_feasible(feasible, low, total / ranks + (few + 1) * launch_seconds)  # at most, all run one more
+    return _least_feasible(feasible, low, total / ranks + (few + 1) * launch_seconds)  # at most: all run one more
 
 
 def _least_feasible(feasible: Callable[[float], bool], low: float, high: float) -> float:
     """Bisect between an infeasible and a feasible value; return the infeasible end."""
-    while high - low > NEARLY * low and low < (middle := (low + high) / 2) < high:  # denormal numbers end here, too
+    while high - low > NEARLY * low and low < (middle := (low + high) / 2) < high:  # also ends for denormal numbers
         low, high = (low, middle) if feasible(middle) else (middle, high)
     return low

@@ -1,7 +1,7 @@
-"""Over how many ranks a sequence is cut: what memory needs, grown until the sequence no longer sets the makespan.
+"""Degrees of sequences: what memory needs, grown until the sequence no longer sets the makespan.
 
-A table holds the seconds over d ranks, every degree up to 64, then steps of a 64th; within a limit the least d t(d) is
-taken. 64 log2(N) entries a row.
+A table holds the seconds over d ranks, for every degree up to 64, then in steps of a 64th; within a limit the least
+d t(d) is taken. 64 log2(N) entries per row.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from lengthwise.cost import Cost
 from lengthwise.planner.problem.lengths import ROUNDING, least_degrees_held
 
 GROWTH_FLOOR_TOKENS = 4096  # growth stops here: attention blocks under 2K tokens run slower than the formula says
-_EVERY = 64  # degrees up to here are all in the grid, above it every 64th of the degree
+_EVERY = 64  # the grid has all degrees up to here, above it steps of a 64th of the degree
 
 Whole = NDArray[np.int64]
 
 
 class RingPrices(Protocol):
-    """What the search for degrees asks: `Cost`, or rings at a pace of their own."""
+    """The costs of rings that the search for degrees reads: `Cost`, or `CostAtSpeed`."""
 
     @property
     def fixed_seconds(self) -> float:
@@ -32,11 +32,11 @@ class RingPrices(Protocol):
 
     @property
     def chooses_by_degree(self) -> bool:
-        """Whether what a piece takes of all ranks' time may fall as it is cut."""
+        """Whether a piece may take fewer rank-seconds when it is cut further."""
         ...
 
     def ring_piece_seconds(self, lengths: Whole, degrees: Whole) -> NDArray[np.float64]:
-        """Price many pieces of one sequence each: entry i is of `lengths[i]` over `degrees[i]` ranks."""
+        """Return seconds of pieces of one sequence: entry i is `lengths[i]` over `degrees[i]` ranks."""
         ...
 
 
@@ -44,7 +44,7 @@ class DegreeTable:
     """Seconds of sequences, launch included, over a grid of degrees in [least, most].
 
     only: the degrees to choose from, ascending (default: all).
-    launch_tokens: tokens that a shared launch carries; a sequence then owes its share of launches, if that is less.
+    launch_tokens: tokens that a shared launch carries; a sequence then pays its share of launches, if that is less.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class DegreeTable:
         self._only, self._launch_tokens = only, launch_tokens
         self._falls = cost.chooses_by_degree
         self._at_least = self.seconds_at(lengths, least)
-        self._quickest = np.zeros(len(lengths), dtype=np.int64)  # 0: not asked for yet
+        self._quickest = np.zeros(len(lengths), dtype=np.int64)  # 0: not computed yet
         self._made = np.inf  # the smallest limit for which rows were made
         self._make_rows(np.zeros(0, dtype=np.int64))
 
     def within(self, seconds: float) -> Whole:
-        """Find the cheapest degree of each sequence that ends within `seconds`; most + 1 where there is none."""
+        """Return each sequence's cheapest degree that ends within `seconds`, or most + 1 if there is none."""
         limit = seconds * (1 + ROUNDING)  # in favour of the smaller degree
         slow = self._at_least > limit
         if limit < self._made:
@@ -77,7 +77,7 @@ class DegreeTable:
         return np.where(self._least <= self.most, degrees, self.most + 1)
 
     def cheapest(self) -> Whole:
-        """Find the degree of each sequence at which it takes least of all ranks' time, the launches included."""
+        """Return the degree at which each sequence takes the fewest rank-seconds, launches included."""
         self._make_rows(np.arange(len(self._lengths)))
         rows, column = np.arange(len(self._lengths)), np.argmin(self._taken, axis=1)
         best, least = self._degrees[rows, column], self._taken[rows, column]
@@ -91,7 +91,7 @@ class DegreeTable:
         return best
 
     def grown(self, seconds: float) -> Whole:
-        """Find degrees at which no sequence takes longer than `seconds`, or its quickest degree."""
+        """Return degrees at which no sequence takes longer than `seconds`, or its fastest degree."""
         degrees = self.within(seconds)
         slow = degrees > self.most
         if np.any(new := slow & (self._quickest == 0)):
@@ -100,16 +100,16 @@ class DegreeTable:
         return np.where(slow, self._quickest, degrees)
 
     def quickest(self) -> Whole:
-        """Find the degree of the grid at which each sequence takes the least seconds."""
+        """Return the fastest degree of the grid for each sequence."""
         self._make_rows(np.arange(len(self._lengths)))
         return self._degrees[np.arange(len(self._lengths)), np.argmin(self._seconds, axis=1)]
 
     def seconds_at(self, lengths: Whole, degrees: Whole) -> NDArray[np.float64]:
-        """Return how long each sequence takes at its degree, its launch included."""
+        """Return the seconds of each sequence at its degree, launch included."""
         return self._cost.ring_piece_seconds(lengths, degrees) + self._cost.fixed_seconds
 
     def _taken_at(self, degrees: Whole, seconds: NDArray[np.float64], lengths: Whole) -> NDArray[np.float64]:
-        """Return the rank-seconds of sequences, or their degree where those grow with it."""
+        """Return the rank-seconds of sequences, or just their degree if rank-seconds grow with it."""
         if not self._falls:
             return degrees.astype(np.float64)
         if self._launch_tokens is None:
@@ -122,14 +122,14 @@ class DegreeTable:
         least, most = self._least[rows], self.most[rows]
         lowest, highest = int(least.min(initial=1)), int(most.max(initial=1))
         grid = _grid(lowest, highest) if self._only is None else self._only
-        # Columns outside a row's own range stand for its least or most degree, so these two are always looked at.
+        # Columns outside a row's range repeat its least or most degree, so these two are always included.
         self._degrees = np.clip(np.broadcast_to(grid, (len(rows), len(grid))), least[:, None], most[:, None])
         flat, lengths = self._degrees.ravel(), np.repeat(self._lengths[rows], len(grid))
         self._seconds = self.seconds_at(lengths, flat).reshape(self._degrees.shape)
         self._taken = self._taken_at(self._degrees, self._seconds, self._lengths[rows][:, None])
 
     def _refined(self, limit: float) -> Whole:
-        """Find the cheapest column within the limit, halving the step; most + 1 where there is none."""
+        """Return the cheapest degree within the limit, refined by bisection, or most + 1 if there is none."""
         rows, lengths = np.arange(len(self._rows)), self._lengths[self._rows]
         column = np.argmin(np.where(self._seconds <= limit, self._taken, np.inf), axis=1)
         found = self._seconds[rows, column] <= limit
@@ -149,18 +149,18 @@ def _grid(least: int, most: int) -> Whole:
     while degrees and degrees[-1] < most:
         step = 1 << max(0, (degrees[-1] // _EVERY).bit_length() - 1)
         degrees.append(min(most, (degrees[-1] // step + 1) * step))
-    return np.array(degrees or [least], dtype=np.int64)  # shared by all who ask
+    return np.array(degrees or [least], dtype=np.int64)  # shared by all callers
 
 
 def fewest_degrees(cost: Cost, lengths: Whole, cluster: Cluster) -> Whole:
-    """Count the fewest ranks that hold each sequence, offloading as far as these costs allow."""
+    """Return the fewest ranks that hold each sequence, with all offload that these costs allow."""
     return least_degrees_held(lengths, cost.most_held_tokens(cluster.capacity_tokens))
 
 
 def cheapest_degrees(
     cost: Cost, lengths: Whole, cluster: Cluster, *, only: Whole | None = None, launch_tokens: int | None = None
 ) -> Whole:
-    """Find the degree that takes least of all ranks' time, launch included: of those that hold a sequence."""
+    """Return the degree of each sequence, among those that hold it, with the fewest rank-seconds, launch included."""
     fewest = fewest_degrees(cost, lengths, cluster)
     if not cost.chooses_by_degree:
         return fewest
@@ -179,7 +179,7 @@ def cheapest_degrees(
 
 
 def hidden_degrees(cost: Cost, lengths: Whole, cluster: Cluster) -> Whole:
-    """Count the fewest ranks that hold each sequence with the offload that compute hides: Eq. 3 of ByteScale."""
+    """Return the fewest ranks that hold each sequence if compute hides its offload: Eq. 3 of ByteScale."""
     low, high = fewest_degrees(cost, lengths, cluster), least_degrees_held(lengths, cluster.capacity_tokens)
     if not cost.choices.offloads:
         return high
@@ -192,7 +192,7 @@ def hidden_degrees(cost: Cost, lengths: Whole, cluster: Cluster) -> Whole:
 
 
 def useful_degrees(cost: Cost, ranks: int) -> Whole | None:
-    """List the degrees worth trying where heads are split; None where any degree is."""
+    """Return the degrees worth trying if heads are split, or None if all are."""
     if not cost.choices.splits_heads:
         return None
     node = cost.ranks_per_node
@@ -201,6 +201,6 @@ def useful_degrees(cost: Cost, ranks: int) -> Whole | None:
 
 
 def most_degrees(lengths: Whole, least: Whole, ranks: int, floor_tokens: int, *, only: Whole | None = None) -> Whole:
-    """Return the limits of growth: about `floor_tokens` on a rank, or the next lower of `only`, at least `least`."""
+    """Return the limit of growth: about `floor_tokens` per rank, at least `least`, rounded down to one of `only`."""
     most = np.minimum(np.maximum(least, lengths // floor_tokens), ranks)
     return most if only is None else np.maximum(least, only[np.searchsorted(only, most, side="right") - 1])

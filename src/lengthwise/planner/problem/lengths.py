@@ -12,15 +12,15 @@ from lengthwise.core.names import counted
 from lengthwise.core.shape import Cluster
 from lengthwise.core.sizes import MOST, whole_number
 
-NAMED = 5  # sequences or ranks named in one message: what fits a screen; the others are counted
-ROUNDING = 1e-12  # of a time: what sums in another order may differ by
-NEARLY = 1e-9  # of a time: what many such sums may differ by; nobody waits for less
+NAMED = 5  # sequences or ranks named in one message; the others are counted
+ROUNDING = 1e-12  # relative difference of sums in another order
+NEARLY = 1e-9  # relative difference of many such sums; times closer than this count as equal
 
 
 def read_tokens(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Return lengths as ints from any whole numbers, NumPy's included; PlanError: none, or one below 1."""
+    """Return whole numbers, NumPy's included, as ints; PlanError: no lengths, or one below 1."""
     if len(tokens) and set(map(type, tokens)) == {int} and min(tokens) >= 1 and max(tokens) <= 2**53:
-        return tuple(tokens)  # the usual case, ten times quicker
+        return tuple(tokens)  # the usual case, ten times faster
     for i, value in enumerate(tokens):
         number = whole_number(value)
         if number is None or not 1 <= number <= MOST:
@@ -36,12 +36,12 @@ def read_tokens(tokens: Sequence[int]) -> tuple[int, ...]:
 
 
 def least_degrees_held(lengths: NDArray[np.int64], capacity_tokens: int) -> NDArray[np.int64]:
-    """Count the ranks that memory needs for each sequence."""
+    """Return the ranks that memory needs for each sequence."""
     return -(-lengths // capacity_tokens)
 
 
 def refuse_unheld(tokens: Sequence[int], cluster: Cluster) -> None:
-    """Raise a PlanError naming every sequence that no degree can hold, its length and what would hold it."""
+    """Raise PlanError for sequences that no degree can hold; it says what would hold them."""
     if max(tokens) <= cluster.longest_tokens:
         return
     unheld = [i for i, length in enumerate(tokens) if length > cluster.longest_tokens]

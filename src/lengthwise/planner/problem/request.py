@@ -1,4 +1,4 @@
-"""What every planner is given: lengths that are lengths, and a cluster that can hold them."""
+"""The request that every planner gets: checked lengths, a cluster that can hold them, and costs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from lengthwise.planner.problem.topology import Extras, Topology
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for what is computed once
 class PlanRequest:
-    """One step to plan; `context_tokens` sizes the mesh of planners with a fixed one (None: the longest sequence).
+    """One step to plan. context_tokens: sizes a fixed mesh (default: the longest sequence).
 
-    Where ranks are of unequal speed, `cost` is that of the mean speed and `speeds` are relative to it, along the line.
+    If ranks have unequal speeds, `cost` is that of the mean speed, and `speeds` are relative to it, along the line.
     Each rank is a pipeline of `stages` stages with `virtual` chunks of layers each.
     """
 
@@ -47,23 +47,23 @@ class PlanRequest:
 
     @property
     def cut(self) -> LayerCut:
-        """The pipeline that each rank is."""
+        """The pipeline of each rank."""
         return LayerCut(stages=self.stages, virtual=self.virtual)
 
     @property
     def priced_stages(self) -> int:
-        """The stages that the plan will be scored with: in mode `free` those of the costs, too."""
+        """The stages that the plan is scored with: in mode `free` those of the costs, too."""
         return max(self.stages, self.cost.stages)
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """The lengths as an array, in the order of `tokens`."""
+        """The lengths as a read-only array, in the order of `tokens`."""
         lengths = np.array(self.tokens, dtype=np.int64)
-        lengths.setflags(write=False)  # shared by all who ask
+        lengths.setflags(write=False)  # shared by all callers
         return lengths
 
     def draft(self, microbatches: Sequence[Microbatch]) -> Plan:
-        """Write a plan to be scored while planning."""
+        """Return a plan to be scored while planning."""
         return Plan(
             ranks=self.cluster.ranks,
             layers=1,
@@ -74,31 +74,31 @@ class PlanRequest:
 
     @cached_property
     def most_compute_seconds(self) -> float:
-        """The arithmetic of the sequence that has most of it, alone on one rank."""
+        """The most arithmetic of any sequence, in seconds on one rank."""
         return float(self.cost.compute_seconds(self.lengths).max())
 
     @property
     def planning_seconds(self) -> float:
-        """What tries beyond the search may cost."""
+        """The limit of the seconds spent on tries beyond the search."""
         return inf if self.planning_share is None else self.planning_share * self.bound_seconds
 
     @cached_property
     def topology(self) -> Topology:
-        """What the places of the line add to the seconds of a ring."""
+        """How much longer rings take at each place of the line."""
         return Topology(self.cost, self.cluster.ranks, self.speeds, self.cluster.capacity_tokens)
 
     def ring_extra_seconds(self, sequence: int, degree: int) -> Extras | None:
-        """Ask the topology about a ring of one sequence."""
+        """Return what the topology adds to a ring of one sequence."""
         return self.topology.extra_seconds(self.tokens[sequence], degree)
 
     @property
     def packs_beside_rings(self) -> bool:
-        """Whether local packs may share a ring's microbatch: where that saves a launch and holds up no other rank."""
+        """Whether local packs may join a ring's microbatch: it saves a launch and delays no other rank."""
         return self.cost.fixed_seconds > 0 and not self.cost.couples_layers
 
     @cached_property
     def most_held_tokens(self) -> int:
-        """The tokens of one piece that a rank holds at most: the capacity, or more with offload."""
+        """The most tokens of one piece on a rank: the capacity, or more with offload."""
         return self.cost.most_held_tokens(self.cluster.capacity_tokens)
 
     @cached_property
@@ -108,12 +108,12 @@ class PlanRequest:
 
     @cached_property
     def hidden_degrees(self) -> NDArray[np.int64]:
-        """The fewest ranks that hold each sequence with an offload that costs nothing."""
+        """The fewest ranks that hold each sequence with an offload that costs no time."""
         return self._of_unique(hidden_degrees)
 
     @cached_property
     def least_degrees(self) -> NDArray[np.int64]:
-        """The degree of each sequence that takes least of all ranks' time, from which growth starts."""
+        """The degree of each sequence with the fewest rank-seconds; growth starts there."""
         least = self._of_unique(partial(cheapest_degrees, only=self.useful_degrees))
         if self.speeds is None:
             return least
@@ -122,20 +122,20 @@ class PlanRequest:
 
     @cached_property
     def useful_degrees(self) -> NDArray[np.int64] | None:
-        """The degrees worth trying; None: all are."""
+        """The degrees worth trying, or None if all are."""
         return useful_degrees(self.cost, self.cluster.ranks)
 
     def growth(
         self, lengths: NDArray[np.int64], least: NDArray[np.int64], floor_tokens: int | None = None
     ) -> DegreeTable:
-        """Return the degrees of some lengths, down to a floor of tokens a rank (default: `floor_tokens`)."""
+        """Return the degrees of some lengths, down to a floor of tokens per rank (default: `floor_tokens`)."""
         only, floor = self.useful_degrees, floor_tokens or self.floor_tokens
         most = most_degrees(lengths, least, self.cluster.ranks, floor, only=only)
         return DegreeTable(self.cost, lengths, least, most, only=only)
 
     @property
     def floor_tokens(self) -> int:
-        """The tokens that growth usually leaves on a rank; where one holds less, blocks are small anyway."""
+        """The tokens per rank at which growth usually stops: 4,096, or half the capacity if that is less."""
         return min(GROWTH_FLOOR_TOKENS, max(1, self.cluster.capacity_tokens // 2))
 
     def _of_unique(self, find: Callable[[Cost, NDArray[np.int64], Cluster], NDArray[np.int64]]) -> NDArray[np.int64]:
@@ -163,15 +163,15 @@ class PlanRequest:
 
     @cached_property
     def shared_bound_seconds(self) -> float:
-        """The bound where rings may share their launches with local packs."""
+        """The bound if rings may share their launches with local packs."""
         if self.cost.fixed_seconds == 0:
             return self.bound_seconds
         return max(self.least_seconds(shared_launches=True), self._launches_seconds)
 
     def in_waves(self, seconds: float) -> float:
-        """Return the least that waves take of a step that without lock-step takes `seconds`, with what they gather.
+        """Return a bound for waves, gathers included, of a step that takes `seconds` without lock-step.
 
-        As few even waves as hold all tokens take least; where one sequence sets a wave they are not even.
+        As few even waves as hold all tokens take least; if one sequence sets a wave, they are not even.
         """
         held = self.cluster.ranks * (self.most_held_tokens + ROUNDING_TOKENS)
         waves = -(-int(self.lengths.sum()) // held)
@@ -182,7 +182,7 @@ class PlanRequest:
     def _with_longest_seconds(self, held_tokens: int) -> float:
         """Bound what waves compute by the wave of the longest sequence, overhead left out.
 
-        It lasts as long as this sequence at its quickest degree; other work in it is limited by the tokens that fit.
+        It lasts as long as this sequence at its fastest degree; other work in it is limited by the tokens that fit.
         """
         longest, alone = int(self.lengths.argmax()), self.cost.compute_seconds(self.lengths)
         degrees = np.arange(int(self.fewest_degrees[longest]), self.cluster.ranks + 1)
@@ -194,7 +194,7 @@ class PlanRequest:
 
     @cached_property
     def packed_bound_seconds(self) -> float:
-        """What ends plans that cut whole packs hardly sooner than; for these the other bounds do not hold."""
+        """A time that plans with cut packs hardly beat; the other bounds do not hold for them."""
         if self.cost.fixed_seconds == 0:
             return self.bound_seconds
         return max(self.least_seconds(lone_rings=False), self._launches_seconds)

@@ -1,6 +1,6 @@
-"""What a plan costs: walk its one global order and keep a clock for every rank.
+"""The time of a plan: walk its one global order with a clock for every rank.
 
-It reads the plan alone, so that all planners are compared by the same few lines.
+It reads only the plan, so it compares all planners alike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Score:
     """The time of one step under given costs.
 
     makespan_seconds: when the last rank is done.
-    busy_seconds: for each rank, the time it works (waiting left out).
+    busy_seconds: seconds that each rank works, waiting left out.
     ring_tokens: tokens of sequences that are cut over more than one rank.
     num_tokens: all tokens of the step.
     """
@@ -36,36 +36,36 @@ class Score:
 
     @property
     def idle_ratio(self) -> float:
-        """Share of the ranks' time that is spent waiting, 0 to 1."""
+        """Share of the ranks' time spent waiting, 0 to 1."""
         mean = sum(self.busy_seconds) / len(self.busy_seconds)
         return max(0.0, 1.0 - mean / self.makespan_seconds) if self.makespan_seconds > 0 else 0.0
 
     @property
     def ring_token_ratio(self) -> float:
-        """Share of tokens that are cut over more than one rank, 0 to 1."""
+        """Share of tokens in sequences that are cut over more than one rank, 0 to 1."""
         return self.ring_tokens / self.num_tokens
 
 
 def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> Score:
-    """Score a plan: a microbatch starts when all its ranks are free and keeps each busy for the sum of its pieces.
+    """Score a plan: a microbatch starts when all its ranks are free, and keeps each busy for the sum of its pieces.
 
-    In a plan of kind `waves` it starts when every rank is free, and takes what its gathers do, too. Where a rank is a
-    pipeline of p stages, all seconds are those of a stage, and stages run interleaved 1F1B (`stage_order`,
-    `stage_clocks`) with messages that take no time: m microbatches of t each end after t m + t (p - 1) / v.
+    In a plan of kind `waves` it starts when every rank is free, and includes its gathers. If a rank is a pipeline of p
+    stages, all seconds are those of a stage, and stages run interleaved 1F1B (`stage_order`, `stage_clocks`) with free
+    messages: m microbatches of t each end after t m + t (p - 1) / v.
 
     Args:
-        plan: of any planner.
-        cost: what work takes.
-        speeds: of each rank (default: those of the plan's notes, else 1); a piece is as slow as its slowest rank.
+       plan: of any planner.
+       cost: the costs of work.
+       speeds: of each rank (default: those of the plan's notes, else 1); a piece is as slow as its slowest rank.
 
     Raises:
-        PlanError: a feature that these costs do not price.
-        ConfigError: speeds that are none.
+       PlanError: a feature that these costs do not price.
+       ConfigError: invalid speeds.
     """
     speeds = noted_speeds(plan) if speeds is None else read_speeds(speeds, plan.ranks)
     cut = replace(plan.cut, stages=_priced_stages(plan, cost))
     lock_step = plan.schedule["kind"] == "waves"
-    free, busy = [0.0] * plan.ranks, [0.0] * plan.ranks  # lists: single entries are read and written faster
+    free, busy = [0.0] * plan.ranks, [0.0] * plan.ranks  # lists, since single entries are faster than in arrays
     totals: list[dict[int, float]] = []
     for microbatch, total in zip(plan.microbatches, _rank_seconds(plan, cost, speeds), strict=True):
         start = max(free) if lock_step else max(map(free.__getitem__, total))
@@ -97,7 +97,7 @@ def _pipelined_seconds(plan: Plan, totals: Sequence[Mapping[int, float]], cut: L
 def _rank_seconds(plan: Plan, cost: Cost, speeds: Sequence[float] | None) -> Iterator[dict[int, float]]:
     """Yield how long each microbatch keeps each of its ranks busy, overhead included."""
     costs = {kind: cost.recomputing(kind) for kind in {microbatch.recompute for microbatch in plan.microbatches}}
-    pricing = dict.fromkeys(costs, cost) if _reads_choices(cost) else costs  # it gets each microbatch's kind
+    pricing = dict.fromkeys(costs, cost) if _reads_choices(cost) else costs  # the former get each microbatch's kind
     placed = [(microbatch, piece) for microbatch in plan.microbatches for piece in microbatch.pieces]
     priced = {kind: _seconds_at(placed, plan.tokens, each, speeds) for kind, each in pricing.items()}
     took = (priced[microbatch.recompute][number] for number, (microbatch, _) in enumerate(placed))
@@ -123,7 +123,7 @@ def _rank_seconds(plan: Plan, cost: Cost, speeds: Sequence[float] | None) -> Ite
 def _seconds_at(
     placed: Sequence[tuple[Microbatch, Piece]], tokens: Sequence[int], cost: Cost, speeds: Sequence[float] | None
 ) -> list[float]:
-    """Price pieces at relative rank speeds: an even split runs at the slowest rank's, shares are priced by rank."""
+    """Price pieces at relative rank speeds: even splits at the slowest rank's, shares by rank."""
     lengths_of = np.array(tokens, dtype=np.int64)
     if speeds is None:
         return _pieces_seconds(placed, lengths_of, cost)
@@ -144,7 +144,7 @@ def _seconds_at(
 
 
 def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], tokens: NDArray[np.int64], cost: Cost) -> list[float]:
-    """Price how long each piece keeps each rank busy, without overhead; `tokens`: all lengths of the step."""
+    """Return how long each piece keeps its ranks busy, without overhead; `tokens`: all lengths of the step."""
     counts = np.array([len(piece.sequences) for _, piece in placed], dtype=np.int64)
     degrees = np.array([len(piece.ranks) for _, piece in placed], dtype=np.int64)
     inside = tokens[[i for _, piece in placed for i in piece.sequences]]
@@ -158,7 +158,7 @@ def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], tokens: NDArray[
         took[packed] = np.add.reduceat(cost.compute_seconds(inside), starts[counts > 0])[packed[counts > 0]]
     lone = is_ring & (counts == 1) & (not as_written)
     took[lone] = cost.ring_piece_seconds(inside[starts[lone]], degrees[lone])
-    known: dict[object, float] = {}  # batches of one length have thousands of rings that are alike
+    known: dict[object, float] = {}  # batches of one length have thousands of equal rings
     for number in np.flatnonzero(~packed & ~lone & (counts > 0)).tolist():
         microbatch, piece = placed[number]
         lengths = tokens[list(piece.sequences)].tolist()
@@ -179,7 +179,7 @@ def _reads_choices(cost: Cost) -> bool:
 
 
 def _recompute(microbatch: Microbatch, cost: Cost) -> str:
-    """Return the kind to price: costs of one kind price plans that do not state it yet."""
+    """Return the kind to price; a draft does not state it yet, so the costs do."""
     return cost.choices.recompute if microbatch.recompute == "none" else microbatch.recompute
 
 
@@ -191,7 +191,7 @@ def _written_seconds(
 
 
 def _priced_stages(plan: Plan, cost: Cost) -> int:
-    """Return the pipeline stages of a rank; refuse those that these costs do not price."""
+    """Return the pipeline stages of a rank; refuse a number that these costs do not price."""
     asked = plan.cut.stages
     if plan.schedule["kind"] == "pipeline" and cost.stages not in (0, asked):
         expected, remedy = f"{cost.stages}, as in the costs", "Take costs of that many stages."

@@ -1,6 +1,6 @@
-"""Ranks of unequal speed: a number for each rank, 1 where it computes as fast as the costs say.
+"""Ranks of unequal speed: a number for each rank, 1 if it computes as fast as the costs say.
 
-Arithmetic and launches take seconds / v; links and copies stay. Plans note speeds as runs of neighbours.
+Arithmetic and launches take seconds / v; links and copies do not change. Plans note speeds as runs of neighbours.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from lengthwise.core.plan import Plan
 from lengthwise.cost import Cost
 from lengthwise.planner.problem.lengths import NAMED
 
-_MOST_SPEED = 1e6  # and its inverse the least: beyond, times of a step would mean nothing
+_MOST_SPEED = 1e6  # the least speed is its inverse
 
 
 def read_speeds(speeds: Sequence[float] | None, ranks: int) -> tuple[float, ...] | None:
-    """Return a speed for each of `ranks` ranks; None where all are 1.
+    """Return a speed for each of `ranks` ranks, or None if all are 1.
 
     Raises:
-        ConfigError: another number of them, or one outside 1e-6 to 1e6.
-        Problems: several of these.
+       ConfigError: a wrong number of speeds, or a speed outside 1e-6 to 1e6.
+       Problems: several of these.
     """
     if speeds is None:
         return None
@@ -45,12 +45,12 @@ def read_speeds(speeds: Sequence[float] | None, ranks: int) -> tuple[float, ...]
 
 
 def speed_runs(speeds: Sequence[float]) -> list[list[float]]:
-    """Write speeds as a plan's note: [how many neighbouring ranks, their speed], along the line."""
+    """Return speeds as a plan's note: [number of neighbouring ranks, their speed], along the line."""
     return [[len(list(run)), speed] for speed, run in groupby(speeds)]
 
 
 def at_mean_speed(cost: Cost, speeds: Sequence[float] | None) -> tuple[Cost, tuple[float, ...] | None]:
-    """Return the costs of a rank of mean speed, and speeds in parts of it; None where all are alike."""
+    """Return the costs of a rank of mean speed, and speeds relative to the mean, or None if all are equal."""
     if speeds is None:
         return cost, None
     if min(speeds) == max(speeds):
@@ -60,7 +60,7 @@ def at_mean_speed(cost: Cost, speeds: Sequence[float] | None) -> tuple[Cost, tup
 
 
 def noted_speeds(plan: Plan) -> tuple[float, ...] | None:
-    """Read the speeds that a plan's notes give; None: none. PlanError: no list of [count, speed] over all ranks."""
+    """Return the speeds in a plan's notes, or None; PlanError: not a list of [count, speed] over all ranks."""
     runs = plan.notes.get("speeds")
     if runs is None:
         return None
@@ -79,6 +79,6 @@ def _is_run(run: Any) -> bool:
 
 
 def refuse_speeds(where: str, expected: str, got: str) -> ConfigError:
-    """Return the error of speeds that cannot be read."""
+    """Return the error for invalid speeds."""
     remedy = "Give every rank a speed: 1 as fast as the costs say, 0.5 half as fast."
     return ConfigError(where, expected=expected, got=got, remedy=remedy)

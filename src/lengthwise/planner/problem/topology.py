@@ -1,7 +1,7 @@
 """The line of ranks as rings find it: nodes and relative speeds make some places slower than others.
 
-A ring that crosses a node's border takes the far link; it runs at its slowest rank's speed, or with shares at the mean.
-Seconds at any speed are interpolated in 1 / speed over a small grid.
+A ring that crosses a node's border takes the far link. It runs at its slowest rank's speed, or, with shares, at the
+mean. Seconds at any speed are interpolated in 1 / speed over a small grid.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from lengthwise.cost import Cost
 from lengthwise.planner.problem.effort import TOLD_APART
 from lengthwise.planner.problem.lengths import NEARLY, ROUNDING
 
-_LOST = 4  # times that time lost by fast ranks counts against a place; uncounted, `halves` end 1.9 % further behind
+_LOST = 4  # weight of the time that fast ranks lose at a place; with 0, `halves` end 1.9 % further behind
 _ROUNDED = 2  # tokens by which a rank's two chunks may exceed its share
 _ALLOWED = 6  # tokens that bounds allow a rank above its capacity: the plan file's one, and rounding of its work
-_STEPS = 128  # of a rank's capacity, by which bounds tell rings apart
-_LOOKED_AT = 2048  # ranks up to which bounds look at every place of every ring
-_AT_ONCE = 2**20  # speeds looked at together
+_STEPS = 128  # steps of a rank's capacity in which bounds price rings
+_LOOKED_AT = 2048  # ranks; up to here bounds examine every place of every ring
+_AT_ONCE = 2**20  # speeds in one array
 
 Floats = NDArray[np.float64]
 
 
-class Places(NamedTuple):
-    """Places of rings of one degree, one entry a first rank.
+class RingPlaces(NamedTuple):
+    """All places of rings of one degree; one entry per first rank.
 
-    crosses: whether such a ring crosses a border of nodes though it need not.
-    slowest, mean, fastest: relative speed of its ranks.
+    crosses: whether such a ring crosses a border of nodes that it could avoid.
+    slowest, mean, fastest: relative speeds of its ranks.
     """
 
     first: NDArray[np.int64]
@@ -43,13 +43,13 @@ class Places(NamedTuple):
     mean: Floats
     fastest: Floats
 
-    def at(self, some: slice) -> Places:
-        """Return a part of them."""
-        return Places._make(each[some] for each in self)
+    def at(self, some: slice) -> RingPlaces:
+        """Return some of the places."""
+        return RingPlaces._make(each[some] for each in self)
 
 
 class Extras:
-    """What each first rank adds to a ring; `find`: of some, (seconds, these with the time that ranks lose)."""
+    """What each first rank adds to a ring. `find`: for some places, (seconds, seconds plus what fast ranks lose)."""
 
     def __init__(self, find: Callable[[slice], tuple[Floats, Floats]]) -> None:
         self._find = find
@@ -65,7 +65,7 @@ class Extras:
 
     @property
     def compared(self) -> Floats:
-        """What each first rank adds, time lost by its ranks included."""
+        """The seconds that each first rank adds, with the time that its fast ranks lose."""
         return self._all[1]
 
     def at(self, first: int) -> float:
@@ -74,9 +74,9 @@ class Extras:
 
 
 class CostAtSpeed:
-    """Rings at a relative speed and times a weight of their own.
+    """Prices of rings, each at its own relative speed and times its own weight.
 
-    choose: speed and weight for a share of the ranks' capacity, 0 to 1, that a sequence takes, and a degree.
+    choose: returns speed and weight for the share of the ranks' capacity that a sequence takes, 0 to 1, and a degree.
     """
 
     def __init__(self, cost: Cost, choose: Callable[[float, int], tuple[float, float]], capacity_tokens: int) -> None:
@@ -112,18 +112,18 @@ class Topology:
     """What the places of the line add to the seconds that `cost` gives a ring, its launch included.
 
     Args:
-        cost: of a rank of speed 1.
-        ranks: of the line.
-        speeds: of each rank, their mean 1; None: all alike.
-        capacity_tokens: what a rank holds; shares stay within it.
+       cost: of a rank of speed 1.
+       ranks: of the line.
+       speeds: of each rank, with mean 1; None if all are equal.
+       capacity_tokens: tokens per rank; shares stay within it.
     """
 
     def __init__(self, cost: Cost, ranks: int, speeds: Sequence[float] | None = None, capacity_tokens: int = 0) -> None:
         self.ranks, self.speeds = ranks, None if speeds is None else np.array(speeds)
         self._capacity = capacity_tokens
         self._ranks_per_node = ranks
-        self._widest = ranks  # rings up to here are slower where they lie in more nodes than they need
-        self._costs: list[Cost] = [cost]  # and, where nodes matter, the same costs where every ring crosses a border
+        self._widest = ranks  # rings up to here are slower in more nodes than they need
+        self._costs: list[Cost] = [cost]  # and, if nodes matter, the same costs with every ring across a border
         shared = cost.shares_uplinks
         if (cost.near != cost.far or shared) and cost.ranks_per_node < ranks:
             self._costs.append(replace(cost, crosses_node=True))
@@ -134,16 +134,16 @@ class Topology:
         self._grid_costs = [
             [each.at_speed(speed) if speed != 1 else each for speed in self._grid] for each in self._costs
         ]
-        self._known: dict[tuple[int, int], tuple[float, Floats]] = {}  # of a ring: promised, and at each cost and speed
-        self._places: dict[int, Places] = {}
+        self._known: dict[tuple[int, int], tuple[float, Floats]] = {}  # of a ring: seconds by `cost`, by cost and speed
+        self._places: dict[int, RingPlaces] = {}
 
     @property
     def is_level(self) -> bool:
-        """Whether all places are alike for every ring."""
+        """Whether all places are equal for every ring."""
         return self.speeds is None and len(self._costs) == 1
 
     def prepare(self, lengths: NDArray[np.int64], degrees: NDArray[np.int64]) -> None:
-        """Price many rings at once, before they are asked for one by one."""
+        """Price many rings at once, before they are needed one by one."""
         some = np.flatnonzero((degrees > 1) & ((degrees <= self._widest) | (self.speeds is not None)))
         if self.is_level or len(some) == 0:
             return
@@ -155,7 +155,7 @@ class Topology:
         self._known.update(zip(keys, values, strict=True))
 
     def extra_seconds(self, length: int, degree: int) -> Extras | None:
-        """Return for each first rank how much longer than the costs say a ring takes; None where nowhere longer."""
+        """Return how much longer than the costs say a ring takes at each first rank; None if nowhere."""
         if self.is_level or degree < 2 or (self.speeds is None and degree > self._widest):
             return None
         key = length, degree
@@ -168,12 +168,12 @@ class Topology:
         return Extras(partial(self._added_by_speeds, length, degree))
 
     def _added_by_border(self, degree: int, penalty: float, some: slice) -> tuple[Floats, Floats]:
-        """Return what places that cross a node's border add, twice."""
+        """Return the seconds that places across a node's border add, twice."""
         extra = np.where(self.places(degree).crosses[some], penalty, 0.0)
         return extra, extra
 
     def _added_by_speeds(self, length: int, degree: int, some: slice) -> tuple[Floats, Floats]:
-        """Return what places add to a ring, with the time that their fast ranks lose."""
+        """Return the seconds that places add to a ring, and these plus the time that fast ranks lose."""
         (promised, seconds), places = self._known[length, degree], self.places(degree).at(some)
         slownesses = 1 / self._ring_speeds(length, degree, self._capacity - _ROUNDED, places)
         rings = [np.interp(slownesses, self._grid_slownesses, row) for row in seconds]
@@ -182,14 +182,14 @@ class Topology:
         extra = took - promised + launches
         return extra, extra + _LOST * took * (places.mean * slownesses - 1)
 
-    def places(self, degree: int) -> Places:
-        """Look at every interval of `degree` ranks."""
+    def places(self, degree: int) -> RingPlaces:
+        """Return all intervals of `degree` ranks."""
         if degree not in self._places:
             firsts = np.arange(self.ranks - degree + 1)
-            fewest = -(-degree // self._ranks_per_node) * self._ranks_per_node  # ranks of the nodes that it needs
+            fewest = -(-degree // self._ranks_per_node) * self._ranks_per_node  # ranks of the fewest nodes
             crosses = (firsts % self._ranks_per_node + degree > fewest) & (degree <= self._widest)
             speeds = np.ones(self.ranks) if self.speeds is None else self.speeds
-            self._places[degree] = Places(
+            self._places[degree] = RingPlaces(
                 first=firsts,
                 crosses=crosses,
                 slowest=-window_max(-speeds, degree),
@@ -199,7 +199,7 @@ class Topology:
         return self._places[degree]
 
     def shares(self, length: int, first: int, degree: int) -> list[float] | None:
-        """Return what part of a sequence each rank of a place takes, in the order of the line; None: all alike."""
+        """Return each rank's part of a sequence at a place, in line order; None if all are equal."""
         if self.speeds is None or degree < 2:
             return None
         speeds = self.speeds[first : first + degree]
@@ -212,14 +212,14 @@ class Topology:
         return None if parts.min() == parts.max() else (parts / parts.max()).tolist()
 
     def most_held_tokens(self, length: int, first: int, degree: int) -> int:
-        """Bound what any rank of a place holds of a sequence."""
+        """Return an upper bound of the tokens of a sequence on any rank of a place."""
         shares = self.shares(length, first, degree)
         if shares is None:
             return held_at_most(length, degree)
         return math.ceil(length * max(shares) / sum(shares)) + _ROUNDED
 
     def best_places(self) -> CostAtSpeed:
-        """Return costs of rings where they are quickest, for bounds: no place and no shares make them quicker."""
+        """Return costs of rings at their fastest place, for bounds: no place and no shares make them faster."""
 
         def speed_and_weight(filled: float, degree: int) -> tuple[float, float]:
             return float(self._all_speeds(filled * degree * self._capacity, degree).max()), 1.0
@@ -227,9 +227,9 @@ class Topology:
         return CostAtSpeed(self._costs[0], speed_and_weight, self._capacity)
 
     def least_spent(self) -> CostAtSpeed:
-        """Return costs of what rings of this degree or more take of each rank, in seconds of a rank of speed 1.
+        """Return the rank-seconds, in seconds of a rank of speed 1, that rings of this degree or more take.
 
-        Where a ring is slower than its ranks' mean, fast ones wait: at least by the least share of any place.
+        If a ring is slower than its ranks' mean, fast ranks wait: at least by the least share of any place.
         """
         assert self.speeds is not None, "where ranks are alike rings keep what the costs say"
         lowest = float(self.speeds.min())
@@ -240,18 +240,18 @@ class Topology:
         return CostAtSpeed(self._costs[0], speed_and_weight, self._capacity)
 
     def _least_lost(self, length: float, degree: int) -> float:
-        """Return how many times its work a ring of this degree or more keeps its ranks; 1 where none waits."""
+        """Return how many times its work a ring of this degree or more occupies its ranks; 1 if none waits."""
         if self.ranks > _LOOKED_AT or self._all_speeds(length, self.ranks)[0] > 1 - NEARLY:
             return 1.0
         some = range(max(degree, math.ceil(length / (self._capacity + _ALLOWED))), self.ranks + 1)
         return min(float((self.places(each).mean / self._all_speeds(length, each)).min()) for each in some)
 
     def _all_speeds(self, length: float, degree: int) -> Floats:
-        """Return the speed of a ring in each place, with the memory that bounds allow a rank."""
+        """Return the speed of a ring at each place, with the memory that bounds allow a rank."""
         return self._ring_speeds(length, degree, self._capacity + _ALLOWED, self.places(degree))
 
-    def _ring_speeds(self, length: float, degree: int, capacity_tokens: float, places: Places) -> Floats:
-        """Return the speed of a ring in each place, up to `capacity_tokens` on a rank."""
+    def _ring_speeds(self, length: float, degree: int, capacity_tokens: float, places: RingPlaces) -> Floats:
+        """Return the speed of a ring at each place, with up to `capacity_tokens` on a rank."""
         tight = np.flatnonzero(length * places.fastest > capacity_tokens * degree * places.mean)
         if len(tight) == 0:
             return places.mean
@@ -264,9 +264,9 @@ class Topology:
 
 
 def levelled(speeds: Floats, most: float) -> tuple[Floats, Floats]:
-    """Divide a whole over ranks so that the last is done earliest, no part above `most`; a row is a ring.
+    """Divide a whole over ranks so that the last is done earliest, no part above `most`; each row is a ring.
 
-    Returns the parts, and for each row the time of the last; parts are equal where even those exceed `most`.
+    Return the parts, and the time of the last rank of each row; parts are equal if even equal ones exceed `most`.
     """
     degree = speeds.shape[1]
     if most * degree <= 1:
@@ -274,7 +274,7 @@ def levelled(speeds: Floats, most: float) -> tuple[Floats, Floats]:
     order = np.argsort(-speeds, axis=1, kind="stable")
     fast = np.take_along_axis(speeds, order, axis=1)
     slower = np.cumsum(fast[:, ::-1], axis=1)[:, ::-1]  # the sum of this speed and all below
-    times = (1 - most * np.arange(degree)) / slower  # of the others, where so many are full
+    times = (1 - most * np.arange(degree)) / slower  # of the others, with this many ranks full
     full = np.argmax(fast * times <= most * (1 + ROUNDING), axis=1)
     time = np.take_along_axis(times, full[:, None], axis=1)
     return np.minimum(most, speeds * time), time[:, 0]
@@ -297,7 +297,7 @@ def window_sum(values: Floats, width: int) -> Floats:
 
 
 def _some_of(speeds: Floats) -> Floats:
-    """Choose the speeds at which rings are priced, fastest first."""
+    """Return the speeds at which to price rings, fastest first."""
     distinct = np.unique(speeds)
     if len(distinct) > TOLD_APART:
         distinct = 1 / np.linspace(1 / distinct[0], 1 / distinct[-1], TOLD_APART)

@@ -1,1 +1,1 @@
-"""Steps whose ranks do not run free: in lock-step waves, or each as a pipeline of stages."""
+"""Schedules of ranks that do not run freely: lock-step waves, and ranks that are pipelines."""

@@ -1,6 +1,6 @@
-"""Microbatch slots: ranks x slots, filled so that every rank has as much to do, and each slot what is asked for.
+"""Microbatch slots: ranks x slots, filled so that ranks have equal work and each slot its share of it.
 
-A slot is one microbatch of each rank that has work in it; all ranks go through the slots in one order (`stage_order`).
+A slot is one microbatch of each rank with work in it; all ranks go through the slots in one order (`stage_order`).
 Source: shelf packing, first-fit decreasing.
 """
 
@@ -16,14 +16,14 @@ from lengthwise.core.held import held_at_most
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.program.ring_order import ring_order
 
-COARSE = 1.02  # times a slot: what is that near counts as the same, finer steps change no more than packing does
+COARSE = 1.02  # times this near count as equal: finer steps change no more than packing does
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
 
 
 class Bundle(NamedTuple):
-    """Rings over the same ranks in one microbatch: what they hold of each rank, and how long they take together."""
+    """Rings over the same ranks in one microbatch. held_tokens: per rank. seconds: of all of them together."""
 
     sequences: tuple[int, ...]
     degree: int
@@ -34,12 +34,12 @@ class Bundle(NamedTuple):
 def bundle_rings(
     rings: Sequence[tuple[int, int, int, float]], *, capacity_tokens: int, most_seconds: float
 ) -> list[Bundle]:
-    """Let rings of one degree share microbatches, as far as tokens and seconds go.
+    """Let rings of one degree share microbatches, within limits of tokens and seconds.
 
     Args:
-        rings: (sequence, its tokens, degree, seconds), widest first.
-        capacity_tokens: what a rank holds in a microbatch.
-        most_seconds: of a bundle; a longer ring is alone.
+       rings: (sequence, its tokens, degree, seconds), widest first.
+       capacity_tokens: tokens of a rank in a microbatch.
+       most_seconds: of a bundle; a longer ring is alone.
     """
     bundles = [Bundle((), 0, 0, 0.0)]
     for sequence, tokens, degree, seconds in rings:
@@ -53,10 +53,10 @@ def bundle_rings(
 
 
 class MicrobatchSlots:
-    """Ranks x slots; `weights` say how much of a full slot each slot should take, 0 to 1.
+    """Ranks x slots. weights: how full each slot should be, 0 to 1.
 
     At [rank, slot]: `taken`, seconds of rings; `rooms`, tokens that rings leave; `local`, seconds of local sequences.
-    `is_first`, at [slot, rank]: whether a rank does not share the microbatch of the rank before it.
+    `is_first`, at [slot, rank]: False if a rank shares the microbatch of the rank before it.
     """
 
     def __init__(self, ranks: int, weights: Floats, bundles: Sequence[Bundle], capacity_tokens: int) -> None:
@@ -75,14 +75,14 @@ class MicrobatchSlots:
         rows.sort(key=lambda row: -max(bundle.seconds for _, bundle in row))
         for row, slot in zip(rows, middle.tolist(), strict=False):
             for left, bundle in row:
-                first = left if slot % 2 == 0 else ranks - left - bundle.degree  # neither end has all the rings
+                first = left if slot % 2 == 0 else ranks - left - bundle.degree  # alternate the end that has rings
                 self.rings[slot].append((first, bundle))
                 self.is_first[slot, first + 1 : first + bundle.degree] = False
                 self.taken[first : first + bundle.degree, slot] = bundle.seconds
                 self.rooms[first : first + bundle.degree, slot] -= bundle.held_tokens
 
     def targets(self, rank_seconds: float) -> Floats:
-        """Return what ranks may take in each slot beside rings, max(w x - taken, 0), to come to `rank_seconds`."""
+        """Return the seconds of each slot beside rings, max(w x - taken, 0), so that ranks sum to `rank_seconds`."""
         opens = self.taken / self.weights
         order = np.argsort(opens, axis=1)
         opens, taken = np.take_along_axis(opens, order, axis=1), np.take_along_axis(self.taken, order, axis=1)
@@ -104,7 +104,7 @@ class MicrobatchSlots:
                 return False
             ranks = open_[np.argsort(-left[open_], kind="stable")][: len(lengths) - done]
             after = np.maximum.accumulate(left[ranks] - seconds[done : done + len(ranks)])
-            in_turn = np.flatnonzero(after[:-1] > left[ranks[1:]])  # there, one that was dealt to is first again
+            in_turn = np.flatnonzero(after[:-1] > left[ranks[1:]])  # there a rank that has been dealt to is first again
             ranks = ranks[: in_turn[0] + 1] if len(in_turn) else ranks
             dealt = slice(done, done + len(ranks))
             held = lengths[dealt]
@@ -134,7 +134,7 @@ class MicrobatchSlots:
         return moved.ravel()[places]
 
     def microbatches(self, sequences: Whole) -> list[Microbatch]:
-        """Write slot by slot, with the local `sequences` that were filled in; packs beside rings share theirs."""
+        """Return the microbatches, slot by slot, with the local `sequences` of `fill`; packs join rings beside them."""
         order = np.argsort(self._places, kind="stable")
         places, firsts = np.unique(self._places[order], return_index=True)
         ranks, slots = np.divmod(places, len(self.weights))
@@ -157,7 +157,7 @@ class MicrobatchSlots:
 
 
 def _rows(bundles: Sequence[Bundle], ranks: int) -> list[list[tuple[int, Bundle]]]:
-    """Lay bundles, widest first, side by side in as few rows as first fit finds: (first rank, bundle)."""
+    """Lay bundles, widest first, side by side in few rows, first fit: (first rank, bundle)."""
     rows: list[list[tuple[int, Bundle]]] = []
     ends: list[int] = []
     open_: list[int] = []  # rows that are not full

@@ -1,7 +1,7 @@
-"""Plans for ranks that are pipelines of p stages with v virtual ones: PP-Balance of ByteScale, levelled in time.
+"""Plans for ranks that are pipelines of p stages with v virtual ones: ByteScale's PP-Balance, levelled in time.
 
-Profiles of full slots with smaller ramps are run on clocks as ideal pipelines, the most promising filled
-(`microbatch_slots`, or `shelves` where long sequences set the time). Source: W (m V + p - 1), arXiv 2502.21231;
+Profiles of full slots with smaller ramps are timed as ideal pipelines, and the most promising are filled
+(`microbatch_slots`, or `shelves` if long sequences set the time). Source: W (m V + p - 1), arXiv 2502.21231;
 docs/decisions/pipeline-slots.md.
 """
 
@@ -22,18 +22,18 @@ from lengthwise.planner.schedules.microbatch_slots import COARSE, MicrobatchSlot
 from lengthwise.planner.schedules.shelves import plan_shelves, write_shelves
 from lengthwise.program.stage_clocks import slot_clocks
 
-FULL_SLOTS = (1.0, 1.1, 1.5, 3.0)  # of the fewest that could hold all tokens
-RAMPS = (0.5, 1.0, 2.0, 3.0)  # slots of one, in stages
+FULL_SLOTS = (1.0, 1.1, 1.5, 3.0)  # times the fewest slots that could hold all tokens
+RAMPS = (0.5, 1.0, 2.0, 3.0)  # slots of a ramp, per stage
 GROWTHS = (1.1, 1.2, 1.35)  # of a slot over the one before, in a ramp
-_MOST_SLOTS = 256  # of a profile, or the fewest that hold all: clocks cost slots x ranks
-_TRIED = 12  # profiles whose rings are placed, the first to end without them
-_FILLED = 200_000  # sequences filled in, over all profiles: time of one filling for the choice between several
+_MOST_SLOTS = 256  # of a profile, unless more are needed to hold all: clocks cost slots x ranks
+_TRIED = 12  # profiles whose rings are placed, the fastest ideal ones
+_FILLED = 200_000  # sequences filled in over all profiles; at least two profiles are filled
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
 
 
 def plan_pipeline(request: PlanRequest, least_seconds: float) -> Iterator[list[Microbatch]]:
-    """Yield the plan that should end first; several of small steps; none of large ones after `least_seconds`."""
+    """Yield the plan that should end first, or several for small steps; none for large ones after `least_seconds`."""
     slots = _Slots(request)
     num_sequences = len(request.tokens)
     is_small = num_sequences * request.cluster.ranks <= SMALL_STEP
@@ -47,7 +47,7 @@ def plan_pipeline(request: PlanRequest, least_seconds: float) -> Iterator[list[M
     fitting = (each for each in map(slots.filled, tried) if each is not None)
     filled = list(islice(fitting, max(2, _FILLED // num_sequences)))
     end_seconds = min([least_seconds, *(each.end_seconds for each in filled)])
-    # Interleaved stages take microbatches in groups, which rings of several lengths hold up.
+    # Interleaved stages take microbatches in groups, which rings of unequal lengths delay.
     shelves = plan_shelves(request, end_seconds) if is_small or request.virtual == 1 else []
     is_shelved = bool(shelves) and shelves[0].end_seconds < end_seconds
     if is_small:
@@ -74,7 +74,7 @@ def pipeline_schedule(cut: LayerCut) -> dict[str, object]:
 
 
 def _profiles(fewest: int, cut: LayerCut) -> Iterator[Floats]:
-    """Yield slots as shares of a full one, as full as can be; interleaved ones in groups of as many as stages."""
+    """Yield slots as shares of a full one, as full as possible; interleaved ones in groups of as many as stages."""
     ramps = [np.ones(0)]
     ramps += [
         growth ** np.arange(-slots, 0.0)
@@ -96,7 +96,7 @@ def _profiles(fewest: int, cut: LayerCut) -> Iterator[Floats]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlacedProfile:
-    """A profile with its rings placed, and when it ends, with local sequences in even parts or as they are."""
+    """A profile with its rings placed, and when it ends, local sequences spread evenly or filled in."""
 
     slots: MicrobatchSlots
     targets: Floats  # seconds of local sequences at [rank, slot]
@@ -162,7 +162,7 @@ class _Slots:
         return slot_clocks(forward, seconds - forward, is_first, self._request.cut)
 
     def _cut(self, full_slots: float) -> tuple[NDArray[np.int64], Floats, float]:
-        """Find degree and seconds of each length so that none exceeds a full slot, and the total work."""
+        """Return degree and seconds of each length so that none exceeds a full slot, and the total work."""
         if full_slots not in self._known:
             cost = self._request.cost
             work = float(self._counts @ (self._least * cost.ring_piece_seconds(self._lengths, self._least)))

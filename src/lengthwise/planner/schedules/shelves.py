@@ -1,7 +1,7 @@
-"""Shelves of rings, for ranks that are pipelines: rings of like length follow on the same ranks, each no wider.
+"""Shelves of rings, for ranks that are pipelines: rings of similar length follow each other on the same ranks.
 
-A ring of t seconds costs t and, where nothing as long runs before it, (p - 1) / v of t to fill stages. Degrees grow for
-a few levels of the bound; a limit is halved to the least that holds all rings. docs/decisions/pipeline-slots.md.
+A ring of t seconds costs t and, if nothing as long runs before it, (p - 1) / v of t to fill the stages. Degrees grow
+for a few levels of the bound; bisection finds the least limit that holds all rings. docs/decisions/pipeline-slots.md.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from lengthwise.planner.schedules.microbatch_slots import COARSE, MicrobatchSlot
 from lengthwise.program.ring_order import interval_microbatch
 from lengthwise.program.stage_clocks import slot_clocks
 
-LEVELS = (0.06, 0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the bound, that a sequence may take
-_PRECISE = 0.004  # of the least limit, to which the limit is halved: plans end 0.5 to 5 % after it
+LEVELS = (0.06, 0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # shares of the bound that a sequence may take
+_PRECISE = 0.004  # relative precision of the limit: plans end 0.5 to 5 % after it
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shelves:
-    """Rings as (sequence, first rank, degree, seconds) in the order of the plan, and when each rank's last one is done.
+    """Rings as (sequence, first rank, degree, seconds) in plan order, and when each rank's last ring is done.
 
-    limit_seconds: on the clocks of placing, rather early. end_seconds: with all stages, local work in even parts.
+    limit_seconds: on the clocks of placement, rather early. end_seconds: with all stages, local work spread evenly.
     """
 
     degrees: NDArray[np.int64]
@@ -43,7 +43,7 @@ class Shelves:
 
 
 def plan_shelves(request: PlanRequest, most_seconds: float = inf) -> list[Shelves]:
-    """List shelves for `request.stages` stages of each rank that should end before `most_seconds`, the first first."""
+    """List shelves for `request.stages` stages per rank that should end before `most_seconds`, fastest first."""
     grown = request.growth(request.lengths, request.least_degrees).grown
     found: list[Shelves] = []
     tried, limit = set[bytes](), most_seconds
@@ -62,14 +62,14 @@ def plan_shelves(request: PlanRequest, most_seconds: float = inf) -> list[Shelve
 
 
 def write_shelves(request: PlanRequest, shelves: Shelves) -> list[Microbatch]:
-    """Level the ends with what is local, the longest slots first; write rings, then slots."""
+    """Level the ends with local sequences, the longest slots first; return rings, then slots."""
     rest = _Local(request, shelves.degrees)
     rings = [interval_microbatch(first, degree, [i]) for i, first, degree, _ in shelves.rings]
     needed = rest.slots(_left_seconds(shelves.free, rest.all_seconds))
     while True:
         counts = np.ceil(needed)[:, None]
         number = np.arange(int(counts.max()) + 1)
-        weights = np.asarray(1 - NEARLY * number, dtype=np.float64)  # falling
+        weights = np.asarray(1 - NEARLY * number, dtype=np.float64)  # decreasing
         slots = MicrobatchSlots(request.cluster.ranks, weights, [], request.cluster.capacity_tokens)
         slots.rooms[number >= counts] = 0
         launched = shelves.free + counts[:, 0] * request.cost.fixed_seconds
@@ -92,7 +92,7 @@ class _Local:
 
     def __init__(self, request: PlanRequest, degrees: NDArray[np.int64]) -> None:
         cost, lengths, capacity = request.cost, request.lengths, request.cluster.capacity_tokens
-        self.is_local = (degrees == 1) & (lengths <= capacity)  # what is offloaded on one rank is alone
+        self.is_local = (degrees == 1) & (lengths <= capacity)  # a longer one on one rank offloads, and is alone
         local = np.flatnonzero(self.is_local)
         self.sequences = local[np.lexsort((local, -lengths[local]))]
         self.seconds = cost.compute_seconds(lengths[self.sequences])
@@ -100,18 +100,18 @@ class _Local:
         self.all_seconds = float(self.seconds.sum()) + self.all_slots * cost.fixed_seconds
 
     def slots(self, seconds: Floats) -> Floats:
-        """Return how many full slots take so many seconds; where nothing costs any, an even share of all."""
+        """Return how many full slots these seconds take; if nothing costs time, an even share of all."""
         if self.all_seconds:
             return seconds * (self.all_slots / self.all_seconds)
         return seconds + self.all_slots / len(seconds)
 
 
 class Shelving:
-    """Sequences at chosen degrees, to be placed; `counts_filling`: whether filling new ranks counts as lost."""
+    """Places sequences at chosen degrees. counts_filling: filling new ranks counts as lost time."""
 
     def __init__(self, request: PlanRequest, degrees: NDArray[np.int64], *, counts_filling: bool) -> None:
         self._request, self._degrees = request, degrees
-        self._fill = request.cut.fill  # of a first microbatch, that its ranks wait for stages
+        self._fill = request.cut.fill  # of a first microbatch, for which its ranks wait for stages
         self._lost_fill = self._fill if counts_filling else 0.0
         self._local = local = _Local(request, degrees)
         seconds = request.cost.ring_piece_seconds(request.lengths, degrees) + request.cost.fixed_seconds
@@ -125,7 +125,7 @@ class Shelving:
         self._least_seconds = max(work / request.cluster.ranks, longest, self._pack_fill_seconds)
 
     def found(self, most_seconds: float) -> list[Shelves]:
-        """Place the rings within ever closer limits below `most_seconds`, down to about the least that holds all."""
+        """Place the rings within ever lower limits below `most_seconds`, down to about the least that holds all."""
         least = low = self._least_seconds
         limits = (least * COARSE ** (2**step - 1) for step in count()) if most_seconds == inf else [most_seconds]
         first = next((placed for limit in limits if (placed := self.placed(limit)) is not None), None)
@@ -147,7 +147,7 @@ class Shelving:
         for sequence, degree, seconds in self._order:
             extra = self._request.ring_extra_seconds(sequence, degree)
             when = spent = free
-            if has_empty:  # these are filled first
+            if has_empty:  # an empty rank's stages must fill first
                 when = np.where(is_empty, self._fill * seconds, free)
                 spent = np.where(is_empty, (self._fill - self._lost_fill) * seconds, free)
             starts = window_max(when, degree)
@@ -173,7 +173,7 @@ class Shelving:
         return Shelves(degrees=self._degrees, rings=rings, free=free, limit_seconds=limit_seconds)
 
     def timed(self, shelves: Shelves) -> Shelves:
-        """Run rings, and what is local in even slots after them, through all stages; level what is late once more."""
+        """Run rings, then local work in even slots, through all stages; then level late ranks once more."""
         best, free = shelves, shelves.free
         for _ in range(2):
             left = _left_seconds(free, self._local.all_seconds)

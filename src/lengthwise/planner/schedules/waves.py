@@ -1,6 +1,6 @@
 """Plans in lock-step: every rank in every microbatch, for parameters that all ranks gather at once (FSDP, ZeRO-3).
 
-A wave is one microbatch of many pieces and lasts as long as its slowest rank or its gathers (`cost.ending.Traffic`).
+A wave is one microbatch of many pieces; it lasts as long as its slowest rank or its gathers (`cost.ending.Traffic`).
 For several durations the longest sequences are cut to fit and ranks filled up; the first level wave, or the longest of
 those that lose least, is kept. Waves x tries x (N + n); docs/decisions/waves-one-by-one.md.
 """
@@ -28,22 +28,22 @@ from lengthwise.program.ring_order import ring_order
 Floats = NDArray[np.float64]
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # the longest sequence is tried over N / part ranks
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the tokens left, shortest sequences first
-_PATIENCE = (0.01, 0.003, 0.03)  # of the ranks' time; a longer wave may lose so much more than the best
-_LEVEL = 0.995  # of the ranks' time in a wave, launches left out, that is enough
-_SLACKS = (1.003, 1.02, 1.06, 1.12, 1.25, 1.4)  # over an even share, that a wave may take
-_LONGER = (1.0, 1.005, 1.01, 1.025, 1.06)  # than the longest sequence takes at its quickest degree
-_AT_ONCE = 64  # sequences, at least, whose degrees are looked up together
-_FEW = 400  # sequences x ranks, up to which a step begins with a wave of each duration
-_MOST_KEPT = 64  # ranks, up to which the price of every degree is kept
-_SHORTEST = 0.2  # of an even wave, that a wave is tried to take
+_PATIENCE = (0.01, 0.003, 0.03)  # share of the ranks' time that a longer wave may lose beyond the best
+_LEVEL = 0.995  # share of the ranks' time in a wave, without launches, that is enough
+_SLACKS = (1.003, 1.02, 1.06, 1.12, 1.25, 1.4)  # tried durations, over an even share
+_LONGER = (1.0, 1.005, 1.01, 1.025, 1.06)  # tried durations, over the longest sequence at its fastest degree
+_AT_ONCE = 64  # sequences, at least, whose degrees are computed together
+_FEW = 400  # sequences x ranks; up to here every duration is tried for the first wave
+_MOST_KEPT = 64  # ranks; up to here the price of every degree is kept
+_SHORTEST = 0.2  # the shortest duration tried, as a share of an even wave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
     """One wave: pieces as (first rank, degree, indices), what it leaves, and shares of the ranks' time.
 
-    seconds: gathers included. useful: spent on work, counting the waves that it makes needed. level: without launch and
-    gathers, 0 where it makes more waves needed.
+    seconds: gathers included. useful: share spent on work, counting the additional waves it causes. level: share
+    without launch and gathers, 0 if it causes additional waves.
     """
 
     pieces: list[tuple[int, int, list[int]]]
@@ -53,7 +53,7 @@ class Wave:
     level: float
 
     def written(self) -> Iterator[Piece]:
-        """Yield the pieces as a plan has them."""
+        """Yield the pieces as in a plan."""
         for first, degree, indices in self.pieces:
             yield Piece(ranks=ring_order(first, degree), sequences=tuple(self.left.numbers(indices)))
 
@@ -75,7 +75,7 @@ def _total(waves: list[Wave]) -> float:
 
 
 def _ways(builder: _Builder) -> Iterator[tuple[float, float | None]]:
-    """Yield what to try: how patient to be, and how long the first wave is (None: whatever loses least)."""
+    """Yield what to try: (patience, seconds of the first wave, or None for whatever loses least)."""
     yield _PATIENCE[0], None
     beginnings = builder.beginnings()
     yield from ((_PATIENCE[0], seconds) for seconds in beginnings)
@@ -86,16 +86,16 @@ def _ways(builder: _Builder) -> Iterator[tuple[float, float | None]]:
 
 
 def _waves(builder: _Builder, patience: float, beginning: float | None, least: float) -> list[Wave]:
-    """Build wave after wave; of those that lose at most `patience` more than the best, the longest.
+    """Build wave after wave: the longest of those that lose at most `patience` more than the best.
 
-    least: seconds of other waves; []: these take as long, at least by the arithmetic of what is left.
+    least: seconds of the best waves so far; return [] if these take as long, at least by the arithmetic left.
     """
     waves, took = list[Wave](), 0.0
     while len(builder.order):
         if took + float(builder.alone.sum()) / builder.ranks >= least:
             return []
         begun = builder.build(beginning) if beginning is not None and not waves else None
-        if begun is None or not begun.pieces:  # an even share may be less than any one sequence takes
+        if begun is None or not begun.pieces:  # an even share may be shorter than any sequence
             begun = _best_wave(builder.tries(), patience)
         waves.append(begun)
         assert waves[-1].pieces, f"a wave without work, {len(builder.order)} sequences left"
@@ -124,7 +124,7 @@ class _Builder:
         known: dict[bytes, list[Wave]],
         prices: _RingPrices,
     ) -> None:
-        self._known = known  # tries by what was left: other ways often begin alike
+        self._known = known  # tries, by what was left, since ways often begin alike
         self._prices = prices
         self.cost, self.cluster, self.order, self.lengths, self.least = cost, cluster, order, lengths, least
         self.ranks, self.capacity = cluster.ranks, cluster.capacity_tokens
@@ -133,9 +133,9 @@ class _Builder:
         self.tokens = int(lengths.sum())
         self.fewest = max(1, -(-self.tokens // (self.ranks * self.capacity)))
         even = self.even_seconds
-        self.overhead = self.launch + (self._with_gathers(even) - even)  # of one wave more
+        self.overhead = self.launch + (self._with_gathers(even) - even)  # of an additional wave
         self._pool = ShortSequences(order.tolist(), lengths.tolist(), self.alone.tolist())
-        self._rows = np.full(len(order), -1)  # of prices; -1: not asked for yet
+        self._rows = np.full(len(order), -1)  # of prices; -1: not priced yet
 
     @classmethod
     def of(cls, request: PlanRequest) -> _Builder:
@@ -165,14 +165,14 @@ class _Builder:
 
     @property
     def even_seconds(self) -> float:
-        """How long each of the fewest waves would be if all ranks were equally busy in all of them."""
+        """The duration of each of the fewest waves if all ranks were equally busy in all of them."""
         return self.launch + float(self.alone.sum()) / (self.ranks * self.fewest)
 
     def _with_gathers(self, seconds: float) -> float:
         return float(self.cost.wave_seconds(seconds, self.cost.choices.recompute))
 
     def beginnings(self) -> list[float]:
-        """List how long the first wave could be: as the longest sequence needs, or an even share of one wave more."""
+        """List durations of the first wave: what the longest sequence needs, or an even share with one more wave."""
         longest = len(self.order) - 1
         degrees = np.arange(int(self.least[longest]), self.ranks + 1)
         seconds = self.cost.ring_piece_seconds(np.full_like(degrees, self.lengths[longest]), degrees).min()
@@ -199,7 +199,7 @@ class _Builder:
         pool = self._pool.copy()
         pieces, free, rooms, done, held = self._put_rings(pool, seconds)
         held -= sum(rooms)
-        fits_nothing = -1  # room that was of no use, with at least this much time
+        fits_nothing = -1  # room in which nothing fits, even with more time
         for rank in np.argsort(-np.array(free), kind="stable").tolist():
             if rooms[rank] <= fits_nothing:
                 continue
@@ -217,7 +217,7 @@ class _Builder:
         whole = self._with_gathers(took)
         spent = self.ranks * (whole + more * self.overhead)
         level = done / max(self.ranks * (took - self.launch), 1e-300)
-        useful = done / spent if spent > 0 else 1.0  # a wave that costs nothing loses nothing
+        useful = done / spent if spent > 0 else 1.0  # a wave that costs no time loses none
         return Wave(
             pieces=pieces,
             left=pool,
@@ -231,7 +231,7 @@ class _Builder:
     ) -> tuple[list[tuple[int, int, list[int]]], list[float], list[int], float, int]:
         """Put rings side by side; return them, time and room left on every rank, the work done, tokens left."""
         free, rooms = [_without_launch(seconds, self.launch)] * self.ranks, [self.capacity] * self.ranks
-        slow = (self.least > 1) | (self.lengths > self.capacity)  # what is offloaded on one rank is alone there, too
+        slow = (self.least > 1) | (self.lengths > self.capacity)  # one that offloads on one rank is alone there, too
         slow |= self.alone + self.launch > seconds * (1 + 1e-12)
         pieces: list[tuple[int, int, list[int]]] = []
         first, done, left = 0, 0.0, self.tokens
@@ -240,15 +240,15 @@ class _Builder:
             pool.drop(index)
             pieces.append((first, degree, [index]))
             room = max(0, self.capacity - held_at_most(pool.lengths[index], degree)) if degree > 1 else 0
-            end = first + degree  # ranks that have nothing else yet
+            end = first + degree  # these ranks have nothing else yet
             free[first:end], rooms[first:end] = [max(0.0, free[first] - ring_seconds)] * degree, [room] * degree
             first, done = end, done + pool.seconds[index]
         return pieces, free, rooms, done, left
 
     def _cut_within(self, cut: NDArray[np.int64], seconds: float) -> Iterator[tuple[int, int, float]]:
-        """Yield sequences with the degrees at which they take no longer, and how long, until the line is full."""
+        """Yield (index, degree, seconds) of sequences cut to take no longer, until the line is full."""
         least, room = self.least[cut], self.ranks
-        if not self.cost.chooses_by_degree:  # no cut makes the arithmetic less
+        if not self.cost.chooses_by_degree:  # cutting never reduces the arithmetic
             work = self.alone[cut] / max(_without_launch(seconds, self.launch), 1e-300) * (1 - 1e-9)
             least = np.maximum(least, np.ceil(np.minimum(work, self.ranks + 1)).astype(np.int64))
         while room and len(cut):
@@ -266,7 +266,7 @@ class _Builder:
 
 
 class _RingPrices:
-    """Prices sequences over the degrees that hold them, for all waves of a step: few ranks are asked the same often."""
+    """Prices of sequences over the degrees that hold them, for all waves of a step; few ranks keep them."""
 
     def __init__(self, cost: Cost, ranks: int) -> None:
         self._cost, self._degrees = cost, np.arange(1, ranks + 1)
@@ -281,8 +281,10 @@ class _RingPrices:
         least: NDArray[np.int64],
         room: int,
     ) -> tuple[NDArray[np.int64], Floats]:
-        """Return the cheapest degree up to `room` of each sequence that ends within `seconds`, launch included, and
-        what it takes there without; `room` + 1 where there is none."""
+        """Return each sequence's cheapest degree <= `room` within `seconds`, or `room` + 1, and its time there.
+
+        `seconds` include the launch, the returned time does not.
+        """
         if self._seconds is None:
             degrees = DegreeTable(self._cost, lengths, least, np.full_like(lengths, room)).within(seconds)
             return degrees, self._cost.ring_piece_seconds(lengths, np.minimum(degrees, room))
@@ -298,7 +300,7 @@ class _RingPrices:
         return np.where(is_found, degrees, room + 1), rings[each, degrees - 1]
 
     def rows(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where the prices of these lengths are kept, and make those that are not there yet."""
+        """Return the rows with the prices of these lengths; price new ones."""
         if self._seconds is None:
             return lengths
         new = sorted({each for each in lengths.tolist() if each not in self._rows})
@@ -311,6 +313,6 @@ class _RingPrices:
 
 
 def _without_launch(seconds: float, launch_seconds: float) -> float:
-    """Return what the overhead leaves of a limit, rounded up: beside a large overhead digits are lost."""
+    """Return a limit minus the overhead, rounded up: beside a large overhead digits are lost."""
     left, rounding = seconds - launch_seconds, 1e-15 * seconds
     return left + rounding if rounding > 1e-12 * left else left

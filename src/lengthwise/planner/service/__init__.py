@@ -1,1 +1,1 @@
-"""Plans of steps: made in a process of their own, ahead of the steps that run them, and the same on all ranks."""
+"""Plans the steps of a run in its own process, ahead of the steps; all ranks get the same plans."""

@@ -1,7 +1,7 @@
-"""The planner beside rank 0, as a process of its own: both ends of its pipes (docs/decisions/planner-process.md).
+"""The planner process beside rank 0: both ends of its pipes (docs/decisions/planner-process.md).
 
-One pipe takes pickled (`StepPlanning`, lengths); the other gives a pickled (plan file, seconds), or LengthwiseError,
-for each. Both belong to the two processes alone, so pickles are safe. The end of the first pipe ends the process.
+One pipe takes pickled (`StepPlanning`, lengths); the other answers each with a pickled (plan file, seconds) or a
+LengthwiseError. Only these two processes have the pipes, so pickles are safe. Closing the first pipe ends the process.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lengthwise.core.processes import end_with_parent, ending_signals_blocked, h
 from lengthwise.planner.service.step_planning import StepPlanning
 
 _STANDARD_OUTPUT, _STANDARD_ERROR = 1, 2
-_GRACE_SECONDS = 3.0  # for the status of a process whose pipe is closed
+_GRACE_SECONDS = 3.0  # wait for the exit status of a process whose pipe is closed
 
 
 class PlannerProcess:
-    """Makes plans in a process of its own, one at a time; any thread may ask. Starts at once, ends with its context.
+    """Makes plans in its own process, one at a time, for any thread. Starts at once; ends with its context.
 
-    forks: whether this process is ours, and may be forked while it has one thread only.
+    forks: this process is ours, and may be forked while it has one thread only.
     """
 
     def __init__(self, *, forks: bool = False) -> None:
@@ -55,12 +55,17 @@ class PlannerProcess:
         self.close()
 
     def plan(self, planning: StepPlanning, lengths: Sequence[int]) -> tuple[str, float]:
-        """Return (checked plan file, seconds) of one step; raises what planning did, or RankError: no process."""
+        """Return (checked plan file, seconds) of one step.
+
+        Raises:
+           LengthwiseError: planning raised it.
+           RankError: the process is gone.
+        """
         with self._asking:
             try:
                 pickle.dump((planning, tuple(lengths)), self._requests)
                 self._requests.flush()
-                answer = pickle.load(self._answers)  # noqa: S301 - of our own process
+                answer = pickle.load(self._answers)  # noqa: S301 - from our own process
             except (OSError, EOFError, ValueError, pickle.UnpicklingError):
                 raise self._gone() from None
         if isinstance(answer, LengthwiseError):
@@ -68,12 +73,12 @@ class PlannerProcess:
         return answer
 
     def close(self) -> None:
-        """End the process, also while it plans."""
+        """End the process, even while it plans."""
         self._kill()
         self._status(None)
-        with self._asking:  # who was waiting for an answer gets its error now
+        with self._asking:  # a thread that waited for an answer gets its error first
             for pipe in (self._requests, self._answers):
-                with contextlib.suppress(BrokenPipeError):  # what was still to be written has no reader
+                with contextlib.suppress(BrokenPipeError):  # buffered data have no reader
                     pipe.close()
 
     def _gone(self) -> RankError:
@@ -87,7 +92,7 @@ class PlannerProcess:
 
 _Kill = Callable[[], None]
 _Status = Callable[[float | None], int | None]
-"""Waits so many seconds, or until the end; returns the exit status, below 0 for a signal, None where there is none."""
+"""Waits for the process, at most some seconds; returns its exit status (below 0: a signal), or None."""
 
 
 def _start(reading: int, writing: int) -> tuple[_Kill, _Status]:
@@ -120,7 +125,7 @@ def _fork(reading: int, writing: int) -> tuple[_Kill, _Status]:
 def _serve_forked(parent: int, reading: int, writing: int) -> None:
     """Serve in a fork; close the parent's pipes, sockets and locks first."""
     end_with_parent(parent)
-    gc.freeze()  # what is collected later must not close numbers of files that are of others by then
+    gc.freeze()  # objects collected later must not close file descriptors that are reused by then
     signal.set_wakeup_fd(-1)
     sys.stdout = sys.stderr = os.fdopen(_STANDARD_ERROR, "w", buffering=1, closefd=False)
     os.dup2(_STANDARD_ERROR, _STANDARD_OUTPUT)
@@ -139,9 +144,9 @@ def _serve(reading: int, writing: int) -> None:
         while True:
             pickle.dump(_answer(*requests.get()), answers)
             answers.flush()
-    except BrokenPipeError:  # whoever asked is gone
+    except BrokenPipeError:  # the asking process is gone
         os._exit(0)
-    except Exception:  # noqa: BLE001 - a mistake of ours, shown as Python would; its own end aborts on the reader's lock
+    except Exception:  # noqa: BLE001 - our own bug, shown as Python would, whose exit aborts on the reader's lock
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
@@ -150,7 +155,7 @@ def _serve(reading: int, writing: int) -> None:
 def _read(pipe: BinaryIO, requests: SimpleQueue[tuple[StepPlanning, tuple[int, ...]]]) -> None:
     while True:
         try:
-            requests.put(pickle.load(pipe))  # noqa: S301 - of the process that started this one
+            requests.put(pickle.load(pipe))  # noqa: S301 - from the process that started this one
         except (EOFError, pickle.UnpicklingError):  # the asking process closed the pipe, or died while it wrote
             os._exit(0)
 

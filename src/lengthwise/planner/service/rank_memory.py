@@ -1,7 +1,8 @@
-"""What of microbatches fits into the memory of a rank, by what small passes measured; no torch.
+"""Which microbatches fit into the memory of a rank, by measurements of small passes; no torch.
 
 The plan file counts tokens, but what backward needs beside saved activations is not offloaded: `with_offload` gives
-each microbatch the ratio that it needs, or the step is planned again with a capacity by which the rule is enough.
+each microbatch the ratio that it needs, or the step is planned again with a capacity for which the plan file's rule
+suffices.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ _DIGITS = 4  # of a ratio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """What a rank may hold.
+    """The memory of a rank.
 
-    budget_bytes: for microbatches, beside what is kept from step to step. leaving_bytes: of the store of offload.
-    layouts: by kind of recomputation, bytes of microbatches on one rank, over rings, with heads split.
+    budget_bytes: for microbatches, beside what is kept from step to step. leaving_bytes: of the offload store.
+    layouts: by kind of recomputation, bytes of microbatches on one rank, over rings, and with heads split.
     """
 
     budget_bytes: float
@@ -31,11 +32,11 @@ class RankMemory:
     leaving_bytes: int = 0
 
     def peak_bytes(self, kind: str, tokens: int, offload: float = 0.0) -> int:
-        """Return the most bytes of microbatches of so many tokens here."""
+        """Return the most bytes that microbatches of this many tokens take."""
         return max(each.peak(tokens, offload, leaving_bytes=self.leaving_bytes) for each in self.layouts[kind])
 
     def most_tokens(self, kind: str, most: int, *, offload: float | None = 0.0) -> int:
-        """Return the capacity in steps of 128 tokens, the last of which reaches `most`; 0 where 128 do not fit.
+        """Return the capacity in multiples of 128 tokens, up to the first one >= `most`; 0 if 128 do not fit.
 
         offload: the ratio of every microbatch; None: any ratio, by the plan file's rule.
         """
@@ -48,17 +49,17 @@ class RankMemory:
 
         most_steps, turns = -(-most // STEP_TOKENS), {each.most_rows for each in self.layouts[kind]}
         for turn in sorted((int(turn) // STEP_TOKENS for turn in turns if turn < math.inf), reverse=True):
-            if turn < most_steps and fits(turn + 1):  # a loss in chunks may take less than a whole one of fewer tokens
+            if turn < most_steps and fits(turn + 1):  # a chunked loss may take less than a whole one of fewer tokens
                 return STEP_TOKENS * largest(fits, most_steps, least=turn + 1)
         return STEP_TOKENS * largest(fits, most_steps)
 
     def most_held(self, kind: str, ratio: float, most: int) -> int:
-        """Return the tokens that a rank holds at most, up to about `most`, where that ratio is offloaded."""
+        """Return the most tokens that a rank holds, up to about `most`, with this ratio offloaded."""
         kept = kept_ratio(ratio, self.layouts[kind][0].layers)
         return int(self.most_tokens(kind, math.ceil(most * kept), offload=ratio) / kept)
 
     def with_offload(self, plan: Plan) -> Plan | None:
-        """Return a plan whose microbatches offload as much as they need; None: one does not fit with all of it."""
+        """Return a plan whose microbatches offload what they need, or None if one does not fit at all."""
         microbatches = [self._offloaded(plan, microbatch) for microbatch in plan.microbatches]
         if None in microbatches:
             return None
@@ -81,9 +82,9 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacities:
-    """Tokens that a rank holds by kind of recomputation, measured.
+    """Measured tokens that a rank holds, by kind of recomputation.
 
-    plain: where nothing is offloaded, or the run's own ratio of everything. offloading: by the plan file's rule.
+    plain: without offload, or with the run's own ratio. offloading: by the plan file's rule.
     """
 
     plain: Mapping[str, int]

@@ -16,11 +16,11 @@ from lengthwise.program import check_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlanning:
-    """What plans the steps of a run.
+    """Plans the steps of a run.
 
     capacities: tokens that a rank's device holds in a microbatch, by the kinds of recomputation to choose from.
-    offload_ratio: of every microbatch; None: as much as `options` and each need.
-    measured: whose capacities these are; None: they were given. notes: for every plan.
+    offload_ratio: of every microbatch; None: what `options` and each microbatch need.
+    measured: the measurements behind the capacities; None: they were given. notes: for every plan.
     """
 
     ranks: int
@@ -32,9 +32,13 @@ class StepPlanning:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def plan(self, lengths: Sequence[int]) -> Plan:
-        """Plan one step; `check_plan` accepts the plan. Raises LengthwiseError where there is none."""
+        """Plan one step; `check_plan` accepts the plan.
+
+        Raises:
+           LengthwiseError: there is no plan.
+        """
         held = self._held()
-        if "none" in held:  # to compute again costs time, and pays only by what it leaves room for
+        if "none" in held:  # recomputing costs time, and pays only through a larger capacity
             held = {kind: tokens for kind, tokens in held.items() if kind == "none" or tokens > held["none"]}
         context_tokens = max(self.options.context_tokens or 1, *lengths)
         options = replace(self.options, context_tokens=context_tokens, planning_share=PLANNING_SHARE)
@@ -53,7 +57,7 @@ class StepPlanning:
 
     @property
     def most_held_tokens(self) -> int:
-        """The tokens that a rank holds at most, with all that may be offloaded."""
+        """The most tokens that a rank holds, with all allowed offload."""
         if self.measured is not None and not self.offload_ratio:
             narrower = replace(self, capacities=self.measured.offloading, measured=None)
             return max(*self.capacities.values(), narrower.most_held_tokens)
@@ -64,7 +68,7 @@ class StepPlanning:
 
     @property
     def longest_tokens(self) -> int:
-        """The tokens of the longest sequence that the ranks hold, or one rank, where the planner cuts none."""
+        """The length of the longest sequence that fits on all ranks, or on one if the planner cuts none."""
         return (1 if self.options.planner == PACKED_DP else self.ranks) * self.most_held_tokens
 
     def _held(self) -> dict[str, int]:
@@ -81,10 +85,10 @@ def step_planning(
     measured: Capacities | None = None,
     **choices: Any,
 ) -> StepPlanning:
-    """Return what plans the steps of a layout.
+    """Return the planning of steps in a layout.
 
     cost: with whole parameters and the optimizer on every device. offload: off, auto, or a ratio of every microbatch.
-    choices: of `PlanOptions`, beside those that follow from the layout.
+    choices: further fields of `PlanOptions`.
     """
     is_given = not isinstance(offload, str)
     return StepPlanning(

@@ -1,7 +1,7 @@
-"""Checkpoints of a Trainer: its files, and the session's state as a folder of slices in place of its optimizer's.
+"""Checkpoints of a Trainer: its files, with the session's state as a folder of slices in place of `optimizer.pt`.
 
-`checkpoint-50/lengthwise/` is written by all ranks and read at any number of them. Checkpoints of a plain Trainer, and
-of earlier versions, which gathered the optimizer on rank 0, are read as well.
+All ranks write `checkpoint-50/lengthwise/`; any number of ranks reads it. Checkpoints of a plain Trainer, and of
+earlier versions, which gathered the optimizer on rank 0, are read too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lengthwise.core.errors import ConfigError, LengthwiseError, OutputError
 from lengthwise.session import Session
 
 STATE, SCHEDULER = "lengthwise", "scheduler.pt"
-OPTIMIZER, MASTERS = "optimizer.pt", "master_weights.safetensors"  # of a plain Trainer; of earlier versions
+OPTIMIZER, MASTERS = "optimizer.pt", "master_weights.safetensors"  # files of a plain Trainer, and of earlier versions
 
 
 def save_state(trainer: Any, session: Session, folder: str) -> None:
@@ -29,18 +29,18 @@ def save_state(trainer: Any, session: Session, folder: str) -> None:
 
 
 def load_state(trainer: Any, session: Session, folder: str) -> None:
-    """Read what `save_state` wrote, or a plain Trainer. Collective.
+    """Read a checkpoint that `save_state` or a plain Trainer wrote. Collective.
 
     Raises:
-        ConfigError: a file is not there.
-        OutputError, Problems: a file cannot be read, on all ranks; as of `Session.load`.
+        ConfigError: a file is missing.
+        OutputError, Problems: a file cannot be read, on all ranks; see `Session.load`.
     """
     state = os.path.join(folder, STATE)
     seen = int(session.sum_over_ranks(torch.tensor([float(os.path.isdir(state))])))
     if not seen:
         _load_plain(trainer, session, folder)
     else:
-        session.load(state)  # which names a rank that does not see it
+        session.load(state)  # names a rank that does not see the folder
     scheduler = os.path.join(folder, SCHEDULER)
     if not os.path.isfile(scheduler):
         raise _lacking(folder, SCHEDULER)
@@ -72,6 +72,6 @@ def _read_plain(folder: str) -> dict[str, Any]:
 
 
 def _lacking(folder: str, *names: str) -> ConfigError:
-    remedy = "Take a checkpoint that save_only_model did not cut short, or load its model and start a new training."
+    remedy = "Take a checkpoint saved without save_only_model, or load its model and start a new training."
     got = f"no {' and no '.join(names)}"
     return ConfigError(folder, expected="a checkpoint of this trainer", got=got, remedy=remedy)

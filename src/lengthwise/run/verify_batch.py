@@ -1,8 +1,8 @@
-"""What `verify` runs: the first global batch, or by default a part of it that takes about a minute.
+"""The batch that `verify` runs: the first global batch, or by default a part of it that takes about a minute.
 
-The part has few sequences, the long ones cut to their last tokens (where a chat has its loss), on a capacity that makes
-packs and a ring of them. Where the run leaves a choice to the planner, its plan has each of the ways side by side.
-All of it follows from the run file, the data and the number of ranks: every rank makes the same.
+The part has few sequences, with the long ones cut to their last tokens (where a chat has its loss), and a capacity that
+makes packs and a ring of them. If the run leaves a choice to the planner, the plan has every option side by side.
+The batch depends on the run file, the data and the number of ranks only, so every rank makes the same.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from lengthwise.planner import PACKED_DP
 from lengthwise.program import check_plan
 from lengthwise.run.job import Job
 
-SECONDS = 60.0  # that a part should take, about
-_SEQUENCES, _LONGEST = 8, 2  # of a part, and how many of them are long
-_LEAST = 32  # tokens of a rank in a long sequence, however long they take
-_OVERHEAD = 1.3  # of a plan over even work
-_SPLIT, _OFFLOADED = 2, 0.5  # ranks that share heads, and the share of a microbatch, where the planner may choose
+SECONDS = 60.0  # about what a part should take
+_SEQUENCES, _LONGEST = 8, 2  # sequences of a part, and the number of long ones among them
+_LEAST = 32  # least tokens of a rank in a long sequence, however long they take
+_OVERHEAD = 1.3  # seconds of a plan over seconds of evenly split work
+_SPLIT, _OFFLOADED = 2, 0.5  # ranks that share heads, and offloaded share of a microbatch, if the planner may choose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """A batch to compare, and its plan. changes: what is other than in the run. seconds, bytes: estimates."""
+class VerifyBatch:
+    """A batch to compare, and its plan. changes: differences from the run. seconds, num_bytes: estimates."""
 
     job: Job
     batch: StepBatch
@@ -45,14 +45,14 @@ class Check:
     num_bytes: float
 
 
-def whole_batch(job: Job, plan: Plan | None = None) -> Check:
-    """Check the first global batch as the run has it. plan: in place of one made here."""
+def whole_batch(job: Job, plan: Plan | None = None) -> VerifyBatch:
+    """Return the first global batch of the run. plan: used in place of a new plan."""
     batch = next(job.batches())
-    return _check(job, batch, job.make_plan(batch.lengths) if plan is None else plan, ())
+    return _estimated(job, batch, job.make_plan(batch.lengths) if plan is None else plan, ())
 
 
-def part_of_batch(job: Job) -> Check:
-    """Check a part of the first global batch that takes about a minute."""
+def part_of_batch(job: Job) -> VerifyBatch:
+    """Return a part of the first global batch that takes about a minute."""
     first = next(job.batches())
     rows = _few(first)
     lengths = [int(job.dataset.lengths[row]) for row in rows]
@@ -77,7 +77,7 @@ def part_of_batch(job: Job) -> Check:
     changes += [f"capacity_tokens {capacity}"] if capacity != held else []
     changes += [f"{counted(len(more), 'microbatch')} added"] if more else []
     batch = StepBatch(part.dataset, range(len(rows)), placeholders=placeholders(job.model.config))
-    return _check(part, batch, plan, (*changes, *ways))
+    return _estimated(part, batch, plan, (*changes, *ways))
 
 
 def _with_rows(job: Job, rows: Sequence[int], lengths: Sequence[int], capacity: int) -> Job:
@@ -87,7 +87,7 @@ def _with_rows(job: Job, rows: Sequence[int], lengths: Sequence[int], capacity: 
 
 
 def _few(batch: StepBatch) -> list[int]:
-    """Return the rows of the longest sequences of a batch and of some others, from long to short."""
+    """Return the rows of a batch's longest sequences and of some others, from long to short."""
     order = sorted(range(len(batch.ids)), key=lambda index: (-batch.lengths[index], index))
     others = order[_LONGEST:]
     places = np.linspace(0, len(others) - 1, min(len(others), _SEQUENCES - _LONGEST)).round().astype(int)
@@ -99,7 +99,7 @@ def _cut(lengths: Sequence[int], longest: int, most: int) -> list[int]:
 
 
 def _shortened(dataset: Dataset, rows: Sequence[int], lengths: Sequence[int]) -> Dataset:
-    """Return rows cut to so many tokens, which end with the last that has a loss."""
+    """Return rows cut to `lengths` tokens each, which end with the last token that has a loss."""
     builder = DatasetBuilder()
     builder.start_source("data", "data", tuple(dataset.name(row) for row in rows))
     for row, length in zip(rows, lengths, strict=True):
@@ -112,9 +112,9 @@ def _shortened(dataset: Dataset, rows: Sequence[int], lengths: Sequence[int]) ->
 
 
 def _what_is_missing(job: Job, plan: Plan) -> list[tuple[Piece, tuple[int, ...]]]:
-    """Return pieces, and the lengths of their sequences, of the kinds that a plan has none of.
+    """Return pieces of the kinds that a plan lacks, with the lengths of their sequences.
 
-    A pack, a ring that passes keys on and, where the run leaves that to the planner, one that splits heads.
+    The kinds are a pack, a ring that passes keys on and, if the planner may choose it, a ring that splits heads.
     """
     pieces = [piece for microbatch in plan.microbatches for piece in microbatch.pieces]
     longest, found = max(plan.tokens), list[tuple[Piece, tuple[int, ...]]]()
@@ -129,7 +129,7 @@ def _what_is_missing(job: Job, plan: Plan) -> list[tuple[Piece, tuple[int, ...]]
 
 
 def _extended(plan: Plan, more: Sequence[tuple[Piece, tuple[int, ...]]]) -> Plan:
-    """Return the plan with these pieces after it, a microbatch each, of sequences after its own."""
+    """Append each piece to the plan as a microbatch of its own, with new sequences."""
     tokens, microbatches, requires = list(plan.tokens), list(plan.microbatches), set(plan.requires)
     for piece, own in more:
         sequences = tuple(range(len(tokens), len(tokens) + len(own)))
@@ -140,7 +140,7 @@ def _extended(plan: Plan, more: Sequence[tuple[Piece, tuple[int, ...]]]) -> Plan
 
 
 def _with_all_ways(job: Job, plan: Plan) -> tuple[Plan, list[str]]:
-    """Return the plan with each way of computing that the run leaves to the planner; say which were added."""
+    """Return the plan with every option that the run leaves to the planner, and the names of those added."""
     config, found = job.config, list(plan.microbatches)
     said = list[str]()
     if config.recompute == "auto" and "layer" in job.facts.kinds:
@@ -156,8 +156,8 @@ def _with_all_ways(job: Job, plan: Plan) -> tuple[Plan, list[str]]:
     return changed, said
 
 
-def _check(job: Job, batch: StepBatch, plan: Plan, changes: tuple[str, ...]) -> Check:
-    return Check(
+def _estimated(job: Job, batch: StepBatch, plan: Plan, changes: tuple[str, ...]) -> VerifyBatch:
+    return VerifyBatch(
         job=job,
         batch=batch,
         plan=plan,
@@ -168,7 +168,7 @@ def _check(job: Job, batch: StepBatch, plan: Plan, changes: tuple[str, ...]) -> 
 
 
 def _seconds(job: Job, lengths: Sequence[int]) -> float:
-    """Estimate what planned and plain passes take; in bf16 they run in fp32, too."""
+    """Estimate the seconds of planned and plain passes; a bf16 model runs in fp32 too."""
     cost: Cost = job.planning.cost
     plain = float(sum(cost.piece_seconds([length], 1) + cost.fixed_seconds for length in lengths))
     rounds = job.precision == "bf16"
@@ -177,7 +177,7 @@ def _seconds(job: Job, lengths: Sequence[int]) -> float:
 
 
 def _bytes(job: Job, plan: Plan) -> float:
-    """Estimate what this machine holds at most: all ranks together, or rank 0 with plain models and gradients."""
+    """Estimate the peak bytes on this machine: of all ranks together, or of rank 0 with plain models and gradients."""
     parameters = job.facts.parameters
     narrow = DTYPE_BYTES[job.precision]
     wide, rounds = wide_bytes(narrow), job.precision == "bf16"

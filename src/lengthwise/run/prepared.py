@@ -1,4 +1,4 @@
-"""What `train` and `verify` have in common: from a run file, or its values, to a checked job and its ranks."""
+"""The common beginning of `train` and `verify`: from a run file, or its values, to a checked job and its ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from lengthwise.comm import (
     World,
@@ -24,13 +26,15 @@ from lengthwise.config import RunConfig, build_config, load_config
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.faults import asked_faults
 from lengthwise.core.sizes import MOST_RANKS, read_whole
-from lengthwise.profiler.place import first_gpu_name
-from lengthwise.run.checks import prepare_job, settle
+from lengthwise.cost import check_host
+from lengthwise.engine.memory import free_bytes
+from lengthwise.profiler.place import device_bytes, first_gpu_name
+from lengthwise.run.checks import check_room, prepare_job, settle
 from lengthwise.run.job import Job
 from lengthwise.run.launch import launch
 from lengthwise.run.resume import Resume
-from lengthwise.run.sharding import settle_shard
 from lengthwise.run.stacks import with_own_stacks
+from lengthwise.setup import Machine, resolve
 
 _LONGEST_SECONDS = 10**6  # eleven days; gloo counts milliseconds in 31 bits
 
@@ -40,15 +44,15 @@ Run = RunConfig | str | Path | Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """A checked job, and torchrun's world where there is one. The job says how many GPUs of this machine it uses."""
+class PreparedRun:
+    """A checked job, and torchrun's world, or None if this process starts the ranks."""
 
     job: Job
     world: World | None
 
     @property
     def is_first(self) -> bool:
-        """Whether this process speaks for the run: it is alone, or rank 0 of torchrun."""
+        """Whether this process reports for the run: without torchrun, or on its rank 0."""
         return self.world is None or self.world.rank == 0
 
 
@@ -60,16 +64,15 @@ def prepare(
     timeout_seconds: float,
     claim: Callable[[RunConfig], Resume | None] | None = None,
     on_phase: Callable[[str], None] = lambda _phase: None,
-) -> Start:
-    """Read the run file, find the ranks, check the job.
+) -> PreparedRun:
+    """Read the run file, find the ranks and check the job.
 
-    `claim` is what the verb itself asks of the settings, in the first process; it returns what the job goes on from.
-    `on_phase` is called there as the work goes on, "" at its end.
-    What arguments and settings have wrong is reported in one message; then, as it takes longer to find, what the model
-    and the data have.
+    claim: the verb's own check of the settings, called in the first process; it returns the checkpoint to continue
+    from. on_phase: called there with the progress, and with "" at the end.
 
     Raises:
-        LengthwiseError: with every problem that was found.
+        LengthwiseError: one error has all problems of arguments and settings; the next one, as finding them takes
+            longer, all problems of model and data.
     """
     quiet_libraries()
     collector = Collector()
@@ -86,7 +89,7 @@ def prepare(
             found = collector.attempt(partial(claim, config))
     collector.raise_all()
     assert config is not None, "a run file that was not read must have been a problem"
-    assert gpus is not None, "a device that is not there must have been a problem"
+    assert gpus is not None, "a missing device must have been a problem"
     number = world.world_size if world is not None else ranks or max(1, gpus)
     name = first_gpu_name() if gpus else None
     if world is None or world.rank == 0:
@@ -105,7 +108,44 @@ def prepare(
         job = settle_shard(job)
     finally:
         on_phase("")
-    return Start(job=job, world=replace(world, gpus=gpus) if world is not None else None)
+    return PreparedRun(job=job, world=replace(world, gpus=gpus) if world is not None else None)
+
+
+def settle_shard(job: Job) -> Job:
+    """Choose the layout if the run file leaves it open, and note the reason in `chosen`. Idempotent.
+
+    Raises:
+        MemoryShortage: the model fits in no layout.
+        ConfigError: rank 0 cannot read the model whole, or the number of ranks is not a multiple of the ranks per node.
+    """
+    config, here = job.config, _ranks_here(job)
+    if job.memory.offloads:
+        check_host(job.memory, here, free_bytes(torch.device("cpu"), 1), key="optimizer.offload")
+    is_open, known = config.shard == "auto" and config.stages == 1, dict[str, Any]()
+    if is_open:
+        known = {"room_bytes": _bytes_of_a_rank(job), "longest": job.longest_tokens, "batch": job.most_tokens}
+        known["lengths"] = job.first_lengths if job.gpus else None
+    machine = Machine(ranks=job.ranks, here=here, on_gpus=job.gpus > 0)
+    found = resolve(config, job.trained_model, machine, job.cost, **known)
+    if is_open and found.settings.shard == "zero1" and job.gpus and job.model.weights:
+        check_room(job.model, job.facts.parameters)
+    # The session itself reports on a layout that was asked for.
+    chosen = {**job.chosen, "shard": found.why} if is_open and found.why else job.chosen
+    return replace(job, config=found.settings, chosen=chosen)
+
+
+def _ranks_here(job: Job) -> int:
+    world = world_from_environment()
+    return job.ranks if world is None else world.local_size
+
+
+def _bytes_of_a_rank(job: Job) -> float | None:
+    """Return the memory of a rank: its share of its GPU or of this machine's free memory, or None if unknown."""
+    here = _ranks_here(job)
+    if not job.gpus:
+        return free_bytes(torch.device("cpu"), here) or None
+    found = device_bytes()
+    return None if found is None else found / -(-here // job.gpus)
 
 
 def _settings(run: Run, overrides: Sequence[str]) -> RunConfig:
@@ -115,7 +155,7 @@ def _settings(run: Run, overrides: Sequence[str]) -> RunConfig:
     if isinstance(run, str | Path):
         return load_config(Path(run), overrides)
     if overrides:
-        expected, got = "none beside settings that are no file", ", ".join(map(repr, overrides))
+        expected, got = "none, because the settings are not a file", ", ".join(map(repr, overrides))
         raise ConfigError("overrides", expected=expected, got=got, remedy="Change the settings themselves.")
     if isinstance(run, RunConfig):
         return run
@@ -140,15 +180,15 @@ def _check_timeout(timeout_seconds: float) -> None:
 
 
 def run_ranks(
-    start: Start,
+    start: PreparedRun,
     work: Callable[[World, Callable[[str], None]], Result],
     *,
     asks_to_stop: bool = False,
     stacks: Path | None = None,
 ) -> Result:
-    """Run `work` as torchrun's rank, or on local processes; return this rank's result, or rank 0's.
+    """Run `work` on torchrun's rank and return its result, or on local processes and return rank 0's.
 
-    `asks_to_stop`, `stacks`: see `launch`.
+    asks_to_stop, stacks: see `launch`.
     """
     sys.stdout.flush()
     if start.world is None:
@@ -158,11 +198,11 @@ def run_ranks(
 
 
 def count_used_gpus(device: str) -> int:
-    """Count the GPUs that a run with this `device` uses on this machine.
+    """Return the number of GPUs of this machine that a run with this `device` uses.
 
     Raises:
-        ConfigError: there is none for `cuda`; or none that torch can use for `auto`, though the machine has one and
-            torch was built for it: training on the CPU would take many times as long.
+        ConfigError: `cuda` finds no GPU; or `auto` finds one that torch, though built for GPUs, cannot use: training on
+            the CPU would take many times as long.
     """
     gpus = 0 if device == "cpu" else count_gpus()
     if gpus or device == "cpu":
@@ -179,7 +219,7 @@ def count_used_gpus(device: str) -> int:
 
 
 def quiet_libraries() -> None:
-    """Keep other libraries' progress bars and advice out of our output; their errors still come through."""
+    """Silence progress bars and advice of other libraries, but not their errors."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", module="transformers")
     from transformers.utils import logging as transformers_logging

@@ -1,17 +1,27 @@
-"""The global batch of a Trainer as rows of one sequence each, made by its own collator, one example at a time."""
+"""The global batches of a Trainer: rows of one sequence, made by its own collator, and planned one update ahead.
+
+A loader may call collectives and use random numbers, so only the training thread reads it, one update ahead; the
+planner's thread waits for the rows.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import torch
 
-from lengthwise.core.errors import DataError
+from lengthwise.core.errors import ConfigError, DataError
 from lengthwise.data import NO_LOSS
 from lengthwise.data.messages import BESIDE, is_nothing
+from lengthwise.session import Session
+from lengthwise.session.rows import Row
+from lengthwise.session.source import PlannedStep
 
 _IDS, _LABELS, _MASK, _POSITIONS = "input_ids", "labels", "attention_mask", "position_ids"
 _CHATS = ("messages", "prompt", "conversations", "chosen")  # columns that TRL formats
@@ -21,30 +31,30 @@ _SAYS_AS_POSITIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_len
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examples:
-    """Some examples of a data set: their sequences, and what a Trainer counts of them."""
+    """Some examples of a data set: their sequences, and the numbers that a Trainer counts."""
 
     rows: tuple[Mapping[str, np.ndarray], ...]
     num_examples: int
 
     @property
     def num_tokens(self) -> int:
-        """Tokens, without padding."""
+        """Number of tokens, without padding."""
         return sum(len(row[_IDS]) for row in self.rows)
 
     @property
     def num_loss_tokens(self) -> int:
-        """Tokens whose next one has a label."""
+        """Number of tokens whose next token has a label."""
         return sum(int((row.get(_LABELS, row[_IDS])[1:] != NO_LOSS).sum()) for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class RowCollator:
-    """A `collate_fn` that has `collate`, the user's own, make each example alone, and takes its padding away.
+    """A `collate_fn` that calls the user's `collate` for one example at a time, and removes its padding.
 
-    An example that packs several documents, as its `position_ids` say, becomes a row for each.
+    An example that packs several documents, by its `position_ids`, becomes one row per document.
 
     Raises:
-        DataError: a column that has no value for each token.
+        DataError: a column does not have one value per token.
     """
 
     collate: Callable[[list[Any]], Any]
@@ -56,11 +66,11 @@ class RowCollator:
 
 
 def refuse_dropped(dataset: Any) -> Any:
-    """Return a dataset of the `datasets` library that TRL formats, with all that its rows put into their prompts.
+    """Return a dataset of chats that TRL formats, after a check that TRL drops no text of its rows.
 
     Raises:
-        DataError: a row has text in a column that other trainers put into the prompt of a chat, and TRL drops; of an
-            iterable dataset when it comes.
+        DataError: a row has text in a column that other trainers put into the prompt, and that TRL drops. An iterable
+            dataset raises when it reads the row.
     """
     first = next(iter(dataset), {})
     names = [name for name in BESIDE if name in first and name not in _USED_BY_TRL]
@@ -70,8 +80,8 @@ def refuse_dropped(dataset: Any) -> Any:
     def check(row: Mapping[str, Any], number: int) -> dict[str, Any]:
         for name in names:
             if not is_nothing(row[name]):
-                remedy = f"Write it into the messages, or take it out: dataset.remove_columns({name!r})."
-                expected = "rows with all of their prompt in their messages"
+                remedy = f"Write it into the messages, or remove it: dataset.remove_columns({name!r})."
+                expected = "rows with the whole prompt in their messages"
                 raise DataError(f"dataset, row {number}", expected=expected, got=f'"{name}"', remedy=remedy)
         return {}
 
@@ -83,7 +93,7 @@ def refuse_dropped(dataset: Any) -> Any:
 
 
 def rows_of(batch: Mapping[str, Any]) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the sequences of a collated batch, their columns (length,) or (length, ...) each, without padding."""
+    """Yield the sequences of a collated batch without padding, with columns (length,) or (length, ...)."""
     columns = {name: _array(name, values) for name, values in batch.items() if name not in _SAYS_AS_POSITIONS}
     if _IDS not in columns:
         raise _wrong(f"a column {_IDS}", ", ".join(columns) or "no column")
@@ -102,7 +112,7 @@ def rows_of(batch: Mapping[str, Any]) -> Iterator[dict[str, np.ndarray]]:
 
 
 def _starts(positions: np.ndarray) -> list[int]:
-    """Return where the documents of a packed row begin."""
+    """Return the first positions of the documents in a packed row."""
     starts = np.flatnonzero(np.diff(positions, prepend=-2) != 1)
     if (positions[starts] != 0).any():
         raise _wrong(f"{_POSITIONS} 0, 1, 2, ... of each document", "others")
@@ -117,5 +127,49 @@ def _array(name: str, values: Any) -> np.ndarray:
 
 
 def _wrong(expected: str, got: str) -> DataError:
-    remedy = "Give columns of one value per token, and take others out of the data set or the collator."
+    remedy = "Give columns of one value per token, and remove others from the data set or the collator."
     return DataError("data_collator", expected=expected, got=got, remedy=remedy)
+
+
+class PlannedUpdates:
+    """The updates of one pass over a loader. rows_of: returns the rows of an update's batches, for one plan."""
+
+    def __init__(
+        self, session: Session, batches: Iterator[Examples], *, rows_of: Callable[[list[Examples]], Sequence[Row]]
+    ) -> None:
+        self._batches, self._rows_of = batches, rows_of
+        self._given: SimpleQueue[Sequence[Row] | None] = SimpleQueue()
+        self._steps = session.batches(self)
+        self._read: deque[list[Examples]] = deque()
+
+    def __iter__(self) -> Iterator[Sequence[Row]]:
+        """Iterate over the rows of updates, for the planner."""
+        return iter(self._given.get, None)
+
+    def next(self, size: int) -> tuple[list[Examples], PlannedStep] | None:
+        """Return the next `size` batches (fewer at the end) and their common plan, or None at the end."""
+        while len(self._read) < 2 and (read := list(islice(self._batches, size))):
+            self._read.append(read)
+            self._given.put(self._rows_of(read))
+        if not self._read:
+            return None
+        return self._read.popleft(), next(self._steps)
+
+    def close(self) -> None:
+        """Stop planning; the loader stays usable."""
+        self._given.put(None)
+        self._steps.close()
+
+
+def checked(batches: Iterator[Any]) -> Iterator[Examples]:
+    """Yield the batches of a loader that Trainer made.
+
+    Raises:
+        ConfigError: the loader is the user's own, which gives each rank another part.
+    """
+    for batch in batches:
+        if not isinstance(batch, Examples):
+            remedy = "Replace data_collator or the samplers, not get_train_dataloader."
+            got = f"a {type(batch).__name__}"
+            raise ConfigError("get_train_dataloader", expected="a DataLoader that Trainer made", got=got, remedy=remedy)
+        yield batch
