@@ -2,7 +2,6 @@
 
 import random
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -10,10 +9,10 @@ import datasets
 import torch
 from preferences import tokenizer
 from trainers import Kept, weights_of
-from trl import GRPOConfig
-from trl.trainer.grpo_trainer import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from lengthwise.integrations.trl import GRPOTrainer as PlannedGRPOTrainer
+from lengthwise.integrations.trl import RLOOTrainer as PlannedRLOOTrainer
 from lengthwise.models import keep_double
 
 ROWS, GROUP = 12, 4
@@ -81,16 +80,18 @@ class Sampled:
 
     generates, cut = False, None
 
-    def _generate_single_turn(self, prompt_ids, images, fields, num_generations, **_):
+    def _generate_single_turn(self, prompt_ids, images, fields, *generations, **_):
+        is_rloo, step = isinstance(self, RLOOTrainer), self.state.global_step
         if self.use_vllm:
-            return super()._generate_single_turn(prompt_ids, images, fields, num_generations)
+            return super()._generate_single_turn(prompt_ids, images, fields, *generations)
         first = self.accelerator.process_index * len(prompt_ids)
         places = [(first + number) % GROUP for number in range(len(prompt_ids))]
         if self.generates:
-            found, _ = super()._generate_single_turn(prompt_ids, images, fields, num_generations)
-            return [ids[: 2 + 2 * place] for ids, place in zip(found, places, strict=True)], None
-        step = self.state.global_step
-        return [completion(ids, place, step)[: self.cut] for ids, place in zip(prompt_ids, places, strict=True)], None
+            made, _ = super()._generate_single_turn(prompt_ids, images, fields, *generations)
+            found = [ids[: 2 + 2 * place] for ids, place in zip(made, places, strict=True)]
+        else:
+            found = [completion(*each, step)[: self.cut] for each in zip(prompt_ids, places, strict=True)]
+        return found if is_rloo else (found, None)
 
 
 class Plain(Sampled, GRPOTrainer):
@@ -98,6 +99,14 @@ class Plain(Sampled, GRPOTrainer):
 
 
 class Planned(Sampled, PlannedGRPOTrainer):
+    pass
+
+
+class PlainRLOO(Sampled, RLOOTrainer):
+    pass
+
+
+class PlannedRLOO(Sampled, PlannedRLOOTrainer):
     pass
 
 
@@ -130,7 +139,8 @@ def trained(kind, folder, ranks, model, *, rows=ROWS, resume=None, config=None, 
     """Train; return what was logged, the weights, and the trainer. rows: of all ranks in a batch."""
     generates = options.pop("generates", False)
     sizes = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), rows // ranks)
-    args = GRPOConfig(str(folder), **{**SETTINGS, **sizes, **(config or {})})
+    is_rloo = issubclass(getattr(kind, "func", kind), RLOOTrainer)
+    args = (RLOOConfig if is_rloo else GRPOConfig)(str(folder), **{**SETTINGS, **sizes, **(config or {})})
 
     def reward(prompts, completions, completion_ids, **_):
         first = trainer.accelerator.process_index * len(prompts)
@@ -146,7 +156,3 @@ def trained(kind, folder, ranks, model, *, rows=ROWS, resume=None, config=None, 
                 each.data.normal_(std=0.02, generator=torch.Generator().manual_seed(number))
         trainer.train(resume_from_checkpoint=resume)
     return {"logs": kept.logs, "weights": weights_of(trainer), "trainer": trainer}
-
-
-def planned(capacity=64, **options):
-    return partial(Planned, capacity_tokens=capacity, **options)

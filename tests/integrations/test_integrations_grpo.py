@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("trl")  # an extra
 
-from grpo_runs import Plain, Planned, Sampled, planned, trained, with_tools
+from grpo_runs import Plain, PlainRLOO, Planned, PlannedRLOO, Sampled, trained, with_tools
 from peft import LoraConfig
 from preferences import model
 from trainers import difference, in_trainers
@@ -41,6 +41,7 @@ CASES = {
         "beta": 0.1,
     },
     "generated, over the ranks": {"temperature": 1.0, "generation_kwargs": {"do_sample": False}},
+    "rloo, off-policy, KL": {"rloo": True, "beta": 0.1, **OFF},
     "dapo": {},
     "bnpo, KL": {"loss_type": "bnpo", "beta": 0.1},
     "grpo, a reference that follows": {"loss_type": "grpo", "beta": 0.1, "sync_ref_model": True, **OFF},
@@ -89,26 +90,27 @@ def loaded(folder):
 
 
 @pytest.mark.parametrize(
-    ("case", "ranks"), [*[(case, 2) for case in list(CASES)[:4]], *[more(case, 3) for case in CASES]]
+    ("case", "ranks"), [*[(case, 2) for case in list(CASES)[:5]], *[more(case, 3) for case in CASES]]
 )
 def test_grpo_is_trls(case, ranks, tmp_path, saved):
     config = dict(CASES[case])
     how = {"rollout_func": with_tools} if config.pop("tools", False) else {}
     how |= {name: make() for name, make in LORA.items()} if "adapters" in case else {}
+    plain, planned = (PlainRLOO, PlannedRLOO) if config.pop("rloo", False) else (Plain, Planned)
     how |= {"rows": config.pop("rows", 12), "generates": "generated" in case, "config": config}
 
     def work(ranks, kind, _rank):
         # Plain checkpointing would run layers again outside of what keeps fp64.
-        config["activation_checkpointing"] = case == "recomputed" and kind is not Plain
+        config["activation_checkpointing"] = case == "recomputed" and kind is not plain
         found = trained(kind, tmp_path / f"ranks{ranks}", ranks, loaded(saved), **how)
         trainer = found.pop("trainer")
         server = getattr(trainer, "vllm_generation", None)
         sent = [] if server is None else server.weights
         return {**found, "sent": sent, "draws": torch.get_rng_state().tolist()}
 
-    (expected,) = in_trainers(partial(work, 1, Plain), 1, tmp_path)
-    options = {"shard": "zero3"} if "over the ranks" in case else {}
-    found = in_trainers(partial(work, ranks, planned(**options)), ranks, tmp_path)
+    (expected,) = in_trainers(partial(work, 1, plain), 1, tmp_path)
+    options = {"capacity_tokens": 64, "shard": "zero3" if "over the ranks" in case else "auto"}
+    found = in_trainers(partial(work, ranks, partial(planned, **options)), ranks, tmp_path)
     for each in found:
         compared(each, expected)
         assert each["sent"] == pytest.approx(expected["sent"], rel=1e-6)

@@ -1,4 +1,4 @@
-"""TRL's `GRPOTrainer` with planned steps.
+"""TRL's `GRPOTrainer` and `RLOOTrainer` with planned steps.
 
 TRL generates, scores and normalizes, each rank its share of the prompts; every rank then gets the rows of all, as one
 batch. Whatever runs the model over whole sequences goes by a plan over these rows, without padding: old and reference
@@ -10,8 +10,8 @@ needs its gradient by them:
 - of a sum over tokens, while a microbatch runs: TRL's loss takes the microbatch's tokens for one row, and what a token
   weighs in the whole loss comes from TRL's loss, too (`_weights_of_sum`). After the step TRL's loss of all tokens gives
   loss and metrics, and its gradient must be the one that was used;
-- of any other (ratios of sequences, quantiles, an entropy bonus, a `_compute_loss` of your own), after one more forward
-  by the same plan.
+- of any other (ratios of sequences, quantiles, an entropy bonus, RLOO, a `_compute_loss` of your own), after one more
+  forward by the same plan.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from lengthwise.integrations.token_losses import OFFLOADING, Answers, TokenLossM
 from lengthwise.session import Session, StepResult
 
 _NUMBERS = ("log_probs", "entropy")
-_ROW_SUMS = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")  # loss types that are sums over tokens
+_TOKEN_SUMS = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")  # loss types that are sums over tokens
 _OLD, _REFERENCE, _RATIO = "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"
 _SAMPLING = "sampling_per_token_logps"
 _UNEQUAL = 1e-3  # relative; rounding is far less
 _COLOCATED = "it would share each GPU with a step whose memory is measured without it"
 
 
-class GRPOTrainer(TokenLossMixin, trl.GRPOTrainer):
-    """TRL's `GRPOTrainer` with planned steps; see `PlannedTrainerMixin`."""
+class RolloutMixin(TokenLossMixin):
+    """Trains on completions that TRL generates and scores, under a plan over those of all ranks."""
 
     _refused: Mapping[str, Refusal] = {
         "activation_offloading": OFFLOADING,
@@ -52,13 +52,11 @@ class GRPOTrainer(TokenLossMixin, trl.GRPOTrainer):
         "cast_lm_head_to_fp32": (OFF, "weights that train are of one dtype"),
     }
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self._held: list[Mapping[str, Any]] = []  # batches of the update that is not complete
-        self._own_draws: Tensor | None = None
-        super().__init__(*args, **options)
-        for each in self.reward_funcs:
-            if isinstance(each, nn.Module):  # TRL's accelerator moves it, ours moves nothing
-                each.to(self.args.device)
+    _held: tuple[Mapping[str, Any], ...] = ()
+    """Batches of the update that is not complete."""
+
+    _own_draws: Tensor | None = None
+    """The state of this rank's random numbers, while all ranks have that of the first."""
 
     def _problems(self, arguments: Any) -> list[LengthwiseError]:
         problems = list[LengthwiseError]()
@@ -71,9 +69,12 @@ class GRPOTrainer(TokenLossMixin, trl.GRPOTrainer):
         return problems
 
     def _start_session(self, optimizer: Any) -> Session:
+        for each in self.reward_funcs:
+            if isinstance(each, nn.Module):  # this accelerator moves no model; its memory counts, too
+                each.to(self.args.device)
         session = super()._start_session(optimizer)
         most, own = session.longest_tokens - 1, self.max_completion_length  # a prompt has a token
-        if self.rollout_func is None and own is not None and own > most:
+        if getattr(self, "rollout_func", None) is None and own is not None and own > most:
             held = f"{session.world_size} x capacity_tokens {session.capacity_tokens}"
             remedy = "Lower it, run on more ranks, or raise capacity_tokens."
             expected = f"at most {most}, what the ranks hold of a completion and its prompt ({held})"
@@ -176,10 +177,10 @@ class GRPOTrainer(TokenLossMixin, trl.GRPOTrainer):
         """Run the whole update at its last batch; return the loss of the update, 0 for the others."""
         start, loss = time.perf_counter(), 0.0
         self.model.train()
-        self._held.append(self._prepare_inputs(inputs))
+        self._held = (*self._held, self._prepare_inputs(inputs))
         self._step += 1
         if self.accelerator.sync_gradients:
-            batches, self._held = self._held, []
+            batches, self._held = self._held, ()
             loss, self._last = self._update_by(batches)
         self._current_train_step_time += time.perf_counter() - start
         if self._step % self.current_gradient_accumulation_steps == 0:
@@ -198,15 +199,8 @@ class GRPOTrainer(TokenLossMixin, trl.GRPOTrainer):
         return loss, result
 
     def _is_sum(self) -> bool:
-        """Whether TRL's loss is a sum over tokens, each weighed by what does not depend on the model."""
-        return (
-            type(self)._compute_loss is trl.GRPOTrainer._compute_loss
-            and self.loss_type in _ROW_SUMS
-            and self.importance_sampling_level == "token"
-            and self.top_entropy_quantile >= 1.0
-            and not self._entropy_bonus_enabled
-            and self.off_policy_mask_threshold is None
-        )
+        """Return whether TRL's loss is a sum over tokens, with weights that do not depend on the model."""
+        return False
 
     def _update_of_sum(self, batches: Sequence[Mapping[str, Any]], rows: Any, size: int) -> tuple[float, StepResult]:
         names = [name for name in (_OLD, _REFERENCE, _RATIO) if name in batches[0]]
@@ -249,10 +243,12 @@ class GRPOTrainer(TokenLossMixin, trl.GRPOTrainer):
                 last, shape = first + num_slots(batch), batch["completion_mask"].shape
                 fields = {name: each[first:last].view(shape) for name, each in zip(_NUMBERS, leaf, strict=True)}
                 # TRL divides by its part of the ranks' tokens; here one rank has all of them.
-                given = {**batch, "num_items_in_batch": batch["num_items_in_batch"] * ranks}
+                given = {**batch, **{name: batch[name] * ranks for name in ("num_items_in_batch",) if name in batch}}
                 losses.append(self._compute_loss(Answers(fields), given))
                 first = last
         total = torch.stack(losses).sum()
+        if self.model.training and self.loss_is_scaled_for_ga is False:  # else TRL has divided it
+            total = total / self.current_gradient_accumulation_steps
         (gradient,) = torch.autograd.grad(total, leaf)
         return total.item(), gradient
 
@@ -305,7 +301,7 @@ class GRPOTrainer(TokenLossMixin, trl.GRPOTrainer):
         unit = self._weights_of_sum([row], tokens)
         return gradient * columns["weights"] / unit
 
-    # Evaluation, and checkpoints.
+    # Evaluation.
 
     def _evaluated_batches(self, session: Session, dataloader: Any) -> Iterator[tuple[int, float, float]]:
         """Yield of each batch how many completions it has, and its loss, which counts as one, as in TRL."""
@@ -315,6 +311,20 @@ class GRPOTrainer(TokenLossMixin, trl.GRPOTrainer):
             numbers = self._gathered(session, self.model_wrapped, rows, _NUMBERS, size)
             yield len(prompts), self._loss([batch], torch.stack([numbers[name] for name in _NUMBERS]))[0], 1.0
 
+
+class GRPOTrainer(RolloutMixin, trl.GRPOTrainer):
+    """TRL's `GRPOTrainer` with planned steps; see `PlannedTrainerMixin`."""
+
+    def _is_sum(self) -> bool:
+        return (
+            type(self)._compute_loss is trl.GRPOTrainer._compute_loss
+            and self.loss_type in _TOKEN_SUMS
+            and self.importance_sampling_level == "token"
+            and self.top_entropy_quantile >= 1.0
+            and not self._entropy_bonus_enabled
+            and self.off_policy_mask_threshold is None
+        )
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         path = os.path.join(checkpoint or "", "entropy_ctrl_state.json")  # which TRL wrote
@@ -322,3 +332,7 @@ class GRPOTrainer(TokenLossMixin, trl.GRPOTrainer):
             with open(path) as file:
                 state = json.load(file)
             self.entropy_coef, self._last_world_entropy = state["entropy_coef"], state["last_world_entropy"]
+
+
+class RLOOTrainer(RolloutMixin, trl.RLOOTrainer):
+    """TRL's `RLOOTrainer` with planned steps; see `PlannedTrainerMixin`. Its loss takes one forward pass more."""

@@ -1,4 +1,4 @@
-"""TRL's trainers with planned steps: `SFTTrainer`, `DPOTrainer` and, in a module of its own, `GRPOTrainer`.
+"""TRL's trainers with planned steps: `SFTTrainer`, `DPOTrainer`, `GRPOTrainer`, `RLOOTrainer`.
 
 Their losses are TRL's own. TRL gathers numbers over the ranks for its logs in every microbatch; here they are summed at
 the end of a step, because ranks have different numbers of microbatches, and a rank in a collective serves no ring.
@@ -22,6 +22,7 @@ from lengthwise.data import NO_LOSS
 from lengthwise.integrations.arguments import OFF, Refusal
 from lengthwise.integrations.batches import Examples, refuse_dropped
 from lengthwise.integrations.grpo import GRPOTrainer as GRPOTrainer
+from lengthwise.integrations.grpo import RLOOTrainer as RLOOTrainer
 from lengthwise.integrations.token_losses import OFFLOADING, SLOTS, Answers, TokenLossMixin, refuse_balance, ungathered
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.session import StepResult
