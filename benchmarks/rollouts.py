@@ -124,11 +124,11 @@ def trained(kind: str, sizes: Sizes, changes: dict[str, Any], folder: Path) -> F
         learning_rate=1e-3, logging_steps=1, report_to="none", disable_tqdm=True, save_strategy="no", use_cpu=True,
         bf16=False, seed=1, log_level="error", gradient_checkpointing=False, **changes,
     )  # fmt: skip
-    made = trl.GRPOTrainer if kind == PLAIN else GRPOTrainer
+    made: Any = trl.GRPOTrainer if kind == PLAIN else GRPOTrainer
     options: dict[str, Any] = {} if kind == PLAIN else {"capacity_tokens": sizes.longest + GROUP}
     prompts = [{"prompt": " ".join(str(2 + (n + k) % 500) for k in range(8))} for n in range(64)]
-    trainer: Any = made(
-        model=transformers.AutoModelForCausalLM.from_pretrained(folder / "model"), reward_funcs=reward,  # pyright: ignore[reportArgumentType]
+    trainer = made(
+        model=transformers.AutoModelForCausalLM.from_pretrained(folder / "model"), reward_funcs=[reward],
         args=arguments, train_dataset=Dataset.from_list(prompts), processing_class=tokenizer(), callbacks=[clock],
         rollout_func=partial(rollouts, longest=sizes.longest), **options,
     )  # fmt: skip

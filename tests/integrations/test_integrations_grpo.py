@@ -44,7 +44,13 @@ CASES = {
     "rloo, off-policy, KL": {"rloo": True, "beta": 0.1, **OFF},
     "dapo": {},
     "bnpo, KL": {"loss_type": "bnpo", "beta": 0.1},
-    "grpo, a reference that follows": {"loss_type": "grpo", "beta": 0.1, "sync_ref_model": True, **OFF},
+    "grpo, a reference that follows": {
+        "loss_type": "grpo",
+        "beta": 0.1,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 2,
+        **OFF,
+    },
     "dr_grpo, off-policy": {"loss_type": "dr_grpo", **OFF},
     "cispo, off-policy": {"loss_type": "cispo", "epsilon_high": 1.05, **OFF},
     "sapo, off-policy": {"loss_type": "sapo", **OFF},
@@ -121,13 +127,13 @@ def test_grpo_is_trls(case, ranks, tmp_path, saved):
 class Squared(Sampled):
     """A loss of one's own: a function of TRL's, which is no sum over tokens."""
 
-    def _compute_loss(self, model, inputs):
-        return super()._compute_loss(model, inputs) ** 2
+    def compute_loss(self, model, inputs, *args, **how):
+        return super().compute_loss(model, inputs, *args, **how) ** 2
 
 
 @pytest.mark.parametrize("case", ["a loss of one's own", more("no token left")])
 def test_what_no_loss_type_is(case, tmp_path, saved):
-    """On one rank: a `_compute_loss` of the user's, and a step whose completions are all masked."""
+    """On one rank: a `compute_loss` of the user's, and a step whose completions are all masked."""
     own, config = (Squared,) if "own" in case else (), {}
     if not own:
         config = {"mask_truncated_completions": True, "max_completion_length": 4, "weight_decay": 0.1}

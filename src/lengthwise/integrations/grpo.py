@@ -10,7 +10,7 @@ needs its gradient by them:
 - of a sum over tokens, while a microbatch runs: TRL's loss takes the microbatch's tokens for one row, and what a token
   weighs in the whole loss comes from TRL's loss, too (`_weights_of_sum`). After the step TRL's loss of all tokens gives
   loss and metrics, and its gradient must be the one that was used;
-- of any other (ratios of sequences, quantiles, an entropy bonus, RLOO, a `_compute_loss` of your own), after one more
+- of any other (ratios of sequences, quantiles, an entropy bonus, RLOO, a loss of your own), after one more
   forward by the same plan.
 """
 
@@ -154,8 +154,8 @@ class RolloutMixin(TokenLossMixin):
     ) -> Any:
         """Return log-probabilities of this rank's completions, which all ranks compute by one plan."""
         if isinstance(model, Answers):
-            given = (model, input_ids, attention_mask, logits_to_keep)
-            return super()._get_per_token_logps_and_entropies(*given, *args, **how)
+            answer = model()
+            return answer.log_probs, answer.entropy, None
         if any(how.get(name) is not None for name in OF_IMAGES):
             remedy = "Take the images out of the prompts."
             raise DataError("dataset", expected="prompts of text", got="images", remedy=remedy)
@@ -237,6 +237,7 @@ class RolloutMixin(TokenLossMixin):
         """Return TRL's loss of an update's batches, and its gradient by the numbers, (2, tokens); TRL logs metrics."""
         leaf, first, ranks = numbers.detach().clone().requires_grad_(), 0, self.accelerator.num_processes
         losses = list[Tensor]()
+        compute_loss: Any = self._compute_loss if self._is_sum() else self.compute_loss
         with ungathered(self.accelerator), self._synchronized(), torch.enable_grad():
             for number, batch in enumerate(batches):
                 self.accelerator.gradient_state._set_sync_gradients(number == len(batches) - 1)
@@ -244,7 +245,7 @@ class RolloutMixin(TokenLossMixin):
                 fields = {name: each[first:last].view(shape) for name, each in zip(_NUMBERS, leaf, strict=True)}
                 # TRL divides by its part of the ranks' tokens; here one rank has all of them.
                 given = {**batch, **{name: batch[name] * ranks for name in ("num_items_in_batch",) if name in batch}}
-                losses.append(self._compute_loss(Answers(fields), given))
+                losses.append(compute_loss(Answers(fields), given))
                 first = last
         total = torch.stack(losses).sum()
         if self.model.training and self.loss_is_scaled_for_ga is False:  # else TRL has divided it
@@ -316,8 +317,9 @@ class GRPOTrainer(RolloutMixin, trl.GRPOTrainer):
     """TRL's `GRPOTrainer` with planned steps; see `PlannedTrainerMixin`."""
 
     def _is_sum(self) -> bool:
+        own = (getattr(each, "__func__", None) for each in (self.compute_loss, self._compute_loss))
         return (
-            type(self)._compute_loss is trl.GRPOTrainer._compute_loss
+            tuple(own) == (trl.GRPOTrainer.compute_loss, trl.GRPOTrainer._compute_loss)
             and self.loss_type in _TOKEN_SUMS
             and self.importance_sampling_level == "token"
             and self.top_entropy_quantile >= 1.0
