@@ -20,7 +20,7 @@ import torch
 
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import ModelShape
-from lengthwise.cost import Cost, Pass, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, PassShares, all_terms_cost, named_hardware, named_shape
 from lengthwise.cost.analytic import PASSES, SCAN_CUT
 from lengthwise.program import Content, MicrobatchProgram, RankRound, Transfer, lower_plan
 from lengthwise.program.spans import halo_round_of, sweep_rounds_of
@@ -116,14 +116,14 @@ class EmulatedRank:
         self._world.all_reduce(ready)
         return float(ready.max()) + _LEAD_SECONDS
 
-    def _layers(self, program: MicrobatchProgram, each: Pass) -> list[Layer]:
+    def _layers(self, program: MicrobatchProgram, each: PassShares) -> list[Layer]:
         """Return all layers of a pass: those with states in groups of equally many, each before one that attends."""
         period = self._cost.layers // attention_layers(self._cost)
         with_state = [self._layer_with_state(program, each)] if period > 1 else []
         group = [*(with_state * (period - 1)), self._layer(program, each)]
         return (group[::-1] if each is self._cost.backward else group) * attention_layers(self._cost)
 
-    def _layer(self, program: MicrobatchProgram, each: Pass) -> Layer:
+    def _layer(self, program: MicrobatchProgram, each: PassShares) -> Layer:
         rank, backward = self._transport.rank, each is self._cost.backward
         rounds = program.backward_rounds_of(rank) if backward else program.forward_rounds_of(rank)
         blocks = [self._blocks(program, each, ring_step) for ring_step in range(program.ring_steps)]
@@ -132,7 +132,7 @@ class EmulatedRank:
         ring = starmap(Phase.of, zip_longest(rounds if each.ring else (), blocks, fillvalue=None))
         return [self._own(program, each), of_heads[0], *ring, of_heads[1]]
 
-    def _layer_with_state(self, program: MicrobatchProgram, each: Pass) -> Layer:
+    def _layer_with_state(self, program: MicrobatchProgram, each: PassShares) -> Layer:
         """Return a layer whose state sweeps through sequences; what is computed again keeps what it received."""
         rank, cost = self._transport.rank, self._cost
         held = sum(segment.num_tokens for segment in program.segments(rank))
@@ -146,7 +146,7 @@ class EmulatedRank:
             return [own, *sweep, scan, Phase.of(halo.turned())]
         return [own, Phase.of(halo), scan, *sweep]
 
-    def _own(self, program: MicrobatchProgram, each: Pass) -> Phase:
+    def _own(self, program: MicrobatchProgram, each: PassShares) -> Phase:
         """Return the linear work of a layer, without scans, alike in all layers."""
         held, cost = sum(segment.num_tokens for segment in program.segments(self._transport.rank)), self._cost
         a_token = cost.linear_seconds - cost.cut_seconds / SCAN_CUT
@@ -158,7 +158,7 @@ class EmulatedRank:
             self._sleep(seconds)
             self._take(posted)
 
-    def _blocks(self, program: MicrobatchProgram, each: Pass, ring_step: int) -> float:
+    def _blocks(self, program: MicrobatchProgram, each: PassShares, ring_step: int) -> float:
         total = 0.0
         for task in program.tasks(self._transport.rank, ring_step):
             length = program.tokens[task.sequence]

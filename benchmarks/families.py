@@ -50,7 +50,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.models import FAMILIES, check_model_config, text_config
 from lengthwise.models.computing import attention_needs
-from lengthwise.models.refusals import reasons
+from lengthwise.models.families import reasons
 from lengthwise.planner import PlanOptions, plan_step
 from pages import Findings, markdown
 

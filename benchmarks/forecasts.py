@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lengthwise.cost import named_hardware, named_shape
 from lengthwise.report.figures import percent
-from lengthwise.simulator import Question, RankMesh, on_one_mesh
+from lengthwise.simulator import RankMesh, Scenario, best_mesh
 from lengthwise.simulator.rivals import LockStep
 from pages import Findings, parse_options
 
@@ -75,13 +75,13 @@ RUNS = [
 def forecast(run: Run) -> tuple[float, float]:
     """Return the seconds of a step and the peak bytes of a GPU."""
     hardware = named_hardware("h100").with_kernel(run.kernel)
-    question = Question(shape=named_shape(run.model), hardware=hardware, devices=run.gpus)
     how = LockStep(size=run.sequences, degree=run.degree)
     mesh = RankMesh(layout="zero3", held=((run.recompute, run.tokens * run.sequences),), lock_step=how)
     batch = [run.tokens] * (run.sequences * run.microbatches)
-    found = on_one_mesh(mesh, "FSDP2", [batch], question).any_mesh
+    scenario = Scenario(shape=named_shape(run.model), hardware=hardware, devices=run.gpus, only=mesh)
+    found = best_mesh("FSDP2", [batch], scenario).any_mesh
     assert found is not None, "nothing is refused that is not asked to fit"
-    return found.result.mean_seconds, found.result.steps[0].memory_bytes
+    return found.mean_seconds, found.most("memory_bytes")
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ from lengthwise.data.remote import RemoteDataset
 from lengthwise.engine.batch import StepBatch, random_batch
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import ModelSource, build_model
-from lengthwise.models.load import tiny_config
+from lengthwise.models.model_source import tiny_config
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.run.actors import serving
 from lengthwise.run.checks import prepare_job

@@ -4,7 +4,7 @@
         [--batches 4] [--rows FILE] [--out PAGE]
 
 A setting is GPUs : longest sequence : tokens of a step, of a 7B Llama on H100s; lengths are as of GitHub files and of
-ProLong's mix for fine-tuning. `lengthwise.simulator.best_meshes` searches for all planners alike: tensor-parallel
+ProLong's mix for fine-tuning. `lengthwise.simulator.best_mesh` searches for all planners alike: tensor-parallel
 devices and pipeline stages of a rank, recomputation, heads, offload, and how much of what memory leaves a rank may
 hold. The first table has the meshes that the engine runs (asked of `lengthwise.program`), the second all. --rows keeps
 what is done, a line for each planner, so that a run can be taken up again; --tables-only simulates nothing. A setting
@@ -22,18 +22,17 @@ from typing import Any
 
 import numpy as np
 
-from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.sizes import parse_tokens
 from lengthwise.cost import named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.report.simulation import MOST_MFU, OURS
+from lengthwise.report.simulation import MOST_MFU
+from lengthwise.report.simulation import OUR_PLANNER as OURS
 from lengthwise.simulator import (
     Found,
     Gain,
-    Question,
-    best_meshes,
+    Scenario,
+    best_mesh,
     gain_over,
-    gain_text,
     stages_to_try,
     tensors_to_try,
 )
@@ -117,12 +116,9 @@ def add_line(file: Path, row: Any) -> None:
         opened.write(json.dumps(asdict(row)) + "\n")
 
 
-def search(place: tuple[str, ...], planner: str, batches: Sequence[Sequence[int]], question: Question) -> MeshRow:
+def search(place: tuple[str, ...], planner: str, batches: Sequence[Sequence[int]], scenario: Scenario) -> MeshRow:
     """Search the best mesh of a planner; one that holds the sequences nowhere has a row that says so."""
-    try:
-        (best,) = best_meshes([planner], batches, question)
-    except LengthwiseError as error:
-        return MeshRow(place=place, planner=planner, today=None, any_mesh=None, tried=0, refused=str(error))
+    best = best_mesh(planner, batches, scenario)
     sides = (_taken(best.today), _taken(best.any_mesh))
     refused = "" if best.refusal is None else str(best.refusal)
     return MeshRow(place=place, planner=planner, today=sides[0], any_mesh=sides[1], tried=best.tried, refused=refused)
@@ -131,20 +127,20 @@ def search(place: tuple[str, ...], planner: str, batches: Sequence[Sequence[int]
 def _taken(found: Found | None) -> Taken | None:
     if found is None:
         return None
-    steps = found.result.steps
+    steps = found.steps
     return Taken(
         mesh=mesh_words(found),
-        seconds=[step.step_seconds for step in steps],
+        seconds=found.step_seconds,
         ideal_seconds=[step.ideal_seconds for step in steps],
         bound_seconds=[step.bound_seconds for step in steps],
-        flops_ratio=found.result.flops_ratio,
+        flops_ratio=found.flops_ratio,
         trains=found.trains,
     )
 
 
 def mesh_words(found: Found) -> str:
     """Say what a planner took: devices of a rank, tokens that it holds, and what its plans use of what they may."""
-    mesh, steps = found.mesh, found.result.steps
+    mesh, steps = found.mesh, found.steps
     held = [f"{tokens:,}" for tokens in found.held_tokens.values()]
     staged = [f"PP {mesh.cut.stages}"] if mesh.cut.stages > 1 else []
     words = [f"TP {mesh.tensor}", *staged, f"{' or '.join(held)} tokens"]
@@ -252,7 +248,7 @@ def _gain_cell(other: tuple[str, Taken] | None, ours: Taken | None) -> str:
         return "-"
     by_batch = [theirs / own for theirs, own in zip(other[1].seconds, ours.seconds, strict=True)]
     batches = f" ({min(by_batch):.2f} to {max(by_batch):.2f} by batch)" if len(by_batch) > 1 else ""
-    return f"{gain_text(gain_of(other[1], ours))} over {other[0]}{batches}"
+    return f"{gain_of(other[1], ours)} over {other[0]}{batches}"
 
 
 def _aim_line(aim: Aim, today: Places, any_mesh: Places) -> list[str]:
@@ -332,13 +328,13 @@ def _search(place: Sequence[str], planner: str, batches: int) -> MeshRow:
     recipe, gpus, context, step = place
     longest = parse_tokens(context, "--settings")
     shape, hardware, devices = named_shape(MODEL), named_hardware(HARDWARE), int(gpus)
-    question = Question(
+    scenario = Scenario(
         shape=shape, hardware=hardware, devices=devices, context_tokens=longest,
         tensors=tensors_to_try(shape, hardware, devices), stages=stages_to_try(shape, devices),
     )  # fmt: skip
     tokens = parse_tokens(step, "--settings")
     drawn = [draw_lengths(recipe, tokens, seed, longest_tokens=longest) for seed in range(batches)]
-    return search(tuple(place), planner, drawn, question)
+    return search(tuple(place), planner, drawn, scenario)
 
 
 if __name__ == "__main__":

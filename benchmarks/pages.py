@@ -18,7 +18,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from lengthwise.simulator import gain_over, gain_text
+from lengthwise.simulator import gain_over
 
 FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
 
@@ -93,7 +93,7 @@ def modelled_gain(other_seconds: Sequence[float], our_seconds: Sequence[float]) 
 
     Of these batches and no others, so that what they differ by is no error.
     """
-    return gain_text(gain_over([sum(other_seconds)], [sum(our_seconds)]))
+    return str(gain_over([sum(other_seconds)], [sum(our_seconds)]))
 
 
 def table_rows(page: Path, *, heading: str) -> list[dict[str, str]]:

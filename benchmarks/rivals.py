@@ -41,7 +41,7 @@ from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import ModelSource, build_model, plain_attention
 from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.planner import PLANNING_SHARE, PlanOptions, plan_step
-from lengthwise.profiler.profile import ProfileSettings, profile
+from lengthwise.profiler.rank_profiler import ProfileSettings, profile
 from lengthwise.simulator import simulate_plan
 
 ONE_BY_ONE, PACKED, LENGTHWISE = "one by one", "packed DP", "lengthwise"

@@ -58,9 +58,7 @@ from lengthwise.models import ModelSource, build_model, wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.report.figures import seconds
-from lengthwise.simulator import Question
-from lengthwise.simulator.answer import auto_layout, compare_layouts
-from lengthwise.simulator.ways import LAYOUTS
+from lengthwise.simulator import LAYOUTS, Scenario, auto_layout, compare_layouts
 from namespaces import shaped_nodes
 from pages import Findings, markdown, parse_options
 
@@ -366,13 +364,13 @@ def layouts_table(gpus: Sequence[int]) -> Iterator[str]:
     def rows() -> Iterator[list[str]]:
         for model in MODELS:
             for devices in gpus:
-                question = Question(shape=named_shape(model), hardware=named_hardware("h100"), devices=devices)
+                scenario = Scenario(shape=named_shape(model), hardware=named_hardware("h100"), devices=devices)
                 tokens = draw_lengths("github", 16_384 * devices, 0, longest_tokens=32_768)
-                layouts = compare_layouts([tokens], question)
+                layouts = compare_layouts([tokens], scenario)
                 found = dict(zip(LAYOUTS, layouts, strict=False))
-                times = [row.mean_seconds for row in found.values() if row.step_seconds]
+                times = [row.any_mesh.mean_seconds for row in layouts if row.any_mesh]
                 cells = [_layout_cell(found.get(layout), min(times, default=0.0)) for layout in LAYOUTS]
-                yield [model, f"{devices}", auto_layout([tokens], question, layouts) or "none", *cells]
+                yield [model, f"{devices}", auto_layout([tokens], scenario, layouts) or "none", *cells]
 
     return markdown("model | GPUs | `auto` | zero1 | zero3 | hybrid", rows())
 
@@ -380,12 +378,13 @@ def layouts_table(gpus: Sequence[int]) -> Iterator[str]:
 def _layout_cell(row: Any, best: float) -> str:
     if row is None:
         return "as zero3"
-    if not row.step_seconds:
+    if (found := row.any_mesh) is None:
         return "does not fit"
-    said = {"none": "", "layer": ", recompute all", "all_but_attention": ", recompute MLP"}[row.settings.recompute]
-    ratio = row.mean_seconds / best
-    took = f"**{seconds(row.mean_seconds)}**" if ratio == 1 else f"{ratio:.2f}x"
-    return f"{took}, {row.settings.capacity_tokens // 1024}K tokens{said}"
+    recompute = found.steps[0].recompute
+    said = {"none": "", "layer": ", recompute all", "all_but_attention": ", recompute MLP"}[recompute]
+    ratio = found.mean_seconds / best
+    took = f"**{seconds(found.mean_seconds)}**" if ratio == 1 else f"{ratio:.2f}x"
+    return f"{took}, {found.setting.capacities[recompute] // 1024}K tokens{said}"
 
 
 if __name__ == "__main__":

@@ -204,7 +204,7 @@ def check_order(
     layer is (default: `layers` layers of full attention). `counts_routers`: the counting pass of a model
     with a router balance loss comes first (`program.step_program`). In a plan of kind `waves` every rank runs all
     microbatches of its node's ranks (`ranks_per_node`; None: of all), and gathers and reduces units between rounds, as
-    `engine.waves` does; `tied`: all that is in no layer is one unit.
+    `engine.unit_waves` does; `tied`: all that is in no layer is one unit.
 
     Raises:
         PlanError: the ranks would wait for each other for ever; it names the ranks and what they wait in.

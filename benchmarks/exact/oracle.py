@@ -47,7 +47,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner import CUTTING_PLANNERS, PlanOptions, plan_step
 from lengthwise.planner.problem.score import score
-from lengthwise.program.check import check_plan
+from lengthwise.program.plan_rules import check_plan
 
 MOST_RANKS, MOST_SEQUENCES = 8, 10
 _SLACK = 1e-7  # rounding allowed where a plan is as good as the incumbent

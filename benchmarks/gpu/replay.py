@@ -34,7 +34,7 @@ from lengthwise.cost.fit import with_terms
 from lengthwise.cost.measured import base_cost
 from lengthwise.engine.batch import StepBatch, random_batch
 from lengthwise.engine.optimizer import sliced_optimizer
-from lengthwise.profiler.profile import ProfileSettings, profile
+from lengthwise.profiler.rank_profiler import ProfileSettings, profile
 from lengthwise.simulator import simulate_plan
 from lengthwise.simulator.rounds import microbatch_clocks
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lengthwise.program import check_plan as check
     from lengthwise.run.api import train, verify
     from lengthwise.run.callbacks import Callback, TrainResult
-    from lengthwise.run.prepared import Run
+    from lengthwise.run.prepared_run import Run
     from lengthwise.run.verify import VerifyReport
     from lengthwise.session import Session, StepResult
     from lengthwise.simulator import simulate_plan as simulate

@@ -134,7 +134,7 @@ def test_auto_names_a_wrong_kernel_and_takes_the_next(wrong_flash):
     assert type(kernel) is ReferenceKernel
     assert said == [
         "attention kernel: flash_cpu is not used, because it is wrong on this device: causal block of 72 tokens, "
-        "float32, heads of 16: dk is off by 0.01 of its norm, where 0.0001 is allowed",
+        "float32, heads of 16: dk is off by 0.01 of its norm, but 0.0001 is allowed",
         "attention kernel: reference (matrix products); because the run computes on the CPU, and flash_cpu is wrong "
         "there",
     ]

@@ -146,7 +146,7 @@ def test_a_manifest_that_was_changed_is_refused(saved):
     text = path.read_text()
     for key, value in (("loss", 2.5), ("skipped", 1), ("version", "9"), ("sha256", "0" * 64)):
         path.write_text(json.dumps({**json.loads(text), key: value}))
-        with pytest.raises(OutputError, match="other values than those of its sha256"):
+        with pytest.raises(OutputError, match="values that do not fit its sha256"):
             read_manifest(folder.at(5))
     path.write_text(json.dumps(json.loads(text)))
     read_manifest(folder.at(5))
@@ -187,7 +187,7 @@ def test_differences_are_told_all_at_once(saved):
     assert differences(manifest, ["p0", "p1"], [(100,), (7,)], "float32") == []
     assert differences(manifest, ["p0", "p2"], [(10, 10), (7,)], "float64") == [
         "p2 is missing",
-        "p1 is no parameter of the model",
+        "p1 is not in the model",
         "p0 has shape [100], not [10, 10]",
         "all are float32, not float64",
     ]

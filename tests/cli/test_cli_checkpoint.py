@@ -45,11 +45,11 @@ def test_checkpoints_are_listed_and_verified(trained, capsys):
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[:2] for row in rows] == [["2", "2"], ["4", "2"], ["6", "2"]]
     assert call("checkpoint", "verify", trained) == 0
-    assert "3 checkpoints, none broken; every byte was read" in capsys.readouterr().out
+    assert "3 checkpoints, none damaged; every byte was read" in capsys.readouterr().out
     assert call("checkpoint", "verify", trained, "--step", 4) == 0
-    assert "1 checkpoint, none broken" in capsys.readouterr().out
+    assert "1 checkpoint, none damaged" in capsys.readouterr().out
     assert call("checkpoint", "verify", trained / "checkpoints/step-000004") == 0
-    assert "1 checkpoint, none broken" in capsys.readouterr().out
+    assert "1 checkpoint, none damaged" in capsys.readouterr().out
 
 
 def test_what_is_broken_is_named_and_the_status_says_it(own, capsys):
@@ -58,10 +58,10 @@ def test_what_is_broken_is_named_and_the_status_says_it(own, capsys):
     assert call("checkpoint", "verify", own) == 1
     said = capsys.readouterr().out
     assert "step-000002: whole" in said
-    assert "step-000004: NOT what was written: " in said
+    assert "step-000004: DAMAGED: " in said
     assert "rank-00001.safetensors: SHA-256" in said
-    assert "step-000006: NOT what was written: " in said
-    assert "3 checkpoints, 2 broken" in said
+    assert "step-000006: DAMAGED: " in said
+    assert "3 checkpoints, 2 damaged" in said
     assert call("checkpoint", "verify", own, "--step", 2) == 0
     assert call("checkpoint", "list", own) == 1
     said = capsys.readouterr().out
@@ -124,11 +124,11 @@ def test_an_export_of_weights_that_are_not_finite_writes_nothing(own, tmp_path, 
     (("verify", "{out}", "--to", "x"), "--to: expected a folder with export only"),
     (("list", "{out}", "--step", 2), "--step: expected none for list"),
     (("verify", "{out}", "--step", 0), "--step"),
-    (("verify", "{out}", "--step", 3), "after step 3; got those after 2, 4, 6"),
-    (("export", "{out}", "--to", "{new}", "--step", 3), "after step 3; got those after 2, 4, 6"),
+    (("verify", "{out}", "--step", 3), "after step 3; got checkpoints after 2, 4, 6"),
+    (("export", "{out}", "--to", "{new}", "--step", 3), "after step 3; got checkpoints after 2, 4, 6"),
     (("export", "{out}", "--to", "{out}"), "expected a new folder"),
     (("list", "{new}"), "expected a run's output folder with checkpoints"),
-    (("export", "{new}", "--to", "{new}/x"), "expected a checkpoint to go on from"),
+    (("export", "{new}", "--to", "{new}/x"), "expected a checkpoint to resume from"),
 ], ids=str)  # fmt: skip
 def test_what_is_asked_wrongly_is_told(trained, tmp_path, capsys, arguments, said):
     places = {"out": trained, "new": tmp_path / "new"}

@@ -15,8 +15,7 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data import Batches, ByteTokenizer, load_dataset
 from lengthwise.run.callbacks import StepMetrics, TrainResult
 from lengthwise.run.verify import VerifyReport
-from lengthwise.simulator import WayRow
-from lengthwise.simulator.ways import WorkSpan
+from lengthwise.simulator import Stretch
 from run.small_runs import call, make_rows, write_model, write_run
 
 PLAN = Plan(
@@ -143,12 +142,8 @@ def test_demo_fails_when_the_saved_model_is_another(tmp_path, capsys):
 
 
 def test_gpu_lines_show_packs_rings_and_waits() -> None:
-    stretches = (
-        WorkSpan(rank=0, start=0.0, end=4.0, kind="ring"),
-        WorkSpan(rank=1, start=0.0, end=4.0, kind="ring"),
-        WorkSpan(rank=0, start=4.0, end=8.0, kind="local"),
-        WorkSpan(rank=1, start=5.0, end=6.0, kind="local"),
-    )
-    row = WayRow(name="x", step_seconds=(9.0, 1.0), stretches=stretches)
-    assert demo.gpu_lines(row, range(2), most_seconds=10.0, width=10) == ["GPU 0 |====####.|", "GPU 1 |====.#...|"]
-    assert demo.gpu_lines(row, [1], most_seconds=20.0, width=10) == ["GPU 1 |==#.|"]
+    ring = Stretch(0.0, 4.0, "ring")
+    work = [[ring, Stretch(4.0, 8.0, "local")], [ring, Stretch(5.0, 6.0, "local")]]
+    lines = demo.gpu_lines(work, step_seconds=9.0, most_seconds=10.0, width=10)
+    assert lines == ["GPU 0 |====####.|", "GPU 1 |====.#...|"]
+    assert demo.gpu_lines(work[1:], step_seconds=9.0, most_seconds=20.0, width=10) == ["GPU 0 |==#.|"]

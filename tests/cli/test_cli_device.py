@@ -6,7 +6,7 @@ import torch
 from lengthwise.cli.train import describe_job
 from lengthwise.comm import devices
 from lengthwise.core.environment import prepare_environment
-from lengthwise.run import prepared as start
+from lengthwise.run import prepared_run as start
 from run.small_runs import call, make_rows, write_run
 
 

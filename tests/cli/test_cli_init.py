@@ -64,7 +64,7 @@ def test_too_little_memory_names_how_many_are_enough(tmp_path, capsys):
     command = ["init", "--model", "qwen3-14b", "--data", data, "--gpus"]
     assert call(*command, 1) == 2
     said = " ".join(capsys.readouterr().err.split())
-    enough = re.search(r"(\d+) of these are enough", said)
+    enough = re.search(r"(\d+) of them are enough", said)
     assert enough, said
     assert not (tmp_path / "run.yaml").exists()
     assert call(*command, enough[1]) == 0

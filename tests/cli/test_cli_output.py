@@ -131,6 +131,4 @@ def test_a_full_disk_under_the_output_is_told_without_a_traceback(tmp_path) -> N
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
-    assert (
-        done.stderr == "error[output] standard output or a file: expected room for what is written; got a full disk\n"
-    )
+    assert done.stderr == "error[output] standard output or a file: expected room on the disk; got a full disk\n"

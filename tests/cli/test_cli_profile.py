@@ -34,7 +34,7 @@ def test_profile_writes_what_plan_and_simulate_read(tmp_path, capfd):
     assert measurements.place.ranks == 2
     # On a busy machine half a second may tell nothing of a link or a copy; of other nodes it never does.
     assert {"far_bytes_per_second", "far_hop_seconds"} <= set(measurements.fit.not_measured)
-    assert f"not measured, as of cpu: {', '.join(measurements.fit.not_measured)}" in said
+    assert f"not measured, taken from cpu: {', '.join(measurements.fit.not_measured)}" in said
     assert "copy_bytes_per_second" in said
     assert "hardware description written to" in said
     made = named_hardware(str(described))
@@ -116,7 +116,7 @@ def test_what_stands_for_a_gpu_that_is_not_described_is_said(tmp_path, monkeypat
     monkeypatch.setattr("lengthwise.profiler.place.first_gpu_name", lambda: "NVIDIA B200")
     asked = Profile(out=tmp_path / "m.json")
     assert asked._same_hardware() == "h100"
-    assert "what cannot be measured here is that of h100" in capfd.readouterr().out
+    assert "costs that cannot be measured here are those of h100" in capfd.readouterr().out
     monkeypatch.setattr("lengthwise.profiler.place.first_gpu_name", lambda: "NVIDIA H200")
     assert asked._same_hardware() == "h200"
     assert Profile(out=tmp_path / "m.json", device="cpu")._same_hardware() == "cpu"

@@ -49,7 +49,10 @@ def test_simulate_refuses_what_it_cannot(tmp_path, capsys, arguments, told) -> N
 def test_simulate_refuses_an_output_that_takes_no_file_before_it_plans(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("lengthwise.simulator.best_mesh", lambda *_, **__: pytest.fail("planned"))
     (tmp_path / "file").write_text("")
-    for out, told in ((tmp_path / "file/out", "a folder to write into"), ("/proc/x", "no leave to write into /proc")):
+    for out, told in (
+        (tmp_path / "file/out", "a folder to write into"),
+        ("/proc/x", "no permission to write into /proc"),
+    ):
         status, _, error = simulate(capsys, *SMALL, "--lengths", "github", "--out", out)
         assert status == 2
         assert told in error.replace("\n", " ")

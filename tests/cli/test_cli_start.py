@@ -27,7 +27,7 @@ def no_process_may_start(monkeypatch):
     def fail(*_, **__):
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("lengthwise.run.prepared.launch", fail)
+    monkeypatch.setattr("lengthwise.run.prepared_run.launch", fail)
 
 
 def test_train_tells_all_config_problems_in_one_message(tmp_path, capfd, monkeypatch):

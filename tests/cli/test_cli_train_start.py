@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from lengthwise.cli.train import describe_job
 from lengthwise.run.job import Job
-from lengthwise.run.prepared import prepare
+from lengthwise.run.prepared_run import prepare
 from run.small_runs import make_rows, write_run
 
 
@@ -17,7 +17,7 @@ def told(path, **options):
 def test_train_says_beforehand_how_long_it_will_take(tmp_path):
     path = write_run(tmp_path, make_rows([30, 12, 5, 40] * 8), capacity_tokens=40, steps=200)
     job, said = told(path)
-    assert "time    not estimated: with so little work a step takes mostly overhead; each step says" in said
+    assert "time    not estimated: with so little work a step is mostly overhead; each step prints" in said
     assert 0 < job.estimated_step_seconds < 0.1
     more, _ = told(path, overrides=["global_batch.sequences=8"])
     assert more.estimated_step_seconds == 2 * job.estimated_step_seconds

@@ -78,7 +78,7 @@ def test_verify_says_beforehand_what_it_will_take(run_file, capsys, monkeypatch)
     assert full(run_file, "--ranks", 2) == 0, "it refuses nothing"
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "verify: 6 sequences, 111 tokens, fp64, 2 ranks against one process"
-    assert lines[1] == "expected: mostly what ranks take to start; the passes themselves are short"
+    assert lines[1] == "expected: mostly the start of the ranks; the passes themselves are short"
     assert lines[2].startswith("warning: this machine has 1.00KB of memory")
 
 

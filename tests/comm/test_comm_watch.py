@@ -10,7 +10,7 @@ from fake_device import FakeDevice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.comm.watch import Overdue, Posted, TransferWatch
+from lengthwise.comm.transfer_watch import Overdue, Posted, TransferWatch
 
 
 class _Work:
@@ -108,7 +108,7 @@ def test_watch_leaves_a_device_that_failed_to_the_main_thread():
 
 FROZEN = """
 import ctypes, threading, time
-from lengthwise.comm.watch import TransferWatch
+from lengthwise.comm.transfer_watch import TransferWatch
 
 class Driver:
     def is_completed(self):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lengthwise.config import DataSource, GlobalBatch, RunConfig, build_config, dump_config, load_config
 from lengthwise.config.foreign_names import FOREIGN_NAMES
-from lengthwise.config.optimizer import OPTIMIZERS
+from lengthwise.config.optimizer_config import OPTIMIZERS
 from lengthwise.config.problems import sections_of
 from lengthwise.core.errors import ConfigError, LengthwiseError, Problems
 
@@ -118,7 +118,7 @@ def test_config_each_optimizer_has_its_own_defaults_and_is_read_back(folder):
         ("optimizer.schedule_args={powr: 2}", "optimizer.schedule_args.powr", "belongs to no schedule"),
         ("optimizer={schedule: polynomial, lr: 1e-8}", "optimizer.schedule_args.lr_end", "less than lr, 1e-08"),
         ("optimizer=adamw", "optimizer", "a mapping of keys"),
-        ("lora.use_dora=true", "lora.use_dora", "There is none"),
+        ("lora.use_dora=true", "lora.use_dora", "Not supported"),
         ("lora.rank=8", "lora.rank", "-> `lora.r`"),
         ("precision=fp16", "precision", "-> bf16: fp16 needs a loss scale"),
         ("planner=fastest", "planner", "power-of-two or packed-dp"),
@@ -161,7 +161,7 @@ def test_config_wrong_value_names_its_path(folder, override, where, expected):
         ("learning_rate", "`optimizer.lr`"),
         ("gradient_accumulation_steps", "the planner makes the microbatches"),
         ("max_seq_length", "`data.0.max_tokens`"),
-        ("fp16", "There is none"),
+        ("fp16", "Not supported"),
         ("save_steps", "`checkpoint.every_steps`"),
         ("lr", "`optimizer.lr`"),
     ],
@@ -248,7 +248,7 @@ optimizer: {lr: fast}
         f"error[config] {path}:2 data.0.pth: unknown key -> `path`",
         f"error[config] {path}:4 stages: 0 (a whole number) -> at least 1",
         f"error[config] {path}:5 val_set_size: unknown key -> "
-        "`eval: {data: [{path: held-out.jsonl}]}`: rows of a file of their own",
+        "`eval: {data: [{path: held-out.jsonl}]}`: rows of a separate file",
         f"error[config] {path}:6 shard: 'fsdp' (text) -> `zero3`, of auto, zero1, zero3 or hybrid",
         f"error[config] {path}:7 lora.rank: unknown key -> `lora.r`",
         "error[config] optimizer.lr: 'slow' (text) -> a number",

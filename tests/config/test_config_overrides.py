@@ -2,7 +2,7 @@
 
 import pytest
 
-from lengthwise.config.load import apply_overrides
+from lengthwise.config.run_file import apply_overrides
 
 
 def applied(*overrides):
@@ -30,7 +30,7 @@ def test_override_reaches_keys_entries_and_sections_and_the_last_one_wins():
         ("seed", "key=value"),
         ("=5", "key=value"),
         ("a..b=5", "key=value"),
-        ("seed.x=5", "to have keys"),
+        ("seed.x=5", "keys in `seed`"),
         ("data.2.path=x", "an index from 0 to 1"),
         ("data.-1.path=x", "an index from 0 to 1"),
         (f"data.{'9' * 5000}.path=x", "an index from 0 to 1"),

@@ -5,7 +5,7 @@ import numpy as np
 from lengthwise.core.measurements import MeasuredPlace, Measurements, Sample
 from lengthwise.cost import named_shape
 from lengthwise.cost.fit import fit_samples, predicted_seconds
-from lengthwise.cost.measured import base_cost, measured_model
+from lengthwise.cost.measured import base_cost
 
 SHAPE = named_shape("tiny")
 LENGTHS = (32, 128, 512, 1024, 2048, 4096)
@@ -67,7 +67,7 @@ def measurements_of(samples, threads=1):
             device="cpu", processor="a processor", cores=2, threads=threads, ranks=2, ranks_per_node=2, clock="wall",
             versions={"torch": "2.13.0"},
         ),
-        model=measured_model(SHAPE),
+        model=SHAPE,
         precision="fp32",
         hardware="cpu",
         fit=fit_samples(samples, base()),

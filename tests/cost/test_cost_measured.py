@@ -14,7 +14,7 @@ from lengthwise.core.measurements import Term
 from lengthwise.cost import all_terms_cost, hardware_of_gpu, named_hardware, named_shape
 from lengthwise.cost.analytic import layer_seconds
 from lengthwise.cost.described import hardware_from_measurements, hardware_to_json
-from lengthwise.cost.measured import cost_from_measurements, measured_cost, measured_shape, read_measurements
+from lengthwise.cost.measured import cost_from_measurements, measured_cost, read_measurements
 
 FOUND = measurements_of(samples_of(machine()))
 
@@ -36,7 +36,7 @@ def test_the_file_comes_back_as_it_was_written(tmp_path):
     read = read_measurements(path)
     assert read == FOUND
     assert read.to_json() == FOUND.to_json()
-    assert measured_shape(read) == SHAPE
+    assert read.model == SHAPE
     assert read.digest()[:12] in measured_cost(read).version
 
 
@@ -96,6 +96,7 @@ def free(raw):
         (lambda raw: raw.update(hardware="abacus"), "h100"),
         (lambda raw: raw["fit"].update(block_efficiency=[[100.0, 0.9], [200.0, 0.5]]), "block_efficiency"),
         (free, "at least one coefficient above 0"),
+        (lambda raw: raw["model"].update(experts=0), "experts: expected a whole number of at least 1; got 0"),
     ],
 )
 def test_values_that_make_no_costs_are_refused(tmp_path, change, said):
@@ -147,7 +148,7 @@ def test_what_was_not_measured_is_of_the_named_hardware_and_said():
         assert f"{name}," not in made.source
     assert (made.device_bytes, made.host_bytes, made.ranks_per_node) == (141e9, 2e12, 4)
     assert made.node_uplink_bytes_per_second == 4 * base.node_uplink_bytes_per_second
-    assert "as of cpu" in made.source
+    assert "taken from cpu" in made.source
     for part in ("2026-11-22", "torch 2.13.0", "linear_efficiency"):
         assert part in made.source
 

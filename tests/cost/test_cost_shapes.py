@@ -140,7 +140,7 @@ def test_named_shape_counts_the_windows_of_published_models() -> None:
 
 @pytest.mark.parametrize("path", ["./qwen3-8b", "~/models/qwen3-8b", "/models/qwen3-8b", "~nobody-has-it/qwen3-8b"])
 def test_a_path_that_is_not_there_is_no_published_model(path: str) -> None:
-    with pytest.raises(ConfigError, match="which is not there"):
+    with pytest.raises(ConfigError, match="which does not exist"):
         named_shape(path)
 
 

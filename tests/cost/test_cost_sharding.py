@@ -99,7 +99,7 @@ def test_what_fits_in_no_way_is_refused_with_its_parts_and_what_fits():
     assert "zero3: " in said
     assert "gathered units" in said
     assert "LoRA (" in said
-    assert "8 ranks of as much memory each" in said
+    assert "8 ranks with the same memory each" in said
     assert "optimizer.offload" not in said
     with pytest.raises(MemoryShortage, match=r"Use optimizer.offload: true, or"):
         choose_shard(memory(ranks=2), 60 * GB, tokens=2048, kinds=["none"], can_offload=True)
@@ -130,7 +130,7 @@ def test_ranks_of_a_machine_that_do_not_divide_all_are_refused_where_hybrid_is_a
     assert [ranks_of_node(asked, 3, 8, is_asked=True) for asked in (2, 8)] == [2, 8]
     assert ranks_of_node(None, 4, 8, is_asked=True) == 4
     assert ranks_of_node(None, 3, 8, is_asked=False) is None
-    with pytest.raises(ConfigError, match="divides 8 ranks; got 3, those of this machine"):
+    with pytest.raises(ConfigError, match="divides 8 ranks; got 3, the ranks of this machine"):
         ranks_of_node(None, 3, 8, is_asked=True)
 
 

@@ -15,7 +15,7 @@ from lengthwise.cost import (
     Choice,
     Cost,
     Link,
-    Pass,
+    PassShares,
     all_terms_cost,
     analytic_cost,
     named_hardware,
@@ -25,7 +25,7 @@ from lengthwise.cost import (
 from lengthwise.planner import score
 
 H100 = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
-NOTHING = Pass(attention=0.0, linear=0.0, ring=0.0, exchange=0.0)
+NOTHING = PassShares(attention=0.0, linear=0.0, ring=0.0, exchange=0.0)
 
 
 def full_cost(*, ring_seconds: float = 0.0, hop_seconds: float = 0.0, **coefficients: float) -> Cost:
@@ -33,7 +33,7 @@ def full_cost(*, ring_seconds: float = 0.0, hop_seconds: float = 0.0, **coeffici
     link = Link(bytes_per_second=1.0, hop_seconds=hop_seconds)
     return Cost(
         **coefficients,
-        forward=Pass(attention=1.0, linear=1.0, ring=1.0, exchange=1.0),
+        forward=PassShares(attention=1.0, linear=1.0, ring=1.0, exchange=1.0),
         backward=NOTHING,
         near=link,
         far=link,
@@ -105,8 +105,8 @@ def test_nothing_added_makes_a_piece_cheaper(length, degree, offload) -> None:
 def test_backward_exposes_transfers_that_both_passes_together_would_hide() -> None:
     cost = replace(
         full_cost(quadratic_seconds=1.0, ring_seconds=100.0),
-        forward=Pass(attention=0.5, linear=0.5, ring=0.25, exchange=0.5),
-        backward=Pass(attention=0.5, linear=0.5, ring=0.75, exchange=0.5),
+        forward=PassShares(attention=0.5, linear=0.5, ring=0.25, exchange=0.5),
+        backward=PassShares(attention=0.5, linear=0.5, ring=0.75, exchange=0.5),
     )
     attention, transfers = 60 * 60 / 2, 100 * 60 / 2  # over 2 ranks
     assert transfers > attention
@@ -163,8 +163,8 @@ def test_small_blocks_run_slower() -> None:
 def test_offload_costs_what_compute_does_not_hide() -> None:
     cost = replace(
         full_cost(linear_seconds=3.0),
-        forward=Pass(attention=0.5, linear=1 / 3, ring=0.5, exchange=0.5),
-        backward=Pass(attention=0.5, linear=2 / 3, ring=0.5, exchange=0.5),
+        forward=PassShares(attention=0.5, linear=1 / 3, ring=0.5, exchange=0.5),
+        backward=PassShares(attention=0.5, linear=2 / 3, ring=0.5, exchange=0.5),
         copy_bytes={"none": 2.5, "layer": 1.0, "all_but_attention": 1.0},
     )
     copied = 0.5 * 8 / 10 * 2.5 * 100  # ratio, all layers but two, bytes, tokens
@@ -191,8 +191,8 @@ def test_long_sequences_offload_for_free_as_published() -> None:
 def test_recomputation_runs_the_ring_again_only_with_attention() -> None:
     cost = replace(
         full_cost(linear_seconds=3.0, ring_seconds=10.0, hop_seconds=1.0),
-        forward=Pass(attention=0.5, linear=1 / 3, ring=0.25, exchange=0.5),
-        backward=Pass(attention=0.5, linear=2 / 3, ring=0.75, exchange=0.5),
+        forward=PassShares(attention=0.5, linear=1 / 3, ring=0.25, exchange=0.5),
+        backward=PassShares(attention=0.5, linear=2 / 3, ring=0.75, exchange=0.5),
     )
     linear, transfers, hop = 3.0 * 100 / 2, 10.0 * 100 / 2, 1.0
     assert cost.piece_seconds([100], 2) == pytest.approx(linear + transfers + 2 * hop)

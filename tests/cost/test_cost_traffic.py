@@ -48,7 +48,7 @@ def _run(units: list[UnitKind], seconds: dict[str, list[float]], work: float) ->
 
 
 def _wave(units: list[UnitKind], seconds: dict[str, list[float]], work: float) -> list[Item]:
-    """List what `engine.waves` gives a device."""
+    """List what `engine.unit_waves` gives a device."""
     items, calls = list[Item](), list[Call]()
 
     def enter(posted: list[UnitCall], unit: int, takes: float) -> None:

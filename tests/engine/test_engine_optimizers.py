@@ -13,12 +13,12 @@ from transformers import LlamaConfig
 from engine.optimizer_cases import CASES, keys_of, plain_optimizer
 from lengthwise.comm import SoloTransport
 from lengthwise.config import OptimizerConfig
-from lengthwise.config.optimizer import OPTIMIZERS
+from lengthwise.config.optimizer_config import OPTIMIZERS
 from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.whole_optimizer import FUSED
 from lengthwise.models import wrapped_layers
-from lengthwise.models.load import build_skeleton
+from lengthwise.models.model_source import build_skeleton
 from tiers import more, some
 
 STEPS, LR = 6, 1e-2

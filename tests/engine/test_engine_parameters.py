@@ -177,5 +177,5 @@ def test_another_parameter_in_the_same_memory_is_refused():
     flat = whole_parameters(model, SoloTransport(), dtype=torch.bfloat16)
     flat.attach_gradients()
     model.weight = nn.Parameter(model.weight.detach())
-    with pytest.raises(ModelRefused, match="1 trainable parameters where they were put"):
+    with pytest.raises(ModelRefused, match="1 trainable parameters in their places"):
         flat.attach_gradients()

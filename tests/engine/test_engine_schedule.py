@@ -5,7 +5,7 @@ import torch
 from transformers.optimization import get_scheduler
 
 from lengthwise.config import OptimizerConfig
-from lengthwise.config.optimizer import SCHEDULES
+from lengthwise.config.optimizer_config import SCHEDULES
 from lengthwise.core.errors import ConfigError
 from lengthwise.engine.schedule import check_steps, learning_rates
 

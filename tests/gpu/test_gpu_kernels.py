@@ -18,11 +18,11 @@ from lengthwise.attention.proof import fault_of
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.comm import StagedTransport
 from lengthwise.core.plan import Piece
-from lengthwise.models.load import build_skeleton
 from lengthwise.models.mixer_choice import fault_of as fault_of_mixer
 from lengthwise.models.mixer_choice import layers_of
 from lengthwise.models.mixer_kernels import CONVOLUTION, DELTA_RULE, KDA, MAMBA2, PACKAGES, package_kernel, plain_kernel
-from lengthwise.models.mixers import plain_function
+from lengthwise.models.mixer_layers import plain_function
+from lengthwise.models.model_source import build_skeleton
 from tiers import more
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}

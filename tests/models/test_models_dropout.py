@@ -67,7 +67,7 @@ def test_other_random_numbers_and_tokens_without_a_row_are_refused():
         assert torch.equal(F.dropout(torch.ones(3, 4), 0.5, training=False), torch.ones(3, 4))
         for draw in (lambda: F.dropout(torch.ones(3, 4)), lambda: F.alpha_dropout(torch.ones(5, 4)),
                      lambda: torch.ones(5).uniform_()):  # fmt: skip
-            with pytest.raises(ModelRefused, match="one row a token"):
+            with pytest.raises(ModelRefused, match="one row per token"):
                 draw()
     with KeyedDropout(None):
         assert torch.equal(F.dropout(torch.ones(3, 4), 0.5), torch.ones(3, 4))

@@ -15,9 +15,9 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Piece
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import DTYPES, Computing, ModelSource, build_model, check_computing, compute_so
-from lengthwise.models.experts import ExpertsNeeds, choose_experts, experts_of, needs_of
+from lengthwise.models.experts import ExpertsNeeds, choose_experts, expert_weights, needs_of
 from lengthwise.models.families import FAMILIES
-from lengthwise.models.load import build_skeleton
+from lengthwise.models.model_source import build_skeleton
 from tiers import some
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ BARS = {"fp32": 3e-6, "bf16": 1e-2}
 
 @cache
 def has_experts(family):
-    return bool(experts_of(build_skeleton(tiny_family_config(family))))
+    return bool(expert_weights(build_skeleton(tiny_family_config(family))))
 
 
 @cache
@@ -91,7 +91,7 @@ def needs(**changes):
         ("auto", {"on_gpu": False}, "eager", "this is not bf16 on a GPU"),
         ("auto", {"dtype": torch.float32}, "eager", "this is not bf16 on a GPU"),
         ("auto", {"dtype": torch.float64}, "eager", "grouped products take bf16 and fp32, not float64"),
-        ("auto", {"rows_bytes": (60, 64)}, "eager", "want rows of whole 16 bytes, and this model's have (60, 64)"),
+        ("auto", {"rows_bytes": (60, 64)}, "eager", "need rows of whole 16 bytes, and this model's have (60, 64)"),
         ("auto", {"capability": (7, 5)}, "eager", "need compute capability 8.0, and this GPU has 7.5"),
         ("auto", {"replaceable": False}, "eager", "this family computes its experts itself"),
         ("grouped_mm", {"on_gpu": False}, "grouped_mm", "it is asked for"),

@@ -120,9 +120,9 @@ def needs(**changes):
     ("changes", "reason"),
     [
         ({"on_gpu": False}, "Liger's kernels are for GPUs"),
-        ({"compiled": True}, "compile: true joins the same operations"),
+        ({"compiled": True}, "compile: true fuses the same operations"),
         ({"dtype": torch.float64}, "Liger's kernels compute in fp32, and this model in float64"),
-        ({"family": "gpt_oss"}, "gpt_oss is none of the families known to be right (gemma, gemma3_text, granite,"),
+        ({"family": "gpt_oss"}, "gpt_oss is not among the supported families (gemma, gemma3_text, granite,"),
         ({"liger": None}, "liger-kernel is not installed"),
         ({"liger": "0.7.0.dev20260101+cu13"}, "liger-kernel 0.7.0.dev20260101+cu13 is older than 0.8.5"),
     ],

@@ -28,7 +28,7 @@ from lengthwise.models import (
     keep_double,
     save_model,
 )
-from lengthwise.models.refusals import refused_model
+from lengthwise.models.families import refused_model
 from tiers import more
 
 
@@ -161,7 +161,7 @@ def test_config_of_endless_layers_and_experts_is_refused_before_anything_is_buil
         ({"model_type": []}, "unhashable"),
         ({"hidden_act": "rule"}, "rule"),
         ({"head_dim": 3}, "head_dim 3 is odd"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ({"model_type": "mistral", "initializer_range": float("nan")}, r"config\.json: expected .*std nan"),
         # The routers are looked at before the model's sizes are.
         ({"model_type": "mixtral", "output_router_logits": True, "pad_token_id": 99}, "Padding_idx"),

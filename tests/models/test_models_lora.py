@@ -219,7 +219,7 @@ def test_lora_goes_on_from_a_saved_adapter(folders, tmp_path, of_peft):
         ("llama", ("mlp",), "`mlp`, a LlamaMLP"),
         ("llama tied", ("lm_head",), "`lm_head`, whose weight input and output share"),
         ("mixtral", ("experts",), "`experts`, a MixtralExperts"),
-        (None, ("q_proj",), "weights start from the seed"),
+        (None, ("q_proj",), "weights are drawn from the seed"),
     ],
 )
 def test_lora_refuses_targets_that_it_cannot_adapt(folders, family, names, told):

@@ -13,10 +13,11 @@ from testing.mixers import STAND_INS
 from testing.strict import StrictWorld
 
 from lengthwise.comm import SoloTransport
-from lengthwise.models import choose_mixers, mixer_choice, mixers
-from lengthwise.models.load import build_skeleton
+from lengthwise.models import choose_mixers, mixer_choice
+from lengthwise.models import mixer_layers as mixers
 from lengthwise.models.mixer_choice import fault_of, layers_of
 from lengthwise.models.mixer_kernels import CONVOLUTION, DELTA_RULE, KDA, MAMBA2, PACKAGES, package_kernel, plain_kernel
+from lengthwise.models.model_source import build_skeleton
 from models.test_models_checkpointing import recomputing
 from models.test_models_mixers import LENGTHS, PLAN
 from tiers import more

@@ -14,9 +14,9 @@ from lengthwise.attention import PlannedAttention, choose_kernel, halos, states
 from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
-from lengthwise.models import mixers
+from lengthwise.models import mixer_layers as mixers
 from lengthwise.models.adapter import attending_by_plan, plain_output, planned_output, run_planned
-from lengthwise.models.mixers import count_mixers, mixing_of, put_mixers
+from lengthwise.models.mixer_layers import count_mixers, mixing_of, put_mixers
 from lengthwise.program import Mixing, RankRound, lower_plan
 from models.test_models_checkpointing import recomputing
 from tiers import more

@@ -21,7 +21,7 @@ from lengthwise.core.errors import ModelRefused, Problems
 from lengthwise.core.plan import Piece
 from lengthwise.models import ModelSource, build_model, check_model_config, families, model_loss
 from lengthwise.models.adapter import AskedMask
-from lengthwise.models.refusals import reasons
+from lengthwise.models.families import reasons
 from lengthwise.program import lower_plan
 from tiers import more
 
@@ -120,7 +120,7 @@ REFUSED_BY_KEY = [
         lambda: with_keys(LlamaConfig(**SIZES), prefix_lm=True, attention_dropout=0.5),
         ["prefix_lm", "attention_dropout"],
     ),
-    (GPT2Config, ["attn_pdrop: expected 0 (what is drawn at random inside of attention kernels"]),
+    (GPT2Config, ["attn_pdrop: expected 0 (random numbers inside attention kernels"]),
     (lambda: OPTConfig(dropout=0.1, layerdrop=0.2), ["layerdrop"]),
     (
         lambda: with_keys(LlamaConfig(**SIZES), rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
@@ -174,7 +174,7 @@ def test_configs_near_these_pass(config):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"softcap": 50.0}, r"softcap=50.0 \(the kernel, torch flash attention for CPU, caps no scores\)"),
+        ({"softcap": 50.0}, r"softcap=50.0 \(the kernel, torch flash attention for CPU, cannot cap scores\)"),
         ({"softcap": 0.0}, "softcap=0.0"),
         ({"sinks": torch.zeros(1)}, "sinks="),
         ({"something_new": 1}, "something_new=1"),

@@ -11,8 +11,8 @@ from transformers import LlamaModel
 from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.models import FAMILIES, ModelStage
+from lengthwise.models.model_stage import check_stages
 from lengthwise.models.own_rows import OwnRows
-from lengthwise.models.stages import check_stages
 from run.small_runs import write_model
 from tiers import some
 
@@ -42,7 +42,7 @@ def test_an_accepted_family_has_the_gradients_of_one_process_in_two_stages(name)
         ("gpt2", {}, "Embedding, Embedding"),
         ("gemma3n_text", {}, "num_kv_shared_layers"),
         ("qwen3_moe", {"output_router_logits": True, "mlp_only_layers": [1]}, "a last layer without a router"),
-        ("phi", {"embd_pdrop": 0.1}, "dropout of what the embedding gives"),
+        ("phi", {"embd_pdrop": 0.1}, "dropout after the embedding"),
     ],
 )
 def test_a_model_that_is_more_than_its_layers_is_refused_by_name(family, changes, said):

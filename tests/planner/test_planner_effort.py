@@ -66,9 +66,8 @@ def test_a_step_that_is_short_is_searched_in_one_table_and_without_split_heads(s
     """Heads are split afterwards all the same, wherever that is quicker."""
     tried, offered = [], []
     try_degrees, offer_all = search.ScheduleSearch.try_degrees, portfolio._offer_all
-    monkeypatch.setattr(
-        search.ScheduleSearch, "try_degrees", lambda self, table: (tried.append(0), try_degrees(self, table))
-    )
+    one = search.ScheduleSearch
+    monkeypatch.setattr(one, "try_degrees", lambda self, table: (tried.append(0), try_degrees(self, table)))
     monkeypatch.setattr(portfolio, "_offer_all", lambda *both: (offered.append(0), offer_all(*both)))
     plan_step(TOKENS, FEW, COST, _options(share))
     assert len(offered) == variants

@@ -128,8 +128,8 @@ def test_planners_of_installed_packages_have_names() -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("missing", "planner missing: expected what entry point own_planner:nothing names; got AttributeError"),
-        ("absent", "planner absent: expected what entry point no_such_module:plan names; got ModuleNotFoundError"),
+        ("missing", "planner missing: expected an object at entry point own_planner:nothing; got AttributeError"),
+        ("absent", "planner absent: expected an object at entry point no_such_module:plan; got ModuleNotFoundError"),
         ("number", "planner number: expected a function at entry point own_planner:number; got a int"),
     ],
 )

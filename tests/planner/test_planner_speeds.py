@@ -179,13 +179,13 @@ def test_few_sequences_on_unequal_ranks_are_cut_further_where_packs_end_late(tok
 @pytest.mark.parametrize(
     ("speeds", "mode", "said"),
     [
-        ([1.0, 1.0], "free", "expected 3, one a rank; got 2"),
+        ([1.0, 1.0], "free", "expected 3, one per rank; got 2"),
         ([1.0, 0, 1.0], "free", r"rank 1: expected a number from 1e-06 to 1e\+06; got 0"),
         *(
             ([1.0, bad, 1.0], "free", f"rank 1: .* got {bad!r}")
             for bad in (-0.5, math.nan, math.inf, "fast", True, None)
         ),
-        ([0.0] * 8, "free", r"(?s)(rank \d: .*){5}3 more.*expected 3, one a rank; got 8"),
+        ([0.0] * 8, "free", r"(?s)(rank \d: .*){5}3 more.*expected 3, one per rank; got 8"),
         ([1, 0.5, 1], "waves", "speeds: expected all 1 in mode waves"),
     ],
 )

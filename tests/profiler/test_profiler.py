@@ -13,10 +13,10 @@ from lengthwise.cost.measured import measured_cost, read_measurements
 from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.models import build_model, find_model
 from lengthwise.planner import PlanOptions, plan_step
-from lengthwise.profiler import model_ends
-from lengthwise.profiler.profile import ProfileSettings, profile
+from lengthwise.profiler import rank_profiler
+from lengthwise.profiler.rank_profiler import ProfileSettings, profile
 from lengthwise.profiler.runs import MESSAGE_BYTES, local_run, message_runs, packs_up_to, ring_runs
-from lengthwise.profiler.watch import Stopwatch, WatchedTransport
+from lengthwise.profiler.stopwatch import Stopwatch, WatchedTransport
 from lengthwise.program import check_plan, refuse_unsupported
 from lengthwise.run.profiling import profile_model
 from lengthwise.simulator import simulate_plan
@@ -86,10 +86,10 @@ def test_what_is_run_is_made_of_plans_that_training_runs():
 
 
 def test_a_head_is_timed_with_as_many_logits_at_once_as_training_makes(monkeypatch):
-    seen, loss_of = [], model_ends.token_loss
-    monkeypatch.setattr(model_ends, "logits_at_once", lambda words, *, on_gpus: 7 * words if not on_gpus else 0)
-    monkeypatch.setattr(model_ends, "token_loss", lambda logits, ids: seen.append(len(ids)) or loss_of(logits, ids))
-    model_ends.run_head(build_model(find_model("tiny"), seed=0), torch.arange(20))
+    seen, loss_of = [], rank_profiler.token_loss
+    monkeypatch.setattr(rank_profiler, "logits_at_once", lambda words, *, on_gpus: 7 * words if not on_gpus else 0)
+    monkeypatch.setattr(rank_profiler, "token_loss", lambda logits, ids: seen.append(len(ids)) or loss_of(logits, ids))
+    rank_profiler._run_head(build_model(find_model("tiny"), seed=0), torch.arange(20))
     assert seen == [7, 7, 6]
 
 

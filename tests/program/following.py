@@ -6,7 +6,7 @@ from testing import make_plan, visible_pairs
 
 from lengthwise.core.plan import Plan
 from lengthwise.program import HeadRange, lower_microbatch, lower_plan
-from lengthwise.program.heads import group_of, group_runs
+from lengthwise.program.split_heads import group_of, group_runs
 
 
 def covered_pairs(plan: Plan, window: int | None = None) -> dict[tuple[int, HeadRange], Counter[tuple[int, int]]]:

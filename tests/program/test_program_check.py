@@ -45,7 +45,7 @@ def test_check_plan_accepts_a_sound_plan() -> None:
         ([{"ranks": [0, 1, 2], "sequences": [0]}], "sequence 1 of 60 tokens: .*got in 0 places"),
         ([{"ranks": [0], "sequences": [3, 3]}], "sequence 3 of 10 tokens: .*got in 2 places"),
         ([{"ranks": [0, 1, 2], "sequences": [0], "heads": 2}], "heads that divide the 3 ranks"),
-        ([{"ranks": [0, 1, 2], "sequences": [0], "shares": [1, 1]}], "3 shares, one a rank"),
+        ([{"ranks": [0, 1, 2], "sequences": [0], "shares": [1, 1]}], "3 shares, one per rank"),
         ([{"ranks": [0, 1, 2], "sequences": [0], "shares": [0, 0, 0]}], "finite sum above 0"),
         (
             [{"pieces": [{"ranks": [0, 1, 2], "sequences": [0]}, {"ranks": [1], "sequences": [1]}]}],

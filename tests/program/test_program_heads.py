@@ -17,7 +17,7 @@ from lengthwise.program import (
     lower_plan,
     ring_order,
 )
-from lengthwise.program.heads import group_of
+from lengthwise.program.split_heads import group_of
 
 RANDOM, WINDOW = st.randoms(use_true_random=False), st.none() | st.integers(1, 45)
 HEADS = 840  # divided by every degree up to 8

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.report.figures import count, percent, seconds, unitless
-from lengthwise.report.lengths import length_histogram, summarize_lengths
+from lengthwise.report.histogram import length_histogram, summarize_lengths
 
 
 @pytest.mark.parametrize(

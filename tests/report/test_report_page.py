@@ -10,21 +10,19 @@ import pytest
 
 from lengthwise.core.errors import PlanError
 from lengthwise.cost import named_hardware, named_shape
-from lengthwise.report.page import simulation_page
+from lengthwise.report.page import degrees_of, simulation_page
 from lengthwise.report.simulation import (
     COLUMNS,
     closing_sentences,
     mfu_text,
-    most_memory_bytes,
+    our_planner,
     remarks,
     result_rows,
-    shown_of,
     simulation_json,
-    simulation_table,
+    simulation_tables,
     tables_of,
 )
-from lengthwise.simulator import Best, Found, Question, RankMesh, on_one_mesh
-from lengthwise.simulator import answer as answer_of
+from lengthwise.simulator import Best, Found, RankMesh, Scenario, best_mesh, compare
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 BATCHES = [[60_000, *[2000] * 30, 1], [30_000, 7, *[5000] * 15]]
@@ -33,18 +31,23 @@ HOSTILE = '<img src=x onerror="alert(1)">&\'"'
 
 @pytest.fixture(scope="module")
 def found():
-    sizes = {"devices": 12, "context_tokens": 60_000, "capacity_tokens": 8192}
-    question = Question(shape=SHAPE, hardware=HARDWARE, kinds=("none",), takes_capacity=True, **sizes)
-    return [on_one_mesh(RankMesh(), planner, BATCHES, question) for planner in ("static", "lengthwise")]
+    sizes = {"devices": 12, "context_tokens": 60_000, "capacity_tokens": 8192, "takes_capacity": True}
+    scenario = Scenario(shape=SHAPE, hardware=HARDWARE, kinds=("none",), only=RankMesh(), **sizes)
+    return [best_mesh(planner, BATCHES, scenario) for planner in ("static", "lengthwise")]
 
 
 @pytest.fixture(scope="module")
-def answer():
-    return answer_of(BATCHES, Question(shape=SHAPE, hardware=HARDWARE, devices=12, capacity_tokens=8192))
+def compared():
+    return compare(BATCHES, Scenario(shape=SHAPE, hardware=HARDWARE, devices=12, capacity_tokens=8192))
 
 
-def _page(answer, batches=BATCHES, **more):
-    return simulation_page(answer, batches, **{"about": "about", "sentence": "one sentence", **more})
+@pytest.fixture(scope="module")
+def detailed(compared, found):
+    return replace(compared, planners=tuple(found))
+
+
+def _page(comparison, **more):
+    return simulation_page(comparison, **{"about": "about", "sentence": "one sentence", **more})
 
 
 class _Balance(HTMLParser):
@@ -74,8 +77,8 @@ def _read(page):
     return parser.seen
 
 
-def test_page_loads_nothing_and_runs_nothing(found, answer) -> None:
-    page = _page(answer, details=found)
+def test_page_loads_nothing_and_runs_nothing(detailed) -> None:
+    page = _page(detailed)
     tags = _read(page)
     assert {tag for tag, _ in tags}.isdisjoint({"script", "link", "img", "iframe", "object", "form", "a"})
     named = {name for _, attributes in tags for name in attributes}
@@ -89,34 +92,36 @@ def test_page_loads_nothing_and_runs_nothing(found, answer) -> None:
     assert "@import" not in style[1]
 
 
-def test_page_escapes_what_comes_from_outside(found, answer) -> None:
-    hostile = [_changed(each, planner=HOSTILE, cost=HOSTILE) for each in found]
-    rows = tuple(replace(row, name=HOSTILE) for row in answer.rows)
+def test_page_escapes_what_comes_from_outside(detailed) -> None:
+    named = {
+        name: tuple(_named(each, HOSTILE) for each in getattr(detailed, name))
+        for name in ("rivals", "layouts", "planners")
+    }
     told = {"about": HOSTILE, "sentence": HOSTILE, "notes": [HOSTILE], "verdict": HOSTILE, "remarks": [HOSTILE]}
-    page = _page(replace(answer, rows=rows), details=hostile, **told)
+    page = _page(replace(detailed, **named), **told)
     assert "<img" not in page
     assert page.count("&lt;img src=x onerror=&quot;alert(1)&quot;&gt;&amp;&#x27;&quot;") >= 15
     _read(page)
 
 
-def test_page_opens_with_the_sentence_and_step_times_as_bars(answer) -> None:
+def test_page_opens_with_the_sentence_and_step_times_as_bars(compared) -> None:
     """One bar for each way that fits, as long as its step; a way that does not fit says so."""
-    page = _page(answer)
+    page = _page(compared)
     assert page.index("<h1>one sentence</h1>") < page.index("<h2>Step times</h2>") < page.index("<h2>Lengths")
     bars = page[page.index("<table class=steps>") :]
     widths = [float(each) for each in re.findall(r'<rect class="(?:bar|ours)" width="([\d.]+)"', bars)]
-    fitting = [row.mean_seconds for row in answer.rows if row.step_seconds]
+    fitting = [row.any_mesh.mean_seconds for row in compared.rows if row.any_mesh]
     assert len(fitting) == 3
     assert widths == pytest.approx([100 * each / max(fitting) for each in fitting], abs=0.1)
     assert "does not fit: longest sequence 60,000, a GPU holds 8,192" in page
 
 
-def test_page_shows_lengths_degrees_and_gpus_over_time(answer) -> None:
-    page = _page(answer)
+def test_page_shows_lengths_degrees_and_gpus_over_time(compared) -> None:
+    page = _page(compared)
     tags = _read(page)
     assert len([a for tag, a in tags if tag == "rect" and a.get("class") == "bar" and "height" in a]) >= 16
     dots = {(int(x), int(y)) for x, y in re.findall(r"<title>(\d+) tokens? over (\d+) GPUs?</title>", page)}
-    assert dots == set(answer.ours.degrees)
+    assert dots == set(degrees_of(compared.ours.any_mesh))
     spans = [a for tag, a in tags if tag == "rect" and a.get("class") in ("ring", "local")]
     assert spans
     assert all(64 <= float(a["x"]) <= 708.5 for a in spans)
@@ -125,8 +130,8 @@ def test_page_shows_lengths_degrees_and_gpus_over_time(answer) -> None:
         assert not re.search(rf"(?<![\d.,]){several}", page)
 
 
-def test_page_names_its_axes_and_explains_every_word(found, answer) -> None:
-    page = _page(answer, details=found)
+def test_page_names_its_axes_and_explains_every_word(detailed) -> None:
+    page = _page(detailed)
     axes = re.findall(r'<text class="[^"]*small"[^>]*>([^<]*)</text>', page)
     titles = ["tokens of a sequence", "share", "tokens of the sequence", "GPUs", "time since the step began"]
     assert set(titles) <= set(axes)
@@ -134,7 +139,7 @@ def test_page_names_its_axes_and_explains_every_word(found, answer) -> None:
     ways, columns = ("FSDP2", "padded", "packed", "one ring size"), ("zero3", "recompute MLP", "ratio", "memory", "MFU")
     for word in (*ways, *columns, "idle"):
         assert word in words
-    assert "of ideal" not in _page(answer)
+    assert "of ideal" not in _page(replace(detailed, planners=()))
     lengths = page[page.index("tokens and attention work by length") : page.index("Bars: share")]
     assert re.findall(r">(\d+ %)<", lengths) == [f"{ticks} %" for ticks in range(0, 81, 20)]
     borders = re.findall(r'<text class="(?:odd )?small"[^>]*middle">(\d+K?)<', lengths)
@@ -150,8 +155,8 @@ def test_page_names_its_axes_and_explains_every_word(found, answer) -> None:
     ]
 
 
-def test_page_draws_the_share_of_attention_work_of_each_length(answer) -> None:
-    page = _page(answer, [[1024] * 3, [2048]])
+def test_page_draws_the_share_of_attention_work_of_each_length(compared) -> None:
+    page = _page(replace(compared, batches=[[1024] * 3, [2048]]))
     marks = [a for tag, a in _read(page) if tag == "line" and a.get("class") == "mark"]
     bars = [a for tag, a in _read(page) if tag == "rect" and a.get("class") == "bar" and "x" in a]
     heights = [240 - 36 - float(mark["y1"]) for mark in marks]
@@ -164,27 +169,28 @@ def test_each_planner_is_held_against_the_best_of_the_others(found) -> None:
     ((_, (first, _)),) = tables_of(found)
 
     def taking(times: int) -> Found:
-        steps = tuple(replace(step, step_seconds=times * step.step_seconds) for step in first.result.steps)
-        return replace(first, result=replace(first.result, steps=steps))
+        return replace(
+            first, steps=tuple(replace(step, step_seconds=times * step.step_seconds) for step in first.steps)
+        )
 
     rows = result_rows([taking(3), taking(1), taking(2)])
     assert [row[COLUMNS.index("over best other")] for row in rows] == ["0.33x", "2.00x", "0.50x"]
 
 
-def test_rows_json_and_table_say_the_same(found) -> None:
+def test_rows_json_and_table_say_the_same(found, detailed) -> None:
     ((title, today),) = tables_of(found)
     assert "as this version trains it (simulated, not measured)" in title
     rows = result_rows(today)
     assert [row[0] for row in rows] == ["static", "lengthwise"]
-    written = simulation_json(found, {"model": "llama-7b"})
+    written = simulation_json(detailed, {"model": "llama-7b"})
     ratios = [written["planners"][name]["speedup_over_best_other"] for name in ("static", "lengthwise")]
     assert ratios[0] == pytest.approx(1 / ratios[1])
     for row, ratio in zip(rows, ratios, strict=True):
         assert row[COLUMNS.index("over best other")] in (f"{ratio:.2f}x", f"equal ({ratio:.2f}x)")
     assert result_rows(today[:1])[0][COLUMNS.index("over best other")] == "no other"
     assert written["planners"] == written["trained_today"]
-    assert written["planners"]["static"]["step_seconds"] == [step.step_seconds for step in today[0].result.steps]
-    table = simulation_table(today, title="one step")
+    assert written["planners"]["static"]["step_seconds"] == today[0].step_seconds
+    (table,) = simulation_tables(found)
     assert table.rows[0] == ("planner", "static", "lengthwise")
     assert [row[0] for row in table.rows] == list(COLUMNS)
 
@@ -192,13 +198,13 @@ def test_rows_json_and_table_say_the_same(found) -> None:
 def test_what_trains_stands_before_what_is_only_planned(found) -> None:
     """A table of its own, first; our planner is shown, compared and traced as it trains."""
     static, ours = found
-    quick = _found(ours.today, (0.5, 0.5), trains=False, mesh=RankMesh(tensor=2))
+    quick = _found(ours.today, (0.5, 0.5), setting=replace(ours.today.setting, mesh=RankMesh(tensor=2)))
     both = [static, replace(ours, any_mesh=quick)]
     (_, today), (title, planned) = tables_of(both)
     assert [each.mesh.tensor for each in today] == [1, 1]
     assert [each.mesh.tensor for each in planned] == [1, 2]
     assert "this version does not all train" in title
-    assert [each.mesh.tensor for each in shown_of(both)] == [1, 1]
+    assert our_planner(both).shown is ours.today
     assert result_rows(planned)[1][COLUMNS.index("trains today")] == "no"
     assert "Planned only, not trained by this version: 500 ms with lengthwise (TP 2" in closing_sentences(
         both, "12 GPUs"
@@ -207,8 +213,8 @@ def test_what_trains_stands_before_what_is_only_planned(found) -> None:
     assert "planned only: this version does not train it" in closing_sentences(none, "12 GPUs")
 
 
-def test_remarks_name_full_devices_and_planners_without_a_mesh(found) -> None:
-    most = [most_memory_bytes(each.today.result) for each in found]
+def test_remarks_name_full_devices_and_planners_without_a_mesh(found, compared) -> None:
+    most = [each.today.most("memory_bytes") for each in found]
     assert remarks(found, device_bytes=max(most), names={}) == []
     (full,) = remarks(found, device_bytes=min(most) - 1, names={})
     assert "static, lengthwise" in full
@@ -217,17 +223,17 @@ def test_remarks_name_full_devices_and_planners_without_a_mesh(found) -> None:
     (said,) = remarks([unheld, found[1]], device_bytes=max(most), names={"capacity_tokens": "--capacity"})
     assert said.startswith("static: no mesh holds these sequences (error[plan] sequence 3")
     assert "Raise --capacity." in said
-    assert list(simulation_json([unheld, found[1]], {})["refused"]) == ["static"]
+    assert list(simulation_json(replace(compared, planners=(unheld, found[1])), {})["refused"]) == ["static"]
 
 
-def test_recomputation_is_listed_with_its_batches(found) -> None:
+def test_recomputation_is_listed_with_its_batches(found, compared) -> None:
     ours = found[1].today
-    steps = (replace(ours.result.steps[0], recompute="layer"), ours.result.steps[1])
-    mixed = replace(ours, result=replace(ours.result, steps=steps))
+    setting = replace(ours.setting, capacities={"none": 8192, "layer": 8192})
+    mixed = replace(ours, setting=setting, steps=(replace(ours.steps[0], recompute="layer"), ours.steps[1]))
     assert (mfu_text(0.75), mfu_text(0.76)) == ("75.0 %", "76.0 % (above what is known to be reached)")
     (row,) = result_rows([mixed])
     assert row[COLUMNS.index("recomputes")] == "layer (1 batch) and none (1 batch)"
-    written = simulation_json([replace(found[1], today=mixed, any_mesh=mixed)], {})
+    written = simulation_json(replace(compared, planners=(replace(found[1], any_mesh=mixed),)), {})
     assert written["planners"]["lengthwise"]["recompute"] == ["layer", "none"]
 
 
@@ -275,15 +281,12 @@ def test_closing_sentences_say_where_there_is_no_gain(found, theirs, ours, told:
 def _found(found: Found, took: tuple[float, ...], **changes) -> Found:
     """Let batch i take `took[i]` seconds, a second of it the ideal."""
     steps = tuple(
-        replace(step, step_seconds=seconds, ideal_seconds=1.0)
-        for step, seconds in zip(found.result.steps, took, strict=True)
+        replace(step, step_seconds=seconds, ideal_seconds=1.0) for step, seconds in zip(found.steps, took, strict=True)
     )
-    return replace(found, result=replace(found.result, steps=steps), **changes)
+    return replace(found, steps=steps, **changes)
 
 
-def _changed(best: Best, *, planner: str, cost: str) -> Best:
-    """Return it with another name of the planner and of the costs."""
-    found = best.today
-    plan = replace(found.result.first_plan, notes={**found.result.first_plan.notes, "cost": cost})
-    other = replace(found, planner=planner, result=replace(found.result, planner=planner, first_plan=plan))
-    return replace(best, planner=planner, today=other, any_mesh=other)
+def _named(best: Best, planner: str) -> Best:
+    """Return it with another name of the planner."""
+    found = best.any_mesh and replace(best.any_mesh, planner=planner)
+    return replace(best, planner=planner, today=best.today and found, any_mesh=found)

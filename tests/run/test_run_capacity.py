@@ -20,7 +20,7 @@ from lengthwise.engine.norm import clip_factor
 from lengthwise.engine.small_pass import SmallPasses
 from lengthwise.run.building import open_session
 from lengthwise.run.capacity import check_memory, largest_pack
-from lengthwise.run.prepared import prepare
+from lengthwise.run.prepared_run import prepare
 from lengthwise.session import capacity as session_capacity
 from lengthwise.session import engine as session_engine
 from lengthwise.session.source import PlannedStep

@@ -15,7 +15,7 @@ from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.models import Computing, computing
 from lengthwise.run import pricing
 from lengthwise.run.checks import prepare_job
-from lengthwise.run.prepared import settle_shard
+from lengthwise.run.prepared_run import settle_shard
 from run.small_runs import call, losses, make_rows, relative, train, write_run
 from tiers import more
 

@@ -167,7 +167,7 @@ def test_an_interrupt_says_whether_the_model_was_saved_and_names_the_newest_chec
         assert call("train", path, "--overwrite", *keys, "--ranks", 1) == 130
     saved = f"the newest checkpoint is {tmp_path}/out/checkpoints/step-000001"
     given = "--set 'checkpoint={every_steps: 1, background: false}'"
-    command = f"go on from the newest checkpoint: lengthwise train {path} {given} --ranks 1 --resume"
+    command = f"resume from the newest checkpoint: lengthwise train {path} {given} --ranks 1 --resume"
     assert capfd.readouterr().err == f"interrupted: {saved}; {command}\n"
     monkeypatch.setattr(setup.RankRun, "close", interrupted)
     assert call("train", path, "--overwrite") == 130
@@ -417,11 +417,11 @@ def cut_in_the_middle(path):
 
 LOST = {
     "metrics cut": ("metrics.jsonl", cut, "got 2 lines of 4"),
-    "metrics away": ("metrics.jsonl", Path.unlink, "got 0 lines, where 4"),
+    "metrics away": ("metrics.jsonl", Path.unlink, "got 0 lines of 4"),
     "ledger cut": ("ledger.jsonl", cut, "got no line of step 3, 4"),
     "ledger middle": ("ledger.jsonl", cut_in_the_middle, "got no line of step 2."),
     "ledger away": ("ledger.jsonl", Path.unlink, "got no line of step 1, 2, 3, 4"),
-    "evaluation away": ("eval.jsonl", Path.unlink, "got 0 lines, where 2"),
+    "evaluation away": ("eval.jsonl", Path.unlink, "got 0 lines of 2"),
 }
 
 

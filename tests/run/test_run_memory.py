@@ -11,7 +11,7 @@ from lengthwise.comm import Mesh, SoloTransport, World
 from lengthwise.config import build_config
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.plan import Piece
-from lengthwise.engine import lay, objective
+from lengthwise.engine import objective, parameters
 from lengthwise.engine import step as work
 from lengthwise.models import build_model
 from lengthwise.run import capacity
@@ -94,7 +94,7 @@ def out_of_memory(*_, **__):
 def test_train_that_does_not_fit_says_so_before_the_first_step(tmp_path, monkeypatch, capfd, ranks):
     path = write_run(tmp_path, make_rows([30, 12]), memory_check=True)
     with monkeypatch.context() as patch:
-        patch.setattr(lay, "Parameters", out_of_memory)
+        patch.setattr(parameters, "Parameters", out_of_memory)
         assert call("train", path, "--ranks", ranks) == 1
     err = capfd.readouterr().err
     assert "start: expected the model, its gradients and its optimizer to fit; got" in err

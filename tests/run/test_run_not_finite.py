@@ -88,7 +88,7 @@ def test_a_step_that_is_not_finite_is_left_out(tmp_path, monkeypatch, capfd, ran
     undisturbed = steps_of(whole(path))
     assert [row["sequences"] for row in found] == [undisturbed[0], undisturbed[3]]
     said = capfd.readouterr().out
-    assert f"step 4: {found[1]['value']} over sequences" in said
+    assert f"step 4: {found[1]['what']} is {found[1]['value']} over sequences" in said
     assert "2 steps made no update" in said
 
 

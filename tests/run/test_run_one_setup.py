@@ -16,7 +16,7 @@ from lengthwise.config import build_config
 from lengthwise.cost import analytic_cost, named_hardware, named_shape
 from lengthwise.run.building import session_settings
 from lengthwise.run.checks import prepare_job
-from lengthwise.run.prepared import settle_shard
+from lengthwise.run.prepared_run import settle_shard
 from lengthwise.session import start
 from lengthwise.session.settings import check_settings, cost_of, planning_of
 from lengthwise.session.start import Start, settled

@@ -19,7 +19,10 @@ def model(tmp_path_factory):
         ({"save": {"best": "eval_loss"}}, "save: none -> `eval` beside it"),
         ({"heads": 3}, "a number that divides the model's 4 heads"),
         ({"attention": "cudnn"}, "attention: expected auto or reference on the CPU; got cudnn. Set attention: auto"),
-        ({"fused_layers": "liger", "precision": "fp32"}, "what Liger can run; got Liger's kernels are for GPUs."),
+        (
+            {"fused_layers": "liger", "precision": "fp32"},
+            "a model that Liger can run; got Liger's kernels are for GPUs.",
+        ),
         ({"offload": {"store": "host"}}, "offload.store: expected disk on a machine without GPUs"),
         ({"offload": {"store": "disk"}}, "offload.path: none -> `path` beside `store: disk`"),
         ({"offload": {"path": "/tmp"}}, "offload.path: a path -> `path` only beside `store: disk`"),
@@ -38,7 +41,7 @@ def test_a_setting_that_cannot_be_is_refused_with_all_others_before_any_process_
     def started(*_, **__):
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("lengthwise.run.prepared.launch", started)
+    monkeypatch.setattr("lengthwise.run.prepared_run.launch", started)
     keys = {"steps": 7, "device": "cpu", "recompute": "layer", **keys}
     path = write_run(tmp_path, make_rows([30, 5]), **{"model": str(model), **keys})
     assert call("train", path, "--ranks", 2) == 2

@@ -217,7 +217,7 @@ def other_tokens(folder):
 REFUSED = [
     (("--resume", "--overwrite"), ["expected --overwrite or --resume; got both"]),
     (("--accept-changes",), ["--resume beside --accept-changes"]),
-    (("--resume", "--set", "output=nowhere"), ["a checkpoint to go on from"]),
+    (("--resume", "--set", "output=nowhere"), ["a checkpoint to resume from"]),
     (
         ("--resume", "--set", "seed=1", "global_batch={tokens: 64}", "optimizer.lr=0.1", "planner=static", "steps=9"),
         ["seed: 0", "global_batch.", "optimizer.lr", "steps: 7", "--accept-changes"],

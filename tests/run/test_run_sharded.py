@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from lengthwise.config import build_config
 from lengthwise.models import build_model, find_model, wrapped_layers
 from lengthwise.models.own_rows import OwnRows, own_rows
-from lengthwise.run import prepared
+from lengthwise.run import prepared_run
 from lengthwise.run.checks import prepare_job
 from run.small_runs import (
     Command,
@@ -204,11 +204,11 @@ def test_a_layout_is_taken_by_what_fits_and_said(tmp_path, capfd, monkeypatch):
     """With room for both, for one only, and for none."""
     path = run_file(tmp_path, precision="bf16", steps=1)
     for gigabytes, ranks, shard in ((1.0, 2, "zero1"), (0.0007, 3, "zero3")):
-        monkeypatch.setattr(prepared, "free_bytes", lambda *_, free=gigabytes: free * 1e9)
+        monkeypatch.setattr(prepared_run, "free_bytes", lambda *_, free=gigabytes: free * 1e9)
         assert call("train", path, "--ranks", ranks, "--set", f"output={shard}-{ranks}") == 0
         assert f"shard: {shard}" in (tmp_path / f"{shard}-{ranks}/config.yaml").read_text()
         assert ("shard zero3: zero1 would take" in words(capfd.readouterr().out)) == (shard == "zero3")
-    monkeypatch.setattr(prepared, "free_bytes", lambda *_: 1e4)
+    monkeypatch.setattr(prepared_run, "free_bytes", lambda *_: 1e4)
     assert call("train", path, "--ranks", 3, "--set", "output=none") != 0
     assert "zero3: " in words(capfd.readouterr().err)
 
@@ -226,13 +226,13 @@ def test_verify_runs_it_but_for_plans_that_are_free(tmp_path, capsys, ranks, lay
 
 def test_on_gpus_the_fastest_layout_that_fits_is_taken_and_said(tmp_path, monkeypatch):
     """By the first global batch; what goes by whole parameters alone keeps them."""
-    monkeypatch.setattr(prepared, "_bytes_of_a_rank", lambda _: 80e9)
+    monkeypatch.setattr(prepared_run, "_bytes_of_a_rank", lambda _: 80e9)
     settled = {}
     for name, keys in {"auto": {}, "whole": {"planner": "static"}}.items():
         path = run_file(tmp_path, precision="bf16", **keys)
         config = build_config(json.loads(path.read_text()), folder=tmp_path)
         job = prepare_job(config, ranks=8, timeout_seconds=10, gpus=8, gpu_name="NVIDIA H100 80GB HBM3")
-        settled[name] = prepared.settle_shard(job)
+        settled[name] = prepared_run.settle_shard(job)
     assert settled["auto"].config.shard == "zero3"
     assert "a step takes" in settled["auto"].chosen["shard"]
     assert settled["whole"].config.shard == "zero1"

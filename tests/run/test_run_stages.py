@@ -14,10 +14,10 @@ from lengthwise.comm import SoloTransport, World
 from lengthwise.core.faults import VARIABLE
 from lengthwise.core.measurements import Term
 from lengthwise.models import find_model
-from lengthwise.profiler.profile import ProfileSettings, profile
+from lengthwise.profiler.rank_profiler import ProfileSettings, profile
 from lengthwise.run.building import open_session
 from lengthwise.run.launch import threads_of_each
-from lengthwise.run.prepared import prepare
+from lengthwise.run.prepared_run import prepare
 from lengthwise.session import start
 from run.small_runs import call, make_rows, read_lines, write_model, write_run
 from run.test_run_sharded import LENGTHS, largest_difference, trained, words

@@ -588,7 +588,7 @@ def test_a_model_that_was_moved_is_named():
     model = small_model()
     with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.float())
-        with pytest.raises(LengthwiseError, match="trainable parameters where they were put"):
+        with pytest.raises(LengthwiseError, match="trainable parameters in their places"):
             session.backward(steps_of()[0])
 
 

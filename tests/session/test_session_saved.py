@@ -270,7 +270,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(tmp_path)
             session.save(tmp_path / "state")
 
     in_ranks(save, 2, tmp_path)
-    with pytest.raises(LengthwiseError, match="expected a checkpoint of a run; got one of a session"):
+    with pytest.raises(LengthwiseError, match="expected a run's checkpoint; got a session's checkpoint"):
         read_run_manifest(tmp_path / "state")
     for number, (damage, _) in enumerate(DAMAGES):
         shutil.copytree(tmp_path / "state", tmp_path / f"state-{number}")
@@ -316,7 +316,7 @@ def test_other_folders_folders_of_other_things_and_weights_that_are_not_finite_a
                 with pytest.raises(LengthwiseError) as caught:
                     session.save(tmp_path / folder)
                 found.append(str(caught.value))
-            with pytest.raises(LengthwiseError, match=r"got one of something else\. Name a folder that lengthwise has"):
+            with pytest.raises(LengthwiseError, match=r"got another program's file\. Name a folder that lengthwise"):
                 session.load(tmp_path / "page")
         return found
 
@@ -360,7 +360,7 @@ def test_a_rank_that_does_not_see_the_folder_is_named_on_all_ranks(tmp_path):
         raise OSError("no room")
 
     for saving, loading, reading, without in in_ranks(work, 2, tmp_path):
-        assert "seen: expected the files that were written; got OSError: no room" in reading
+        assert "seen: expected undamaged files; got OSError: no room" in reading
         assert "rank 0: OSError: no room" in without
         assert re.search(r"got rank 1: no .*state\.unfinished, which rank 0 has made: give a folder that all", saving)
         assert re.search(r"rank 1, .*seen: expected a checkpoint; got no such folder\. Give a folder", loading)

@@ -82,7 +82,7 @@ def test_a_stage_gives_no_part_of_a_model_as_if_it_were_whole(tmp_path):
                 (partial(model.save_pretrained, tmp_path / "half"), "lie over the ranks"),
                 (model.state_dict, "lie over the ranks"),
                 (partial(model, input_ids=torch.tensor([[1, 2]])), "model in stages"),
-                (partial(copy.deepcopy, model), "copy of a rank's part"),
+                (partial(copy.deepcopy, model), "no copy of a sharded model"),
             ):
                 with pytest.raises(ModelRefused, match=said):
                     call()

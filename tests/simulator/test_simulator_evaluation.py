@@ -1,7 +1,7 @@
 """Tables of every planner with its best mesh: figures follow from rows, by hand."""
 
 from lengthwise.cost import named_hardware, named_shape
-from lengthwise.simulator import Question
+from lengthwise.simulator import Scenario
 from meshes import Aim, MeshRow, Taken, add_line, best_tables, read_lines, search
 
 PLACE = ("llama-7b", "github", "2M")
@@ -66,14 +66,14 @@ def test_meshes_are_told_with_what_runs_what_is_equal_and_what_is_not_believed()
 
 def test_search_writes_what_the_package_found_and_refusals(tmp_path) -> None:
     shape, hardware = named_shape("llama-7b"), named_hardware("h100")
-    question = Question(shape=shape, hardware=hardware, devices=8, context_tokens=2**15, tensors=(1, 2))
-    row = search(PLACE, "static", [[30_000, *[2000] * 40], [4000] * 20], question)
+    scenario = Scenario(shape=shape, hardware=hardware, devices=8, context_tokens=2**15, tensors=(1, 2))
+    row = search(PLACE, "static", [[30_000, *[2000] * 40], [4000] * 20], scenario)
     assert row.today.trains
     assert row.today.mesh.startswith("TP 1, ")
     assert 0 < row.today.ideal_ratio < 1
     assert row.today.bound_seconds[0] <= row.today.seconds[0]
     assert row.any_mesh.mean_seconds <= row.today.mean_seconds
-    refused = search(PLACE, "static", [[10**9]], question)
+    refused = search(PLACE, "static", [[10**9]], scenario)
     assert refused.today is refused.any_mesh is None
     assert refused.refused
     for each in (row, refused):

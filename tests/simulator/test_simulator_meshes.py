@@ -11,20 +11,19 @@ from lengthwise.cost import named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.report.simulation import closing_sentences
 from lengthwise.simulator import (
-    Question,
     RankMesh,
+    Scenario,
     best_mesh,
-    best_meshes,
-    on_one_mesh,
+    refuse_unheld,
     stages_to_try,
     tensors_to_try,
 )
-from lengthwise.simulator.study import TooLarge, compare_planners
+from lengthwise.simulator.found import TooLarge, run_batches
 from tiers import more, some
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 BATCHES = [draw_lengths("github", 2**18, seed, 2**16) for seed in range(2)]
-QUESTION = Question(
+SCENARIO = Scenario(
     shape=SHAPE, hardware=HARDWARE, devices=16, context_tokens=2**16, tensors=(1, 2, 4, 8), kinds=("none", "layer")
 )
 NO_OFFLOAD = RankMesh(heads="auto")
@@ -36,122 +35,137 @@ NO_OFFLOAD = RankMesh(heads="auto")
 )
 def test_search_ends_no_later_than_every_mesh(planner: str, devices: int) -> None:
     """Every number of devices a rank, all and a quarter of the capacity, with and without offload."""
-    question = replace(QUESTION, devices=devices, tensors=tensors_to_try(SHAPE, HARDWARE, devices))
+    scenario = replace(SCENARIO, devices=devices, tensors=tensors_to_try(SHAPE, HARDWARE, devices))
     batches = BATCHES[:1]
-    found = best_mesh(planner, batches, question)
-    for tensor, share, offload in product(question.tensors, (1, 1 / 4), ("off", "auto")):
+    found = best_mesh(planner, batches, scenario)
+    for tensor, share, offload in product(scenario.tensors, (1, 1 / 4), ("off", "auto")):
         mesh = RankMesh(tensor=tensor, capacity_share=share, heads="auto", offload=offload)
-        other = on_one_mesh(mesh, planner, batches, question).any_mesh
+        other = best_mesh(planner, batches, replace(scenario, only=mesh)).any_mesh
         if other is None:
             continue  # sequences that it does not hold
-        assert found.any_mesh.result.mean_seconds <= 1.01 * other.result.mean_seconds, mesh
+        assert found.any_mesh.mean_seconds <= 1.01 * other.mean_seconds, mesh
         if other.trains:
-            assert found.today.result.mean_seconds <= 1.01 * other.result.mean_seconds, mesh
+            assert found.today.mean_seconds <= 1.01 * other.mean_seconds, mesh
     assert found.tried <= 28
 
 
 def test_offload_is_tried_where_only_it_holds_the_sequences() -> None:
     batches = [[60_000, 2000, 3000]]
-    question = replace(QUESTION, devices=8, tensors=(1,), kinds=("none",), context_tokens=60_000)
-    assert best_mesh("lengthwise", batches, replace(question, base=NO_OFFLOAD)).any_mesh is None
-    found = best_mesh("lengthwise", batches, question).today
-    assert found.result.steps[0].most_offload > 0
+    scenario = replace(SCENARIO, devices=8, tensors=(1,), kinds=("none",), context_tokens=60_000)
+    assert best_mesh("lengthwise", batches, replace(scenario, base=NO_OFFLOAD)).any_mesh is None
+    found = best_mesh("lengthwise", batches, scenario).today
+    assert found.steps[0].most_offload > 0
 
 
 def test_a_mesh_that_is_sized_for_more_than_a_batch_holds_may_offload_for_it() -> None:
-    question = replace(QUESTION, devices=8, tensors=(1,), kinds=("none",), context_tokens=2**16)
-    shorter, longer = (best_mesh("static", [[top, 2000, 3000, 1000, 9000]], question) for top in (30_000, 60_000))
-    assert shorter.today.result.steps[0].most_offload == 0, "its batch needs none"
-    assert longer.today.result.steps[0].most_offload > 0
-    without = best_mesh("static", [[30_000, 2000, 3000, 1000, 9000]], replace(question, base=NO_OFFLOAD))
+    scenario = replace(SCENARIO, devices=8, tensors=(1,), kinds=("none",), context_tokens=2**16)
+    shorter, longer = (best_mesh("static", [[top, 2000, 3000, 1000, 9000]], scenario) for top in (30_000, 60_000))
+    assert shorter.today.steps[0].most_offload == 0, "its batch needs none"
+    assert longer.today.steps[0].most_offload > 0
+    without = best_mesh("static", [[30_000, 2000, 3000, 1000, 9000]], replace(scenario, base=NO_OFFLOAD))
     assert without.any_mesh is None, "the mesh holds the context only with it"
 
 
 def test_a_mesh_that_holds_the_batch_of_most_work_but_not_another_is_not_taken() -> None:
     """One device a rank is quickest for the many of 3,000 tokens, and without a cut does not hold the 9,000."""
     batches = [[3000] * 320, [9000, 1000]]
-    question = replace(QUESTION, devices=8, kinds=("none",), base=NO_OFFLOAD, context_tokens=9000)
-    first = best_mesh("packed-dp", batches[:1], question).any_mesh
-    both = best_mesh("packed-dp", batches, question).any_mesh
+    scenario = replace(SCENARIO, devices=8, kinds=("none",), base=NO_OFFLOAD, context_tokens=9000)
+    first = best_mesh("packed-dp", batches[:1], scenario).any_mesh
+    both = best_mesh("packed-dp", batches, scenario).any_mesh
     assert first.mesh.tensor < both.mesh.tensor
-    one_device = best_mesh("packed-dp", batches, replace(question, tensors=(1,)))
+    one_device = best_mesh("packed-dp", batches, replace(scenario, tensors=(1,)))
     assert one_device.any_mesh is None
     assert "9000" in str(one_device.refusal)
 
 
+def test_a_mesh_on_which_a_lighter_batch_does_not_fit_gives_way_to_the_next(monkeypatch) -> None:
+    def run_few(planner, batches, setting, **more):
+        if len(batches) > 1 and setting.mesh.capacity_share >= least:
+            raise TooLarge("memory of a device", expected="less", got="more", remedy="Use less.")
+        return run_batches(planner, batches, setting, **more)
+
+    monkeypatch.setattr("lengthwise.simulator.mesh_search.run_batches", run_few)
+    scenario, batches = replace(SCENARIO, tensors=(1,), kinds=("layer",)), [[3000] * 32, [2000] * 32]
+    least = 1
+    assert best_mesh("lengthwise", batches, scenario).any_mesh.mesh.capacity_share < 1
+    least = 0
+    nowhere = best_mesh("lengthwise", batches, scenario)
+    assert nowhere.any_mesh is None
+    assert "memory of a device" in str(nowhere.refusal)
+
+
 def test_what_trains_is_the_best_of_ranks_of_one_device() -> None:
-    found = best_mesh("single-degree", BATCHES, QUESTION)
-    narrow = best_mesh("single-degree", BATCHES, replace(QUESTION, tensors=(1,)))
+    found = best_mesh("single-degree", BATCHES, SCENARIO)
+    narrow = best_mesh("single-degree", BATCHES, replace(SCENARIO, tensors=(1,)))
     assert found.today.trains
     assert found.today.mesh == narrow.any_mesh.mesh
-    assert found.today.result.mean_seconds == narrow.any_mesh.result.mean_seconds
+    assert found.today.mean_seconds == narrow.any_mesh.mean_seconds
     assert narrow.only_planned is None
-    assert found.any_mesh.result.mean_seconds <= found.today.result.mean_seconds
+    assert found.any_mesh.mean_seconds <= found.today.mean_seconds
     assert (found.only_planned is None) == (found.any_mesh.mesh == found.today.mesh)
     assert found.any_mesh.trains == (found.any_mesh.mesh.devices == 1)
 
 
 def test_a_smaller_capacity_is_found_where_it_ends_sooner() -> None:
     """ByteScale cuts a sequence over the fewest ranks that hold it: with all capacity the longest takes two."""
-    question = replace(QUESTION, tensors=(1,), kinds=("layer",), base=NO_OFFLOAD)
+    scenario = replace(SCENARIO, tensors=(1,), kinds=("layer",), base=NO_OFFLOAD)
     batches = [[60_000] + [500] * 300]
-    found = best_mesh("bytescale", batches, question).any_mesh
-    whole = on_one_mesh(NO_OFFLOAD, "bytescale", batches, question).any_mesh
+    found = best_mesh("bytescale", batches, scenario).any_mesh
+    whole = best_mesh("bytescale", batches, replace(scenario, only=NO_OFFLOAD)).any_mesh
     assert found.mesh.capacity_share < 1
-    assert found.result.mean_seconds < 0.8 * whole.result.mean_seconds
+    assert found.mean_seconds < 0.8 * whole.mean_seconds
 
 
 def test_pipelines_are_planned_as_such_and_train_without_tensor_parallelism() -> None:
     for tensor in (1, 2):
-        question = replace(QUESTION, tensors=(tensor,), stages=(2,))
-        found = best_mesh("bytescale", BATCHES[:1], question)
-        assert (found.today is None) == (question.trained_today() is None) == (tensor == 2)
+        scenario = replace(SCENARIO, tensors=(tensor,), stages=(2,))
+        found = best_mesh("bytescale", BATCHES[:1], scenario)
+        assert (found.today is None) == (scenario.trained_today() is None) == (tensor == 2)
         assert found.any_mesh is not None
         assert found.any_mesh.trains == (tensor == 1)
-        assert found.any_mesh.result.first_plan.schedule["kind"] == "pipeline"
+        assert found.any_mesh.first_plan.schedule["kind"] == "pipeline"
 
 
 def test_capacities_are_shares_of_what_fits_or_as_given() -> None:
-    whole, half = (QUESTION.setting(RankMesh(capacity_share=share)).capacities for share in (1.0, 0.5))
+    whole, half = (SCENARIO.setting(RankMesh(capacity_share=share)).capacities for share in (1.0, 0.5))
     assert half == {kind: held // 2 // 128 * 128 for kind, held in whole.items()}
     most = whole["none"]
     assert whole["layer"] > most
     for given, expected in ((1000, {"none": 1000, "layer": 1000}), (most + 1, {"layer": most + 1})):
-        assert replace(QUESTION, capacity_tokens=given).setting(RankMesh()).capacities == expected
+        assert replace(SCENARIO, capacity_tokens=given).setting(RankMesh()).capacities == expected
     more = whole["layer"] + 1
-    too_much = replace(QUESTION, capacity_tokens=more)
+    too_much = replace(SCENARIO, capacity_tokens=more)
     with pytest.raises(ConfigError, match=f"at most {more - 1} tokens"):
         too_much.setting(RankMesh())
     assert replace(too_much, takes_capacity=True).setting(RankMesh()).capacities == {"none": more, "layer": more}
     with pytest.raises(ConfigError, match="room for 128 tokens"):
-        replace(QUESTION, shape=named_shape("llama-70b")).setting(RankMesh())
+        replace(SCENARIO, shape=named_shape("llama-70b")).setting(RankMesh())
 
 
 def test_a_plan_that_needs_more_memory_than_a_device_has_is_no_rival() -> None:
     """A layer computed again cannot be offloaded: a whole sequence beside it may need more than a device has."""
-    question = replace(QUESTION, tensors=(1,), kinds=RECOMPUTE_KINDS)
+    scenario = replace(SCENARIO, tensors=(1,), kinds=RECOMPUTE_KINDS)
     batches = [[2**17, 2**17, *[3000] * 30]]
-    whole = QUESTION.base
-    assert on_one_mesh(whole, "packed-dp", batches, question).any_mesh is None
-    taken = on_one_mesh(whole, "packed-dp", batches, replace(question, capacity_tokens=40_000, takes_capacity=True))
-    assert taken.any_mesh.result.steps[0].memory_bytes > HARDWARE.device_bytes
-    found = best_mesh("packed-dp", batches, question).any_mesh
+    whole = SCENARIO.base
+    assert best_mesh("packed-dp", batches, replace(scenario, only=whole)).any_mesh is None
+    taken = best_mesh("packed-dp", batches, replace(scenario, only=whole, capacity_tokens=40_000, takes_capacity=True))
+    assert taken.any_mesh.steps[0].memory_bytes > HARDWARE.device_bytes
+    found = best_mesh("packed-dp", batches, scenario).any_mesh
     assert found.mesh.capacity_share < 1
-    assert found.result.steps[0].memory_bytes <= HARDWARE.device_bytes
-    longer = best_mesh("packed-dp", [[2**18, 3000]], question)
+    assert found.steps[0].memory_bytes <= HARDWARE.device_bytes
+    longer = best_mesh("packed-dp", [[2**18, 3000]], scenario)
     assert longer.any_mesh is None
     assert "memory of a device" in str(longer.refusal)
 
 
 def test_where_offload_needs_too_much_memory_the_plan_does_without() -> None:
-    question = replace(QUESTION, tensors=(1,), kinds=RECOMPUTE_KINDS)
-    mesh = QUESTION.base
-    setting, options = question.setting(mesh), {"progress": lambda *_: None, "options": question.options(mesh)}
+    scenario = replace(SCENARIO, tensors=(1,), kinds=RECOMPUTE_KINDS)
+    mesh = SCENARIO.base
+    setting = scenario.setting(mesh)
 
     def step_on(device_bytes):
         small = replace(setting, hardware=replace(HARDWARE, device_bytes=device_bytes))
-        (result,) = compare_planners(["lengthwise"], [[2**17, 2**17, *[3000] * 30]], small, **options)
-        return result.steps[0]
+        return run_batches("lengthwise", [[2**17, 2**17, *[3000] * 30]], small).steps[0]
 
     most = step_on(HARDWARE.device_bytes)
     assert most.most_offload > 0
@@ -164,11 +178,11 @@ def test_where_offload_needs_too_much_memory_the_plan_does_without() -> None:
 
 
 def test_nobody_holds_the_sequences_is_an_error_and_somebody_is_not() -> None:
-    question = replace(QUESTION, devices=8, tensors=(1,), kinds=("none",), base=NO_OFFLOAD, capacity_tokens=2048)
-    question = replace(question, takes_capacity=True)
+    scenario = replace(SCENARIO, devices=8, tensors=(1,), kinds=("none",), base=NO_OFFLOAD, capacity_tokens=2048)
+    scenario = replace(scenario, takes_capacity=True)
     with pytest.raises(LengthwiseError, match="20000"):
-        best_meshes(["static", "lengthwise"], [[20_000, 7]], question)
-    alone = best_mesh("static", [[20_000, 7]], question)
+        refuse_unheld([best_mesh(planner, [[20_000, 7]], scenario) for planner in ("static", "lengthwise")])
+    alone = best_mesh("static", [[20_000, 7]], scenario)
     assert alone.any_mesh is None
     assert alone.tried == 1
     assert "20000" in str(alone.refusal)
@@ -189,8 +203,9 @@ def test_meshes_to_try_divide_devices_heads_and_layers() -> None:
 )
 def test_where_nothing_can_be_gained_nothing_is_claimed(lengths: list[int], devices: int) -> None:
     """All short, one length, eight devices: packs of whole sequences are as good, and that is said."""
-    question = replace(QUESTION, devices=devices, context_tokens=max(lengths), tensors=(1, 2), kinds=("none",))
-    found = best_meshes(["static", "single-degree", "lengthwise"], [lengths, lengths[::-1]], question)
+    scenario = replace(SCENARIO, devices=devices, context_tokens=max(lengths), tensors=(1, 2), kinds=("none",))
+    planners = ("static", "single-degree", "lengthwise")
+    found = [best_mesh(planner, [lengths, lengths[::-1]], scenario) for planner in planners]
     said = closing_sentences(found, f"{devices} devices of h100")
     assert "no gain beyond the error" in said
     assert "fewer GPU hours" not in said

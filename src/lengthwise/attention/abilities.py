@@ -1,6 +1,6 @@
-"""Which attention implementations a GPU, its libraries and a model allow, and in which order they are tried.
+"""The attention implementations that a GPU, its libraries and a model allow, and the order in which they are tried.
 
-Pure. Sources: the checks of `torch.nn.attention._fa3` and `sdp_utils.cpp`, torch 2.11 and 2.13; not measured on a GPU
+Sources: the checks of `torch.nn.attention._fa3` and `sdp_utils.cpp`, torch 2.11 and 2.13; not measured on a GPU
 (docs/decisions/attention-by-length.md).
 """
 
@@ -13,7 +13,7 @@ import torch
 from lengthwise.attention.varlen import MOST_HEAD_DIM
 from lengthwise.core.packages import release_of
 
-LEAST_CUDNN = 90501  # from 9.5.1 on a gradient's strides need not be those of the output
+LEAST_CUDNN = 90501  # before 9.5.1 a gradient's strides had to be the output's
 
 _HALF = (torch.bfloat16, torch.float16)
 _FLASH_CAPABILITY = (8, 0)
@@ -25,23 +25,23 @@ _MOST_HEAD_DIM_CUDNN = 128
 LEAST_FLASH_ATTN = (2, 8)  # before, backward's 32-bit offsets overflow in packs of some thousand documents
 
 CAPPING = ("flash_attn", "reference")
-"""Which implementations cap scores, in the order in which they are tried.
+"""Implementations that cap scores, in the order in which they are tried.
 
-None of torch's calls has an argument for it, and torch gives FA3 a cap of 0.
+No call of torch has an argument for it, and torch calls FA3 with a cap of 0.
 """
 
 FALLBACKS = ("efficient", "reference")
 BY_CAPABILITY = {_HOPPER: ("flash3", "cudnn", "flash2")}
-"""What is tried first, by the major compute capability; elsewhere flash2."""
+"""Implementations that are tried first, by major compute capability; flash2 on others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuAbilities:
-    """What of attention a GPU and the installed libraries have.
+    """The abilities of a GPU and of the installed libraries.
 
-    capability: CUDA's (major, minor); None: not known yet. torch_flash: torch was built with flash attention.
-    flash3: its package is there, and torch can activate it. cudnn: its version, 0: none; None: not known yet.
-    flash_attn: the version of the package flash-attn; None: there is none.
+    capability: CUDA's (major, minor), or None if not known yet. torch_flash: whether torch has flash attention. flash3:
+    whether its package is installed, and torch can activate it. cudnn: its version, 0 without it, or None if not known
+    yet. flash_attn: version of the package flash-attn, or None.
     """
 
     capability: tuple[int, int] | None
@@ -53,7 +53,7 @@ class GpuAbilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionNeeds:
-    """What a model asks of attention. `windowed`: some layer has a sliding window; `capped`: scores are capped."""
+    """What a model needs of attention. windowed: a layer has a sliding window. capped: scores are capped."""
 
     dtype: torch.dtype
     head_dim: int
@@ -64,19 +64,19 @@ class AttentionNeeds:
 
     @property
     def bits(self) -> str:
-        """The dtype's name."""
+        """Name of the dtype."""
         return str(self.dtype).removeprefix("torch.")
 
 
 def order_of(capability: tuple[int, int], *, capped: bool = False) -> tuple[str, ...]:
-    """Return the names of implementations in the order in which `auto` tries them; `capped`: for capped scores."""
+    """Return the implementations in the order in which `auto` tries them. capped: for capped scores."""
     if capped:
         return CAPPING
     return (*BY_CAPABILITY.get(capability[0], ("flash2",)), *FALLBACKS)
 
 
 def obstacle(name: str, abilities: GpuAbilities, needs: AttentionNeeds) -> str | None:
-    """Return why the implementation called `name` cannot be used; None: it can."""
+    """Return why the implementation `name` cannot be used, or None."""
     return against_cap(name, needs) or {
         "flash2": _against_flash2,
         "flash3": _against_flash3,
@@ -88,7 +88,7 @@ def obstacle(name: str, abilities: GpuAbilities, needs: AttentionNeeds) -> str |
 
 
 def against_cap(name: str, needs: AttentionNeeds) -> str | None:
-    """Return why the implementation called `name`, of a GPU or the CPU, cannot cap scores as asked; None: it can."""
+    """Return why the implementation `name` cannot cap the model's scores, or None."""
     without = needs.capped and name not in CAPPING
     return "this model caps its scores by tanh (softcap), and this kernel does not" if without else None
 
@@ -134,7 +134,7 @@ def _against_flash_attn(abilities: GpuAbilities, needs: AttentionNeeds) -> str |
 
 
 def _against_cudnn(abilities: GpuAbilities, needs: AttentionNeeds) -> str | None:
-    found = _against_flash2(abilities, needs)  # packs and short documents go there
+    found = _against_flash2(abilities, needs)  # it computes packs and short documents
     if found is not None:
         return found
     if needs.head_dim > _MOST_HEAD_DIM_CUDNN:

@@ -1,6 +1,6 @@
-"""Which attention kernel a run uses: decided once, by name or by `abilities.order_of`, and reported with the reason.
+"""Choose a run's attention kernel once, by name or by `abilities.order_of`, and report it with the reason.
 
-What is taken is compared with plain attention on the device (`proof`); a kernel that fails on any rank is used by none.
+The kernel is compared with plain attention on the device (`proof`); no rank uses one that fails on any rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ON_CPU = ("auto", "reference")
 _CPU_ORDER = ("flash_cpu", "reference")
 
 Faults = Mapping[str, str]
-"""Which implementations failed the comparison on this device, and how."""
+"""Implementations that failed the comparison on this device, with their errors."""
 
 
 def choose_kernel(
@@ -53,13 +53,14 @@ def choose_kernel(
     say: Callable[[str], None] | None = None,
     agree: Callable[[Faults], Faults] | None = None,
 ) -> BlockKernel:
-    """Return the fastest kernel for `device` that takes the model, or the one named; `say` reports which, and why.
+    """Return the fastest kernel for `device` that takes the model, or the named one.
 
-    say: also reports a wrong kernel that is not used (None: as a Python warning). agree: returns the faults found by
-    any rank, the same on all, called by all ranks alike; None: this rank decides alone.
+    say: called with the choice and its reason, and with wrong kernels that are not used. If None, wrong ones are Python
+    warnings. agree: returns the faults of all ranks, the same on all; every rank calls it. If None, this rank decides
+    alone.
 
     Raises:
-        ConfigError: the one named cannot be used here, or is wrong; or none is right.
+        ConfigError: the named kernel cannot be used here or is wrong, or every kernel is wrong.
     """
     needs = AttentionNeeds(
         dtype=dtype, head_dim=head_dim, windowed=windowed, capped=capped, heads=heads, kv_heads=kv_heads
@@ -85,7 +86,11 @@ def choose_kernel(
 
 
 def check_attention(implementation: str, needs: AttentionNeeds, *, on_gpus: bool) -> None:
-    """Refuse, without starting CUDA, an implementation that no GPU could run here, with a ConfigError."""
+    """Check that some GPU could run an implementation, without starting CUDA.
+
+    Raises:
+        ConfigError: none could.
+    """
     if on_gpus:
         against = None if implementation == "auto" else obstacle(implementation, _abilities(None), needs)
         if against is not None:
@@ -99,7 +104,11 @@ def check_attention(implementation: str, needs: AttentionNeeds, *, on_gpus: bool
 def gpu_kernel(
     abilities: GpuAbilities, needs: AttentionNeeds, *, implementation: str = "auto", faults: Faults | None = None
 ) -> tuple[BlockKernel, str]:
-    """Return the kernel for a GPU with these abilities, and why; ConfigError: the named one, or every one, fails."""
+    """Return the kernel for a GPU with these abilities, and the reason.
+
+    Raises:
+        ConfigError: the named kernel, or every kernel, fails.
+    """
     name, reason = _chosen(abilities, needs, implementation, faults or {})
     return _build(name), reason
 
@@ -121,13 +130,13 @@ def _chosen(
     name = next((name for name, each in against.items() if each is None), None)
     if name is None:
         got = "; ".join(f"{name}: {each}" for name, each in against.items())
-        remedy = "Run on the CPU (device: cpu), or with another release of torch; the numbers say what is wrong."
+        remedy = "Run on the CPU (device: cpu), or with another release of torch."
         raise ConfigError(
             "attention", expected="a kernel that computes attention on this device", got=got, remedy=remedy
         )
     if abilities is None:
         capped = f", and {_BY_CAP}" if needs.capped else ""
-        wrong = "".join(f", and {each} is wrong there" for each in faults)
+        wrong = "".join(f", and {each} is wrong on it" for each in faults)
         return name, f"the run computes on the CPU{capped}{wrong}"
     return name, _reason(name, needs, against)
 
@@ -183,7 +192,7 @@ def _refuse(implementation: str, against: str) -> ConfigError:
 
 
 def _abilities(device: torch.device | None) -> GpuAbilities:
-    """Return what a GPU and the libraries can do; without a device only what starts no CUDA."""
+    """Return the abilities of a GPU and the libraries; without a device only those known without starting CUDA."""
     activable = list_flash_attention_impls()
     return GpuAbilities(
         capability=None if device is None else torch.cuda.get_device_capability(device),

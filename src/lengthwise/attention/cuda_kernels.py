@@ -1,7 +1,7 @@
-"""The raw attention calls for GPUs: torch's flash attention, that of the package flash-attn, torch's efficient one.
+"""Raw attention calls for GPUs: torch's flash attention, the package flash-attn's, and torch's efficient attention.
 
-Public functions give either no log-sum-exp or no backward that takes one. `aten._flash_attention_forward` is what
-`varlen_attn` calls, whose own operators change with every release. Dropout is zero, so the seeds are never read.
+Public functions return no log-sum-exp, or have no backward that takes one. `varlen_attn` calls
+`aten._flash_attention_forward`; its own operators change with every release. Dropout is zero, so seeds are not read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LSE_MULTIPLE = 32
 
 
 class TorchVarlenOps:
-    """Flash attention of torch, or FA3 if `activated`: torch has one a process, so each call checks which."""
+    """Flash attention of torch, or FA3 if `activated`: every call sets it, because torch has one per process."""
 
     caps_scores = False
 
@@ -61,8 +61,8 @@ class TorchVarlenOps:
 class FlashAttnOps:
     """Flash attention 2 of the package flash-attn, 2.8 or later: torch's has no argument for a cap.
 
-    package: its module of raw calls; None: imported by the first call, so that comparing a kernel at a start also
-    finds a package which was built for another torch.
+    package: its module of raw calls. If None, the first call imports it, so that the comparison at a start also finds a
+    package built for another torch.
     """
 
     name = "flash attention 2 of flash-attn, varlen"
@@ -140,7 +140,7 @@ class EfficientKernel:
             batched(grad_out),
             *_with_all_heads(block),
             None,
-            batched(saved.out.contiguous()),  # read as (tokens, heads, head_dim) without gaps
+            batched(saved.out.contiguous()),  # the kernel assumes (tokens, heads, head_dim) without gaps
             F.pad(saved.lse, (0, -len(block.q) % _LSE_MULTIPLE), value=float("inf")).contiguous()[None],
             seed,
             seed,
@@ -164,7 +164,7 @@ def _borders(documents: Documents) -> tuple[Tensor, Tensor, int, int]:
 
 
 def activate_flash(implementation: str | None) -> None:
-    """Let torch's flash attention be FA3 in this process, for all who call it; None: torch's own."""
+    """Set this process's flash attention of torch: FA3, or torch's own if None."""
     if current_flash_attention_impl() != implementation:
         if implementation is None:
             restore_flash_attention_impl()

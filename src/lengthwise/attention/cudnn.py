@@ -1,7 +1,7 @@
-"""cuDNN's attention for long blocks, and the kernel that hands it those and all else to a varlen kernel.
+"""cuDNN's attention for long blocks, and a kernel that uses it for these and a varlen kernel for all others.
 
-The plans of a shape take 80 ms of the host, so diagonal blocks are padded to few lengths. torch finds plans by shapes
-and strides of q, k and v alone, so all operands are passed without gaps. What decides the limits was measured:
+cuDNN's plans for a shape take 80 ms of the host, so diagonal blocks are padded to few lengths. torch finds plans by
+shapes and strides of q, k and v only, so all operands are contiguous. The limits are measured:
 docs/decisions/attention-by-length.md.
 """
 
@@ -18,8 +18,8 @@ from lengthwise.attention.kernels import Block, BlockKernel, Gradients, Saved, u
 from lengthwise.attention.packs import Pack, PackKernel
 from lengthwise.attention.varlen import HEAD_DIM_MULTIPLE, TOKEN_MULTIPLE
 
-DIAGONAL_TOKENS = 4096  # of a causal block, from which cuDNN's gain pays for its plans
-FULL_TOKENS = 8192  # of queries and of keys of another one, whose lengths cannot be rounded
+DIAGONAL_TOKENS = 4096  # tokens of a causal block from which cuDNN's gain pays for its plans
+FULL_TOKENS = 8192  # queries and keys of another block, whose lengths cannot be rounded
 _LENGTH_MULTIPLE = 256
 
 
@@ -38,7 +38,7 @@ class DenseOps(Protocol):
 
 
 class CudnnOps:
-    """cuDNN as torch calls it: grouped heads as they are, masks counted from the first query and key."""
+    """cuDNN as torch calls it: with grouped heads, and masks counted from the first query and key."""
 
     name = "cuDNN"
 
@@ -53,7 +53,7 @@ class CudnnOps:
     def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> Gradients:
         """Compute gradients (see `DenseOps.backward`)."""
         operands = (x.transpose(0, 1)[None] for x in (grad_out, block.q, block.k, block.v, saved.out))
-        seed = torch.zeros((), dtype=torch.int64, device=grad_out.device)  # of a dropout of 0
+        seed = torch.zeros((), dtype=torch.int64, device=grad_out.device)  # unused, as dropout is 0
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *operands,
             saved.lse[None, :, :, None],
@@ -81,7 +81,7 @@ class DenseKernel:
         """Compute one block's gradients (see `BlockKernel.backward`)."""
         rounded = _rounded(block)
         rows, tokens = len(rounded.q), len(block.q)
-        # What is appended has no gradient, and a finite lse: its weights are finite, and add zeros.
+        # Appended rows have no gradient and a finite lse, so their weights are finite, and add zeros.
         saved = Saved(out=_padded(saved.out, rows), lse=F.pad(saved.lse, (0, rows - tokens)).contiguous())
         dq, dk, dv = self._ops.backward(_padded(grad_out, rows), rounded, saved)
         keys, head_dim = len(block.k), block.q.shape[-1]
@@ -89,7 +89,7 @@ class DenseKernel:
 
 
 class ByLengthKernel:
-    """A `PackKernel` of two: long blocks, and long documents alone in their pack, by `long`; the others by `rest`."""
+    """A `PackKernel` of two: `long` computes long blocks, and long documents alone in a pack; `rest` the others."""
 
     caps_scores = False
 
@@ -107,7 +107,7 @@ class ByLengthKernel:
 
     @property
     def alone_from(self) -> int | None:
-        """Tokens from which a document is `long`'s (see `PackKernel.alone_from`)."""
+        """Tokens from which `long` computes a document (see `PackKernel.alone_from`)."""
         return None if torch.are_deterministic_algorithms_enabled() else self.diagonal_tokens
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
@@ -131,12 +131,12 @@ class ByLengthKernel:
         return self._rest.backward_pack(grad_out, block, saved, pack)
 
     def _is_long(self, block: Block) -> bool:
-        # Its backward adds in no fixed order and has no other: where one is asked for, the varlen kernel keeps it.
+        # Its backward is never deterministic: if determinism is asked for, the varlen kernel computes all.
         is_long = min(block.q.shape[0], block.k.shape[0]) >= self._least[block.causal]
         return is_long and block.mask is None and not torch.are_deterministic_algorithms_enabled()
 
     def _is_one(self, block: Block, pack: Pack) -> bool:
-        # Padding after it is hidden by causality, and what its queries see of the document nobody reads.
+        # Causality hides padding after the document, and nobody reads the results of padding.
         documents = pack.cu_seqlens.shape[0] - 1 - (pack.padding > 0)
         is_whole = documents == 1 and (pack.window is None or pack.window >= pack.max_seqlen)
         return is_whole and self._is_long(block)

@@ -1,7 +1,8 @@
-"""Short causal convolutions over this rank's tokens, each sequence from its own first token, wherever that is.
+"""Short causal convolutions over this rank's tokens, each sequence from its own first token, on any rank.
 
-Before every span go the width - 1 tokens that the convolution reads there: those that this rank holds or receives, and
-zeros at a document's start. One plain convolution then runs over all rows. It costs one round of a few rows a layer.
+The width - 1 tokens that the convolution reads before a span are put before it: tokens that this rank holds or
+receives, and zeros at a document's start. One plain convolution then runs over all rows. Costs one round of a few rows
+per layer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lengthwise.program import halo_moves, halo_round_of
 
 
 class Halo:
-    """What goes before the spans of a rank for convolutions over `width` tokens, and who needs rows of its own."""
+    """The rows before a rank's spans for convolutions over `width` tokens, and the rows that other ranks need."""
 
     def __init__(self, spans: LocalSpans, width: int) -> None:
         program, rank = spans.program, spans.transport.rank
@@ -25,9 +26,9 @@ class Halo:
         self.back = self.round.turned()
         number_of = {(s.piece, s.sequence, s.number): number for number, s in enumerate(spans.spans)}
         self.sent: list[slice] = []
-        """The local rows of each message of the round."""
+        """Local rows of the round's messages."""
         self.before: list[list[slice | int]] = [[] for _ in spans.spans]
-        """What goes before each span after zeros: local rows, or the number of a message that arrives."""
+        """What is put before a span after zeros, by span: local rows, or the number of an arriving message."""
         self.zeros = [width - 1 for _ in spans.spans]
         arriving = 0
         for move in halo_moves(program, width, rank):
@@ -46,9 +47,9 @@ class Halo:
 
 
 class _Halos(torch.autograd.Function):
-    """Rows (rows, channels) -> (the same rows, the messages that arrive); backward takes their gradients home.
+    """Rows (rows, channels) -> (the same rows, the arriving messages); backward sends their gradients back.
 
-    The rows pass through, so that backward comes by on every rank.
+    The rows pass through, so that every rank takes part in backward.
     """
 
     @staticmethod
@@ -79,7 +80,7 @@ class _Halos(torch.autograd.Function):
 
 
 def convolve_spans(spans: LocalSpans, rows: Tensor, halo: Halo, convolve: Callable[[Tensor], Tensor]) -> Tensor:
-    """Convolve (rows, channels) causally within each sequence; `convolve` does so with rows that follow each other."""
+    """Convolve (rows, channels) causally within each sequence. convolve: does so for consecutive rows."""
     arrived: tuple[Tensor, ...] = ()
     if halo.round.sends or halo.round.receives:
         rows, *arrived = _Halos.apply(rows, spans, halo)  # pyright: ignore[reportAssignmentType, reportGeneralTypeIssues]

@@ -1,7 +1,8 @@
 """Heads split inside groups of ranks: the all-to-all before and after attention, on one rank of one microbatch.
 
-Messages land in one buffer, member by member; a gather of rows puts them in the order of the group's tokens. Where a
-group has more ranks than KV heads, several take the same one, and its gradients are summed at home (`program.heads`).
+Messages arrive in one buffer, member by member; a gather of rows puts them in the order of the group's tokens. If a
+group has more ranks than KV heads, several ranks take the same KV head, whose gradients its owner sums
+(`program.split_heads`).
 """
 
 from __future__ import annotations
@@ -18,15 +19,19 @@ from lengthwise.attention.packs import to_device
 from lengthwise.comm import Done, Pending, Transport
 from lengthwise.core.errors import PlanError
 from lengthwise.program import ALL_HEADS, Content, HeadRange, MicrobatchProgram, RankRound, Transfer
-from lengthwise.program.heads import group_of, group_runs, heads_of
+from lengthwise.program.split_heads import group_of, group_runs, heads_of
 
 Rows = Mapping[HeadRange, Sequence[Tensor]]
-"""For each range of heads that a rank attends some tensors of its rows, each (rows, heads of the range, head_dim)."""
+"""Tensors (rows, heads of the range, head_dim) by the range of heads that a rank attends."""
 
 
 @lru_cache(maxsize=256)
 def heads_taken(heads: HeadRange, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
-    """List which of `num_kv_heads` the query heads of a range use; PlanError: the parts do not divide them."""
+    """Return the KV heads, of `num_kv_heads`, that the query heads of a range use.
+
+    Raises:
+        PlanError: the number of parts does not divide the heads.
+    """
     if num_heads % heads.parts:
         expected = f"a divisor of the model's {num_heads} attention heads"
         raise PlanError("plan: heads", expected=expected, got=str(heads.parts), remedy="Plan with heads off.")
@@ -36,19 +41,19 @@ def heads_taken(heads: HeadRange, num_heads: int, num_kv_heads: int) -> tuple[in
 
 
 def query_heads(heads: HeadRange, num_heads: int) -> slice:
-    """Return which of the model's query heads a range has."""
+    """Return the query heads of a range."""
     size = num_heads // heads.parts
     return slice(heads.part * size, (heads.part + 1) * size)
 
 
 def shares_keys(heads: HeadRange, num_heads: int, num_kv_heads: int) -> bool:
-    """Return whether a head of keys is taken more than once, so that its gradients come from several places."""
+    """Return whether several ranks use the same KV head, so that its gradients must be summed."""
     return heads.parts * len(heads_taken(heads, num_heads, num_kv_heads)) > num_kv_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SplitPiece:
-    """A piece that splits heads, on one rank: its own tokens, and the rows of each member that are exchanged."""
+    """A piece that splits heads, on one rank: its own tokens, and the exchanged rows by member."""
 
     own: slice
     position: int
@@ -57,13 +62,13 @@ class _SplitPiece:
 
 
 class HeadExchange:
-    """What one rank exchanges for the pieces of a microbatch that split heads; the others pass through."""
+    """One rank's exchange for the pieces of a microbatch that split heads; other pieces pass through."""
 
     def __init__(self, program: MicrobatchProgram, transport: Transport) -> None:
         self._program, self._transport = program, transport
         starts = program.row_starts(transport.rank)
-        self.ranges = tuple(starts) or (ALL_HEADS,)  # of a rank without a piece, padding alone
-        """The ranges of heads that this rank attends, in plan order."""
+        self.ranges = tuple(starts) or (ALL_HEADS,)  # a rank without a piece has padding only
+        """Ranges of heads that this rank attends, in plan order."""
         self._splits = self.ranges != (ALL_HEADS,)
         self._pieces: dict[int, _SplitPiece] = {}
         self._whole: list[slice] = []  # own tokens of pieces that split nothing, in order
@@ -88,7 +93,7 @@ class HeadExchange:
         self._rounds: dict[Content, RankRound] = {}
 
     def split(self, content: Content, own: Sequence[Tensor]) -> Rows:
-        """Return the rows of every range of heads; `own` are (tokens, heads or kv_heads, head_dim), queries first."""
+        """Return the rows by range of heads. own: (tokens, heads or kv_heads, head_dim) each, queries first."""
         if not self._splits:
             return {ALL_HEADS: own}
         num_heads = [x.shape[1] for x in own]
@@ -116,10 +121,7 @@ class HeadExchange:
         }
 
     def join(self, content: Content, rows: Rows, num_heads: Sequence[int], *, rows_of_all: int) -> Sequence[Tensor]:
-        """Return this rank's own tokens, the first of `rows_of_all`, with all heads.
-
-        Several ranks' values are summed.
-        """
+        """Return this rank's own tokens, the first of `rows_of_all` rows, with all heads; sum shared heads."""
         if not self._splits:
             return rows[ALL_HEADS]
         kinds = {heads: each[0].dtype for heads, each in rows.items()}
@@ -169,13 +171,13 @@ class HeadExchange:
         return self._orders[heads]
 
     def _by_member(self, heads: HeadRange, rows: Sequence[Tensor]) -> Tensor:
-        """Put rows of a range side by side and in the order in which they are exchanged."""
+        """Concatenate the tensors of a range, with rows in the order of the exchange."""
         together = torch.cat(tuple(rows), dim=1)
         return torch.empty_like(together).index_copy_(0, self._order(heads, together.device), together)
 
 
 def _part(own: Sequence[Tensor], tokens: slice, heads: HeadRange) -> Tensor:
-    """Return the heads of a range, for some of the own tokens, side by side."""
+    """Return the heads of a range for some own tokens, side by side."""
     num_heads = own[0].shape[1]
     taken = [_columns(heads_taken(heads, num_heads, x.shape[1]), x.device) for x in own]
     return torch.cat([x[tokens, columns] for x, columns in zip(own, taken, strict=True)], dim=1)

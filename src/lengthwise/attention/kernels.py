@@ -1,6 +1,6 @@
 """One block of attention with its log-sum-exp, forward and backward, on the CPU, and the merge of partial results.
 
-Every row sees a key: without one the CPU kernel gives lse 0, which a merge would take for a weight.
+Every row must see a key: otherwise the CPU kernel returns lse 0, which a merge would use as a weight.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 
 class BlockMask:
-    """Which keys the queries of a block see: fewer than `window` tokens back and, if `causal`, none ahead.
+    """The keys that the queries of a block see: fewer than `window` tokens back and, if `causal`, none ahead.
 
-    distance: the first query's token less the first key's. Flash kernels count windows from the last query and key.
+    distance: the first query's position minus the first key's. Flash kernels count windows from the last query and key.
     """
 
     def __init__(self, *, queries: int, keys: int, distance: int, causal: bool, window: int | None) -> None:
@@ -28,7 +28,7 @@ class BlockMask:
 
     @property
     def window_left(self) -> int | None:
-        """How many keys before the one at its place, counted from the ends, a query sees; None: all of them."""
+        """Number of keys that a query sees before its own place, counted from the ends, or None for all."""
         if self._window is None:
             return None
         queries, keys = self._shape
@@ -37,7 +37,7 @@ class BlockMask:
         return left
 
     def tensor(self, device: torch.device) -> Tensor:
-        """Return the mask (queries, keys) on `device`, True where a query sees a key; made once."""
+        """Return the mask (queries, keys) on `device`, True for keys that a query sees; made once."""
         if self._tensor is None:
             queries, keys = self._shape
             rows = torch.arange(queries, device=device)[:, None] + self._distance
@@ -51,8 +51,8 @@ class Block:
     """Queries, and the keys and values that they attend to.
 
     q: (q tokens, heads, head_dim), heads a multiple of kv_heads. k, v: (kv tokens, kv_heads, head_dim).
-    causal: the block is square, and a query sees no later key; else it sees all. mask: replaces `causal`.
-    softcap: a score s counts as softcap x tanh(s / softcap); None: as s.
+    causal: whether queries see no later key, in a square block; otherwise they see all. mask: replaces `causal`.
+    softcap: replaces a score s by softcap x tanh(s / softcap), if given.
     """
 
     q: Tensor
@@ -64,7 +64,7 @@ class Block:
     softcap: float | None = None
 
     def at(self, rows: slice) -> Block:
-        """Return these rows of queries, keys and values, which see each other alone."""
+        """Return these rows of queries, keys and values, which see only each other."""
         if rows.stop - rows.start == self.q.shape[0]:
             return self
         return replace(self, q=self.q[rows], k=self.k[rows], v=self.v[rows])
@@ -76,25 +76,25 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What backward needs of forward: out (q tokens, heads, head_dim) and lse (heads, q tokens).
+    """Results of forward for backward: out (q tokens, heads, head_dim) and lse (heads, q tokens).
 
-    Both over ALL keys of the queries, so that the gradients of blocks add up.
+    Both are over ALL keys of the queries, so that the gradients of blocks add up.
     """
 
     out: Tensor
     lse: Tensor
 
     def at(self, rows: slice) -> Saved:
-        """Return what belongs to these rows of queries."""
+        """Return the results of these rows of queries."""
         if rows.stop - rows.start == self.out.shape[0]:
             return self
         return Saved(out=self.out[rows], lse=self.lse[:, rows])
 
 
 class BlockKernel(Protocol):
-    """Attention over one block; `token_multiple`: to what a rank's tokens are rounded up outside attention.
+    """Attention over one block. token_multiple: multiple to which a rank's rows are rounded up outside attention.
 
-    caps_scores: it takes blocks with a `softcap`, which others would leave out.
+    caps_scores: whether it applies a block's `softcap`; others ignore it.
     """
 
     name: str
@@ -146,7 +146,7 @@ class FlashCpuKernel:
 
 
 class ReferenceKernel:
-    """Plain matrix products and softmax in any dtype: slow; at most `most_scores` at a time (1 GB in fp64)."""
+    """Plain matrix products and softmax in any dtype: slow, with at most `most_scores` at a time (1 GB in fp64)."""
 
     name = "reference (matrix products)"
     caps_scores = True
@@ -197,10 +197,10 @@ class ReferenceKernel:
 
 
 def merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Fold one block of other keys into the running result, in place: exact, and without exp of a large number.
+    """Merge a block of other keys into the running result, in place: exact, and without exp of a large number.
 
-    w = sigmoid(lse_b - lse_a): out = out_a + w (out_b - out_a), lse = lse_a - logsigmoid(lse_a - lse_b), in the
-    accumulation dtype: `out` (tokens, heads, head_dim), `lse` (heads, tokens).
+    With w = sigmoid(lse_b - lse_a): out = out_a + w (out_b - out_a), lse = lse_a - logsigmoid(lse_a - lse_b), in the
+    accumulation dtype. out: (tokens, heads, head_dim). lse: (heads, tokens).
     """
     block_lse = block_lse.to(lse.dtype)
     weight = (block_lse - lse).sigmoid().t()[..., None]
@@ -209,8 +209,8 @@ def merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) 
 
 
 def batched(x: Tensor) -> Tensor:
-    """(tokens, heads, dim) -> (1, heads, tokens, dim), as torch's kernels have it; a view where they can read one."""
-    # The raw kernel takes the last stride for 1 without a look: an expanded gradient would be read as other memory.
+    """(tokens, heads, dim) -> (1, heads, tokens, dim), for torch's kernels; a view if they can read it."""
+    # The raw kernel assumes a last stride of 1: an expanded gradient would be read as other memory.
     return (x if x.stride(-1) == 1 else x.contiguous()).transpose(0, 1)[None]
 
 
@@ -225,7 +225,7 @@ def grouped(x: Tensor, heads: int) -> Tensor:
 
 
 def _seen(block: Block) -> Tensor | None:
-    """Return the mask (q tokens, kv tokens) of a block, True where a query sees a key; None: it sees all."""
+    """Return the mask (q tokens, kv tokens) of a block, True for seen keys, or None for all."""
     q = block.q
     if block.mask is not None:
         return block.mask.tensor(q.device)
@@ -233,7 +233,7 @@ def _seen(block: Block) -> Tensor | None:
 
 
 def _added(block: Block) -> Tensor | None:
-    """Return a block's `mask` as the kernel wants it: added to the scores, in the dtype of the queries."""
+    """Return a block's mask as a tensor to add to the scores, in the dtype of the queries."""
     if block.mask is None:
         return None
     seen = block.mask.tensor(block.q.device)

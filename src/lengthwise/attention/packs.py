@@ -1,8 +1,8 @@
-"""Documents side by side in few attention calls: what makes packs of short sequences fast on GPUs.
+"""Documents side by side in few attention calls, which makes packs of short sequences fast on GPUs.
 
 All diagonal blocks of a rank, of packed documents and of ring shards, are documents that see only themselves. A varlen
-call starts blocks for as many tiles of every document as its longest has, so those of the others are empty. Documents
-are cut into runs of one call each, by what empty tiles and calls cost: docs/decisions/attention-by-length.md.
+call starts as many tiles for every document as for its longest, so shorter documents have empty ones. Documents are
+therefore grouped into calls by the costs of empty tiles and of calls: docs/decisions/attention-by-length.md.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from lengthwise.attention.kernels import Block, BlockKernel, Gradients, Saved
 from lengthwise.program import BlockTask
 
 _TILE_TOKENS = 128
-# What one more call costs, in empty tiles: 0.27 us each, both passes of 32 heads, so 0.3 ms, which a call of 1,024
-# tokens takes however little it computes (H200, torch 2.11). With fewer heads tiles cost less.
+# Cost of one more call, in empty tiles of 0.27 us (both passes, 32 heads): 0.3 ms, the least time of a call of 1,024
+# tokens (H200, torch 2.11). With fewer heads tiles cost less.
 _TILES_OF_A_CALL = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """Documents of one call, side by side, that each attend to themselves, causally.
+    """Documents of one call, side by side; each attends to itself, causally.
 
-    rows: where they lie among the rank's rows.
-    cu_seqlens: (documents + 1,) int32 on the device: where each starts in `rows`, and the end of the last.
+    rows: their place among the rank's rows.
+    cu_seqlens: (documents + 1,) int32 on the device: starts of the documents in `rows`, and the end of the last.
     max_seqlen: tokens of the longest.
-    window: a query sees itself and the window - 1 tokens before it; None: all before it.
-    padding: rows of the last document, whose result nobody reads; 0: none.
+    window: if given, a query sees itself and the window - 1 tokens before it.
+    padding: rows of the last document if it is padding, else 0.
     """
 
     rows: slice
@@ -47,11 +47,11 @@ class Pack:
 
 @runtime_checkable
 class PackKernel(BlockKernel, Protocol):
-    """A block kernel that also takes many documents at once: the rows of a `Pack` in one `Block`."""
+    """A block kernel that also computes many documents at once: the rows of a `Pack` in one `Block`."""
 
     @property
     def alone_from(self) -> int | None:
-        """Tokens from which a document that its window does not cut is faster alone; None: empty tiles decide."""
+        """Tokens from which a document without a cutting window is faster alone. If None, empty tiles decide."""
         ...
 
     def forward_pack(self, block: Block, pack: Pack) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ class PackKernel(BlockKernel, Protocol):
 
 
 def lengths_of(tasks: Sequence[BlockTask]) -> list[int]:
-    """Join the diagonal blocks of a rank, the tiles of a window too, to documents; return their tokens in order."""
+    """Join a rank's diagonal blocks, and tiles of a window, to documents; return their tokens in order."""
     borders, stop = [], 0
     for task in sorted((task for task in tasks if task.causal), key=lambda task: task.q_start):
         assert task.q_start == stop, f"diagonal blocks must lie side by side, got {task.q_start} after {stop}"
@@ -82,15 +82,15 @@ def pack_documents(
     padding: int = 0,
     alone_from: int | None = None,
 ) -> tuple[Pack, ...]:
-    """Return the calls for documents of these tokens that lie side by side; `padding`: rows after them.
+    """Return the calls for documents of these lengths, side by side. padding: rows after them.
 
-    alone_from: as a `PackKernel` has it. Padding is the last document of its call. The call of most rows comes first:
-    in a backward pass the memory for all rows is made after what that one takes for itself is free again.
+    alone_from: see `PackKernel`. Padding is the last document of its call. The call with the most rows comes first, so
+    that in backward its temporaries are free before memory for all rows is allocated.
     """
     alone = range(0) if alone_from is None else range(alone_from, sys.maxsize if window is None else window + 1)
     documents = [*lengths, padding] if padding else list(lengths)
     runs = runs_of(documents, alone)
-    if padding and lengths and lengths[-1] in alone:  # causality hides what follows a document
+    if padding and lengths and lengths[-1] in alone:  # causality hides the padding after it
         runs[-2:] = [range(len(lengths) - 1, len(documents))]
     starts = [0, *accumulate(documents)]
     borders = [[starts[i] - starts[run.start] for i in range(run.start, run.stop + 1)] for run in runs]
@@ -109,9 +109,9 @@ def pack_documents(
 
 
 def runs_of(lengths: Sequence[int], alone: range = range(0)) -> list[range]:
-    """Cut documents, by number, into the runs of neighbours whose calls and empty tiles cost least.
+    """Group documents, by number, into runs of neighbours with the least cost of calls and empty tiles.
 
-    alone: documents of these tokens are runs of their own.
+    alone: documents of these lengths are runs of their own.
     """
     runs: list[range] = []
     for is_alone, group in groupby(range(len(lengths)), key=lambda number: lengths[number] in alone):
@@ -124,16 +124,16 @@ def runs_of(lengths: Sequence[int], alone: range = range(0)) -> list[range]:
 
 
 def _cheapest(first: int, tiles: Sequence[int]) -> list[range]:
-    """Cut the documents from number `first` on, of so many tiles, where that costs least.
+    """Group the documents from number `first` on, given by their tiles, at the least cost.
 
-    Dynamic programming over groups of neighbours of as many tiles, which no cheapest cut parts.
+    Dynamic programming over groups of neighbours with equal tiles, which no cheapest cut divides.
     """
     groups = [(size, len(list(same))) for size, same in groupby(tiles)]
     sizes = np.array([size for size, _ in groups])
-    numbers = np.array([0, *accumulate(count for _, count in groups)])  # of the first document of each group
-    best, starts = np.zeros(len(groups) + 1, dtype=np.int64), [0]  # of the first n groups; where their last run starts
+    numbers = np.array([0, *accumulate(count for _, count in groups)])  # first documents of the groups
+    best, starts = np.zeros(len(groups) + 1, dtype=np.int64), [0]  # cost of the first n groups; start of their last run
     for stop in range(1, len(groups) + 1):
-        longest = np.maximum.accumulate(sizes[:stop][::-1])[::-1]  # of a last run from each group on
+        longest = np.maximum.accumulate(sizes[:stop][::-1])[::-1]  # of a last run that starts at each group
         costs = best[:stop] + (numbers[stop] - numbers[:stop]) * longest
         starts.append(int(costs.argmin()))
         best[stop] = costs[starts[-1]] + _TILES_OF_A_CALL
@@ -144,7 +144,7 @@ def _cheapest(first: int, tiles: Sequence[int]) -> list[range]:
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to `device`, to a GPU through pinned memory, so that the host does not wait for the stream."""
+    """Copy a host tensor to `device`; to a GPU through pinned memory, so that the host does not wait."""
     if device.type == "cpu":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""Results of attention while they grow block by block: of one range of heads, all rows of a rank.
+"""Partial results of attention, which grow block by block: for one range of heads, all rows of a rank.
 
-Sums are in fp32 (fp64 under fp64) and cast once. Each query's (and without a window each key's) diagonal block comes
-first, so nothing is read before it is written. Rows after the tokens are padding, and 0.
+Sums are in fp32 (fp64 under fp64) and cast once. The diagonal block of a query (and without a window of a key) comes
+first, so that nothing is read before it is written. Rows after the tokens are padding, and 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lengthwise.attention.ring_steps import RingPass
 from lengthwise.program import BlockTask, HeadRange
 
 Attended: TypeAlias = dict[HeadRange, tuple[Block, Saved]]
-"""By range of heads that a rank attends: queries, keys and values, and what they gave."""
+"""Queries, keys and values, and their results, by the range of heads that a rank attends."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -26,14 +26,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class PartialOut:
-    """Output and log-sum-exp of the first `tokens` queries of `block`, which `heads` of `ring` will add to."""
+    """Output and log-sum-exp of the first `tokens` queries of `block`, for the range `heads` of a ring pass."""
 
     def __init__(self, block: Block, heads: HeadRange, ring: RingPass, *, tokens: int) -> None:
         q = block.q
         self._dtype, widest, rows = q.dtype, wide(q.dtype), q.shape[0]
         self._sums_in = widest if heads in ring.merged else q.dtype
         self._is_one_pack = len(ring.steps[0].packs.get(heads, ())) == 1
-        if self._is_one_pack:  # of all rows: it brings the memory for its results
+        if self._is_one_pack:  # it has all rows, and its results bring the memory
             return
         self._out = q.new_empty(q.shape, dtype=self._sums_in)
         self._lse = q.new_empty(q.shape[1], rows, dtype=widest)
@@ -42,14 +42,14 @@ class PartialOut:
             self._lse[:, tokens:].zero_()
 
     def take_pack(self, pack: Pack, out: Tensor, lse: Tensor) -> None:
-        """Take what a pack gave, of its rows."""
+        """Take the result of a pack."""
         if self._is_one_pack:
             self._out, self._lse = out.to(self._sums_in), lse
         else:
             self._out[pack.rows], self._lse[:, pack.rows] = out, lse
 
     def take(self, task: BlockTask, out: Tensor, lse: Tensor) -> None:
-        """Take what a block gave."""
+        """Take the result of a block."""
         rows = slice(task.q_start, task.q_stop)
         if task.causal:
             self._out[rows], self._lse[:, rows] = out, lse
@@ -57,16 +57,16 @@ class PartialOut:
             merge_block(self._out[rows], self._lse[:, rows], out, lse)
 
     def done(self, sinks: Tensor | None) -> Saved:
-        """Return output, in the dtype of the queries, and log-sum-exp; `sinks` (heads,) are taken in."""
+        """Return output, in the dtype of the queries, and log-sum-exp, with `sinks` (heads,) merged in."""
         out, lse = self._out, self._lse
-        if sinks is not None:  # exact after the fact, and for backward, too: docs/decisions/attention-sinks.md
+        if sinks is not None:  # exact afterwards, for backward too: docs/decisions/attention-sinks.md
             with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
             out, lse = out * torch.exp(lse - with_sink).t()[..., None], with_sink
         return Saved(out=out.to(self._dtype), lse=lse)
 
 
 class PartialGradients:
-    """Gradients of the first `tokens` queries of `block`, and of its keys and values; sums unless `is_of_packs`."""
+    """Gradients of the first `tokens` queries of `block`, and of its keys and values: sums, unless `is_of_packs`."""
 
     def __init__(self, block: Block, heads: HeadRange, ring: RingPass, *, windowed: bool, tokens: int) -> None:
         self._block, self._first_writes = block, not windowed
@@ -83,7 +83,7 @@ class PartialGradients:
             self.dkv[:, tokens:].zero_()
 
     def take_pack(self, pack: Pack, grads: Gradients) -> None:
-        """Take what a pack gave, of its rows."""
+        """Take the gradients of a pack."""
         if not self._found:
             block = self._block
             if grads[0].shape[0] == block.q.shape[0]:
@@ -94,7 +94,7 @@ class PartialGradients:
             total[pack.rows] = part
 
     def take(self, task: BlockTask, grads: Gradients, into: Tensor) -> None:
-        """Take what a block gave; `into` (2, tokens, kv_heads, head_dim) is for the shard of its keys."""
+        """Take the gradients of a block. into: (2, tokens, kv_heads, head_dim), for the shard of its keys."""
         rows, cols = slice(task.q_start, task.q_stop), slice(task.kv_start, task.kv_stop)
         dq, *dkv = grads
         if task.causal:
@@ -108,7 +108,7 @@ class PartialGradients:
                 total[cols] += part
 
     def done(self, *, widely: bool) -> Gradients:
-        """Return (dq, dk, dv) in the dtypes of q, k and v; `widely`: as they were summed."""
+        """Return (dq, dk, dv) in the dtypes of q, k and v, or if `widely` in the dtypes of sums."""
         block = self._block
         dtypes = (block.q.dtype, block.k.dtype, block.v.dtype)
         dq, dk, dv = map(Tensor.to, self._found, map(wide, dtypes) if widely else dtypes)

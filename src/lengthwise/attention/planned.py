@@ -1,8 +1,8 @@
-"""Attention as a lowered microbatch prescribes it: packed documents apart, cut ones over their rings.
+"""Attention of a lowered microbatch: packed documents by themselves, cut ones over their rings.
 
-One autograd function does a layer of a microbatch on one rank. A pass is a list of ring steps from `program`, each a
-grouped call and the blocks that it hides behind. Partial results merge in fp32 (fp64 under fp64). Backward sends keys
-again, and gradients to their owners. Ring attention (arXiv 2310.01889), zigzag cut.
+One autograd function computes a layer of a microbatch on one rank. A pass is a list of ring steps from `program`: a
+grouped call, and blocks that are computed meanwhile. Partial results merge in fp32 (fp64 under fp64). Backward sends
+keys again, and gradients to their owners. Ring attention (arXiv 2310.01889), zigzag cut.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from lengthwise.attention.recompute import Recomputation
 from lengthwise.attention.ring_steps import RingPass, RingStep, Shard, ring_steps_of
 from lengthwise.comm import Pending, Transport
 from lengthwise.program import BlockTask, Content, HeadRange, MicrobatchProgram
-from lengthwise.program.heads import heads_of
+from lengthwise.program.split_heads import heads_of
 
 Held = dict[Shard, Tensor | tuple[Tensor, Tensor]]
-"""Keys and values of shards: one tensor (2, tokens, kv_heads, head_dim) where they travel, else the two themselves."""
+"""Keys and values of shards: one tensor (2, tokens, kv_heads, head_dim) if they travel, else two tensors."""
 Arriving = list[tuple[Content, Shard, Tensor]]
-"""Messages on their way: content (keys, or their gradients), of which shard, and where they will be."""
+"""Arriving messages: content (keys, or their gradients), shard, and buffer."""
 
 
 class PlannedAttention:
     """One rank's part in a microbatch's attention, for all layers and passes.
 
-    rows_beyond: least padding rows. layers_passed: of the model's layers that mix tokens, what others run, where it is
-    cut into stages.
+    rows_beyond: least number of padding rows. layers_passed: number of the model's layers that mix tokens and that
+    other stages or chunks run.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class PlannedAttention:
         self.num_tokens = sum(tokens for tokens, _ in self.spans)
         multiple = kernel.token_multiple
         rows = self.num_tokens + rows_beyond
-        self.num_rows = max(1, -(-rows // multiple)) * multiple  # with the padding that the model runs
+        self.num_rows = max(1, -(-rows // multiple)) * multiple  # with padding
         self.layers_run = 0  # layers that mix tokens: attention, scans, convolutions
-        self.layers_kept = 0  # of these, those that backward will run through
-        self.layers_checkpointed = 0  # those of a checkpointed layer's first run
+        self.layers_kept = 0  # those of them with gradients
+        self.layers_checkpointed = 0  # those of them in a checkpointed layer's first run
         self.layers_passed = layers_passed
-        self.recomputation: Recomputation | None = None  # the checkpointed layer that is running, if one is
-        self.mixers: Mapping[Any, Any] = {}  # what computes layers that are no attention, where models choose it
+        self.recomputation: Recomputation | None = None  # the running checkpointed layer, if any
+        self.mixers: Mapping[Any, Any] = {}  # chosen kernels of layers without attention
         self._halos: dict[int, Halo] = {}
         self._heads = HeadExchange(program, transport)
         starts = program.row_starts(transport.rank)
@@ -82,38 +82,38 @@ class PlannedAttention:
 
     @cached_property
     def local_spans(self) -> LocalSpans:
-        """What this rank computes in one go in layers that are no attention."""
+        """This rank's spans in layers without attention."""
         return LocalSpans(self._program, self._transport, self.num_rows, self)
 
     def halo(self, width: int) -> Halo:
-        """Return what goes before the spans of this rank for convolutions over `width` tokens."""
+        """Return the halo of this rank's spans for convolutions over `width` tokens."""
         if width not in self._halos:
             self._halos[width] = Halo(self.local_spans, width)
         return self._halos[width]
 
     def count_layer(self) -> None:
-        """Count a layer that mixes tokens and runs by the plan."""
+        """Count a layer that mixes tokens by the plan."""
         self.layers_run += 1
         self.layers_kept += torch.is_grad_enabled()
         self.layers_checkpointed += self.recomputation is not None and not self.recomputation.is_second_run
 
     @property
     def windows(self) -> frozenset[int | None]:
-        """The windows of the layers that have run; None: a layer sees everything."""
+        """Windows of the layers that have run, None for layers without one."""
         return frozenset(window for window, _ in self._steps)
 
     @property
     def no_cap(self) -> str | None:
-        """Why scores cannot be capped here; None: they can."""
-        return None if self._kernel.caps_scores else f"the kernel, {self._kernel.name}, caps no scores"
+        """Why scores cannot be capped here, or None."""
+        return None if self._kernel.caps_scores else f"the kernel, {self._kernel.name}, cannot cap scores"
 
     def lower(self, windows: Collection[int | None], device: torch.device) -> None:
-        """Lower the ring steps of layers with these windows before one of them runs."""
+        """Lower the ring steps of layers with these windows in advance."""
         for window in windows:
             self._steps_of(window, device, self.num_rows)
 
     def forward(self, layer: Block, window: int | None = None, sinks: Tensor | None = None) -> tuple[Tensor, Attended]:
-        """Return (out (tokens, heads, head_dim) in q's dtype, and by range of heads what backward needs)."""
+        """Return (out (tokens, heads, head_dim) in q's dtype, results for backward by range of heads)."""
         rows = layer.q.shape[0]
         ring, _ = self._steps_of(window, layer.q.device, rows)
         blocks, parts = dict[HeadRange, Block](), dict[HeadRange, PartialOut]()
@@ -143,7 +143,7 @@ class PlannedAttention:
         return out, attended
 
     def read_again(self, layer: Block, out: Tensor, lses: Mapping[HeadRange, Tensor]) -> Attended:
-        """Return what `forward` did of the same layer, from its results, where they were kept and `layer` was not."""
+        """Return the results of `forward` for the same layer, from its kept (out, lse) and a recomputed `layer`."""
         split = self._heads.split(Content.QKV_OUT, (layer.q, layer.k, layer.v, out))
         return {
             heads: (replace(layer, q=q, k=k, v=v), Saved(out=part, lse=lses[heads]))
@@ -158,7 +158,7 @@ class PlannedAttention:
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Return (dq, dk, dv, gradient of the sinks) of this rank's tokens; `attended`: what `forward` returned."""
+        """Return (dq, dk, dv, gradient of sinks) of this rank's tokens. attended: from `forward`."""
         rows, windowed = grad_out.shape[0], window is not None
         _, ring = self._steps_of(window, grad_out.device, rows)
         split = self._heads.split(Content.GRAD_OUT, (grad_out,))
@@ -198,7 +198,7 @@ class PlannedAttention:
         return self._kernel.backward(grad_out[rows], self._block(block, task, held), saved.at(rows))
 
     def _steps_of(self, window: int | None, device: torch.device, rows: int) -> tuple[RingPass, RingPass]:
-        """Return this rank's (forward, backward) ring steps for layers with `window`; lowered once a microbatch."""
+        """Return this rank's (forward, backward) ring steps for layers with `window`, lowered once."""
         if (window, rows) not in self._steps:
             program, padding = self._program.with_window(window), rows - self.num_tokens
             packing = None
@@ -208,7 +208,7 @@ class PlannedAttention:
         return self._steps[window, rows]
 
     def _own_gradients(self, sums: Mapping[HeadRange, PartialGradients]) -> dict[Shard, Tensor]:
-        """Return where the gradients of this rank's own keys and values are summed, of those that are."""
+        """Return the sums of gradients of this rank's own keys and values, by shard."""
         found = dict[Shard, Tensor]()
         for shard, rows in self._own.items():
             of_range = sums[self._ranges[shard[0]]]
@@ -219,7 +219,7 @@ class PlannedAttention:
     def _own_keys(self, blocks: Mapping[HeadRange, Block], ring: RingPass) -> Held:
         held: Held = {}
         for shard, rows in self._own.items():
-            if shard in ring.used:  # packs have theirs in their rows
+            if shard in ring.used:  # packs use their rows
                 block = blocks[self._ranges[shard[0]]]
                 keys = (block.k[rows], block.v[rows])
                 held[shard] = torch.stack(keys) if self._travels[shard[0]] else keys
@@ -238,7 +238,7 @@ class PlannedAttention:
         )
 
     def _mask(self, task: BlockTask) -> BlockMask | None:
-        """Return which keys each query of the block sees; None: the shape says it."""
+        """Return a block's mask, or None if causality and shape suffice."""
         if task.window is None and (task.distance == 0 or not task.causal):
             return None
         queries, keys = task.q_stop - task.q_start, task.kv_stop - task.kv_start
@@ -249,12 +249,12 @@ class PlannedAttention:
     def _post(
         self, ring_step: RingStep, held: Held, gradients: dict[Shard, Tensor], blocks: Mapping[HeadRange, Block]
     ) -> tuple[Pending, Arriving]:
-        """Post the ring step's grouped call; return what to wait for, and the messages that arrive with it."""
+        """Post the ring step's grouped call; return it with its arriving messages."""
         sends = []
         for send in ring_step.sends:
             shard, like = (send.piece, send.owner), blocks[send.heads].k
             message = held[shard] if send.content == Content.KV else gradients.pop(shard, None)
-            if message is None:  # nothing of ours to add: the sum so far is zero
+            if message is None:  # the sum so far is zero
                 message = self._buffer(*shard, like, wide(like.dtype)).zero_()
             assert isinstance(message, Tensor), f"shard {shard} of an uncut piece cannot be sent"
             sends.append((message, send.target))
@@ -271,7 +271,7 @@ class PlannedAttention:
 
 
 def _take_over(posted: tuple[Pending, Arriving], held: Held, gradients: dict[Shard, Tensor]) -> None:
-    """Wait for what a grouped call brings: keep the keys, and add the gradients."""
+    """Wait for a grouped call; keep arrived keys, and add arrived gradients."""
     pending, arriving = posted
     pending.wait()
     for content, shard, message in arriving:
@@ -319,7 +319,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _sink_gradient(sinks: Tensor, grad_out: Rows, attended: Attended) -> Tensor:
-    """Return -exp(sink - lse) x (grad_out . out) of each head, summed over the rows of this rank that have it."""
+    """Return -exp(sink - lse) x (grad_out . out) by head, summed over this rank's rows."""
     total = torch.zeros_like(sinks)
     for heads, (_, saved) in attended.items():
         out, lse, (grad,) = saved.out, saved.lse, grad_out[heads]
@@ -341,12 +341,12 @@ def planned_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attend within each sequence of a microbatch, causally, wherever its tokens are.
+    """Attend causally within each sequence of a microbatch, across ranks; return (tokens, heads, head_dim).
 
     q is (tokens, heads, head_dim), k and v (tokens, kv_heads, head_dim): this rank's tokens in the order of
-    `MicrobatchProgram.segments`, then padding. `window`: a query sees itself and the window - 1 tokens before it.
-    `sinks` (heads,): logits that take weight and give no value. `softcap`: a score s
-    counts as softcap x tanh(s / softcap), which the kernel must be able to do. Returns (tokens, heads, head_dim).
+    `MicrobatchProgram.segments`, then padding. window: a query sees itself and the window - 1 tokens before it. sinks:
+    (heads,), logits that take weight without a value. softcap: replaces a score s by softcap x tanh(s / softcap); the
+    kernel must support it.
     """
     planned.count_layer()
-    return _Attention.apply(q, k, v, sinks, (planned, scale, window, softcap))  # one argument: each costs calls
+    return _Attention.apply(q, k, v, sinks, (planned, scale, window, softcap))  # a tuple, because arguments cost calls

@@ -1,8 +1,8 @@
-"""Compares an attention kernel, on the device where a run will use it, with plain attention in fp64.
+"""Compare an attention kernel with plain attention in fp64, on the device where a run will use it.
 
-A wrong call may give finite numbers and a worse model without an error. Each kernel attends small blocks of every kind:
-out, lse and gradients, made from out and lse of more keys than the block's, as in rings and with sinks. Expected ones
-are autograd's; operands lie inside larger tensors of NaN. Some 20 ms on a CPU; not run on a GPU yet.
+A wrong call may give finite numbers and a worse model, without an error. The kernel attends to small blocks of every
+kind: out, lse and gradients are compared, with out and lse of more keys than the block's, as in rings and with sinks.
+Expected gradients are autograd's; operands lie inside larger tensors of NaN. Takes about 20 ms on a CPU.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _ROWS_AT_ONCE = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """What may differ, relative but for `lse`.
+    """Allowed differences, relative except for `lse`.
 
-    distance: between a tensor and the expected one. size: of its projection on that, which noise hardly changes.
+    distance: norm of the difference. size: difference of the projection on the expected tensor, which noise hardly
+    changes.
     """
 
     distance: float
@@ -49,7 +50,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A call of a kernel: a block, or documents side by side. `documents`: their tokens; None: one block of `keys`."""
+    """A call of a kernel: one block of `keys`, or `documents`, given by their tokens, side by side."""
 
     name: str
     queries: int
@@ -63,15 +64,15 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Queries that are no padding."""
+        """Number of queries without padding."""
         return self.queries - self.padding
 
 
 def fault_of(kernel: BlockKernel, needs: AttentionNeeds, device: torch.device) -> str | None:
-    """Return in words, with numbers, what the kernel gets wrong on `device`; None: nothing. May run out of memory."""
+    """Return a description of the kernel's errors on `device`, or None. May run out of memory."""
     for case in cases_of(kernel, needs, device):
         try:
-            # Modes of whoever runs the model are for it: one turns fp32 to fp64, others count or record.
+            # The caller's torch modes are for the model: one turns fp32 to fp64, others count or record.
             with (
                 torch._C.DisableTorchFunction(),
                 torch.inference_mode(False),
@@ -80,7 +81,7 @@ def fault_of(kernel: BlockKernel, needs: AttentionNeeds, device: torch.device) -
                 wrong = _compared(kernel, case, needs, device)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, the kernel cannot be used
+        except Exception as error:  # noqa: BLE001 - after any error the kernel cannot be used
             wrong = [f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"]
         if wrong:
             return f"{case.name}, {needs.bits}, heads of {needs.head_dim}: {'; '.join(wrong)}"
@@ -88,7 +89,7 @@ def fault_of(kernel: BlockKernel, needs: AttentionNeeds, device: torch.device) -
 
 
 def cases_of(kernel: BlockKernel, needs: AttentionNeeds, device: torch.device) -> Iterator[Case]:
-    """Yield the calls that a plan may make of this kernel, small ones."""
+    """Yield small calls of every kind that a plan may make of this kernel."""
     tokens = _TOKENS if device.type == "cuda" else _TOKENS_ON_CPU
     yield _causal(tokens)
     yield _full(tokens // 2, tokens - 37)
@@ -117,7 +118,7 @@ def _full(queries: int, keys: int) -> Case:
 
 
 def _long_cases(kernel: ByLengthKernel, device: torch.device) -> Iterator[Case]:
-    """Yield small blocks for the kernel of long ones, and one that is long enough where that takes little time."""
+    """Yield small blocks for the kernel of long ones, and a long one if that takes little time."""
 
     def of_long(found: BlockKernel) -> BlockKernel:
         assert isinstance(found, ByLengthKernel), f"of {kernel.name}"
@@ -154,22 +155,22 @@ def _compared(kernel: BlockKernel, case: Case, needs: AttentionNeeds, device: to
 
 
 def differences(name: str, found: Tensor, wanted: Tensor, kept: Tolerance) -> list[str]:
-    """Return in words how far a tensor, in fp64, is from the expected one, where that is more than `kept`."""
+    """Return a description of a tensor's difference, in fp64, from the expected one, if it is more than `kept`."""
     if name == "lse":
         off = float((found - wanted).abs().max())
-        return [] if off <= kept.lse else [f"lse is off by {off:.2g}, where {kept.lse:g} is allowed"]
+        return [] if off <= kept.lse else [f"lse is off by {off:.2g}, but {kept.lse:g} is allowed"]
     norm = wanted.norm()
     distance = float((found - wanted).norm() / norm)
     if distance > kept.distance:
-        return [f"{name} is off by {distance:.2g} of its norm, where {kept.distance:g} is allowed"]
+        return [f"{name} is off by {distance:.2g} of its norm, but {kept.distance:g} is allowed"]
     size, allowed = float((found * wanted).sum() / norm**2), kept.size + 8 * distance / wanted.numel() ** 0.5
     if abs(size - 1) > allowed:
-        return [f"{name} is {size:.4f} times what it should be, where 1 +- {allowed:.2g} is allowed"]
+        return [f"{name} is {size:.4f} times the expected one, but 1 +- {allowed:.2g} is allowed"]
     return []
 
 
 def tolerance_for(dtype: torch.dtype) -> Tolerance:
-    """Return what may differ in a dtype: where the process lets matrix products in fp32 be TF32, as in bf16."""
+    """Return the tolerance of a dtype; for fp32 it is bf16's if the process allows TF32 in matrix products."""
     short = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     return _HALF if short else TOLERANCES[dtype]
 
@@ -189,7 +190,7 @@ def _found(kernel: BlockKernel, block: Block, grad_out: Tensor, saved: Saved, ca
 
 
 def _operands(case: Case, needs: AttentionNeeds, device: torch.device) -> tuple[Tensor, ...]:
-    """Return q, k, v, the gradient of out, and logits (heads,) of keys that are elsewhere; alike on all ranks."""
+    """Return q, k, v, the gradient of out, and logits (heads,) of keys elsewhere; the same on all ranks."""
     random = torch.Generator().manual_seed(case.queries + case.keys)
     kv_heads = 1 if case.queries > _ROWS_AT_ONCE else min(2, needs.kv_heads)
     heads = kv_heads * (needs.heads // needs.kv_heads)
@@ -212,7 +213,7 @@ def _amid_nan(x: Tensor, dim: int = 0) -> Tensor:
 
 
 def _seen(case: Case, device: torch.device) -> Tensor | None:
-    """Return which keys (queries, keys) each query sees; None: all. Shares no code with the kernels."""
+    """Return the mask (queries, keys) of seen keys, or None for all. Shares no code with the kernels."""
     query, key = torch.arange(case.queries, device=device)[:, None], torch.arange(case.keys, device=device)
     if case.documents is not None:
         seen = torch.zeros(case.queries, case.keys, dtype=torch.bool, device=device)

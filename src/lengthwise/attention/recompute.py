@@ -1,7 +1,7 @@
-"""What becomes of a microbatch's activations until its backward; attention in a layer that backward runs again.
+"""Which activations of a microbatch are kept for backward, and attention in a layer that backward recomputes.
 
-A checkpointed layer runs once more in backward. Its attention then attends again, ring and all (`layer`), or takes the
-first run's (out, lse) and sends nothing (`all_but_attention`). Layers that are no attention keep what they received.
+In the recomputation attention runs again with its ring (`layer`), or takes the first run's (out, lse) and sends nothing
+(`all_but_attention`). Other layers keep the tensors that they received.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from lengthwise.offload import ActivationSaver
 from lengthwise.program import HeadRange
 
 Kept = tuple[Tensor, Mapping[HeadRange, Tensor]]
-"""(out, lse of each range of heads) of one layer."""
+"""(out, lse by range of heads) of one layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationPolicy:
-    """What of a microbatch's activations is kept for backward, as its plan says.
+    """The activations of a microbatch that are kept for backward, by its plan.
 
-    recompute: `none`, `layer` or `all_but_attention`. saver: offloads the plan's share; None: all stays on the device.
+    recompute: `none`, `layer` or `all_but_attention`. saver: offloads the plan's share, or None without offloading.
     """
 
     recompute: str = "none"
@@ -33,13 +33,13 @@ class ActivationPolicy:
 
 
 class Recomputed(Protocol):
-    """Whose layers are run again: a microbatch's `PlannedAttention`."""
+    """The owner of recomputed layers: a microbatch's `PlannedAttention`."""
 
     recomputation: Recomputation | None
 
 
 class Recomputation:
-    """One checkpointed call of one layer of `planned`, which runs in a block of this, and then in another."""
+    """One checkpointed call of one layer of `planned`: a context for its first run and then for its recomputation."""
 
     def __init__(self, planned: Recomputed, *, keeps_attention: bool, saver: ActivationSaver | None = None) -> None:
         self._planned, self._keeps_attention, self._saver = planned, keeps_attention, saver
@@ -48,16 +48,16 @@ class Recomputation:
         self.is_second_run = False
 
     def __enter__(self) -> None:
-        """Let the layers of `planned` know that they run here."""
+        """Set this as the running recomputation of `planned`."""
         assert self._planned.recomputation is None, "one checkpointed layer inside another"
         self._planned.recomputation = self
 
     def __exit__(self, *_error: object) -> None:
-        """End a run; those that follow are second ones."""
+        """End a run; later ones are recomputations."""
         self._planned.recomputation, self.is_second_run = None, True
 
     def receive(self, run: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Return what `run` receives from other ranks, or what it did in the first run."""
+        """Return the tensors that `run` receives from other ranks, or received in the first run."""
         if not self.is_second_run:
             self._received.append([each.detach() for each in run()])
             return [each.detach() for each in self._received[-1]]
@@ -68,7 +68,7 @@ class Recomputation:
         run: Callable[[], tuple[Tensor, Attended]],
         read_again: Callable[[Tensor, Mapping[HeadRange, Tensor]], Attended],
     ) -> tuple[Tensor, Attended]:
-        """Return what `run` does; in the second run `read_again` of its (out, lse), where the first kept those."""
+        """Return the result of `run`, or in the second run `read_again` of its (out, lse), if the first kept them."""
         if not self._keeps_attention:
             return run()
         if not self.is_second_run:
@@ -82,7 +82,7 @@ class Recomputation:
         saver, version = self._saver, out._version
 
         def unwritten() -> Kept:
-            assert out._version == version, "the model wrote over the output of its attention"
+            assert out._version == version, "the model overwrote the output of its attention"
             return out, lse
 
         if saver is None:

@@ -1,4 +1,4 @@
-"""One rank's rounds and blocks of a pass, ring step by ring step, lowered once a microbatch in O(degree)."""
+"""One rank's rounds and blocks of a pass by ring step, lowered once per microbatch in O(degree)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shard = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingStep:
-    """One ring step on one rank; `last_used`: shards that no later one needs; `packs` replace diagonal `tasks`."""
+    """One ring step on one rank. last_used: shards that no later step needs. packs: replace the diagonal tasks."""
 
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
@@ -26,10 +26,10 @@ class RingStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingPass:
-    """A rank's ring steps of one pass, and what they all come to.
+    """A rank's ring steps of one pass.
 
-    used: the shards that blocks or transfers need. summed: ranges of heads with blocks or transfers; packs alone make
-    the gradients of the others. merged: ranges with blocks off the diagonal, whose results are merged.
+    used: shards that blocks or transfers need. summed: ranges of heads with blocks or transfers; gradients of other
+    ranges come from packs alone. merged: ranges with blocks off the diagonal, whose results are merged.
     """
 
     steps: tuple[RingStep, ...]
@@ -43,15 +43,15 @@ def ring_steps_of(
 ) -> tuple[RingPass, RingPass]:
     """Return a rank's (forward, backward) ring steps.
 
-    `packing`: `pack_documents` with what the kernel and its device decide; None: the kernel takes no packs. `padding`:
-    rows after the tokens that packs take as a document. Steps without work stay, for the order.
+    packing: `pack_documents` with the kernel's and device's arguments, or None if the kernel takes no packs. padding:
+    rows after the tokens, which packs take as a document. Steps without work stay, for the order.
     """
     tasks = [program.tasks(rank, number) for number in range(program.ring_steps)]
     packs: dict[HeadRange, tuple[Pack, ...]] = {}
     if packing is not None:
         assert not any(task.causal for each in tasks[1:] for task in each), "a rank's own keys come first"
         ranges = tuple(program.row_starts(rank))
-        padded = padding if ranges == (ALL_HEADS,) else 0  # split heads are rows of tokens only
+        padded = padding if ranges == (ALL_HEADS,) else 0  # split heads have rows of tokens only
         for heads in ranges:
             lengths = lengths_of([task for task in tasks[0] if task.heads == heads])
             if lengths or padded:

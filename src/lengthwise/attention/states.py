@@ -1,17 +1,17 @@
 """Layers with a state that runs through a sequence (gated delta rule, KDA, Mamba 2), each sequence from its own start.
 
 Such a scan is affine in its state. A rank computes each span of a cut sequence once, from a state of zero, and its map
-S -> A S + B; a sweep between neighbours (`program.spans`) gives every span the state before it, and what that adds to
-the outputs is added to them. With L_j, H_j the maps of position j's low and high span, S_0 = 0 and N_(d-1) the map of
-the last position's one span:
+S -> A S + B. A sweep between neighbours (`program.spans`) gives every span the state before it, whose contribution is
+added to the outputs. With L_j, H_j the maps of position j's low and high span, S_0 = 0 and N_(d-1) the map of the last
+position's single span:
 
     up     S_(j+1) = L_j(S_j)                  the state before the low span
     down   N_j = H_j . N_(j+1) . L_j           so that N_(j+1)(L_j(S_j)) is the state before the high one
 
-Backward is the same sweep with low and high exchanged and maps transposed: with D_c the gradient that the correction
-gives for the state before span c, G_c = D_(c+1) + A_(c+1)' G_(c+1) is that of the state after c; dB_c = G_c and
+Backward is the same sweep with low and high exchanged and maps transposed: with D_c the gradient of the state before
+span c from its contribution, G_c = D_(c+1) + A_(c+1)' G_(c+1) is the gradient of the state after c; dB_c = G_c and
 dA_c = G_c S_c'. A rank sends at most one state and one map in a pass. States are fp32 (fp64 under fp64). Maps multiply
-in fp64, whatever torch is set to: TF32 would round a state to 10 bits at every rank of a ring.
+in fp64 under any setting of torch: TF32 would round a state to 10 bits at every rank of a ring.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lengthwise.program import Content, Transfer
 
 
 class Map(NamedTuple):
-    """S -> a S + b of some sequences: `a` is a matrix on the left of S (is_matrix), or a factor of all its entries."""
+    """S -> a S + b of some sequences; `a` is a matrix on the left of S (is_matrix), or a factor of all its entries."""
 
     a: Tensor
     b: Tensor
@@ -43,32 +43,32 @@ class Map(NamedTuple):
         return Map(a, self(other.b), self.is_matrix)
 
     def flat(self) -> Tensor:
-        """Return it as one message."""
+        """Return the map as one message."""
         return torch.cat([self.a.reshape(-1), self.b.reshape(-1)])
 
     def from_flat(self, flat: Tensor) -> Map:
-        """Return the map that `flat` is, of the same shapes as this one."""
+        """Return the map of a message, with this map's shapes."""
         a, b = flat.split([self.a.numel(), self.b.numel()])
         return Map(a.view(self.a.shape), b.view(self.b.shape), self.is_matrix)
 
     def transposed(self, b: Tensor) -> Map:
-        """Return the map that gradients take backward; `b`: what is added on the way."""
+        """Return the map of gradients in backward. b: the gradient added on the way."""
         return Map(self.a.mT if self.is_matrix else self.a, b, self.is_matrix)
 
     def grad_of_a(self, grad: Tensor, state: Tensor) -> Tensor:
-        """Return the gradient of `a` where `grad` is that of a S + b."""
+        """Return the gradient of `a`, from the gradient of a S + b."""
         return _product(grad, state.mT) if self.is_matrix else (grad * state).sum_to_size(self.a.shape)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply in fp64: what fp32 products round to is a setting of the whole process, which others may read."""
+    """Multiply in fp64, because the rounding of fp32 products is a setting of the whole process."""
     return (a.double() @ b.double()).to(b.dtype)
 
 
 class Opened(NamedTuple):
-    """What a scan gives of spans from a state of zero: `out` and `reader` (1, rows, ...), and by span their maps.
+    """Results of a scan over spans from a state of zero: `out` and `reader` (1, rows, ...), and the spans' maps.
 
-    a, b: (spans, heads, ...). A span without tokens has the map that changes nothing.
+    a, b: (spans, heads, ...). A span without tokens has the identity map.
     """
 
     out: Tensor
@@ -78,7 +78,7 @@ class Opened(NamedTuple):
 
 
 class Scan(Protocol):
-    """One layer's scan over tokens; `lengths`: of the spans whose tokens lie side by side in `tokens`."""
+    """One layer's scan over tokens. lengths: tokens of the spans that lie side by side in `tokens`."""
 
     is_matrix: bool
 
@@ -91,12 +91,12 @@ class Scan(Protocol):
         ...
 
     def read(self, reader: Tensor, state: Tensor) -> Tensor:
-        """Return what a state before a span, (1, heads, ...), adds to its outputs."""
+        """Return the contribution of a state before a span, (1, heads, ...), to its outputs."""
         ...
 
 
-class _Place:
-    """One piece's part in a sweep: the state before its first span in reading order, the map between its two."""
+class _SweptPiece:
+    """One piece in a sweep: the state before its first span in reading order, and the map between its two spans."""
 
     def __init__(self, maps: Sequence[Map]) -> None:
         self.first, self.second = maps[0], maps[1] if len(maps) > 1 else None
@@ -117,13 +117,13 @@ class _Place:
             self.between = self.first.from_flat(message)
 
     def states(self) -> list[Tensor]:
-        """Return the state before each of its spans."""
+        """Return the states before its spans."""
         return [self.before] if self.second is None else [self.before, self.between(self.first(self.before))]
 
 
 def sweep(spans: LocalSpans, maps: Mapping[int, Sequence[Map]]) -> list[list[Tensor]]:
-    """Return the states before the spans of each piece; `maps`: of its spans, in reading order."""
-    places = {piece: _Place(each) for piece, each in maps.items()}
+    """Return the states before the spans of each piece. maps: maps of its spans, in reading order."""
+    places = {piece: _SweptPiece(each) for piece, each in maps.items()}
 
     def message(t: Transfer) -> Tensor:
         return places[t.piece].message(t.content)
@@ -138,8 +138,8 @@ def sweep(spans: LocalSpans, maps: Mapping[int, Sequence[Map]]) -> list[list[Ten
 class _States(torch.autograd.Function):
     """(rows, a and b of the maps of all cut pieces) -> (the same rows, the states before their spans).
 
-    The rows only pass through: with them no rank's graph leaves out its part in backward, also where its spans are
-    empty and no output reads a state.
+    The rows only pass through, so that every rank takes part in backward, even if its spans are empty and no output
+    reads a state.
     """
 
     @staticmethod
@@ -157,7 +157,7 @@ class _States(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
         grad_rows, *grads = grad_outputs
-        saved = ctx.saved_tensors  # asked once: a checkpointed layer gives each of them once
+        saved = ctx.saved_tensors  # read once: a checkpointed layer gives each of them once
         factors, states = saved[: len(grads)], saved[len(grads) :]
         maps = [Map(a, grad, ctx.is_matrix) for a, grad in zip(factors, grads, strict=True)]
         back = _by_piece(ctx.spans, (each.transposed(each.b) for each in maps))
@@ -176,9 +176,9 @@ def _by_piece(spans: LocalSpans, maps: Iterator[Map]) -> dict[int, list[Map]]:
 
 
 def scan_spans(spans: LocalSpans, tokens: Mapping[str, Tensor], scan: Scan) -> Tensor:
-    """Run a scan over this rank's tokens, each sequence from its own first token, wherever that is.
+    """Run a scan over this rank's tokens, each sequence from its own first token, on any rank.
 
-    tokens: what the scan reads of each token, (1, rows, ...). Returns (1, rows, ...).
+    tokens: the scan's inputs, (1, rows, ...). Returns (1, rows, ...).
     """
     lengths = spans.lengths
     parts = {name: x.split(lengths, dim=1) for name, x in tokens.items()}

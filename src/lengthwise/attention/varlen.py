@@ -1,7 +1,8 @@
-"""Blocks and packs through a varlen flash kernel: torch's own, or what it activates.
+"""Blocks and packs through a varlen flash kernel: torch's own, one that torch activates, or flash-attn's.
 
 Documents lie in a row, borders are int32 `cu_seqlens`, masks count from the last query and key, and the raw backward
-takes out and lse of ALL keys. `VarlenOps` hides which kernel it is; in tests a reference refuses what kernels misread.
+takes out and lse of ALL keys. `VarlenOps` are the raw calls; tests use a reference that refuses operands which kernels
+misread.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ _ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
-    """Where documents start and end among queries and among keys, and what a query sees of its own document.
+    """Borders of documents among queries and keys, and the keys that a query sees in its document.
 
-    window_left: keys before the one at its place, counted from the ends; None: all. causal: none after.
+    window_left: number of keys before the query's own place, counted from the ends, or None for all. causal: whether it
+    sees no later key.
     """
 
     cu_seqlens_q: Tensor
@@ -38,12 +40,12 @@ class Documents:
 
     @property
     def window(self) -> tuple[int | None, int | None]:
-        """(left, right) as flash kernels have it; None for no limit: flash attention 4 has no windows (torch 2.11)."""
+        """(left, right) for flash kernels, None without a limit: flash attention 4 has no windows (torch 2.11)."""
         return (None, None) if self.window_left is None else (self.window_left, 0 if self.causal else None)
 
 
 class VarlenOps(Protocol):
-    """The raw calls; tensors are as `VarlenKernel` prepares them, what a query sees is in `documents` alone."""
+    """Raw calls on tensors that `VarlenKernel` has prepared; `documents` alone decides which keys a query sees."""
 
     name: str
     caps_scores: bool
@@ -86,7 +88,7 @@ class VarlenKernel:
         return out[..., : block.q.shape[-1]], lse
 
     def _backward(self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents) -> Gradients:
-        # lse is read as a bare pointer to (heads, tokens): a slice of a larger one would be other memory.
+        # The kernel reads lse as contiguous (heads, tokens): a slice of a larger tensor would be other memory.
         saved = Saved(out=_aligned(saved.out), lse=saved.lse.contiguous())
         dq, dk, dv = self._ops.backward(_aligned(grad_out), _readable(block), saved, documents)
         head_dim = block.q.shape[-1]
@@ -123,7 +125,7 @@ def _readable(block: Block) -> Block:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Pad (tokens, heads, head_dim) to heads in multiples of 8 and rows on 16-byte borders; scores stay the same."""
+    """Pad head_dim of (tokens, heads, head_dim) to a multiple of 8, and align rows to 16 bytes; scores stay."""
     missing = -x.shape[-1] % HEAD_DIM_MULTIPLE
     if missing:
         return F.pad(x, (0, missing)).contiguous()

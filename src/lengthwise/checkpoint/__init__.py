@@ -1,6 +1,6 @@
-"""The state that a loop goes on from: each rank's slice of parameters and of what the optimizer keeps, in a folder.
+"""Checkpoints: a folder with every rank's slices of parameters and optimizer states.
 
-The folder is whole or not there, and is read at any number of ranks, under any layout.
+The folder is whole or absent, and is read at any number of ranks, under any layout.
 """
 
 from lengthwise.checkpoint.folder import CheckpointFolder as CheckpointFolder

@@ -1,4 +1,4 @@
-"""A checkpoint's folder: made under another name, synced, renamed when its manifest is written; a run has one a step.
+"""The folders of checkpoints: written under another name, synced, and renamed with the manifest; a run's have steps.
 
 checkpoints/step-000050/manifest.json, rank-00000.safetensors, rank-00001.safetensors
 checkpoints/step-000100.unfinished/
@@ -19,7 +19,7 @@ _COMMITTED = re.compile(r"step-(\d{6,})")
 
 
 def begin(path: Path) -> Path:
-    """Make the folder that ranks write into before it becomes `path`; one that was left there goes."""
+    """Make the folder that ranks write into before it becomes `path`; remove an earlier unfinished one."""
     put_back(path)
     unfinished = unfinished_of(path)
     unfinished.mkdir(parents=True)
@@ -27,7 +27,7 @@ def begin(path: Path) -> Path:
 
 
 def commit(path: Path, manifest: Manifest) -> None:
-    """Write the manifest and rename: from now on the checkpoint is there, whole; one that was there goes then."""
+    """Write the manifest and rename the folder to `path`, where it replaces an earlier checkpoint."""
     unfinished, previous = unfinished_of(path), previous_of(path)
     (unfinished / NAME).write_text(manifest.to_json(), encoding="utf-8")
     sync(unfinished / NAME)
@@ -41,13 +41,13 @@ def commit(path: Path, manifest: Manifest) -> None:
 
 
 class CheckpointFolder:
-    """All checkpoints of a run."""
+    """The checkpoints of a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def at(self, step: int) -> Path:
-        """Where the checkpoint after `step` is, or will be."""
+        """Return the path of the checkpoint after `step`."""
         return self.path / f"step-{step:06d}"
 
     def steps(self) -> list[int]:
@@ -63,7 +63,7 @@ class CheckpointFolder:
             shutil.rmtree(self.at(step), ignore_errors=True)
 
     def go_back_to(self, step: int) -> None:
-        """Remove what is unfinished, and checkpoints after `step`: the run makes them again."""
+        """Remove unfinished checkpoints and those after `step`, which the run repeats."""
         for pattern in (unfinished_of(self.path / "step-*"), previous_of(self.path / "step-*")):
             for path in self.path.glob(pattern.name):
                 shutil.rmtree(path, ignore_errors=True)
@@ -72,7 +72,11 @@ class CheckpointFolder:
                 shutil.rmtree(self.at(later), ignore_errors=True)
 
     def newest(self) -> tuple[Path, RunManifest, list[LengthwiseError]]:
-        """Return the newest whole checkpoint, and what newer ones have wrong; OutputError, Problems: there is none."""
+        """Return the newest whole checkpoint, and the problems of newer ones.
+
+        Raises:
+            OutputError, Problems: there is no whole checkpoint.
+        """
         problems: list[LengthwiseError] = []
         for step in reversed(self.steps()):
             folder = self.at(step)
@@ -83,13 +87,13 @@ class CheckpointFolder:
             except OutputError as error:
                 problems.append(error)
         if not problems:
-            expected, remedy = "a checkpoint to go on from", "Train without {resume|resuming}."
+            expected, remedy = "a checkpoint to resume from", "Train without {resume|resuming}."
             raise OutputError(str(self.path), expected=expected, got="none", remedy=remedy)
         raise problems[0] if len(problems) == 1 else Problems(problems)
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raise OutputError for a file of a checkpoint that is not there, is a link, or has another size."""
+    """Raise OutputError if a file of a checkpoint is missing, is a link, or has another size."""
     for name, file in manifest.files.items():
         path = folder / name
         if (found := found_at(path)) != f"{file.num_bytes} bytes":

@@ -1,6 +1,6 @@
-"""`manifest.json` of a checkpoint: what it is of, where each parameter lies in the ranks' files, and their digests.
+"""`manifest.json` of a checkpoint: its step, the layout of parameters in the ranks' files, and the files' digests.
 
-A `Manifest` is the state, as any loop has it; a `RunManifest` is that of a run, which adds what the run goes on with.
+A `Manifest` describes the state of any loop; a `RunManifest` adds the values that a run resumes with.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SCHEMA = "lengthwise.checkpoint/1"
 NAME = "manifest.json"
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-_MOST = 2**53  # which ranks still share exactly, as float64
+_MOST = 2**53  # exact in float64, in which ranks share it
 _Count = Annotated[int, Field(ge=1, le=_MOST)]
 _FromZero = Annotated[int, Field(ge=0, le=_MOST)]
 _Hex = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _ENTRY_BYTES = {"float32": 4, "float64": 8}
 _DIGEST = "sha256"
-_RUN = "run"  # the key that a run's manifest alone has
+_RUN = "run"  # a key of runs' manifests only
 _REMEDY = "Take an earlier checkpoint: remove this folder."
 
 
@@ -49,7 +49,7 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A trainable parameter: where it starts in the flat buffer, and in which bucket."""
+    """A trainable parameter: its first entry in the flat buffer, and its bucket."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -64,8 +64,8 @@ class Parameter:
 class OptimizerState:
     """An optimizer's state without its tensors.
 
-    kind: its class. groups: as torch's `state_dict` has them, with the names of the parameters that train in `params`.
-    states: what it keeps of each parameter that a loss has reached: a number, or null for one value an entry, which the
+    kind: its class. groups: as in torch's `state_dict`, with the names of trained parameters in `params`. states: the
+    states of every parameter that a loss has reached, by name: a number, or null for one value an entry, which the
     ranks' files have under this name.
     """
 
@@ -77,7 +77,7 @@ class OptimizerState:
 
     @property
     def vectors(self) -> list[str]:
-        """The names of what it keeps of each entry."""
+        """Names of states with one value an entry."""
         return sorted({key for kept in self.states.values() for key, number in kept.items() if number is None})
 
 
@@ -85,8 +85,8 @@ class OptimizerState:
 class Manifest:
     """The state after `step` steps.
 
-    dtype: of master weights and of what is kept of each entry. ranks: that wrote a file each. borders, stage_buckets,
-    ranks_per_node: as in `FlatLayout`. optimizer: None in checkpoints of earlier versions, all of runs.
+    dtype: dtype of master weights and states. ranks: number of ranks, which wrote a file each. borders, stage_buckets,
+    ranks_per_node: as in `FlatLayout`. optimizer: None in runs' checkpoints of earlier versions.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -105,7 +105,7 @@ class Manifest:
 
     @property
     def layout(self) -> FlatLayout:
-        """Where every entry lies in the files."""
+        """Layout of the parameters in the files."""
         return FlatLayout(
             sizes=tuple(parameter.entries for parameter in self.parameters),
             starts=tuple(parameter.start for parameter in self.parameters),
@@ -117,12 +117,12 @@ class Manifest:
         )
 
     def contradictions(self, folder_name: str) -> Iterator[str]:
-        """Yield what cannot be so in what a kind of manifest adds, in a folder of this name."""
+        """Yield contradictions in the fields that a kind of manifest adds, or with the folder's name."""
         del folder_name
         yield from ()
 
     def to_json(self) -> str:
-        """Write the file, canonical, with the digest of its own values."""
+        """Return the text of the file, with the digest of its values."""
         return signed(asdict(self))
 
 
@@ -130,9 +130,9 @@ class Manifest:
 class RunManifest(Manifest):
     """A checkpoint of a run after `step` steps, `skipped` of them without an update.
 
-    run: the settings that decide what is trained. data: SHA-256 of the tokens, or of remote files. position: of remote
-    data and streams, what the next step begins at (`Position` of `data/sampler.py`). first_loss, loss: of step 1 and of
-    `step`. lines: how many the run's files of lines had then.
+    run: the settings that decide what is trained. data: SHA-256 of the tokens, or of remote files. position: start of
+    the next step in remote data and streams (`Position` of `data/sampler.py`). first_loss, loss: losses of step 1 and
+    of `step`. lines: numbers of lines in the run's files.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -151,14 +151,14 @@ class RunManifest(Manifest):
         if self.skipped > self.step:
             yield f"skipped: {self.skipped} of {self.step} steps"
         if folder_name != f"step-{self.step:06d}":
-            yield f"step {shown(self.step)}, by the folder's name another"
+            yield f"step {shown(self.step)}, but another in the folder's name"
 
 
 _Kind = TypeVar("_Kind", bound=Manifest)
 
 
 def fields_of_state(parameters: Parameters, *, step: int, ranks: int, optimizer: OptimizerState) -> dict[str, Any]:
-    """Return what a manifest says of a state that is about to be written, without its files."""
+    """Return a manifest's fields for a state that will be written, without its files."""
     saved = parameters.saved
     return {
         "version": __version__,
@@ -175,12 +175,12 @@ def fields_of_state(parameters: Parameters, *, step: int, ranks: int, optimizer:
 
 
 def dtype_of(parameters: Parameters) -> str:
-    """Name the dtype of exact parameters as a manifest does."""
+    """Return the name of the exact parameters' dtype in a manifest."""
     return str(parameters.master_weights.dtype).removeprefix("torch.")
 
 
 def signed(values: Mapping[str, object]) -> str:
-    """Return the text of a manifest of these values, with their digest, which a damage would not fit."""
+    """Return the text of a manifest of these values, with their digest."""
     rest = {key: value for key, value in values.items() if key != _DIGEST}
     return json.dumps({**rest, _DIGEST: _digest_of(rest)}, indent=1) + "\n"
 
@@ -190,7 +190,7 @@ def _digest_of(values: Mapping[str, object]) -> str:
 
 
 def parameters_of(layout: FlatLayout, names: list[str], shapes: list[tuple[int, ...]]) -> tuple[Parameter, ...]:
-    """Return the rows of a manifest for parameters that lie so."""
+    """Return a manifest's rows for parameters of this layout."""
     rows = zip(names, shapes, layout.sizes, layout.starts, layout.bucket_of, strict=True)
     return tuple(
         Parameter(name=name, shape=shape, entries=size, start=start, bucket=bucket)
@@ -199,39 +199,46 @@ def parameters_of(layout: FlatLayout, names: list[str], shapes: list[tuple[int, 
 
 
 def read_run_manifest(folder: Path) -> RunManifest:
-    """Read the manifest of a run's checkpoint; OutputError: as `read_manifest`, or it is of no run."""
+    """Read the manifest of a run's checkpoint.
+
+    Raises:
+        OutputError: as `read_manifest`, or the checkpoint is a session's.
+    """
     values = _read_values(folder)
     if _RUN not in values:
-        remedy = "Load it by Session.load, in a loop of your own."
-        raise OutputError(str(folder / NAME), expected="a checkpoint of a run", got="one of a session", remedy=remedy)
+        remedy, got = "Load it by Session.load, in a loop of your own.", "a session's checkpoint"
+        raise OutputError(str(folder / NAME), expected="a run's checkpoint", got=got, remedy=remedy)
     return _checked(folder, values, RunManifest)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint; OutputError: there is none, or it is broken, with the first thing wrong."""
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        OutputError: there is none, or it is damaged; the first error is named.
+    """
     values = _read_values(folder)
     return _checked(folder, values, RunManifest if _RUN in values else Manifest)
 
 
 def _read_values(folder: Path) -> dict[str, Any]:
-    """Return the values of a manifest, which its digest fits."""
+    """Return the values of a manifest after a check of its digest."""
     path = folder / NAME
     try:
         if path.is_symlink():
             raise ValueError("a link")
         values = read_json(path)
         if isinstance(values, dict) and not {_DIGEST, "schema"} & values.keys():
-            got, remedy = "one of something else", "Name a folder that lengthwise has written."
+            got, remedy = "another program's file", "Name a folder that lengthwise has written."
             raise OutputError(str(path), expected="a checkpoint's manifest", got=got, remedy=remedy)
         if not isinstance(values, dict) or values.pop(_DIGEST, None) != _digest_of(values):
-            raise ValueError(f"other values than those of its {_DIGEST}")
+            raise ValueError(f"values that do not fit its {_DIGEST}")
     except ValueError as error:
         raise OutputError(str(path), expected="a checkpoint's manifest", got=str(error), remedy=_REMEDY) from None
     return values
 
 
 def _checked(folder: Path, values: Mapping[str, Any], kind: type[_Kind]) -> _Kind:
-    """Return a manifest of this kind, all of it checked."""
     where = str(folder / NAME)
     try:
         found = TypeAdapter(kind).validate_json(json.dumps(values))
@@ -246,23 +253,23 @@ def _checked(folder: Path, values: Mapping[str, Any], kind: type[_Kind]) -> _Kin
 
 
 def _contradictions(found: Manifest) -> Iterator[str]:
-    """Yield what contradicts itself in a manifest; readers of its files trust it."""
+    """Yield contradictions in a manifest, which readers of its files trust."""
     if len(found.files) != found.ranks or list(found.files) != [file_name(rank) for rank in range(found.ranks)]:
-        yield "other files than one of each rank"
+        yield "other files than one per rank"
     if found.ranks % found.ranks_per_node:
         yield f"ranks_per_node: {found.ranks_per_node} of {found.ranks} ranks"
         return
     borders, stages = found.borders, found.stage_buckets
     if stages and (found.ranks % len(stages) or sum(stages) != len(borders) - 1):
-        yield "stages that no pipeline has"
+        yield "impossible stages"
         return
     sharing = found.ranks // max(1, len(stages))
     if len(borders) < 2 or borders[0] != 0 or any(a > b or b % sharing for a, b in pairwise(borders)):
-        yield "borders that no layout has"
+        yield "impossible borders"
         return
     layout, entry_bytes = found.layout, _ENTRY_BYTES[found.dtype]
     if any(file.num_bytes < layout.entries_of(rank) * entry_bytes for rank, file in enumerate(found.files.values())):
-        yield "borders of more entries than the files have bytes for"
+        yield "more entries in borders than in the files"
         return
     end = 0
     for parameter in found.parameters:
@@ -276,7 +283,7 @@ def _contradictions(found: Manifest) -> Iterator[str]:
             or not within
             or parameter.start + size > borders[parameter.bucket + 1]
         ):
-            yield f"parameter {parameter.name} at a place that it cannot have"
+            yield f"parameter {parameter.name} at an impossible place"
             return
         end = parameter.start + size
     names = {parameter.name for parameter in found.parameters}
@@ -294,18 +301,18 @@ def _contradictions_of_optimizer(found: OptimizerState, names: set[str]) -> Iter
     elif sorted(listed) != sorted(names):
         yield "groups of other parameters"
     if not found.states.keys() <= names:
-        yield f"states of {shown(min(found.states.keys() - names))}, which is no parameter"
+        yield f"states of {shown(min(found.states.keys() - names))}, which is not a parameter"
     if MASTER_WEIGHTS in found.vectors:
         yield f"states with the name {MASTER_WEIGHTS}"
 
 
 def file_name(rank: int) -> str:
-    """Name a rank's file."""
+    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def changed(before: Mapping[str, object], now: Mapping[str, object], prefix: str = "") -> list[str]:
-    """Return what differs between the settings of two runs, as config paths with both values."""
+    """Return the differences between the settings of two runs, as config paths with both values."""
     found = []
     for key in sorted({*before, *now}):
         old, new, path = before.get(key), now.get(key), f"{prefix}{key}"

@@ -1,4 +1,4 @@
-"""What a checkpoint has of an optimizer on slices beside its vectors, and how an optimizer takes it back."""
+"""The part of a checkpoint about an optimizer on slices, without its tensors: written, and taken back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lengthwise.engine.whole_optimizer import MEMBERS
 
 
 def state_of(optimizer: SlicedOptimizer) -> OptimizerState:
-    """Return the kind of an optimizer and its groups, the same on all ranks; ranks add what they keep of parameters.
+    """Return the kind of an optimizer and its groups, the same on all ranks, without states.
 
     Raises:
         ConfigError: an argument of a group cannot be written.
@@ -30,13 +30,13 @@ def state_of(optimizer: SlicedOptimizer) -> OptimizerState:
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError):
                 where, expected = f"optimizer.param_groups, {number}, {key}", "a number, a word, or several"
-                raise ConfigError(where, expected=expected, got=shown(value), remedy="Take it out.") from None
+                raise ConfigError(where, expected=expected, got=shown(value), remedy="Remove it.") from None
         groups.append(plain)
     return OptimizerState(kind=type(optimizer.optimizer).__name__, groups=tuple(groups))
 
 
 def take_state(optimizer: SlicedOptimizer, state: OptimizerState, vectors: Mapping[str, Tensor]) -> None:
-    """Set groups and all that an optimizer keeps of slices. vectors: (entries,) of this rank's shard, by name."""
+    """Set an optimizer's groups and states. vectors: states with one value an entry, (entries,) here, by name."""
     optimizer.set_groups([{k: v for k, v in group.items() if k != MEMBERS} for group in state.groups])
     for run, _ in optimizer.states():
         kept = state.states.get(optimizer.parameters.names[run.parameter])

@@ -1,7 +1,7 @@
-"""A rank's file of a checkpoint: written beside its digest, checked before it is read, at any number of ranks.
+"""A rank's file of a checkpoint: written with its digest, checked before it is read, at any number of ranks.
 
-A tensor a state ("master_weights", and what the optimizer keeps of each entry by its own names: "exp_avg",
-"momentum_buffer"), each (entries,) of the rank's shard.
+It has a tensor (entries,) of the rank's shard for "master_weights", and for every optimizer state with one value an
+entry, by its own name ("exp_avg", "momentum_buffer").
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from lengthwise.core.files import make_readable, read_json, sync
 from lengthwise.engine.flat_layout import FlatLayout
 from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters
 
-# Means and sums of squares, and largest magnitudes.
+# States that are means or sums of squares, or largest magnitudes.
 NOT_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf")
-_AT_ONCE = 1 << 24  # numbers of a state that are looked at
+_AT_ONCE = 1 << 24  # entries of a state that are checked at a time
 
 _DIGEST = ".digest"  # beside a rank's file until the checkpoint is committed
 
 
-Kept = Mapping[str, Mapping[str, float | None]]  # of each parameter; see `OptimizerState.states`
+Kept = Mapping[str, Mapping[str, float | None]]  # see `OptimizerState.states`
 
 
 def write_part(folder: Path, rank: int, state: Mapping[str, Tensor], kept: Kept | None = None) -> None:
-    """Write a rank's file and, beside it, size, digest and what it keeps of parameters; all are on the disk then."""
+    """Write and sync a rank's file, and beside it a note with its size, digest and the kept states."""
     path = folder / file_name(rank)
     save_file(dict(state), path)
     make_readable(path)
@@ -49,10 +49,10 @@ def write_part(folder: Path, rank: int, state: Mapping[str, Tensor], kept: Kept 
 
 
 def take_digests(folder: Path, ranks: int) -> tuple[dict[str, File], dict[str, Mapping[str, float | None]]]:
-    """Return the digests that all ranks wrote, by file, and what they keep of parameters; remove the notes of both.
+    """Read and remove the notes of all ranks; return sizes and digests by file, and the kept states by parameter.
 
     Raises:
-        OutputError: a rank's file is missing, or ranks keep different numbers of a parameter.
+        OutputError: a rank's note is missing, or ranks have different states of a parameter.
     """
     files, kept = dict[str, File](), dict[str, Mapping[str, float | None]]()
     for rank in range(ranks):
@@ -64,7 +64,7 @@ def take_digests(folder: Path, ranks: int) -> tuple[dict[str, File], dict[str, M
             note.unlink()
         except (OSError, ValueError) as error:
             remedy = "Let all machines write into one shared folder."
-            raise OutputError(str(note), expected=f"what rank {rank} wrote", got=str(error), remedy=remedy) from None
+            raise OutputError(str(note), expected=f"rank {rank}'s note", got=str(error), remedy=remedy) from None
         for name, states in own.items():
             if kept.setdefault(name, states) != states:
                 got, remedy = f"{states} on rank {rank}, {kept[name]} before", "Let every rank run the same loop."
@@ -73,7 +73,7 @@ def take_digests(folder: Path, ranks: int) -> tuple[dict[str, File], dict[str, M
 
 
 def broken(folder: Path, manifest: Manifest, *, every: int = 1, first: int = 0) -> str | None:
-    """Return which file is not what was written, and how; None: none. Looks at each `every`-th from `first` on."""
+    """Return the first damaged file and its error, or None. Checks every `every`-th file from `first` on."""
     for name in list(manifest.files)[first::every]:
         file, path = manifest.files[name], folder / name
         if path.is_symlink():
@@ -90,7 +90,7 @@ def broken(folder: Path, manifest: Manifest, *, every: int = 1, first: int = 0) 
 def unfit(
     folder: Path, manifest: Manifest, state: Mapping[str, Tensor], *, every: int = 1, first: int = 0
 ) -> str | None:
-    """Return which file `read_state` cannot take such a state from, and why; None: none. Looks at files as `broken`."""
+    """Return the first file without a valid `state`, and why, or None. Checks the same files as `broken`."""
     layout = manifest.layout
     for rank in range(first, manifest.ranks, every):
         number = layout.entries_of(rank)
@@ -108,7 +108,6 @@ def unfit(
 
 
 def _wrong(saved: Any, name: str, number: int, dtype: torch.dtype) -> str | None:
-    """Return what is wrong with a state that should be so many finite numbers; None: nothing."""
     if saved.get_shape() != [number]:
         return f"of shape {saved.get_shape()}, not {[number]}"
     for start in range(0, number, _AT_ONCE):
@@ -121,7 +120,7 @@ def _wrong(saved: Any, name: str, number: int, dtype: torch.dtype) -> str | None
 
 
 def wrong_numbers(name: str, numbers: Tensor) -> str | None:
-    """Return what is wrong with numbers of a state, (entries,), that no run could go on with; None: nothing."""
+    """Return what is wrong with numbers of a state, (entries,), or None."""
     for part in numbers.split(_AT_ONCE):
         if not len(part):
             continue
@@ -136,25 +135,25 @@ def wrong_numbers(name: str, numbers: Tensor) -> str | None:
 def check_files(
     transport: Transport, folder: Path, manifest: Manifest, state: Mapping[str, Tensor], *, remedy: str
 ) -> None:
-    """Read every byte of a checkpoint, of which each rank takes some files. Collective.
+    """Read every byte of a checkpoint; ranks share the files. Collective.
 
     Raises:
-        OutputError: a file is not what was written, or `read_state` cannot take such a state from it: on all ranks.
+        OutputError: a file is damaged or has no valid `state`; on all ranks.
     """
     own = {"first": transport.rank, "every": transport.world_size}
     found = broken(folder, manifest, **own) or unfit(folder, manifest, state, **own)
-    error = OutputError(str(folder), expected="the files that were written", got=found or "", remedy=remedy)
+    error = OutputError(str(folder), expected="undamaged files", got=found or "", remedy=remedy)
     raise_together(transport, [] if found is None else [error])
 
 
 def differences(manifest: Manifest, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: str) -> list[str]:
-    """Return what of a model's trainable parameters is not in a checkpoint, or otherwise, or is there besides."""
+    """Return the differences between a checkpoint's parameters and a model's trainable ones."""
     saved, asked = (
         {parameter.name: parameter.shape for parameter in manifest.parameters},
         dict(zip(names, shapes, strict=True)),
     )
     found = [f"{name} is missing" for name in asked if name not in saved]
-    found += [f"{name} is no parameter of the model" for name in saved if name not in asked]
+    found += [f"{name} is not in the model" for name in saved if name not in asked]
     found += [
         f"{name} has shape {list(saved[name])}, not {list(shape)}"
         for name, shape in asked.items()
@@ -164,7 +163,7 @@ def differences(manifest: Manifest, names: Sequence[str], shapes: Sequence[tuple
 
 
 class CopiedSlice(NamedTuple):
-    """Entries [source] of the file of `rank` that are entries [target] of a shard now."""
+    """Entries `source` of the file of `rank`, which become entries `target` of a shard."""
 
     rank: int
     source: slice
@@ -172,7 +171,7 @@ class CopiedSlice(NamedTuple):
 
 
 def moves(old: FlatLayout, new: FlatLayout, rank: int) -> Iterator[CopiedSlice]:
-    """Yield what fills the shard of `rank` from the files of other ranks; the parameters are the same, in order."""
+    """Yield the slices of files that fill the shard of `rank`; both layouts have the same parameters, in order."""
     for run in new.runs(rank):
         entry, start = run.entry, run.start
         while start < run.stop:
@@ -185,7 +184,7 @@ def moves(old: FlatLayout, new: FlatLayout, rank: int) -> Iterator[CopiedSlice]:
 def read_state(
     folder: Path, manifest: Manifest, layout: FlatLayout, names: Sequence[str], rank: int, state: Mapping[str, Tensor]
 ) -> None:
-    """Fill the state of `rank` of `layout`, (entries,) each, from files that were checked; read only its part."""
+    """Fill the state of `rank` of `layout`, (entries,) each, from checked files; read only its part."""
     order = {each.name: number for number, each in enumerate(manifest.parameters)}
     saved = manifest.layout
     places = [order[name] for name in names]
@@ -214,12 +213,10 @@ def read_slices(
     *,
     remedy: str,
 ) -> dict[str, Tensor]:
-    """Return this rank's exact weights and what an optimizer keeps by these names, (entries,) each. Collective.
-
-    On the host, from files that are checked first.
+    """Check all files; return this rank's exact weights and states `vectors`, (entries,) each, on the host. Collective.
 
     Raises:
-        OutputError: a file is not what was written, or cannot be read: on all ranks.
+        OutputError: a file is damaged, or cannot be read; on all ranks.
     """
     exact = parameters.master_weights
     state = {name: torch.zeros_like(exact, device="cpu") for name in (MASTER_WEIGHTS, *vectors)}
@@ -229,7 +226,7 @@ def read_slices(
         read_state(folder, manifest, parameters.layout, parameters.names, parameters.saved.rank, state)
     except Exception as error:  # noqa: BLE001 - of a disk or a library; the other ranks wait
         got = f"{type(error).__name__}: {error}"
-        problems.append(OutputError(str(folder), expected="the files that were written", got=got, remedy=remedy))
+        problems.append(OutputError(str(folder), expected="undamaged files", got=got, remedy=remedy))
     raise_together(transport, problems)
     return state
 

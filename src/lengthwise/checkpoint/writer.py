@@ -1,8 +1,8 @@
-"""Writes a state as a folder of slices, at once or beside the next steps; when and where is its callers' to say.
+"""Write a state as a folder of slices, at once or beside the next steps.
 
-A rank copies its slices to the host and writes them in a thread. How far it is goes with the numbers that ranks share
-at a step's end; when all are done, rank 0 writes the manifest and renames. Where a rank fails there is no new folder,
-and one that was there stays. It costs a rank as much host memory as its slices have bytes.
+A rank copies its slices to the host and writes them in a thread. Its progress is among the numbers that ranks share at
+a step's end; when all are done, rank 0 writes the manifest and renames the folder. If a rank fails there is no new
+folder, and an earlier one stays. A rank needs host memory for a copy of its slices.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ IDLE, WRITTEN, WRITING, FAILED = 0.0, 1.0, 2.0, 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A save that is over. error: why there is no folder; None: it is there."""
+    """The end of a save. error: why there is no folder, or None if there is."""
 
     path: Path
     step: int
@@ -41,10 +41,7 @@ class Ended:
 
 
 class SliceWriter:
-    """Writes this rank's part of one folder at a time. Methods marked so are collective.
-
-    under_way: the folder and step of what is not over.
-    """
+    """Writes this rank's part of one folder at a time. under_way: folder and step of a save that has not ended."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -56,7 +53,7 @@ class SliceWriter:
 
     @property
     def progress(self) -> float:
-        """How far this rank's part of the folder under way is, for `settle`."""
+        """Progress of this rank's part of the current save, for `settle`."""
         if self._thread is None:
             return IDLE
         if self._thread.is_alive():
@@ -72,17 +69,17 @@ class SliceWriter:
         *,
         ended: Callable[[Ended], None],
     ) -> None:
-        """Copy this rank's state after `step` and begin to write it, once what is under way has ended. Collective.
+        """Finish an earlier save, copy this rank's state after `step` and begin to write it. Collective.
 
-        manifest_of: makes the manifest, on rank 0, of the fields of `Manifest`. ended: is called when it is over, at
-        once or by `settle` or `finish`.
+        manifest_of: makes the manifest from the fields of `Manifest`, on rank 0. ended: called at the end of this save,
+        by `settle` or `finish`.
         """
         self.finish()
         self.transport.phase = f"step {step}, checkpoint"
         self._ended = ended
         state, kept, parameters = state_of(optimizer), optimizer.kept(), optimizer.parameters
         own = {key for states in kept.values() for key, number in states.items() if number is None}
-        vectors = share_names(self.transport, own)  # a rank may have no state of what others have
+        vectors = share_names(self.transport, own)  # a rank may lack states that others have
 
         def manifest() -> Manifest:
             counts = {"step": step, "ranks": self.transport.world_size}
@@ -101,16 +98,13 @@ class SliceWriter:
         copy: Callable[[], tuple[dict[str, Tensor], Kept]],
         manifest: Callable[[], Manifest],
     ) -> None:
-        """Copy this rank's state and begin to write it. Collective.
-
-        manifest: makes that of rank 0, which adds the files, and what the optimizer keeps of parameters.
-        """
-        assert self._thread is None, f"{self._path} is under way"
+        """Copy this rank's state and begin to write it. manifest: of rank 0, without files and states. Collective."""
+        assert self._thread is None, f"{self._path} is being written"
         self._path, self._step, self._manifest, self._error = path, step, None, None
         rank, unfinished = self.transport.rank, unfinished_of(path)
         if rank == 0 and self._attempt(lambda: begin(path)) is not None:
             self._manifest = self._attempt(manifest)
-        failed = self._share()  # nobody writes before the folder is there
+        failed = self._share()  # no rank writes before the folder exists
         if FAILED not in failed and not unfinished.is_dir():
             self._error = f"no {unfinished}, which rank 0 has made: give a folder that all machines share, by one path"
         fault("checkpoint-copy", rank, step)
@@ -121,9 +115,9 @@ class SliceWriter:
         self.under_way.append((path, step))
 
     def settle(self, progress: Sequence[float]) -> None:
-        """Commit what is under way if all ranks have written, by `progress` of each.
+        """Commit the save if all ranks have written, by the ranks' `progress`.
 
-        Rank 0 alone knows where the commit fails. Collective where a rank has failed.
+        Only rank 0 learns of a failed commit. Collective if a rank has failed.
         """
         if self._thread is None or WRITING in progress:
             return
@@ -133,28 +127,27 @@ class SliceWriter:
         self._end(shares=failed)
 
     def finish(self) -> None:
-        """Wait until what is under way is committed, or has failed, as all ranks then know. Collective."""
+        """Wait until the save is committed or has failed; all ranks learn which. Collective."""
         if self._thread is None:
             return
         self.transport.phase = f"checkpoint of step {self._step}"
         self._thread.join()
         if FAILED not in self._share():
             self._commit()
-        self._end(shares=True)  # nobody goes on before rank 0 has renamed
+        self._end(shares=True)  # no rank continues before rank 0 has renamed
 
     def close(self) -> None:
-        """Wait for the thread; what it wrote stays unfinished."""
+        """Wait for the thread; its files stay unfinished."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def _share(self) -> list[float]:
-        """Return how far each rank is. Collective."""
         own = FAILED if self._error is not None else self.progress
         return share_numbers(self.transport, [own])[:, 0].tolist()
 
     def _attempt(self, work: Callable[[], Result]) -> Result | None:
-        """Do `work`; keep its error, whatever it is: the loop goes on and says so."""
+        """Return the result of `work`; keep any error, which the loop reports later."""
         try:
             return work()
         except LengthwiseError as error:
@@ -172,12 +165,11 @@ class SliceWriter:
         fault("checkpoint-write", rank, self._step)
         for name, numbers in state.items():
             if wrong := wrong_numbers(name, numbers):
-                raise ValueError(f"{name} {wrong}")  # nobody could go on from it
+                raise ValueError(f"{name} {wrong}")  # no run could resume from it
         write_part(unfinished, rank, state, kept)
         fault("checkpoint-written", rank, self._step)
 
     def _commit(self) -> None:
-        """Make the folder, on rank 0."""
         if self._manifest is not None:
             self._attempt(partial(self._make, self._manifest))
 
@@ -189,7 +181,7 @@ class SliceWriter:
         fault("checkpoint-committed", 0, self._step)
 
     def _end(self, *, shares: bool) -> None:
-        """Say how it ended. Collective where it `shares` the first rank's error."""
+        """Call `ended`. Collective if `shares`, with the first rank's error."""
         error, self._thread, self._manifest = self._error, None, None
         self.under_way.clear()
         if shares:

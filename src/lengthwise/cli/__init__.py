@@ -1,4 +1,4 @@
-"""The command line: one file a verb. Heavy libraries are imported by the verb that needs them, when it runs."""
+"""The command line: one file per verb. A verb imports the heavy libraries that it needs when it runs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from lengthwise.core.names import did_you_mean, missing_package
 _INTERRUPTED = 130
 _STANDARD_ERROR = 2
 _TROUBLES = {
-    errno.ENOSPC: ("room for what is written", "a full disk"),
-    errno.ENAMETOOLONG: ("a name that a file can have", "one that is too long"),
+    errno.ENOSPC: ("room on the disk", "a full disk"),
+    errno.ENAMETOOLONG: ("a shorter file name", "one that is too long"),
 }
 
 VERBS: dict[str, tuple[type, str]] = {
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prepare_environment()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a file's name in an ASCII log is no reason to die
+            stream.reconfigure(errors="backslashreplace")  # names of files in an ASCII log must not raise
     if arguments == ["--version"]:
         print(f"lengthwise {__version__}")
         raise SystemExit(0)
@@ -69,13 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             status = _status(arguments)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output went away, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own last flush
+    except BrokenPipeError:  # the reader of our output ended, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
         status = 1
     except OSError as error:
         if error.errno == errno.ENOSPC:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        expected, got = _TROUBLES.get(error.errno or 0, ("one that can be used", error.strerror or str(error)))
+        expected, got = _TROUBLES.get(error.errno or 0, ("a usable file", error.strerror or str(error)))
         where = printable(str(error.filename or "standard output or a file"))
         print(f"error[output] {where}: expected {expected}; got {got}", file=sys.stderr)
         status = 1
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null for closed standard streams, or the next file opened would take their numbers."""
+    """Open /dev/null for closed standard streams; otherwise the next opened file would take their numbers."""
     while (opened := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
         pass
     os.close(opened)
@@ -92,7 +92,7 @@ def _open_closed_streams() -> None:
 
 
 def overview() -> str:
-    """Return the help of `lengthwise`: one line a verb."""
+    """Return the help of `lengthwise`: one line per verb."""
     about = "Train language models on sequences of very different lengths."
     lines = [f"  {verb:<12}{what}" for verb, (_, what) in VERBS.items()]
     more = "lengthwise VERB --help lists its options."
@@ -100,7 +100,12 @@ def overview() -> str:
 
 
 def read_command(arguments: Sequence[str]) -> Any:
-    """Parse a verb and its options; SystemExit: help, or a wrong option; ConfigError: no such verb."""
+    """Parse a verb and its options.
+
+    Raises:
+        SystemExit: help was asked for, or an option is wrong.
+        ConfigError: there is no such verb.
+    """
     verb, *options = arguments
     if verb not in VERBS:
         near = did_you_mean(verb, VERBS)
@@ -122,7 +127,7 @@ def _status(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         if (missing := missing_package(error)) is None:
             raise
-        remedy = "Install them as the README says; only `lengthwise plan` and `simulate` run without."
+        remedy = "Install them as the README says; only `lengthwise plan` and `simulate` run without them."
         print(f"error[install] this command: {missing}. {remedy}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:

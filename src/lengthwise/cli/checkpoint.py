@@ -1,4 +1,4 @@
-"""`lengthwise checkpoint`: what a run can go on from, whether it is whole, and a model folder from it."""
+"""`lengthwise checkpoint`: list a run's checkpoints, verify them, or export one as a model folder."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Checkpoint:
         if self.step is not None:
             read_whole("--step", self.step)
         if (self.to is not None) != (self.action == "export"):
-            got, remedy = ("none", "Name a new folder.") if self.to is None else (str(self.to), "Leave it out.")
+            got, remedy = ("none", "Name a new folder.") if self.to is None else (str(self.to), "Remove it.")
             raise ConfigError("--to", expected="a folder with export only", got=got, remedy=remedy)
         if self.action == "list" and self.step is not None:
-            remedy = "Leave it out, or verify."
+            remedy = "Remove it, or use verify."
             raise ConfigError("--step", expected="none for list", got=str(self.step), remedy=remedy)
         return {"list": self._list, "verify": self._verify, "export": self._export}[self.action]()
 
@@ -86,7 +86,7 @@ class Checkpoint:
         return int(bool(wrong))
 
     def _print_best(self, *, alone: bool = False) -> bool:
-        """Print the best model, if one was kept; `alone`: only where there is no checkpoint."""
+        """Print the best model, if one was kept. alone: only if there is no checkpoint."""
         from lengthwise.checkpoint import CheckpointFolder
         from lengthwise.run.evaluation import read_best
         from lengthwise.run.resume import FOLDER
@@ -108,12 +108,12 @@ class Checkpoint:
             except OutputError as error:
                 wrong = str(error)
             bad += wrong is not None
-            print(f"{folder}: {'whole' if wrong is None else f'NOT what was written: {wrong}'}", flush=True)
-        print(f"{counted(len(folders), 'checkpoint')}, {bad or 'none'} broken; every byte was read")
+            print(f"{folder}: {'whole' if wrong is None else f'DAMAGED: {wrong}'}", flush=True)
+        print(f"{counted(len(folders), 'checkpoint')}, {bad or 'none'} damaged; every byte was read")
         return int(bad > 0)
 
     def _to_verify(self) -> list[Path]:
-        """Return the folder itself where it is a checkpoint; else those of the run in it."""
+        """Return the folder itself if it is a checkpoint, else the checkpoints of the run in it."""
         from lengthwise.checkpoint.manifest import NAME
 
         if self.step is None and (self.output / NAME).exists():
@@ -122,14 +122,14 @@ class Checkpoint:
         steps = folder.steps() if self.step is None else [self.step]
         for step in steps:
             if step not in folder.steps():
-                got = f"those after {', '.join(map(str, folder.steps()))}"
+                got = f"checkpoints after {', '.join(map(str, folder.steps()))}"
                 expected, remedy = f"a checkpoint after step {step}", "Take another {step}."
                 raise OutputError(str(folder.path), expected=expected, got=got, remedy=remedy)
         return [folder.at(step) for step in steps]
 
     def _export(self) -> int:
         from lengthwise.run.export import export_checkpoint
-        from lengthwise.run.prepared import quiet_libraries
+        from lengthwise.run.prepared_run import quiet_libraries
 
         quiet_libraries()
         assert self.to is not None, "checked before"

@@ -15,14 +15,14 @@ import tyro
 
 from lengthwise.cli.options import PlanChoices, named_alike
 from lengthwise.cli.output import plain_console, refuse_unwritable_file, write_atomically
-from lengthwise.cli.simulate_meshes import TOKENS_A_DEVICE, MeshChoices, Meshes, answered
+from lengthwise.cli.simulate_meshes import TOKENS_A_DEVICE, MeshChoices, compare_ways
 from lengthwise.cli.sources import KnownLengths, asked_sources, is_run_file
 from lengthwise.core.errors import Collector, ConfigError, DataError, printable
 from lengthwise.core.names import counted
 from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
 from lengthwise.report.figures import count, percent
+from lengthwise.report.histogram import length_histogram, summarize_lengths
 from lengthwise.report.html import html_page, html_table, length_chart
-from lengthwise.report.lengths import length_histogram, summarize_lengths
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lengthwise.config import RunConfig
     from lengthwise.data import Dataset, Tokenizer
     from lengthwise.data.survey import Survey
+    from lengthwise.simulator import Scenario
 
 _NAMED, _SHOWN_TOKENS, _SHOWN_BAD = 5, 2000, 5
 _OF_A_STREAM = 1000  # sequences that are read
@@ -40,7 +41,7 @@ class Asked:
     """A command line that was read: the most tokens that a row may have, by what says so, and what is simulated."""
 
     limits: dict[str, int]
-    meshes: Meshes | None
+    scenario: Scenario | None
     batch_tokens: int | None
 
 
@@ -116,7 +117,7 @@ class Data:
         ]
         longest = [("longest rows", "tokens"), *((dataset.name(i), f"{dataset.lengths[i]:,}") for i in facts.longest)]
         sample = list(self._sample(dataset, decoding))
-        simulated = self._simulated(asked, dataset, units) if asked.meshes is not None else ""
+        simulated = self._simulated(asked, dataset, units) if asked.scenario is not None else ""
         console = plain_console()
         parts = [heading, *lines, "", *length_histogram(facts.lengths), ""]
         parts += [f"{name:<40}{tokens:>12}" for name, tokens in longest]
@@ -156,15 +157,15 @@ class Data:
             limits[f"{counted(gpus, 'GPU')} of --capacity {each} tokens hold, {gpus * each}"] = gpus * each
         text = self.batch_tokens
         tokens = None if text is None else attempt(partial(parse_tokens, text, "--batch-tokens"))
-        meshes = None
+        scenario = None
         if self.model is not None and self.gpus is not None:
             choices = MeshChoices(model=self.model, gpus=self.gpus, hardware=self.hardware)
-            meshes = choices.read(PlanChoices(), "none", problems)
+            scenario = choices.read(PlanChoices(), problems)
         elif self.model is not None or (self.gpus is not None and self.capacity is None):
             remedy = "Give both, or neither; --gpus alone goes with --capacity."
             got = "--model alone" if self.gpus is None else "--gpus alone"
             problems.add(ConfigError("--model", expected="--gpus beside it", got=got, remedy=remedy))
-        return Asked(limits=limits, meshes=meshes, batch_tokens=tokens)
+        return Asked(limits=limits, scenario=scenario, batch_tokens=tokens)
 
     def _sample(self, dataset: Dataset, tokenizer: Tokenizer | None) -> Iterator[str]:
         from lengthwise.data.survey import masked_row, stretches
@@ -183,26 +184,24 @@ class Data:
 
     def _simulated(self, asked: Asked, dataset: Dataset, units: list[str]) -> str:
         from lengthwise.config import load_config
-        from lengthwise.cost.sharding import lora_params
-        from lengthwise.report.answer import answer_sentence
+        from lengthwise.report.simulation import answer_sentence
 
-        assert asked.meshes is not None, "asked for"
+        assert asked.scenario is not None, "asked for"
         config = load_config(self.inputs[0]) if is_run_file(self.inputs) else None
         lora = None if config is None else config.lora
-        adapters = lora_params(asked.meshes.question.shape, lora.r) if lora is not None and lora.r else None
         batch = self._batch(asked, dataset, config)
-        found = answered(asked.meshes, [batch], adapters=adapters)
+        found = compare_ways(asked.scenario, [batch], lora=None if lora is None else lora.r or None)
         return f"simulated: {answer_sentence(found, 'bytes' if 'bytes' in units else 'tokens')}"
 
     def _batch(self, asked: Asked, dataset: Dataset, config: RunConfig | None) -> list[int]:
         """Return the lengths of the simulated step."""
         from lengthwise.data import Batches
 
-        assert asked.meshes is not None, "asked for"
+        assert asked.scenario is not None, "asked for"
         if config is not None and asked.batch_tokens is None:
             return Batches(dataset, config).first_lengths
         lengths = dataset.lengths[dataset.ids].tolist()
-        most = min(sum(lengths), TOKENS_A_DEVICE * asked.meshes.question.devices)
+        most = min(sum(lengths), TOKENS_A_DEVICE * asked.scenario.devices)
         (batch,), _ = KnownLengths(name="data", lengths=lengths).batches(asked.batch_tokens or most, 1, None)
         return batch
 

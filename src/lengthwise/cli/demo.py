@@ -20,13 +20,13 @@ from rich.console import Console
 from lengthwise.cli.machine import machine_lines
 from lengthwise.core.names import counted
 from lengthwise.report.figures import count, percent, seconds
-from lengthwise.report.lengths import length_histogram, summarize_lengths
+from lengthwise.report.histogram import length_histogram, summarize_lengths
 
 if TYPE_CHECKING:
     from lengthwise.data import Dataset
     from lengthwise.run.callbacks import TrainResult
     from lengthwise.run.verify_batch import VerifyBatch
-    from lengthwise.simulator import WayRow
+    from lengthwise.simulator import Stretch
 
 KEY = "# whole sequences, = parts of sequences that GPUs share, . waiting"
 Show = Callable[..., None]
@@ -87,7 +87,7 @@ class Demo:
 
 
 def fresh_folder(asked: Path | None) -> Path:
-    """Make the folder of this run; OutputError: the one asked for exists, or none can be made."""
+    """Make the folder of this run. Raises OutputError: the given folder exists, or no folder can be made."""
     from lengthwise.core.errors import OutputError
 
     stem = asked or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
@@ -106,7 +106,7 @@ def fresh_folder(asked: Path | None) -> Path:
 
 
 def write_run_file(folder: Path) -> Path:
-    """Write the demo's run file with the first seed whose every step holds 12K to 16K tokens, for comparable steps."""
+    """Write the demo's run file, with the first seed whose steps all hold 12K to 16K tokens, to compare them."""
     from lengthwise.config import load_config
     from lengthwise.data import Batches, ByteTokenizer, load_dataset
 
@@ -203,7 +203,7 @@ def _open(model: Path, result: TrainResult, show: Show) -> bool:
 
 
 def train_static(run_file: Path, steps: int, *, ranks: int) -> Path:
-    """Train the first steps with the planner `static`; return that folder. KeyboardInterrupt: a signal ended it."""
+    """Train the first steps with planner `static`; return the folder. Raises KeyboardInterrupt: a signal ended it."""
     from lengthwise.run.api import train
 
     overrides = ["planner=static", "output=static", f"steps={steps}"]
@@ -219,7 +219,7 @@ def read_metrics(folder: Path) -> Rows:
 
 
 def comparison_line(ours: Rows, static: Rows) -> str:
-    """Say how far the losses of common steps are apart: a plan changes no result."""
+    """Say how far the losses of the steps that both ran are apart: a plan changes no result."""
     pairs = list(zip(ours, static, strict=False))
     apart = max(abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in pairs)
     return f"losses of {counted(len(pairs), 'step')} agree to {apart:.0e}: plans change the time, not the result"
@@ -228,20 +228,21 @@ def comparison_line(ours: Rows, static: Rows) -> str:
 def simulated_lines(lengths: Sequence[int]) -> Iterator[str]:
     """Simulate one step of an 8B model on 8 H100s from these lengths, as `lengthwise simulate` does; draw its GPUs."""
     from lengthwise.cost import named_hardware, named_shape
-    from lengthwise.report.answer import answer_notes, answer_sentence, answer_table
-    from lengthwise.simulator import Question, answer
+    from lengthwise.report.simulation import answer_notes, answer_sentence, answer_table
+    from lengthwise.simulator import Scenario, compare, stretches
 
     step = _first_step([length for length in lengths if length <= _LONGEST])
-    found = answer([step], Question(shape=named_shape(_MODEL), hardware=named_hardware("h100"), devices=_GPUS))
+    found = compare([step], Scenario(shape=named_shape(_MODEL), hardware=named_hardware("h100"), devices=_GPUS))
     yield f"{_MODEL}, {len(step)} files, {count(sum(step))} tokens, the longest {max(step)}"
     yield answer_sentence(found)
     yield answer_table(found)
     yield from answer_notes(found)
-    shown = [row for row in (found.best_other, found.ours) if row is not None and row.step_seconds]
-    most = max(row.step_seconds[0] for row in shown)
-    for row in shown:
-        yield f"{row.name}: {seconds(row.step_seconds[0])}"
-        yield from gpu_lines(row, range(_GPUS), most_seconds=most)
+    shown = {row.planner: row.any_mesh for row in (found.best_other, found.ours) if row and row.any_mesh}
+    most = max(each.step_seconds[0] for each in shown.values())
+    for name, each in shown.items():
+        yield f"{name}: {seconds(each.step_seconds[0])}"
+        work = [stretches(each.first_plan, each.first, gpu) for gpu in range(_GPUS)]
+        yield from gpu_lines(work, step_seconds=each.step_seconds[0], most_seconds=most)
     yield KEY
 
 
@@ -252,16 +253,20 @@ def _first_step(lengths: Sequence[int]) -> list[int]:
     return ordered[every - 1 :: every]
 
 
-def gpu_lines(row: WayRow, gpus: Sequence[int], *, most_seconds: float, width: int = 60) -> list[str]:
-    """Draw one line a GPU, `width` characters for `most_seconds`; a character is what the middle of its time holds."""
+def gpu_lines(
+    work: Sequence[Sequence[Stretch]], *, step_seconds: float, most_seconds: float, width: int = 60
+) -> list[str]:
+    """Draw one line a GPU, `width` characters for `most_seconds`; a character shows the middle of its time.
+
+    work: entry i are the stretches of GPU i.
+    """
     import numpy as np
 
     middles = (np.arange(width) + 0.5) * most_seconds / width
     lines = []
-    for gpu in gpus:
-        drawn = np.where(middles < row.step_seconds[0], ".", " ")
-        for stretch in row.stretches:
-            if stretch.rank == gpu:
-                drawn[(middles >= stretch.start) & (middles < stretch.end)] = "=" if stretch.kind == "ring" else "#"
-        lines.append(f"GPU {gpu:>{len(str(max(gpus)))}} |{''.join(drawn.tolist()).rstrip()}|")
+    for gpu, stretches in enumerate(work):
+        drawn = np.where(middles < step_seconds, ".", " ")
+        for start, end, kind in stretches:
+            drawn[(middles >= start) & (middles < end)] = "=" if kind == "ring" else "#"
+        lines.append(f"GPU {gpu:>{len(str(len(work) - 1))}} |{''.join(drawn.tolist()).rstrip()}|")
     return lines

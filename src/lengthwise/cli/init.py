@@ -1,4 +1,4 @@
-"""`lengthwise init`: write a first run file, with the reasons for what it says in comments."""
+"""`lengthwise init`: write a first run file, with the reasons for its settings in comments."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from lengthwise.setup.first_settings import FirstSettings
 
 _MOST_GPUS = 12_288
-_BATCH_TOKENS, _WIDTH = 1 << 19, 118  # of an optimizer step; of a line
-_LEAST_STEPS, _LEAST_ROWS = 50, 8  # of an epoch, and of a step, where the data are few
+_BATCH_TOKENS, _WIDTH = 1 << 19, 118  # tokens of an optimizer step; columns of a line
+_LEAST_STEPS, _LEAST_ROWS = 50, 8  # least steps of an epoch, and least rows of a step, for small data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Init:
         problems.attempt(lambda: refuse_data(self.data, "error"))
         if self.out.exists() and not self.force:
             remedy = "Give --force to replace it, or another --out."
-            problems.add(ConfigError("--out", expected="a new file", got=f"{self.out}, which is there", remedy=remedy))
+            problems.add(ConfigError("--out", expected="a new file", got=f"{self.out}, which exists", remedy=remedy))
         problems.raise_all()
         assert shape is not None, "it has no problem"
         assert hardware is not None, "it has no problem"
@@ -81,9 +81,7 @@ class Init:
         self.out.write_text(self._text(shape, hardware, known, unknown, chosen), encoding="utf-8")
         what = "adapters (LoRA)" if chosen.adapters else "the whole model"
         print(f"{self.out}: {what} on {self.gpus} x {hardware.name}")
-        print(
-            f"look at it, then: lengthwise data {self.out}, lengthwise verify {self.out}, lengthwise train {self.out}"
-        )
+        print(f"read it, then: lengthwise data {self.out}, lengthwise verify {self.out}, lengthwise train {self.out}")
         return 0
 
     def names(self) -> Mapping[str, str]:
@@ -91,7 +89,7 @@ class Init:
         return named_alike("gpus model hardware")
 
     def _lengths(self) -> tuple[KnownLengths | None, str]:
-        """Return the lengths of the rows, in the model's tokens or else in bytes; None: with the reason."""
+        """Return the lengths of the rows, in the model's tokens or else in bytes, or None and the reason."""
         reasons = []
         for tokenizer in (self.model, "bytes"):
             try:
@@ -160,7 +158,7 @@ def _gigabytes(num_bytes: float) -> str:
 
 
 def _global_batch(known: KnownLengths | None) -> str:
-    """Return the key with its reason: 512K tokens, or where that is few steps an epoch a number of rows."""
+    """Return the key with its reason: 512K tokens, or a number of rows if that made few steps per epoch."""
     if known is None:
         return f"global_batch: {{tokens: {_BATCH_TOKENS}}}  # of an optimizer step"
     rows, total = len(known.lengths), sum(known.lengths)
@@ -177,7 +175,7 @@ def _batch_rows(rows: int) -> int:
 
 
 def _batch_tokens(known: KnownLengths | None) -> int:
-    """Return the tokens of a batch that memory is reckoned with."""
+    """Return the tokens of a batch, for the estimate of memory."""
     longest, total, _ = _of(known)
     if known is None or total >= _LEAST_STEPS * _BATCH_TOKENS:
         return max(longest, _BATCH_TOKENS)

@@ -1,4 +1,4 @@
-"""`lengthwise launch`: print a file that starts a run on several nodes; it starts nothing."""
+"""`lengthwise launch`: print a file that starts a run on several nodes."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Launch:
     print: Annotated[str, tyro.conf.arg(metavar="|".join(_KINDS))]
     """What starts the run: a script for each node, an sbatch script, a PyTorchJob or a SkyPilot task."""
     nodes: Annotated[int, tyro.conf.arg(metavar="N")] = 2
-    """Machines."""
+    """The number of machines."""
     gpus_per_node: Annotated[int, tyro.conf.arg(metavar="N")] = 8
     """GPUs of one machine; every GPU runs one rank."""
 
@@ -177,7 +177,7 @@ class Launch:
 
     def _values(self, config: RunConfig) -> dict[str, str]:
         run, goes_on = self.config.absolute(), config.checkpoint is not None
-        name = re.sub(r"[^a-z0-9]+", "-", f"lengthwise-{run.stem.lower()}")[:40].strip("-")  # as Kubernetes takes it
+        name = re.sub(r"[^a-z0-9]+", "-", f"lengthwise-{run.stem.lower()}")[:40].strip("-")  # valid in Kubernetes
         again = (
             "The run saves checkpoints: after a restart it resumes from the newest."
             if goes_on
@@ -210,6 +210,6 @@ class Launch:
 
 
 def _threads(cores: str, ranks: int) -> str:
-    """Return the line of a script that deals out the cores of a node over its ranks, unless its user did."""
+    """Return the line of a script that divides a node's cores among its ranks, unless the user has set it."""
     of_each = f"$(({cores} > {ranks} ? {cores} / {ranks} : 1))"
     return f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{of_each}}}  # cores of a rank; torchrun would take 1"

@@ -1,4 +1,4 @@
-"""What this machine is, the frame of every number measured on it."""
+"""A description of this machine, for numbers measured on it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lengthwise.report.figures import count
 
 
 def machine_lines() -> list[str]:
-    """Describe the machine and the versions that compute on it."""
+    """Describe the machine and the versions of the libraries."""
     import torch
     import transformers
 
@@ -29,7 +29,7 @@ def machine_lines() -> list[str]:
 
 
 def memory_bytes() -> float | None:
-    """Return the memory of this machine in bytes; None where the system does not say."""
+    """Return the memory of this machine in bytes, or None if unknown."""
     try:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (AttributeError, ValueError, OSError):  # not POSIX

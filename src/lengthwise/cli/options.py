@@ -1,4 +1,4 @@
-"""What `plan` and `simulate` take alike, speeds as a user types them, and options that exclude one another."""
+"""Options that `plan` and `simulate` share, speeds on a command line, and options that exclude one another."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lengthwise.core.plan import RECOMPUTE_KINDS
 if TYPE_CHECKING:
     from lengthwise.planner import PlanOptions
 
-_MOST_SPEEDS = 2**20  # ranks in a run of equal ones
+_MOST_SPEEDS = 2**20  # most ranks of equal speed in one entry
 _OFF = "(default: off; of simulate --mesh best: auto)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanChoices:
-    """How ranks run beside each other, and what may be chosen for each microbatch."""
+    """How ranks synchronize, and what may be chosen for each microbatch."""
 
     mode: Annotated[str | None, tyro.conf.arg(metavar="free|waves|pipeline", help_behavior_hint="(default: free)")] = (
         None
@@ -43,7 +43,7 @@ class PlanChoices:
     this many ranks, where it divides ring and heads) or off; a run file has its own key."""
 
     def options(self, **others: Any) -> PlanOptions:
-        """Return the options of the planner that these are, with all others by name."""
+        """Return the planner's options, with `others` by name."""
         from lengthwise.planner import options_of
 
         own = {"mode": self.mode or "free", "heads": self.heads or "off", "offload": self.offload or "off"}
@@ -51,12 +51,12 @@ class PlanChoices:
 
 
 def named_alike(names: str) -> dict[str, str]:
-    """Map names of the library, separated by spaces, to the options that are called the same."""
+    """Map names of the library, separated by spaces, to the options of the same names."""
     return {name: f"--{name.replace('_', '-')}" for name in names.split()}
 
 
 def refuse_but_one(where: str, options: Mapping[str, bool]) -> None:
-    """Raise ConfigError unless exactly one of two options is given; `options`: by name whether they are."""
+    """Raise ConfigError unless exactly one of two options is given. options: whether they are given, by name."""
     if sum(options.values()) != 1:
         got = "both" if any(options.values()) else "neither"
         raise ConfigError(where, expected=f"one of {' and '.join(options)}", got=got, remedy="Give exactly one.")
@@ -74,17 +74,21 @@ def refuse_beside(options: Mapping[str, object], expected: str, remedy: str, *, 
 
 
 def refuse_kind(kind: str | None, capacity: object) -> None:
-    """Raise ConfigError for a kind of recomputation that there is not, and for a capacity beside `auto`."""
+    """Raise ConfigError for an unknown kind of recomputation, and for a capacity beside `auto`."""
     kinds = (*RECOMPUTE_KINDS, "auto")
     if kind is not None and kind not in kinds:
         raise unknown_name("--recompute", kind, kinds)
     if kind == "auto":
         expected = "nothing beside --recompute auto: every kind has its own"
-        refuse_beside({"--capacity": capacity}, expected, "Leave out one of them.")
+        refuse_beside({"--capacity": capacity}, expected, "Remove one of them.")
 
 
 def parse_speeds(text: str) -> list[float]:
-    """Read `1,1,0.5`, runs `8x1.0,8x0.6`, or a JSON file's name; ConfigError: no number, run or list of speeds."""
+    """Read speeds from `1,1,0.5`, runs as `8x1.0,8x0.6`, or a JSON file's name.
+
+    Raises:
+        ConfigError: an entry is not a number or a run, or the file is not a list of speeds.
+    """
     from lengthwise.planner.problem.speeds import refuse_speeds
 
     if text.endswith(".json"):

@@ -1,4 +1,4 @@
-"""What the commands of the pure half print on, and how they write their files: whole or not at all."""
+"""Consoles and files of commands without torch; files are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lengthwise.core.files import replace_file
 
 
 def plain_console() -> Console:
-    """Make a console that prints names of files as they are, and cuts nothing."""
+    """Return a console that prints names of files unchanged, and cuts nothing."""
     return Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def fit_terminal(text: str, stream: TextIO) -> str:
-    """Return text with lines that end at words where `stream` is a terminal; those of code and of a file are whole."""
+    """Wrap text at words if `stream` is a terminal, except indented code."""
     if not stream.isatty():
         return text
     from lengthwise.report.tables import wrapped
@@ -29,20 +29,20 @@ def fit_terminal(text: str, stream: TextIO) -> str:
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Raise OutputError for a folder that could not be made or written into, before what takes long; leave nothing."""
+    """Raise OutputError early for a folder that cannot be made or written into; leave nothing there."""
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    got = "" if there.is_dir() else f"{there}, which is no folder"
+    got = "" if there.is_dir() else f"{there}, which is not a folder"
     if not got:
         try:
-            tempfile.TemporaryFile(dir=there).close()  # root has leave everywhere, and /proc takes no file of root's
+            tempfile.TemporaryFile(dir=there).close()  # root has permission everywhere, but /proc takes no file
         except OSError as error:
-            got = f"no leave to write into {there} ({error.strerror or error})"
+            got = f"no permission to write into {there} ({error.strerror or error})"
     if got:
         raise OutputError(str(folder), expected="a folder to write into", got=got, remedy="Choose another --out.")
 
 
 def refuse_unwritable_file(path: Path) -> None:
-    """Raise OutputError, before what takes long, for a file that cannot be written or is a device or pipe."""
+    """Raise OutputError early for a file that cannot be written, or is a device or pipe."""
     got = "a folder" if path.is_dir() else "a device or a pipe" if _is_special(path) else ""
     if got:
         raise OutputError(str(path), expected="a file to write", got=got, remedy="Choose another --out.")
@@ -50,13 +50,16 @@ def refuse_unwritable_file(path: Path) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Return whether a path is no place for a plain file, as /dev/stdout."""
     return (path.exists() and not path.is_file()) or str(path.absolute().parent) in ("/dev", "/dev/fd", "/proc/self/fd")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file whole or not at all; OutputError: it cannot be written, or is no plain file."""
-    path = path.resolve()  # what a link names is written, and the link stays
+    """Write a file whole or not at all.
+
+    Raises:
+        OutputError: it cannot be written, or is not a regular file.
+    """
+    path = path.resolve()  # writes a link's target, and keeps the link
     refuse_unwritable_file(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

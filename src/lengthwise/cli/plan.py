@@ -37,7 +37,7 @@ _NAMES = named_alike(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInput:
-    """A command line that was read; `lengths`: None where a run file's data are not read yet.
+    """A command line that was read; lengths: None if a run file's data are not read yet.
 
     adapters: parameters that train in place of the model's own; None: all train.
     """
@@ -63,7 +63,7 @@ class PlanCommand:
     """A JSON list of lengths in tokens, or {"recipe": ..., "tokens": ..., "seed": ...} of a published data
     set ("longest_tokens" clips it)."""
     ranks: Annotated[int, tyro.conf.arg(metavar="N")]
-    """Ranks of the cluster: model replicas, each with its own device; with `stages` in the run file as train counts."""
+    """Ranks of the cluster: model replicas of one device; with `stages` in the run file, devices, as for train."""
     capacity: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
     """Tokens that one rank can hold in one microbatch, 8192 or 8K (K = 1024); default: the run file's
     capacity_tokens."""
@@ -73,7 +73,7 @@ class PlanCommand:
     """lengthwise, static, single-degree, bytescale-naive, bytescale, power-of-two, packed-dp, or one that a package
     registers; default: the run file's, else lengthwise."""
     stages: Annotated[int | None, tyro.conf.arg(metavar="P", help_behavior_hint="")] = None
-    """Pipeline stages of a rank, for mode pipeline; --cost is then that of one stage."""
+    """Pipeline stages of a rank, for mode pipeline; --cost is then of one stage."""
     recompute: Annotated[str | None, tyro.conf.arg(metavar="KIND|auto", help_behavior_hint="")] = None
     """What backward computes again: none, layer, all_but_attention, or auto: the kind with the fastest step, at the
     capacity that it leaves beside weights and optimizer, by estimate; default: the run file's, else none."""
@@ -94,8 +94,8 @@ class PlanCommand:
     "fixed_seconds": g, "ring_seconds": c}, left out: 0. A piece of d ranks with S tokens takes (q sum s^2 + l S) / d,
     and if d > 1 also max(0, c S (d - 1) / d - q sum s^2 / d); a microbatch adds g on each of its ranks."""
     measurements: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json", help_behavior_hint="")] = None
-    """Plan with what `lengthwise profile` measured, in place of --model-shape and --hardware; with --config its model
-    and precision must be those that were measured."""
+    """Plan with a file that `lengthwise profile` wrote, in place of --model-shape and --hardware; a --config must have
+    the model and the precision that were measured."""
     planning: tyro.conf.OmitArgPrefixes[PlanChoices]
 
     def run(self) -> int:
@@ -141,7 +141,7 @@ class PlanCommand:
         return {**names, "model": "--model-shape"} if self.model_shape else names
 
     def _read(self) -> PlanInput:
-        """Read all of the command line but the lengths of a run file's data; raise all that is wrong with it."""
+        """Read the command line, except the lengths of a run file's data; raise all its problems together."""
         from lengthwise.cli.run_model import adapters_of
         from lengthwise.cost import named_hardware
         from lengthwise.data.recipes import lengths_from_file
@@ -176,8 +176,8 @@ class PlanCommand:
         lengths = problems.attempt(partial(lengths_from_file, self.lengths)) if self.lengths else None
         capacities = problems.attempt(partial(self._capacities, config, shape, ranks, hardware))
         problems.raise_all()
-        assert cost is not None, "what has no costs has a problem"
-        assert capacities is not None, "what has no capacity has a problem"
+        assert cost is not None, "an input without costs has a problem"
+        assert capacities is not None, "an input without capacities has a problem"
         return PlanInput(
             config=config,
             lengths=lengths,
@@ -193,7 +193,7 @@ class PlanCommand:
     def planning_of(
         self, asked: PlanInput, lengths: list[int], context: int | None, *, batch: int
     ) -> tuple[StepPlanning, str]:
-        """Return (what plans the step, of a run file as training does; why its layout, where that was left open).
+        """Return what plans the step, for a run file as training does, and why it has its layout ("" if it is given).
 
         context, batch: tokens that a fixed mesh must hold, and at most of a global batch.
         """
@@ -230,11 +230,11 @@ class PlanCommand:
         return planning, "\n".join(why)
 
     def _lays_out(self, config: RunConfig) -> bool:
-        """Return whether parameters and stages lie as training has them, and no option says otherwise."""
+        """Return whether parameters and stages are laid out as in training, which no option changes."""
         return not self.planning.mode and (config.stages == 1 or self._cut(config) != UNCUT)
 
     def _cut(self, config: RunConfig | None) -> LayerCut:
-        """Return the stages of a run file where no option says otherwise: ranks are then as training counts them."""
+        """Return the stages of a run file that no option changes; ranks are then counted as in training."""
         given = (self.stages, self.planning.mode, self.planning.virtual, self.cost)
         if config is None or config.stages == 1 or given != (None,) * len(given):
             return UNCUT
@@ -249,7 +249,7 @@ class PlanCommand:
         return ranks // stages
 
     def _offload(self, config: RunConfig | None) -> tuple[str, float | None]:
-        """Return (what the planner may offload, the run file's own ratio of every microbatch)."""
+        """Return what the planner may offload, and the ratio that the run file sets for every microbatch."""
         if self.planning.offload is not None or config is None or config.offload is None or self.cost:
             return self.planning.offload or "off", None
         ratio = config.offload.ratio
@@ -259,7 +259,7 @@ class PlanCommand:
         from lengthwise.cli.run_model import adapters_of, shape_of_run
         from lengthwise.cost.measured import misfits, read_measurements
 
-        assert self.measurements is not None, "only asked for where there is a file"
+        assert self.measurements is not None, "only called if a file is given"
         unused = {"--model-shape": self.model_shape, "--hardware": self.hardware, "--stages": self.stages}
         problems = Collector()
         expected = "nothing beside --measurements, which are of one model on one kind of machine"
@@ -272,13 +272,13 @@ class PlanCommand:
             for each in misfits(found, where, shape, precision=precision, adapters=adapters):
                 problems.add(each)
         problems.raise_all()
-        assert found is not None, "a file that was not read must have been a problem"
+        assert found is not None, "a file that cannot be read is a problem"
         return found
 
     def _capacities(
         self, config: RunConfig | None, shape: ModelShape | None, ranks: int | None, hardware: Hardware | None
     ) -> dict[str, int]:
-        """Return the tokens a rank holds by kind of recomputation; empty where an earlier problem hides it."""
+        """Return the tokens that a rank holds by kind of recomputation; empty after an earlier problem."""
         if config is not None or self.cost is not None:
             expected = "nothing beside --config, whose recompute counts, or --cost, which knows none"
             refuse_beside({"--recompute": self.recompute}, expected, "Leave it out.")
@@ -315,10 +315,9 @@ class PlanCommand:
     def _shape(self, config: RunConfig | None, measured: Measurements | None) -> ModelShape | None:
         from lengthwise.cli.run_model import shape_of_run
         from lengthwise.cost import named_shape
-        from lengthwise.cost.measured import measured_shape
 
         if self.measurements and not self.cost:
-            return measured_shape(measured) if measured else None
+            return measured.model if measured else None
         if self.cost is None:
             if config is not None and not self.model_shape:
                 return shape_of_run(config)
@@ -351,7 +350,7 @@ class PlanCommand:
         measured: Measurements | None,
         adapters: int | None,
     ) -> Cost | None:
-        """Make the costs; None where the model or the hardware has a problem, which was reported."""
+        """Make the costs; None if the model or the hardware has a problem, which is reported already."""
         from lengthwise.cost import DTYPE_BYTES, all_terms_cost, costs
         from lengthwise.cost.measured import base_cost, measured_cost
 
@@ -373,7 +372,7 @@ class PlanCommand:
         return all_terms_cost(shape, hardware, adapters=adapters, stages=stages)
 
     def _lengths(self, asked: PlanInput) -> tuple[list[int], int | None, int]:
-        """Return (lengths to plan, the context that a fixed mesh must hold, the most tokens of a global batch)."""
+        """Return lengths to plan, the context that a fixed mesh must hold, and the most tokens of a global batch."""
         config, shape = asked.config, asked.shape
         if config is None:
             assert asked.lengths is not None, "one of the two was checked to be given"

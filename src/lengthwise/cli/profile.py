@@ -1,4 +1,4 @@
-"""`lengthwise profile`: what this machine takes for the parts of a step, into a file that plans are priced with."""
+"""`lengthwise profile`: measure the parts of a step on this machine, and write a file of measurements for plans."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lengthwise.core.measurements import Measurements
 
 _SHORTEST_SECONDS = 0.5
-_HARDLY_KNOWN = 0.5  # the relative error of a term from which its samples say little of it
+_HARDLY_KNOWN = 0.5  # relative error of a term above which its samples say little about it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ class Profile:
     """The hardware whose costs replace those that cannot be measured here: h100, h200, a100, bytescale-gpu or cpu;
     default: cpu, on GPUs the one of the same name, else h100."""
     disk: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
-    """Also measure copies to and from a file in this folder, as with offload: {store: disk, path: DIR}; without, on
-    GPUs those to the host's memory."""
+    """Also measure copies to and from a file in this folder, as with offload: {store: disk, path: DIR}; by default
+    copies to host memory on GPUs."""
     overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
     """Replace an earlier file."""
     out: Annotated[Path, tyro.conf.arg(metavar="MEASUREMENTS.json")]
@@ -63,13 +63,13 @@ class Profile:
     """Also write the device as a description that `--hardware` of `plan` and `simulate` takes, for other models: with
     what was measured here, and the rest from --hardware."""
     node_size: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Devices of a node in --hardware-out; default: as of --hardware."""
+    """Devices of a node in --hardware-out; default: those of --hardware."""
 
     def run(self) -> int:
         """Run the command; return the exit status."""
         longest_tokens = self._read()
 
-        from lengthwise.profiler.profile import ProfileSettings
+        from lengthwise.profiler.rank_profiler import ProfileSettings
         from lengthwise.run.profiling import profile_model
 
         settings = ProfileSettings(
@@ -90,7 +90,7 @@ class Profile:
         return 0
 
     def _same_hardware(self) -> str:
-        """Return the named hardware of the measured device; warn where it is another."""
+        """Return the named hardware of the measured device; print a note if it is another device."""
         from lengthwise.comm import count_gpus
         from lengthwise.cost import hardware_of_gpu
         from lengthwise.profiler.place import first_gpu_name
@@ -99,7 +99,7 @@ class Profile:
             return "cpu"
         name, said = hardware_of_gpu(first_gpu_name() or "a GPU")
         if said is not None:
-            plain_console().print(f"what cannot be measured here is that of {name}")
+            plain_console().print(f"costs that cannot be measured here are those of {name}")
         return name
 
     def _write_hardware(self, found: Measurements, path: Path) -> None:
@@ -131,28 +131,28 @@ class Profile:
             path = self.hardware_out
             problems.attempt(lambda: self._check_out(path, "--hardware-out"))
         elif self.node_size is not None:
-            expected, remedy = "--hardware-out beside it", "Add it, or leave --node-size out."
+            expected, remedy = "--hardware-out beside it", "Add it, or remove --node-size."
             problems.add(ConfigError("--node-size", expected=expected, got="none", remedy=remedy))
         problems.attempt(lambda: self.node_size is None or read_whole("node_size", self.node_size, most=MOST_RANKS))
         if self.disk is not None and not self.disk.is_dir():
-            expected, got = "an existing folder", f"{self.disk}: {'a file' if self.disk.exists() else 'nothing there'}"
+            expected, got = "an existing folder", f"{self.disk}: {'a file' if self.disk.exists() else 'no such folder'}"
             problems.add(ConfigError("--disk", expected=expected, got=got, remedy="Correct the path."))
         problems.attempt(lambda: self.ranks is None or read_whole("ranks", self.ranks, most=MOST_RANKS))
         longest = problems.attempt(lambda: parse_tokens(self.longest, "--longest"))
         if not _SHORTEST_SECONDS <= self.seconds < float("inf"):
             expected, got = f"a number of seconds from {_SHORTEST_SECONDS}", str(self.seconds)
-            problems.add(ConfigError("--seconds", expected=expected, got=got, remedy="Give such a number."))
+            problems.add(ConfigError("--seconds", expected=expected, got=got, remedy="Correct the number."))
         if self.hardware is not None and self.hardware not in HARDWARE_NAMES:
             problems.add(unknown_name("--hardware", self.hardware, HARDWARE_NAMES))
         problems.raise_all()
-        assert longest is not None, "what is no number of tokens must have been a problem"
+        assert longest is not None, "a wrong number of tokens must have been a problem"
         return longest
 
     def _check_out(self, path: Path, option: str) -> None:
         refuse_unwritable_file(path)
         if path.exists() and not self.overwrite:
             expected, remedy = "a new file", f"Choose another {option}, or add --overwrite."
-            raise OutputError(str(path), expected=expected, got="one that is there", remedy=remedy)
+            raise OutputError(str(path), expected=expected, got="an existing one", remedy=remedy)
 
 
 def _sureness(relative_error: float | None) -> str:
@@ -162,7 +162,7 @@ def _sureness(relative_error: float | None) -> str:
 
 
 def print_measurements(found: Measurements) -> None:
-    """Show the terms, how sure each is, and what was not measured."""
+    """Print the fitted terms with their errors, and the terms that were not measured."""
     from lengthwise.report.tables import ColumnTable
 
     place, fit, console = found.place, found.fit, plain_console()
@@ -179,7 +179,7 @@ def print_measurements(found: Measurements) -> None:
         rows.append((name, shown, _sureness(term.relative_error)))
     console.print(ColumnTable(rows=rows, title="fitted (measured; error: standard error over value)"))
     if fit.not_measured:
-        console.print(f"not measured, as of {found.hardware}: {', '.join(fit.not_measured)}")
+        console.print(f"not measured, taken from {found.hardware}: {', '.join(fit.not_measured)}")
     spread = sorted(sample.spread for sample in found.samples)[len(found.samples) // 2]
     console.print(
         f"the costs miss microbatches by {percent(fit.mean_error)} on average, {percent(fit.worst_error)} at worst; "

@@ -1,4 +1,4 @@
-"""The model of a run file on a machine where torch need not be there: its shape, and what of it trains."""
+"""The model of a run file without torch: its shape, its trained parameters, and its setup on a machine."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def setup_of_run(
     ties: bool | None,
     **known: Any,
 ) -> Setup[RunConfig]:
-    """Return the setup of a run file on so many ranks of a hardware; on CPUs by what is free here.
+    """Return the setup of a run file on `ranks` ranks of a hardware; for CPUs this machine's free memory counts.
 
-    cost: of whole parameters on every rank. adapters, ties: of the model. known: of the data, as for `resolve`.
+    cost: costs with all parameters on every rank. adapters: number of adapter parameters, or None. ties: whether head
+    and embedding are tied. known: facts about the data, as for `resolve`.
     """
     on_gpus = hardware.name != "cpu"
     here = min(ranks, hardware.ranks_per_node) if on_gpus else ranks
@@ -38,13 +39,13 @@ def setup_of_run(
 
 
 def ties_of(model: str) -> bool | None:
-    """Return whether a model's head and embedding are the same; None: it has no config.json here that says so."""
+    """Return whether a model's head and embedding are tied, or None without a config.json here that has the key."""
     path = Path(model) / "config.json"
     return read_json_object(str(path)).get("tie_word_embeddings") if path.is_file() else None
 
 
 def adapters_of(config: RunConfig) -> int | None:
-    """Count the parameters that train in place of the model's own, with torch; None: all train."""
+    """Return the number of adapter parameters, which needs torch, or None if the whole model trains."""
     if config.lora is None:
         return None
     from lengthwise.models import check_lora, find_model
@@ -59,7 +60,7 @@ def shape_of_run(config: RunConfig) -> ModelShape:
     path = Path(config.model) / "config.json"
     if not path.is_file():
         expected = "tiny, or a local folder with config.json, to know its costs"
-        remedy = "Add --model-shape llama-7b --hardware h100, or other named ones."
+        remedy = "Add --model-shape llama-7b --hardware h100, or other names."
         raise ConfigError("model", expected=expected, got=config.model, remedy=remedy)
     check_trained(str(path))
-    return shape_from_config(read_json_object(str(path)))  # by its family's name, as training calls it
+    return shape_from_config(read_json_object(str(path)))

@@ -1,7 +1,7 @@
 """`lengthwise simulate`: what steps would take on machines that one does not have. Needs no torch and no GPU.
 
-A second run into a folder replaces the first, traces of other planners included, as its simulation.json lists them; a
-folder with such files but without that one is refused.
+A second run into a folder replaces the files of the first, its traces included, which simulation.json lists. A folder
+that has files of these names but no simulation.json of ours is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tyro
 
 from lengthwise.cli.options import PlanChoices, named_alike, refuse_beside, refuse_but_one
 from lengthwise.cli.output import plain_console, refuse_unwritable, write_atomically
-from lengthwise.cli.simulate_meshes import TOKENS_A_DEVICE, MeshChoices, Meshes, answered
+from lengthwise.cli.simulate_meshes import TOKENS_A_DEVICE, MeshChoices, compare_ways, search_planners
 from lengthwise.cli.sources import KnownLengths, lengths_of_data, listed_lengths, refuse_data
 from lengthwise.core.errors import Collector, ConfigError, ModelRefused, OutputError, raise_problems
 from lengthwise.core.files import read_json
@@ -25,9 +25,11 @@ from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.sizes import parse_tokens, read_whole
 
 if TYPE_CHECKING:
-    from lengthwise.simulator import Answer, Best
+    from lengthwise.cost import Cost
+    from lengthwise.simulator import Best, Scenario
 
 _FIGURES, _PAGE = "simulation.json", "report.html"
+_MOST_COUNT = 10_000  # of batches, and of ranks in a trace; more take days, or a browser's memory
 _USUAL = ("packed-dp", "static", "single-degree", "power-of-two", "bytescale", "lengthwise")
 _NAMES = named_alike("mode virtual offload heads recompute kernel hardware model tokenizer capacity ranks data") | {
     "planner": "--planners",
@@ -44,18 +46,15 @@ _NAMES = named_alike("mode virtual offload heads recompute kernel hardware model
 }
 
 
-_MOST_COUNT = 10_000  # of batches, and of ranks in a trace; more take days, or a browser's memory
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationInput:
-    """A command line that was read; `known`: None where data are not read yet. `context_tokens`: what the user gave."""
+    """A command line that was read; known: None if data are not read yet. context_tokens: None if not given."""
 
     planners: list[str]
     known: KnownLengths | None
     wanted_tokens: int
     context_tokens: int | None
-    meshes: Meshes
+    scenario: Scenario
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,42 +104,51 @@ class Simulate:
 
     def run(self) -> int:
         """Run the command; return the exit status."""
-        from lengthwise.report.answer import answer_json, answer_notes, answer_sentence, answer_table
         from lengthwise.report.page import simulation_page
-        from lengthwise.report.simulation import closing_sentences, remarks, simulation_json, simulation_tables
+        from lengthwise.report.simulation import (
+            answer_notes,
+            answer_sentence,
+            answer_table,
+            closing_sentences,
+            remarks,
+            simulation_json,
+            simulation_tables,
+        )
         from lengthwise.report.tables import wrapped
 
-        asked = self._read()
+        asked, console = self._read(), plain_console()
         known = asked.known or lengths_of_data(self.data, self.tokenizer, self.empty)
         batches, context = known.batches(asked.wanted_tokens, self.batches, asked.context_tokens)
         planners = asked.planners if self.is_detailed else []
-        meshes = replace(asked.meshes, question=replace(asked.meshes.question, context_tokens=context))
-        found, console = self._answer(meshes, batches), plain_console()
-        sentence, notes = answer_sentence(found, known.unit), [*self._text_alone(), *answer_notes(found)]
+        scenario = replace(asked.scenario, context_tokens=context, loader=self.loader)
+        changes = {"kinds": self.machine.kinds, "offloads": self.offload_optimizer}
+        comparison = compare_ways(scenario, batches, lora=self.lora, **changes)
+        sentence, notes = answer_sentence(comparison, known.unit), [*self._text_alone(), *answer_notes(comparison)]
         if planners and (self.all or self.machine.tp or self.machine.pp):
             notes = [*notes, "These rows have one device a rank; --all, --tp and --pp count in the details below."]
-        about = self._about(meshes, batches, known)
+        about = self._about(scenario, batches, known)
         width = console.width if console.is_terminal else None
         lines = (wrapped(each, width) for each in (about, *notes))
-        for part in (wrapped(sentence, width), "", answer_table(found), "", *lines):
+        for part in (wrapped(sentence, width), "", answer_table(comparison), "", *lines):
             console.print(part)
-        best, said, verdict = list["Best"](), list[str](), ""
+        said, verdict = list[str](), ""
         if planners:
-            best, question = meshes.compare(planners, batches), meshes.question
-            room, may_train = question.hardware.device_bytes, question.trained_today() is not None
-            said = remarks(best, device_bytes=room, names=self.names(), may_train=may_train)
-            devices = f"{counted(question.devices, 'device')} of {question.hardware.name}"
-            absent, is_one = [name for name in _USUAL if name not in planners], meshes.same is not None
-            verdict = closing_sentences(best, devices, one_mesh=is_one, not_compared=absent, unit=known.unit)
-            for part in ("", *simulation_tables(best), *said, verdict):
+            found = search_planners(planners, batches, scenario)
+            comparison = replace(comparison, planners=found)
+            room, may_train = scenario.hardware.device_bytes, scenario.trained_today() is not None
+            said = remarks(found, device_bytes=room, names=self.names(), may_train=may_train)
+            devices = f"{counted(scenario.devices, 'device')} of {scenario.hardware.name}"
+            absent, is_one = [name for name in _USUAL if name not in planners], scenario.only is not None
+            verdict = closing_sentences(found, devices, one_mesh=is_one, not_compared=absent, unit=known.unit)
+            for part in ("", *simulation_tables(found), *said, verdict):
                 console.print(part)
         if self.out is not None:
-            facts = {"about": about, "answer": answer_json(found, sentence), **self._facts(meshes, batches, known)}
-            figures = json.dumps(simulation_json(best, facts), indent=1) + "\n"
+            facts = {"about": about, **self._facts(scenario, batches, known)}
+            figures = json.dumps(simulation_json(comparison, facts), indent=1) + "\n"
             page = simulation_page(
-                found, batches, about=about, sentence=sentence, notes=notes, details=best, verdict=verdict, remarks=said
+                comparison, about=about, sentence=sentence, notes=notes, verdict=verdict, remarks=said
             )
-            _write_simulation(self.out, figures, page, self._traces(best) if best else {})
+            _write_simulation(self.out, figures, page, self._traces(comparison.planners))
             console.print(f"written to {self.out}: {_FIGURES}, {_PAGE}{', trace-*.json' * bool(planners)}")
         elif not planners:
             console.print(
@@ -150,36 +158,31 @@ class Simulate:
 
     @property
     def is_detailed(self) -> bool:
-        """Whether planners are compared: where that, or what only they have, is asked for."""
+        """Whether planners are compared in detail: that, or an option that only they have, is given."""
         machine, planning = self.machine, self.planning
         theirs = (self.planners, machine.tp, machine.pp, planning.mode, planning.virtual, planning.offload)
         given = any(each is not None for each in (*theirs, planning.heads))
         return self.details or self.all or given or machine.mesh != "best" or self.loader != "none"
 
-    def _answer(self, meshes: Meshes, batches: list[list[int]]) -> Answer:
-        from lengthwise.cost.sharding import lora_params
-
-        adapters = None if self.lora is None else lora_params(meshes.question.shape, self.lora)
-        kinds, offloads = self.machine.kinds, self.offload_optimizer
-        return answered(meshes, batches, adapters=adapters, kinds=kinds, offloads=offloads)
-
     def _traces(self, found: Sequence[Best]) -> dict[str, str]:
-        from lengthwise.report.simulation import shown_of
+        """Write a trace for each planner: ours as it trains today, others on their best mesh."""
+        from lengthwise.report.simulation import our_planner
         from lengthwise.simulator import chrome_trace
 
-        most = self.trace_ranks
+        shown = {each.planner: each.shown if each is our_planner(found) else each.any_mesh for each in found}
         return {
-            each.planner: chrome_trace(
-                each.result.first_plan,
-                each.result.first,
+            planner: chrome_trace(
+                each.first_plan,
+                each.first,
                 ranks_per_node=each.setting.cost.ranks_per_node,
-                most_ranks=most,
+                most_ranks=self.trace_ranks,
             )
-            for each in shown_of(found)
+            for planner, each in shown.items()
+            if each is not None
         }
 
     def _text_alone(self) -> list[str]:
-        """Say which part of a model with images that does not train is priced."""
+        """Say which part is priced of a model with images that this version does not train."""
         from lengthwise.cost import check_trained
 
         try:
@@ -220,7 +223,7 @@ class Simulate:
         for option, given in (("--lora", self.lora), ("--offload-optimizer", self.offload_optimizer or None)):
             if given is not None and self.is_detailed:
                 remedy = "Leave out one of them."
-                expected = "nothing beside planners in detail, who train whole models on the devices"
+                expected = "nothing beside planners in detail, which train whole models on the devices"
                 problems.add(ConfigError(option, expected=expected, got=str(given), remedy=remedy))
         planners = attempt(self._planner_names)
         for name in ("batches", "trace_ranks"):
@@ -231,17 +234,17 @@ class Simulate:
         text = self.batch_tokens
         wanted = None if text is None else attempt(partial(parse_tokens, text, "--batch-tokens"))
         context = None if self.context is None else attempt(partial(parse_tokens, self.context, "--context"))
-        meshes = self.machine.read(self.planning, self.loader, problems, one_device=not self.all)
-        options, cost = self.machine.options(self.planning), meshes.cost if meshes else None
-        layers = meshes.question.shape.layers if meshes else 1
+        scenario = self.machine.read(self.planning, problems, one_device=not self.all)
+        options, cost = self.machine.options(self.planning), _cost_of_one_mesh(scenario) if scenario else None
+        layers = scenario.shape.layers if scenario else 1
         for planner in planners or ["lengthwise"]:
             attempt(partial(replace(options, planner=planner, layers=layers).checked, 1, cost))
         problems.raise_all()
-        if not (planners and meshes):
+        if not (planners and scenario):
             raise AssertionError("what is None or empty was reported")
-        wanted = wanted or TOKENS_A_DEVICE * meshes.question.devices
+        wanted = wanted or TOKENS_A_DEVICE * scenario.devices
         return SimulationInput(
-            planners=planners, known=lengths, wanted_tokens=wanted, context_tokens=context, meshes=meshes
+            planners=planners, known=lengths, wanted_tokens=wanted, context_tokens=context, scenario=scenario
         )
 
     def _known_lengths(self) -> KnownLengths | None:
@@ -269,70 +272,67 @@ class Simulate:
             raise ConfigError("--planners", expected="each planner once", got=got, remedy=remedy)
         return names
 
-    def _about(self, meshes: Meshes, batches: list[list[int]], known: KnownLengths) -> str:
-        question = meshes.question
-        mesh = "" if meshes.same is None else f", all on one mesh: {meshes.same}"
+    def _about(self, scenario: Scenario, batches: list[list[int]], known: KnownLengths) -> str:
+        mesh = "" if scenario.only is None else f", all on one mesh: {scenario.only}"
         mesh = f"{mesh}, LoRA of rank {self.lora}" if self.lora else mesh
         mesh = f"{mesh}, optimizer on the host" if self.offload_optimizer else mesh
         sums = sorted({sum(batch) for batch in batches})
         size = f"{sums[0]:,}" if len(sums) == 1 else f"{sums[0]:,} to {sums[-1]:,}"
         return (
-            f"{question.shape.name} on {counted(question.devices, 'device')} of {question.hardware.name}{mesh}; "
+            f"{scenario.shape.name} on {counted(scenario.devices, 'device')} of {scenario.hardware.name}{mesh}; "
             f"{counted(len(batches), 'batch')} of {size} tokens of {known.name}, "
             f"longest {max(map(max, batches)):,}{f'; loader: {self.loader}' * (self.loader != 'none')}"
             f"{'; ' * bool(known.note)}{known.note}"
         )
 
-    def _facts(self, meshes: Meshes, batches: list[list[int]], known: KnownLengths) -> dict[str, Any]:
-        question = meshes.question
+    def _facts(self, scenario: Scenario, batches: list[list[int]], known: KnownLengths) -> dict[str, Any]:
+        given = ("mode", "tensors", "stages", "devices", "capacity_tokens", "context_tokens", "loader")
         return {
-            "model": question.shape.name,
-            "hardware": question.hardware.name,
-            "kernel": question.hardware.kernel,
-            "cost": meshes.cost.version,
+            "model": scenario.shape.name,
+            "hardware": scenario.hardware.name,
+            "kernel": scenario.hardware.kernel,
+            "cost": _cost_of_one_mesh(scenario).version,
             "mesh": self.machine.mesh,
-            "mode": self.planning.mode,
-            "offload": question.base.offload,
-            "heads": question.base.heads,
-            "recompute": list(question.kinds),
-            "tensors": list(question.tensors),
-            "stages": list(question.stages),
-            "virtual": question.base.cut.virtual,
-            "devices": question.devices,
-            "capacity_tokens": question.capacity_tokens,
-            "context_tokens": question.context_tokens,
+            "offload": scenario.base.offload,
+            "heads": scenario.base.heads,
+            "recompute": scenario.kinds,
+            "virtual": scenario.base.cut.virtual,
+            **{name: getattr(scenario, name) for name in given},
             "lengths": known.name,
             "lengths_in": known.unit,
             "rows_left_out": dict(known.left_out),
             "num_sequences": [len(batch) for batch in batches],
             "batch_tokens": [sum(batch) for batch in batches],
             "longest_tokens": max(map(max, batches)),
-            "loader": self.loader,
         }
 
 
+def _cost_of_one_mesh(scenario: Scenario) -> Cost:
+    return scenario.cost_of(scenario.mesh(scenario.tensors[0], scenario.stages[0]))
+
+
 def _refuse_others_files(folder: Path) -> None:
-    """Raise OutputError where the folder cannot be written or has files that are not of a simulation."""
+    """Raise OutputError if the folder cannot be written, or has files that are not of a simulation."""
     refuse_unwritable(folder)
     from lengthwise.planner import planner_names
 
     ours = {_FIGURES, _PAGE, *map(_trace_name, planner_names())}
     there = sorted(name for name in ours if (folder / name).exists())
     if there and _earlier_planners(folder) is None:
-        where, expected = str(folder), "an empty folder, or that of an earlier simulation, which is then replaced"
+        where, expected = str(folder), "an empty folder, or one of an earlier simulation, which is then replaced"
         got = f"{', '.join(there)}, not written by a simulation"
-        raise OutputError(where, expected=expected, got=got, remedy="Choose another --out, or take them out of it.")
+        raise OutputError(where, expected=expected, got=got, remedy="Choose another --out, or move these files.")
 
 
 def _write_simulation(folder: Path, figures: str, page: str, traces: Mapping[str, str]) -> None:
-    """Replace all files of an earlier simulation; `traces` by planner. Raises OutputError."""
+    """Replace all files of an earlier simulation; traces: by planner. Raises OutputError."""
     for planner in _earlier_planners(folder) or ():
         if planner not in traces:
             try:
                 (folder / _trace_name(planner)).unlink(missing_ok=True)
             except OSError as error:
                 where = str(folder / _trace_name(planner))
-                expected, got = "leave to remove what an earlier simulation wrote", error.strerror or str(error)
+                expected, got = "permission to remove files of an earlier simulation", error.strerror or str(error)
                 raise OutputError(where, expected=expected, got=got, remedy="Choose another --out.") from None
     for planner, trace in traces.items():
         write_atomically(folder / _trace_name(planner), trace)

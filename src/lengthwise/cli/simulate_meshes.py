@@ -1,6 +1,6 @@
-"""On what `lengthwise simulate` runs: the machine, and its meshes: the best of each planner, or one for all.
+"""What `lengthwise simulate` runs on: the model, the machine, and the meshes that its planners may be given.
 
-What the command line gives stays for all planners; the rest is searched, a planner in a process.
+What the command line gives stays for all planners; the rest is searched, each planner in a process of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -35,45 +35,18 @@ if TYPE_CHECKING:
     from lengthwise.core.shape import ModelShape
     from lengthwise.cost import Cost, Hardware
     from lengthwise.planner import PlanOptions
-    from lengthwise.simulator import Answer, Best, Question, RankMesh
+    from lengthwise.simulator import Best, Comparison, RankMesh, Scenario
 
 MESHES = ("best", "same")
 TOKENS_A_DEVICE = 128 * 1024  # of a step whose size is not given
 _SHOWN_EVERY_SECONDS = 0.2
 _SLOW = ("lengthwise", "bytescale", "single-degree")
-_MANY_DEVICES = 2048  # above, a planner takes seconds for each of its tries
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meshes:
-    """A question and how it is answered; `same`: the one mesh of all planners, None: the best of each.
-
-    cost: of one of the meshes, to check options with before any plan.
-    """
-
-    question: Question
-    same: RankMesh | None
-    cost: Cost
-
-    def compare(self, planners: Sequence[str], batches: Sequence[Sequence[int]]) -> list[Best]:
-        """Plan and simulate, with a line of progress; LengthwiseError: no planner has a mesh for these sequences."""
-        from lengthwise.simulator import on_one_mesh, refuse_unheld
-
-        if self.question.devices > _MANY_DEVICES:
-            what = "each planner" if self.same else "each planner (--mesh same tries one mesh)"
-            print(f"{counted(self.question.devices, 'device')}: this can take minutes for {what}", file=sys.stderr)
-        if self.same is not None:
-            with showing("planning", sys.stderr):
-                found = [on_one_mesh(self.same, planner, batches, self.question) for planner in planners]
-        else:
-            found = search_meshes(planners, batches, self.question)
-        refuse_unheld(found)
-        return found
+_MANY_DEVICES = 2048  # above, a planner takes seconds for a plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshChoices:
-    """Model, machine, and what may be chosen of its meshes."""
+    """The model, the machine, and the meshes to try on it."""
 
     model: Annotated[str | None, tyro.conf.arg(metavar="NAME|FOLDER", help_behavior_hint="(required)")] = None
     """The model: a named shape, for example llama-7b, or a Hugging Face folder or its config.json."""
@@ -89,7 +62,7 @@ class MeshChoices:
     """The attention kernel whose speed is used; default: the kernels that training uses on this hardware (h100, h200:
     cudnn for long blocks and flash2 for packs; flash3 where you install it)."""
     measurements: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json", help_behavior_hint="")] = None
-    """What `lengthwise profile` measured, in place of --model and --hardware."""
+    """A file that `lengthwise profile` wrote, in place of --model and --hardware."""
     mesh: Annotated[str, tyro.conf.arg(metavar="best|same")] = "best"
     """best: search the best mesh of every planner, in the same way for all (over those of --tp, --pp, --capacity,
     --heads, --offload and --recompute that you do not give); same: use one mesh, as given, for all."""
@@ -113,16 +86,14 @@ class MeshChoices:
 
     @property
     def searches_devices(self) -> bool:
-        """Whether the devices of a rank are searched, all numbers of them."""
+        """Whether all numbers of devices a rank may be searched."""
         given = (self.ranks, self.measurements, self.tp, self.pp)
         return self.mesh == "best" and all(each is None for each in given)
 
-    def read(
-        self, planning: PlanChoices, loader: str, problems: Collector, *, one_device: bool = False
-    ) -> Meshes | None:
-        """Read all of it; None where `problems` has some.
+    def read(self, planning: PlanChoices, problems: Collector, *, one_device: bool = False) -> Scenario | None:
+        """Read the scenario; None if something is wrong with it, which `problems` then has.
 
-        `one_device`: ranks default to one device, without a search.
+        one_device: ranks default to one device, without a search.
         """
         attempt, before = problems.attempt, len(problems.problems)
         for option, value in (("--tp", self.tp), ("--pp", self.pp)):
@@ -136,25 +107,24 @@ class MeshChoices:
         described = self._priced(planning, problems) if self.measurements is None else attempt(self._measured)
         if len(problems.problems) > before or not described or not devices:
             return None
-        meshes = attempt(partial(self._meshes, planning, loader, capacity, devices, described, one_device))
-        if meshes is not None and meshes.same is not None:
-            attempt(partial(meshes.question.setting, meshes.same))
-        return meshes
+        scenario = attempt(partial(self._scenario, planning, capacity, devices, described, one_device))
+        if scenario is not None and scenario.only is not None:
+            attempt(partial(scenario.setting, scenario.only))
+        return scenario
 
-    def _meshes(
+    def _scenario(
         self,
         planning: PlanChoices,
-        loader: str,
         capacity: int | None,
         devices: int,
-        described: tuple[ModelShape, Hardware, Cost],
+        described: tuple[ModelShape, Hardware, Cost | None],
         one_device: bool,
-    ) -> Meshes:
-        from lengthwise.simulator import Question, RankMesh, stages_to_try, tensors_to_try
+    ) -> Scenario:
+        from lengthwise.simulator import RankMesh, Scenario, stages_to_try, tensors_to_try
 
         shape, hardware, cost = described
-        is_same, is_one_device = self.mesh == "same", self.measurements is not None
-        is_fixed = is_same or is_one_device or self.ranks is not None
+        is_same = self.mesh == "same"
+        is_fixed = is_same or cost is not None or self.ranks is not None
         is_one = is_fixed or (one_device and not (self.tp or self.pp or planning.mode == "pipeline"))
         tensors: tuple[int, ...] = (self.tp or 1,) if is_one or self.tp else tensors_to_try(shape, hardware, devices)
         stages: tuple[int, ...] = (self.pp or 1,) if is_one or self.pp else stages_to_try(shape, devices)
@@ -169,16 +139,14 @@ class MeshChoices:
         kinds = ("none",) if self.recompute is None and (is_same or capacity) else self.kinds
         usual, cut = "off" if is_same else "auto", LayerCut(virtual=planning.virtual or 1)
         base = RankMesh(cut=cut, heads=planning.heads or usual, offload=planning.offload or usual)
-        question = Question(
-            shape=shape, hardware=hardware, devices=devices, context_tokens=1, tensors=tensors, stages=stages,
-            kinds=kinds, capacity_tokens=capacity,
-            takes_capacity=is_fixed, base=base, loader=loader, mode=planning.mode,
-            cost=cost if is_one_device else None,
+        scenario = Scenario(
+            shape=shape, hardware=hardware, devices=devices, tensors=tensors, stages=stages, kinds=kinds,
+            capacity_tokens=capacity, takes_capacity=is_fixed, base=base, mode=planning.mode, cost=cost,
         )  # fmt: skip
-        return Meshes(question=question, same=question.mesh(tensors[0], stages[0]) if is_same else None, cost=cost)
+        return replace(scenario, only=scenario.mesh(tensors[0], stages[0])) if is_same else scenario
 
     def options(self, planning: PlanChoices) -> PlanOptions:
-        """Return the options that all planners get, to be checked before any plan."""
+        """Return the options of all planners, to check them before any plan."""
         stages = self._stages(planning.mode)
         is_pipeline = planning.mode == "pipeline" or (planning.mode is None and (stages or 1) > 1)
         return planning.options(**({"mode": "pipeline", "stages": stages} if is_pipeline else {}))
@@ -196,11 +164,11 @@ class MeshChoices:
         return self.gpus
 
     def _stages(self, mode: str | None) -> int | None:
-        """Return the stages to check options with: the given ones, or the fewest of a pipeline."""
+        """Return the stages to check options with: those given, or the fewest that a pipeline has."""
         is_searched = self.mesh == "best" and self.ranks is None and self.measurements is None
         return self.pp or (2 if mode == "pipeline" and is_searched else None)
 
-    def _priced(self, planning: PlanChoices, problems: Collector) -> tuple[ModelShape, Hardware, Cost] | None:
+    def _priced(self, planning: PlanChoices, problems: Collector) -> tuple[ModelShape, Hardware, None] | None:
         from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 
         if self.model is None:
@@ -214,13 +182,13 @@ class MeshChoices:
         if shape is None or hardware is None or tensor < 1 or stages < 1:
             return None
         cost = problems.attempt(partial(all_terms_cost, shape, hardware, tensor=tensor, stages=stages))
-        return None if cost is None else (shape, hardware, cost)
+        return None if cost is None else (shape, hardware, None)
 
     def _measured(self) -> tuple[ModelShape, Hardware, Cost]:
         from lengthwise.cost import named_hardware
-        from lengthwise.cost.measured import measured_cost, measured_shape, read_measurements
+        from lengthwise.cost.measured import measured_cost, read_measurements
 
-        assert self.measurements is not None, "only asked for where there is a file"
+        assert self.measurements is not None, "only called if a file is given"
         problems = Collector()
         meshes = {"--tp": self.tp, "--pp": self.pp}
         unused = {"--model": self.model, "--hardware": self.hardware, "--kernel": self.kernel}
@@ -229,39 +197,72 @@ class MeshChoices:
         problems.attempt(partial(refuse_beside, unused, expected, "Leave out {option} or --measurements."))
         found = problems.attempt(partial(read_measurements, self.measurements))
         problems.raise_all()
-        assert found is not None, "a file that was not read must have been a problem"
-        return measured_shape(found), named_hardware(found.hardware), measured_cost(found)
+        assert found is not None, "a file that cannot be read is a problem"
+        return found.model, named_hardware(found.hardware), measured_cost(found)
 
 
-def search_meshes(planners: Sequence[str], batches: Sequence[Sequence[int]], question: Question) -> list[Best]:
-    """Search for each planner, in a process a core where a fork is safe; MemoryShortage: one was ended from outside."""
-    from lengthwise.simulator import best_mesh
+def compare_ways(
+    scenario: Scenario, batches: Sequence[Sequence[int]], *, lora: int | None = None, **changes: Any
+) -> Comparison:
+    """Compare FSDP2 and Lengthwise on these batches, with a line of progress.
 
+    lora: rank of the adapters that train in place of the model; None: all of it trains. changes: of the scenario.
+
+    Raises:
+        MemoryShortage: `offloads` is asked for, and a node's hosts have too little memory for it.
+    """
+    from lengthwise.cost import check_host
+    from lengthwise.cost.shard_choice import lora_params
+    from lengthwise.simulator import RankMesh, compare
+
+    adapters = None if lora is None else lora_params(scenario.shape, lora)
+    scenario = replace(scenario, adapters=adapters, mode=None, **{"kinds": RECOMPUTE_KINDS, **changes})
+    node = min(scenario.devices, scenario.hardware.ranks_per_node)
+    check_host(scenario.memory(RankMesh()), node, scenario.hardware.host_bytes, key="--offload-optimizer")
+    with showing("comparing FSDP2 and Lengthwise, each at its best settings", sys.stderr):
+        return compare(batches, scenario)
+
+
+def search_planners(planners: Sequence[str], batches: Sequence[Sequence[int]], scenario: Scenario) -> tuple[Best, ...]:
+    """Search the best mesh of each planner, in a process a core if a fork is safe, with a line of progress.
+
+    Raises:
+        MemoryShortage: a process was ended from outside.
+        LengthwiseError: no planner has a mesh for these sequences.
+    """
+    from lengthwise.simulator import best_mesh, refuse_unheld
+
+    if scenario.devices > _MANY_DEVICES:
+        what = "each planner" if scenario.only else "each planner (--mesh same tries one mesh)"
+        print(f"{counted(scenario.devices, 'device')}: this can take minutes for {what}", file=sys.stderr)
     workers = min(os.cpu_count() or 1, len(planners))
     if workers > 1 and sys.platform == "linux" and threading.active_count() == 1:
-        return _searched_in_processes(workers, planners, batches, question)
-    with showing("planning", sys.stderr) as phases:
+        found = _searched_in_processes(workers, planners, batches, scenario)
+    else:
+        with showing("planning", sys.stderr) as phases:
 
-        def tell(planner: str, mesh: RankMesh, tried: int) -> None:
-            place = f"planner {planners.index(planner) + 1} of {len(planners)}"
-            phases.note(f"{place}, {planner}: {_doing(mesh, tried)}")
+            def show(planner: str, mesh: RankMesh, tried: int) -> None:
+                place = f"planner {planners.index(planner) + 1} of {len(planners)}"
+                phases.note(f"{place}, {planner}: {_doing(mesh, tried)}")
 
-        return [best_mesh(planner, batches, question, progress=tell) for planner in planners]
+            found = [best_mesh(planner, batches, scenario, progress=show) for planner in planners]
+    refuse_unheld(found)
+    return tuple(found)
 
 
 def _searched_in_processes(
-    workers: int, planners: Sequence[str], batches: Sequence[Sequence[int]], question: Question
+    workers: int, planners: Sequence[str], batches: Sequence[Sequence[int]], scenario: Scenario
 ) -> list[Best]:
     line = LiveLine(sys.stderr)
     at_work: dict[str, str] = {}
     context = get_context("fork")
     reports = context.SimpleQueue()
     pool = ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_start_worker, initargs=(reports, batches, question, os.getpid())
+        workers, mp_context=context, initializer=_start_worker, initargs=(reports, batches, scenario, os.getpid())
     )
     try:
         slowest_first = [*filter(planners.__contains__, _SLOW), *(each for each in planners if each not in _SLOW)]
-        searches = {pool.submit(_search_and_tell, planner): planner for planner in slowest_first}
+        searches = {pool.submit(_search_and_report, planner): planner for planner in slowest_first}
         waiting = set(searches)
         while waiting:
             done, waiting = wait(waiting, timeout=_SHOWN_EVERY_SECONDS, return_when=FIRST_COMPLETED)
@@ -275,58 +276,38 @@ def _searched_in_processes(
             line.update("; ".join([f"{len(planners) - len(left)} of {len(planners)} planners done", *now]))
         found = {planner: search.result() for search, planner in searches.items()}
     except BrokenProcessPool:
-        expected, got = "each planner's process to finish its search", "one that was killed before"
-        remedy = "The system does so when memory runs out: give fewer devices or --planners, or --mesh same."
+        expected, got = "each planner's process to finish its search", "one that was killed before its end"
+        remedy = "The system kills processes when memory runs out: give fewer devices or --planners, or --mesh same."
         raise MemoryShortage("search of meshes", expected=expected, got=got, remedy=remedy) from None
     finally:
         line.close()
-        kill_workers(pool)  # where they stand: after Ctrl-C nobody waits for a search
+        kill_workers(pool)  # at once: after Ctrl-C nobody waits for a search
         pool.shutdown(wait=True, cancel_futures=True)
     return [found[planner] for planner in planners]
 
 
-_work: tuple[SimpleQueue[tuple[str, str]], Sequence[Sequence[int]], Question] | None = None  # of a worker
+_work: tuple[SimpleQueue[tuple[str, str]], Sequence[Sequence[int]], Scenario] | None = None  # of a worker
 
 
 def _start_worker(
-    reports: SimpleQueue[tuple[str, str]], batches: Sequence[Sequence[int]], question: Question, parent: int
+    reports: SimpleQueue[tuple[str, str]], batches: Sequence[Sequence[int]], scenario: Scenario, parent: int
 ) -> None:
-    """Ignore Ctrl-C, which the command handles, and end when it ends."""
+    """Ignore Ctrl-C, which the command handles, and end when the command ends."""
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent)
-    _work = reports, batches, question
+    _work = reports, batches, scenario
 
 
-def _search_and_tell(planner: str) -> Best:
-    """Search for one planner in a worker, and report its progress."""
+def _search_and_report(planner: str) -> Best:
     from lengthwise.simulator import best_mesh
 
     assert _work is not None, "a worker that was not started"
-    reports, batches, question = _work
+    reports, batches, scenario = _work
     return best_mesh(
-        planner, batches, question, progress=lambda name, mesh, tried: reports.put((name, _doing(mesh, tried)))
+        planner, batches, scenario, progress=lambda name, mesh, tried: reports.put((name, _doing(mesh, tried)))
     )
 
 
 def _doing(mesh: RankMesh, tried: int) -> str:
     return f"plan {tried + 1} (TP {mesh.tensor}, PP {mesh.cut.stages}, {mesh.capacity_share:g} of what fits)"
-
-
-def answered(
-    meshes: Meshes,
-    batches: list[list[int]],
-    *,
-    adapters: int | None = None,
-    kinds: Sequence[str] = RECOMPUTE_KINDS,
-    offloads: bool = False,
-) -> Answer:
-    """Compare FSDP2 and Lengthwise on these batches; MemoryShortage: `offloads`, and hosts have too little for it."""
-    from lengthwise.cost import check_host
-    from lengthwise.simulator import RankMesh, answer
-
-    question = replace(meshes.question, adapters=adapters, kinds=tuple(kinds), offloads=offloads, mode=None)
-    memory, node = question.memory(RankMesh()), min(question.devices, question.hardware.ranks_per_node)
-    check_host(memory, node, question.hardware.host_bytes, key="--offload-optimizer")
-    with showing("comparing FSDP2 and Lengthwise, each at its best settings", sys.stderr):
-        return answer(batches, question)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What `train` and `verify` take alike."""
+    """Options that `train` and `verify` share."""
 
     config: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG.yaml")]
     """The run file (YAML)."""
@@ -95,7 +95,11 @@ class Train(RunOptions):
 
 
 def read_settings(path: Path, overrides: Sequence[Sequence[str]], ranks: int | None) -> RunConfig:
-    """Read a run file before torch is imported, which takes seconds; LengthwiseError: all that is wrong with it."""
+    """Read a run file before the import of torch, which takes seconds.
+
+    Raises:
+        LengthwiseError: one error has all its problems.
+    """
     from lengthwise.config import load_config
 
     problems = Collector()
@@ -108,31 +112,31 @@ def read_settings(path: Path, overrides: Sequence[Sequence[str]], ranks: int | N
 
 
 def how_to_resume(config: RunConfig, command: str) -> str:
-    """Say how a run that was stopped goes on from its newest checkpoint, or why it has none."""
+    """Return how to resume a stopped run, or why it has no checkpoint."""
     from lengthwise.run.resume import has_checkpoint
 
     if has_checkpoint(config):
-        return f"go on from the newest checkpoint: {command}"
+        return f"resume from the newest checkpoint: {command}"
     if config.checkpoint is None:
         return "no checkpoint: the run file has no `checkpoint: {every_steps: ...}`"
     return "no checkpoint: the run ended before the first one"
 
 
 _WIDTH = 80
-_TIMED_STEPS = 50  # the last ones, whose mean is that of the steps that are left
-_SILENT_SECONDS = 60.0  # of a step, in a log
-_LEARNING_STEPS = 10  # of a run: these warm up, and tell how fast its ranks are
+_TIMED_STEPS = 50  # last steps, whose mean estimates the time left
+_SILENT_SECONDS = 60.0  # without a line in a log
+_LEARNING_STEPS = 10  # first steps, which warm up and show the ranks' speeds
 
 
 class StepLines:
-    """Makes the lines of a run's steps, of at most 80 columns; all else is in metrics.jsonl."""
+    """Makes the lines of a run's steps, of at most 80 columns; metrics.jsonl has more."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=_TIMED_STEPS)
         self._before: float | None = None
 
     def of(self, step: FinishedStep, width: int | None) -> str:
-        """Return the lines of a step on a terminal of `width` columns; None: no terminal."""
+        """Return the lines of a step on a terminal of `width` columns, or None without a terminal."""
         done = step.metrics
         now = time.monotonic()
         self._seconds.append(done.step_seconds if self._before is None else now - self._before)
@@ -158,7 +162,7 @@ class StepLines:
 
 
 class PrintedProgress:
-    """A `Callback` that prints what will run, its steps and the summary."""
+    """A `Callback` that prints the run's description, steps and summary."""
 
     def __init__(self, line: LiveLine, command: str = "") -> None:
         self._line, self._steps, self._phases = line, StepLines(), PhaseLine(line)
@@ -166,24 +170,24 @@ class PrintedProgress:
         self._errors: list[float] = []
 
     def on_start(self, job: Job) -> None:
-        """Show what is about to run."""
+        """Print a description of the run."""
         self._config, self._measures = job.config, job.measures
         width = self._line.width
         self._line.write(wrapped(describe_job(job), width and width - 1, " " * 8))
 
     def on_phase(self, phase: str) -> None:
-        """Show what goes on where nothing else is shown."""
+        """Print the current phase if nothing else was printed for a while."""
         self._phases.note(phase)
 
     def on_note(self, line: str) -> None:
-        """Show what was decided."""
+        """Print a decision."""
         self._line.write(line)
 
     def on_step(self, step: FinishedStep) -> None:
-        """Show a finished step."""
+        """Print a finished step."""
         done = step.metrics
         self._line.write(self._steps.of(step, self._line.width))
-        if self._line.width is None:  # a log file has a line a step; within one it needs no more than a sign of life
+        if self._line.width is None:  # a log has a line per step, and few lines in between
             self._phases.silent_seconds = _SILENT_SECONDS
         if self._measures and done.step > _LEARNING_STEPS:
             self._errors.append(abs(done.predicted_step_seconds / done.step_seconds - 1))
@@ -192,20 +196,20 @@ class PrintedProgress:
             self._line.write(f"predicted seconds of steps from {_LEARNING_STEPS + 1} on were off by {mean} on average")
 
     def on_not_finite(self, found: NotFinite) -> None:
-        """Leave it to the note or error that says what follows."""
+        """Print nothing: a note or an error follows."""
 
     def on_eval(self, metrics: EvalMetrics) -> None:
-        """Show a finished evaluation."""
+        """Print a finished evaluation."""
         tokens = count(metrics.num_tokens)
         self._line.write(f"evaluation after step {metrics.step}: loss {metrics.loss:.4f} over {tokens} tokens")
 
     def on_end(self, result: TrainResult) -> None:
-        """Show how the run ended and where its files are."""
+        """Print how the run ended, and the paths of its files."""
         self._line.write(summary(result, self._config, self._command))
 
 
 def describe_job(job: Job) -> str:
-    """Say in a few lines what is about to run."""
+    """Describe a run in a few lines."""
     data, config = job.known, job.config
     skipped = "".join(f", {number} left out ({reason})" for reason, number in data.skipped.items())
     start = "its weights" if job.model.weights else f"fresh weights from seed {config.seed}"
@@ -213,7 +217,7 @@ def describe_job(job: Job) -> str:
     longest, beyond = int(data.lengths.max()), ""
     if most and longest > most:
         beyond = f"note    {longest} tokens are beyond the model's max_position_embeddings of {most}: "
-        beyond += "it never saw such positions; shorten the rows, or scale RoPE in its config\n"
+        beyond += "it was not trained on such positions; shorten the rows, or scale RoPE in its config\n"
     processes = counted(job.ranks, "process")
     gpus = min(job.ranks, job.gpus)
 
@@ -222,7 +226,7 @@ def describe_job(job: Job) -> str:
 
     rows = f"{counted(len(data.ids), 'sequence')}, {count(int(data.lengths.sum()))} tokens, longest {longest}{skipped}"
     if not job.steps.is_known:
-        rows = f"raw, tokenized while it trains, up to {longest} tokens a sequence"
+        rows = f"raw, tokenized during training, up to {longest} tokens a sequence"
     device = f"{counted(gpus, 'GPU')} here" if gpus else f"CPU{_why_not_on_gpus(config)}"
     return (
         f"model   {job.model.name} ({job.model.config.model_type}), {start}, {config.precision}"
@@ -247,8 +251,8 @@ def _batch(config: RunConfig) -> str:
     )
 
 
-_HIGH_RATE = 1e-4  # for the whole of a model that was trained before
-_SHORT_STEP, _SHORT_STEP_ON_CPU = 0.05, 1.0  # seconds of arithmetic, below which what is not priced takes longer
+_HIGH_RATE = 1e-4  # for all parameters of a pretrained model
+_SHORT_STEP, _SHORT_STEP_ON_CPU = 0.05, 1.0  # seconds of arithmetic below which overhead takes longer
 
 
 def _update(job: Job) -> str:
@@ -265,16 +269,16 @@ def _update(job: Job) -> str:
 
 
 def _time_line(job: Job) -> str:
-    """Say how long the run will take, as far as that is known before it."""
+    """Estimate the run's time, if the data is known."""
     if not job.steps.is_known:
-        return "not estimated for rows that are read meanwhile; each step says the time left"
+        return "not estimated for rows that are read during training; each step prints the time left"
     step = job.estimated_step_seconds
     if step < (_SHORT_STEP if job.gpus else _SHORT_STEP_ON_CPU):
-        return "not estimated: with so little work a step takes mostly overhead; each step says the time left"
+        return "not estimated: with so little work a step is mostly overhead; each step prints the time left"
     left = job.num_steps - (job.resume.step if job.resume is not None else 0)
     return (
         f"roughly {seconds(step)} a step, {seconds(left * step)} in all, estimated for {job.hardware}: "
-        "a rough guess, corrected by the time left that each step says"
+        "a rough guess; each step prints the time left"
     )
 
 
@@ -287,7 +291,7 @@ def _why_not_on_gpus(config: RunConfig) -> str:
 
 def _capacity(config: RunConfig) -> str:
     measured = config.capacity_tokens == "auto"
-    return "microbatches as large as memory holds" if measured else f"{config.capacity_tokens} tokens each a microbatch"
+    return "microbatches as large as memory holds" if measured else f"{config.capacity_tokens} tokens per microbatch"
 
 
 def _lora_line(config: RunConfig) -> str:
@@ -300,7 +304,7 @@ def _lora_line(config: RunConfig) -> str:
 
 
 def summary(result: TrainResult, config: RunConfig | None, command: str) -> str:
-    """Say how the run ended and where its files are; `config` is None where it never started."""
+    """Describe how the run ended, and the paths of its files. config: None if it was already finished."""
     if config is None or (result.num_tokens == 0 and not result.skipped):
         model = result.folder / "model"
         ended = f"already finished: {counted(result.steps, 'step')}, model in {model}"

@@ -1,4 +1,4 @@
-"""`lengthwise verify`: is the plan's arithmetic that of one process, on this model and this data?"""
+"""`lengthwise verify`: compare planned steps with one process, on the user's model and data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lengthwise.run.verify_batch import VerifyBatch
 
 
-_START_SECONDS = 10.0  # of processes that import torch and build the model, about
+_START_SECONDS = 10.0  # about what processes take to import torch and build the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +71,16 @@ class Verify(RunOptions):
 
 
 def print_expectations(check: VerifyBatch) -> None:
-    """Say what will be compared, what is other than in the run, and how long that will take, roughly."""
+    """Print what will be compared, the differences from the run, and a rough estimate of the time."""
     job, tokens = check.job, sum(check.plan.tokens)
     print(
         f"verify: {len(check.plan.tokens)} sequences, {count(tokens)} tokens, {job.precision}, "
         f"{counted(job.ranks, 'rank')} against one process"
     )
     if check.changes:
-        print(f"for this check: {', '.join(check.changes)}; --full runs the first batch as it is")
+        print(f"for this check: {', '.join(check.changes)}; --full runs the first batch unchanged")
     if check.seconds < _START_SECONDS:
-        print("expected: mostly what ranks take to start; the passes themselves are short")
+        print("expected: mostly the start of the ranks; the passes themselves are short")
     else:
         print(f"expected: about {seconds(check.seconds)}, a rough guess for {job.hardware}, and the start of ranks")
     memory = memory_bytes()
@@ -93,12 +93,12 @@ def print_expectations(check: VerifyBatch) -> None:
 
 
 def verification_lines(found: VerifyReport) -> list[str]:
-    """Say what was compared and how far apart it was."""
+    """Return the lines of a report: what was compared, and the differences."""
     rounding = found.rounding
     rings = sum(1 for m in found.plan.microbatches for p in m.pieces if p.degree > 1)
     worst = sorted(found.gradients.items(), key=lambda item: -item[1] / found.allowed(item[0]))[:5]
     width = max(len(name) for name, _ in worst)
-    router = []  # where the model has a balance loss
+    router = []  # if the model has a balance loss
     if found.reference_router_loss:
         router.append(
             f"router loss: {found.router_loss:.9f}, one process {found.reference_router_loss:.9f}, "

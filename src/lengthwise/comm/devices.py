@@ -86,8 +86,8 @@ def call_apart(call: Callable[[], Answer], *, gpus: int) -> Answer:
     made), and a process that has started CUDA cannot fork ranks that use a GPU.
 
     Raises:
-       RankError: the child died.
-       LengthwiseError: `call` raised it.
+        RankError: the child died.
+        LengthwiseError: `call` raised it.
     """
     if not gpus:
         return call()
@@ -100,9 +100,9 @@ def call_apart(call: Callable[[], Answer], *, gpus: int) -> Answer:
 
     found = ask_in_a_child(answer)
     if not isinstance(found, tuple):
-        remedy = "Its own message is above."
+        remedy = "Its message is printed above."
         raise RankError(
-            "model", expected="the process that checks it to finish", got=f"exit code {found}", remedy=remedy
+            "model", expected="the process that checks the model to finish", got=f"exit code {found}", remedy=remedy
         )
     returned, error = found
     if error is not None:

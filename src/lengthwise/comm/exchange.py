@@ -57,7 +57,7 @@ def from_first(transport: Transport, work: Callable[[], Value]) -> Value:
     """Run `work` on rank 0 and return its result, which must be JSON, on every rank. Collective.
 
     Raises:
-       LengthwiseError: `work` raised it; raised on every rank.
+        LengthwiseError: `work` raised it; raised on every rank.
     """
     found, problems = None, Collector()
     if not transport.rank:
@@ -72,8 +72,8 @@ def on_first_rank(transport: Transport, work: Callable[[], None]) -> None:
     """Run `work`, which writes, on rank 0 and wait for it. Collective.
 
     Raises:
-       LengthwiseError: `work` raised it; raised on every rank.
-       OutputError: `work` raised another exception.
+        LengthwiseError: `work` raised it; raised on every rank.
+        OutputError: `work` raised another exception.
     """
 
     def written() -> None:
@@ -82,7 +82,11 @@ def on_first_rank(transport: Transport, work: Callable[[], None]) -> None:
         except LengthwiseError:
             raise
         except Exception as error:  # a library's; the other ranks wait for the result
-            expected, remedy, got = "to write on rank 0", "Correct what it names.", f"{type(error).__name__}: {error}"
+            expected, remedy, got = (
+                "to write on rank 0",
+                "Correct what the error names.",
+                f"{type(error).__name__}: {error}",
+            )
             raise OutputError("rank 0", expected=expected, got=got, remedy=remedy) from error
 
     from_first(transport, written)

@@ -19,11 +19,9 @@ class SoloTransport:
         self.clock = Clock()
 
     def connect(self, peers: Sequence[int]) -> None:
-        """Do nothing: there are no other ranks."""
         assert not peers, f"a world of one cannot meet ranks {peers}"
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Do nothing: there are no other ranks."""
         messages = [*sends, *receives]
         assert not messages, f"a world of one cannot exchange {len(messages)} messages"
         return Done()
@@ -32,21 +30,17 @@ class SoloTransport:
         """Do nothing: the sum over one rank."""
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
-        """Copy `source`."""
         output.copy_(source)
 
     def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        """Copy `source`, at once."""
         del key
         self.reduce_scatter(output, source)
         return Done()
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
-        """Copy `source`."""
         output.copy_(source)
 
     def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        """Copy `source`, at once."""
         del key
         self.all_gather(output, source)
         return Done()
@@ -60,7 +54,6 @@ class SoloTransport:
         return self
 
     def apart(self) -> Transport:
-        """Return itself: there are no transfers."""
         return self
 
     def close(self) -> None:
@@ -78,7 +71,6 @@ class Lone(SoloTransport):
         """Do nothing."""
 
     def among(self, groups: Sequence[Sequence[int]]) -> Transport:
-        """Return this rank in its group, without the others."""
         own = next(list(ranks) for ranks in groups if self.rank in ranks)
         return type(self)(own.index(self.rank), len(own))
 

@@ -48,15 +48,12 @@ class StagedTransport(TransportWrapper):
         return pending
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over all ranks, in place."""
         self._in_place(tensor, self._inner.all_reduce)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite with the tensor of rank `source`."""
         self._in_place(tensor, lambda host: self._inner.broadcast(host, source))
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
-        """Sum over all ranks and keep this rank's slice."""
         self._refuse_sizes(whole=source, part=output)
         if not self._stages(output):
             self._inner.reduce_scatter(output, source)
@@ -70,13 +67,11 @@ class StagedTransport(TransportWrapper):
             self._slabs.give(host_whole)
 
     def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        """Do `reduce_scatter` at once."""
         del key
         self.reduce_scatter(output, source)
         return Done()
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
-        """Concatenate the tensors of all ranks."""
         self._refuse_sizes(whole=output, part=source)
         if not self._stages(output):
             self._inner.all_gather(output, source)
@@ -90,7 +85,6 @@ class StagedTransport(TransportWrapper):
             self._slabs.give(host_part)
 
     def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        """Do `all_gather` at once."""
         del key
         self.all_gather(output, source)
         return Done()

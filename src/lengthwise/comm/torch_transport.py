@@ -26,8 +26,8 @@ from lengthwise.comm.clock import Clock
 from lengthwise.comm.groups import gloo_group, gloo_groups, nccl_group, refuse_large
 from lengthwise.comm.solo import SoloTransport
 from lengthwise.comm.staged import StagedTransport
+from lengthwise.comm.transfer_watch import Posted, TransferWatch
 from lengthwise.comm.transport import Done, Key, Message, Pending, Transport, lies_on_a_device
-from lengthwise.comm.watch import Posted, TransferWatch
 from lengthwise.comm.world import World
 from lengthwise.core.errors import ConfigError, TransferError
 from lengthwise.program import line_peers
@@ -46,9 +46,9 @@ def join(
     """Claim the rank's device, join the other ranks, and return the transport; `say` reports its kind.
 
     Raises:
-       TransferError: some ranks did not come.
-       RankError: some ranks are on GPUs and some are not.
-       ConfigError: see `transport_wrapper`.
+        TransferError: some ranks did not come.
+        RankError: some ranks are on GPUs and some are not.
+        ConfigError: see `transport_wrapper`.
     """
     if world.world_size == 1:
         world.claim_device()
@@ -67,7 +67,7 @@ def transport_wrapper() -> Callable[[Transport, TorchTransport], Transport] | No
     It is called with the transport and the world below it. Tests set it to `testing.checked` in each process of a run.
 
     Raises:
-       ConfigError: the name cannot be imported.
+        ConfigError: the name cannot be imported.
     """
     asked = os.environ.get(WRAPPER, "")
     module, _, name = asked.partition(":")
@@ -117,7 +117,6 @@ class TorchTransport:
 
     @property
     def phase(self) -> str:
-        """Where in the step this rank is, in words."""
         return self._phase
 
     @phase.setter
@@ -141,7 +140,6 @@ class TorchTransport:
         self.exchange(*([(_zero(self._device), peer) for peer in new] for _ in range(2))).wait()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Post one grouped call (see `Transport.exchange`)."""
         return self._exchange(_TRANSFERS, sends, receives)
 
     def beside(self) -> Callable[[Sequence[Message], Sequence[Message]], Pending]:
@@ -164,37 +162,30 @@ class TorchTransport:
         )
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over all ranks, in place."""
         self._collective(lambda group: dist.all_reduce(tensor, group=group, async_op=True), tensor).wait()
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
-        """Sum over all ranks and keep this rank's slice."""
         self.reduce_scatter_async(output, source).wait()
 
     def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        """Begin a `reduce_scatter` (see `Transport.reduce_scatter_async`)."""
         return self._collective(
             lambda group: _reduce_scatter(output, source, group=group, async_op=True), output, source, key=key
         )
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
-        """Concatenate the tensors of all ranks."""
         self.all_gather_async(output, source).wait()
 
     def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        """Begin an `all_gather` (see `Transport.reduce_scatter_async`)."""
         return self._collective(
             lambda group: _all_gather(output, source, group=group, async_op=True), output, source, key=key
         )
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite with the tensor of rank `source`."""
         self._collective(
             lambda group: dist.broadcast(tensor, group=group, group_src=source, async_op=True), tensor
         ).wait()
 
     def among(self, groups: Sequence[Sequence[int]]) -> Transport:
-        """Return the collectives of this rank's group (see `Transport.among`)."""
         own, timeout = next(ranks for ranks in groups if self.rank in ranks), timedelta(seconds=self._timeout_seconds)
         how: dict[str, Any] = {"groups": groups, "is_owned": self._owned}
         made = {_HOST: self._guard(lambda: gloo_groups(timeout, **how), own)}
@@ -206,7 +197,6 @@ class TorchTransport:
         return _Among(self, own, made)
 
     def apart(self) -> Transport:
-        """Return the same ranks with their own group for transfers (see `Transport.apart`)."""
         group = self._groups[f"transfers {len(self._groups)}"] = self._make_transfers()
         return _Among(self, range(self.world_size), {**self._groups, _TRANSFERS: group})
 

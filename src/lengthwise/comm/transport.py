@@ -27,7 +27,7 @@ class Pending(Protocol):
         """Wait until every message has arrived and left; on a GPU, make the current stream wait for that.
 
         Raises:
-           TransferError: a peer is gone or the time-out has passed; names rank, step and phase.
+            TransferError: a peer is gone or the time-out has passed; names rank, step and phase.
         """
 
 

@@ -63,7 +63,7 @@ class World:
         """Join the gloo group of all ranks, or the existing one, and return what the ranks share.
 
         Raises:
-           RankError: some ranks are on GPUs and some are not.
+            RankError: some ranks are on GPUs and some are not.
         """
         self.claim_device()  # also in a user's loop: clocks and memory are those of the current device
         if self.attached:
@@ -137,8 +137,8 @@ def world_from_environment() -> World | None:
     """Return the world of torchrun or mpirun, or None if the process was started alone.
 
     Raises:
-       ConfigError: torchrun's variables are incomplete, invalid or contradictory, or mpirun started several machines
-       without the address of the first.
+        ConfigError: torchrun's variables are incomplete, invalid or contradictory, or mpirun started several machines
+        without the address of the first.
     """
     values = {name: os.environ.get(name) for name in _TORCHRUN}
     if values["RANK"] is None and values["WORLD_SIZE"] is None:

@@ -1,8 +1,8 @@
 """The run file: YAML in, checked settings out. Needs neither torch nor a model library."""
 
 from lengthwise.config.document import dump_values as _dump_values
-from lengthwise.config.load import build_config, load_config
-from lengthwise.config.optimizer import FRESH_RATE, LOADED_RATE, LOADED_WARMUP, LORA_RATE, OptimizerConfig
+from lengthwise.config.optimizer_config import FRESH_RATE, LOADED_RATE, LOADED_WARMUP, LORA_RATE, OptimizerConfig
+from lengthwise.config.run_file import build_config, load_config
 from lengthwise.config.schema import TINY_MODEL, RunConfig
 from lengthwise.config.sections import DataSource, GlobalBatch, LoraConfig, OffloadConfig
 from lengthwise.config.training import MEASURE_AT_START, MEASURE_NOTHING, TrainingSettings

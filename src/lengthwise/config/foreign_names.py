@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_BATCH = "`global_batch: {sequences: n}` is the step of all ranks together"
+_BATCH = "`global_batch: {sequences: n}` is the size of a step over all ranks"
 _PACKING = "Leave it out: sequences are always packed, and never attend to each other"
-_SHARDING = "Leave it out: parameters are sharded where a model needs it; to choose, set `shard: zero3`"
-_LONGEST = "`data.0.max_tokens` is the longest sequence to take, `capacity_tokens` what one rank holds"
-_WARMUP = "Here it is `optimizer.warmup_steps`: steps, or below 1 a share of them"
+_SHARDING = "Leave it out: parameters are sharded if a model needs it; to choose, set `shard: zero3`"
+_LONGEST = "`data.0.max_tokens` limits the length of a sequence, `capacity_tokens` the tokens of one rank"
+_WARMUP = "Here it is `optimizer.warmup_steps`: a number of steps, or below 1 a share of all"
 _BETAS = "Here it is `optimizer.betas: [0.9, 0.95]`"
 _DEGREES = "Leave it out: the planner chooses for each sequence how many ranks share it"
-_WHOLE = "There is none: the model is held in `precision`, under `lora` too"
+_WHOLE = "Not supported: the model is in `precision`, under `lora` too"
 
 FOREIGN_NAMES: Mapping[str, str] = {
-    "assistant_only_loss": "Leave it out: a chat has its loss on the turns of the assistant alone",
-    "completion_only_loss": "Leave it out: rows of prompt and completion have their loss on the completion alone",
+    "assistant_only_loss": "Leave it out: in a chat only the assistant's turns have a loss",
+    "completion_only_loss": "Leave it out: in rows of prompt and completion only the completion has a loss",
     "train_on_inputs": "Leave it out: prompts and the turns of users have no loss",
     "learning_rate": "Here it is `optimizer.lr`",
     "optim": "Here it is `optimizer.name`",
@@ -41,7 +41,7 @@ FOREIGN_NAMES: Mapping[str, str] = {
     "save_total_limit": "Here it is `checkpoint.keep_last`",
     "resume_from_checkpoint": "Here it is `--resume` of the command",
     "logging_steps": "Leave it out: every step is written and reported",
-    "run_name": "Leave it out: `output` names a run, and trackers have variables of their own",
+    "run_name": "Leave it out: `output` names a run, and trackers read their own environment variables",
     "wandb_project": "Set WANDB_PROJECT in the environment, and `report_to: wandb`",
     "trust_remote_code": "Leave it out: code from a hub is never run",
     "attn_implementation": "Here it is `attention`",
@@ -50,10 +50,10 @@ FOREIGN_NAMES: Mapping[str, str] = {
     "use_liger_kernel": "Here it is `fused_layers`",
     "lora_r": "Here it is `lora.r`",
     "rank": "Here it is `lora.r`",
-    "val_set_size": "Here it is `eval: {data: [{path: held-out.jsonl}]}`: rows of a file of their own",
+    "val_set_size": "Here it is `eval: {data: [{path: held-out.jsonl}]}`: rows of a separate file",
     "bias": "Leave it out: only adapters are trained",
     "modules_to_save": "Leave it out: only adapters are trained",
-    "use_dora": "There is none: LoRA, or rank-stabilized LoRA by `lora.use_rslora`",
+    "use_dora": "Not supported: use LoRA, or rank-stabilized LoRA by `lora.use_rslora`",
     "lora_target_modules": "Here it is `lora.target_modules`",
     "output_dir": "Here it is `output`",
     "per_device_train_batch_size": _BATCH,
@@ -74,7 +74,7 @@ FOREIGN_NAMES: Mapping[str, str] = {
     "bf16": "Here it is `precision: bf16`",
     "load_in_4bit": _WHOLE,
     "load_in_8bit": _WHOLE,
-    "fp16": "There is none; `precision: bf16` is the half precision here",
+    "fp16": "Not supported: use `precision: bf16`",
     "torch_dtype": "Here it is `precision`",
     "dtype": "Here it is `precision`",
     "tensor_parallel_size": "Leave it out: training has no tensor parallelism",

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from lengthwise.config.foreign_names import FOREIGN_NAMES
-from lengthwise.config.optimizer import REFUSED_NAMES
+from lengthwise.config.optimizer_config import REFUSED_NAMES
 from lengthwise.config.schema import RunConfig
-from lengthwise.config.settings import Settings
+from lengthwise.config.setting_types import Settings
 from lengthwise.config.training import TrainingSettings
 from lengthwise.core.errors import ConfigError, KeyProblem
 from lengthwise.core.names import nearest_name

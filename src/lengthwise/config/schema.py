@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from lengthwise.config.optimizer import OptimizerConfig
+from lengthwise.config.optimizer_config import OptimizerConfig
 from lengthwise.config.sections import (
     CheckpointConfig,
     DataSource,
@@ -21,7 +21,7 @@ from lengthwise.config.sections import (
     read_meanwhile,
     scheme_of,
 )
-from lengthwise.config.settings import PathSetting, Settings
+from lengthwise.config.setting_types import PathSetting, Settings
 from lengthwise.config.training import TrainingSettings
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import BYTES_TOKENIZER
@@ -57,7 +57,7 @@ class _Training(Settings):
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="the seed of all random numbers, 0 to 2^63 - 1; default 0")
     steps: int | None = Field(
-        default=None, ge=1, description=f"optimizer steps; default {DEFAULT_STEPS} where epochs is not given"
+        default=None, ge=1, description=f"optimizer steps; default {DEFAULT_STEPS} if epochs is not given"
     )
     epochs: int | None = Field(default=None, ge=1, description="the number of passes over the data, in place of steps")
     global_batch: GlobalBatch = Field(
@@ -84,7 +84,7 @@ class RunConfig(TrainingSettings, _Training):
         description="{r: 16, ...}: train LoRA adapters on the frozen model; default null (train the whole model)",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto (GPUs where there are any), cpu or cuda; default auto"
+        default="auto", description="auto (GPUs if there are any), cpu or cuda; default auto"
     )
     memory_check: bool | None = Field(
         default=None,
@@ -167,7 +167,11 @@ def _not_read_meanwhile(values: Mapping[str, object]) -> list[ConfigError]:
     if key is not None and set(keys) != {key}:
         number = next(number for number, other in enumerate(keys) if other != key)
         remedy = f"Set `{key}: true` on this source, too, or on none."
-        found.append(ConfigError(f"data.{number}.{key}", expected=f"all or none {key}", got="some", remedy=remedy))
+        found.append(
+            ConfigError(
+                f"data.{number}.{key}", expected=f"all sources `{key}`, or none", got="some of them", remedy=remedy
+            )
+        )
     numbers = {str(each.get(key) if isinstance(each, Mapping) else getattr(each, key)) for each in data if key}
     if key == "streaming" and len(numbers) > 1:
         got, remedy = " and ".join(sorted(numbers)), "Set the same number."

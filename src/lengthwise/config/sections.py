@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from lengthwise.config.settings import Fraction, PathSetting, Settings, Tokens
+from lengthwise.config.setting_types import Fraction, PathSetting, Settings, Tokens
 from lengthwise.core.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
@@ -141,7 +141,7 @@ class DataSource(Settings):
                 remedy = "Add for example `max_tokens: 32K`."
                 found.append(ConfigError("max_tokens", expected=expected, got="none", remedy=remedy))
             if values.get("weight", 1) != 1:
-                expected = f"no weight beside `{meanwhile}`: it needs a count of all rows"
+                expected = f"no weight beside `{meanwhile}`: weights need a count of all rows"
                 remedy = "Take one of them out."
                 found.append(ConfigError("weight", expected=expected, got=f"{values['weight']}", remedy=remedy))
             if values.get("remote") and values.get("streaming"):
@@ -224,7 +224,7 @@ class OffloadConfig(Settings):
 
     ratio: Literal["auto", "off"] | Annotated[float, Field(ge=0, le=1)] = Field(
         default="auto",
-        description="the share of a microbatch's activations to offload: auto (as much as each microbatch needs, where "
+        description="the share of a microbatch's activations to offload: auto (as much as each microbatch needs, if "
         "that pays), off, or a share from 0 to 1 for every microbatch, of all layers but two; default auto",
     )
     store: Literal["host", "disk"] = Field(

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, PlainSerializer, ValidationError, WrapValidator, model_validator
 
 from lengthwise.config.sections import OffloadConfig
-from lengthwise.config.settings import Attention, Experts, FusedLayers, Recompute, Settings, Shard, Tokens
+from lengthwise.config.setting_types import Attention, Experts, FusedLayers, Recompute, Settings, Shard, Tokens
 from lengthwise.config.together import RUN_FILE, broken, plain
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import PLANNER_GROUP

@@ -29,7 +29,7 @@ def try_lock(path: Path) -> TextIO | str:
     """Create and lock `path` until the returned file is closed, or return the name of the process that holds it.
 
     Raises:
-       OSError: the file cannot be created.
+        OSError: the file cannot be created.
     """
     while True:
         file = path.open("a+", encoding="utf-8")
@@ -129,7 +129,7 @@ def read_plain(path: str | Path, *, most_bytes: int = MOST_BYTES) -> bytes:
     """Read a regular file, or a pipe that the shell opened.
 
     Raises:
-       OSError: it does not exist, has too many bytes, or is a device or another pipe (which may be endless).
+        OSError: it does not exist, has too many bytes, or is a device or another pipe (which may be endless).
     """
     with open(_opened(path), "rb") as file:
         content = file.read(most_bytes + 1)
@@ -174,7 +174,7 @@ def parse_json(text: str) -> Any:
     """Parse JSON and refuse repeated keys; NaN and Infinity become floats, which the caller must refuse.
 
     Raises:
-       ValueError: empty text, invalid JSON, a byte order mark, a repeated key, or nesting too deep to read.
+        ValueError: empty text, invalid JSON, a byte order mark, a repeated key, or nesting too deep to read.
     """
     if not text.strip():
         raise ValueError("an empty file")
@@ -224,7 +224,9 @@ def read_json_object(path: str) -> dict[str, Any]:
     try:
         content = read_json(path)
     except ValueError as error:
-        raise ConfigError(path, expected="a JSON file", got=str(error), remedy="Correct path or file.") from None
+        raise ConfigError(
+            path, expected="a JSON file", got=str(error), remedy="Correct the path or the file."
+        ) from None
     if not isinstance(content, dict):
         got = type(content).__name__
         raise ConfigError(path, expected="a JSON object", got=got, remedy='Write it as {"key": value, ...}.')
@@ -240,8 +242,8 @@ def read_plan_text(path: str | Path) -> str:
     """Read the JSON of a plan file.
 
     Raises:
-       OSError: see `read_plain`; or broken gzip, or more bytes than a plan can have.
-       UnicodeDecodeError: not UTF-8.
+        OSError: see `read_plain`; or broken gzip, or more bytes than a plan can have.
+        UnicodeDecodeError: not UTF-8.
     """
     content = read_plain(path)
     if content.startswith(_GZIP):

@@ -14,6 +14,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from lengthwise.core.shape import ModelShape
+
 SCHEMA = "lengthwise.measurements/1"
 
 Kind = Literal[
@@ -45,7 +47,6 @@ _Count = Annotated[int, Field(ge=1)]
 _Name = Annotated[str, Field(min_length=1)]
 _AboveZero = Annotated[float, Field(gt=0)]
 _FromZero = Annotated[float, Field(ge=0)]
-_CountFromZero = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,39 +100,6 @@ class MeasuredPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredModel:
-    """The sizes of the model that was run, as in `ModelShape`."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-    name: _Name
-    layers: _Count
-    hidden: _Count
-    heads: _Count
-    kv_heads: _Count
-    head_dim: _Count
-    intermediate: _Count
-    vocab: _Count
-    experts: _Count
-    experts_per_token: _Count
-    windows: tuple[tuple[_Count, _Count], ...]
-    full_head_dim: _Count | None = None
-    full_kv_heads: _Count | None = None
-    attention_layers: _CountFromZero | None = None
-    mlp_layers: _CountFromZero | None = None
-    gated: bool = True
-    dense_width: _CountFromZero = 0
-    attention_params: _CountFromZero | None = None
-    lookup_params: _CountFromZero = 0
-    mixer_params: _CountFromZero = 0
-    scan_flops: _CountFromZero = 0
-    state_layers: _CountFromZero = 0
-    map_values: _CountFromZero = 0
-    mixer_kept: _CountFromZero = 0
-    family: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
     """A fitted coefficient and its relative standard error; None if one sample, or a value of 0, gives none."""
 
@@ -174,7 +142,7 @@ class Measurements:
     schema: Literal["lengthwise.measurements/1"] = SCHEMA
     date: _Name
     place: MeasuredPlace
-    model: MeasuredModel
+    model: ModelShape
     precision: Precision
     hardware: _Name
     fit: Fit

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.sizes import read_whole
@@ -71,6 +73,8 @@ class ModelShape:
     family: the config's `model_type`, if known; comparisons ignore it.
     """
 
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid", "strict": True}  # in `Measurements`
+
     name: str
     layers: int
     hidden: int
@@ -98,11 +102,15 @@ class ModelShape:
     family: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                where, remedy = f"model {self.name}: {name}", "Correct the model's config.json."
-                raise ConfigError(where, expected="a whole number of at least 1", got=repr(value), remedy=remedy)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name in ("name", "windows", "gated", "family") or (value is None and each.default is None):
+                continue
+            least = 1 if each.default in (MISSING, 1) or each.name.startswith("full_") else 0
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                where, remedy = f"model {self.name}: {each.name}", "Correct the model's config.json."
+                expected = f"a whole number of at least {least}"
+                raise ConfigError(where, expected=expected, got=repr(value), remedy=remedy)
 
     @property
     def window_shares(self) -> tuple[tuple[int, float], ...]:

@@ -19,7 +19,7 @@ def parse_tokens(text: str, where: str) -> int:
     written = _WRITTEN.fullmatch(text)
     value = float(written[1]) * _UNITS[written[2].upper()] if written and len(written[1]) < 20 else 0.0
     if not 1 <= value <= MOST or value != int(value):
-        expected = "a whole number of tokens, as 8192, 256K or 2M (K = 1024, M = 1024 x 1024)"
+        expected = "a whole number of tokens, such as 8192, 256K or 2M (K = 1024, M = 1024 x 1024)"
         raise ConfigError(where, expected=expected, got=text.strip() or repr(text), remedy="Give such a number.")
     return int(value)
 

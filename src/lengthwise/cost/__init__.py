@@ -1,4 +1,4 @@
-"""Seconds of a piece of work, and where they come from: a model's shape and a hardware description. Pure.
+"""Seconds and bytes of a piece of work, from a model's shape and a hardware description or measurements. Pure.
 
 Planners, score and simulator ask a `Cost`; `memory` says what a step holds, `capacity` how many tokens fit.
 """
@@ -25,9 +25,9 @@ from lengthwise.cost.memory import (
     state_bytes,
 )
 from lengthwise.cost.microbatch import WINDOW_LAYERS, MicrobatchBytes, Moments, PassBeside, StepBytes
-from lengthwise.cost.passes import Pass
+from lengthwise.cost.passes import PassShares
 from lengthwise.cost.shapes import SHAPE_NAMES, check_trained, layer_shapes, named_shape, shape_from_config
-from lengthwise.cost.sharding import (
+from lengthwise.cost.shard_choice import (
     ZERO3_ALONE,
     LayoutSeconds,
     check_host,
@@ -57,8 +57,8 @@ __all__ = [
     "MicrobatchBytes",
     "ModelLayout",
     "Moments",
-    "Pass",
     "PassBeside",
+    "PassShares",
     "StepBytes",
     "StepMemory",
     "all_terms_cost",

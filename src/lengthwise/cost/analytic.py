@@ -1,12 +1,12 @@
-"""Costs from FLOPs and bytes: what a plan is made with before anything was measured.
+"""Costs from FLOPs and bytes, to plan with before measuring.
 
-Forward and backward together, of a sequence of s tokens over all layers:
+Forward and backward together, for a sequence of s tokens over all layers:
 
-    linear     6 FLOPs a token and active matrix parameter (2 forward, 4 backward), and 3 times a scan's forward
-    attention  7 s^2 x heads x head_dim FLOPs a layer: two products forward and five backward, of half the square each
+    linear     6 FLOPs per token and active matrix parameter (2 forward, 4 backward), and 3 times a scan's forward
+    attention  7 s^2 x heads x head_dim FLOPs per layer: two products forward and five backward, of half the square each
     ring       K and V of a token once forward, in the compute type; backward once more, and dK and dV in fp32
-    sweep      of a layer with states, where a sequence is cut: a map in fp32 a round, in both passes (here of one
-               sequence a piece); its scan then takes half as long again
+    sweep      for a layer with states, if a sequence is cut: a map in fp32 per round, in both passes (here of one
+               sequence per piece); its scan then takes half as long again
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from lengthwise.cost.terms import Cost, plain_cost
 
 GRADIENT_BYTES = 4  # dK and dV are summed in fp32 as they travel
 STATE_BYTES = 4  # states and maps are fp32
-SCAN_CUT = 0.5  # a scan that gives its map too takes 1.5 times as long (measured on the CPU, benchmarks/families.py)
-PASSES = 2  # forward and backward each send the ring round once, and each make a sweep
+SCAN_CUT = 0.5  # a scan that also returns its map takes 1.5 times as long (measured on CPUs, benchmarks/families.py)
+PASSES = 2  # forward and backward each go once around the ring, and each make a sweep
 
 
 def analytic_cost(shape: ModelShape, hardware: Hardware) -> Cost:
-    """Make the costs of a model on a kind of device, for ranks of one device each."""
+    """Return the costs of a model on a kind of device, for ranks of one device each."""
     linear_flops, attention_flops = flops_coefficients(shape)
     kv_values = 2 * shape.key_width
     ring_bytes = kv_values * (PASSES * hardware.compute_dtype_bytes + GRADIENT_BYTES)
@@ -48,14 +48,14 @@ def analytic_cost(shape: ModelShape, hardware: Hardware) -> Cost:
 
 
 def step_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Count the model's FLOPs of one step, forward and backward, as MFU does: nothing masked or recomputed."""
+    """Return the model's FLOPs of one step, forward and backward, as MFU counts: nothing masked or recomputed."""
     linear_flops, attention_flops = flops_coefficients(shape)
     counting = Cost(quadratic_seconds=attention_flops, linear_seconds=linear_flops, windows=shape.window_shares)
     return float(counting.compute_seconds(np.array(lengths, dtype=np.int64)).sum())
 
 
 def layer_flops(layers: Sequence[ModelShape], lengths: Sequence[int]) -> tuple[list[float], float]:
-    """Count the FLOPs of each layer of a model, by `layer_shapes`, and those of the head, as `step_flops` does."""
+    """Return the FLOPs of each layer (`layer_shapes`) of a model, and those of the head, as in `step_flops`."""
     attention, linear, head = _flops_of_layers(layers, lengths)
     return (attention + linear).tolist(), head
 
@@ -65,14 +65,14 @@ def layer_seconds(
 ) -> tuple[list[float], float, float]:
     """Return the seconds of each layer (`layer_shapes`), of embedding and head, in packs of `capacity` tokens.
 
-    A layer has its part of the FLOPs of attention and of the others. Where the costs do not tell embedding and head
-    apart, the head is its part of the FLOPs that are not attention.
+    Each layer gets its share of the FLOPs of attention and of other work. If the costs do not price embedding and head
+    apart, the head gets its share of the FLOPs without attention.
     """
     attention_flops, linear_flops, head_flops = _flops_of_layers(layers, lengths)
     numbers, tokens = np.array(lengths, dtype=np.int64), float(np.sum(lengths))
     stages = max(1, cost.stages)
     whole = stages * float(cost.compute_seconds(numbers).sum())
-    without = replace(cost, quadratic_seconds=0.0, fixed_seconds=1.0)  # which sums do not count
+    without = replace(cost, quadratic_seconds=0.0, fixed_seconds=1.0)  # above 0, as a Cost needs; not counted below
     linear = stages * float(without.compute_seconds(numbers).sum())
     embedding, head = cost.embedding_seconds * tokens, cost.head_seconds * tokens
     if not cost.head_seconds:
@@ -84,7 +84,7 @@ def layer_seconds(
 
 
 def _flops_of_layers(layers: Sequence[ModelShape], lengths: Sequence[int]) -> tuple[Floats, Floats, float]:
-    """Count FLOPs of the attention of each layer, of the rest of each, and of the head."""
+    """Return the FLOPs of each layer's attention, of the rest of each, and of the head."""
     numbers, tokens = np.array(lengths, dtype=np.float64), float(np.sum(lengths))
     head = 6.0 * layers[0].hidden * layers[0].vocab
     linear, quadratic = np.array([flops_coefficients(shape) for shape in layers]).T
@@ -101,11 +101,11 @@ def _shares(values: Floats) -> Floats:
 
 
 def flops_coefficients(shape: ModelShape) -> tuple[float, float]:
-    """Return FLOPs a token of everything but attention, and FLOPs a squared token of attention."""
+    """Return the FLOPs per token of everything but attention, and per squared token of attention."""
     linear = 6.0 * shape.linear_params + scan_flops(shape)
     return linear, (1 + 2.5) * 2.0 * shape.query_width
 
 
 def scan_flops(shape: ModelShape) -> float:
-    """Return FLOPs a token of all scans, forward and backward together."""
+    """Return the FLOPs per token of all scans, forward and backward together."""
     return 3.0 * shape.scan_flops

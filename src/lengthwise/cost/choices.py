@@ -1,4 +1,4 @@
-"""What a piece does beside being cut: heads, offload, recomputation; and what a planner may choose of them."""
+"""What a piece does beside being cut (heads, offload, recomputation), and what a planner may choose of it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lengthwise.cost.links import Floats, Numbers, Whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What a piece does beside being cut; where many pieces are priced at once, an array has one entry a piece.
+    """What a piece does beside being cut; to price many pieces at once, fields may be arrays with one entry per piece.
 
-    heads: ranks of a group that splits heads; divides the degree and the model's heads.
+    heads: ranks of a group that splits heads; must divide the degree and the model's heads.
     offload: ratio of the microbatch, 0 to 1.
     recompute: kind of the microbatch, one of `core.plan.RECOMPUTE_KINDS`.
     """
@@ -32,9 +32,9 @@ class Choices:
     """What a planner may choose for each piece beside its degree.
 
     recompute: the kind of all microbatches.
-    splits_heads: whether rings may split heads.
-    offloads_above_tokens: the capacity, from which on a rank offloads; inf: it never does.
-    layers: of the whole model, by which the plan file counts what stays on the device.
+    splits_heads: rings may split heads.
+    offloads_above_tokens: the capacity above which a rank offloads; inf: it never does.
+    layers: of the whole model; the plan file's rule of what stays on the device depends on them.
     """
 
     recompute: str = "none"
@@ -48,7 +48,7 @@ class Choices:
         return self.offloads_above_tokens < inf
 
     def offload_needed(self, tokens: Floats, degrees: Whole, sequences: int = 1) -> Floats:
-        """Return the least ratio at which each piece of so many tokens is held; a cut sequence is allowed a token."""
+        """Return the least ratio with which each piece fits, by its tokens; cut sequences may round up by a token."""
         if not self.offloads or self.layers <= 2:
             return np.zeros(len(tokens))
         allowed = self.offloads_above_tokens + np.where(degrees > 1, sequences, 0)

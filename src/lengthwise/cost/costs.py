@@ -1,6 +1,6 @@
-"""Costs to plan with, from what a user has: a model and a hardware by name, records of them, or a file.
+"""Costs to plan with, from a model and a hardware (by name or as records), or from a file.
 
-A file is JSON with coefficients of the first formula of `terms` (default 0), in any one unit of time.
+The file is JSON with coefficients of the first formula of `terms` (default 0), in any one unit of time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lengthwise.cost.shapes import named_shape
 from lengthwise.cost.terms import Cost, plain_cost
 
 KEYS = ("quadratic_seconds", "linear_seconds", "fixed_seconds", "ring_seconds")
-MOST_SECONDS = 1e200  # above, sums over a step would overflow
+MOST_SECONDS = 1e200  # with more, sums over a step would overflow
 
 
 def costs(
@@ -32,7 +32,7 @@ def costs(
     stages: int = 1,
     simple: bool = False,
 ) -> Cost:
-    """Make the costs, in seconds, that a step is planned, scored and simulated with.
+    """Return the costs, in seconds, with which to plan, score and simulate a step.
 
     Args:
         model: a named shape ("llama-7b"), the path of a Hugging Face folder or config.json, or a `ModelShape`.
@@ -40,7 +40,7 @@ def costs(
         file: in place of both, a JSON file of coefficients (`lengthwise plan --cost`), in any unit of time.
         tensor: devices that split each layer of a rank.
         stages: pipeline stages of a rank.
-        simple: five coefficients alone: one kind of link, no offload or heads.
+        simple: only five coefficients: one kind of link, no offload, no split heads.
 
     Raises:
         ConfigError: neither or both of model and file, an unknown name, or a mesh that the model does not allow.
@@ -51,7 +51,7 @@ def costs(
         raise ConfigError("costs", expected="one of model and file", got=got, remedy="Give exactly one.")
     if file is not None:
         return cost_from_file(file)
-    assert model is not None, "one of the two was checked to be given"
+    assert model is not None, "exactly one is given"
     shape = named_shape(model) if isinstance(model, str) else model
     device = named_hardware(hardware) if isinstance(hardware, str) else hardware
     return analytic_cost(shape, device) if simple else all_terms_cost(shape, device, tensor=tensor, stages=stages)
@@ -61,8 +61,9 @@ def cost_from_file(path: str | Path) -> Cost:
     """Read the coefficients of a JSON file.
 
     Raises:
-        ConfigError: it cannot be read, an unknown or repeated key, a coefficient that is no number from 0 to
-            `MOST_SECONDS`, or none above 0. Each names the file and the key.
+        ConfigError: the file cannot be read, or has an unknown or repeated key, a coefficient that is not a number from
+        0 to
+            `MOST_SECONDS`, or none above 0. Names the file and the key.
         Problems: several of these.
     """
     where = str(path)

@@ -1,7 +1,7 @@
-"""Measurements of one machine as a hardware description, to plan and simulate other models and clusters with.
+"""Measurements of one machine as a hardware description, to plan and simulate other models and clusters.
 
-Arithmetic at the measured rates over the peak of the named device; what one machine does not tell (links to other
-nodes, loading) is that of the named description, which `source` says.
+Arithmetic has the measured rates over the peak of the named device. What one machine cannot measure (links to other
+nodes, loading) comes from the named description, and `source` says so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from lengthwise.core.measurements import Measurements
 from lengthwise.core.names import counted
 from lengthwise.cost.analytic import flops_coefficients
 from lengthwise.cost.hardware import Hardware, named_hardware
-from lengthwise.cost.measured import measured_shape
 from lengthwise.cost.memory import DTYPE_BYTES
 
 
@@ -26,38 +25,38 @@ def hardware_from_measurements(
     host_bytes: float | None = None,
     ranks_per_node: int | None = None,
 ) -> Hardware:
-    """Return the description of the device that was measured.
+    """Return the description of the measured device.
 
     Args:
-        found: of a model all of whose parameters trained.
-        device_bytes, host_bytes: memory of a device and of its host; None: as of the file's named hardware.
+        found: of a model whose parameters all trained.
+        device_bytes, host_bytes: memory of a device and of its host (default: as in the file's named hardware).
         ranks_per_node: as in `Hardware.in_nodes`.
 
     Raises:
         ConfigError: measurements of adapters.
     """
     if found.adapters is not None:
-        expected, remedy = "measurements of a model that trains whole", "Profile without {lora}."
+        expected, remedy = "measurements of a model whose parameters all train", "Profile without {lora}."
         raise ConfigError("hardware description", expected=expected, got="of adapters", remedy=remedy)
     base = named_hardware(found.hardware).in_nodes(ranks_per_node)
     given: dict[str, Any] = {"device_bytes": device_bytes, "host_bytes": host_bytes}
     measured = {**_arithmetic(found, base), **_links(found), **{k: v for k, v in given.items() if v is not None}}
-    if copies := measured.get("copy_bytes_per_second"):  # of all ranks at once: the host gives at least as much
+    if copies := measured.get("copy_bytes_per_second"):  # of all ranks at once, so the host has at least their sum
         measured["host_copy_bytes_per_second"] = max(base.host_copy_bytes_per_second, copies * found.place.ranks)
-    own: dict[str, Any] = {"kernel": "", "kernels": ()}  # the speed of attention is that of the kernel that ran
+    own: dict[str, Any] = {"kernel": "", "kernels": ()}  # the measured speed of attention belongs to no named kernel
     own |= {"name": "-".join(found.place.device.lower().split()), "compute_dtype_bytes": DTYPE_BYTES[found.precision]}
     return replace(base, **own, **measured, source=_source(found, base, tuple(measured)))
 
 
 def hardware_to_json(hardware: Hardware) -> str:
-    """Write a description as `named_hardware` reads it."""
+    """Return a description as JSON that `named_hardware` reads."""
     values = {key: value for key, value in asdict(hardware).items() if key not in ("name", "kernel", "kernels")}
     return json.dumps(values, indent=1) + "\n"
 
 
 def _arithmetic(found: Measurements, base: Hardware) -> dict[str, Any]:
     """Return peak, efficiencies, block curve and overhead; a term of 0 gives no rate."""
-    terms, shape = found.fit.terms, measured_shape(found)
+    terms, shape = found.fit.terms, found.model
     rates = {}
     for name, flops, term in zip(
         ("linear_efficiency", "attention_efficiency"),
@@ -104,6 +103,6 @@ def _source(found: Measurements, base: Hardware, measured: tuple[str, ...]) -> s
         f"Measured by `lengthwise profile` on {found.date} with {found.model.name} in {found.precision}, "
         f"{counted(place.ranks, 'rank')} of {counted(place.threads, 'thread')} on {place.device} ({place.processor}), "
         f"{versions}: "
-        f"{', '.join(measured)}. Not measured, as of {base.name}: all other keys, the peak that efficiencies are "
-        "shares of among them if it is not named before."
+        f"{', '.join(measured)}. Not measured, but taken from {base.name}: all other keys, and the peak that "
+        "efficiencies are relative to, unless it is listed above."
     )

@@ -1,9 +1,9 @@
-"""From samples to coefficients: what `lengthwise profile` timed becomes the terms of a `Cost`.
+"""From samples to coefficients: the times of `lengthwise profile` become the terms of a `Cost`.
 
-Blocks give the curve of block sizes, messages each link's rate, microbatches the seconds a squared token, a token, a
-microbatch and a ring step, by least squares of the relative error, none below 0; exposed transfers are taken off with
-the coefficients of the turn before. A term's relative error is its standard error over its value. After ByteScale
-(arXiv 2502.21231, section 5.1); docs/decisions/measured-costs.md.
+Blocks give the curve of block sizes, messages each link's rate, microbatches the seconds per squared token, token,
+microbatch and ring step, by least squares of the relative error with no coefficient below 0; exposed transfers are
+subtracted with the coefficients of the previous iteration. A term's relative error is its standard error over its
+value. After ByteScale (arXiv 2502.21231, section 5.1); docs/decisions/measured-costs.md.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from lengthwise.cost.terms import Cost
 
 _TURNS = 6
 _LEAST_LOCAL = 3  # microbatches of one rank: for squared tokens, tokens and the rest
-_ABOVE_LAUNCHES = 1.3  # of the shortest pass: below, the device waits for the host's launches in part
-_LEAST_SHARE, _MOST_SHARE = 0.02, 0.98  # of forward: a pass without any work would price nothing
+_ABOVE_LAUNCHES = 1.3  # times the shortest pass: below, the device partly waits for the host's launches
+_LEAST_SHARE, _MOST_SHARE = 0.02, 0.98  # of forward: a pass without any work would be free
 _LINKS: tuple[Tier, ...] = ("near", "far")
 _RATES: Mapping[Tier, TermName] = {"near": "near_bytes_per_second", "far": "far_bytes_per_second"}
 _HOPS: Mapping[Tier, TermName] = {"near": "near_hop_seconds", "far": "far_hop_seconds"}
@@ -34,7 +34,7 @@ _COMPUTE: tuple[TermName, ...] = ("quadratic_seconds", "linear_seconds", "fixed_
 
 @dataclass(frozen=True, slots=True)
 class _Solved:
-    """Coefficients of a least-squares fit and their standard errors, one a column."""
+    """Coefficients of a least-squares fit and their standard errors, one per column."""
 
     values: Floats
     errors: Floats
@@ -45,13 +45,13 @@ class _Solved:
 
 
 def fit_samples(samples: Sequence[Sample], base: Cost, *, launches_ahead: bool = False) -> Fit:
-    """Fit the terms that the samples tell; `base`: the costs of the same model, for all others.
+    """Fit the terms that the samples measure; `base`: the costs of the same model, for all others.
 
-    `launches_ahead`: whether the host launches work ahead of the device, as on GPUs. A short microbatch then takes what
-    its launches take, whatever its tokens; in a step those hide behind longer ones, so short ones are left out.
+    launches_ahead: the host launches work ahead of the device, as on GPUs. A short microbatch then takes as long as its
+    launches, whatever its tokens; in a step those hide behind longer microbatches, so short samples are left out.
 
     Raises:
-        ConfigError: fewer than three microbatches on one rank, or such as take no time.
+        ConfigError: fewer than three microbatches on one rank, or seconds that do not grow with tokens.
     """
     curve = _block_curve([sample for sample in samples if sample.kind == "block"])
     cost = replace(base, block_efficiency=curve or base.block_efficiency)
@@ -73,7 +73,7 @@ def fit_samples(samples: Sequence[Sample], base: Cost, *, launches_ahead: bool =
     terms |= _fit_microbatches(ran, blocks, cost)
     if not terms["quadratic_seconds"].value + terms["linear_seconds"].value > 0:
         expected, remedy = (
-            "microbatches that take longer the more tokens they have",
+            "microbatches whose time grows with their tokens",
             "Profile again, on a quiet machine.",
         )
         raise ConfigError("samples", expected=expected, got="seconds that do not grow", remedy=remedy)
@@ -93,7 +93,7 @@ def fit_samples(samples: Sequence[Sample], base: Cost, *, launches_ahead: bool =
 
 
 def _bound_by_device(ran: Sequence[Sample]) -> Sequence[Sample]:
-    """Return the samples whose passes take longer than launches do; all, where fewer than three are local ones."""
+    """Return the samples whose passes take longer than launches; all, if fewer than three local ones are left."""
     timed = [(each, each.forward_seconds, each.seconds - each.forward_seconds) for each in ran if each.forward_seconds]
     if not timed:
         return ran
@@ -132,7 +132,7 @@ def _link(link: Link, rate: float | None, hop: float | None) -> Link:
 
 
 def predicted_seconds(sample: Sample, cost: Cost) -> float:
-    """Return what the costs say of a local or ring sample."""
+    """Return the seconds of a local or ring sample by these costs."""
     nodes = {"ranks_per_node": 1 if sample.tier == "far" else sample.degree, "uplink_bytes_per_second": np.inf}
     placed = replace(cost, **nodes)
     ranks = tuple(range(sample.degree))
@@ -140,7 +140,7 @@ def predicted_seconds(sample: Sample, cost: Cost) -> float:
 
 
 def _fit_microbatches(ran: Sequence[Sample], blocks: Sequence[Sample], cost: Cost) -> dict[TermName, Term]:
-    """Fit microbatches, a tier's ring steps where one was run; the largest block anchors attention."""
+    """Fit microbatches, and ring steps of each tier that was run; the largest block anchors attention."""
     unit = replace(cost, quadratic_seconds=1.0)
     tiers: list[Tier] = [tier for tier in _LINKS if any(each.kind == "ring" and each.tier == tier for each in ran)]
     names: tuple[TermName, ...] = (*_COMPUTE, *(_HOPS[tier] for tier in tiers))
@@ -163,7 +163,7 @@ def _fit_microbatches(ran: Sequence[Sample], blocks: Sequence[Sample], cost: Cos
 
 
 def _columns(sample: Sample, unit: Cost, tiers: Sequence[Tier]) -> list[float]:
-    """Return what each coefficient multiplies: squared tokens, tokens, 1, ring steps of each tier."""
+    """Return the factor of each coefficient: squared tokens, tokens, 1, ring steps of each tier."""
     tokens = np.array(sample.lengths, dtype=np.float64)
     attention = float(unit.attention_seconds(tokens, sample.degree).sum()) / sample.degree
     steps = sum(each.ring > 0 for each in unit.passes("none")) * (sample.degree - 1)
@@ -171,7 +171,7 @@ def _columns(sample: Sample, unit: Cost, tiers: Sequence[Tier]) -> list[float]:
 
 
 def _fit_forward(local: Sequence[Sample], blocks: Sequence[Sample], cost: Cost) -> dict[TermName, Term]:
-    """Fit the forward share: of attention by the largest block, of the rest by what is then left."""
+    """Fit the forward share: of attention by the largest block, of linear work by what is left."""
     timed = [each for each in local if each.forward_seconds is not None]
     if not timed or not blocks:
         return {}
@@ -195,7 +195,7 @@ def _share(value: float) -> float:
 
 
 def _fit_step_end(samples: Sequence[Sample], cost: Cost) -> dict[TermName, Term]:
-    """Split the cost of the step's end: bytes, this rank's slice of the update, and what no rank shares."""
+    """Split the cost of the step's end: bytes, this rank's slice of the update, and work that no rank shares."""
     of_kind = {sample.kind: sample for sample in samples}
     terms: dict[TermName, Term] = {}
     if (moved := of_kind.get("end_collectives")) is not None and moved.degree > 1:
@@ -218,7 +218,7 @@ def _of_one(sample: Sample) -> float | None:
 
 
 def _rate(moved: Sequence[Sample]) -> Term | None:
-    """Fit bytes a second of messages or copies; None: too few, or no longer for more bytes."""
+    """Fit bytes per second of messages or copies; None: too few, or no longer for more bytes."""
     if len({each.num_bytes for each in moved}) < 2:
         return None
     columns = np.array([[1.0, float(each.num_bytes)] for each in moved])
@@ -242,7 +242,7 @@ def _block_curve(blocks: Sequence[Sample]) -> tuple[tuple[float, float], ...]:
 def least_squares(columns: Floats, seconds: Floats, *, known: Floats | float = 0.0) -> _Solved:
     """Fit seconds - known by non-negative coefficients, every row by its relative error.
 
-    Few columns: all sets of them are tried, and the best of those without a negative coefficient is taken.
+    There are few columns, so all subsets of them are tried; the best one without a negative coefficient wins.
     """
     scales = 1.0 / seconds
     rows, target = columns * scales[:, None], (seconds - known) * scales

@@ -1,6 +1,6 @@
-"""Hardware descriptions: what one device, its links and its node do in practice. Data with sources, in `hardware.json`.
+"""Hardware descriptions: what one device, its links and its node achieve. Data with sources: `hardware.json`.
 
-Efficiencies are achieved ones; their ratio sets from which length on attention outweighs the rest.
+Efficiencies are achieved ones; their ratio sets the length at which attention begins to outweigh other work.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lengthwise.core.names import unknown_name
 
 _DESCRIPTIONS = read_package_json("lengthwise.cost", "hardware.json")
 HARDWARE_NAMES = tuple(_DESCRIPTIONS)
-_GPUS = ("h200", "h100", "a100")  # of these names are the devices that they describe
+_GPUS = ("h200", "h100", "a100")  # named descriptions; a GPU whose name contains one has it
 _OTHER_GPUS = "h100"
 _MAY_BE_ZERO = ("hop_latency_seconds", "node_hop_latency_seconds", "layer_launch_seconds")
-_MOST = 1e30  # of any number here, and its inverse the least: products of a few stay finite
+_MOST = 1e30  # limit of numbers here, and its inverse the least: products of a few stay finite
 _NO_NUMBERS = ("name", "source", "block_efficiency", "fused_norms", "kernel", "kernels")
 _OPTIONAL = ("fused_norms", "kernel", "kernels")
 _OF_KERNEL = ("attention_efficiency", "block_efficiency")
@@ -29,7 +29,7 @@ _WHOLE = ("ranks_per_node", "compute_dtype_bytes")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKernel:
-    """How fast an attention kernel is on a device; `attention_efficiency`, `block_efficiency`: as of `Hardware`."""
+    """The speed of an attention kernel on a device; efficiencies as in `Hardware`."""
 
     name: str
     attention_efficiency: float
@@ -38,29 +38,30 @@ class AttentionKernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One device, the links that its transfers take, and the node that it shares.
+    """One device, the links of its transfers, and the node that it shares.
 
-    peak_flops_per_second: of matrix products in the compute type, dense.
-    linear_efficiency, attention_efficiency: share of the peak that is reached, above 0 to 1; of attention by `kernel`,
-        forward and backward together.
+    peak_flops_per_second: of dense matrix products in the compute type.
+    linear_efficiency, attention_efficiency: achieved share of the peak, above 0 to 1; of attention by `kernel`, forward
+    and
+        backward together.
     block_efficiency: (tokens, share of attention's speed) of attention blocks, the last share 1; interpolated between
         points, below the first in proportion to the tokens.
     link_bytes_per_second, hop_latency_seconds: one direction of a rank's link to another node; start of one transfer.
     node_link_bytes_per_second, node_hop_latency_seconds: the same inside a node.
-    node_uplink_bytes_per_second: what all devices of a node send to other nodes together, one direction.
+    node_uplink_bytes_per_second: from all devices of a node together to other nodes, one direction.
     ranks_per_node: devices of one node.
     layer_launch_seconds: overhead of one layer, forward and backward, that does not grow with tokens.
     compute_dtype_bytes: 2 for bf16, 4 for fp32.
     copy_bytes_per_second: between one device and its host, one direction.
-    host_copy_bytes_per_second: what the host exchanges with all devices of the node together.
+    host_copy_bytes_per_second: between the host and all devices of the node together.
     loader_tokens_per_second: of text that the processors of one node read and tokenize together.
-    device_bytes, host_bytes: memory of one device, and of the host of a node.
+    device_bytes, host_bytes: memory of one device, and of a node's host.
     source: where the numbers come from.
-    fused_norms: whether models run there with norms that keep less for backward (`cost.memory`).
-    kernel: whose speed of attention that is, by its name among `kernels`; both may be left out.
+    fused_norms: models run with norms that keep less for backward (`cost.memory`).
+    kernel: the attention kernel whose speed is given, by its name in `kernels`; both may be left out.
 
     Raises:
-        Problems, ConfigError: numbers out of range, or a block curve that makes no sense; all are reported.
+        Problems, ConfigError: numbers out of range, or an invalid block curve; all are reported.
     """
 
     name: str
@@ -94,7 +95,7 @@ class Hardware:
         return replace(self, kernel=name, **{key: getattr(found, key) for key in _OF_KERNEL})
 
     def in_nodes(self, devices: int | None) -> Hardware:
-        """Return the same device in nodes of so many, whose uplink grows with them; None: of as many as here."""
+        """Return the device in nodes of `devices`, with uplinks in proportion; None: in nodes as they are."""
         nodes = devices or self.ranks_per_node
         uplink = self.node_uplink_bytes_per_second / self.ranks_per_node * nodes
         return replace(self, ranks_per_node=nodes, node_uplink_bytes_per_second=uplink)
@@ -114,7 +115,7 @@ class Hardware:
         if not isinstance(self.fused_norms, bool):
             problems.append(self._problem("fused_norms", "true or false", self.fused_norms))
         if not _is_block_curve(self.block_efficiency):
-            expected = "pairs of tokens, ascending, and a share of speed that grows slower than they do and ends with 1"
+            expected = "pairs of tokens, ascending, and a share of speed that grows slower than the tokens, to 1"
             problems.append(self._problem("block_efficiency", expected, self.block_efficiency))
         raise_problems(problems)
 
@@ -134,10 +135,10 @@ def _is_block_curve(points: object) -> bool:
 
 
 def named_hardware(name: str) -> Hardware:
-    """Return the description of a name of `HARDWARE_NAMES`, or of a JSON file by its path (with a slash or .json).
+    """Return the description with a name of `HARDWARE_NAMES`, or of a JSON file (a path with a slash or .json).
 
     Raises:
-        ConfigError: unknown name (the nearest one is given), or a file that is no description.
+        ConfigError: an unknown name (it suggests the nearest one), or a file that is not a description.
     """
     if is_path(name):
         return hardware_from_json(read_json_object(name), name)
@@ -147,12 +148,12 @@ def named_hardware(name: str) -> Hardware:
 
 
 def hardware_of_gpu(device: str) -> tuple[str, str | None]:
-    """Return the named hardware that stands for a GPU of this name, and what to say of it; None: it is this one."""
+    """Return the named hardware for a GPU, and a note for the user if it is not the same GPU, else None."""
     lowered = device.lower()
     found = next((name for name in _GPUS if name in lowered), None)
     if found is not None:
         return found, None
-    said = f"{device} is planned with the figures of {_OTHER_GPUS}: only their ratios matter to a plan"
+    said = f"{device} is planned with the figures of {_OTHER_GPUS}: only their ratios matter for a plan"
     return _OTHER_GPUS, f"{said}; `lengthwise profile` measures this one's"
 
 
@@ -170,14 +171,14 @@ def hardware_from_json(raw: Mapping[str, Any], name: str) -> Hardware:
         remedy = "Add them; `lengthwise/cost/hardware.json` shows every key."
         problems.append(ConfigError(f"hardware {name}", expected=", ".join(missing), got="nothing", remedy=remedy))
     raise_problems(problems)
-    own = any(key in raw for key in _OF_KERNEL)  # a speed of one's own is no named kernel's
+    own = any(key in raw for key in _OF_KERNEL)  # a speed given directly belongs to no named kernel
     kernel = "" if own or chosen is None else chosen.name
     changes = {"block_efficiency": _points(values["block_efficiency"]), "kernel": kernel, "kernels": kernels}
     return Hardware(name=name, **{**values, **changes})
 
 
 def _kernels(raw: object) -> tuple[AttentionKernel, ...]:
-    """Read the kernels of a description, leaving out what is none of them."""
+    """Read the kernels of a description; leave out invalid ones."""
     if not isinstance(raw, Mapping):
         return ()
     return tuple(
@@ -192,7 +193,7 @@ def _kernels(raw: object) -> tuple[AttentionKernel, ...]:
 
 
 def _points(points: Any) -> Any:
-    """Make pairs of a JSON list tuples; the rest stays, to be refused."""
+    """Make tuples of a JSON list's pairs; leave anything else, to be refused."""
     if not isinstance(points, list):
         return points
     return tuple(tuple(point) if isinstance(point, list) else () for point in points)

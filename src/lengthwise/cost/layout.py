@@ -1,4 +1,4 @@
-"""How a model and its optimizer lie over ranks: the record that memory, costs and plans of a step are made of."""
+"""How a model and its optimizer lie over ranks: the record behind memory, costs and plans of a step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ class ModelLayout:
     """Where parameters, gradients and optimizer are; a rank has `tensor` devices for each stage of its `cut`.
 
     ranks: copies of the model among which a step's tokens are cut.
-    shard: how parameters lie over the ranks, zero1, zero3 or hybrid. ranks_per_node: that share them under hybrid;
+    shard: how parameters lie over the ranks: zero1, zero3 or hybrid. ranks_per_node: ranks that shard them under
+    hybrid;
     None: all.
-    parameters: all of them, tied ones once; None: those of the shape. trained: how many of them; None: all. Others are
-    a base under adapters.
-    states: that the optimizer keeps of each. offloads: it keeps them, and master weights, in the host's memory. ties:
-    whether head and embedding are the same; None: as the family usually has it.
+    parameters: number of all, tied ones once; None: those of the shape. trained: number that train; None: all. Others
+    are a base under adapters.
+    states: optimizer states per parameter. offloads: states and master weights are in host memory. ties: head and
+    embedding are the same; None: as usual in the family.
     """
 
     ranks: int = 1
@@ -34,7 +35,7 @@ class ModelLayout:
 
     @property
     def devices(self) -> int:
-        """Of a rank."""
+        """Devices of a rank."""
         return self.tensor * self.cut.stages
 
     @property
@@ -44,28 +45,28 @@ class ModelLayout:
 
     @property
     def node(self) -> int:
-        """Ranks that share parameters, where they are sharded."""
+        """The ranks that shard the parameters, if they are sharded."""
         return self.ranks_per_node or self.ranks if self.shard == "hybrid" else self.ranks
 
     @property
     def ranks_in_step(self) -> int:
-        """Neighbouring ranks that have the parameters together, and so run in lock-step."""
+        """The number of neighbouring ranks that shard the parameters, and so run in lock-step."""
         return min(self.node, self.ranks) if self.is_sharded else 1
 
 
 def ranks_of_node(asked: int | None, here: int, ranks: int, *, is_asked: bool) -> int | None:
-    """Return how many ranks shard the parameters under hybrid: as asked for, or those of this machine.
+    """Return how many ranks shard the parameters under hybrid: `asked`, else the ranks of this machine.
 
-    None: nobody asked for hybrid, and those of this machine do not divide the ranks.
+    Return None if hybrid is not asked for and this machine's ranks do not divide all ranks.
 
     Raises:
-        ConfigError: what was asked for does not divide them.
+        ConfigError: the number does not divide the ranks.
     """
     found = asked or here
     if ranks % found == 0:
         return found
     if asked is None and not is_asked:
         return None
-    got = f"{found}" if asked else f"{found}, those of this machine"
+    got = f"{found}" if asked else f"{found}, the ranks of this machine"
     remedy = "Set ranks_per_node, or take another shard."
     raise ConfigError("ranks_per_node", expected=f"a number that divides {ranks} ranks", got=got, remedy=remedy)

@@ -1,4 +1,4 @@
-"""Links between ranks, and how far over nodes a piece reaches: all that its place has to do with its seconds."""
+"""Links between ranks, and how far over nodes a piece reaches: all that its place means for its seconds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
-Numbers = Any  # a float, or an array of floats: the formulas are the same
+Numbers = Any  # a float or an array of floats, for which the formulas are the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One kind of link: one rank's bytes a second in one direction, and a ring step's latency over all layers."""
+    """One kind of link: bytes per second of one rank in one direction, and latency of a ring step over all layers."""
 
     bytes_per_second: float
     hop_seconds: float = 0.0
@@ -25,8 +25,8 @@ class Link:
 class Reach(NamedTuple):
     """How far a piece reaches over nodes.
 
-    ring_near, groups_near: whether the ring, and each group that splits heads, is inside one node.
-    flows: messages that leave the busiest of its nodes at once, where nodes share uplinks; else 1.
+    ring_near, groups_near: the ring, and each group that splits heads, is inside one node.
+    flows: messages that leave the busiest of its nodes at once, if nodes share uplinks; else 1.
     far_rounds: rounds of a sweep of states, from its first rank to its last, whose messages go between nodes.
     """
 
@@ -37,19 +37,19 @@ class Reach(NamedTuple):
 
 
 def crosses_node(ranks: Sequence[int], ranks_per_node: int) -> bool:
-    """Return whether these ranks are of more than one node."""
+    """Return whether these ranks are in more than one node."""
     return min(ranks) // ranks_per_node != max(ranks) // ranks_per_node
 
 
 def reach_of(ranks: Sequence[int], heads: int, ranks_per_node: int, *, shares_uplinks: bool) -> Reach:
-    """Return how far a ring over `ranks`, in ring order, reaches; neighbours by `heads` split heads."""
+    """Return the reach of a ring over `ranks`, in ring order; each `heads` neighbours split heads."""
     ring_near = not crosses_node(ranks, ranks_per_node)
     groups = (ranks[first : first + heads] for first in range(0, len(ranks), heads))
     groups_near = heads == 1 or not any(crosses_node(group, ranks_per_node) for group in groups)
     far_rounds = 0 if ring_near else int(count_far_rounds(np.array(ranks) // ranks_per_node))
     if ring_near or not shares_uplinks:
         return Reach(ring_near, groups_near, 1, far_rounds)
-    # What leaves, or comes into, the busiest node at once: all of a group sends where any of it must.
+    # Messages that leave or enter the busiest node at once: all of a group send if any of it must.
     nodes = np.array(ranks).reshape(-1, heads) // ranks_per_node
     into = np.roll(nodes, -1, axis=0)
     far = np.any(nodes != into, axis=1)
@@ -58,15 +58,15 @@ def reach_of(ranks: Sequence[int], heads: int, ranks_per_node: int, *, shares_up
 
 
 def count_far_rounds(nodes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how often the ranks of pieces, in ring order along the last axis and given by their nodes, change node."""
+    """Return how often pieces change node, from the nodes of their ranks in ring order along the last axis."""
     return np.count_nonzero(nodes[..., 1:] != nodes[..., :-1], axis=-1)
 
 
 def least_reach(degree: Numbers, heads: Numbers, ranks_per_node: int, *, crosses: bool, shares_uplinks: bool) -> Reach:
-    """Return how far pieces reach where each is in as few nodes as can be, or, if it `crosses`, in one more.
+    """Return the reach of pieces that are in as few nodes as possible, or, if `crosses`, in one more.
 
-    degree, heads: numbers, or arrays of one entry a piece. A ring passes every border once each way, a sweep once at
-    least.
+    degree, heads: numbers, or arrays with one entry per piece. A ring passes every border once each way, a sweep at
+    least once.
     """
     inside = 1 if crosses else ranks_per_node
     flows: Numbers = 1

@@ -1,7 +1,7 @@
-"""Costs of a machine that was measured: a file of `lengthwise profile` to a `Cost`, or a refusal in words.
+"""Costs of a measured machine: a file of `lengthwise profile` becomes a `Cost`, or is refused.
 
-Terms that were not measured are those of the file's hardware. Nothing is scaled to another model, precision or number
-of threads.
+Terms that were not measured come from the file's hardware. Nothing is scaled to another model, precision or number of
+threads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from lengthwise.config.problems import expected_value, shown
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.core.files import read_json
-from lengthwise.core.measurements import SCHEMA, MeasuredModel, Measurements, Term, TermName
+from lengthwise.core.measurements import SCHEMA, Measurements, Term, TermName
 from lengthwise.core.names import did_you_mean
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.all_terms import all_terms_cost
@@ -25,7 +25,7 @@ from lengthwise.cost.hardware import HARDWARE_NAMES, named_hardware
 from lengthwise.cost.memory import DTYPE_BYTES
 from lengthwise.cost.terms import Cost
 
-_MOST_SECONDS, _MOST_BYTES = 1e6, 1e18  # that any machine takes for a token or a step, or moves in a second
+_MOST_SECONDS, _MOST_BYTES = 1e6, 1e18  # limits of plausible seconds per token or step, and bytes per second
 _OF_ALL_LAYERS = frozenset(
     (
         *("quadratic_seconds", "linear_seconds", "fixed_seconds", "near_hop_seconds", "far_hop_seconds"),
@@ -39,7 +39,7 @@ def read_measurements(path: str | Path) -> Measurements:
     """Read a file of measurements.
 
     Raises:
-        ConfigError: no JSON object of this schema, an unknown, missing or wrong value; each names file and key.
+        ConfigError: not a JSON object of this schema, or an unknown, missing or wrong value; names file and key.
         Problems: several of these.
     """
     where = str(path)
@@ -55,18 +55,10 @@ def read_measurements(path: str | Path) -> Measurements:
     except ValidationError as error:
         raise_problems(_problems(error, where))
         raise
+    except ConfigError as error:  # of the model's sizes
+        raise ConfigError(f"{where}: {error.where}", expected=error.expected, got=error.got, remedy=_REMEDY) from None
     raise_problems(_contradictions(found, where))
     return found
-
-
-def measured_shape(measurements: Measurements) -> ModelShape:
-    """Return the shape of the model that was measured."""
-    return ModelShape(**asdict(measurements.model))
-
-
-def measured_model(shape: ModelShape) -> MeasuredModel:
-    """Return a shape as a file of measurements has it."""
-    return MeasuredModel(**asdict(shape))
 
 
 def base_cost(
@@ -78,9 +70,9 @@ def base_cost(
     adapters: int | None = None,
     stages: int = 1,
 ) -> Cost:
-    """Make the costs of a named hardware in this precision, for terms that were not measured.
+    """Return the costs of a named hardware in this precision, for terms that were not measured.
 
-    ranks_per_node: of the measured nodes, whose uplinks grow with it; None: its own.
+    ranks_per_node: of the measured nodes, whose uplinks grow with it (default: the hardware's own).
     adapters, stages: as in `all_terms_cost`.
     """
     computing = replace(named_hardware(hardware).in_nodes(ranks_per_node), compute_dtype_bytes=DTYPE_BYTES[precision])
@@ -88,8 +80,8 @@ def base_cost(
 
 
 def measured_cost(measurements: Measurements, *, stages: int = 1) -> Cost:
-    """Make the costs of the model and the machine that were measured; of one of its pipeline stages, cut evenly."""
-    shape, place = measured_shape(measurements), measurements.place
+    """Return the costs of the measured model and machine; of one pipeline stage, if cut evenly into `stages`."""
+    shape, place = measurements.model, measurements.place
     base = base_cost(
         shape,
         measurements.hardware,
@@ -120,19 +112,19 @@ def cost_from_measurements(
     on_gpus: bool | None = None,
     stages: int = 1,
 ) -> Cost:
-    """Make the costs of a run from a file of measurements.
+    """Return the costs of a run from a file of measurements.
 
     Args:
         path: the file.
         shape: of the run's model; its name may differ.
         precision: of the run.
-        threads: of each rank; None: whatever the file has.
-        adapters: parameters that train in place of the model's own; None: all train.
-        on_gpus: whether the run computes on GPUs; None: wherever the file was made.
+        threads: of each rank; None: not checked.
+        adapters: number of parameters that train in place of the model's own; None: all train.
+        on_gpus: the run computes on GPUs; None: not checked.
         stages: of the run's pipelines.
 
     Raises:
-        ConfigError: the file cannot be read, or is of another model, precision, number of threads or kind of device.
+        ConfigError: the file cannot be read, or has another model, precision, number of threads or kind of device.
         Problems: several of these.
     """
     found = read_measurements(path)
@@ -152,9 +144,9 @@ def misfits(
     adapters: int | None = None,
     on_gpus: bool | None = None,
 ) -> list[LengthwiseError]:
-    """List what keeps measurements from being those of a run."""
+    """Return the differences between measurements and a run that make them useless for it."""
     remedy = "Profile this model as it will run, or leave {measurements} out."
-    of_run, of_file = asdict(shape), asdict(measured_shape(found))
+    of_run, of_file = asdict(shape), asdict(found.model)
     wanted: dict[str, tuple[Any, Any]] = {
         f"model: {name}": (of_run[name], of_file[name]) for name in of_run if name not in ("name", "family")
     }
@@ -208,7 +200,7 @@ def _contradictions(found: Measurements, where: str) -> list[LengthwiseError]:
 
     terms, missing = set(found.fit.terms), set(found.fit.not_measured)
     if both := sorted(terms & missing):
-        refuse("fit.not_measured", "no term that has a value", both)
+        refuse("fit.not_measured", "only terms without a value", both)
     arithmetic = {"quadratic_seconds", "linear_seconds", "fixed_seconds"}
     if neither := sorted(arithmetic - terms):
         refuse("fit.terms", "at least quadratic_seconds, linear_seconds and fixed_seconds", f"no {', '.join(neither)}")
@@ -229,5 +221,5 @@ def _contradictions(found: Measurements, where: str) -> list[LengthwiseError]:
             replace(named_hardware(found.hardware), block_efficiency=found.fit.block_efficiency or ((1.0, 1.0),))
             measured_cost(found)
         except LengthwiseError as error:
-            refuse("fit", "terms that make costs", str(error))
+            refuse("fit", "terms that give valid costs", str(error))
     return problems

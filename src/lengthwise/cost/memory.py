@@ -54,7 +54,7 @@ def state_bytes(
 def gathered_bytes(
     layer: float, words: float, *, dtype_bytes: int, ranks: int, ties: bool, trains: bool = True, casts: bool = True
 ) -> float:
-    """Count what `engine.waves` holds at most beside rows and activations.
+    """Count what `engine.unit_waves` holds at most beside rows and activations.
 
     layer, words: parameters of a decoder layer, and of the embedding; the head has as many, or is the embedding, where
     a model `ties` them. As backward computes a layer there are its values and gradients, the next layer's values, which

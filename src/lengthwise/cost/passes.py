@@ -1,12 +1,12 @@
-"""Passes over all layers: forward, forward again where activations are recomputed, backward.
+"""Passes over all layers: forward, forward again if activations are recomputed, backward.
 
 Over d ranks in r = d / u positions of u ranks that split the heads, a pass takes a rank
 
     A + L + max(0, R - A) + h (r - 1) + X + S (d - 1)        seconds:
 
-attention, linear work, keys and values that hide behind A, latency of ring steps, all-to-all of split heads (Ulysses,
-arXiv 2309.14509), rounds of a sweep of the states of all sequences, which hide behind nothing and are not made again.
-In pipelines and over shared uplinks R hides by ring step (docs/decisions/transfers-by-ring-step.md).
+attention; linear work; keys and values, which hide behind A; latency of ring steps; all-to-all of split heads (Ulysses,
+arXiv 2309.14509); rounds of a sweep of the states of all sequences, which hide behind nothing and are not repeated.
+In pipelines and over shared uplinks R hides per ring step (docs/decisions/transfers-by-ring-step.md).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lengthwise.cost.links import Floats, Numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """One pass over all layers, as shares of what forward and backward do together."""
+class PassShares:
+    """One pass over all layers, as shares of forward and backward together."""
 
     attention: float
     linear: float
@@ -33,25 +33,25 @@ class Pass:
 
 
 # Two products of attention forward and five backward; keys and values in bf16, once more and fp32 gradients backward.
-FORWARD = Pass(attention=2 / 7, linear=1 / 3, ring=1 / 4, exchange=1 / 2)
-BACKWARD = Pass(attention=5 / 7, linear=2 / 3, ring=3 / 4, exchange=1 / 2)
+FORWARD = PassShares(attention=2 / 7, linear=1 / 3, ring=1 / 4, exchange=1 / 2)
+BACKWARD = PassShares(attention=5 / 7, linear=2 / 3, ring=3 / 4, exchange=1 / 2)
 
 
-def passes(forward: Pass, backward: Pass, recompute: str) -> tuple[Pass, ...]:
-    """List the passes of a microbatch of this kind of recomputation, forward first."""
+def passes(forward: PassShares, backward: PassShares, recompute: str) -> tuple[PassShares, ...]:
+    """List the passes of a microbatch with this kind of recomputation, forward first."""
     if recompute == "none":
         return forward, backward
-    linear = Pass(attention=0.0, linear=forward.linear, ring=0.0, exchange=0.0, states=0.0)
+    linear = PassShares(attention=0.0, linear=forward.linear, ring=0.0, exchange=0.0, states=0.0)
     return forward, replace(forward, states=0.0) if recompute == "layer" else linear, backward
 
 
 class Work(NamedTuple):
-    """What one rank does of a piece in forward and backward together, in seconds; arrays have an entry a piece or rank.
+    """One rank's part of a piece in forward and backward together, in seconds; arrays have an entry per piece or rank.
 
-    attention, linear, transfers: `degree` times as much, as if all ranks of the piece did as much one after another;
+    attention, linear, transfers: `degree` times the rank's, as if all ranks of the piece did as much one after another;
     transfers: of the ring's keys, values and gradients. exchange: all-to-all of groups that split heads.
     copy: of offloaded activations, one direction; None: nothing is offloaded.
-    latency: of one ring step of one pass. positions: groups around the ring, a count.
+    latency: of one ring step of one pass. positions: number of groups around the ring.
     """
 
     attention: Numbers
@@ -65,8 +65,8 @@ class Work(NamedTuple):
     degree: Numbers
 
 
-def passes_seconds(sweeps: Sequence[Pass], work: Work, *, by_ring_step: bool) -> Numbers:
-    """Return the seconds of all passes, forward first; `by_ring_step`: transfers hide by ring step, else in sum."""
+def passes_seconds(sweeps: Sequence[PassShares], work: Work, *, by_ring_step: bool) -> Numbers:
+    """Return the seconds of all passes, forward first. by_ring_step: transfers hide per ring step, else in sum."""
     attention, linear, exchanges, states = (
         sum(getattr(sweep, name) for sweep in sweeps) for name in ("attention", "linear", "exchange", "states")
     )
@@ -93,7 +93,8 @@ def passes_seconds(sweeps: Sequence[Pass], work: Work, *, by_ring_step: bool) ->
 def _exposed_by_ring_step(work: Work, attention: Numbers, keys: Numbers, gradients: Numbers | None) -> Numbers:
     """Sum what each ring step of a pass takes beyond the block beside it, as the simulator runs them.
 
-    Keys hide under all blocks but the last; backward's gradients follow two ring steps later, then under nothing.
+    Keys hide under all blocks but the last; backward's gradients follow two ring steps later, and the last hide under
+    nothing.
     """
     latency, positions = work.latency, work.positions
     sends = np.maximum(positions - 1, 1)
@@ -112,7 +113,7 @@ def _exposed_by_ring_step(work: Work, attention: Numbers, keys: Numbers, gradien
 
 
 def parts_by_shares(lengths: Sequence[int], degree: int, shares: tuple[float, ...]) -> tuple[Floats, Floats]:
-    """Return, entry j of position j, its part of the piece's attention (0 to 1) and the tokens that it holds."""
+    """Return two arrays by position: its part of the piece's attention (0 to 1), and the tokens that it holds."""
     pairs, held = np.zeros(degree), np.zeros(degree)
     for length in lengths:
         for position in range(degree):

@@ -1,6 +1,6 @@
-"""Which ranks compute slower than others: seconds in which they did not wait, beside those that costs give their work.
+"""Which ranks compute slower than others: predicted over busy seconds. Pure.
 
-The median of the steps counts. Costs wrong by one factor say the same of all ranks. Pure.
+The median of the steps counts. A constant error of the costs affects all ranks alike.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from lengthwise.cost.links import Floats
 from lengthwise.cost.passes import parts_by_shares
 from lengthwise.cost.terms import Cost
 
-STEPS = 20  # the latest, that count
-_LEAST_STEPS = 5  # that tell a slow rank from a slow moment
-_UNEQUAL = 1.25  # the fastest over the slowest rank, from which on they are not alike: costs may be off as far
-_GRID = 20  # speeds are twentieths, so that plans do not follow every breath of a machine
+STEPS = 20  # the latest steps, which count
+_LEAST_STEPS = 5  # needed to tell a slow rank from a slow moment
+_UNEQUAL = 1.25  # the fastest over the slowest rank; below, errors of the costs may explain it
+_GRID = 20  # speeds are rounded to twentieths, so that plans ignore small fluctuations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class RanStep:
 
 
 def rank_speeds(cost: Cost, steps: Sequence[RanStep]) -> tuple[float, ...] | None:
-    """Return how fast each rank computed in these steps, the fastest 1; None where all are alike, or steps too few."""
+    """Return the speed of each rank in these steps, the fastest 1; None if all are alike, or steps too few."""
     latest = steps[-STEPS:]
     if len(latest) < _LEAST_STEPS:
         return None
@@ -47,7 +47,7 @@ def rank_speeds(cost: Cost, steps: Sequence[RanStep]) -> tuple[float, ...] | Non
 
 
 def _busy_seconds(plan: Plan, cost: Cost) -> Floats:
-    """Count the arithmetic and overhead of each rank; unlike `score`, of its own share of a ring alone."""
+    """Return the arithmetic and overhead of each rank; unlike `score`, only its own share of a ring."""
     busy = np.zeros(plan.ranks)
     for microbatch in plan.microbatches:
         passes = cost.passes(microbatch.recompute)

@@ -15,29 +15,36 @@ from lengthwise.core.files import is_path, read_json_object, read_package_json
 from lengthwise.core.names import unknown_name
 from lengthwise.core.shape import ModelShape
 from lengthwise.core.trained import family_refusal, layer_kinds, text_part
-from lengthwise.cost.mixers import mixers_of
-from lengthwise.cost.mlps import EXPERT_WIDTH, WIDTH, has_experts, mlps_of
-from lengthwise.cost.projections import full_heads, layer_inputs, projections_of
+from lengthwise.cost.layer_sizes import (
+    EXPERT_WIDTH,
+    WIDTH,
+    full_heads,
+    has_experts,
+    layer_inputs,
+    mixers_of,
+    mlps_of,
+    projections_of,
+)
 
 _FILE = read_package_json("lengthwise.cost", "models.json")
 _SHAPES, _PUBLISHED = _FILE["shapes"], _FILE["published"]
 SHAPE_NAMES = (*_SHAPES, *_PUBLISHED)
-_VARIANT = re.compile(  # of a model, of the same sizes
+_VARIANT = re.compile(  # suffixes and prefixes of variants with the same sizes
     r"^(meta|nvidia)-|-(instruct|base|it|pt|hf|chat|thinking|think|reasoning|sft|dpo|bf16|exp|\d{4})(?=-|$)"
 )
-_HUB_NAME = re.compile(r"(\w[\w.-]*/)?[\w.-]+")  # ./NAME, ~/NAME and /FOLDER/NAME are paths, there or not
+_HUB_NAME = re.compile(r"(\w[\w.-]*/)?[\w.-]+")  # ./NAME, ~/NAME and /FOLDER/NAME are paths, even if nothing is there
 _OWN_SHAPE = "or a model's folder or its config.json, by its path"
 
 
 def named_shape(name: str) -> ModelShape:
     """Return the shape of a name of `SHAPE_NAMES`, a hub name (Qwen/Qwen3-8B), or a model's folder or config.json.
 
-    Of a model with images it is the shape of its text part; `check_trained` refuses some of them.
+    For a model with images it is the shape of its text part; `check_trained` refuses some of them.
 
     Raises:
-        ConfigError: unknown name (the nearest one is given), or a folder or file that is no model's.
+        ConfigError: an unknown name (it suggests the nearest one), or a folder or file that is not a model's.
         ModelRefused: a family that this version does not train, whose costs it does not know.
-        Problems: several keys of a config that are missing or no sizes.
+        Problems: several missing or invalid sizes in a config.
     """
     known = _known_name(name)
     if known is not None:
@@ -57,8 +64,8 @@ def check_trained(name: str) -> None:
     """Refuse a model, named as for `named_shape`, that this version does not train.
 
     Raises:
-        ConfigError: no such model, as `named_shape` says.
-        ModelRefused: a family that it does not train.
+        ConfigError: there is no such model (see `named_shape`).
+        ModelRefused: its family is not trained.
     """
     refusal = None if _known_name(name) is not None else family_refusal(_config_of(name), "model")
     if refusal is not None:
@@ -66,7 +73,7 @@ def check_trained(name: str) -> None:
 
 
 def _known_name(name: str) -> str | None:
-    """Return our name of a model whose sizes are known here, or None; a path that is there comes first."""
+    """Return our name of a model whose sizes are known here, or None; an existing path comes first."""
     if name in SHAPE_NAMES:
         return name
     return None if not _HUB_NAME.fullmatch(name) or exists(name) else _published_name(name)
@@ -74,7 +81,7 @@ def _known_name(name: str) -> str | None:
 
 def _config_of(name: str) -> dict[str, Any]:
     """Read the config of a model's folder or config.json; ConfigError: there is none."""
-    path = Path(expanduser(name))  # which leaves ~NAME of no user as it is
+    path = Path(expanduser(name))  # unlike Path.expanduser, accepts ~NAME of an unknown user
     if path.is_dir():
         path = path / "config.json"
     elif not is_path(name):
@@ -84,32 +91,32 @@ def _config_of(name: str) -> dict[str, Any]:
             f"one of {', '.join(SHAPE_NAMES)}, {_OWN_SHAPE}",
             "Download its config.json and give its path.",
         )
-        got = f"{name!r}, which is not there (names on the hub are not looked up)"
+        got = f"{name!r}, which does not exist (names on the hub are not looked up)"
         raise ConfigError("model", expected=expected, got=got, remedy=remedy)
     return read_json_object(str(path))
 
 
 def _published_name(name: str) -> str | None:
-    """Return our name of a published model, by its name on the hub; None: unknown."""
+    """Return our name of a published model, by its name on the hub, or None."""
     plain = _VARIANT.sub("", name.lower().rpartition("/")[2])
     return plain if plain in _PUBLISHED else None
 
 
-# What configs call a size; the first that is there counts.
+# Keys of sizes in configs; the first that a config has counts.
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_OWN_HEAD_DIM = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3")  # where a silent config means another size
-_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}  # of windows, where older configs of theirs are silent
+_OWN_HEAD_DIM = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3")  # without the key, another size is meant
+_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}  # of windows, if an older config has none
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
 def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> ModelShape:
-    """Read the sizes from a Hugging Face config (llama, mistral, qwen3, gemma, mixtral and their like).
+    """Read the sizes from a Hugging Face config (llama, mistral, qwen3, gemma, mixtral and similar).
 
-    name: for reports (default: the config's `model_type`). `text_config` counts where there is one, of layers of
-    unequal size the widest; with multi-head latent attention values are as large as keys.
+    name: for reports (default: the config's `model_type`). If there is a `text_config`, its sizes count; of layers of
+    unequal size, the widest; with multi-head latent attention, values count as large as keys.
 
     Raises:
         ConfigError: a size that is missing or not a positive whole number.
@@ -125,11 +132,11 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
     heads, hidden, layers = size(*_HEADS), size(*_HIDDEN), problems.attempt(lambda: _layers(config, label)) or 1
     kinds = layer_kinds(config, layers)
     without = any(config.get(key) == 0 for key in _EXPERTS)  # granitemoehybrid: the shared MLP is the only one
-    active = not without and any(config.get(key) is not None for key in _ACTIVE)  # of experts, so there have to be some
+    active = not without and any(config.get(key) is not None for key in _ACTIVE)  # then there must be experts
     experts = 1 if without else size(*_EXPERTS, default=None if active else 1)
     experts = experts if has_experts(config, kinds, experts) else 1
     latent = config.get("qk_rope_head_dim") and config.get("qk_nope_head_dim")
-    own = ("block_ff_dim",) if config.get("block_ff_dim") else ()  # lfm2, whatever it says beside
+    own = ("block_ff_dim",) if config.get("block_ff_dim") else ()  # of lfm2; it overrides other keys
     widths = (*own, *(EXPERT_WIDTH if experts > 1 else ()), *(("shared_intermediate_size",) if without else ()), *WIDTH)
     sizes = {
         "hidden": hidden,
@@ -161,10 +168,10 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
 def layer_shapes(config: Mapping[str, Any]) -> list[ModelShape]:
     """Return a shape of one layer for each decoder layer of a Hugging Face config, by its kind and window.
 
-    Each has embedding and head of the whole.
+    Each has the embedding and head of the whole model.
 
     Raises:
-        ConfigError, Problems: as for `shape_from_config`.
+        ConfigError, Problems: see `shape_from_config`.
     """
     whole, config = shape_from_config(config), _text_of(config)
     kinds = layer_kinds(config, whole.layers)
@@ -196,13 +203,13 @@ def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _usual_head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int | None:
-    """Return the head size where configs leave it out; None: the others do not give it."""
+    """Return the head size if configs leave it out, or None if other sizes do not give it."""
     has_own = config.get("model_type") in _OWN_HEAD_DIM and "head_dim" not in config
     return None if has_own else max(1, hidden // heads)
 
 
 def _usual_width(config: Mapping[str, Any], hidden: int) -> int | None:
-    """Return the MLP width where configs leave it out (GPT-2's time); None: the others do not give it."""
+    """Return the MLP width if configs leave it out (GPT-2's time), or None if other sizes do not give it."""
     is_old = "n_embd" in config or "d_model" in config or config.get("model_type") in ("bloom", "falcon")
     return 4 * hidden if is_old or any(key in config for key in WIDTH) else None
 
@@ -216,7 +223,7 @@ def _layers(config: Mapping[str, Any], label: str) -> int:
 
 
 def _windows(config: Mapping[str, Any], kinds: Sequence[str], label: str) -> tuple[int, list[bool]]:
-    """Find the sliding window, 0 if there is none, and which layers have it, in the four ways of configs."""
+    """Return the sliding window, 0 if there is none, and which layers have it, in the four ways of configs."""
     family = str(config.get("model_type", ""))
     used = config.get("use_sliding_window", not family.startswith("qwen"))
     if config.get("sliding_window") is None or not used:
@@ -226,7 +233,7 @@ def _windows(config: Mapping[str, Any], kinds: Sequence[str], label: str) -> tup
     if config.get("layer_types") is not None:
         return window, ["sliding" in str(kind) for kind in kinds]
     attending = [kind == "full_attention" for kind in kinds]
-    if isinstance(pattern, int) and pattern > 1:  # every pattern-th layer sees everything
+    if isinstance(pattern, int) and pattern > 1:  # every pattern-th layer has no window
         return window, [attends and (number + 1) % pattern > 0 for number, attends in enumerate(attending)]
     if isinstance(first, int):  # layers from this one on
         return window, [attends and number >= first for number, attends in enumerate(attending)]
@@ -242,7 +249,7 @@ def _first_size(config: Mapping[str, Any], keys: tuple[str, ...], label: str, de
 
 def _size(config: Mapping[str, Any], key: str, label: str) -> int:
     value = config.get(key)
-    if isinstance(value, list | tuple) and value and all(isinstance(each, int) for each in value):  # one a layer
+    if isinstance(value, list | tuple) and value and all(isinstance(each, int) for each in value):  # one per layer
         value = max(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         where, expected = f"model {label}: config key {key}", "a whole number of at least 1"

@@ -1,8 +1,8 @@
 """How long a piece takes: one record, used alike by planners, score and simulator.
 
-A piece keeps each of its ranks busy for the sum of its passes (`passes`); a microbatch adds fixed seconds. What is not
-given is free: links, copies, an exchange of heads. Of `plain_cost`, a piece of d ranks with sequences of s_i tokens, S
-in all, takes by its quadratic, linear, ring and hop seconds
+A piece keeps each of its ranks busy for the sum of its passes (`passes`); a microbatch adds fixed seconds. Links,
+copies and an exchange of heads are free unless given. With `plain_cost`, a piece of d ranks with sequences of s_i
+tokens, S in all, takes, by its quadratic, linear, ring and hop seconds,
 
     (q sum s_i^2 + l S) / d  +  max(0, c S (d - 1) / d  -  q sum s_i^2 / d)  +  h (d - 1)
 """
@@ -22,21 +22,18 @@ from lengthwise.core.sizes import is_number
 from lengthwise.cost.choices import AS_CUT, Choice, Choices
 from lengthwise.cost.ending import Ending, Traffic
 from lengthwise.cost.links import Floats, Link, Numbers, Reach, Whole, least_reach, reach_of
-from lengthwise.cost.passes import BACKWARD, FORWARD, Pass, Work, parts_by_shares, passes, passes_seconds
+from lengthwise.cost.passes import BACKWARD, FORWARD, PassShares, Work, parts_by_shares, passes, passes_seconds
 
 _FREE = Link(bytes_per_second=inf)
-_SWIFT = 2.0**100  # bytes a second of `plain_cost`: seconds stay the same to the bit, gathers of parameters are free
-# Each hides as large a part of a ring's transfers as it has of the attention; quarters keep sums exact.
-_PLAIN_FORWARD = Pass(attention=1 / 4, linear=1 / 3, ring=1 / 4, exchange=1 / 2)
-_PLAIN_BACKWARD = Pass(attention=3 / 4, linear=2 / 3, ring=3 / 4, exchange=1 / 2)
+_SWIFT = 2.0**100  # bytes per second of `plain_cost`: a power of two keeps seconds exact, and gathers are free
+# Each pass has as large a part of a ring's transfers as of the attention; quarters keep sums exact.
+_PLAIN_FORWARD = PassShares(attention=1 / 4, linear=1 / 3, ring=1 / 4, exchange=1 / 2)
+_PLAIN_BACKWARD = PassShares(attention=3 / 4, linear=2 / 3, ring=3 / 4, exchange=1 / 2)
 _NOTHING, _NO_ENDING = Choices(), Ending()
 
 
 class _Part(NamedTuple):
-    """What a rank does of a piece, as if all ranks did as much: tokens, seconds of attention and of linear work.
-
-    sequences: of the piece.
-    """
+    """A rank's work times the degree: tokens, seconds of attention and of linear work. sequences: of the piece."""
 
     tokens: Numbers
     attention: Numbers
@@ -48,36 +45,36 @@ class _Part(NamedTuple):
 class Cost:
     """Seconds of forward and backward through the layers that one device of a rank holds.
 
-    quadratic_seconds: seconds a squared token of attention (a sequence of s tokens counts s x s).
-    linear_seconds: seconds a token of everything that grows with tokens: projections, MLP, output head.
-    cut_seconds: what a token of a cut sequence takes beyond that, in scans of layers with states.
-    fixed_seconds: seconds a microbatch, on each of its ranks.
+    quadratic_seconds: per squared token of attention (a sequence of s tokens counts s x s).
+    linear_seconds: per token, of everything that grows with tokens: projections, MLP, output head.
+    cut_seconds: per token of a cut sequence, in addition: scans of layers with states.
+    fixed_seconds: per microbatch, on each of its ranks.
     windows: (window in tokens, share of the attention layers that have it); the other layers see everything.
-    couples_layers: whether ranks of a ring wait for the slowest of them in every layer, as in engines, so that a local
-        pack beside a ring holds up all of it.
-    version: what the costs come from; written into every plan made with them.
+    couples_layers: ranks of a ring wait for the slowest of them in every layer, as in engines, so a local pack beside a
+        ring delays all of it.
+    version: where the costs come from; noted in every plan made with them.
     forward, backward: shares of the two passes.
     near, far: links inside a node and between nodes; ranks_per_node: neighbours on the line that share a node.
-    uplink_bytes_per_second: of a node's ranks to other nodes together; here a ring shares it with itself alone.
-    crosses_node: price pieces whose place is not given as if each crossed one border of nodes more than it need.
+    uplink_bytes_per_second: from all ranks of a node together to other nodes; here a ring shares it only with itself.
+    crosses_node: price pieces without a given place as if each crossed one more border of nodes than it needs.
     block_efficiency: as in `Hardware`; empty: blocks of any size run at full speed.
-    ring_bytes, exchange_bytes: a token, all layers, both passes: what a ring passes on, what an all-to-all moves.
-    sweep_bytes, sweep_messages: of a round of a sweep of states, all layers, both passes: what a rank passes on of
-        each sequence, and how many messages, in ring steps of a pass.
+    ring_bytes, exchange_bytes: per token, all layers, both passes: passed on by a ring, and moved by an all-to-all.
+    sweep_bytes, sweep_messages: per round of a sweep of states, all layers, both passes: bytes that a rank passes on of
+        each sequence, and the number of messages, in ring steps of a pass.
     heads, kv_heads: of one device; groups of u ranks must divide the heads, and repeat KV heads beyond `kv_heads`.
-    copy_bytes: activations of a token that can be offloaded, for each kind of recomputation; empty: not known.
+    copy_bytes: activations per token that can be offloaded, for each kind of recomputation; empty: not known.
     copy_bytes_per_second: to or from the host, one direction, with the node's other ranks copying too.
-    host_bytes: a device's part of the host's memory, for what is offloaded.
-    reduced_bytes: gradients and parameters that the step's end moves, a rank; ending: what else it costs.
-    traffic: what every wave gathers and sums where parameters are sharded; None: they are not.
-    stages: pipeline stages of a rank; coefficients are those of one stage, of 0 in as many as a plan has.
-    stage_bytes: of a token's activations, sent on from a stage to the next, between nodes.
-    embedding_seconds, head_seconds: of the embedding and the head, a token, part of `linear_seconds` of all stages, by
-        which layers are cut; 0: not measured.
-    choices: what pieces may choose whose `Choice` is not given.
+    host_bytes: a device's part of the host memory for offload.
+    reduced_bytes: gradients and parameters that the step's end moves per rank; ending: its other costs.
+    traffic: what every wave gathers and sums if parameters are sharded; None: they are not.
+    stages: pipeline stages of a rank; coefficients are those of one stage; 0: of whatever a plan has.
+    stage_bytes: per token, of activations sent from a stage to the next, between nodes.
+    embedding_seconds, head_seconds: per token, parts of `linear_seconds` of all stages, used to cut layers; 0: not
+        measured.
+    choices: what pieces whose `Choice` is not given may choose.
 
     Raises:
-        ConfigError: a coefficient that is negative or not finite, all of them zero, or links that cannot be.
+        ConfigError: a coefficient that is negative or not finite, all of them zero, or invalid links.
     """
 
     quadratic_seconds: float = 0.0
@@ -87,8 +84,8 @@ class Cost:
     windows: tuple[tuple[int, float], ...] = ()
     couples_layers: bool = False
     version: str = "given"
-    forward: Pass = FORWARD
-    backward: Pass = BACKWARD
+    forward: PassShares = FORWARD
+    backward: PassShares = BACKWARD
     near: Link = _FREE
     far: Link = _FREE
     ranks_per_node: int = 1
@@ -136,17 +133,17 @@ class Cost:
 
     @property
     def chooses(self) -> bool:
-        """Whether pieces are priced with the best of their choices instead of those that a plan has written."""
+        """Whether pieces are priced with their best choices instead of those written in a plan."""
         return self.choices.recompute != "none" or self.chooses_by_degree
 
     @property
     def chooses_by_degree(self) -> bool:
-        """Whether offload or heads are chosen: what a piece takes of all ranks' time may then fall as it is cut."""
+        """Whether offload or heads are chosen; a piece may then take fewer rank-seconds when it is cut further."""
         return self.choices.offloads or self.choices.splits_heads
 
     @property
     def shares_uplinks(self) -> bool:
-        """Whether the uplink of a node is less than the far links of its ranks together."""
+        """Whether the uplink of a node is slower than the far links of its ranks together."""
         return self.uplink_bytes_per_second < self.far.bytes_per_second * self.ranks_per_node
 
     def at_speed(self, speed: float) -> Cost:
@@ -155,7 +152,7 @@ class Cost:
         return replace(self, **{name: getattr(self, name) / speed for name in names})
 
     def recomputing(self, kind: str) -> Cost:
-        """Return the costs of one kind of recomputation, from those of none; the output head counts as run again."""
+        """Return the costs of a kind of recomputation, from those of none; the output head counts as run again."""
         if kind in ("none", self.choices.recompute):
             return self
         assert self.choices.recompute == "none", (self.choices.recompute, kind)
@@ -163,11 +160,11 @@ class Cost:
         return replace(self, fixed_seconds=self.fixed_seconds * linear, choices=replace(self.choices, recompute=kind))
 
     def choosing(self, choices: Choices) -> Cost:
-        """Return the costs of pieces that may choose so."""
+        """Return the costs of pieces with these choices."""
         return replace(self.recomputing(choices.recompute), choices=choices)
 
     def without_copies(self) -> Cost:
-        """Return the same costs as if nothing had to be offloaded: less, for any plan."""
+        """Return the costs as if nothing had to be offloaded: a lower bound for any plan."""
         return replace(self, choices=replace(self.choices, offloads_above_tokens=inf))
 
     def piece_seconds(
@@ -180,13 +177,13 @@ class Cost:
         shares: tuple[float, ...] | None = None,
         speeds: Sequence[float] | None = None,
     ) -> float:
-        """Count how long a piece keeps each of its ranks busy, the microbatch's `fixed_seconds` left out.
+        """Return how long a piece keeps each of its ranks busy, without the microbatch's `fixed_seconds`.
 
         Args:
             lengths: of the sequences of the piece.
-            degree: over how many ranks each is cut.
+            degree: number of ranks over which each is cut.
             choice: what the piece does (default: the best of `choices`).
-            ranks: where the piece is, in ring order (default: in as few nodes as can be).
+            ranks: where the piece is, in ring order (default: in as few nodes as possible).
             shares: weight of each rank's part (default: all equal); the slowest rank counts.
             speeds: how many times as fast each rank computes, in ring order (default: as the costs say).
 
@@ -214,7 +211,7 @@ class Cost:
         return float(np.max(self._seconds(part, total, degree, choice, self.reach(degree, choice.heads, ranks))))
 
     def ring_piece_seconds(self, lengths: Whole, degrees: Whole) -> Floats:
-        """Do `piece_seconds` for pieces of `lengths[i]` over `degrees[i]` ranks, each in as few nodes as can be."""
+        """Return `piece_seconds` of pieces of `lengths[i]` over `degrees[i]` ranks, in as few nodes as possible."""
         tokens = lengths.astype(np.float64)
         if not self.chooses:
             return self._rings_seconds(tokens, degrees, AS_CUT)
@@ -227,7 +224,7 @@ class Cost:
         return seconds
 
     def compute_seconds(self, lengths: Whole) -> Floats:
-        """Count the arithmetic in seconds, entry i of `lengths[i]` alone on one rank; no cut makes it less in sum."""
+        """Return the arithmetic in seconds, entry i of `lengths[i]` on one rank; cutting never reduces the sum."""
         tokens = lengths.astype(np.float64)
         attention, linear = self.attention_seconds(tokens, 1), self.linear_seconds * tokens
         if not self.chooses:
@@ -236,7 +233,7 @@ class Cost:
         return sum(each.attention for each in passes) * attention + sum(each.linear for each in passes) * linear
 
     def attention_seconds(self, tokens: Floats, positions: Numbers) -> Floats:
-        """Count the attention of sequence i in seconds, all ranks together; blocks of fewer tokens run slower."""
+        """Return the attention of sequence i in seconds, all ranks together; smaller blocks run slower."""
         seconds = self.quadratic_seconds * self.seen_pairs(tokens)
         if not self.block_efficiency:
             return seconds
@@ -245,26 +242,26 @@ class Cost:
         return seconds / (np.interp(blocks, points, shares) * np.minimum(1.0, blocks / points[0]))
 
     def seen_pairs(self, tokens: Floats) -> Floats:
-        """Count the squared tokens of attention, entry i of sequence i: s^2 where no window is shorter."""
+        """Return the squared tokens of attention, entry i of sequence i: s^2 unless a window is shorter."""
         seen = tokens * tokens
         for window, share in self.windows:
             seen = seen - share * np.maximum(0.0, tokens - window) ** 2  # s^2 - (2 s w - w^2)
         return seen
 
     def hops_seconds(self, degree: int) -> float:
-        """Return the part of a plain ring's seconds that depends on its degree alone: the latency of its ring steps."""
+        """Return the part of a plain ring's seconds that depends only on its degree: latency of its ring steps."""
         reach = self.reach(degree)
         link = self.near if reach.ring_near else self.far
         states = float(self.sweep_seconds(degree, reach.far_rounds, sequences=0))
-        if self.stages > 1 or self.shares_uplinks:  # latency hides, but for the last one of backward
+        if self.stages > 1 or self.shares_uplinks:  # latency hides, except the last one of backward
             return states + (link.hop_seconds if degree > 1 else 0.0)
         passes = self.passes(self.choices.recompute)
         return states + sum(link.hop_seconds for each in passes if each.ring) * (degree - 1)
 
     def sweep_seconds(self, degree: Numbers, far_rounds: Numbers, sequences: Numbers) -> Numbers:
-        """Return the seconds of all rounds of the sweeps of states of so many sequences, both passes together.
+        """Return the seconds of all rounds of the sweeps of states of this many sequences, both passes together.
 
-        far_rounds: of the degree - 1 of a sweep, those between nodes, in which one message leaves a node.
+        far_rounds: how many of the degree - 1 rounds of a sweep are between nodes; in each, one message leaves a node.
         """
         outside = min(self.far.bytes_per_second, self.uplink_bytes_per_second)
         links = (self.near.hop_seconds, self.near.bytes_per_second), (self.far.hop_seconds, outside)
@@ -272,38 +269,38 @@ class Cost:
         return (degree - 1 - far_rounds) * near + far_rounds * far
 
     def copy_seconds(self, held: Numbers, choice: Choice) -> Numbers:
-        """Return the seconds of copying what is offloaded of `held` tokens one way; two layers stay, in stages none.
+        """Return the seconds of copying the offloaded part of `held` tokens one way; two layers stay, in stages none.
 
         Raises:
-            PlanError: these costs do not tell what is copied.
+            PlanError: these costs do not price copies.
         """
         if choice.recompute not in self.copy_bytes:
-            expected, remedy = "costs that tell what copies take", "Take a plan without it, or costs of a model."
+            expected, remedy = "costs that price copies", "Take a plan without it, or costs of a model."
             raise PlanError("offload", expected=expected, got=f"costs {self.version}", remedy=remedy)
         layers = max(self.layers, 2)
         goes = (layers - 2) / layers if self.stages <= 1 else 1.0
         return choice.offload * goes * self.copy_bytes[choice.recompute] * held / self.copy_bytes_per_second
 
     def step_end_seconds(self, ranks: int) -> float:
-        """Return how long gradients and parameters take to be reduced and gathered over all ranks, once a step."""
+        """Return the seconds of reducing gradients and gathering parameters over all ranks, once per step."""
         rate = self.near.bytes_per_second
-        if ranks > self.ranks_per_node:  # all links of a node carry their part, as far as its uplink allows
+        if ranks > self.ranks_per_node:  # all links of a node carry a part, limited by its uplink
             rate = min(rate, self.far.bytes_per_second * self.ranks_per_node, self.uplink_bytes_per_second)
         return self.ending.seconds(self.reduced_bytes, ranks, rate)
 
     def wave_seconds(self, seconds: Numbers, recompute: str) -> Numbers:
-        """Return how long waves take whose slowest ranks compute so long: with the gathers that nothing hides."""
+        """Return the seconds of waves whose slowest ranks compute this long, with exposed gathers."""
         if self.traffic is None:
             return seconds
         share = self.forward_share(recompute)
         return self.traffic.wave_seconds(share * seconds, (1 - share) * seconds)
 
     def stage_send_seconds(self, held: Floats) -> Floats:
-        """Return the seconds from one stage to the next of the activations of `held` tokens, an entry a rank."""
+        """Return the seconds of sending the activations of `held` tokens to the next stage, an entry per rank."""
         return self.far.hop_seconds / self.layers + self.stage_bytes * held / self.far.bytes_per_second
 
     def most_held_tokens(self, capacity_tokens: int) -> int:
-        """Count the tokens a rank holds at most, with all offloaded that host and plan file allow, less one."""
+        """Return the most tokens of a rank, less one, with all offload that host and plan file allow."""
         layers = self.choices.layers
         if not self.choices.offloads or layers <= 2:
             return capacity_tokens
@@ -316,25 +313,25 @@ class Cost:
         attention, linear = self.attention_seconds(tokens, degrees) / degrees, self.linear_seconds * tokens / degrees
         first, *others = (each.attention * attention + each.linear * linear for each in self.passes(recompute))
         copies = self.copy_seconds(tokens / degrees, Choice(offload=1.0, recompute=recompute))
-        return np.minimum(1.0, np.minimum(first, sum(others)) / np.maximum(copies, 1e-300))  # none: any ratio is free
+        return np.minimum(1.0, np.minimum(first, sum(others)) / np.maximum(copies, 1e-300))  # without copies: 1
 
     def hides_copies(self, lengths: Whole, degrees: Whole) -> NDArray[np.bool_]:
         """Return where needed copies hide behind compute, entry i of `lengths[i]` over `degrees[i]` ranks: Eq. 3."""
         needed = self.choices.offload_needed(lengths.astype(np.float64), degrees)
         return needed <= self.free_offload(lengths, degrees) * (1 + 1e-12)
 
-    def passes(self, recompute: str) -> tuple[Pass, ...]:
+    def passes(self, recompute: str) -> tuple[PassShares, ...]:
         """List the passes over the layers, forward first."""
         return passes(self.forward, self.backward, recompute)
 
     def forward_share(self, recompute: str) -> float:
-        """Return which share of a microbatch's time is its first forward pass, by its linear work."""
+        """Return the first forward pass's share of a microbatch's time, by linear work."""
         return self.forward.linear / sum(each.linear for each in self.passes(recompute))
 
     def reach(self, degree: Numbers, heads: Numbers = 1, ranks: Sequence[int] | None = None) -> Reach:
-        """Return how far a piece reaches over nodes; `ranks`: in ring order (default: in as few nodes as can be).
+        """Return how far a piece reaches over nodes; `ranks`: in ring order (default: in as few nodes as possible).
 
-        Without `ranks`, degree and heads may be arrays of one entry a piece.
+        Without `ranks`, degree and heads may be arrays with one entry per piece.
         """
         node, shared = self.ranks_per_node, self.shares_uplinks
         if ranks is not None:
@@ -352,7 +349,7 @@ class Cost:
         held = part.tokens / degree
         outside = np.minimum(far.bytes_per_second, self.uplink_bytes_per_second / reach.flows)
         ring = self.ring_bytes / np.where(reach.ring_near, near.bytes_per_second, outside)
-        repeated = np.maximum(1.0, heads / self.kv_heads)  # a group wider than the KV heads holds some of them twice
+        repeated = np.maximum(1.0, heads / self.kv_heads)  # a group wider than the KV heads holds copies of them
         latency = np.where(reach.ring_near, near.hop_seconds, far.hop_seconds)
         exchanged = min(far.bytes_per_second, self.uplink_bytes_per_second / self.ranks_per_node)
         links = np.where(reach.groups_near, near.bytes_per_second, exchanged)
@@ -379,10 +376,10 @@ class Cost:
 
 
 def plain_cost(*, ring_seconds: float = 0.0, hop_seconds: float = 0.0, **others: Any) -> Cost:
-    """Return costs of which no more than coefficients is known: ranks anywhere, and all else that travels is free.
+    """Return costs of which only coefficients are known: ranks anywhere, and everything else that travels is free.
 
-    ring_seconds: to move keys, values and gradients of one token over one link, hidden by attention as a whole.
-    hop_seconds: of latency a ring step, both passes together. others: of `Cost`.
+    ring_seconds: per token and link, to move keys, values and gradients, hidden by attention as a whole.
+    hop_seconds: latency per ring step, both passes together. others: fields of `Cost`.
 
     Raises:
         ConfigError: a coefficient that is negative or not finite, or all of them zero.

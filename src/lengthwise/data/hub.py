@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lengthwise.core.errors import DataError
-from lengthwise.core.hub import endpoint, hub_answers
+from lengthwise.core.hub_access import endpoint, hub_answers
 
 
 def hub_files(name: str, *, subset: str | None, split: str, revision: str | None) -> list[Path]:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lengthwise.core.errors import ConfigError
-from lengthwise.core.hub import only_cached, why_only_cached
+from lengthwise.core.hub_access import only_cached, why_only_cached
 from lengthwise.core.names import BYTES_TOKENIZER, NO_TEMPLATE
 from lengthwise.data.dataset import NO_LOSS
 from lengthwise.data.digests import file_digest

@@ -1,4 +1,4 @@
-"""The sequences of one step, and the tensors that a rank's segments of them become."""
+"""The sequences of one step, and the tensors of a rank's segments."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ NO_PLACEHOLDERS: Mapping[int, str] = MappingProxyType({})
 class StepBatch:
     """A global batch: entry i of a plan's `tokens` is sequence `ids[i]` of the data.
 
-    loss_weight: what the losses of all tokens weigh together, by which their sum is divided; `loss_tokens` without
-    weights. end, digest: as of `Batch`. placeholders: ids of tokens that are refused when they are read
-    (`models.placeholders`).
+    loss_weight: the sum of all tokens' loss weights, the divisor of the summed loss; without weights `loss_tokens`.
+    end, digest: as in `Batch`. placeholders: ids of tokens that are refused when they are read (`models.placeholders`).
     """
 
     def __init__(
@@ -42,14 +41,14 @@ class StepBatch:
 
     @property
     def identity(self) -> object:
-        """What tells this batch from others, for JSON; ranks compare it before they run a step."""
+        """Identity of the batch, for JSON; ranks compare it before they run a step."""
         return self.ids if self._digest is None else (self.ids, self._digest)
 
     def tensors(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor, Tensor]:
         """Return (input_ids, position_ids, shift_labels), each (tokens,), of a rank's segments in local order.
 
         Raises:
-            DataError: one of them stands for an image or a sound.
+            DataError: a token stands for an image or a sound.
         """
         ids, labels = [], []
         for segment in segments:
@@ -60,24 +59,24 @@ class StepBatch:
         return _tensor(ids), self.positions(segments), _tensor(labels)
 
     def positions(self, segments: Sequence[Segment]) -> Tensor:
-        """Return the position of each token of these segments in its sequence, (tokens,)."""
+        """Return the positions of these segments' tokens in their sequences, (tokens,)."""
         return _tensor([np.arange(segment.start, segment.stop) for segment in segments])
 
     def read_ahead(self, segments: Sequence[Segment]) -> None:
-        """Begin to read these segments where they are still on the disk, without waiting for it."""
+        """Begin to read these segments from disk, without waiting."""
         self.dataset.read_ahead([(self.ids[segment.sequence], segment.start, segment.stop + 1) for segment in segments])
 
     def sequences(self, segments: Sequence[Segment]) -> Tensor:
-        """Return the sequence of the data that each token of these segments is of, (tokens,)."""
+        """Return the number of the sequence of each token in these segments, (tokens,)."""
         return _tensor([np.full(segment.num_tokens, self.ids[segment.sequence]) for segment in segments])
 
     def shift_labels(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Return what follows token start + i of sequence `index`, int32 [stop - start]; `NO_LOSS` after its last."""
+        """Return the label after each token from `start` to `stop`, int32 [stop - start]; `NO_LOSS` after the last."""
         following = self.dataset.read(self.ids[index], start + 1, min(stop + 1, self.lengths[index]))[1]
         return np.pad(following, (0, stop - start - len(following)), constant_values=NO_LOSS)
 
     def weights(self, segments: Sequence[Segment]) -> Tensor | None:
-        """Return what the loss of each token of a rank's segments weighs, (tokens,) in fp32; None: all the same."""
+        """Return the loss weights of the tokens of a rank's segments, (tokens,) in fp32, or None if all are equal."""
         found = []
         for segment in segments:
             row, stop = self.ids[segment.sequence], min(segment.stop + 1, self.lengths[segment.sequence])
@@ -88,27 +87,27 @@ class StepBatch:
         return torch.from_numpy(np.concatenate(found)) if found else None
 
     def whole(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return (input_ids, shift_labels), (tokens,) each, of one whole sequence."""
+        """Return (input_ids, shift_labels) of a whole sequence, (tokens,) each."""
         ids, _, labels = self.tensors([Segment(sequence=index, start=0, stop=self.lengths[index])])
         return ids, labels
 
 
 def refuse_placeholders(ids: np.ndarray, names: Mapping[int, str], where: str | Callable[[], str]) -> None:
-    """Refuse tokens (tokens,) of a row that stand for an image or a sound, by what the model's config calls them.
+    """Refuse tokens, (tokens,), that stand for an image or a sound. names: the config's keys of such tokens, by id.
 
     Raises:
-        DataError: the first of them.
+        DataError: there is one; the first is named.
     """
     found = ids[np.isin(ids, list(names))] if names else ids[:0]
     if found.size:
         first = int(found[0])
         got = f"the token {first}, which stands for an image or a sound ({names[first]})"
-        remedy = "Take such rows out, or train them with plain TRL or Transformers: only text trains here."
+        remedy = "Remove such rows, or train them with plain TRL or Transformers: only text trains here."
         raise DataError(where if isinstance(where, str) else where(), expected="tokens of text", got=got, remedy=remedy)
 
 
 def random_batch(lengths: Sequence[int], *, vocab: int) -> StepBatch:
-    """Make a batch of random tokens, always the same, for what is run before a step or outside of any."""
+    """Return a batch of random tokens, always the same, for passes outside of training."""
     random, builder = np.random.default_rng(0), DatasetBuilder()
     builder.start_source("random", "random", None)
     for length in lengths:

@@ -1,8 +1,8 @@
-"""Where parameters lie in flat buffers, and which part of them each rank updates; no torch.
+"""The layout of parameters in flat buffers, and the slice of them that each rank updates; no torch.
 
-Parameters lie in the model's order, each from a border of 128 bytes on: kernels of matrix products read views of a
-buffer as fast as tensors of their own. They are cut into buckets where a layer ends, and every bucket evenly over the
-ranks, so that each can be gathered or reduced by itself. Costs up to 126 bytes a parameter, 30 a bucket and rank.
+Parameters lie in the model's order, aligned to 128 bytes, so that matrix products read views of a buffer as fast as
+separate tensors. Buckets end at layer borders, and every bucket is cut evenly over the ranks, so that it can be
+gathered or reduced by itself. Costs up to 126 bytes a parameter, and 30 a bucket and rank.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from itertools import accumulate
 from math import lcm
 from typing import NamedTuple
 
-ALIGNMENT = 64  # entries: 128 bytes in the narrowest dtype, which has two
-SLICE_MULTIPLE = 16  # entries of a rank's slice of a bucket: as many as a CPU's vector, which rounds otherwise than one
-BUCKET_ENTRIES = 1 << 24  # of a bucket at least, where the model has as many: shorter messages do not fill a link
+ALIGNMENT = 64  # entries: 128 bytes in the narrowest dtype of 2 bytes
+SLICE_MULTIPLE = 16  # entries; whole vectors of a CPU, whose rounding differs from that of single entries
+BUCKET_ENTRIES = 1 << 24  # least entries of a bucket: shorter messages do not fill a link
 
 
 class Run(NamedTuple):
-    """Entries of a parameter, from `entry` on, at [start, stop) of a rank's shard."""
+    """Entries of a parameter, from `entry` on, that lie at [start, stop) of a rank's shard."""
 
     parameter: int
     entry: int
@@ -31,14 +31,15 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatLayout:
-    """Entries of a flat buffer.
+    """The layout of a flat buffer.
 
-    sizes, starts: of each parameter. borders: bucket b is [borders[b], borders[b + 1]), of whole parameters and some
-    entries that nobody uses; a multiple of `world_size`. bucket_of: the bucket of each parameter.
-    ranks_per_node: the slices of a rank and its replicas, the ranks of its place in other nodes, lie side by side; so
-    they are what each node has of a bucket at that place. 1, or all: slices lie in the order of the ranks.
-    stage_buckets: of each stage of a pipeline, one after the other; `world_size` is then the replicas that share a
-    bucket, and a stage's are every so many ranks. Empty: no stages.
+    sizes, starts: entries and first entries of the parameters. borders: bucket b is [borders[b], borders[b + 1]), with
+    whole parameters and some unused entries; its size is a multiple of `world_size`. bucket_of: buckets of the
+    parameters.
+    ranks_per_node: the slices of a rank and its replicas (ranks with the same place in other nodes) are adjacent, so
+    that together they are one rank's slice of a node's copy. With 1, or all ranks, slices are in rank order.
+    stage_buckets: numbers of buckets by stage of a pipeline, whose buckets follow each other; empty without stages.
+    `world_size` is then the number of replicas, and stage s of p has the ranks s, s + p, s + 2p, ...
     """
 
     sizes: tuple[int, ...]
@@ -51,35 +52,35 @@ class FlatLayout:
 
     @property
     def entries(self) -> int:
-        """The entries of the whole buffer."""
+        """Entries of the whole buffer."""
         return self.borders[-1]
 
     @property
     def shard_entries(self) -> int:
-        """The entries of a rank's shard: its slices of all buckets, one after the other."""
+        """Entries of a rank's shard: its slices of all buckets, one after the other."""
         return self.entries // self.world_size
 
     @property
     def num_buckets(self) -> int:
-        """The number of buckets."""
+        """Number of buckets."""
         return len(self.borders) - 1
 
     def bucket(self, number: int) -> slice:
-        """Return where a bucket lies in the whole buffer."""
+        """Return a bucket's place in the whole buffer."""
         return slice(self.borders[number], self.borders[number + 1])
 
     def in_shard(self, number: int) -> slice:
-        """Return where a rank's slice of a bucket lies in its shard."""
+        """Return the place of a rank's slice of a bucket in its shard."""
         return slice(self.borders[number] // self.world_size, self.borders[number + 1] // self.world_size)
 
     def in_whole(self, number: int, rank: int) -> slice:
-        """Return where a rank's slice of a bucket lies in the whole buffer."""
+        """Return the place of a rank's slice of a bucket in the whole buffer."""
         first, last = self.borders[number], self.borders[number + 1]
         size, place = (last - first) // self.world_size, self._place(rank)
         return slice(first + place * size, first + (place + 1) * size)
 
     def of_node(self) -> FlatLayout:
-        """Return how the ranks of a node, counted in it, have all entries among them."""
+        """Return the layout over the ranks of one node."""
         return replace(self, world_size=self.ranks_per_node)
 
     def ranks_in_order(self) -> list[int]:
@@ -91,7 +92,7 @@ class FlatLayout:
         return within * (self.world_size // self.ranks_per_node) + node
 
     def runs(self, rank: int) -> Iterator[Run]:
-        """Yield what a rank's shard has of each parameter, in the order of the shard."""
+        """Yield the runs of parameters in a rank's shard, in order."""
         for index, (start, size, bucket) in enumerate(zip(self.starts, self.sizes, self.bucket_of, strict=True)):
             whole, shard = self.in_whole(bucket, rank), self.in_shard(bucket)
             first, last = max(start, whole.start), min(start + size, whole.stop)
@@ -100,9 +101,9 @@ class FlatLayout:
                 yield Run(parameter=index, entry=first - start, start=first + moved, stop=last + moved)
 
     def owner(self, parameter: int, entry: int) -> tuple[int, int, int]:
-        """Return where an entry of a parameter lies: (rank, place in its shard, how many entries follow it there).
+        """Return (rank, place in its shard, number of entries from there) of a parameter's entry.
 
-        Those that follow, it included, are to the end of the rank's slice of the bucket.
+        The number counts entries to the end of the rank's slice of the bucket, this one included.
         """
         bucket = self.bucket_of[parameter]
         shard = self.in_shard(bucket)
@@ -115,7 +116,7 @@ class FlatLayout:
         return rank * max(1, len(self.stage_buckets)) + stage, start + place, follow
 
     def entries_of(self, rank: int) -> int:
-        """Return the entries of the shard of a rank, which differ between stages."""
+        """Return the number of entries of a rank's shard, which differs between stages."""
         if not self.stage_buckets:
             return self.shard_entries
         stages, stage = list(accumulate(self.stage_buckets, initial=0)), rank % len(self.stage_buckets)
@@ -123,7 +124,7 @@ class FlatLayout:
 
 
 def join_stages(layouts: Sequence[FlatLayout]) -> FlatLayout:
-    """Return the layout of all stages of a pipeline, their parameters one after the other."""
+    """Join the layouts of a pipeline's stages, one after the other."""
     sizes, starts, borders, bucket_of = list[int](), list[int](), [0], list[int]()
     for layout in layouts:
         first, start = len(borders) - 1, borders[-1]
@@ -142,9 +143,9 @@ def join_stages(layouts: Sequence[FlatLayout]) -> FlatLayout:
 
 
 class BucketOrder:
-    """Which buckets can be summed while backward runs: from the last to the first, the same on all ranks.
+    """The order in which buckets are summed while backward runs: from the last to the first, the same on all ranks.
 
-    A bucket can when all of its parameters have their gradients and those after it were.
+    A bucket is ready when all its parameters have gradients and all later buckets were summed.
     """
 
     def __init__(self, bucket_of: Sequence[int]) -> None:
@@ -154,7 +155,7 @@ class BucketOrder:
         self._next = max(bucket_of)
 
     def arrived(self, parameter: int) -> list[int]:
-        """Note that a parameter has its gradient; return the buckets that can be summed now."""
+        """Note that a parameter has its gradient; return the buckets that are now ready."""
         bucket = self._bucket_of[parameter]
         assert parameter not in self._arrived, f"parameter {parameter} of bucket {bucket} has its gradient twice"
         assert bucket <= self._next, f"parameter {parameter} has its gradient after the sum of bucket {bucket}"
@@ -166,7 +167,7 @@ class BucketOrder:
         return list(range(last, self._next, -1))
 
     def rest(self) -> list[int]:
-        """Return the buckets that are left, where some parameters have no gradient here."""
+        """Return the remaining buckets, whose parameters may lack gradients here."""
         last, self._next = self._next, -1
         return list(range(last, -1, -1))
 
@@ -179,9 +180,9 @@ def lay_out(
     bucket_entries: int = BUCKET_ENTRIES,
     ranks_per_node: int = 1,
 ) -> FlatLayout:
-    """Lay parameters of `sizes` entries one after the other, `layers[i]` the layer of the i-th, any number.
+    """Lay out parameters of `sizes` entries, of which parameter i belongs to layer `layers[i]`.
 
-    A bucket ends where a layer does, as soon as it has `bucket_entries`.
+    A bucket ends at the first layer border after `bucket_entries`.
     """
     multiple = lcm(world_size * SLICE_MULTIPLE, ALIGNMENT)
     starts, borders, bucket_of, stop = [], [0], [], 0

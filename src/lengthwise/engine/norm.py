@@ -1,4 +1,4 @@
-"""The norm of a gradient that lies over all ranks, and what clipping by it multiplies with."""
+"""The norm of a gradient that lies over all ranks, and the factor that clips it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,22 @@ from torch import Tensor
 from lengthwise.comm import Transport
 from lengthwise.engine.parameters import Parameters
 
-_PARTS = 64  # of a rank's parameters
-_LEAST_PART = 1 << 16  # entries; shorter parts cost more in launches than they save
+_PARTS = 64  # parts of a rank's gradients; one at a time needs fp64
+_LEAST_PART = 1 << 16  # entries of a part; shorter parts cost more in launches than they save
 
 
-def part_of(entries: int) -> int:
-    """Return how many entries of a shard of so many are worked on at a time."""
+def _part_of(entries: int) -> int:
     return max(_LEAST_PART, -(-entries // _PARTS))
 
 
 def norm_bytes(gradients: Tensor) -> int:
-    """Count the bytes that `gradient_norm` needs beside the gradients."""
-    return 2 * 8 * min(len(gradients), part_of(len(gradients)))
+    """Return the bytes that `gradient_norm` needs beside the gradients."""
+    return 2 * 8 * min(len(gradients), _part_of(len(gradients)))
 
 
 def gradient_norm(gradients: Tensor, transport: Transport) -> float:
-    """Return the L2 norm of the gradients of which each rank has its (entries,). Collective.
-
-    What it needs beside them is fp64 for one part of them.
-    """
-    parts = gradients.split(part_of(len(gradients)))
+    """Return the L2 norm of all ranks' `gradients`, (entries,) here. Collective."""
+    parts = gradients.split(_part_of(len(gradients)))
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
     squares = torch.stack(norms).square().sum().reshape(1)
     transport.all_reduce(squares)
@@ -40,5 +36,5 @@ def reduce_gradients(parameters: Parameters, transport: Transport) -> float:
 
 
 def clip_factor(limit: float, norm: float) -> float:
-    """Return what `torch.nn.utils.clip_grad_norm_` multiplies gradients of this norm with."""
+    """Return the factor by which `torch.nn.utils.clip_grad_norm_` scales gradients of this norm."""
     return min(1.0, limit / (norm + 1e-6))

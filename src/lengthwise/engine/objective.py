@@ -1,4 +1,4 @@
-"""What the microbatches of a step are to minimize: a sum over their tokens, by one divisor of the whole step."""
+"""The loss that the microbatches of a step minimize: a sum over their tokens, with one divisor for the whole step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ CollectRouter: TypeAlias = Callable[[list[Tensor]], None]
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """A rank's part of a microbatch, and the model to run it through.
+    """A rank's part of a microbatch, and the model that runs it.
 
-    input_ids, position_ids, shift_labels: (tokens,) each, of `segments` one after another. collect_router: what takes
+    input_ids, position_ids, shift_labels: (tokens,) each, of `segments` one after another. collect_router: called with
     the router logits (see `model_loss`).
     """
 
@@ -34,20 +34,19 @@ class ForwardPass:
 
 
 class Objective(Protocol):
-    """The loss of a rank's tokens in a microbatch; those of all ranks and microbatches sum to that of the step.
+    """The loss of a rank's tokens in a microbatch; the sum over all ranks and microbatches is the step's loss.
 
-    divisor: what the sum is divided by, the same on all ranks. rows_beyond: how many rows of padding the model must
-    have at least.
+    divisor: divisor of the sum, the same on all ranks. rows_beyond: least number of padding rows that the model needs.
     """
 
     @property
     def divisor(self) -> float:
-        """Return what the sum is divided by."""
+        """Divisor of the sum."""
         ...
 
     @property
     def rows_beyond(self) -> int:
-        """Return the least number of rows of padding."""
+        """Least number of padding rows."""
         ...
 
     def __call__(self, forward: ForwardPass) -> Tensor:

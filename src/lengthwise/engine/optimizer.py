@@ -1,10 +1,10 @@
-"""torch's optimizer on this rank's slices of the master weights, whether a run file names it or a loop has made it.
+"""torch's optimizer on this rank's slices of the master weights, named by a run file or made by a loop.
 
-An optimizer that computes each entry by itself gives the same on a slice as on the whole parameter, so how parameters
-are cut changes no result. Its groups, arguments and states stay its own; in its groups are slices, one of each
-parameter, empty where this rank has none of it.
+An optimizer that computes each entry by itself gives the same on a slice as on the whole parameter, so the layout
+changes no result. It keeps its own groups, arguments and states; its groups hold one slice of every parameter, empty if
+this rank has no part of it.
 
-Offloaded, master weights and states are in the host's memory, and the update runs there: the rank's sum of gradients is
+With offloading, master weights and states are in host memory, and the update runs there: the rank's sum of gradients is
 copied there once a step, and `Parameters.publish` brings the new values back.
 """
 
@@ -25,16 +25,16 @@ from lengthwise.engine.norm import clip_factor, norm_bytes, reduce_gradients
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.whole_optimizer import MEMBERS, WholeOptimizer, kept_of, optimizer_of, states_an_entry
 
-_TEMPORARIES: Mapping[type[Optimizer], int] = {torch.optim.AdamW: 2}  # of a slice's size, one slice after the other
+_TEMPORARIES: Mapping[type[Optimizer], int] = {torch.optim.AdamW: 2}  # temporaries of a slice's size in an update
 _MOST_TEMPORARIES = 6
 
 
 def sliced_optimizer(
     config: OptimizerConfig, model: nn.Module, parameters: Parameters, rank: int, *, fused: bool | None = None
 ) -> SlicedOptimizer:
-    """Return the optimizer of a run file on slices, all its states made: what does not fit shows before a step.
+    """Return the optimizer of a run file on slices, with all its states, so that a memory shortage shows before a step.
 
-    fused: as for `optimizer_of`.
+    fused: as in `optimizer_of`.
     """
     whole = optimizer_of(config, model, fused=fused)
     optimizer = SlicedOptimizer(whole, parameters, rank, offloads=config.offload)
@@ -43,10 +43,10 @@ def sliced_optimizer(
 
 
 class SlicedOptimizer:
-    """An optimizer whose groups hold this rank's slices of the model's parameters, with what it kept of them so far.
+    """An optimizer whose groups hold this rank's slices of the model's parameters, with their states so far.
 
-    optimizer: torch's. numbers: as of `WholeOptimizer`. shapes: of the whole parameters. rank: of this one among those
-    over which `parameters` lie. offloads: slices and states are on the host.
+    optimizer: torch's optimizer. numbers: as in `WholeOptimizer`. shapes: shapes of the whole parameters. rank: this
+    rank's number among those over which `parameters` lie. offloads: whether slices and states are on the host.
     """
 
     def __init__(self, whole: WholeOptimizer, parameters: Parameters, rank: int, *, offloads: bool = False) -> None:
@@ -57,8 +57,8 @@ class SlicedOptimizer:
         if offloads:
             assert parameters.master_weights.device.type == "cpu", parameters.master_weights.device
             self._gradients = torch.zeros(summed.shape, dtype=summed.dtype, pin_memory=summed.is_cuda)
-        self._is_behind = False  # the gradients on the host, of those on the device
-        self._is_new = False  # of states: all are zeros
+        self._is_behind = False  # whether gradients on the host are older than those on the device
+        self._is_new = False  # whether all states are zeros
         runs = {parameters.names[run.parameter]: run for run in parameters.layout.runs(rank)}
         nothing = Run(parameter=-1, entry=0, start=0, stop=0)
         self._runs = {name: runs.get(name, nothing) for name in self.numbers}
@@ -74,7 +74,7 @@ class SlicedOptimizer:
         whole.states.clear()
 
     def _put_into_groups(self, members: Mapping[str, nn.Parameter]) -> None:
-        """Put slices by name into the groups: in new lists, which a loop may change."""
+        """Put slices by name into the groups, in new lists."""
         lists = [list[nn.Parameter]() for _ in self.optimizer.param_groups]
         for name, each in members.items():
             lists[self._group_of[name]].append(each)
@@ -85,9 +85,9 @@ class SlicedOptimizer:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Add what backwards make inside to what there is.
+        """Add the gradients of backwards inside the block to the sum.
 
-        A backward that fails clears all gradients: what it has left of a sum is no gradient of any loss.
+        A backward that fails clears all gradients, because a partial sum is no loss's gradient.
         """
         self.parameters.keep_sum()
         self.parameters.attach_gradients()
@@ -102,32 +102,32 @@ class SlicedOptimizer:
         self._is_behind = self.offloads
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the sum of the gradients."""
+        """Multiply the sum of the gradients by a factor."""
         self.parameters.grad_shard.mul_(factor)
         self._is_behind = self.offloads
 
     def zero_grad(self) -> None:
-        """Clear all gradients of this rank: those of the slices, and those from which the slices are summed."""
+        """Clear all gradients of this rank: of the slices, and of the parameters they are summed from."""
         self.parameters.clear_gradients()
         if self.offloads:
             self._gradients.zero_()
         self._is_behind = False
 
     def _bring_gradients(self) -> None:
-        """Have the sum of the gradients where slices are updated."""
+        """Copy the sum of the gradients to where slices are updated."""
         if self._is_behind:
-            self._gradients.copy_(self.parameters.grad_shard)  # which waits for it
+            self._gradients.copy_(self.parameters.grad_shard)  # waits for the device
             self._is_behind = False
 
     def _give_gradients(self, names: Collection[str]) -> None:
-        """Give the slices of these names their gradients, and the others none."""
+        """Set the gradients of these slices, and clear the others'."""
         self._bring_gradients()
         for name, piece in self._pieces.items():
             run = self._runs[name]
             piece.grad = self._gradients[run.start : run.stop] if name in names else None
 
     def update(self, lr: float) -> None:
-        """Update this rank's slices by all gradients."""
+        """Update this rank's slices."""
         self._is_behind, self._is_new = self.offloads, False
         self._give_gradients(self.numbers)
         for group in self.optimizer.param_groups:
@@ -141,7 +141,7 @@ class SlicedOptimizer:
         self.zero_grad()
 
     def end_step(self, lr: float, transport: Transport, *, limit: float | None = 1.0) -> float:
-        """Reduce, clip to a norm of `limit`, and step, outside of any loop; return the norm before. Collective."""
+        """Reduce gradients, clip them to a norm of `limit`, and step; return the norm before. Collective."""
         norm = reduce_gradients(self.parameters, transport)
         if limit is not None:
             self.scale_gradients(clip_factor(limit, norm))
@@ -150,9 +150,9 @@ class SlicedOptimizer:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Let updates inside the block change nothing, to the bit, of gradients and lr 0.
+        """Undo changes of states by updates inside the block, to the bit; with lr 0 nothing else changes.
 
-        After the first step this takes a copy of the states in the host's memory.
+        After the first step this takes a copy of the states in host memory.
         """
         is_new = self._is_new
         kept = [(each, None if is_new else each.to("cpu", copy=True)) for each in self._kept_tensors()]
@@ -164,7 +164,7 @@ class SlicedOptimizer:
             self._is_new = is_new
 
     def pending_bytes(self) -> tuple[int, int]:
-        """Count the bytes of states that are yet to be made, and those that a step's end needs for a while."""
+        """Return the bytes of states that do not exist yet, and the temporary bytes of a step's end."""
         summed, published = self.parameters.grad_shard, self.parameters.publish_bytes()
         if self.offloads and summed.is_cuda:
             return 0, max(norm_bytes(summed), published)
@@ -180,21 +180,20 @@ class SlicedOptimizer:
         temporaries = _TEMPORARIES.get(type(self.optimizer), _MOST_TEMPORARIES)
         return temporaries * max((each.nbytes for each in self._pieces.values()), default=0)
 
-    # What the optimizer keeps.
+    # The optimizer's states.
 
     def _key(self, name: str) -> Tensor:
-        """Return by what the optimizer's states have that of a parameter, between steps."""
+        """Return the key of a parameter in the optimizer's states, between steps."""
         return self._pieces[name]
 
     def _keep(self, name: str, state: Mapping[str, Tensor]) -> None:
-        """Let the optimizer keep this of its slice of a parameter."""
         self.optimizer.state[self._key(name)] = self._placed(name, state)
         self._is_new = False
 
     def _placed(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is kept of a slice where the optimizer computes with it, vectors in the slice's dtype.
+        """Return a slice's states on the device of the update, vectors in the slice's dtype.
 
-        The whole parameter may have been elsewhere, and in a dtype of fewer bits.
+        The whole parameter may have been on another device, and in a narrower dtype.
         """
         group, piece = self.optimizer.param_groups[self._group_of[name]], self._pieces[name]
         counts_on = piece.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
@@ -203,12 +202,12 @@ class SlicedOptimizer:
         return {**state, **placed}
 
     def make_states(self) -> None:
-        """Make all states, of an optimizer whose states begin with zeros: what does not fit shows before a step."""
+        """Make all states of an optimizer whose states begin with zeros, so that a shortage shows before a step."""
         kept = [kept_of(self.optimizer, group) for group in self.optimizer.param_groups]
         assert all(each is not None for each in kept), type(self.optimizer)
         exact = self.parameters.master_weights
         vectors = sorted({key for each in kept for key, by_entry in (each or {}).items() if by_entry})
-        flat = {key: torch.empty_like(exact).zero_() for key in vectors}  # takes the memory
+        flat = {key: torch.empty_like(exact).zero_() for key in vectors}  # zero_ makes the host take the memory now
         for name, run in self._runs.items():
             made = {
                 key: flat[key][run.start : run.stop] if by_entry else torch.zeros((), dtype=torch.float32)
@@ -221,27 +220,27 @@ class SlicedOptimizer:
         return [each for state in self.optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
 
     def states(self) -> Iterator[tuple[Run, dict[str, Any]]]:
-        """Yield what the optimizer keeps of each slice that is not empty."""
+        """Yield the slices that are not empty, with their states."""
         for name, run in self._runs.items():
             if run.start < run.stop:
                 yield run, self.optimizer.state.get(self._key(name), {})
 
     def set_states(self, parameter: int, states: Mapping[str, Tensor]) -> None:
-        """Replace what is kept of a parameter by this rank's slices of `states`, (entries,) or () each."""
+        """Replace a parameter's states by this rank's slices of `states`, (entries,) or () each."""
         run = self._runs[self.parameters.names[parameter]]
         entries = _entries(run)
         if run.start < run.stop:
             self.set_slice(run, {key: each[entries] if each.dim() else each for key, each in states.items()})
 
     def set_slice(self, run: Run, states: Mapping[str, Tensor] | None) -> None:
-        """Replace what is kept of a slice by copies, (entries of the slice,) or () each; None: nothing is kept."""
+        """Replace a slice's states by copies, (entries of the slice,) or () each, or remove them if None."""
         name = self.parameters.names[run.parameter]
         self.optimizer.state.pop(self._key(name), None)
         if states is not None:
             self._keep(name, {key: each.clone() for key, each in states.items()})
 
     def kept(self) -> dict[str, dict[str, float | None]]:
-        """Return what is kept of each parameter that has entries and a state here: numbers, None for vectors."""
+        """Return the states of parameters that this rank has some of: numbers, and None for vectors."""
         return {
             self.parameters.names[run.parameter]: {
                 key: None if is_by_entry(value, run) else float(value)
@@ -253,9 +252,9 @@ class SlicedOptimizer:
         }
 
     def vectors(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """Return copies in the host's memory of what is kept of each entry, (entries,) by name; 0 where none is.
+        """Return copies of the states with one number an entry, (entries,) by name, in host memory; 0 for missing ones.
 
-        names: None: those of which this rank keeps some.
+        names: if None, all of which this rank has some.
         """
         exact = self.parameters.master_weights
         if names is None:
@@ -268,7 +267,7 @@ class SlicedOptimizer:
         return found
 
     def take_vectors(self, vectors: Mapping[str, Tensor], *, updates: int) -> None:
-        """Take what `vectors` returned into states that were made at once, after so many updates."""
+        """Copy the result of `vectors` into existing states, and set their number of updates."""
         for run, state in self.states():
             for key, value in vectors.items():
                 state[key].copy_(value[run.start : run.stop])
@@ -282,7 +281,7 @@ class SlicedOptimizer:
         return [{**group, MEMBERS: list(each)} for group, each in zip(groups, self._members, strict=True)]
 
     def arguments(self) -> list[dict[str, Any]]:
-        """Return the arguments of the groups, such as learning rates, as numbers."""
+        """Return the arguments of the groups, such as learning rates, as plain numbers."""
         groups = self.optimizer.param_groups
         return [{key: plain_value(value) for key, value in group.items() if key != MEMBERS} for group in groups]
 
@@ -293,22 +292,21 @@ class SlicedOptimizer:
 
 
 def is_by_entry(value: Any, run: Run) -> bool:
-    """Return whether what is kept of a slice has one value an entry."""
+    """Return whether a slice's state has one value an entry."""
     return isinstance(value, Tensor) and value.dim() > 0 and len(value) == run.stop - run.start
 
 
 def plain_value(value: Any) -> Any:
-    """Return an argument of a group as a number; a learning rate may be a tensor."""
+    """Convert an argument of a group from a tensor, as a learning rate may be, to a number."""
     return value.tolist() if isinstance(value, Tensor) else value
 
 
 def _entries(run: Run) -> slice:
-    """Return which entries of a parameter a run has."""
     return slice(run.entry, run.entry + run.stop - run.start)
 
 
 def _sliced(value: Any, shape: tuple[int, ...], run: Run) -> Any:
-    """Return the run's slice of what is kept of each entry of a parameter, and a copy of any other tensor."""
+    """Return the run's slice of a state with one value an entry, or a copy of any other tensor."""
     if not isinstance(value, Tensor):
         return value
     return value.reshape(-1)[_entries(run)].clone() if tuple(value.shape) == shape else value.clone()

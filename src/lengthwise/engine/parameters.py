@@ -1,21 +1,22 @@
-"""The parameters of a model on one rank, their gradients and exact values: the one owner, however they lie over ranks.
+"""The owner of a model's parameters, gradients and exact values on one rank, in every layout.
 
-Ranks of a node, n of W, gather values and sum gradients in every pass; replicas, the ranks of one place in all nodes,
-sum gradients and share updated values once a step. A rank keeps (`engine.slices`)
+The n ranks of a node (of W) gather values and sum gradients in every pass. Replicas, the ranks with the same place in
+all nodes, sum gradients and exchange updated values once a step. A rank keeps (`engine.slices`)
 
     master_weights  (fp32, or fp64)     its slices among all ranks, exact
-    grad_shard      (fp32, or fp64)     of the same entries, the sum of all ranks and microbatches
-    values          (compute dtype)     its slices among the ranks of its node, what forward reads
-    grads           (fp32, or fp64)     of the same entries, the sum of the node's ranks and all microbatches
+    grad_shard      (fp32, or fp64)     the same entries' gradients, summed over all ranks and microbatches
+    values          (compute dtype)     its slices among the ranks of its node, which forward reads
+    grads           (fp32, or fp64)     the same entries' gradients, summed over the node's ranks and all microbatches
 
-    zero1 (stages, too)     n = 1: values and grads are whole, and the model's parameters are views of them, in its
-                            order; buckets of many layers; what does not train stays where it is
-    zero3                   n = W: all four are slices of units (`engine.units`), freed but around their passes, which
-                            hooks gather and sum (`engine.waves`); so is what does not train, in its own dtype
-    hybrid                  1 < n < W: as zero3 in a node, as zero1 between nodes
+    zero1 (also stages)     n = 1: values and grads are whole, and the model's parameters are views of them, in the
+                            model's order; buckets have many layers; frozen parameters stay in place
+    zero3                   n = W: all four are slices of units (`engine.units`), which are freed except around their
+                            passes; hooks gather and sum them (`engine.unit_waves`). Frozen parameters too, in their
+                            dtype
+    hybrid                  1 < n < W: zero3 in a node, zero1 between nodes
 
-Two of the same entries are one tensor, but for values that stay in another dtype: zero3 casts what it gathers. Bytes a
-parameter: docs/sharding.md. Source: ZeRO stages 1 and 3 (arXiv 1910.02054).
+Two tensors with the same entries are one, except values in another dtype with zero1; zero3 casts when it gathers. Bytes
+per parameter: docs/sharding.md. Source: ZeRO stages 1 and 3 (arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -26,31 +27,33 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from lengthwise.comm import Pending
+from lengthwise.comm import Mesh, Pending, Transport
 from lengthwise.engine.flat_layout import BucketOrder
 from lengthwise.engine.placing import refuse_hooks, refuse_parts, replaced, share_values, trainable
 from lengthwise.engine.slices import Sharding, Slices, axes_of, gathered, whole_inside
 from lengthwise.engine.stage_share import StageShare
+from lengthwise.engine.unit_waves import Waves
 from lengthwise.engine.units import Accumulation, ModelUnit, units_of
-from lengthwise.engine.waves import Waves
+from lengthwise.models import ModelStage, wrapped_layers
 from lengthwise.models.modules import replace_parameters
+from lengthwise.models.own_rows import OwnRows
 
 MASTER_WEIGHTS = "master_weights"
 
 
 class Parameters:
-    """The trainable parameters of a model on one rank, and the others where they are freed, too.
+    """The trainable parameters of a model on one rank, and the frozen ones too if they are sharded.
 
-    What rank 0 has of the model counts, buffers as well, wherever it lies; the others' parameters may be without
-    storage (on the meta device). Forward and backward ask nothing here: they use the model's own parameters.
+    Rank 0's parameters and buffers count, on any device; other ranks' parameters may be on the meta device. Forward and
+    backward use the model's own parameters, not this class.
 
-    layout: where the entries of each parameter, as `names` and `shapes` have them, lie in the `state` of all ranks.
-    saved: where the parameters that all ranks train lie, those of other stages too. ranks_in_step: how many
-    neighbouring ranks gather and sum together in every pass, so that each of them takes part in all microbatches of
-    the others. keeps_values: the model has its values at all times. stage: what this rank does with other stages.
+    names, shapes: of the trained parameters. layout: their layout in the `state` of all ranks. saved: the layout of
+    all stages' trained parameters. ranks_in_step: number of neighbouring ranks that gather and sum together in every
+    pass, and therefore run every microbatch together. keeps_values: whether the model always has its values. stage:
+    exchange with other stages.
 
-    layers: the decoder's, which are units, and whose parameters stay together. read: returns entries [first, stop) of a
-    parameter by its name, on every rank its own; None: rank 0 sends them.
+    layers: the decoder's layers, which become units. read: returns entries [first, stop) of a named parameter, for
+    every rank its own. If None, rank 0 sends them.
     """
 
     def __init__(
@@ -90,14 +93,14 @@ class Parameters:
         self.master_weights, self.values, self.views = trained.values, trained.of_node, trained.views
         self._replicas = axes.replicas
         has_replicas = axes.replicas.world_size > 1
-        # What no microbatch or token of this rank reaches stays zero in the sum.
+        # Entries that no microbatch or token of this rank reaches stay zero in the sum.
         self.grads = self.grad_shard = torch.zeros(trained.node.shard_entries, dtype=wide, device=sharding.device)
         if has_replicas:
             self.grad_shard = torch.zeros(self.layout.shard_entries, dtype=wide, device=sharding.device)
-        self._is_summed = False  # what `grads` has is in `grad_shard`, with what the replicas had
+        self._is_summed = False  # whether `grad_shard` has the sum of `grads` over the replicas
         self._overlaps = sharding.overlaps and sharding.stays and has_replicas
         self._are_late = sharding.values_late and sharding.stays and has_replicas
-        self._order: BucketOrder | None = None  # of the sums of this step
+        self._order: BucketOrder | None = None  # order of this step's sums
         self._sums = list[Pending]()
         self._take_in(given, read)
         self._hook_in(units, layers)
@@ -107,14 +110,13 @@ class Parameters:
         self.saved = stage.saved(self.layout, self.names, self.shapes)
 
     def _take_in(self, given: Mapping[str, nn.Parameter], read: Callable[[str, int, int], Tensor] | None) -> None:
-        """Take rank 0's values over, whatever each rank loaded. Collective."""
+        """Fill all slices with rank 0's values, or with each rank's own read ones. Collective."""
         every, device = [self._trained, *self._frozen], self.grads.device
         kept = {name: each.values.dtype for each in every for name in each.names}
         views = self.views(self.grads) if self.keeps_values else []
-        rooms = dict(zip(self.names, views, strict=bool(views)))  # of exact values on their way
+        rooms = dict(zip(self.names, views, strict=bool(views)))  # buffers for exact values
 
         def sent(name: str, first: int, stop: int) -> Tensor:
-            """Return entries of what rank 0 has of a parameter. Collective."""
             own = given[name].detach()
             whole = rooms[name] if rooms else torch.empty(own.shape, dtype=kept[name], device=device)
             if not own.is_meta:
@@ -127,14 +129,14 @@ class Parameters:
         self.grads.zero_()
 
     def _hook_in(self, units: Sequence[ModelUnit], layers: Sequence[nn.Module]) -> None:
-        """Give the model the parameters that were made, and let their passes fill, free, wait for and sum them."""
+        """Put the new parameters into the model, and install the hooks that fill, free, wait for and sum them."""
         trained, model = self._trained, self._model
         every = [(trained, self.grads), *((each, None) for each in self._frozen)]
         parts = [[part for each, sums in every for part in each.parts(unit, sums=sums)] for unit in range(len(units))]
         given = dict(model.named_parameters())
         replace_parameters(model, {id(given[name]): own for each, _ in every for name, own in each.made.items()})
         self._learning, self._waves, gradients = self._now, None, dict[int, Tensor]()
-        self._added = list[Accumulation]()  # gradients of what stays
+        self._added = list[Accumulation]()  # gradients of parameters that stay
         if self.keeps_values:
             views, made = self.views(self.grads), self._made_gradient if self._overlaps else None
             self._added = [Accumulation(self._learning, views, made=made)]
@@ -148,44 +150,43 @@ class Parameters:
 
     @property
     def _now(self) -> list[nn.Parameter]:
-        """What the model has now of parameters that are updated here."""
-        every = self._model.parameters() if self.names else ()  # else nothing trains, whatever the model says
+        """The model's current parameters that are updated here."""
+        every = self._model.parameters() if self.names else ()  # otherwise nothing trains
         return [own for own in every if own.requires_grad and own is not self.stage.copy]
 
     def _wait_before(self, layers: Sequence[nn.Module]) -> None:
-        """Let every layer wait for its values before it runs, and the model for those of no layer."""
+        """Let every layer wait for its values before it runs, and the model for those outside of layers."""
         trained, bucket_of = self._trained, dict(zip(map(id, self._learning), self.layout.bucket_of, strict=True))
         within = {id(own) for layer in layers for own in layer.parameters()}
         read_by = [(layer, {id(own) for own in layer.parameters()}) for layer in layers]
         for module, members in (*read_by, (self._model, bucket_of.keys() - within)):
             buckets = sorted({bucket_of[each] for each in members if each in bucket_of})
             module.register_forward_pre_hook(lambda *_, buckets=buckets: trained.arrive(buckets))
-            if module is self._model:  # it waits before the first layer, and a communicator ends calls in order
+            if module is self._model:  # it waits first, and a communicator completes calls in order
                 trained.order = [*buckets, *(each for each in trained.order if each not in buckets)]
 
     def reduce_early(self) -> None:
-        """Sum buckets as soon as the backward that follows has made their gradients, where `overlaps`.
+        """Sum buckets as soon as the next backward has made their gradients, if `overlaps`.
 
-        It is this rank's last backward of a step, and the rank has no transfer left in this step.
+        Call it before this rank's last backward of a step, after its last transfer.
         """
         if self._overlaps:
             self._order = BucketOrder(self.layout.bucket_of)
 
     def _made_gradient(self, number: int) -> None:
-        """Sum the bucket that a parameter's gradient completes."""
         if self._order is not None:
             self._sum(self._order.arrived(number))
 
     def begin_reducing(self) -> None:
-        """Add up what stages share; begin the sums that are left, where `overlaps`: before any other collective."""
+        """Add up a tied head's gradient; if `overlaps`, begin the remaining sums, before any other collective."""
         self.stage.add_tied_gradient()
         if self._overlaps:
             self._sum_rest()
 
     def reduce_gradients(self) -> Tensor:
-        """Sum the gradients of all ranks into the shards; return those of this rank, (entries,). Collective.
+        """Sum the gradients over all ranks into shards; return this rank's, (entries,). Collective.
 
-        There are zeros where nobody's entries are.
+        Unused entries are 0.
         """
         self._sum_rest()
         for each in self._sums:
@@ -199,7 +200,6 @@ class Parameters:
         self._sum(self._order.rest())
 
     def _sum(self, buckets: Iterable[int]) -> None:
-        """Begin to sum buckets over the replicas."""
         layout, node = self.layout, self._trained.node
         for bucket in buckets if self._replicas.world_size > 1 else ():
             own, of_node = self.grad_shard[layout.in_shard(bucket)], self.grads[node.in_shard(bucket)]
@@ -208,15 +208,15 @@ class Parameters:
     def gather_gradients(self) -> dict[str, Tensor]:
         """Return the reduced gradient of every parameter, by name; for checks, not for training. Collective.
 
-        Those of all stages on rank 0, of its own on the others.
+        Rank 0 gets all stages' gradients, other ranks their own stage's.
         """
         found = gathered(self.layout, self.grad_shard, self._transport)
         own = {self.names[index]: values.view(self.shapes[index]).clone() for index, values in found}
         return self.stage.gather_gradients(own, self.grads.dtype)
 
     def clear_gradients(self) -> None:
-        """Set the gradients of this rank to zero, once sums that are under way have ended."""
-        if self._order is not None:  # of a step that goes no further: the other ranks wait in these sums, too
+        """Set the gradients of this rank to zero, after sums that have begun."""
+        if self._order is not None:  # a step that ends early: other ranks wait in these sums
             self.reduce_gradients()
         self.grads.zero_()
         self.grad_shard.zero_()
@@ -224,7 +224,7 @@ class Parameters:
         self.stage.clear()
 
     def keep_sum(self) -> None:
-        """Let the next backward add to the sum: this rank's slices of it take part in the next one."""
+        """Let the next backward add to the last sum, by this rank's slices of it."""
         if self._is_summed:
             self.grads.zero_()
             for own, place in self._trained.mine(self.grads):
@@ -232,10 +232,10 @@ class Parameters:
             self._is_summed = False
 
     def attach_gradients(self) -> None:
-        """See that the model has the parameters that were made, where they were put, and these their gradients.
+        """Check that the model still has its parameters in their places, and give them their gradients.
 
         Raises:
-            ModelRefused: somebody replaced, moved or froze some.
+            ModelRefused: some were replaced, moved or frozen.
         """
         now, wanted = self._now, (self._trained.dtype, self.grads.device)
         stays = len(now) == len(self._learning) and all(
@@ -248,21 +248,22 @@ class Parameters:
             each.attach()
 
     def detach_gradients(self) -> None:
-        """Leave the model's own gradients to others, without any, until they are attached again."""
+        """Clear the gradients of the model's parameters, and ignore new ones until they are attached again."""
         for own in self._learning:
             own.grad = None
         for each in self._added:
             each.detach()
 
     def release(self) -> None:
-        """Leave the gradients that a backward makes from now on to the model, which keeps its values."""
+        """Stop summing gradients; the model keeps its values."""
         for each in self._added:
             each.release()
 
     def publish(self) -> None:
-        """Make the updated master weights of all ranks the values that forward reads. Collective.
+        """Send the updated master weights of all ranks to the values that forward reads. Collective.
 
-        They may still be on their way: a forward of the model waits for what it reads, all else for `published`.
+        They may arrive later: a forward of the model waits for the values that it reads; call `published` before any
+        other use.
         """
         self.free()
         self.published()
@@ -272,23 +273,23 @@ class Parameters:
             self.stage.share_tied(from_first=True)
 
     def published(self) -> None:
-        """Wait until all values are there: before a transfer, and before they are read outside of a forward."""
+        """Wait for all values: before a transfer, and before they are read outside of a forward."""
         self._trained.arrive(range(self.layout.num_buckets))
 
     def free(self) -> None:
-        """Free the values that a pass has left gathered: what somebody wrote there would be lost."""
+        """Free values that a pass has left gathered, because writes to them would be lost."""
         if self._waves is not None:
             self._waves.let_go()
 
     def publish_bytes(self) -> int:
-        """Count the bytes that `publish` needs beside what is kept."""
+        """Return the bytes that `publish` needs beside the kept tensors."""
         return self._trained.publish_bytes(waits=not self._are_late)
 
     @contextmanager
     def whole_on_first(self, *, trained_only: bool) -> Iterator[None]:
-        """See that the model of rank 0 has whole parameters inside the block, to be saved. Collective.
+        """Make the parameters of rank 0's model whole inside the block, for saving. Collective.
 
-        trained_only: those that train; the others may be anything.
+        trained_only: whether only trained parameters are needed; the others may then be on the meta device.
         """
         slices = [self._trained, *([] if trained_only else self._frozen)]
         is_first = self._transport.rank == 0
@@ -323,38 +324,57 @@ class Parameters:
         finally:
             self._is_whole = before
 
-    # What somebody may have done to the model's values, where it keeps them; else it refuses all of it by itself.
+    # A loop's changes of the model's values, if the model keeps them; otherwise it refuses changes itself.
 
     def take_values(self) -> None:
-        """Make the values that the model has now this rank's master weights."""
+        """Copy the model's values to this rank's master weights."""
         if self.keeps_values:
             self._trained.take_values()
 
     def take_changes(self) -> None:
-        """Take what somebody changed in the model's values since they were published; other master weights stay."""
+        """Copy changes of the model's values since they were published to the master weights; others stay exact."""
         if self.keeps_values:
             self._trained.take_changes()
 
     def norm_of_values(self) -> float:
-        """Return the norm of this rank's part of the model's values; 0.0 where they are the master weights."""
+        """Return the norm of this rank's part of the model's values, or 0.0 if they are the master weights."""
         return self._trained.norm() if self.keeps_values else 0.0
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors that are kept from step to step, but those of a model that keeps its values."""
+        """Return all tensors that are kept between steps, except frozen ones of a model that keeps its values."""
         own = [self.values, self.grads, self.grad_shard, self.master_weights]
         return [*{id(each): each for each in own}.values(), *(each.values for each in self._frozen)]
 
     def read_by_forward(self) -> list[Tensor]:
-        """Return what forward reads the values of all parameters from, those that do not train as well."""
+        """Return the tensors that forward reads, frozen ones too."""
         if self.keeps_values:
             return [own.data for own in self._model.parameters()]
         return [each.of_node for each in (self._trained, *self._frozen)]
 
     def state(self) -> dict[str, Tensor]:
-        """Return what this rank alone holds of the parameters and cannot be computed anew, by name: (entries,) each."""
+        """Return the tensors that only this rank has and that cannot be recomputed, (entries,), by name."""
         return {MASTER_WEIGHTS: self.master_weights}
 
 
 def largest_magnitude(parameters: Parameters) -> Tensor:
-    """Return the largest magnitude in the state of this rank, (), on its device; NaN where one is NaN."""
+    """Return the largest magnitude in this rank's state, (), on its device, or NaN if one is NaN."""
     return torch.stack([torch.linalg.vector_norm(each, float("inf")) for each in parameters.state().values()]).max()
+
+
+def lay_parameters(
+    model: nn.Module,
+    transport: Transport,
+    sharding: Sharding,
+    *,
+    stage: tuple[Mesh, ModelStage] | None = None,
+    rows: OwnRows | None = None,
+) -> Parameters:
+    """Lay a model's parameters out over the ranks, with the values of rank 0. Collective.
+
+    stage: the mesh of pipelines and this rank's stage, in a pipeline. rows: source from which every rank reads its own
+    values, if they are sharded. If None, rank 0 sends them.
+    """
+    assert rows is None or not sharding.stays, "whole parameters come from rank 0"
+    share = StageShare(Mesh(transport, 1)) if stage is None else StageShare(*stage, trains=sharding.trains)
+    read = None if rows is None else rows.read
+    return Parameters(model, sharding, share, layers=wrapped_layers(model), read=read)

@@ -1,4 +1,4 @@
-"""Parameters in their places in a model: which train, values of rank 0 on every rank, and what is refused."""
+"""Parameters in a model: which of them train, rank 0's values on every rank, and uses that are refused."""
 
 from __future__ import annotations
 
@@ -15,41 +15,40 @@ from lengthwise.models.text_part import whole_model
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that train, by name, tied ones once.
+    """Return the trainable parameters by name, tied ones once.
 
     Raises:
-        ModelRefused: there is none.
+        ModelRefused: there are none.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
-        where, expected = f"model {type(model).__name__}", "at least one parameter that can be trained"
+        where, expected = f"model {type(model).__name__}", "at least one trainable parameter"
         raise ModelRefused(where, expected=expected, got="none", remedy="Unfreeze the model.")
     return named
 
 
 def replaced(model: nn.Module, *, expected: int, got: int) -> ModelRefused:
-    """Return the error about parameters that are no more those that were made."""
+    """Return the error for parameters that were replaced or moved."""
     remedy = "Move, convert, freeze and replace parameters before the first step, not after."
     return ModelRefused(
         f"model {type(model).__name__}",
-        expected=f"the {expected} trainable parameters where they were put",
+        expected=f"the {expected} trainable parameters in their places",
         got=f"{got}, some of them elsewhere",
         remedy=remedy,
     )
 
 
 def refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse parameters with hooks of their gradients where the model gets others in their place.
+    """Refuse gradient hooks of parameters that the model will replace.
 
     Raises:
-        ModelRefused: there are some.
+        ModelRefused: a parameter has a hook.
     """
     hooked = [n for n, p in parameters.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
     if hooked:
-        expected, got = "no hook of its gradient yet: the model gets new parameters", f"{len(hooked)} with one"
-        raise ModelRefused(
-            f"parameter {hooked[0]}", expected=expected, got=got, remedy="Register it after the session."
-        )
+        where, got = f"parameter {hooked[0]}", f"hooks of {len(hooked)} parameters"
+        expected = "no gradient hook yet, because the model gets new parameters"
+        raise ModelRefused(where, expected=expected, got=got, remedy="Register hooks after making the session.")
 
 
 def share_values(
@@ -60,9 +59,9 @@ def share_values(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> None:
-    """Put rank 0's buffers and `parameters` on every rank where the model runs, in `dtype`; None: its own. Collective.
+    """Copy rank 0's buffers and `parameters` to every rank's device, in `dtype` or their own dtype. Collective.
 
-    Of what does not train, which is in no flat buffer; model buffers may be weights, too, which rank 0 alone reads.
+    parameters: those outside of flat buffers, as frozen ones are. Buffers may be weights too, which rank 0 alone reads.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -78,13 +77,13 @@ def share_values(
         else:
             value = parameter.detach().to(device, dtype or parameter.dtype).contiguous()
         transport.broadcast(value, 0)
-        if parameter.is_meta or value.data_ptr() != parameter.data_ptr():  # else its gradient, if any, stays
+        if parameter.is_meta or value.data_ptr() != parameter.data_ptr():  # otherwise a gradient stays
             made[id(parameter)] = as_view(parameter, value)
     replace_parameters(model, made)
 
 
 def as_view(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """Return the parameter with another value; one without storage cannot take it and is made anew."""
+    """Return the parameter with another value, or a new parameter if it is on the meta device."""
     if parameter.is_meta:
         return nn.Parameter(value, requires_grad=parameter.requires_grad)
     parameter.data, parameter.grad = value, None
@@ -92,12 +91,12 @@ def as_view(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
 
 
 def refuse_parts(model: nn.Module, is_whole: Callable[[], bool]) -> None:
-    """Let a model whose parameters lie over the ranks refuse what goes by whole ones, unless `is_whole` says it is."""
+    """Make a model with sharded parameters refuse state dicts and copies, except while `is_whole` returns True."""
 
     def refuse(what: str) -> None:
         if not is_whole():
-            where, expected = f"model.{what}", "a model with whole parameters: here they lie over the ranks"
-            remedy = f"Call the session's {what}, or its save_pretrained, on all ranks; load weights before it."
+            where, expected = f"model.{what}", "a model with whole parameters, but they lie over the ranks"
+            remedy = f"Call the session's {what} or save_pretrained on all ranks; load weights before the session."
             raise ModelRefused(where, expected=expected, got=type(model).__name__, remedy=remedy)
 
     model.register_state_dict_pre_hook(lambda *_: refuse("state_dict"))
@@ -111,7 +110,7 @@ def refuse_parts(model: nn.Module, is_whole: Callable[[], bool]) -> None:
 
 
 def pickled(module: nn.Module) -> ModelRefused:
-    """Say that a model that ranks train was to be pickled, as torch.save does, and where it is a part, copies do."""
+    """Return the error for pickling a model in a session, as torch.save does, or copying a sharded one."""
     remedy = "Call session.save_pretrained or session.state_dict on all ranks, or make a copy before the session."
-    name = type(module).__name__
-    return ModelRefused(f"model {name}", expected="no torch.save, or copy of a rank's part", got="one", remedy=remedy)
+    name, expected = type(module).__name__, "no torch.save, and no copy of a sharded model, during a session"
+    return ModelRefused(f"model {name}", expected=expected, got="a pickle or a copy", remedy=remedy)

@@ -1,7 +1,7 @@
-"""The learning rate of each step: the schedules of `transformers.get_scheduler`, by its names.
+"""Learning rates by step: the schedules of `transformers.get_scheduler`, by its names.
 
-A function of the step alone, so that a run that goes on has it, too. Step s of a run, counted from 1, has what
-transformers' scheduler gives after s - 1 calls, as in its Trainer: the first step of a warm-up has learning rate 0.
+They depend on the step alone, so a resumed run needs no state. Step s of a run, counted from 1, has the learning rate
+of transformers' scheduler after s - 1 calls, as in its Trainer: the first step of a warm-up has learning rate 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lengthwise.core.errors import ConfigError
 
 
 def learning_rates(config: OptimizerConfig, num_steps: int) -> Callable[[int], float]:
-    """Return what gives the learning rate of a step, counted from 1, in a run of `num_steps`."""
+    """Return a function from a step, counted from 1, to its learning rate, in a run of `num_steps`."""
     rate, schedule = _settled(config)
     name = "constant_with_warmup" if schedule == "constant" else schedule
     args = config.schedule_args or {}
@@ -30,7 +30,7 @@ def learning_rates(config: OptimizerConfig, num_steps: int) -> Callable[[int], f
 
 
 def warmup_steps(config: OptimizerConfig, num_steps: int) -> int:
-    """Return the steps of the warm-up in a run of `num_steps`: a share is rounded up, as in transformers."""
+    """Return the steps of warm-up in a run of `num_steps`; a share is rounded up, as in transformers."""
     asked = config.warmup_steps or 0
     return math.ceil(asked * num_steps) if isinstance(asked, float) else asked
 
@@ -42,10 +42,10 @@ def _settled(config: OptimizerConfig) -> tuple[float, str]:
 
 
 def check_steps(config: OptimizerConfig, num_steps: int) -> None:
-    """Refuse a schedule that gives no learning rate in a run of `num_steps`, or whose parts are longer than the run.
+    """Check that a schedule gives learning rates in a run of `num_steps`, and that its parts fit into the run.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: it does not.
     """
     where, args = "optimizer.schedule_args", config.schedule_args or {}
     if config.schedule == "warmup_stable_decay" and "num_stable_steps" not in args:
@@ -62,4 +62,4 @@ def check_steps(config: OptimizerConfig, num_steps: int) -> None:
         problem = f"{error}"
     if problem is not None:
         expected = f"arguments with which schedule {config.schedule} gives a learning rate"
-        raise ConfigError(where, expected=expected, got=problem, remedy="Change them.")
+        raise ConfigError(where, expected=expected, got=problem, remedy="Change schedule_args.")

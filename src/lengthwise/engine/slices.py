@@ -1,10 +1,10 @@
-"""What a rank keeps of parameters: slices of every bucket, those it updates and those that its node computes with.
+"""A rank's slices of parameters, from every bucket: those that it updates, and those that its node computes with.
 
-    values      (wide dtype)      this rank's, exact; the ranks of all nodes have all entries among them
-    of_node     (compute dtype)   with those of its replicas, the ranks of its place in other nodes: what units are
-                                  gathered from in the node; with one rank a node all entries, which the model works on
+    values      (wide dtype)      this rank's exact slices; all ranks together have all entries
+    of_node     (compute dtype)   these and the slices of its replicas (the ranks with its place in other nodes), from
+                                  which units are gathered in the node; with one rank per node the model's parameters
 
-Once a step, `publish` gathers `values` of the replicas into `of_node`. Where both would be equal they are one tensor.
+Once a step, `publish` gathers `values` of the replicas into `of_node`. If both would be equal they are one tensor.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lengthwise.models.modules import replace_parameters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How a model's parameters lie over the ranks.
+    """The layout of a model's parameters over the ranks.
 
-    dtype, device: of what forward computes with. ranks_in_step: so many neighbouring ranks, a node, gather and sum
-    together in every pass, and all nodes at a step's end; 1: values stay on every rank. bucket_entries: of a bucket of
-    what stays, at least. overlaps: sums of what stays travel while the last backward runs. values_late: values of what
-    stays travel while the next forward begins, which waits for what it reads. keeps_frozen: what does not train keeps
-    its dtype. trains: False: nothing does, whatever the model says. exact_on: where exact values are, apart from all
-    else; None: where the model is.
+    dtype, device: dtype and device of the values that forward reads. ranks_in_step: number of neighbouring ranks (a
+    node) that gather and sum together in every pass; nodes do at a step's end. With 1 values stay on every rank, and
+    the next three apply. bucket_entries: least entries of a bucket. overlaps: sum gradients while the last backward
+    runs. values_late: send values while the next forward begins, which waits for those that it reads. keeps_frozen:
+    whether frozen parameters keep their dtype. trains: whether anything trains. exact_on: device of exact values. If
+    None, the model's.
     """
 
     dtype: torch.dtype
@@ -48,19 +48,19 @@ class Sharding:
 
     @property
     def stays(self) -> bool:
-        """Whether values stay; else a unit has them around its passes alone."""
+        """Whether values stay on every rank; otherwise units have them only around their passes."""
         return self.ranks_in_step == 1
 
 
 class Axes(NamedTuple):
-    """Collectives of a rank: of its node, and of its replicas."""
+    """Collectives of a rank, over its node and over its replicas."""
 
     node: Transport
     replicas: Transport
 
 
 def axes_of(world: Transport, sharding: Sharding) -> Axes:
-    """Return the collectives of a rank of `world`. Collective where there are several nodes of several ranks."""
+    """Return the collectives of a rank of `world`. Collective with several nodes of several ranks."""
     size, ranks = sharding.ranks_in_step, range(world.world_size)
     assert len(ranks) % size == 0, f"{size} ranks in each node, of {len(ranks)}"
     if size == 1:
@@ -72,11 +72,11 @@ def axes_of(world: Transport, sharding: Sharding) -> Axes:
 
 
 class Slices:
-    """This rank's slices of parameters that all train, or all do not: of the latter every node has all entries.
+    """This rank's slices of parameters that all train, or are all frozen; of frozen ones every node has all entries.
 
-    unit_of: the units they belong to, by name, in order. given: what the model has. layout: of `values`, over
-    all ranks; node: of `of_node`, over the ranks of a node. made: by name the parameters that the model gets, in
-    `dtype`. order: of the buckets, as they are published.
+    unit_of: units of the parameters, by name, in order. given: the model's parameters by name. layout: layout of
+    `values` over all ranks. node: layout of `of_node` over the ranks of a node. made: the parameters that the model
+    gets, by name, in `dtype`. order: order in which buckets are published.
     """
 
     def __init__(
@@ -112,29 +112,29 @@ class Slices:
             self.of_node = torch.zeros(self.node.shard_entries, dtype=dtype, device=sharding.device)
         self.made = dict[str, nn.Parameter]()
         self._arriving = dict[int, Pending]()  # buckets of `of_node`
-        self._published: Tensor | None = None  # of values apart, as `take_changes` then finds them
-        self._sent: torch.cuda.Event | None = None  # recorded once that has been sent
+        self._published: Tensor | None = None  # the last published values, if exact values are on another device
+        self._sent: torch.cuda.Event | None = None  # recorded when `_published` has been sent
 
     @property
     def rank(self) -> int:
-        """This rank among those of the layout."""
+        """This rank's number in the layout."""
         node, replicas = self.axes
         return node.rank if self.layout == self.node else replicas.rank * node.world_size + node.rank
 
     def views(self, of_node: Tensor) -> list[Tensor]:
-        """Cut a buffer of all entries into one view a parameter."""
+        """Cut a buffer of all entries into views, one per parameter."""
         places = zip(self.node.starts, self.node.sizes, self.shapes, strict=True)
         return [of_node[start : start + size].view(shape) for start, size, shape in places]
 
     def mine(self, of_node: Tensor) -> Iterator[tuple[Tensor, slice]]:
-        """Yield what this rank updates of a buffer of its node, with the place of it in `values`."""
+        """Yield this rank's slices of a node's buffer, with their places in `values`."""
         replicas = self.axes.replicas
         for bucket in self.order:
             whole = of_node[self.node.in_shard(bucket)]
             yield whole.view(replicas.world_size, -1)[replicas.rank], self.layout.in_shard(bucket)
 
     def parts(self, unit: int, *, sums: Tensor | None) -> Iterator[UnitPart]:
-        """Yield the part of a unit that has these, if it has any. sums: of `of_node`'s entries."""
+        """Yield the part of a unit with these parameters, if there are some. sums: gradients of `of_node`'s entries."""
         members = [index for index, number in enumerate(self._unit_of) if number == unit]
         if members:
             bucket = self.node.bucket_of[members[0]]
@@ -151,9 +151,9 @@ class Slices:
             yield part
 
     def fill(self, read: Callable[[str, int, int], Tensor], given: Mapping[str, nn.Parameter]) -> None:
-        """Put this rank's entries of all parameters where they stay, one parameter at a time; `read` may be collective.
+        """Read this rank's entries of all parameters, one parameter at a time; `read` may be collective.
 
-        Those that stay whole become the model's at once, so that what it had before is freed.
+        Parameters that stay whole become the model's at once, so that its earlier values are freed.
         """
         runs = {run.parameter: run for run in self.layout.runs(self.rank)}
         views = self.views(self.of_node) if self.stays else []
@@ -170,9 +170,9 @@ class Slices:
             self.values[run.start : run.stop].copy_(found)
 
     def publish(self, *, waits: bool = True) -> None:
-        """Gather what the replicas have updated, a bucket after the other; `arrive` waits for it. Collective."""
+        """Gather the replicas' updated values, bucket by bucket; `arrive` waits for them. Collective."""
         if self._sent is not None:
-            self._sent.synchronize()  # `_published` is written anew
+            self._sent.synchronize()  # `_published` is overwritten
         for bucket in self.order if self.is_copied else ():
             place = self.layout.in_shard(bucket)
             staged = None if self._published is None else self._published[place]
@@ -192,20 +192,20 @@ class Slices:
                 self._arriving.pop(bucket).wait()
 
     def publish_bytes(self, *, waits: bool) -> int:
-        """Count the bytes of a slice in the compute dtype, where that is not what is kept, or that is in the host."""
+        """Return the bytes of the copies that `publish` makes in the compute dtype, or on the device."""
         sizes = [place.stop - place.start for place in map(self.layout.in_shard, self.order)]
         casts = self.is_copied and (self._is_apart or self.dtype != self.values.dtype)
         return (max(sizes, default=0) if waits else sum(sizes)) * self.dtype.itemsize * casts
 
     def take_values(self) -> None:
-        """Make what the model has now exact values."""
+        """Copy the model's values to the exact values."""
         for own, place in self.mine(self.of_node):
             self.values[place].copy_(own)
 
     def take_changes(self) -> None:
-        """Take what somebody wrote into the model's values since they were published; other exact values stay.
+        """Copy changes of the model's values since they were published to the exact values; others stay.
 
-        All are compared with what was published, because a write to `.data` counts no change.
+        All values are compared, because autograd does not count writes to `.data`.
         """
         if not self.is_copied:
             return
@@ -217,11 +217,8 @@ class Slices:
             kept.copy_(torch.where(own != kept.to(own.dtype), own.to(kept.dtype), kept))
 
     def _take_to_host(self) -> None:
-        """Send what was published again and compare it on the device, for it is not cast twice; one read says of all.
-
-        Of what differs alone values come back.
-        """
-        if self._published is None:  # nobody has changed exact values yet and not published them
+        """Do so with exact values on the host: compare on the device, and copy back only slices that changed."""
+        if self._published is None:  # all exact values are published
             room = torch.empty(self.values.shape, dtype=self.dtype, pin_memory=self.of_node.is_cuda)
             self._published = room.copy_(self.values)
         sent = [(own, place, self._published[place]) for own, place in self.mine(self.of_node)]
@@ -234,7 +231,7 @@ class Slices:
                 before.copy_(now)
 
     def norm(self) -> float:
-        """Return the norm of this rank's part of the model's values; 0.0 where they are the exact ones."""
+        """Return the norm of this rank's part of the model's values, or 0.0 if they are the exact values."""
         if not self.is_copied:
             return 0.0
         norms = torch._foreach_norm([own for own, _ in self.mine(self.of_node)], 2, dtype=torch.float64)
@@ -242,9 +239,9 @@ class Slices:
 
 
 def brought(values: Tensor, dtype: torch.dtype, device: torch.device, staged: Tensor | None = None) -> Tensor:
-    """Return exact values in `dtype` where the model runs; the host's are cast there, and sent from pinned memory.
+    """Copy exact values to the model's device in `dtype`; the host casts its values and sends pinned memory.
 
-    staged: memory of the host, of as many entries in `dtype`, that keeps what is sent; None: some is taken for it.
+    staged: host memory for the cast values. If None, new memory is used.
     """
     if staged is None and values.device.type == device.type:
         return values.to(dtype)
@@ -261,10 +258,10 @@ def gathered(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield each parameter's place and what all ranks have of it in their shards, (entries,) each. Collective.
+    """Gather shards, (entries,), bucket by bucket; yield the numbers of parameters and their whole tensors. Collective.
 
-    transport: of the layout's ranks. dtype, device: to gather them in; None: those of the shard. It takes a bucket at a
-    time; those of a bucket are views of one tensor, which the next bucket does not touch.
+    transport: over the layout's ranks. dtype, device: of the gathered tensors; by default the shard's. Tensors of a
+    bucket are views of one tensor, which the next bucket does not touch.
     """
     members: dict[int, list[int]] = {}
     for index, number in enumerate(layout.bucket_of):
@@ -290,7 +287,7 @@ def whole_inside(
 ) -> Iterator[None]:
     """Give the model whole parameters inside the block, in the compute dtype, where `is_kept`. Collective.
 
-    They are gathered a unit at a time; those that are not in `slices` are on the meta device.
+    They are gathered bucket by bucket; parameters that are not in `slices` are on the meta device.
     """
     before, made = dict(model.named_parameters()), dict[int, nn.Parameter]()
     for each in slices:

@@ -26,9 +26,8 @@ from lengthwise.comm import Lone
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import MicrobatchBytes, Moments
-from lengthwise.engine.pipeline import empty_hidden
-from lengthwise.engine.stage_graph import given_on, received
-from lengthwise.engine.watch import CudaWatch, LiveWatch, Segment, Watch
+from lengthwise.engine.byte_watch import ByteWatch, CudaWatch, LiveWatch, Segment
+from lengthwise.engine.stage_messages import empty_hidden, given_on, received
 from lengthwise.models import WHOLE, Chunk, KeyedDropout, apply_policy, model_loss, rows_dropout, run_chunk, run_layers
 from lengthwise.offload import ActivationSaver, CopyStore, parameter_storages
 from lengthwise.program import lower_microbatch
@@ -55,7 +54,7 @@ ALONE = Layout()
 class _QuietSaver(ActivationSaver):
     """A saver whose own operations are not noted: what they make is, with the operation that comes next."""
 
-    watch: Watch | None = None
+    watch: ByteWatch | None = None
 
     def pack(self, tensor: Tensor) -> Any:
         """Take what autograd saves."""

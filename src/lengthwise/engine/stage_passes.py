@@ -1,7 +1,7 @@
-"""The passes of a step on a stage, and what the stage has beside each of them: what `capacity_tokens: auto` counts.
+"""The passes of a step on a stage, and what the stage holds beside each, for `capacity_tokens: auto`.
 
-The program of one replica's microbatches is walked as `engine.step` runs it: no step keeps more. Only what differs is
-listed, a few passes for any number of microbatches. A whole model is one stage, which keeps nothing beside a pass.
+They come from a step program that keeps as many microbatches as any step may. Only passes that differ are listed, a few
+for any number of microbatches. A whole model is one stage, which holds nothing beside a pass.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from lengthwise.comm import Lone, Mesh
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import UNCUT, LayerCut
 from lengthwise.cost import PassBeside
-from lengthwise.engine.pipeline import UNWAITED_A_STAGE
+from lengthwise.engine.stage_messages import UNWAITED_A_STAGE
 from lengthwise.program.step_program import Place, step_program
 
 
 def lone_stage(stage: int, stages: int) -> Mesh:
-    """Return the place of a stage without the others: what they would send is zeros."""
+    """Return the place of a stage without other stages; it receives zeros from them."""
     return Mesh(Lone(stage, stages), stages)
 
 
 def full_pipeline(
     lengths: Sequence[int], cut: LayerCut, *, layers: int, recompute: str = "none", rounds: int = 2
 ) -> Plan:
-    """Return the plan of one replica whose stages keep as many microbatches, of these sequences, as they ever may.
+    """Return a plan of one replica whose stages keep as many microbatches, of these sequences, as they ever may.
 
-    rounds: of as many microbatches as stages; with 3 all passes that differ are among them.
+    rounds: rounds of as many microbatches as stages; with 3 every pass that differs occurs.
     """
     number, schedule = 1, {"kind": "free"}
     if cut != UNCUT:
@@ -47,7 +47,7 @@ def full_pipeline(
 
 
 def passes_of(cut: LayerCut, stage: int) -> list[PassBeside]:
-    """List the passes of a stage that trains, with what it has beside them."""
+    """List the passes of a stage that trains, with what it holds beside them."""
     found = dict[PassBeside, None]()
     kept, returned, posted = set[Place](), set[Place](), list[_Posted]()
     for turn in step_program(full_pipeline((1,), cut, layers=cut.chunks, rounds=3), 0, stage).turns:
@@ -79,13 +79,13 @@ def passes_of(cut: LayerCut, stage: int) -> list[PassBeside]:
 
 @dataclass(slots=True)
 class _Posted:
-    """A grouped call of messages: how many it sends, and what it receives, until these are there no more."""
+    """A grouped call of messages: how many sends it still holds, and the messages that still arrive."""
 
     num_sends: int
     arriving: set[tuple[Place, bool]]
 
     def take(self, message: tuple[Place, bool]) -> None:
-        """Wait for it, if this message is among those that it receives."""
+        """Wait for the call, if it receives this message."""
         if message in self.arriving:
             self.arriving.remove(message)
             self.num_sends = 0

@@ -1,8 +1,8 @@
-"""What the stages of a pipeline do together with their parameters: a tied head's, and what rank 0 saves of all stages.
+"""Exchange between the stages of a pipeline about their parameters: the tied head, and what rank 0 saves of all stages.
 
-A tied head belongs to the embedding, on the first stage, which alone updates it. The last stage has a copy: before the
-sum over the replicas it sends its gradient there, and after each update it takes the values. So both are equal to the
-bit, the norm counts it once, and it has one state of the optimizer. Costs two messages of the embedding's size a step.
+A tied head belongs to the embedding, on the first stage, which alone updates it. The last stage has a copy: it sends
+its gradient before the sum over the replicas, and takes the values after each update. So both are equal to the bit, the
+norm counts the weight once, and it has one optimizer state. Costs two messages of the embedding's size a step.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lengthwise.models import ModelStage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedParameters:
-    """Where the parameters that all ranks train lie in the `state` of all ranks, as checkpoints know them.
+    """The layout of all trained parameters in the `state` of all ranks, for checkpoints.
 
-    rank: of this one in the layout of its own parameters.
+    rank: this rank's number in the layout of its own parameters.
     """
 
     layout: FlatLayout
@@ -36,25 +36,25 @@ class SavedParameters:
 
 
 class StageShare:
-    """The part of one stage in that. stage: None: of a whole model, which does nothing with others.
+    """One stage's side of the exchange; without a stage (a whole model) nothing is exchanged.
 
-    tied: the tied weight, on the stages that have it or its copy. copy: it is that of the last stage, beside what
-    trains there. Made before the parameters; `begin` comes when they are there.
+    tied: the tied weight, on the stages that have it or its copy. copy: the last stage's copy of it, if it trains. Make
+    this before the parameters, and call `begin` after them.
     """
 
     def __init__(self, mesh: Mesh, stage: ModelStage | None = None, *, trains: bool = True) -> None:
         self.mesh, self._stage = mesh, stage
         self.tied: nn.Parameter | None = None if stage is None else stage.tied_weight()
         self.copy: nn.Parameter | None = None
-        self._gradient: Tensor | None = None  # of a tied weight that trains, before the sum over the replicas
+        self._gradient: Tensor | None = None  # a trained tied weight's gradient, before the sum over the replicas
         self._trains = trains and self.tied is not None and self.tied.requires_grad
         if self.tied is not None and mesh.is_last:
-            self.tied.requires_grad_(False)  # as it is not updated here
+            self.tied.requires_grad_(False)  # it is not updated here
 
     def begin(self, gradients: Mapping[int, Tensor], dtype: torch.dtype) -> list[Accumulation]:
-        """Take the values of a tied weight over; return where the gradients of a copy add up, in `dtype`. Collective.
+        """Share the values of a tied weight; return where the gradients of a copy add up, in `dtype`. Collective.
 
-        gradients: of what trains here, by the ids of the parameters.
+        gradients: gradients of the parameters that train here, by their ids.
         """
         self.tied = tied = None if self._stage is None else self._stage.tied_weight()
         self.share_tied(from_first=True)
@@ -69,7 +69,7 @@ class StageShare:
         return [Accumulation([tied], [self._gradient])]
 
     def saved(self, layout: FlatLayout, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> SavedParameters:
-        """Return where the parameters of all stages lie, of which these are one's. Collective."""
+        """Join this stage's layout with those of the others. Collective."""
         rank = self.mesh.replicas.rank
         if self._stage is None:
             return SavedParameters(layout=layout, names=names, shapes=shapes, rank=rank)
@@ -86,16 +86,16 @@ class StageShare:
         )
 
     def clear(self) -> None:
-        """Set the copy's gradient to zero."""
+        """Clear the copy's gradient."""
         if self._gradient is not None and self.mesh.is_last:
             self._gradient.zero_()
 
     def add_tied_gradient(self) -> None:
-        """Add the gradient of a tied head to that of the embedding. Collective of the two stages."""
+        """Add the gradient of a tied head to the embedding's. Collective of the two stages."""
         gradient = self._gradient
         if gradient is not None and self.mesh.is_last:
             self._move(gradient, from_first=False)
-            gradient.zero_()  # it has been added there: a session may run another backward before it updates
+            gradient.zero_()  # it was added there, and a session may run another backward before it updates
         elif gradient is not None:
             arriving = torch.empty_like(gradient)
             self._move(arriving, from_first=False)
@@ -108,21 +108,21 @@ class StageShare:
         mesh.between.exchange([] if receives else message, message if receives else []).wait()
 
     def share_tied(self, *, from_first: bool) -> None:
-        """Give one of the two stages that have a tied weight the values of the other. Collective of the two."""
+        """Copy a tied weight from the first stage to the last, or back. Collective of the two."""
         if self.tied is not None:
-            self._move(self.tied.data, from_first=from_first)  # data: no change as autograd counts changes
+            self._move(self.tied.data, from_first=from_first)  # .data: autograd counts no change
 
     @property
     def shares_updates(self) -> bool:
-        """Whether this stage has a tied weight, or its copy, that trains."""
+        """Whether this stage has a trained tied weight or its copy."""
         return self._gradient is not None
 
     def tied_norm(self) -> float:
-        """Return the norm of a tied weight, the same to the bit on both stages that have it; 0.0 on others."""
+        """Return the norm of a tied weight, equal to the bit on its two stages if their values are; 0.0 on others."""
         return 0.0 if self.tied is None else torch.linalg.vector_norm(self.tied.detach(), dtype=torch.float64).item()
 
     def gather_gradients(self, own: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return on rank 0 the gradients of all stages, by name; `own` elsewhere. Collective."""
+        """Return on rank 0 the gradients of all stages, by name; `own` on other ranks. Collective."""
         if self._stage is None:
             return own
         of_stages = [{name: (shape, dtype) for name, shape in trained.items()} for trained in self._stage.trained]
@@ -130,10 +130,7 @@ class StageShare:
 
     @contextmanager
     def whole(self, dtype: torch.dtype) -> Iterator[None]:
-        """Let the model of rank 0 be whole inside the block; the other stages send it theirs, in `dtype`. Collective.
-
-        Adapters are not cut yet.
-        """
+        """Make the model of rank 0 whole inside the block: other stages send their tensors, in `dtype`. Collective."""
         stage = self._stage
         if stage is None:
             yield
@@ -149,9 +146,9 @@ class StageShare:
     def _collect(
         self, of_stages: Sequence[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], own: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return on rank 0 the tensors of all stages, by name, from the ranks of replica 0; `own` elsewhere.
+        """Return on rank 0 the tensors of all stages of replica 0, by name; `own` on other ranks.
 
-        of_stages: shapes and dtypes of the tensors of each stage. They come one by one.
+        of_stages: shapes and dtypes of the tensors by stage. They are sent one by one.
         """
         mesh = self.mesh
         if mesh.replica == 0 and mesh.stage:

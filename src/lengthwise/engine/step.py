@@ -1,12 +1,13 @@
-"""A rank's part of a step before its end: one interpreter of `program.step_program`, for whole models and stages.
+"""A rank's microbatches of a step: one interpreter of `program.step_program`, for whole models and for stages.
 
-1. The program says which pass comes when, and what is sent and received after it; a whole model has one chunk, and
-   neither sends nor receives.
-2. A pass takes ids or hidden states, and makes the loss or gives hidden states on; a backward does so with gradients.
-3. Rings of a pass run among the ranks, or the replicas of a stage, which are all at that pass.
+1. The program orders the passes, and the messages after each; a whole model has one chunk and no messages.
+2. A forward takes ids or hidden states, and returns the loss or sends hidden states on; a backward does so with
+   gradients.
+3. Rings of a pass run among the ranks, or among the replicas of a stage, which are all at that pass.
 
-A microbatch is kept from its forward to its backward, in the store where the plan offloads: one of whole models, at
-most p - s of them on stage s of p (one chunk a stage). Of hidden states is kept what autograd saved of them.
+Activations are kept from a microbatch's forward to its backward, in the offload store if the plan says so: of one
+microbatch on whole models, of at most p - s on stage s of p (with one chunk a stage). Of hidden states only autograd's
+saved tensors are kept.
 """
 
 from __future__ import annotations
@@ -27,8 +28,14 @@ from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_MICROBATCHES, reporting_shortage
 from lengthwise.engine.objective import ForwardPass, NextToken, Objective
 from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.pipeline import Messages, count_dropout_calls, empty_hidden
-from lengthwise.engine.stage_graph import KeptForward, given_on, received
+from lengthwise.engine.stage_messages import (
+    KeptForward,
+    Messages,
+    count_dropout_calls,
+    empty_hidden,
+    given_on,
+    received,
+)
 from lengthwise.models import (
     ANY_KEY,
     WHOLE,
@@ -52,14 +59,13 @@ from lengthwise.program.step_program import Message, Pass, Place, StepProgram, T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """What a rank did: its summed loss, and seconds in which it did not wait for another rank.
+    """A rank's numbers of a step: its summed loss, and its seconds.
 
-    `router_loss` is its part of the routers' balance loss; the parts of all ranks sum to that of the global batch.
-    `ring_wait_seconds` is what it waited for transfers that no work hid (`busy_seconds` leave out what it waited in
-    collectives, too, for parameters that still arrived, say), `offload_wait_seconds` for copies of the
-    `offloaded_bytes` of all its microbatches. On a GPU these are seconds of its stream, from when that came to the
-    first microbatch (what the step before left to do is not counted) until it has done the last. `loss_check` is
-    what it found of a loop's own loss, `saving` how far a save in the background is.
+    `busy_seconds` exclude waits for other ranks, in transfers and in collectives. `ring_wait_seconds` are waits for
+    transfers that no work hid, `offload_wait_seconds` waits for copies of the `offloaded_bytes` of all its
+    microbatches. On a GPU they are seconds of its stream, from the start of the first microbatch to the end of the
+    last. The `router_loss` of all ranks sum to the balance loss of the global batch. `loss_check` is the finding about
+    a loop's own loss, `saving` the progress of a save in the background.
     """
 
     loss_sum: float
@@ -74,13 +80,14 @@ class RankResult:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What a rank runs a plan with.
+    """The model and settings with which a rank runs a plan.
 
-    model: whole, or what a stage has of it. mesh: the place of the rank; of one stage, plans name the world's ranks.
-    chunks: of layers, by their numbers. name: of the step, in words. train: with gradients; without, no dropout.
-    objective: the loss; None: that of the next token, from `logits_at_once` logits at a time. offloading: what plans
-    that offload need. parameters: whose values may still arrive, and whose gradients may be summed early, by all ranks
-    alike; None: neither. dropout: by which entries fall out. autocast: what forwards are cast to; None: as around.
+    model: the whole model, or a stage's part of it. mesh: the rank's place; with one stage plans name the world's
+    ranks. chunks: chunks of layers, by number. name: the step in messages. train: whether to run backward and dropout.
+    objective: the loss. If None, the next token's, from `logits_at_once` logits at a time. offloading: the store for
+    plans that offload. parameters: the owner of parameters, whose values may still arrive, and whose gradients may be
+    summed early, the same on all ranks; or None. dropout: the key of dropout's random numbers. autocast: dtype that
+    forwards are cast to. If None, a surrounding torch.autocast decides.
     """
 
     model: nn.Module
@@ -99,22 +106,21 @@ class StepContext:
 
     @property
     def device(self) -> torch.device:
-        """Where the model runs."""
+        """The model's device."""
         return next(self.model.parameters()).device
 
     @property
     def offload_wait_seconds(self) -> float:
-        """Seconds in which the store of offloaded activations was waited for so far."""
+        """Seconds spent so far waiting for the store of offloaded activations."""
         return 0.0 if self.offloading is None else self.offloading.store.waited_seconds
 
 
 def run_part(plan: Plan, batch: StepBatch, context: StepContext) -> RankResult:
-    """Run the microbatches of this rank and let gradients add up in the model's parameters.
+    """Run the microbatches of this rank, and add their gradients up in the model's parameters.
 
-    The loss is divided once, by what all loss tokens of the global batch weigh, or as the objective says; it is that
-    of the last stage, 0 elsewhere. No collective over all ranks is issued before this rank's last transfer: a rank can
-    never wait in one for another that waits for its next ring message. In lock-step ranks post both in one order
-    (`engine.wave_order`).
+    The objective's divisor divides the loss once. In a pipeline only the last stage returns a loss, the others 0. No
+    collective over all ranks is posted before this rank's last transfer, so that a rank never waits in one for another
+    rank that waits for its ring message. In waves all ranks post both in one order (`engine.wave_order`).
 
     Raises:
         MemoryShortage: a microbatch does not fit on the device.
@@ -158,10 +164,10 @@ def run_part(plan: Plan, batch: StepBatch, context: StepContext) -> RankResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """What a pass forward needs before it runs.
+    """The inputs of a forward pass.
 
-    planned: its lowered attention. segments: of this rank. tensors: (input_ids, position_ids, shift_labels). dropout:
-    what draws in it, as if the chunks before it had drawn here; None: the model has no dropout.
+    planned: its lowered attention. segments: this rank's segments. tensors: (input_ids, position_ids, shift_labels).
+    dropout: its random numbers, counted on from the chunks before it, or None if the model has no dropout.
     """
 
     planned: PlannedAttention
@@ -171,7 +177,7 @@ class _Prepared:
 
 
 class _RankStep:
-    """The program of a rank's step, run; `sums`: (loss, part of the router loss), (2,), in fp64, on the device."""
+    """Runs the program of a rank's step. sums: (loss, part of the router loss), (2,), in fp64, on the device."""
 
     def __init__(self, *, context: StepContext, batch: StepBatch, program: StepProgram) -> None:
         self.context, self.program, self.batch = context, program, batch
@@ -180,18 +186,17 @@ class _RankStep:
         self.objective = context.objective or NextToken(
             batch=batch, divisor=weight, logits_at_once=context.logits_at_once
         )
-        self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # reading them would stop it each time
+        self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # read once, because reading waits
         self.offloaded_bytes = 0
         self._numbers = {index: number for number, index in enumerate(program.microbatches, start=1)}
         self._messages = Messages(mesh=context.mesh, name=context.name)
         self._has_dropout = has_dropout(context.model)
-        self._counts: Tensor | None = None  # of what routers choose
-        self._balance: RouterBalance | None = None  # once they are counted
+        self._counts: Tensor | None = None  # counts of the routers' choices
+        self._balance: RouterBalance | None = None  # set once choices are counted
         self._prepared, self._kept = dict[Place, _Prepared](), dict[Place, KeptForward]()
-        self._windows = frozenset[int | None]()  # of the layers that have run: those of the chunks after a microbatch
+        self._windows = frozenset[int | None]()  # of the layers that have run; complete after a microbatch
 
     def run(self) -> None:
-        """Take all turns of the program."""
         context, program = self.context, self.program
         if self._has_dropout and context.train:
             self.mesh.world.phase = f"{context.name}, counting calls of dropout"
@@ -216,7 +221,7 @@ class _RankStep:
 
     def _run(self, action: Pass) -> None:
         if action.prepares is not None:
-            self.prepare(action.prepares)  # while the device runs what it was given
+            self.prepare(action.prepares)  # while the device is busy
         where = f", stage {self.mesh.stage}, chunk {action.place.chunk}" if self.mesh.stages > 1 else ""
         place = f"microbatch {self._numbers[action.place.microbatch]} of {len(self._numbers)}"
         self.mesh.world.phase = f"{self.context.name}, {place} {action.kind}{where}"
@@ -229,12 +234,11 @@ class _RankStep:
             ahead.saver.prefetch()
 
     def most_tokens(self) -> int:
-        """Count the tokens of this rank's largest microbatch."""
         rank, programs = self.mesh.replica, self.program.microbatches.values()
         return max(sum(each.num_tokens for each in program.segments(rank)) for program in programs)
 
     def prepare(self, place: Place) -> _Prepared:
-        """Make the tensors of a pass forward, once, and lower what its layers are known to ask for."""
+        """Make the inputs of a forward pass, once, and lower attention for the windows known so far."""
         if place in self._prepared:
             return self._prepared[place]
         context, chunk = self.context, self.chunks[place.chunk]
@@ -254,7 +258,7 @@ class _RankStep:
         return found
 
     def forward(self, action: Pass) -> None:
-        """Run a chunk forward, and keep what backward needs of it."""
+        """Run a chunk forward, and keep what its backward needs."""
         chunk, keeps = self.chunks[action.place.chunk], self.context.train and action.kind == "forward"
         prepared = self.prepare(action.place)
         planned = prepared.planned
@@ -295,7 +299,7 @@ class _RankStep:
             self.sums[0] += output.detach()
 
     def _meet_values(self, microbatch: int) -> None:
-        """Have all values before a microbatch with transfers: none is posted while a collective is under way."""
+        """Wait for all values before a microbatch with transfers: none may be posted during a collective."""
         parameters = self.context.parameters
         if parameters is not None and self.program.microbatches[microbatch].shares(self.mesh.replica):
             parameters.published()
@@ -308,7 +312,7 @@ class _RankStep:
         return ActivationPolicy(recompute=microbatch.recompute, saver=saver)
 
     def _output(self, action: Pass, chunk: Chunk, prepared: _Prepared, routers: list[Tensor]) -> Tensor:
-        """Return the hidden states of a chunk, or its loss, (), which is not made where routers are counted."""
+        """Return the hidden states of a chunk, or its loss, (), or an empty tensor if only routers are counted."""
         planned, tensors = prepared.planned, prepared.tensors
         collect = routers.extend if self.program.counting is not None else None
         if not chunk.is_last:
@@ -319,14 +323,14 @@ class _RankStep:
         return torch.empty(0)
 
     def _add_share(self, kept: KeptForward) -> None:
-        """Add the part of the router loss of a forward, once all choices are counted."""
+        """Add a forward's part of the router loss, once all choices are counted."""
         if self._balance is not None and kept.router_logits:
             kept.router_share = self._balance.share(kept.router_logits)
             self.sums[1] += kept.router_share.detach()
             kept.router_logits.clear()
 
     def backward(self, action: Pass) -> None:
-        """Run a chunk backward, from its loss or from the gradient of what it gave on."""
+        """Run a chunk backward, from its loss or from the gradient of the hidden states that it sent on."""
         chunk, kept, parameters = self.chunks[action.place.chunk], self._kept.pop(action.place), self.context.parameters
         if chunk.is_last:
             ends = [kept.end / self.objective.divisor]
@@ -339,7 +343,7 @@ class _RankStep:
         if action.sums_early and parameters is not None:
             parameters.reduce_early()
         if trained or chunk.is_last:
-            torch.autograd.backward(trained or ends)  # which refuses a loss that no parameter has a part in
+            torch.autograd.backward(trained or ends)  # refuses a loss that depends on no parameter
         if kept.saver is not None:
             self.offloaded_bytes += kept.saver.totals.offloaded_bytes
             kept.saver.end()
@@ -348,7 +352,7 @@ class _RankStep:
             self._messages.give(Place(action.place.microbatch, chunk.number - 1), False, gradient)
 
     def _room(self, message: Message) -> Tensor:
-        """Make room for hidden states, or for the gradient of what this stage gave on."""
+        """Return an empty tensor to receive hidden states, or the gradient of hidden states that were sent on."""
         kept = None if message.is_forward else self._kept[message.place]
         rows = self.prepare(message.place).planned.num_rows if kept is None else kept.rows
         return empty_hidden(self.model, self.chunks[message.place.chunk], rows)

@@ -1,4 +1,4 @@
-"""How a model's parameters have values and gradients: where they stay, or as units that are gathered while they run."""
+"""Units of a model, whose parameters are gathered while they run and freed afterwards, and sums of gradients."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lengthwise.engine.wave_order import CallKey, UnitKind
 
 
 class Accumulation:
-    """Lets the gradients of `parameters` add up in `sums`, of the same shapes.
+    """Adds the gradients of `parameters` up in `sums`, of the same shapes.
 
-    Autograd adds in place where dtypes are equal; else a hook adds what a backward made, and forgets it. made: is
-    called with the number of a parameter when a backward has made its gradient.
+    Autograd adds in place if dtypes are equal; otherwise a hook adds a backward's gradient and drops it. made: called
+    with a parameter's number when a backward has made its gradient.
     """
 
     def __init__(
@@ -36,28 +36,28 @@ class Accumulation:
         self.attach()
 
     def are_in_place(self) -> bool:
-        """Return whether the parameters have the memory that they had."""
+        """Return whether the parameters still have their memory."""
         return [each.data_ptr() for each in self._parameters] == self._places
 
     def attach(self) -> None:
-        """Let gradients add up from now on."""
+        """Begin to add gradients up."""
         self._collects = True
         for own, total in zip(self._parameters, self._sums, strict=True):
             own.grad = None if self._adds else total
 
     def detach(self) -> None:
-        """Leave gradients to others until they are attached again."""
+        """Ignore gradients until they are attached again."""
         self._collects = False
         for own in self._parameters:
             own.grad = None
 
     def release(self) -> None:
-        """Leave gradients to others for good."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def _take(self, number: int, parameter: Tensor) -> None:
-        """Add what a microbatch's backward made of a parameter, unless it is somebody else's backward, or parameter."""
+        """Add a backward's gradient of a parameter; ignore backwards while detached, and replaced parameters."""
         if not self._collects or parameter.data_ptr() != self._places[number]:
             return
         if self._adds and parameter.grad is not None:
@@ -69,7 +69,7 @@ class Accumulation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelUnit:
-    """A unit of a model: its parameters by name, tied ones once, and the modules that its gather comes before."""
+    """A unit of a model: its parameters' names, tied ones once, and the modules before which it is gathered."""
 
     kind: UnitKind
     names: tuple[str, ...]
@@ -77,10 +77,10 @@ class ModelUnit:
 
 
 def units_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[ModelUnit]:
-    """Cut a model into units: what is registered before its decoder `layers`, each layer, and what is after them.
+    """Cut a model into units: the modules registered before its decoder `layers`, every layer, and those after them.
 
-    All that is in no layer is one unit, which stays, where tied parameters connect it, where layers share a parameter,
-    or where something else than norms and the head is registered after the layers: it may run before them.
+    The modules outside of layers form one unit, which stays gathered, if they share tied parameters, if layers share a
+    parameter, or if anything but norms and the head is registered after the layers, as that may run before them.
     """
     in_layers = {id(module) for layer in layers for module in layer.modules()}
     last, outside = len(layers) + 1, 0
@@ -94,7 +94,7 @@ def units_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[ModelUnit]:
             continue
         for each in module.parameters(recurse=False):
             places.setdefault(id(each), set()).add(outside)
-        # Not the owners alone: an adapter around a module may read its values without a call.
+        # Not only the owners: an adapter around a module may read its values without a call.
         if any(True for _ in module.parameters()) and not any(id(each) in in_layers for each in module.modules()):
             enters.setdefault(outside, []).append(module)
     before, after = enters.get(0, []), enters.get(last, [])
@@ -108,7 +108,7 @@ def units_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[ModelUnit]:
         members.setdefault(number, []).append((name, parameter))
     units = []
     for number, named in sorted(members.items()):
-        name = {0: "what is in no layer" if is_one else "embedding", last: "norm and head"}.get(number)
+        name = {0: "modules outside of layers" if is_one else "embedding", last: "norm and head"}.get(number)
         kind = UnitKind(
             name=name or f"layer {number - 1}",
             again=0 < number < last,
@@ -120,53 +120,53 @@ def units_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[ModelUnit]:
 
 
 def _ends_a_model(model: nn.Module, modules: Sequence[nn.Module]) -> bool:
-    """Whether modules are norms, or of the output head."""
+    """Return whether all modules are norms or belong to the output head."""
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[operator]
     of_head = set() if head is None else set(head.modules())
     return all(module in of_head or "norm" in type(module).__name__.lower() for module in modules)
 
 
 class FreedParameter(nn.Parameter):
-    """A parameter while its values lie over the ranks: it has a shape and a gradient, and no value to compute with.
+    """A parameter while its values lie over the ranks: it has a shape and a gradient, but no values.
 
-    It stays the same object, as optimizers, hooks and tied modules know it: its class changes, and its data, which is
-    one NaN of its shape. So what asks for values past this class (torch.tensor does) reads NaN, and no freed memory.
+    It stays the same object for optimizers, hooks and tied modules: only its class and data change. The data is one NaN
+    expanded to its shape, so that a read past this class (as torch.tensor's) gives NaN, not freed memory.
 
-    comes_to: a view of the buffer that has its values while they are gathered.
+    comes_to: view of the buffer that has its values while they are gathered.
     """
 
     comes_to: Tensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Allow what asks for no value.
+        """Run functions that read no values.
 
         Raises:
-            ModelRefused: for all else.
+            ModelRefused: another function.
         """
         del types
         if func in _WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
-        name = func.__self__.__name__ if name in ("__get__", "__set__") else name  # of an attribute
+        name = func.__self__.__name__ if name in ("__get__", "__set__") else name
         raise ModelRefused(
             f"{name} of a parameter",
-            expected="values, which a sharded model has while a layer runs in a step",
+            expected="a parameter with values, as sharded models have them while a layer runs in a step",
             got="a parameter whose values lie over the ranks",
-            remedy="Use the session's state_dict, or whole_on_first on all ranks, which gives rank 0 a whole model.",
+            remedy="Use the session's state_dict, or whole_on_first on all ranks, which makes rank 0's model whole.",
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return what it has: a shape and a dtype."""
+        """Return a text with shape and dtype, not values."""
         return f"Parameter of shape {tuple(self.shape)} in {self.dtype}, whose values lie over the ranks"
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the storage that its values come to, which is empty."""
+        """Return the storage of its gathered values, which is empty now."""
         return self.comes_to.untyped_storage()
 
     def __deepcopy__(self, memo: object) -> Any:
-        """Refuse a copy, as any use of values."""
+        """Refuse a copy."""
         del memo
         return self.clone()
 
@@ -189,22 +189,22 @@ _WITHOUT_VALUES = _without_values()
 
 
 def let_go(parameter: Any) -> None:
-    """Take the values from a parameter that a sharded model has no more, for those who have kept it."""
+    """Remove the values of a parameter that a sharded model has replaced, in case others keep it."""
     value = _no_value(parameter.dtype, parameter.device)
     parameter.data = value.expand(parameter.shape)
     parameter.__class__, parameter.comes_to = FreedParameter, value
 
 
 def _no_value(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what stands for a value that is not there, (): NaN, where the dtype has it."""
+    """Return the stand-in for missing values, (): NaN, or 0 in dtypes without NaN."""
     return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
 class UnitPart:
-    """Parameters of a unit that all train, or all do not: views of one buffer, which has storage while it is gathered.
+    """Parameters of a unit that all train, or are all frozen: views of one buffer, whose storage exists while gathered.
 
-    Autograd may save views of it: its storage is the same whenever it is filled. own: what this rank has of them,
-    (entries / ranks,), in any dtype. gradient: of the same entries, the sum so far; None: they do not train.
+    Autograd may save views of the buffer, because its storage object stays the same. own: this rank's slice of them,
+    (entries / ranks,), in any dtype. gradient: the sum of the slice's gradient so far, or None for frozen parameters.
     """
 
     def __init__(
@@ -221,9 +221,9 @@ class UnitPart:
         self._own, self._gradient = own, gradient
         stops = [start + math.prod(shape) for start, shape in zip(starts, shapes, strict=True)]
         borders = zip((0, *stops), (*starts, entries), strict=True)
-        self._gaps = [slice(stop, start) for stop, start in borders if stop < start]  # which no parameter has
+        self._gaps = [slice(stop, start) for stop, start in borders if stop < start]  # entries of no parameter
         self._places = list(zip(map(slice, starts, stops), shapes, strict=True))
-        # Of `.data`: what is written to the buffer is no change of a parameter, as autograd counts changes.
+        # `.data`: autograd must not count writes to the buffer as changes of a parameter.
         self._views = [view.data for view in self._cut(self._whole)]
         no_value = _no_value(dtype, own.device)
         self._no_values = [no_value.expand(shape) for shape in shapes]
@@ -233,51 +233,51 @@ class UnitPart:
         self.free()
 
     def _cut(self, whole: Tensor) -> list[Tensor]:
-        """Return the part of each parameter of a buffer of all entries."""
+        """Cut a buffer of all entries into views, one per parameter."""
         return [whole[place].view(shape) for place, shape in self._places]
 
     @property
     def trains(self) -> bool:
-        """Whether they have gradients."""
+        """Whether the parameters train."""
         return self._gradient is not None
 
     @property
     def size(self) -> tuple[object, ...]:
-        """What its collectives are alike by: entries, their dtype, whether there is a sum."""
+        """What its collectives depend on: entries, dtype, and whether gradients are summed."""
         return self._whole.numel(), self._whole.dtype, self.trains
 
     def gather(self, transport: Transport, key: CallKey | None) -> None:
-        """Begin to gather what each rank has of the values. Collective."""
+        """Begin to gather the ranks' slices of the values. Collective."""
         storage = self._whole.untyped_storage()
         storage.resize_(self._whole.numel() * self._whole.element_size())
         own = self._own.to(self._whole.dtype)
         self._arriving = transport.all_gather_async(self._whole, own, key=key)
 
     def wait(self) -> None:
-        """Wait for the values."""
+        """Wait for gathered values."""
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None
             for parameter, view in zip(self.parameters, self._views, strict=True):
-                parameter.__class__, parameter.data = nn.Parameter, view  # torch's operators read it as any other now
+                parameter.__class__, parameter.data = nn.Parameter, view
 
     def free(self) -> None:
-        """Let the values go."""
+        """Free the values."""
         self.wait()
         parameters: list[Any] = self.parameters
         for parameter, view, no_value in zip(parameters, self._views, self._no_values, strict=True):
             parameter.__class__, parameter.data = nn.Parameter, no_value
-            # By its class, as reading the freed storage ends the process, and no other mark reaches every operator.
+            # A class, because reading freed storage ends the process, and no other mark reaches every operator.
             parameter.__class__, parameter.comes_to = FreedParameter, view
         self._whole.untyped_storage().resize_(0)
 
     def reduce(self, transport: Transport, key: CallKey | None) -> None:
-        """Begin to sum the gradients that autograd has made, zeros where there are none. Collective."""
-        assert self._gradient is not None, "of what trains"
+        """Begin to sum the gradients over the ranks; missing ones count as zeros. Collective."""
+        assert self._gradient is not None, "frozen parameters have no gradients"
         wide = torch.empty(self._whole.numel(), dtype=self._gradient.dtype, device=self._gradient.device)
         for gap in self._gaps:
             wide[gap].zero_()
-        with torch._C.DisableTorchFunctionSubclass():  # most are freed: each question to their class takes a call
+        with torch._C.DisableTorchFunctionSubclass():  # most are freed, and their class makes every access slower
             for parameter, room in zip(self.parameters, self._cut(wide), strict=True):
                 if parameter.grad is None:
                     room.zero_()
@@ -288,10 +288,10 @@ class UnitPart:
         self._sum = own, transport.reduce_scatter_async(own, wide, key=key)
 
     def add_sum(self) -> None:
-        """Wait for the sum, and add it to those of the waves before."""
+        """Wait for the sum, and add it to the sums of earlier waves."""
         if self._sum is not None:
             own, pending = self._sum
             pending.wait()
-            assert self._gradient is not None, "of what trains"
+            assert self._gradient is not None, "frozen parameters have no gradients"
             self._gradient.add_(own)
             self._sum = None

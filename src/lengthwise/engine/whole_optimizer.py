@@ -1,10 +1,10 @@
-"""torch's optimizer of whole parameters, as a run file names it or a loop has made it, before parameters are cut."""
+"""torch's optimizer over whole parameters, named by a run file or made by a loop, before parameters are sharded."""
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lengthwise.config import OptimizerConfig
-from lengthwise.engine.lion import Lion
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (arXiv 2302.06675, algorithm 2): the sign of an average of gradients, with decoupled weight decay.
+
+    torch has no Lion. Its one state is `exp_avg`.
+    """
+
+    def __init__(
+        self, params: Iterable[Tensor], lr: float, *, betas: tuple[float, float], weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - without a closure
+        """Update every parameter."""
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for weights in group["params"]:
+                if weights.grad is None:
+                    continue
+                state = self.state[weights]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(weights)
+                average = state["exp_avg"]
+                sign = average.lerp(weights.grad, 1 - beta1).sign_()
+                weights.mul_(1 - lr * group["weight_decay"]).add_(sign, alpha=-lr)
+                average.lerp_(weights.grad, 1 - beta2)
+
 
 _KINDS: Mapping[str, Callable[..., Any]] = {
     "adamw": torch.optim.AdamW,
@@ -21,18 +49,18 @@ _KINDS: Mapping[str, Callable[..., Any]] = {
     "sgd": torch.optim.SGD,
     "lion": Lion,
 }
-FUSED = ("adamw", "adam", "sgd")  # of which torch has one kernel for a whole update, on the CPU as on GPUs
-_STATES = 2  # an entry, of most optimizers; amsgrad and centered keep one more
-MEMBERS = "params"  # of a group
+FUSED = ("adamw", "adam", "sgd")  # optimizers with a fused kernel in torch, on CPUs and GPUs
+_STATES = 2  # states per entry of most optimizers; amsgrad and centered keep one more
+MEMBERS = "params"  # torch's key for a group's parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeOptimizer:
-    """An optimizer of whole parameters, as it was before these were cut.
+    """An optimizer over whole parameters, before they are sharded.
 
-    given: the parameters that train, by name in the whole model. group_of: the number of each one's group. numbers:
-    which of the optimizer's parameters, as torch counts them, each is. members: the numbers of each group. frozen: by
-    number, parameters in its groups that do not train. states: what it has kept of each so far, until slices take it.
+    given: the trainable parameters, by name in the whole model. group_of: numbers of their groups. numbers: their
+    numbers in the optimizer, by torch's count. members: numbers of all parameters, by group. frozen: parameters in its
+    groups that do not train, by number. states: the states so far, by name, until slices take them.
     """
 
     optimizer: Optimizer
@@ -45,7 +73,7 @@ class WholeOptimizer:
 
 
 def read_optimizer(optimizer: Optimizer, model: nn.Module) -> WholeOptimizer:
-    """Return what there is of an optimizer of a model's parameters."""
+    """Read groups and states of an optimizer of a model's parameters."""
     groups = [group[MEMBERS] for group in optimizer.param_groups]
     group_of = {id(each): number for number, group in enumerate(groups) for each in group}
     every = [each for group in groups for each in group]
@@ -64,16 +92,16 @@ def read_optimizer(optimizer: Optimizer, model: nn.Module) -> WholeOptimizer:
 
 
 def optimizer_of(config: OptimizerConfig, model: nn.Module, *, fused: bool | None = None) -> WholeOptimizer:
-    """Return the optimizer of a run file: weight decay is for parameters of two or more dimensions.
+    """Make the optimizer of a run file, with weight decay for parameters of two or more dimensions only.
 
-    fused: None: where `FUSED` has it.
+    fused: if None, optimizers in `FUSED` are.
     """
     options: dict[str, Any] = {"fused": config.name in FUSED if fused is None else fused}
     if config.name == "lion":
         options = {}
     elif not options["fused"]:
-        options["foreach"] = False  # which would need as much as all slices
-    # Of a tensor that has a device, as the parameters may have none yet.
+        options["foreach"] = False  # it needs temporaries as large as all slices
+    # Made with a real tensor, because the parameters may be on the meta device.
     made = _KINDS[config.name]([torch.zeros(1)], lr=config.lr or 0.0, **config.arguments, **options)
     made.param_groups.clear()
     trained = [each for each in model.parameters() if each.requires_grad]
@@ -84,7 +112,7 @@ def optimizer_of(config: OptimizerConfig, model: nn.Module, *, fused: bool | Non
 
 
 def states_an_entry(optimizer: Optimizer) -> int:
-    """Count what an optimizer keeps of each entry: two by most, and what arguments ask for beside."""
+    """Return the number of an optimizer's states per entry."""
     groups = optimizer.param_groups
     if isinstance(optimizer, torch.optim.SGD):
         return int(any(group.get("momentum") for group in groups))
@@ -92,7 +120,7 @@ def states_an_entry(optimizer: Optimizer) -> int:
 
 
 def kept_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, bool] | None:
-    """Return what an optimizer keeps of a parameter by these arguments, and whether for each entry; None: unknown."""
+    """Return an optimizer's states for a group's arguments, and whether they are by entry; None if a step fails."""
     probe, parameter = copy.copy(optimizer), nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
     plain = {key: value for key, value in group.items() if key not in ("fused", "capturable", "foreach")}
@@ -103,7 +131,7 @@ def kept_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, bool] |
     try:
         with torch.enable_grad():
             type(optimizer).step(probe)
-    except Exception:  # noqa: BLE001 - an optimizer of the loop's, which may need more
+    except Exception:  # noqa: BLE001 - a loop's own optimizer, which may need more
         return None
     found = probe.state[parameter].items()
     return {key: isinstance(each, Tensor) and each.dim() > 0 for key, each in found if each is not None}

@@ -64,7 +64,7 @@ REFUSED: Mapping[str, Refusal] = {
     "auto_find_batch_size": (OFF, "one rank alone would restart; capacity_tokens bounds the memory"),
     "torch_compile": (
         OFF,
-        "it cannot capture planned attention; use the trainer's compile=True, which compiles around it",
+        "it cannot capture planned attention; the trainer's compile=True compiles around it",
     ),
     "liger_kernel_config": (OFF, "fused layers are chosen for the model's family"),
     "neftune_noise_alpha": (OFF, "its noise would depend on the plan"),

@@ -1,4 +1,4 @@
-"""Make a Hugging Face causal language model obey a plan, and refuse by name what a plan would compute wrongly."""
+"""Run Hugging Face causal language models by a plan, and refuse by name models that a plan would compute wrongly."""
 
 from lengthwise.models.adapter import (
     LogitsAtOnce,
@@ -29,7 +29,11 @@ from lengthwise.models.dropout import (
     token_keys,
 )
 from lengthwise.models.families import FAMILIES, check_model_config, largest_head_dim, position_limit, score_cap
-from lengthwise.models.load import (
+from lengthwise.models.lora import build_adapted, check_lora, save_adapter
+from lengthwise.models.loss import has_own_logits, token_loss, token_losses
+from lengthwise.models.mixer_choice import choose_mixers
+from lengthwise.models.mixer_layers import has_states, mixing_of
+from lengthwise.models.model_source import (
     DTYPES,
     ModelSource,
     build_model,
@@ -41,10 +45,7 @@ from lengthwise.models.load import (
     plain_attention,
     save_model,
 )
-from lengthwise.models.lora import build_adapted, check_lora, save_adapter
-from lengthwise.models.loss import has_own_logits, token_loss, token_losses
-from lengthwise.models.mixer_choice import choose_mixers
-from lengthwise.models.mixers import has_states, mixing_of
+from lengthwise.models.model_stage import WHOLE, Chunk, ModelStage, check_cut
 from lengthwise.models.router import (
     ROUTER_FAMILIES,
     RouterBalance,
@@ -53,7 +54,6 @@ from lengthwise.models.router import (
     experts_of,
     has_balance_loss,
 )
-from lengthwise.models.stages import WHOLE, Chunk, ModelStage, check_cut
 from lengthwise.models.text_part import left_alone, placeholders, text_config, text_part, whole_model
 
 __all__ = [

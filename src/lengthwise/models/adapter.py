@@ -1,7 +1,7 @@
-"""Run a Hugging Face model on the tokens that a plan put on this rank.
+"""Run a Hugging Face model on this rank's tokens of a plan.
 
 Our attention function, registered by name, gets the microbatch's `PlannedAttention` as an extra keyword of `forward`,
-so a model needs no change; layers without attention get it in the same way (`mixers`). Positions are those of each
+so models need no change; layers without attention get it in the same way (`mixers`). Positions count within each
 sequence; block tasks need no mask.
 """
 
@@ -22,25 +22,25 @@ from lengthwise.attention import PlannedAttention, planned_attention
 from lengthwise.core.errors import ModelRefused
 from lengthwise.cost import logits_at_once as logits_by_rule
 from lengthwise.models.loss import DecoderOutput, has_own_logits, token_loss, token_losses
-from lengthwise.models.mixers import count_mixers, mixing_in_torch, put_mixers
+from lengthwise.models.mixer_layers import count_mixers, mixing_in_torch, put_mixers
 from lengthwise.models.rope import forget_lengths, sequence_lengths
 
 Result = TypeVar("Result")
 
 LogitsAtOnce: TypeAlias = int | Literal["auto"] | None
-"""How many logits of all words a loss makes at a time; None: all; auto: by `cost.logits_at_once`."""
+"""Number of logits that a loss makes at a time. If None, all; auto: by `cost.logits_at_once`."""
 
 ATTENTION_NAME = "lengthwise"
 
-# What Hugging Face hands to an attention function besides the tensors and that has no say in the result.
+# Arguments of Hugging Face's attention functions that do not affect the result.
 _WITHOUT_EFFECT = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits"}
-    | {"num_items_in_batch", "shift_labels", "logits_to_keep"}  # of losses that Hugging Face's `forward` computes
+    | {"num_items_in_batch", "shift_labels", "logits_to_keep"}  # for losses in Hugging Face's `forward`
 )
 
 
 def register_attention() -> None:
-    """Make `attn_implementation="lengthwise"` known to Hugging Face; calling it again changes nothing."""
+    """Register `attn_implementation="lengthwise"` with Hugging Face. Idempotent."""
     if ATTENTION_NAME not in AttentionInterface():
         AttentionInterface.register(ATTENTION_NAME, _attend)
     AttentionMaskInterface.register(ATTENTION_NAME, _mask_asked)
@@ -48,7 +48,7 @@ def register_attention() -> None:
 
 
 def leave_attention_eager() -> None:
-    """Make the attention function a break in whatever `torch.compile` traces: rings and packs are no graph."""
+    """Make the attention function a graph break for `torch.compile`: rings and packs cannot be traced."""
     AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(_attend))
 
 
@@ -65,9 +65,9 @@ def model_loss(
 ) -> Tensor:
     """Return the summed loss of this rank's tokens in one microbatch, in fp32 or wider.
 
-    All three tensors are (tokens,), in the order of `MicrobatchProgram.segments`; `shift_labels[t]` is the label after
-    token t, -100 without loss. `weights` (tokens,): what each loss counts; None: 1. `collect_router` gets the router
-    logits, (tokens, experts) of each layer with a router (`output_router_logits`).
+    The three tensors are (tokens,), in the order of `MicrobatchProgram.segments`; `shift_labels[t]` is the label after
+    token t, -100 without loss. weights: loss weights (tokens,), or None for 1. collect_router: called with the router
+    logits, (tokens, experts) per layer with a router (`output_router_logits`).
     """
     chunk_tokens = _chunk_tokens(model, input_ids, logits_at_once)
     if chunk_tokens is None:
@@ -92,9 +92,9 @@ def model_log_probabilities(
     *,
     logits_at_once: LogitsAtOnce = "auto",
 ) -> Tensor:
-    """Return the log-probability of each label, (tokens,), 0 where there is none, without gradients.
+    """Return the log-probability of each label, (tokens,), 0 without a label; no gradients.
 
-    Arguments as for `model_loss`, which weighs these values with gradients: each is its loss times -1.
+    Arguments as in `model_loss`, which returns minus their weighted sum, with gradients.
     """
     chunk_tokens = _chunk_tokens(model, input_ids, logits_at_once)
     with torch.no_grad():
@@ -108,7 +108,7 @@ def model_log_probabilities(
 
 
 def _chunk_tokens(model: nn.Module, input_ids: Tensor, logits_at_once: LogitsAtOnce) -> int | None:
-    """Return of how many tokens logits are made at a time; None: of all, which few tokens or own logits need."""
+    """Return the number of tokens whose logits are made at a time, or None for all: few tokens, or own logits."""
     vocabulary: int = model.config.vocab_size  # type: ignore[union-attr, assignment]
     if logits_at_once == "auto":
         logits_at_once = logits_by_rule(vocabulary, on_gpus=input_ids.is_cuda)
@@ -120,12 +120,12 @@ def _chunk_tokens(model: nn.Module, input_ids: Tensor, logits_at_once: LogitsAtO
 def model_router_logits(
     model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor
 ) -> list[Tensor]:
-    """Return what `model_loss` gives to `collect_router`, without the work of the vocabulary."""
+    """Return the router logits that `model_loss` passes to `collect_router`, without computing all logits."""
     return _own_router_logits(_run(model, planned, input_ids, position_ids, logits_to_keep=1), planned)
 
 
 def run_layers(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-    """Run a model and return the hidden states that its decoder gives, (1, rows, hidden); its loss is not made."""
+    """Run a model without a loss; return its decoder's hidden states, (1, rows, hidden)."""
     found: list[Tensor] = []
     decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
     handle = decoder.register_forward_hook(lambda _module, _asked, output: found.append(output.last_hidden_state))
@@ -144,10 +144,7 @@ def run_chunk(
     *,
     collect_router: Callable[[list[Tensor]], None] | None = None,
 ) -> Tensor:
-    """Run the decoder of a model alone, some layers passed through; return its hidden states, (1, rows, hidden).
-
-    `collect_router`: see `model_loss`.
-    """
+    """Run only a model's decoder; return its hidden states, (1, rows, hidden). collect_router: see `model_loss`."""
     decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
     output = _run(model, planned, input_ids, position_ids, runs=decoder)
     if collect_router is not None:
@@ -156,7 +153,7 @@ def run_chunk(
 
 
 def planned_output(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor) -> Any:
-    """Return the model's output for this rank's (tokens,), without padding: `logits` (1, tokens, vocabulary) etc."""
+    """Return the model's output for this rank's tokens, without padding: `logits` (1, tokens, vocabulary) etc."""
     output = _run(model, planned, input_ids, position_ids)
     output.logits = output.logits[:, : planned.num_tokens]
     if output.get("hidden_states") is not None:
@@ -169,7 +166,13 @@ def planned_output(model: nn.Module, planned: PlannedAttention, input_ids: Tenso
 def run_planned(
     model: nn.Module, planned: PlannedAttention, call: Callable[[], Result], *, once: bool = True
 ) -> Result:
-    """Return what `call` does, which runs `model` by the plan; ModelRefused: layers did not run through it."""
+    """Return the result of `call`, which runs `model` by the plan.
+
+    once: whether it runs every layer once, or any number of times.
+
+    Raises:
+        ModelRefused: some layers did not run by the plan.
+    """
     planned.mixers = put_mixers(model, in_planned_forward)
     with sequence_lengths(model, planned.spans):
         _here.is_planned = True
@@ -181,8 +184,8 @@ def run_planned(
     run = planned.layers_run
     if run != layers if once or not layers else (not run or run % layers):
         where, expected = f"model {type(model).__name__}", f"all {layers} layers that mix tokens to run by the plan"
-        remedy = "A layer of another kind would be wrong without a word; use another model."
-        raise ModelRefused(where, expected=expected, got=f"{run} that did", remedy=remedy)
+        remedy = "Use another model: layers of other kinds would be silently wrong."
+        raise ModelRefused(where, expected=expected, got=f"{run} layers", remedy=remedy)
     return result
 
 
@@ -196,8 +199,8 @@ def _run(
     **options: Any,
 ) -> Any:
     """Return the output of the model, or of its part `runs`; rows past `planned.num_tokens` are padding."""
-    # Up to a multiple that suits the device, and at least one token: a ring of more ranks than tokens leaves some
-    # without any, which still pass keys on, and Hugging Face cannot run on nothing.
+    # Up to a multiple that suits the device, and at least one row: in a ring of more ranks than tokens some ranks have
+    # no token but pass keys on, and Hugging Face cannot run on no rows.
     padding = planned.num_rows - planned.num_tokens
     if padding:
         input_ids, position_ids = (F.pad(x, (0, padding)) for x in (input_ids, position_ids))
@@ -207,7 +210,7 @@ def _run(
 
 @contextmanager
 def attending_by_plan(model: nn.Module) -> Iterator[None]:
-    """Let a model attend by the plan it is given inside the block, and as it did before outside of it."""
+    """Let a model attend by its plan inside the block."""
     register_attention()
     config: Any = model.config
     before = config._attn_implementation
@@ -218,16 +221,16 @@ def attending_by_plan(model: nn.Module) -> Iterator[None]:
         config._attn_implementation = before
 
 
-_here = threading.local()  # ranks of a strict world are threads
+_here = threading.local()  # ranks may be threads of one process
 
 
 def in_planned_forward() -> bool:
-    """Return whether this thread runs a forward by a plan."""
+    """Return whether this thread is in a planned forward."""
     return getattr(_here, "is_planned", False)
 
 
 class _Spared:
-    """A function that returns None in planned forwards."""
+    """A function that returns None in planned forwards, and is itself elsewhere."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -237,7 +240,7 @@ class _Spared:
 
 
 def _spare_search_for_packs() -> None:
-    """Skip Hugging Face's search for packs in planned forwards: it waits for the device, for masks unused here."""
+    """Skip Hugging Face's search for packs in planned forwards: it waits for the device, for unused masks."""
     search = getattr(masking_utils, "find_packed_sequence_indices", None)
     if search is not None and not isinstance(search, _Spared):
         masking_utils.find_packed_sequence_indices = _Spared(search)
@@ -251,26 +254,26 @@ def plain_output(model: nn.Module, input_ids: Tensor) -> Any:
     """Return the plain Hugging Face model's output for one whole sequence of input ids (tokens,)."""
     forget_lengths(model)
     with mixing_in_torch(model):
-        # use_cache=False: with a cache, packed rows silently see each other; one row is safe, the habit is safer.
+        # use_cache=False: with a cache packed rows would silently see each other.
         return model(input_ids=input_ids[None], use_cache=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedMask:
-    """What Hugging Face would mask beyond causality: a window or chunk, or by a `custom` function of the model."""
+    """Hugging Face's mask beyond causality: a window or chunk, or a `custom` function of the model."""
 
     local_tokens: int | None
     custom: bool
 
     def __getitem__(self, _part: object) -> AskedMask:
-        """Stay as it is where a model takes the queries' part of a mask; fewer queries than tokens do not pass."""
+        """Return the mask itself for the queries' part of it; fewer queries than tokens are refused elsewhere."""
         return self
 
 
 def _mask_asked(
     *_args: object, local_size: int | None = None, use_vmap: bool = False, **_kwargs: object
 ) -> AskedMask | None:
-    """Return None for a causal mask, else the mask, for `_attend` to compare."""
+    """Return None for a causal mask, else a record that `_attend` compares."""
     return AskedMask(local_tokens=local_size, custom=use_vmap) if use_vmap or local_size is not None else None
 
 
@@ -290,9 +293,9 @@ def _attend(
     softcap: float | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as planned; query is (1, heads, tokens, head_dim), key and value (1, kv_heads, tokens, head_dim).
+    """Attend by the plan; query is (1, heads, tokens, head_dim), key and value (1, kv_heads, tokens, head_dim).
 
-    `s_aux` (heads,) are attention sinks, `softcap` caps scores. `asked`: Hugging Face's other arguments.
+    s_aux: attention sinks (heads,). softcap: cap of scores. asked: Hugging Face's other arguments.
     """
     refused = {name: value for name, value in asked.items() if name not in _WITHOUT_EFFECT and value is not None}
     if isinstance(attention_mask, Tensor):
@@ -301,7 +304,7 @@ def _attend(
         refused["attention_mask"] = f"{attention_mask} beside sliding_window={sliding_window}"
     if dropout:
         refused["dropout"] = dropout
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):  # as Hugging Face decides it
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):  # Hugging Face's rule
         refused["is_causal"] = False
     if lengthwise is None:
         refused["lengthwise"] = "nothing (the model was called outside a plan)"
@@ -313,18 +316,18 @@ def _attend(
     if refused or lengthwise is None:
         where = f"attention of {type(module).__name__}"
         got = ", ".join(f"{name}={value}" for name, value in refused.items())
-        remedy = "This model needs what lengthwise does not do yet; use another model."
+        remedy = "Use another model: lengthwise does not support this attention yet."
         raise ModelRefused(where, expected="only arguments that the planned attention handles", got=got, remedy=remedy)
     assert query.shape[2] == lengthwise.num_rows, f"{query.shape[2]} queries in {lengthwise.num_rows} rows"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     sizes = query.shape[-1], value.shape[-1]
     if sizes[0] != sizes[1]:
-        # Zeros at the end of each head change no score; of values the part is cut off again. Kernels and the ring want
-        # one size; multi-head latent attention has smaller values than keys (128 and 192).
+        # Zeros at the end of each head change no score, and are cut off from values again. Kernels and rings need one
+        # size; multi-head latent attention has smaller values than keys (128 and 192).
         q, k, v = (F.pad(x, (0, max(sizes) - x.shape[-1])) for x in (q, k, v))
     kind, how = query.device.type, {"scale": scale, "window": sliding_window, "sinks": s_aux, "softcap": softcap}
-    if torch.is_autocast_enabled(kind):  # RoPE leaves queries and keys wide; torch casts for its own attention only
+    if torch.is_autocast_enabled(kind):  # RoPE leaves queries and keys wide, and torch casts only for its attention
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
         with torch.autocast(kind, enabled=False):
             out = planned_attention(q, k, v, lengthwise, **how)

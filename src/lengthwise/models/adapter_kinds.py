@@ -1,7 +1,7 @@
-"""Which adapters of peft a plan trains as peft alone does: those that were compared with it, and what keeps others out.
+"""The kinds of peft's adapters that a plan trains as peft alone does, and the obstacles of other kinds.
 
-A plan packs tokens of several sequences, runs the Hugging Face model inside of peft's, and sums gradients by itself. So
-an adapter may compute each token from that token alone, with no random numbers of its own, inside the model's layers.
+A plan packs tokens of several sequences, runs the Hugging Face model inside peft's, and sums gradients itself. So an
+adapter must compute each token from that token alone, without random numbers of its own, inside the model's layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAME_AS_PEFT = frozenset(
 _VIRTUAL = "virtual tokens before each sequence, which a plan does not count"
 _NOT_COMPARED = "no comparison with plain peft yet"
 _OTHERWISE = {
-    "ADALORA": "a loss of its own beside the tokens', and ranks that change between steps",
+    "ADALORA": "a loss of its own, and ranks that change between steps",
     "LILY": "a router that takes the mean over all tokens of a microbatch",
     "OSF": "hooks that change the gradients of a whole parameter",
     "POLY": "a task of each sequence",
@@ -37,7 +37,7 @@ _OF_LORA = {
     "alora_invocation_tokens": "adapters that begin at a token of each sequence",
     "layer_replication": "layers that share their number",
     "use_qalora": _NOT_COMPARED,
-    "target_modules_to_tie": "adapters of input and output embedding that are views of each other",
+    "target_modules_to_tie": "adapters of input and output embeddings that are views of each other",
 }
 
 
@@ -45,7 +45,7 @@ def check_adapters(model: nn.Module) -> None:
     """Refuse adapters of peft that a plan would not train as peft does; models without adapters pass.
 
     Raises:
-        ModelRefused, Problems: the kind and what it has, for all adapters.
+        ModelRefused, Problems: an adapter is of another kind; one message has all.
     """
     given: Any = model
     adapters = getattr(given, "peft_config", None)
@@ -65,11 +65,11 @@ def check_adapters(model: nn.Module) -> None:
 
 
 def _obstacles(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield what keeps an adapter of a peft config out, and what to do about it."""
+    """Yield (obstacle, remedy) of an adapter's config."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind not in SAME_AS_PEFT:
         why = _VIRTUAL if config.is_prompt_learning else _OTHERWISE.get(kind, _NOT_COMPARED)
-        yield f"{kind} ({why})", "Train another kind, for example LoRA on linear layers and embeddings."
+        yield f"{kind} ({why})", "Use another kind, for example LoRA on linear layers and embeddings."
         return
     for name, value in vars(config).items():
         if kind == "LORA":
@@ -78,10 +78,10 @@ def _obstacles(config: Any) -> Iterator[tuple[str, str]]:
             why = "random numbers that depend on the microbatch" if "dropout" in name else None
         if value and why:
             key = "ensure_weight_tying" if name == "target_modules_to_tie" else name
-            yield f"{kind} with {key} ({why})", f"Leave {key} out of the adapter's config."
+            yield f"{kind} with {key} ({why})", f"Remove {key} from the adapter's config."
 
 
 def _variants(config: Any) -> frozenset[str]:
-    """Return the keys of a config that choose a variant of LoRA, but DoRA's."""
+    """Return the config's keys that choose a variant of LoRA, except DoRA's."""
     tagged = (each.name for each in fields(config) if each.metadata.get("is_lora_variant"))
     return frozenset(tagged) - {"use_dora"}

@@ -1,7 +1,7 @@
-"""Activation checkpointing: backward computes layers again, for the microbatches whose plan says so.
+"""Activation checkpointing: backward recomputes layers, for the microbatches whose plan says so.
 
-Hugging Face's wrap of decoder layers is on for the forward of one microbatch, non-reentrant. The second run repeats the
-ring's forward rounds right before its backward rounds, on all ranks alike. Chen et al. 2016 (arXiv 1604.06174);
+Hugging Face's wrap of decoder layers is used for the forward of one microbatch, non-reentrant. The recomputation
+repeats the ring's forward rounds right before its backward rounds, on all ranks. Chen et al. 2016 (arXiv 1604.06174);
 DistFlashAttn (arXiv 2310.03294), section 3.3.
 """
 
@@ -21,14 +21,14 @@ from lengthwise.attention import ActivationPolicy, PlannedAttention, Recomputati
 from lengthwise.core.errors import ModelRefused
 from lengthwise.models.double import as_here
 from lengthwise.models.dropout import KeyedDropout
-from lengthwise.models.load import build_skeleton
+from lengthwise.models.model_source import build_skeleton
 from lengthwise.models.modules import modules_of
 
 _REMEDY = "This model can only be trained with `recompute: none`."
 
 
 def check_recompute(config: Any, kind: str) -> None:
-    """Raise ModelRefused where the layers of a Hugging Face config have no wrap for recomputation."""
+    """Raise ModelRefused if recomputation is asked for and the model's layers have no wrap for it."""
     if kind != "none" and not wrapped_layers(build_skeleton(config)):
         expected = "none, or a model with Hugging Face's gradient checkpointing"
         raise ModelRefused("recompute", expected=expected, got=f"{kind} with {config.model_type}", remedy=_REMEDY)
@@ -38,10 +38,10 @@ def check_recompute(config: Any, kind: str) -> None:
 def apply_policy(
     model: nn.Module, planned: PlannedAttention, policy: ActivationPolicy, dropout: KeyedDropout | None = None
 ) -> Iterator[None]:
-    """Save only the activations that `policy` names; backward recomputes the rest, with the same draws of `dropout`.
+    """Save only the activations that `policy` names; backward recomputes the rest, with the same dropout.
 
     Raises:
-        ModelRefused: a layer of the model did not run through Hugging Face's wrap.
+        ModelRefused: a layer did not run in Hugging Face's wrap.
     """
     saving = nullcontext() if policy.saver is None else policy.saver.saving()
     with saving, dropout or nullcontext(), _recomputing(model, planned, policy, dropout):
@@ -58,26 +58,26 @@ def _recomputing(
     wrapped, precision = wrapped_layers(model), as_here()
 
     def run(forward: Callable[..., Any], *arguments: Any) -> Any:
-        if not torch.is_grad_enabled():  # a forward that keeps nothing, as a loss may make for its metrics
+        if not torch.is_grad_enabled():  # a forward that saves nothing, such as a loss's for its metrics
             return forward(*arguments)
         layer = Recomputation(planned, keeps_attention=policy.recompute == "all_but_attention", saver=policy.saver)
-        again = [] if dropout is None else [dropout.again()]  # from where this layer begins
-        # torch ends a second run once all that was saved is there again. An attention saves after its ring is done,
-        # so a ring is never left halfway.
+        again = [] if dropout is None else [dropout.again()]  # continues from this layer's start
+        # torch stops a recomputation once everything saved is there. Attention saves after its ring, so no ring is
+        # left halfway.
         return checkpoint(
             forward,
             *arguments,
             use_reentrant=False,
-            preserve_rng_state=False,  # what is drawn has keys
+            preserve_rng_state=False,  # random numbers are keyed
             context_fn=lambda: (layer, _All(layer, precision, *again)),
         )
 
     if not all(module.training for module in wrapped):
-        got = "one in evaluation mode, as from_pretrained leaves it: Hugging Face recomputes nothing in it"
+        got = "a model in evaluation mode, as from_pretrained returns it, in which Hugging Face recomputes nothing"
         remedy = "Call model.train(), or train with `recompute: none`."
         expected = "a model in training mode, for recomputation"
         raise ModelRefused(f"model {type(model).__name__}", expected=expected, got=got, remedy=remedy)
-    for module in wrapped:  # past a module's way of setting, which looks for parameters among what it is given
+    for module in wrapped:  # vars: faster than a module's __setattr__, which looks for parameters
         vars(module).update(_gradient_checkpointing_func=run, gradient_checkpointing=True)
     try:
         yield
@@ -87,16 +87,16 @@ def _recomputing(
     if planned.layers_checkpointed != planned.layers_kept:
         where = f"model {type(model).__name__}"
         expected = f"all {planned.layers_kept} layers that mix tokens to run in Hugging Face's gradient checkpointing"
-        raise ModelRefused(where, expected=expected, got=f"{planned.layers_checkpointed} that did", remedy=_REMEDY)
+        raise ModelRefused(where, expected=expected, got=f"{planned.layers_checkpointed} layers", remedy=_REMEDY)
 
 
 def wrapped_layers(model: nn.Module) -> list[Any]:
-    """List the layers that Hugging Face wraps for checkpointing: the decoder's; none for families without the wrap."""
+    """List the decoder layers that Hugging Face wraps for checkpointing; some families have no wrap."""
     return [module for module in modules_of(model) if isinstance(module, GradientCheckpointingLayer)]
 
 
 class _All:
-    """Blocks one inside the other, as ExitStack has them, which makes five times the calls."""
+    """Nested context managers; ExitStack makes five times the calls."""
 
     def __init__(self, *blocks: AbstractContextManager[object]) -> None:
         self._blocks = blocks

@@ -1,6 +1,6 @@
-"""How a model computes, chosen once for a run or a session: training, `verify`, profiles and memory see the same.
+"""How a model computes, chosen once for a run or a session; training, `verify`, profiles and memory use the same.
 
-These settings change speed and memory, and results by rounding alone. The attention kernel is chosen apart.
+These settings change speed and memory, and results only by rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lengthwise.core.packages import installed_version
 from lengthwise.models.adapter import leave_attention_eager
 from lengthwise.models.checkpointing import wrapped_layers
 from lengthwise.models.dropout import asks_for_dropout, has_dropout
-from lengthwise.models.experts import choose_experts, experts_of, needs_of
+from lengthwise.models.experts import choose_experts, expert_weights, needs_of
 from lengthwise.models.families import attention_heads, has_windows, largest_head_dim, score_cap
 from lengthwise.models.fused_layers import (
     Forwards,
@@ -32,17 +32,17 @@ from lengthwise.models.fused_layers import (
     fused_forwards,
     liger_kernels,
 )
-from lengthwise.models.load import build_skeleton
+from lengthwise.models.model_source import build_skeleton
 from lengthwise.models.text_part import text_config
 
-_MOST_VARIANTS = 32  # of one function: windows, training or not, one row; torch would stop compiling after 8
+_MOST_VARIANTS = 32  # compiled variants of one function (windows, training, one row); torch's default is 8
 # Hugging Face wraps a layer's forward since transformers 5.2x, and its call before.
 _WRAPS_FORWARD = "__init_subclass__" in vars(GradientCheckpointingLayer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computing:
-    """The settings of the same names of run files and sessions, with their defaults."""
+    """The settings of these names in run files and sessions, with their defaults."""
 
     attention: str = "auto"
     compile: bool = False
@@ -51,12 +51,16 @@ class Computing:
 
     @classmethod
     def of(cls, settings: TrainingSettings) -> Self:
-        """Return those of a step's settings."""
+        """Read them from settings."""
         return cls(**{each.name: getattr(settings, each.name) for each in fields(cls)})
 
 
 def check_computing(config: Any, computing: Computing, *, dtype: torch.dtype, on_gpus: bool) -> None:
-    """Refuse what a model of this config cannot compute here, before any process starts, with a ConfigError."""
+    """Check that a model of this config can compute as asked, before any process starts.
+
+    Raises:
+        ConfigError: it cannot.
+    """
     check_attention(computing.attention, attention_needs(config, dtype), on_gpus=on_gpus)
     if computing.compile and asks_for_dropout(config):
         raise _refuse_compiled_dropout()
@@ -74,13 +78,13 @@ def choose_model_kernel(
     say: Callable[[str], None] | None = None,
     agree: Callable[[Faults], Faults] | None = None,
 ) -> BlockKernel:
-    """Return the attention kernel of a model on `device`, by `choose_kernel`, with its arguments and errors."""
+    """Choose the attention kernel of a model on `device`, with arguments and errors of `choose_kernel`."""
     needs = asdict(attention_needs(config, dtype))
     return choose_kernel(device, **needs, implementation=computing.attention, say=say, agree=agree)
 
 
 def attention_needs(config: Any, dtype: torch.dtype) -> AttentionNeeds:
-    """Return what a model asks of its attention kernel, one for all layers, by what its config says."""
+    """Return what a model needs of its attention kernel, by its config; one kernel serves all layers."""
     heads, kv_heads = attention_heads(config)
     return AttentionNeeds(
         dtype=dtype,
@@ -94,19 +98,19 @@ def attention_needs(config: Any, dtype: torch.dtype) -> AttentionNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """How the layers of one model compute, apart from attention. experts: None: as they do without."""
+    """The chosen layers of a model, except attention. experts: transformers' implementation, or None to keep it."""
 
     model: Any
     forwards: Forwards
     experts: str | None
 
     def kept(self) -> Layers:
-        """Return them for the modules that the model still has, of which a stage keeps some."""
+        """Return the layers that the model still has, after it was reduced to a stage."""
         modules = set(self.model.modules())
         return replace(self, forwards={each: forward for each, forward in self.forwards.items() if each in modules})
 
     def put(self) -> None:
-        """Let the model compute so from now on; a forward that somebody has put on a module stays."""
+        """Put the forwards into the model; forwards that the user has set on modules stay."""
         if self.experts is not None:
             self.model.set_experts_implementation(self.experts)
         for module, forward in self.forwards.items():
@@ -114,7 +118,7 @@ class Layers:
 
     @contextmanager
     def put_inside(self) -> Iterator[None]:
-        """Let the model compute so inside the block, and as before outside of it."""
+        """Put the forwards into the model inside the block."""
         before = self.model.config._experts_implementation
         self.put()
         try:
@@ -122,7 +126,7 @@ class Layers:
         finally:
             for module, forward in self.forwards.items():
                 if vars(module).get("forward") is forward:
-                    del module.forward  # which is then its class's
+                    del module.forward  # the class's forward is left
             if self.experts is not None:
                 self.model.config._experts_implementation = before
 
@@ -135,7 +139,7 @@ def compute_so(
     dtype: torch.dtype,
     say: Callable[[str], None] | None = None,
 ) -> None:
-    """Let a model compute as `choose_layers` chooses, with its arguments and errors."""
+    """Choose a model's layers by `choose_layers`, with its arguments and errors, and put them into the model."""
     choose_layers(model, computing, device, dtype=dtype, say=say).put()
 
 
@@ -147,14 +151,14 @@ def choose_layers(
     dtype: torch.dtype,
     say: Callable[[str], None] | None = None,
 ) -> Layers:
-    """Return how the layers of a model compute on `device`, in `dtype`, as asked; `say` reports each choice.
+    """Choose how a model's layers compute on `device` in `dtype`. say: called with each choice and its reason.
 
     Raises:
-        ConfigError: layers or experts that cannot compute on this device as asked.
+        ConfigError: layers or experts cannot compute on this device as asked.
     """
     report, on_gpu = say or (lambda _: None), device.type == "cuda"
     experts, forwards = None, dict[nn.Module, Callable[..., Any]]()
-    if experts_of(model):
+    if expert_weights(model):
         capability = torch.cuda.get_device_capability(device) if on_gpu else None
         needs = needs_of(model, dtype, on_gpu=on_gpu, capability=capability)
         implementation, reason = choose_experts(computing.experts, needs)
@@ -166,7 +170,7 @@ def choose_layers(
     if fused == "liger":
         forwards, done = fused_forwards(model, liger_kernels())
         report(f"fused layers: liger ({done}); because {reason}")
-    elif on_gpu:  # on the CPU there are none to go without
+    elif on_gpu:  # the CPU has none
         report(f"fused layers: off; because {reason}")
     if computing.compile:
         if has_dropout(model):
@@ -178,7 +182,7 @@ def choose_layers(
 
 def _refuse_compiled_dropout() -> ConfigError:
     remedy = "Set compile: false, or the dropout of the model and its adapters to 0."
-    return ConfigError("compile", expected="false beside dropout, whose draws are counted", got="true", remedy=remedy)
+    return ConfigError("compile", expected="false with dropout, whose calls are counted", got="true", remedy=remedy)
 
 
 def _fused_needs(config: Any, computing: Computing, *, dtype: torch.dtype, on_gpu: bool) -> FusedNeeds:
@@ -192,23 +196,23 @@ def _fused_needs(config: Any, computing: Computing, *, dtype: torch.dtype, on_gp
 
 
 def compiled_forwards(model: Any, *, backend: str = "inductor") -> tuple[Forwards, str]:
-    """Return compiled forwards of the decoder layers of a model, and what was done, or why it was not."""
-    layers = [layer for layer in wrapped_layers(model) if "forward" not in vars(layer)]  # else it is the user's
+    """Return compiled forwards of a model's decoder layers, and a note on what was compiled, or why not."""
+    layers = [layer for layer in wrapped_layers(model) if "forward" not in vars(layer)]  # not the user's forwards
     if not layers:
         return {}, "no layer is compiled: this family has no wrap around its layers"
-    if experts_of(model):  # whose tokens an expert gets is data: a break for each expert
+    if expert_weights(model):  # an expert's tokens depend on data: a graph break per expert
         return {}, "no layer is compiled: experts are not traced yet"
     torch._dynamo.config.recompile_limit = max(_MOST_VARIANTS, torch._dynamo.config.recompile_limit)
-    # Tracing asks every input for its gradient, and warns of its own question.
+    # Tracing reads the gradient of every input, and warns of that.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     leave_attention_eager()
     compiled = {kind: torch.compile(_own_forward(kind), dynamic=True, backend=backend) for kind in map(type, layers)}
     forwards = dict[nn.Module, Callable[..., Any]]()
     for layer in layers:
         run = partial(compiled[type(layer)], layer)
-        # Partial functions, not closures: a copy of the model then runs its own layers.
+        # Partial functions, not closures, so that a copy of the model runs its own layers.
         forwards[layer] = partial(_run_wrapped, layer, run) if _WRAPS_FORWARD else run
-    return forwards, f"{len(layers)} layers are compiled around their attention, each shape class when it first comes"
+    return forwards, f"{len(layers)} layers are compiled around their attention, when a class of shapes first occurs"
 
 
 def _own_forward(kind: type[nn.Module]) -> Callable[..., Any]:
@@ -217,7 +221,7 @@ def _own_forward(kind: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _run_wrapped(layer: Any, run: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Do what Hugging Face's wrap does; the forward on the instance hides it."""
+    """Do the work of Hugging Face's wrap, which the forward on the instance hides."""
     if layer.gradient_checkpointing and layer.training:
         return layer._gradient_checkpointing_func(partial(run, **keywords), *arguments)
     return run(*arguments, **keywords)

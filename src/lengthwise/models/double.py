@@ -1,4 +1,4 @@
-"""Keep fp64 where Hugging Face models step down to fp32, for `verify`: docs/decisions/verify-in-fp64.md."""
+"""Keep fp64 where Hugging Face models cast to fp32, for `verify`: docs/decisions/verify-in-fp64.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _KeepDouble(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # The function first: every operation of a step comes by, and to compare a tensor with a dtype takes long.
+        # Check the function first: every operation of a step passes here, and reading a dtype takes longer.
         if (func in _CASTS or func in _SOFTMAXES) and args and args[0].dtype == torch.float64:
             down = func is Tensor.float or torch.float32 in (*args[1:], kwargs.get("dtype"))
             if down and func in _CASTS:
@@ -31,14 +31,14 @@ class _KeepDouble(TorchFunctionMode):
 
 
 def keep_double(dtype: torch.dtype) -> AbstractContextManager[object]:
-    """Make casts from fp64 to fp32 do nothing inside the block; only for models in fp64, else nothing changes."""
+    """Ignore casts from fp64 to fp32 inside the block, if `dtype` is fp64."""
     return _KeepDouble() if dtype == torch.float64 else nullcontext()
 
 
 def as_here() -> AbstractContextManager[object]:
-    """Return a block that keeps fp64 if this place does, for what torch runs again in backward, outside any block.
+    """Return a context manager that keeps fp64 if the current one does, for recomputations outside of any block.
 
-    It may be entered again, once it was left.
+    It may be entered repeatedly, but not nested.
     """
     kept = torch.zeros((), dtype=torch.float64).float().dtype == torch.float64
     return keep_double(torch.float64 if kept else torch.float32)

@@ -1,8 +1,9 @@
-"""Dropout that does not depend on the plan: what falls out is a function of seed, step, sequence, position and place.
+"""Dropout that does not depend on the plan: it is a function of seed, step, sequence, position and place.
 
-Tokens have keys of the first four; the place counts calls of dropout with p > 0 in a forward. Entry c falls out if the
-lower 32 bits of mix(key, place, c), a step of SplitMix64 (Steele, Lea, Flood 2014), are below p 2^32: the same on every
-device. Backward that recomputes a layer counts from its start. A byte an entry until backward.
+A token's key is made from the first four; the place is the number of dropout calls with p > 0 in the forward. Entry c
+is dropped if the lower 32 bits of mix(key, place, c), a step of SplitMix64 (Steele, Lea, Flood 2014), are below p 2^32:
+the same on every device. The recomputation of a layer counts from the layer's start. Costs a byte an entry until
+backward.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lengthwise.core.errors import ModelRefused
 from lengthwise.models.modules import modules_of
 from lengthwise.models.text_part import text_config
 
-# What a config calls the chance that an entry of hidden states falls out, in the families known to be right.
+# Config keys for the probability of dropout of hidden states, in supported families.
 DROPOUT_KEYS = (
     *("dropout", "hidden_dropout", "hidden_dropout_prob", "activation_dropout", "resid_pdrop", "embd_pdrop"),
     *("residual_dropout", "embedding_dropout"),
@@ -45,23 +46,24 @@ _OTHER_DRAWS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropoutKey:
-    """What the draws of a step depend on beside its sequences."""
+    """The key of a step's random numbers, beside its sequences."""
 
     seed: int = 0
     step: int = 0
 
 
 ANY_KEY = DropoutKey()
-"""Of what is run outside of a run's steps, to compare or to measure."""
+"""Key of passes outside of a run's steps, for comparisons and measurements."""
 
 
 class KeyedDropout(TorchFunctionMode):
-    """Calls of `torch.nn.functional.dropout` inside the block draw by the keys of the rows, (rows,) int64.
+    """Replaces `torch.nn.functional.dropout` inside the block by keyed dropout.
 
-    None: nothing falls out, as in an evaluation. calls: of the forward so far.
+    keys: keys of the rows, (rows,) int64. If None, nothing is dropped, as in an evaluation. calls: dropout calls of the
+    forward so far.
 
     Raises:
-        ModelRefused: other random numbers, or dropout of what has no row for each token.
+        ModelRefused: the model uses other random numbers, or drops from a tensor without one row per token.
     """
 
     def __init__(self, keys: Tensor | None, *, calls: int = 0) -> None:
@@ -69,13 +71,13 @@ class KeyedDropout(TorchFunctionMode):
         self._keys, self.calls = keys, calls
 
     def again(self) -> KeyedDropout:
-        """Return what draws from here on as this will: for what backward computes a second time."""
+        """Return a copy that continues from here, for a recomputation in backward."""
         return KeyedDropout(self._keys, calls=self.calls)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation, or drop entries in its place."""
+        """Run the operation, or keyed dropout in its place."""
         if func is F.dropout:
             return self._drop(*args, **(kwargs or {}))
         if func in _OTHER_DRAWS:
@@ -88,15 +90,15 @@ class KeyedDropout(TorchFunctionMode):
             return input
         self.calls += 1
         rows, x = len(self._keys), input
-        while x.dim() > 1 and len(x) == 1 != rows:  # of the batch, and of latents that all heads share
+        while x.dim() > 1 and len(x) == 1 != rows:  # dimensions of the batch, and of latents that all heads share
             x = x[0]
         if len(x) != rows:
-            raise _refuse(f"dropout of {tuple(input.shape)}, where a microbatch has {rows} tokens")
+            raise _refuse(f"dropout of {tuple(input.shape)} in a microbatch of {rows} tokens")
         return drop(x, p, self._keys, self.calls).view(input.shape)
 
 
 def drop(x: Tensor, p: float, keys: Tensor, place: int) -> Tensor:
-    """Return x (rows, ...) / (1 - p) where entries stay, 0 where they fall out. `keys`: (rows,), int64."""
+    """Return x (rows, ...) with dropped entries 0 and the others divided by 1 - p. keys: (rows,), int64."""
     flat = x.reshape(len(x), -1)
     kept = torch.empty(flat.shape, dtype=torch.bool, device=x.device)
     columns = torch.arange(flat.shape[1], dtype=torch.int64, device=x.device)
@@ -109,29 +111,29 @@ def drop(x: Tensor, p: float, keys: Tensor, place: int) -> Tensor:
 
 
 def token_keys(key: DropoutKey, sequences: Tensor, positions: Tensor) -> Tensor:
-    """Return the keys of tokens, (tokens,): of these sequences of the data at these positions, (tokens,) int64 each."""
+    """Return the keys of tokens, (tokens,), from numbers of their sequences and positions, (tokens,) int64."""
     start = _mix_number(_mix_number(0, key.seed), key.step)
     return _mix(_mix(torch.full_like(sequences, _signed(start)), sequences), positions)
 
 
 def asks_for_dropout(config: Any) -> bool:
-    """Return whether a Hugging Face config lets entries of hidden states fall out in training."""
+    """Return whether a config asks for dropout of hidden states in training."""
     return any(getattr(text_config(config), key, None) for key in DROPOUT_KEYS)
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Return whether entries of a model's hidden states, or of what its adapters see, fall out in training."""
+    """Return whether a model, or its adapters, have dropout in training."""
     modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules_of(model))
     return modules or asks_for_dropout(model.config)
 
 
 def rows_dropout(model: nn.Module, keys: Callable[[], Tensor]) -> KeyedDropout | None:
-    """Return what draws by the keys of the rows that a forward will have; None: a model without dropout."""
+    """Return keyed dropout for the rows of a forward, or None for a model without dropout."""
     return KeyedDropout(keys()) if has_dropout(model) else None
 
 
 def sequence_dropout(model: nn.Module, key: DropoutKey, sequence: int, tokens: Tensor) -> AbstractContextManager[Any]:
-    """Let a plain model that is given one whole sequence of the data, (tokens,), draw as a plan's would."""
+    """Let a plain model drop as a planned one, on one whole sequence, (tokens,)."""
 
     def keys() -> Tensor:
         positions = torch.arange(len(tokens), device=tokens.device)
@@ -141,7 +143,7 @@ def sequence_dropout(model: nn.Module, key: DropoutKey, sequence: int, tokens: T
 
 
 def _mix(state: Tensor, value: Tensor | int) -> Tensor:
-    """Return SplitMix64's output of a state that is `value` steps further, int64 as words of 64 bits."""
+    """Return SplitMix64's output `value` steps after a state, with int64 as words of 64 bits."""
     step = _signed(_STEP)
     word = state + (value * step if isinstance(value, Tensor) else _signed(value * _STEP & _WORD))
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
@@ -164,4 +166,4 @@ def _signed(word: int) -> int:
 
 def _refuse(got: str) -> ModelRefused:
     remedy = "Set the model's dropout to 0, or use another model."
-    return ModelRefused("dropout", expected="dropout of one row a token", got=got, remedy=remedy)
+    return ModelRefused("dropout", expected="dropout of one row per token", got=got, remedy=remedy)

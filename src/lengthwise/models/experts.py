@@ -1,7 +1,7 @@
-"""How a mixture's experts compute: one by one, or all in one grouped matrix product (transformers' own code for both).
+"""The choice of how a mixture's experts compute: one by one, or in grouped matrix products (both transformers' code).
 
-One by one waits for the device at each expert; `torch.nn.functional.grouped_mm` does not, knows bf16 and fp32, and
-needs rows on 16-byte borders. Not measured on a GPU.
+One by one waits for the device at each expert. `torch.nn.functional.grouped_mm` does not, but takes only bf16 and fp32,
+and needs rows of whole 16 bytes. Not measured on a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lengthwise.core.errors import ConfigError
 
-ONE_BY_ONE, GROUPED = "eager", "grouped_mm"  # as transformers calls them
+ONE_BY_ONE, GROUPED = "eager", "grouped_mm"  # transformers' names
 
 _LEAST_CAPABILITY = (8, 0)
 _ROW_BYTES = 16
@@ -23,10 +23,10 @@ _ROW_BYTES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsNeeds:
-    """What decides how experts compute.
+    """The facts that decide how experts compute.
 
-    rows_bytes: of one row of each weight. replaceable: the family uses transformers' interface. capability: of the GPU;
-    None: not known yet, or none.
+    rows_bytes: bytes of a row, by weight. replaceable: whether the family uses transformers' interface. capability: the
+    GPU's compute capability, or None if unknown or without a GPU.
     """
 
     dtype: torch.dtype
@@ -36,15 +36,15 @@ class ExpertsNeeds:
     capability: tuple[int, int] | None = None
 
 
-def experts_of(model: Any) -> list[Tensor]:
-    """List the weights that a model keeps for many experts in one parameter."""
+def expert_weights(model: Any) -> list[Tensor]:
+    """List the parameters that hold the weights of many experts."""
     modules = (module for module in model.modules() if type(module).__name__.endswith("Experts"))
     return [weight for module in modules for weight in module.parameters(recurse=False) if weight.dim() == 3]
 
 
 def needs_of(model: Any, dtype: torch.dtype, *, on_gpu: bool, capability: tuple[int, int] | None) -> ExpertsNeeds:
-    """Read from a model, perhaps one without storage, what decides."""
-    weights = experts_of(model)
+    """Read the facts from a model, which may be on the meta device."""
+    weights = expert_weights(model)
     return ExpertsNeeds(
         dtype=dtype,
         rows_bytes=sorted({size * dtype.itemsize for weight in weights for size in weight.shape[1:]}),
@@ -55,7 +55,11 @@ def needs_of(model: Any, dtype: torch.dtype, *, on_gpu: bool, capability: tuple[
 
 
 def choose_experts(asked: str, needs: ExpertsNeeds) -> tuple[str, str]:
-    """Return (implementation, why) for `auto` or the one that is asked for; ConfigError: not available here."""
+    """Return (implementation, reason) for `auto` or the one asked for.
+
+    Raises:
+        ConfigError: it is not available here.
+    """
     against = _against_grouped(needs)
     if asked == GROUPED and against is not None:
         remedy = "Set experts: auto, or eager."
@@ -79,7 +83,7 @@ def _against_grouped(needs: ExpertsNeeds) -> str | None:
     if needs.dtype not in (torch.bfloat16, torch.float32):
         return f"grouped products take bf16 and fp32, not {str(needs.dtype).removeprefix('torch.')}"
     if any(each % _ROW_BYTES for each in needs.rows_bytes):
-        return f"grouped products want rows of whole {_ROW_BYTES} bytes, and this model's have {needs.rows_bytes}"
+        return f"grouped products need rows of whole {_ROW_BYTES} bytes, and this model's have {needs.rows_bytes}"
     if needs.capability is not None and needs.capability < _LEAST_CAPABILITY:
         return f"grouped products need compute capability 8.0, and this GPU has {'.'.join(map(str, needs.capability))}"
     return None

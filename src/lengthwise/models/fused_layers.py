@@ -1,8 +1,8 @@
-"""Norms, RoPE and gated MLPs by Liger Kernel's fused functions, in one model and no other.
+"""Norms, RoPE and gated MLPs by Liger Kernel's fused functions, for one model only.
 
-Liger patches transformers for the whole process; here each module gets a forward of its own, RoPE in a copy of the
-attention's. Never Liger's loss: docs/decisions/own-chunked-loss.md. Source: Liger Kernel (arXiv 2410.10989), whose
-choices for each family stand below; docs/decisions/fused-layers.md.
+Liger patches transformers for the whole process; here modules get their own forwards, and RoPE is replaced in a copy of
+the attention's forward. Liger's loss is not used: docs/decisions/own-chunked-loss.md. Source: Liger Kernel (arXiv
+2410.10989), whose choices by family are below; docs/decisions/fused-layers.md.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.packages import release_of
 
-LEAST_LIGER = (0, 8, 5)  # the one whose functions were read and run
+LEAST_LIGER = (0, 8, 5)  # the release that was tested
 
 Forwards: TypeAlias = Mapping[nn.Module, Callable[..., Any]]
-"""What computes in place of the forward of a module's class."""
+"""Forwards in place of those of the modules' classes."""
 
 _ROPE = "apply_rotary_pos_emb"
-_KNOWN_MODULES = ("transformers.", "liger_kernel.")  # whose classes compute as their family does
+_KNOWN_MODULES = ("transformers.", "liger_kernel.")  # packages whose classes compute as their family
 _INSTALL = f"pip install 'liger-kernel>={'.'.join(map(str, LEAST_LIGER))}'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """How the norms of a family go: their weight is `offset` + w, and `casting` says where fp32 ends."""
+    """The norms of a family. offset: added to their weight. casting: Liger's name for where fp32 ends."""
 
     offset: float = 0.0
     casting: str = "llama"
@@ -61,7 +61,7 @@ class FusedKernels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedNeeds:
-    """What decides about fused layers. `liger`: the installed version; None: not installed."""
+    """The facts that decide about fused layers. liger: the installed version, or None."""
 
     family: str
     dtype: torch.dtype
@@ -71,7 +71,11 @@ class FusedNeeds:
 
 
 def choose_fused(asked: str, needs: FusedNeeds) -> tuple[str, str]:
-    """Return (`liger` or `off`, why) for `auto` or the one that is asked for; ConfigError: not available here."""
+    """Return (`liger` or `off`, reason) for `auto` or the one asked for.
+
+    Raises:
+        ConfigError: it is not available here.
+    """
     if asked == "off":
         return "off", "it is asked for"
     against = _against_liger(needs)
@@ -79,20 +83,21 @@ def choose_fused(asked: str, needs: FusedNeeds) -> tuple[str, str]:
         return "liger", f"liger-kernel {needs.liger} is installed"
     if asked == "auto":
         return "off", against[0]
-    raise ConfigError("fused_layers", expected="auto, off, or what Liger can run", got=against[0], remedy=against[1])
+    expected = "auto, off, or a model that Liger can run"
+    raise ConfigError("fused_layers", expected=expected, got=against[0], remedy=against[1])
 
 
 def _against_liger(needs: FusedNeeds) -> tuple[str, str] | None:
-    """Return (what speaks against Liger's layers, what to do about it), or None."""
+    """Return (obstacle, remedy), or None."""
     off = "Set fused_layers: auto."
     if not needs.on_gpu:
         return "Liger's kernels are for GPUs", off
     if needs.compiled:
-        return "compile: true joins the same operations", "Set one of the two."
+        return "compile: true fuses the same operations", "Set one of the two."
     if needs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"Liger's kernels compute in fp32, and this model in {str(needs.dtype).removeprefix('torch.')}", off
     if needs.family not in FUSED_FAMILIES:
-        return f"{needs.family} is none of the families known to be right ({', '.join(sorted(FUSED_FAMILIES))})", off
+        return f"{needs.family} is not among the supported families ({', '.join(sorted(FUSED_FAMILIES))})", off
     if needs.liger is None:
         return "liger-kernel is not installed", f"{_INSTALL}, or set fused_layers: auto."
     if release_of(needs.liger) < LEAST_LIGER:
@@ -113,13 +118,13 @@ def liger_kernels() -> FusedKernels:
 
 
 def fused_forwards(model: Any, kernels: FusedKernels) -> tuple[Forwards, str]:
-    """Return the fused forwards of the norms, MLPs and attentions of a model of a known family, and what they replace.
+    """Return fused forwards for the norms, MLPs and attentions of a model of a known family, and what they replace.
 
-    Modules that compute otherwise than their family's, by a class or a forward of the user's, keep what they have.
+    Modules with a class or a forward of the user's keep their own.
     """
     kind, gate = FUSED_FAMILIES[model.config.model_type], _gate(model.config)
     found, forwards = Counter[str](), dict[nn.Module, Callable[..., Any]]()
-    # Partial functions, not closures: a copy of the model then runs its own modules.
+    # Partial functions, not closures, so that a copy of the model runs its own modules.
     for module in model.modules():
         name = type(module).__name__
         if "forward" in vars(module) or not type(module).__module__.startswith(_KNOWN_MODULES):
@@ -143,7 +148,7 @@ def _gate(config: Any) -> str | None:
 
 def _norm(module: Any, rms_norm: Callable[..., Tensor], kind: Kind, x: Tensor) -> Tensor:
     eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-    # Not in place: beside a residual the gradient that comes in belongs to others, too.
+    # Not in place: beside a residual the incoming gradient has other users.
     return rms_norm(x, module.weight, eps, kind.offset, kind.casting, False)
 
 
@@ -169,13 +174,13 @@ def _rope(
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
-    """Return the global names that a module's forward uses; none of one that is wrapped in another function."""
+    """Return the global names that a module's forward uses, or none if it is wrapped in another function."""
     forward = _forward(module)
     return forward.__code__.co_names if isinstance(forward, FunctionType) and not forward.__closure__ else ()
 
 
 def _forward(module: nn.Module) -> Any:
-    """Return the forward of a module's class, without what transformers (from 5.24) puts around it for old names."""
+    """Return the forward of a module's class, without the wrap of transformers (from 5.24) for old names."""
     forward: Any = type(module).forward
     while getattr(forward, "__globals__", {}).get("__name__") == "transformers.utils.deprecation":
         forward = forward.__wrapped__

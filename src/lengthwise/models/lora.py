@@ -1,7 +1,7 @@
 """LoRA through peft: low-rank adapters on a frozen base model, which a plan runs like any other model.
 
-peft changes the model in place and saves its own format. r (inputs + outputs) parameters a matrix, in the flat buffers,
-and the base once a rank, in the compute dtype. Importing peft takes 3 s. Hu et al. 2021 (arXiv 2106.09685).
+peft changes the model in place and saves its own format. A matrix has r (inputs + outputs) trainable parameters, in the
+flat buffers; every rank has the base in the compute dtype. Importing peft takes 3 s. Hu et al. 2021 (arXiv 2106.09685).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.files import read_plain
 from lengthwise.core.names import did_you_mean
 from lengthwise.models.adapter import ATTENTION_NAME
-from lengthwise.models.load import ModelSource, build_model, build_skeleton, first_line, unwritable
+from lengthwise.models.model_source import ModelSource, build_model, build_skeleton, first_line, unwritable
 from lengthwise.models.text_part import TextPart
 from lengthwise.models.weights import WIDTHS, check_finite
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _ADAPTER, _BASE_COPY = "base_model.model.", "default", ".base_layer.weight"
 
-# Keys of a saved adapter's config that say what we can run, or say nothing about the arithmetic.
+# Keys of a saved adapter's config that we support, or that do not affect the arithmetic.
 _RUNNABLE = frozenset(
     {"alpha_pattern", "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_alpha", "peft_type"}
     | {"lora_dropout", "peft_version", "r", "rank_pattern", "revision", "target_modules", "task_type", "use_rslora"}
@@ -40,18 +40,18 @@ _RUNNABLE = frozenset(
 
 
 def check_lora(source: ModelSource, lora: LoraConfig | None) -> int | None:
-    """Try the adapter on a model without storage; return how many parameters train instead of the model's (None: all).
+    """Try the adapter on a model on the meta device; return the number of its parameters, or None without an adapter.
 
     Raises:
-        ConfigError: peft is not installed, the base has no weights, names that fit no layer, or an adapter that cannot
+        ConfigError: peft is not installed, the base has no weights, a name fits no layer, or the saved adapter cannot
             be read, is of another kind or of another model.
     """
     if lora is None:
         return None
     _peft()
     if not source.weights:
-        got = f"{source.name}, whose weights start from the seed and are saved nowhere"
-        raise _refuse("lora", "a base model with weights", got, "Give a model with weights, or take lora out.")
+        got = f"{source.name}, whose weights are drawn from the seed and not saved"
+        raise _refuse("lora", "a base model with weights", got, "Give a model with weights, or remove lora.")
     skeleton = build_skeleton(source.config)
     config = _peft_config(source, lora, skeleton, draws_both=False)
     if lora.adapter is None:
@@ -63,8 +63,8 @@ def check_lora(source: ModelSource, lora: LoraConfig | None) -> int | None:
             _inject(config, skeleton)
     except (ValueError, Warning) as error:
         raise _refuse(where, "layers that peft can adapt", first_line(error)) from None
-    if config.target_parameters:  # what peft makes of experts that Hugging Face keeps in one parameter
-        remedy = "Name layers outside of the experts, for example [q_proj, k_proj, v_proj, o_proj]."
+    if config.target_parameters:  # peft's form for experts in one parameter
+        remedy = "Name layers outside the experts, for example [q_proj, k_proj, v_proj, o_proj]."
         raise _refuse(where, "linear and embedding layers only", "the experts of a mixture", remedy)
     if lora.adapter is not None:
         _check_weights(lora.adapter, skeleton)
@@ -80,10 +80,10 @@ def build_adapted(
     draws_both: bool = False,
     stored: bool = True,
 ) -> nn.Module:
-    """Build the model as `build_model` does, and freeze it under adapters where `lora` is given.
+    """Build the model as `build_model` does; if `lora` is given, freeze it and add adapters.
 
-    A starts from `seed`, the same on every rank, and B from zeros, or both from the saved adapter. stored: as for
-    `build_model`. draws_both: B is drawn, too, for checks: as long as B is zero A has no gradient.
+    A is drawn from `seed`, the same on every rank, and B is zero, or both come from the saved adapter. stored: as in
+    `build_model`. draws_both: draw B too, for checks, because A has no gradient while B is zero.
     """
     model = build_model(source, seed=seed, attention=attention, stored=stored)
     if lora is None:
@@ -100,7 +100,11 @@ def build_adapted(
 
 
 def save_adapter(model: Any, folder: Path) -> None:
-    """Write the adapter for `PeftModel.from_pretrained`, with its base's name; OutputError: it cannot be written."""
+    """Write the adapter for `PeftModel.from_pretrained`, with its base's name.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
     config = copy.copy(model.peft_config[_ADAPTER])
     config.inference_mode = True
     if isinstance(model, TextPart) and not isinstance(config.target_modules, str):
@@ -116,7 +120,7 @@ def save_adapter(model: Any, folder: Path) -> None:
 
 
 def _in_text_part(model: TextPart, names: Iterable[str]) -> str:
-    """Return the pattern of the layers of these names in a text part alone: peft looks for them in the whole model."""
+    """Return a pattern for layers of these names in the text part only: peft searches the whole model."""
     parts, layers = ("|".join(map(re.escape, sorted(each))) for each in (model._modules, names))
     return rf"(?:(?:{parts})\.(?:.*\.)?)?(?:{layers})"
 
@@ -130,7 +134,7 @@ def _peft() -> Any:
 
 
 def _peft_config(source: ModelSource, lora: LoraConfig, model: Any, *, draws_both: bool) -> Any:
-    """Make peft's config, from the run file or the saved adapter."""
+    """Make peft's config from the run file or the saved adapter."""
     peft = _peft()
     if lora.adapter is not None:
         saved = _read_adapter_config(lora.adapter)
@@ -155,7 +159,7 @@ def _inject(config: Any, model: nn.Module) -> None:
 
 
 def _linear_names(model: Any) -> list[str]:
-    """List the linear layers but the output head by the last part of their names, as peft's `all-linear`."""
+    """List the last parts of the names of linear layers, except the head, as peft's `all-linear`."""
     head = model.get_output_embeddings()
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
     return sorted({name.rpartition(".")[2] for name in linear})
@@ -180,7 +184,7 @@ def _check_targets(model: Any, names: Any) -> None:
             problems.append(_refuse(where, "names of linear or embedding layers", got, f"Known: {', '.join(known)}."))
         elif tied and any(module is end for module in fitting for end in ends):
             got = f"`{target}`, whose weight input and output share"
-            problems.append(_refuse(where, "layers with a weight of their own", got, "Take it out."))
+            problems.append(_refuse(where, "layers with a weight of their own", got, "Remove it."))
     raise_problems(problems)
 
 
@@ -200,7 +204,7 @@ def _is_names(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value))
 
 
-_MOST_RANK = 1 << 16  # wider than the hidden states of any model today
+_MOST_RANK = 1 << 16  # more than the hidden size of any model today
 _SIZE, _PATTERN = f"a number above 0, at most {_MOST_RANK}", f"an object of numbers above 0, at most {_MOST_RANK},"
 _ADAPTER_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "r": (lambda value: type(value) is int and _is_size(value), _SIZE),
@@ -228,12 +232,12 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
     other = sorted(key for key in saved.keys() - _RUNNABLE if saved[key] and saved[key] != plain.get(key))
     if other:
         got = ", ".join(f"{key}={saved[key]}" for key in other)
-        raise _refuse("lora.adapter", "an adapter of plain LoRA", got, "Such adapters cannot be trained here yet.")
+        raise _refuse("lora.adapter", "an adapter of plain LoRA", got, "Use an adapter without these keys.")
     return saved
 
 
 def _check_weights(folder: Path, model: nn.Module) -> None:
-    """Compare names and shapes of a saved adapter with those that its config gives this model."""
+    """Compare names and shapes of a saved adapter with those of its config on this model."""
     if not (folder / WEIGHTS_NAME).is_file():
         raise _refuse("lora.adapter", f"a folder with {WEIGHTS_NAME}", f"{folder}, without such a file")
     try:
@@ -247,8 +251,8 @@ def _check_weights(folder: Path, model: nn.Module) -> None:
         raise _refuse("lora.adapter", f"weights of {', '.join(WIDTHS)}", ", ".join(sorted(kinds)))
     asked = {name: list(parameter.shape) for name, parameter in _adapters(model).items()}
     copies = sorted(name for name in saved.keys() - asked.keys() if name.endswith(_BASE_COPY))
-    if copies:  # peft adds it by itself where an embedding is a target
-        got = f"a copy of the base model's weight besides, {copies[0]}"
+    if copies:  # peft adds it if an embedding is a target
+        got = f"also a copy of the base model's weight, {copies[0]}"
         remedy = "Save it with save_pretrained(..., save_embedding_layers=False)."
         raise _refuse("lora.adapter", "the weights of the adapter alone", got, remedy)
     wrong = sorted(name for name in saved.keys() | asked.keys() if saved.get(name) != asked.get(name))
@@ -256,7 +260,7 @@ def _check_weights(folder: Path, model: nn.Module) -> None:
         first = wrong[0]
         there, here = saved.get(first, "nothing"), asked.get(first, "nothing")
         got = f"{len(wrong)} that differ, first {first}: {there} in the file, {here} in the model"
-        raise _refuse("lora.adapter", "exactly the weights that its config asks for in this model", got)
+        raise _refuse("lora.adapter", "exactly the weights of its config on this model", got)
 
 
 def _adapters(model: nn.Module) -> dict[str, Tensor]:
@@ -267,5 +271,5 @@ def _adapters(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _refuse(where: str, expected: str, got: str, remedy: str = "Give another one.") -> ConfigError:
+def _refuse(where: str, expected: str, got: str, remedy: str = "Give another adapter.") -> ConfigError:
     return ConfigError(where, expected=expected, got=got, remedy=remedy)

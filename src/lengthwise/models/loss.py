@@ -1,7 +1,7 @@
-"""The summed loss of a microbatch without its logits: they are made for a few tokens at a time, and dropped.
+"""The chunked loss: logits of a microbatch are made for a few tokens at a time, and dropped.
 
-The decoder runs once; what follows it in the model (head, scale, cap) runs on chunks of the hidden states, whose loss
-and gradients are made at once. No more arithmetic. After Liger Kernel (arXiv 2410.10989), for heads of any kind.
+The decoder runs once. The rest of the model (head, scale, cap) runs on chunks of the hidden states, whose loss and
+gradients are computed at once, without more arithmetic. After Liger Kernel (arXiv 2410.10989), for heads of any kind.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lengthwise.models.text_part import whole_model
 
 
 def token_loss(logits: Tensor, shift_labels: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Sum the cross entropy of logits (tokens, vocab) in fp32 or wider; `weights` (tokens,): of each, None: 1."""
+    """Sum the cross entropy of logits (tokens, vocab), in fp32 or wider. weights: (tokens,), or None for 1."""
     if weights is None:
         wide = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(logits.to(wide), shift_labels, ignore_index=-100, reduction="sum")
@@ -30,18 +30,18 @@ def token_loss(logits: Tensor, shift_labels: Tensor, weights: Tensor | None = No
 
 
 def token_losses(logits: Tensor, shift_labels: Tensor) -> Tensor:
-    """Return the cross entropy of each token, (tokens,), of logits (tokens, vocab) in fp32 or wider."""
+    """Return the cross entropy per token, (tokens,), from logits (tokens, vocab), in fp32 or wider."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.to(wide), shift_labels, ignore_index=-100, reduction="none")
 
 
 def has_own_logits(model: Any) -> bool:
-    """Return whether a model may make logits as its family does not: by a forward or a forward hook of the user's.
+    """Return whether a model may make its logits by a forward or a forward hook of the user's.
 
-    These may need ids, positions or all tokens, and chunks of a loss have hidden states alone.
+    These may need ids, positions or all tokens, but chunks of a loss have hidden states only.
     """
     model = whole_model(model)
-    forward = getattr(model, "_original_forward", model.forward)  # which accelerate has wrapped in autocast
+    forward = getattr(model, "_original_forward", model.forward)  # accelerate wraps it in autocast
     is_family = type(model).forward.__module__.startswith("transformers.models.")
     known = ("lengthwise.", "transformers.")
     hooks = (str(getattr(each, "__module__", None)) for each in model._forward_hooks.values())
@@ -50,7 +50,7 @@ def has_own_logits(model: Any) -> bool:
 
 
 class DecoderOutput:
-    """Keeps what a decoder returns, and passes on one token; ModelRefused: `forward` does not run it once."""
+    """Keeps a decoder's output, and passes only one token on to the rest of the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._decoder = model, model.get_decoder()  # type: ignore[operator]
@@ -58,7 +58,11 @@ class DecoderOutput:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Catch the output of the one call inside."""
+        """Catch the decoder's output inside the block.
+
+        Raises:
+            ModelRefused: the decoder did not run once.
+        """
 
         def keep(_module: nn.Module, _asked: Any, output: Any) -> Any:
             self._outputs.append(output)
@@ -75,10 +79,7 @@ class DecoderOutput:
             raise ModelRefused(where, expected=expected, got=f"{len(self._outputs)} runs", remedy="Set loss: whole.")
 
     def loss(self, shift_labels: Tensor, chunk_tokens: int, weights: Tensor | None = None) -> Tensor:
-        """Sum the loss of the first tokens, as many as `shift_labels` (tokens,).
-
-        `weights` and dtype: of `token_loss`.
-        """
+        """Sum the loss of the first tokens, whose labels are `shift_labels` (tokens,), as `token_loss` does."""
         hidden = self._hidden(shift_labels)
         outside = _outside(self._model, self._decoder) if torch.is_grad_enabled() else []
         return _ChunkedLoss.apply(hidden, shift_labels, weights, self._logits, chunk_tokens, *outside)  # type: ignore[no-any-return]
@@ -93,14 +94,14 @@ class DecoderOutput:
         return self._outputs[0].last_hidden_state[0, : len(shift_labels)]  # type: ignore[no-any-return]
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Run what follows the decoder on hidden states (tokens, hidden)."""
+        """Run the model after its decoder on hidden states (tokens, hidden)."""
         output = _with_hidden(self._outputs[0], hidden[None])
-        output.router_logits = None  # what they add was counted in the first run
+        output.router_logits = None  # they were counted in the first run
         forward = self._decoder.forward
         self._decoder.forward = lambda *_, **__: output
         try:
             ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
-            # Not its call: hooks, which may wait for values or gather them, ran with the decoder.
+            # forward, not a call: the hooks, which may gather values or wait for them, ran with the decoder.
             return self._model.forward(input_ids=ids, position_ids=ids, use_cache=False).logits[0]
         finally:
             self._decoder.forward = forward
@@ -125,7 +126,7 @@ def _outside(model: nn.Module, decoder: nn.Module) -> list[nn.Parameter]:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The sum of the loss; forward also makes the gradients of hidden states and of the head."""
+    """The summed loss, whose forward also computes the gradients of hidden states and head."""
 
     @staticmethod
     def forward(
@@ -155,7 +156,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         made: list[Tensor] = ctx.made
-        del ctx.made  # handed on as they are, no copy of the head's
+        del ctx.made  # returned without a copy
         by_hidden, *by_parameter = (each.mul_(gradients[0]) for each in made)
         return by_hidden, None, None, None, None, *by_parameter
 
@@ -168,7 +169,7 @@ def _take_chunk(
     parameters: Sequence[Tensor],
     into: Sequence[Tensor] | None,
 ) -> Tensor:
-    """Return the loss of a chunk and add its gradients `into` the others; frees all but the next chunk's logits."""
+    """Return the loss of a chunk, and add its gradients to `into`."""
     with torch.set_grad_enabled(into is not None):
         chunk = hidden.detach().requires_grad_(into is not None)
         loss = token_loss(logits(chunk), labels, weights)

@@ -1,8 +1,8 @@
-"""Which kernels compute the layers of a model that mix tokens without attention: chosen at a run's start, and reported.
+"""Choose the kernels of layers that mix tokens without attention, at a run's start, and report them.
 
-On GPUs the function of a package where it is installed, takes the model and proves right there: it is compared with
-transformers' own function in fp32, on small documents and cut spans, out, maps and gradients. What one rank lacks or
-gets wrong is used by none, and transformers' function runs, which is right everywhere.
+On GPUs a package's function is used if it is installed, takes the model and is right on the device: outputs, maps and
+gradients are compared with transformers' own function in fp32, on small documents and cut spans. No rank uses a
+function that one rank lacks or computes wrongly; transformers' function then runs.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from lengthwise.models.mixer_kernels import (
     package_kernel,
     plain_kernel,
 )
-from lengthwise.models.mixers import DeltaRule, Mamba2, mixers_in, plain_function, use_kernels
+from lengthwise.models.mixer_layers import DeltaRule, Mamba2, mixers_in, plain_function, use_kernels
 
-_CHUNK = 64  # tokens that fla computes at once; Mamba 2 has it in its config
+_CHUNK = 64  # tokens that fla computes at a time; Mamba 2's config has its own
 
 
 def choose_mixers(
@@ -39,15 +39,15 @@ def choose_mixers(
     dtype: torch.dtype,
     say: Callable[[str], None] | None = None,
 ) -> None:
-    """Choose what computes each kind of layer that mixes tokens without attention, and put it in use. Collective.
+    """Choose and install the kernel for each kind of layer that mixes tokens without attention. Collective.
 
-    say: reports each choice, and why (None: rank 0 prints it). On the CPU there is nothing to choose.
+    say: called with each choice and its reason. If None, rank 0 prints them. On the CPU there is no choice.
     """
     names = mixers_in(model) if takes_packages(device) else []
     found = {name: package_kernel(PACKAGES[name], layers_of(model), dtype) for name in names}
     obstacles = {name: _obstacle(name, kernel, model, dtype, device) for name, kernel in found.items()}
     against: dict[str, str] = {}
-    while names:  # each turn shares what one rank found; a rank without it has the same names, as the model is one
+    while names:  # each turn shares one rank's obstacles; all ranks have the same names
         own = {name: why for name, why in obstacles.items() if why is not None and name not in against}
         new = share_first(transport, own)
         if not new:
@@ -74,7 +74,7 @@ def takes_packages(device: torch.device) -> bool:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """List the layers of a model that mix tokens without attention, one of each class and size."""
+    """List the layers that mix tokens without attention, one per class and size."""
     found = {(type(each), str(each)): each for each in model.modules() if convolution_of(each) is not None}
     return [*found.values()]
 
@@ -93,10 +93,10 @@ def _obstacle(
 def fault_of(
     name: str, kernel: MixerKernel, plain: MixerKernel, layer: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Return in words, with numbers, what a kernel gets wrong of a layer on `device`; None: nothing."""
+    """Return a description of a kernel's errors for a layer on `device`, or None."""
     allowed = tolerance_for(dtype)
     try:
-        # Modes of whoever runs the model are for it: one turns fp32 to fp64, others count or record.
+        # The caller's torch modes are for the model: one turns fp32 to fp64, others count or record.
         with (
             torch._C.DisableTorchFunction(),
             torch.inference_mode(False),
@@ -117,13 +117,13 @@ def fault_of(
             ]
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, the kernel cannot be used
+    except Exception as error:  # noqa: BLE001 - after any error the kernel cannot be used
         wrong = [f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"]
     return "; ".join([f"{type(layer).__name__}, {str(dtype).removeprefix('torch.')}", *wrong]) if wrong else None
 
 
 def _computed(name: str, kernel: MixerKernel, layer: Any, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what a kernel gives of drawn tokens: outputs, maps, and gradients of all that it reads."""
+    """Return a kernel's outputs, maps and gradients for random tokens."""
     inputs = {each: x.detach().clone().requires_grad_() for each, x in tokens.items()}
     if name == CONVOLUTION:
         rows, weight, bias = inputs["rows"], inputs["weight"], inputs.get("bias")
@@ -140,7 +140,7 @@ def _computed(name: str, kernel: MixerKernel, layer: Any, tokens: Mapping[str, T
         found |= {"map": opened.a, "state": opened.b}
     random = torch.Generator().manual_seed(1)
     drawn = (torch.randn(x.shape, generator=random, device="cpu", dtype=torch.float32) for x in found.values())
-    # Rounded, so that they are the same in every dtype.
+    # Rounded to bf16, so that they are the same in every dtype.
     grads = [each.bfloat16().to(x.device, x.dtype) for x, each in zip(found.values(), drawn, strict=True)]
     gradients = torch.autograd.grad([*found.values()], [*inputs.values()], grads)
     return {each: x.detach() for each, x in found.items()} | {
@@ -149,12 +149,12 @@ def _computed(name: str, kernel: MixerKernel, layer: Any, tokens: Mapping[str, T
 
 
 def _lengths(layer: Any) -> list[int]:
-    """Return lengths of documents: shorter and longer than what kernels compute at once."""
+    """Return lengths of documents, shorter and longer than a kernel's chunk."""
     return [37, 1, getattr(layer, "chunk_size", _CHUNK) + 35, 5]
 
 
 def _drawn(name: str, layer: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Draw what a kernel reads of a layer like this one, with few heads; the same on all ranks."""
+    """Return random inputs of a layer like this one, with few heads; the same on all ranks."""
     random, rows = torch.Generator().manual_seed(0), sum(_lengths(layer))
 
     def normal(*shape: int) -> Tensor:

@@ -1,9 +1,10 @@
 """Kernels of layers that mix tokens without attention: functions of transformers, and of packages for GPUs.
 
-A plan hands spans to a kernel side by side, whole documents and cut spans apart. The functions of transformers take one
-span a call and run anywhere. fla takes all of them in one call, with a state for each; mamba-ssm takes whole documents
-in one, but gives one last state a call; causal-conv1d sees one row, with what goes before each span inside. Written for
-fla-core 0.6.0, mamba-ssm 2.3.2 and causal-conv1d 1.6.1; the first two ran in Triton's interpreter, none on a GPU yet.
+A plan gives a kernel several spans, whole documents and cut spans separately. The functions of transformers take one
+span per call and run anywhere. fla takes all spans in one call, each with a state; mamba-ssm takes whole documents in
+one call, but returns one last state per call; causal-conv1d takes one row that contains the halos of its spans. Written
+for fla-core 0.6.0, mamba-ssm 2.3.2 and causal-conv1d 1.6.1; the first two ran in Triton's interpreter, none on a GPU
+yet.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ DELTA_RULE, KDA = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
 MAMBA2, CONVOLUTION = "mamba2_chunk_scan", "causal_conv1d_fn"
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MOST_KEY = 256  # numbers of a key in fla
-_WIDTHS, _CHANNELS = (2, 3, 4), 8  # of causal-conv1d: widths, and what divides its channels
+_MOST_KEY = 256  # largest key of fla
+_WIDTHS, _CHANNELS = (2, 3, 4), 8  # widths of causal-conv1d, and the divisor of its channels
 _ACTIVATIONS = (None, "silu", "swish")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixerKernel:
-    """How one of transformers' functions is computed; `name`: of the package.
+    """An implementation of one of transformers' functions. name: its package.
 
-    run: of a scan, (tokens by name, lengths of spans, states=whether to return them, **arguments of the function) ->
-    (outputs (1, rows, ...), the state after each span or None); of a convolution, the function itself.
-    steps_in_fp32: Mamba 2's step sizes are, else they are in the dtype of the tokens.
+    run: for a scan (tokens by name, lengths of spans, states=whether to return them, **arguments of the function) ->
+    (outputs (1, rows, ...), states after the spans or None); for a convolution the function itself. steps_in_fp32:
+    whether Mamba 2's step sizes are in fp32, not in the dtype of the tokens.
     """
 
     name: str
@@ -47,7 +48,7 @@ class MixerKernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """Where a kernel for GPUs comes from. arguments: it must take. make: the kernel of its function."""
+    """A package with a kernel for GPUs. arguments: those that its function must take. make: wraps the function."""
 
     title: str
     distribution: str
@@ -56,18 +57,18 @@ class Package:
     arguments: tuple[str, ...]
     make: Callable[[Callable[..., Any]], MixerKernel]
     against: Callable[[Any], str | None]
-    """Why it cannot compute a layer of a model, or None."""
+    """Returns why it cannot compute a layer, or None."""
 
 
 def spans_in(tokens: Tokens, lengths: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-    """Yield what a scan reads of each span."""
+    """Yield a scan's inputs for every span."""
     parts = {name: x.split([*lengths], dim=1) for name, x in tokens.items()}
     for number in range(len(lengths)):
         yield {name: each[number] for name, each in parts.items()}
 
 
 def plain_kernel(name: str, function: Callable[..., Any]) -> MixerKernel:
-    """Return the kernel that is transformers' own function, in plain torch."""
+    """Return a kernel of transformers' own function in plain torch."""
     if name == CONVOLUTION:
         return MixerKernel(name="transformers", run=function)
     asked = "return_final_states" if name == MAMBA2 else "output_final_state"
@@ -109,7 +110,7 @@ def _fla_kernel(function: Callable[..., Any]) -> MixerKernel:
             initial_state=initial_state,
             output_final_state=states,
             cu_seqlens=on_device,
-            cu_seqlens_cpu=borders,  # else the host waits for the device to read them
+            cu_seqlens_cpu=borders,  # otherwise the host waits for the device
             **how,
         )
 
@@ -117,7 +118,7 @@ def _fla_kernel(function: Callable[..., Any]) -> MixerKernel:
 
 
 def _mamba_kernel(function: Callable[..., Any]) -> MixerKernel:
-    # Releases up to 2.3.2 keep states between chunks in the dtype of the tokens, and have no argument for it.
+    # Releases up to 2.3.2 have no such argument, and keep states in the dtype of the tokens.
     wide = {"state_dtype": torch.float32} if "state_dtype" in inspect.signature(function).parameters else {}
 
     def call(tokens: Tokens, **how: Any) -> Any:
@@ -126,7 +127,7 @@ def _mamba_kernel(function: Callable[..., Any]) -> MixerKernel:
     def run(
         tokens: Tokens, lengths: Sequence[int], *, states: bool = False, **how: Any
     ) -> tuple[Tensor, Tensor | None]:
-        if states:  # it returns that of the last document of a row alone
+        if states:  # it returns only the last document's state
             return _joined([call(each, return_final_states=True, **how) for each in spans_in(tokens, lengths)])
         return call(tokens, seq_idx=_numbers(tuple(lengths), tokens["dt"].device), **how), None
 
@@ -137,10 +138,10 @@ def _conv_kernel(function: Callable[..., Any]) -> MixerKernel:
     return MixerKernel(name="causal-conv1d", run=function)
 
 
-@lru_cache(maxsize=16)  # all layers of a microbatch ask for the same, and fla keeps what it makes of a tensor
+@lru_cache(maxsize=16)  # all layers of a microbatch need the same, and fla caches by the tensor
 def _borders(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return where spans begin, and the end of the last, on the host and on the device."""
-    with torch.inference_mode(False):  # backward of a later call saves it
+    """Return the borders of spans, on the host and on the device."""
+    with torch.inference_mode(False):  # a later backward saves it
         borders = torch.tensor([0, *lengths], dtype=torch.int64, device="cpu").cumsum(0)
         return borders, to_device(borders, device)
 
@@ -159,7 +160,7 @@ def key_size(layer: Any) -> int:
 
 
 def convolution_of(layer: nn.Module) -> nn.Conv1d | None:
-    """Return the convolution right inside of a layer; every layer that mixes tokens without attention has one."""
+    """Return a layer's own convolution; every layer that mixes tokens without attention has one."""
     return next((child for child in layer.children() if isinstance(child, nn.Conv1d)), None)
 
 
@@ -223,7 +224,7 @@ PACKAGES: Mapping[str, Package] = {
         against=_against_conv,
     ),
 }
-"""By transformers' function: what computes it on GPUs."""
+"""Packages for GPUs, by transformers' function."""
 
 
 def package_kernel(package: Package, layers: Sequence[nn.Module], dtype: torch.dtype) -> MixerKernel | str:
@@ -239,7 +240,7 @@ def package_kernel(package: Package, layers: Sequence[nn.Module], dtype: torch.d
         if error.name is not None and package.module.split(".")[0] == error.name.split(".")[0]:
             return f"there is no package {package.distribution} (pip install 'lengthwise[hybrid]')"
         return f"{package.distribution} cannot be imported: {error}"
-    except Exception as error:  # noqa: BLE001 - code of a package that was built for another torch, say
+    except Exception as error:  # noqa: BLE001 - a package built for another torch may raise anything
         return (
             f"{package.distribution} cannot be imported: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         )

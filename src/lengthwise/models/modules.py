@@ -1,4 +1,4 @@
-"""A model's modules, as every microbatch looks for some of them, and parameters that are put into them."""
+"""Find a model's modules, and replace its parameters."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import nn
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """List a model and all modules in it, as `model.modules()` yields them.
+    """List a model and all its modules, in the order of `model.modules()`.
 
-    Those are generators in generators: a call of Python a module and level, a quarter of a microbatch's in all.
+    Every microbatch calls it, and nested generators would make a quarter of a microbatch's Python calls.
     """
     found, left = dict[nn.Module, None](), list[nn.Module | None]([model])
     while left:
@@ -22,7 +22,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def replace_parameters(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
-    """Put parameters that were made anew in the place of those of these ids, tied ones in all their places."""
+    """Replace the parameters of these ids, tied ones in all their places."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in made:

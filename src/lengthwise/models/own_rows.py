@@ -1,6 +1,6 @@
-"""Entries of a model's weights, read from its safetensors when asked: no rank reads more than its part.
+"""Entries of a model's weights, read from its safetensors on demand: no rank reads more than its part.
 
-Of folders whose tensors transformers splits, joins or renames (mixtures of experts) rank 0 reads all.
+If transformers splits, joins or renames a folder's tensors (mixtures of experts), rank 0 reads all of them instead.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from lengthwise.models.load import ModelSource, weights_folder
+from lengthwise.models.model_source import ModelSource, weights_folder
 from lengthwise.models.modules import replace_parameters
 from lengthwise.models.text_part import left_alone, whole_model
 from lengthwise.models.weights import check_finite, tensor_files
 
 
 class OwnRows:
-    """The tensors of a folder; `num_bytes`: read so far."""
+    """The tensors of a folder. num_bytes: bytes read so far."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._files = folder, tensor_files(folder)
@@ -31,18 +31,18 @@ class OwnRows:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of the tensors."""
+        """Names of the tensors."""
         return frozenset(self._files)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a tensor; None: there is none of this name."""
+        """Return the shape of a tensor, or None if there is no such tensor."""
         return tuple(self._slice(name).get_shape()) if name in self._files else None
 
     def read(self, name: str, first: int, stop: int) -> Tensor:
         """Return entries [first, stop) of a tensor, (entries,), in the dtype of the file.
 
         Raises:
-            ConfigError: one of them is NaN or infinite.
+            ConfigError: an entry is NaN or infinite.
         """
         tensor = self._slice(name)
         found = [tensor[box].reshape(-1) for box in _boxes(tensor.get_shape(), first, stop)]
@@ -52,12 +52,12 @@ class OwnRows:
         return entries
 
     def read_towers(self, model: nn.Module) -> None:
-        """Give the towers of a model, which have no storage, the values of the files."""
+        """Read the values of a model's towers, which are on the meta device."""
         towers = left_alone(model)
         put_parameters(whole_model(model), towers, {n: self.read(n, 0, each.numel()) for n, each in towers.items()})
 
     def digest(self) -> bytes:
-        """Return what distinguishes these files from others, as far as names, shapes, dtypes and sizes do."""
+        """Return a digest of the tensors' names, shapes and dtypes, and of the files' names and sizes."""
         found = hashlib.sha256()
         for name in sorted(self._files):
             each, file = self._slice(name), self._folder / self._files[name]
@@ -72,7 +72,7 @@ class OwnRows:
 
 
 def _boxes(shape: Sequence[int], first: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Yield the boxes of a tensor that together are its entries [first, stop), in order."""
+    """Yield the boxes of a tensor that make up its entries [first, stop), in order."""
     if first >= stop:
         return
     if len(shape) < 2:
@@ -81,7 +81,7 @@ def _boxes(shape: Sequence[int], first: int, stop: int) -> Iterator[tuple[slice,
     width = prod(shape[1:])
     begin, end = -(-first // width), stop // width  # whole rows
     if begin > end:
-        begin = end  # all in row `end`, of which neither the begin nor the end is there
+        begin = end  # all in the middle of row `end`
     elif first < begin * width:
         rest = _boxes(shape[1:], first - (begin - 1) * width, width)
         yield from ((slice(begin - 1, begin), *each) for each in rest)
@@ -92,7 +92,7 @@ def _boxes(shape: Sequence[int], first: int, stop: int) -> Iterator[tuple[slice,
 
 
 def put_parameters(model: nn.Module, before: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
-    """Replace parameters of a model, which are named, by others with these values, (entries,) or of the same shape."""
+    """Replace named parameters of a model by new ones with these values, (entries,) or of the same shape."""
     made = {
         id(each): nn.Parameter(values[name].view(each.shape), requires_grad=each.requires_grad)
         for name, each in before.items()
@@ -101,26 +101,26 @@ def put_parameters(model: nn.Module, before: Mapping[str, nn.Parameter], values:
 
 
 def forget_towers(model: nn.Module) -> None:
-    """Take the values of a model's towers from memory, where nothing runs or saves them."""
+    """Free the values of a model's towers, on ranks that neither run nor save them."""
     towers = left_alone(model)
     put_parameters(whole_model(model), towers, {name: each.detach().to("meta") for name, each in towers.items()})
 
 
 def own_rows(source: ModelSource, model: nn.Module) -> OwnRows | None:
-    """Return what each rank can read its rows of all parameters from; None: they are not in the files one by one."""
+    """Return the source of every rank's rows, or None if the files do not have the parameters one by one."""
     model = whole_model(model)
     if not source.weights or _is_converted(model):
         return None
     found = OwnRows(weights_folder(source.name))
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
     kept = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if set(model.state_dict()) != kept or not found.names <= kept:  # buffers that are weights, or what else there is
+    if set(model.state_dict()) != kept or not found.names <= kept:  # there are other tensors, such as buffers
         return None
     return found if all(found.shape(name) == shape for name, shape in shapes.items()) else None
 
 
 def _is_converted(model: nn.Module) -> bool:
-    """Return whether transformers converts the stored tensors, or cannot say."""
+    """Return whether transformers converts the stored tensors, or may do so."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:

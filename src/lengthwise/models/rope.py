@@ -1,8 +1,8 @@
-"""RoPE whose frequencies depend on a sequence's length (dynamic, longrope), made from each sequence's own.
+"""RoPE whose frequencies depend on a sequence's length (dynamic, longrope), by the length of every sequence in a row.
 
-Hugging Face takes the largest position in a row for the length, but ours is a pack or a shard: inside
-`sequence_lengths` such a module runs once a sequence, with its last position appended. What Hugging Face reads of it,
-four times a sequence, is known on the host: nobody waits for the device.
+Hugging Face takes the largest position in a row as the length, but a planned row is a pack or a shard. Inside
+`sequence_lengths` such a module runs once per sequence, with the sequence's last position appended. The host knows the
+numbers that Hugging Face reads, four per sequence, so it does not wait for the device.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from lengthwise.core.errors import ModelRefused
 from lengthwise.models.modules import modules_of
 
 LENGTH_ROPE = ("dynamic", "longrope")
-"""RoPE kinds whose frequencies depend on how long the sequence at hand is."""
+"""RoPE kinds whose frequencies depend on the sequence's length."""
 
 
 @contextlib.contextmanager
 def sequence_lengths(model: nn.Module, spans: Sequence[tuple[int, int]]) -> Iterator[None]:
-    """Let rotary modules make frequencies from the length of each sequence while the block runs.
+    """Let rotary modules use the length of each sequence inside the block.
 
-    spans: (tokens here, tokens of the whole sequence) of a row, in its order; padding follows.
+    spans: (tokens here, tokens of the whole sequence) of a row, in order; padding follows.
 
     Raises:
-        ModelRefused: such a module is part of a layer, and would run again in backward, outside the block.
+        ModelRefused: such a module is part of a layer, and would be recomputed in backward, outside the block.
     """
     modules: list[Any] = _length_rope(model)
     for module in modules:
@@ -38,11 +38,11 @@ def sequence_lengths(model: nn.Module, spans: Sequence[tuple[int, int]]) -> Iter
         yield
     finally:
         for module in modules:
-            del module.forward  # what the class has
+            del module.forward  # the class's forward is left
 
 
 def forget_lengths(model: nn.Module) -> None:
-    """Bring dynamic frequencies back to those of a model that has seen no sequence yet."""
+    """Reset dynamic frequencies to those of a new model."""
     device = next(model.parameters()).device
     for module in _length_rope(model):
         kinds = module.rope_type if isinstance(module.rope_type, dict) else {None: module.rope_type}
@@ -59,7 +59,7 @@ def _length_rope(model: nn.Module) -> list[nn.Module]:
         parents = [model.get_submodule(name[:end]) for end, sign in enumerate(name) if sign == "."]
         if any(isinstance(parent, GradientCheckpointingLayer) for parent in parents):
             expected, got = f"rope of kind {' or '.join(LENGTH_ROPE)} made once for all layers", "a module of one layer"
-            remedy = "Use another rope_type. Needed: lengths of sequences where a layer is run again."
+            remedy = "Use another rope_type. Support needs the lengths of sequences when a layer is recomputed."
             raise ModelRefused(f"{name} ({type(module).__name__})", expected=expected, got=got, remedy=remedy)
     return found
 
@@ -70,13 +70,13 @@ def _is_by_length(module: Any) -> bool:
 
 
 class _Positions(Tensor):
-    """Positions (1, tokens) of a sequence, whose largest is on the host."""
+    """Positions (1, tokens) of a sequence, with their largest on the host."""
 
     largest: Tensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the largest where it is asked for; compute with positions as with any tensor."""
+        """Return the known maximum for max; run other functions on the plain tensor."""
         del types
         if func in (torch.max, Tensor.max) and len(args) == 1 and not kwargs:
             return args[0].largest
@@ -97,7 +97,7 @@ def _by_sequence(module: Any, spans: Sequence[tuple[int, int]]) -> Callable[...,
     def run(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         options = {} if layer_type is None else {"layer_type": layer_type}
         kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
-        # A dynamic one compares lengths on the host, longrope where its frequencies are.
+        # Dynamic RoPE compares lengths on the host, longrope on its frequencies' device.
         known = _of_length if kind == "dynamic" else lambda positions, _: positions
         sizes = [tokens for tokens, _ in spans]
         *parts, padding = position_ids.split([*sizes, position_ids.shape[-1] - sum(sizes)], dim=-1)
@@ -105,8 +105,8 @@ def _by_sequence(module: Any, spans: Sequence[tuple[int, int]]) -> Callable[...,
         for positions, length in [*zip(parts, (length for _, length in spans), strict=True), (padding, 1)]:
             if not positions.shape[-1]:
                 continue
-            with x.device:  # whatever makes frequencies makes them there: a copy would wait for the device
-                # A dynamic one remembers the longest row since it last saw a short one: show it position 0 alone.
+            with x.device:  # frequencies are made there, because a copy would wait for the device
+                # Dynamic RoPE remembers the longest row since a short one: reset it by position 0.
                 forward(x, known(torch.zeros_like(positions[:, :1]), 1), **options)
                 last = torch.full_like(positions[:, :1], length - 1)
                 made.append(forward(x, known(torch.cat((positions, last), dim=-1), length), **options))

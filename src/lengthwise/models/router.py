@@ -1,9 +1,9 @@
-"""The balance loss of a model's routers, over all tokens of a global batch, whatever the plan.
+"""The balance loss of a model's routers over all tokens of a global batch, the same under every plan.
 
-As Hugging Face's `load_balancing_loss_func` over all layers' rows, E x sum over experts e of f_e x P_e, f_e = choices
-of e / rows, P_e = mean probability. f is counted over the batch first (`program.step_program`), then each row adds
-E x sum of f_e x p_e / rows. Switch Transformer (arXiv 2101.03961), equations 4 to 6. A model with towers has the loss
-where its own class adds it, with what the config of its text part says.
+It is Hugging Face's `load_balancing_loss_func` over all layers' rows: E x sum over experts e of f_e x P_e, with f_e =
+choices of e / rows and P_e = mean probability. f is counted over the batch first (`program.step_program`), then every
+row adds E x sum of f_e x p_e / rows. Switch Transformer (arXiv 2101.03961), equations 4 to 6. A model with towers has
+the loss if its own class adds it; the config of its text part decides.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor
 
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.files import read_package_json
-from lengthwise.models.load import build_skeleton
+from lengthwise.models.model_source import build_skeleton
 from lengthwise.models.text_part import has_towers, text_config
 
-# Classes with Hugging Face's common balance loss, of text and around it; tests/run/test_run_router.py holds for each.
+# Families with Hugging Face's common balance loss, of text and with towers; tests/run/test_run_router.py checks them.
 ROUTER_FAMILIES: tuple[str, ...] = tuple(read_package_json("lengthwise.core", "families.json")["with_balance_loss"])
 
 
 def coefficient_key(model_type: str) -> str:
-    """Name the config entry of a family with what the balance loss is multiplied by."""
+    """Return the config key of a family's coefficient of the balance loss."""
     return "aux_loss_coef" if model_type == "jetmoe" else "router_aux_loss_coef"
 
 
 def experts_of(model: Any) -> tuple[int, int]:
-    """Return (experts, how many of them a row chooses): what the model's class takes for its balance loss."""
+    """Return (experts, experts chosen per row), as the model's class takes them for its balance loss."""
     return _of(model, "num_experts"), _of(model, "num_experts_per_tok")
 
 
@@ -44,14 +44,14 @@ def has_balance_loss(config: Any) -> bool:
 
 
 def count_choices(model: Any, router_logits: Sequence[Tensor]) -> Tensor:
-    """Count (experts + 1,) how often rows (tokens, experts) choose each expert, and rows; whole numbers, any order."""
+    """Count how often rows (tokens, experts) choose each expert, and the rows: (experts + 1,), int64."""
     device = next(model.parameters()).device
     experts, chosen_of_row = experts_of(model)
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=device)
     for logits in map(Tensor.detach, router_logits):
-        # As Hugging Face's loss has it: by the probabilities, in the logits' dtype, whatever the router itself goes by.
+        # As in Hugging Face's loss: by probabilities in the logits' dtype, whatever the router itself uses.
         chosen = torch.softmax(logits, dim=-1).topk(chosen_of_row, dim=-1).indices.flatten()
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount would wait for the device to know its size
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount would wait for the device
         counts[-1] += len(logits)
     return counts
 
@@ -62,25 +62,25 @@ class RouterBalance:
     def __init__(self, model: Any, counts: Tensor) -> None:
         """Take `count_choices` of every row, summed over all ranks."""
         self.coefficient: float = getattr(model.config, coefficient_key(model.config.model_type))
-        self._num_rows = counts[-1]  # on its device, which is not waited for
-        # In fp32 as in Hugging Face, also under fp64, where the division would else differ from it by 6e-8.
+        self._num_rows = counts[-1]  # stays on the device
+        # In fp32 as in Hugging Face, also under fp64, where the division would otherwise differ by 6e-8.
         self._frequency = counts[:-1].float() / self._num_rows
 
     def share(self, router_logits: Sequence[Tensor]) -> Tensor:
-        """Return these rows' part of the loss, differentiable, in fp32 or wider; the parts of all rows sum to it."""
+        """Return these rows' part of the loss, differentiable, in fp32 or wider; all parts sum to the loss."""
         sums = [_wide(torch.softmax(logits, dim=-1)).sum(0) for logits in router_logits]
         mean = torch.stack(sums).sum(0) / self._num_rows
         return len(mean) * (self._frequency * mean).sum()
 
 
 def router_problems(config: Any) -> list[ModelRefused]:
-    """List why the balance loss that a config asks for cannot be added."""
+    """List the problems of the balance loss that a config asks for."""
     part, switch = text_config(config), "output_router_logits"
     inside = "text_config." if has_towers(config) else ""
     if not has_balance_loss(config):
         if not getattr(config, switch, False):
             return []
-        remedy = f"Set {inside}{switch} to true, or take {switch} out."
+        remedy = f"Set {inside}{switch} to true, or remove {switch}."
         return [_refused(switch, f"{inside}{switch}, which Hugging Face reads", "true beside text_config", remedy)]
     key = coefficient_key(part.model_type)
     coefficient = getattr(part, key, None)
@@ -92,7 +92,7 @@ def router_problems(config: Any) -> list[ModelRefused]:
         expected = f"false, or a family whose balance loss is known ({', '.join(ROUTER_FAMILIES)})"
     elif not isinstance(coefficient, int | float) or not math.isfinite(coefficient):
         where, got = key, str(coefficient)
-        expected, remedy = "a finite number, which the balance loss is multiplied by", f"Give the number. {remedy}"
+        expected, remedy = "a finite number, the coefficient of the balance loss", f"Give the number. {remedy}"
     elif not has_router(model := build_skeleton(config), model):
         where, expected, got = switch, "a layer with a router", "dense layers only"
     else:
@@ -105,7 +105,7 @@ def _refused(where: str, expected: str, got: str, remedy: str) -> ModelRefused:
 
 
 def has_router(model: Any, part: torch.nn.Module) -> bool:
-    """Return whether a part of a model has a router: which layers have one is the family's own rule."""
+    """Return whether a part of a model has a router."""
     recorders = model.get_decoder()._can_record_outputs["router_logits"]
     routers = tuple(each.target_class for each in (recorders if isinstance(recorders, list) else [recorders]))
     return any(isinstance(module, routers) for module in part.modules())

@@ -1,7 +1,7 @@
-"""Which weights a model folder holds: whole ones in safetensors, none, or something that cannot be loaded whole.
+"""Check the weights of a model folder: whole ones in safetensors, none, or weights that cannot be loaded whole.
 
-The index and the header of every file are read, no tensor. Only a folder of config and tokenizer starts fresh unasked:
-a download cut short would else train from random numbers.
+Only the index and the headers of files are read. Only a folder with nothing but config and tokenizer starts fresh
+unasked: an incomplete download would otherwise train from random numbers.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.core.files import read_plain
 
 WEIGHTS_FILES = _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes; others (fp8, integers) are no weights without a scale
+WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes; other dtypes (fp8, integers) need a scale
 _WITHOUT_WEIGHTS = (
     *("config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template*", "*.tiktoken", "spiece.model", "sentencepiece*.model"),
 )
-_FRESH = "Get the model again as a whole and in safetensors (pickles are never opened), or set `weights: fresh`."
+_FRESH = "Download the whole model again, in safetensors (pickles are never opened), or set `weights: fresh`."
 
 
 def holds_weights(folder: Path) -> bool:
-    """Return whether a model folder has weights to load; False for a config, perhaps with a tokenizer, and no more.
+    """Return whether a model folder has weights to load; False for nothing but a config and a tokenizer.
 
     Raises:
-        ConfigError: weights of another format, or a shard that is missing, cut short or without a tensor of the index.
+        ConfigError: weights have another format, or a shard is missing, incomplete or lacks a tensor of the index.
     """
     found = sorted(path.name for path in folder.iterdir())
-    # A sharded checkpoint of torch goes before all others in transformers, and would not be checked here.
+    # Transformers prefers a sharded checkpoint of torch to all others, and it would not be checked here.
     others = [name for name in found if fnmatch(name, "shard-*-model-*.safetensors")]
     if not others and _SINGLE in found:
         _tensor_names(folder, _SINGLE)
@@ -45,13 +45,13 @@ def holds_weights(folder: Path) -> bool:
     else:
         others = [name for name in found if not any(fnmatch(name, each) for each in _WITHOUT_WEIGHTS)]
         if others:
-            raise _refuse(folder, f"none of these, but {', '.join(others[:5])}{', ...' * (len(others) > 5)}")
+            raise _refuse(folder, f"neither, but {', '.join(others[:5])}{', ...' * (len(others) > 5)}")
         return False
     return True
 
 
 def _read_weight_map(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor by the index; all are plain names of files in the folder."""
+    """Return the files of tensors by the index, all plain names of files in the folder."""
     try:
         index: Any = json.loads(read_plain(folder / _INDEX).decode())
     except (OSError, ValueError, RecursionError) as error:
@@ -61,7 +61,7 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
         raise _refuse(folder, f"{_INDEX} without a weight_map of names of tensors to names of files")
     outside = sorted({name for name in names.values() if Path(name).name != name})
     if outside:
-        raise _refuse(folder, f"{_INDEX}: weight_map names {outside[0]}, which is no plain name of a file beside it")
+        raise _refuse(folder, f"{_INDEX}: weight_map names {outside[0]}, which is not the name of a file beside it")
     return names
 
 
@@ -77,12 +77,12 @@ def _check_shards(folder: Path, weight_map: dict[str, str]) -> None:
 
 
 def check_dtypes(folder: Path, *, widest: torch.dtype, but: Sequence[str] = ()) -> None:
-    """Refuse weights that loading in `widest` would change: of wider numbers, or of none that are floating-point.
+    """Refuse weights that loading in `widest` would change: wider ones, and ones that are not floating-point.
 
-    but: regular expressions for names of what is no weight, buffers that older files have.
+    but: regular expressions for names of tensors that are not weights, such as buffers in older files.
 
     Raises:
-        ConfigError: names the first tensors and their dtypes.
+        ConfigError: there are some; the first are named with their dtypes.
     """
     files, wrong = sorted(set(tensor_files(folder).values())), []
     for name in files:
@@ -94,35 +94,35 @@ def check_dtypes(folder: Path, *, widest: torch.dtype, but: Sequence[str] = ()) 
                 wrong.append(f"{each} {kind}")
     if wrong:
         bits, got = 8 * widest.itemsize, f"{len(wrong)} others: {first_names(wrong)}"
-        expected = f"weights of floating-point numbers of 16 to {bits} bits, by the dtype of config.json"
-        remedy = "Convert them to what config.json says."
+        expected = f"floating-point weights of 16 to {bits} bits, by the dtype of config.json"
+        remedy = "Convert them to the dtype of config.json."
         raise ConfigError(f"model {folder}", expected=expected, got=got, remedy=remedy)
 
 
 def check_finite(where: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse NaN and infinity in tensors, by their names; one pass over each, without a copy. `where`: they are from.
+    """Refuse NaN and infinity in tensors, given by name, in one pass without copies. where: their source.
 
     Raises:
-        ConfigError: names the first of them.
+        ConfigError: a tensor has some; the first tensors are named.
     """
     wrong = [name for name, tensor in tensors if not is_finite(tensor)]
     if wrong:
         got, remedy = (
             f"NaN or infinity in {first_names(wrong)}",
-            "Get the weights again, or take earlier ones.",
+            "Download the weights again, or use earlier ones.",
         )
         raise ConfigError(where, expected="finite weights", got=got, remedy=remedy)
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor has storage with no NaN and no infinity in it, or has none, or is of whole numbers."""
+    """Return whether a tensor has no NaN and no infinity; True for tensors without storage or of whole numbers."""
     if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point():
         return True
     return all(bool(each.isfinite()) for each in torch.aminmax(tensor.detach()))
 
 
 def tensor_files(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor of a folder with weights."""
+    """Return the files of a folder's tensors, by name."""
     if (folder / _SINGLE).is_file():
         return dict.fromkeys(_tensor_names(folder, _SINGLE), _SINGLE)
     return _read_weight_map(folder)
@@ -132,14 +132,14 @@ def _tensor_names(folder: Path, name: str) -> list[str]:
     if (folder / name).exists() and not (folder / name).is_file():
         raise _refuse(folder, f"{name}: not a regular file")
     try:
-        with safe_open(folder / name, framework="pt") as file:  # refuses a file that is not as long as its header says
+        with safe_open(folder / name, framework="pt") as file:  # refuses a file of another length than its header's
             return list(file.keys())
     except (OSError, SafetensorError) as error:
         raise _refuse(folder, f"{name}: {error}") from None
 
 
 def first_names(names: Sequence[str]) -> str:
-    """List the first three of many names."""
+    """Join the first three of many names."""
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 

@@ -50,7 +50,6 @@ class DiskStore:
         return self._waited_seconds
 
     def put(self, values: Tensor) -> _OnDisk:
-        """Begin to store `values` (see `ActivationStore.put`)."""
         size = values.numel()
         start = self._room.take(size)
         self._reserve(start, size)

@@ -44,7 +44,6 @@ class PinnedStore:
         return self._waited_seconds
 
     def put(self, values: Tensor) -> _Pinned:
-        """Begin to copy `values` out (see `ActivationStore.put`)."""
         while self._leaving and (self._leaving[0][0].query() or self._leaving_bytes > self.leaving_bytes):
             self._leaving.popleft()[0].synchronize()
         place = self._room.take(values.numel())

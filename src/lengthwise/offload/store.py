@@ -23,7 +23,7 @@ class Stored(Protocol):
         """Wait for the bytes and return them, uint8 (bytes,), on their original device.
 
         Raises:
-           MemoryShortage: they could not be stored.
+            MemoryShortage: they could not be stored.
         """
         ...
 

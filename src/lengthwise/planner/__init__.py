@@ -4,9 +4,9 @@ The same lengths, cluster, costs and planner give the same plan in any process a
 """
 
 from lengthwise.core.sizes import PLANNING_SHARE
-from lengthwise.planner.api import PlanStep, arithmetic_seconds, plan_recomputed, plan_step
 from lengthwise.planner.baselines.single_degree import PACKED_DP
-from lengthwise.planner.options import PlanOptions, options_of
+from lengthwise.planner.entry import PlanStep, arithmetic_seconds, plan_recomputed, plan_step
+from lengthwise.planner.plan_options import PlanOptions, options_of
 from lengthwise.planner.problem.bounds import bound_seconds
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import Score, score

@@ -18,8 +18,8 @@ from lengthwise.core.held import held_by_rank
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Choice, Cost
-from lengthwise.planner.options import CHOICES, PlanOptions
 from lengthwise.planner.placement.annealing import MOST_WORK, anneal
+from lengthwise.planner.plan_options import CHOICES, PlanOptions
 from lengthwise.planner.problem.effort import (
     FAR,
     GOOD_ENOUGH,
@@ -30,9 +30,9 @@ from lengthwise.planner.problem.effort import (
     SMALL_STEP,
     WAVE_SECONDS,
 )
-from lengthwise.planner.problem.lengths import NEARLY
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import score
+from lengthwise.planner.problem.step_lengths import NEARLY
 from lengthwise.planner.registry import BASELINES, PLANNERS, check_registered, find_planner
 from lengthwise.planner.schedules.pipeline import is_worth_search, pipeline_schedule, plan_pipeline
 from lengthwise.planner.schedules.waves import plan_waves

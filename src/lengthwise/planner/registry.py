@@ -19,7 +19,7 @@ from lengthwise.planner.baselines.single_degree import PACKED_DP, plan_packed_dp
 from lengthwise.planner.baselines.static import plan_static
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.search import plan_lengthwise
-from lengthwise.program.check import check_plan
+from lengthwise.program.plan_rules import check_plan
 
 Planner: TypeAlias = Callable[[PlanRequest], list[Microbatch]]
 
@@ -75,7 +75,7 @@ def check_registered(name: str, plan: Plan) -> None:
     try:
         check_plan(Plan.from_json(plan.to_json(), "plan"))
     except TypeError as error:
-        raise _broken(name, "plain numbers, as JSON has them", str(error)) from None
+        raise _broken(name, "plain numbers, as in JSON", str(error)) from None
     except LengthwiseError as error:
         problems = error.problems if isinstance(error, Problems) else (error,)
         raise_problems([_named(name, problem) for problem in problems])
@@ -118,7 +118,7 @@ def _loaded(point: EntryPoint) -> Planner:
         function: Planner = point.load()
     except Exception as error:
         got = f"{type(error).__name__}: {error}"
-        raise _broken(point.name, f"what entry point {point.value} names", got) from error
+        raise _broken(point.name, f"an object at entry point {point.value}", got) from error
     if not callable(function):
         raise _broken(point.name, f"a function at entry point {point.value}", f"a {type(function).__name__}")
     return function

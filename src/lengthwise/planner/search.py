@@ -23,8 +23,8 @@ from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.placement.skyline import Moldable, pack_skyline
 from lengthwise.planner.problem.degrees import DegreeTable
 from lengthwise.planner.problem.effort import FAR, GOOD_ENOUGH, TABLE_SECONDS
-from lengthwise.planner.problem.lengths import NEARLY, ROUNDING
 from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.planner.problem.step_lengths import NEARLY, ROUNDING
 from lengthwise.program.ring_order import interval_microbatch
 
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)  # levels, as shares of the bound

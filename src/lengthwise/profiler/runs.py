@@ -1,11 +1,13 @@
-"""What a profile times, as data: microbatches, rings, blocks, messages and copies."""
+"""What a profile times, as data (microbatches, rings, blocks, messages, copies), and the samples made of the times."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lengthwise.core.measurements import Kind, Tier
+import numpy as np
+
+from lengthwise.core.measurements import Clock, Kind, Sample, Tier
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.program.ring_order import ring_order
 
@@ -77,3 +79,50 @@ def packs_up_to(longest: int) -> list[tuple[int, ...]]:
 def _plan(tokens: tuple[int, ...], pieces: Sequence[Piece], ranks: int, layers: int) -> Plan:
     microbatches = tuple(Microbatch(pieces=(piece,)) for piece in pieces)
     return Plan(ranks=ranks, layers=layers, capacity=_NO_CAPACITY, tokens=tokens, microbatches=microbatches)
+
+
+def sample_of(run: ProfiledRun, took: np.ndarray, clock: Clock) -> Sample:
+    """Make the sample of a run from `took`, [ranks, rounds, (seconds, seconds waited, seconds of forward)]."""
+    if run.kind == "ring":
+        assert run.plan is not None, run
+        took = took[list(run.plan.microbatches[0].ranks)]
+    whole, waited, forward = np.moveaxis(took, 2, 0)
+    if run.kind in ("local", "block", "copy", "embedding", "head"):
+        return _of(run, _usual(whole, clock), whole, None if np.isnan(forward).any() else _usual(forward, clock))
+    if clock == "wall":
+        return _of(run, _usual(whole.max(axis=0), clock), whole)
+    # Waits beyond the shortest of all turns come from other work on the machine.
+    return _of(run, float((whole - waited).min(axis=1).max() + waited.min()), whole - waited)
+
+
+def end_samples(ends: np.ndarray, clock: Clock) -> list[Sample]:
+    """Return the samples of a step's end from `ends`, [ranks, rounds, (collectives, update, clear)] in seconds."""
+    kinds: tuple[Kind, ...] = ("end_collectives", "end_update", "end_clear")
+    degree = len(ends)
+    return [
+        _of(ProfiledRun(kind=kind, degree=degree), _usual(ends[..., part].max(axis=0), clock), ends[..., part])
+        for part, kind in enumerate(kinds)
+        if kind != "end_collectives" or degree > 1
+    ]
+
+
+def _usual(seconds: np.ndarray, clock: Clock) -> float:
+    """Return the repeat that counts: other work adds to wall seconds, and slows single CPU seconds."""
+    return float(np.quantile(seconds, 0.25 if clock == "wall" else 0.0))
+
+
+def _of(run: ProfiledRun, seconds: float, repeats: np.ndarray, forward_seconds: float | None = None) -> Sample:
+    """Make a sample; `repeats`, [ranks, rounds], give its spread."""
+    seconds = max(seconds, 1e-9)
+    lower, upper = np.quantile(repeats, (0.25, 0.75))
+    return Sample(
+        kind=run.kind,
+        lengths=run.lengths,
+        degree=run.degree,
+        tier=run.tier,
+        num_bytes=run.num_bytes,
+        seconds=seconds,
+        forward_seconds=forward_seconds,
+        repeats=repeats.shape[1],
+        spread=float(upper - lower) / seconds,
+    )

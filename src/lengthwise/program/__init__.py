@@ -1,8 +1,8 @@
 """What a plan means: its rules and features, the orders that follow from it, and each rank's transfers and blocks."""
 
-from lengthwise.program.check import check_plan
 from lengthwise.program.features import Feature, features_of, refuse_unsupported, trains
 from lengthwise.program.lower import MicrobatchProgram, all_end_alone, last_on_all_ranks, lower_microbatch, lower_plan
+from lengthwise.program.plan_rules import check_plan
 from lengthwise.program.records import (
     ALL_HEADS,
     BlockTask,
@@ -15,7 +15,7 @@ from lengthwise.program.records import (
 from lengthwise.program.ring_order import line_peers, ring_order
 from lengthwise.program.spans import (
     Mixing,
-    Span,
+    SequenceSpan,
     far_peers,
     halo_moves,
     halo_round_of,
@@ -33,7 +33,7 @@ __all__ = [
     "Mixing",
     "RankRound",
     "Segment",
-    "Span",
+    "SequenceSpan",
     "Transfer",
     "all_end_alone",
     "check_plan",

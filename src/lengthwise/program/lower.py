@@ -14,8 +14,8 @@ from lengthwise.core.cut import position_chunks
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.program.blocks import Queries, block_tasks, positions_seeing
 from lengthwise.program.forwarding import Forwarding, Move
-from lengthwise.program.heads import exchange_transfers, heads_of, ring_bounds
 from lengthwise.program.records import BlockTask, Content, HeadRange, RankRound, Round, Segment, Transfer
+from lengthwise.program.split_heads import exchange_transfers, heads_of, ring_bounds
 
 
 @dataclass(frozen=True, kw_only=True)

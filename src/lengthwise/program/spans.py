@@ -4,8 +4,8 @@ A position computes each of its *spans* at once: its low chunk and its high one;
 are one span. A scan maps the state before a span to the state after it, by an affine map that needs no other rank. In
 a *sweep* of d - 1 rounds, all between neighbours of a piece, each position learns the states before its spans:
 
-   up,   round r: position r -> r + 1          the state before the low span of r + 1
-   down, round r: position d-1-r -> d-2-r      the map of all tokens between the two spans of d-2-r
+    up,   round r: position r -> r + 1          the state before the low span of r + 1
+    down, round r: position d-1-r -> d-2-r      the map of all tokens between the two spans of d-2-r
 
 The zigzag cut read from its end is a zigzag cut with low and high exchanged, so backward is a sweep of the same rounds.
 A convolution over `width` tokens needs the width - 1 tokens before each span, its *halo*: one round, mostly between
@@ -36,7 +36,7 @@ class Mixing:
 ATTENTION_ALONE = Mixing()
 
 
-class Span(NamedTuple):
+class SequenceSpan(NamedTuple):
     """Tokens `start` to `stop` of a sequence, adjacent on one rank from local row `row` on.
 
     number: of the span in its sequence, 0 to 2 x degree - 2. position: its holder.
@@ -67,15 +67,15 @@ class HaloMove(NamedTuple):
     stop: int
 
 
-def spans_of(program: MicrobatchProgram, rank: int) -> tuple[Span, ...]:
+def spans_of(program: MicrobatchProgram, rank: int) -> tuple[SequenceSpan, ...]:
     """List the spans of a rank in local order, empty ones too."""
-    spans, row = list[Span](), 0
+    spans, row = list[SequenceSpan](), 0
     for index, piece, position in program.pieces_of(rank):
         for sequence in piece.sequences:
             bounds = _span_bounds(program.tokens[sequence], piece)
             for number in dict.fromkeys((position, 2 * piece.degree - 2 - position)):
                 start, stop = bounds[number : number + 2]
-                spans.append(Span(index, sequence, number, position, start, stop, row))
+                spans.append(SequenceSpan(index, sequence, number, position, start, stop, row))
                 row += stop - start
     return tuple(spans)
 

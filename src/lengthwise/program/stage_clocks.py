@@ -41,10 +41,10 @@ def stage_clocks(
     """Run all microbatches through the stages of their ranks.
 
     Args:
-       ranks_of: the ranks of each microbatch, in the plan's order.
-       forward_seconds, backward_seconds: of a row, all chunks of one stage together.
-       cut: the pipeline of each rank.
-       send_seconds: of a row, from one stage to the next (default: 0).
+        ranks_of: the ranks of each microbatch, in the plan's order.
+        forward_seconds, backward_seconds: of a row, all chunks of one stage together.
+        cut: the pipeline of each rank.
+        send_seconds: of a row, from one stage to the next (default: 0).
     """
     order = stage_order(ranks_of, cut)
     chunks, stage = cut.chunks, order.action_stages
@@ -92,9 +92,9 @@ def slot_clocks(
     Like `stage_clocks` with free messages, but many times faster; microbatches move up into empty slots.
 
     Args:
-       forward_seconds, backward_seconds: at [slot, rank], all chunks of a stage together; 0 if a rank has none.
-       is_first: at [slot, rank], False if a rank shares the microbatch of the rank before it.
-       cut: the pipeline of each rank.
+        forward_seconds, backward_seconds: at [slot, rank], all chunks of a stage together; 0 if a rank has none.
+        is_first: at [slot, rank], False if a rank shares the microbatch of the rank before it.
+        cut: the pipeline of each rank.
     """
     forward_seconds, backward_seconds, is_first = _closed_up(forward_seconds, backward_seconds, is_first)
     num_slots, ranks = forward_seconds.shape

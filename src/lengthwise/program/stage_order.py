@@ -44,8 +44,8 @@ def stage_order(ranks_of: Sequence[Sequence[int]], cut: LayerCut) -> StageOrder:
 
     The slot k of a microbatch is one after the latest slot of its ranks; h = 1 for v = 1, else 2. Ticks:
 
-       forward, stage s, its chunk c    2 n(c) + h s                                n(c) = (k // p) v p + c p + k % p
-       backward                         2 n(v - 1 - c) + 2 (v - 1) p + 2 h (p - 1) + 1 - h s
+        forward, stage s, its chunk c    2 n(c) + h s                                n(c) = (k // p) v p + c p + k % p
+        backward                         2 n(v - 1 - c) + 2 (v - 1) p + 2 h (p - 1) + 1 - h s
     """
     slots, stages, virtual = _slots(ranks_of), cut.stages, cut.virtual
     stride, apart = cut.chunks, 1 if virtual == 1 else 2

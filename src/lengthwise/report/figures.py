@@ -1,4 +1,4 @@
-"""Numbers as a person reads them."""
+"""Numbers, written to be read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def seconds(value: float) -> str:
 
 
 def clock(value: float) -> str:
-    """Write a duration of whole seconds as a clock does: 0:07, 12:05, 9:38:00, 3 d 04 h."""
+    """Write a duration in whole seconds, minutes and hours: 0:07, 12:05, 9:38:00, 3 d 04 h."""
     minutes, rest = divmod(round(value), 60)
     hours, minutes = divmod(minutes, 60)
     if hours >= 100:
@@ -38,12 +38,12 @@ def clock(value: float) -> str:
 
 
 def unitless(value: float) -> str:
-    """Write a time whose unit is the user's own: six digits, or all that stand before the point."""
+    """Write a time in a unit that the user chose: in six digits, or with all digits before the point."""
     return f"{value:.0f}" if 1e6 <= value < 1e15 else f"{value:.6g}"
 
 
 def percent(ratio: float) -> str:
-    """Write a ratio of 0.1234 as 12.3 %; what rounds to nothing has no sign."""
+    """Write a ratio of 0.1234 as 12.3 %; what rounds to 0.0 % has no sign."""
     return f"{round(100 * ratio, 1) + 0.0:.1f} %"
 
 

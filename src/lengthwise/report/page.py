@@ -1,4 +1,4 @@
-"""A simulation as one HTML file (`html`): step times, lengths, ranks a sequence, and devices over time; all escaped."""
+"""A comparison as one HTML file: step times, lengths, GPUs that share a sequence, and GPUs over time; all escaped."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from html import escape
 import numpy as np
 
 from lengthwise.core.names import counted
-from lengthwise.report.answer import HEADS, answer_rows
-from lengthwise.report.drawing import Span, scatter_chart, span_chart
 from lengthwise.report.figures import seconds
-from lengthwise.report.html import bar_line, html_page, html_table, length_chart, scrolling
-from lengthwise.report.simulation import COLUMNS, result_rows, tables_of
-from lengthwise.simulator import Answer, Best, WayRow
+from lengthwise.report.html import (
+    bar_line,
+    html_page,
+    html_table,
+    length_chart,
+    scatter_chart,
+    scrolling,
+    stretch_chart,
+)
+from lengthwise.report.simulation import COLUMNS, HEADS, answer_rows, result_rows, tables_of
+from lengthwise.simulator import Comparison, Found, Stretch, stretches
 
 _SHOWN_RANKS, _SHOWN_WHOLE, _SHOWN_CUT = 16, 200, 600
 _GAP = 1e-3  # of the step: shorter gaps cannot be seen
@@ -46,61 +52,63 @@ _DETAIL_WORDS = (
 
 
 def simulation_page(
-    answer: Answer,
-    batches: Sequence[Sequence[int]],
+    comparison: Comparison,
     *,
     about: str,
     sentence: str,
     notes: Sequence[str] = (),
-    details: Sequence[Best] = (),
     verdict: str = "",
     remarks: Sequence[str] = (),
 ) -> str:
-    """Write the page; devices are shown over time for the best other way and for ours, on one scale."""
-    ours, other = answer.ours, answer.best_other
-    shown = [row for row in (other, ours) if row is not None and row.step_seconds]
-    most = max((row.step_seconds[0] for row in shown), default=0.0)
+    """Write the page; GPUs are shown over time for the best other way and for ours, on one scale."""
+    ours, rows = comparison.ours.any_mesh, (comparison.best_other, comparison.ours)
+    shown = [(row.planner, row.any_mesh) for row in rows if row is not None and row.any_mesh is not None]
+    most = max((found.step_seconds[0] for _, found in shown), default=0.0)
     lines = "".join(f"<p class=key>{escape(each)}</p>" for each in (about, *notes))
+    table = html_table([HEADS, *answer_rows(comparison)], wraps=True)
     parts = [
-        f"<h1>{escape(sentence)}</h1>{lines}<h2>Step times</h2>{_bars(answer)}{_table(answer)}{_words(_ROW_WORDS)}",
-        f"<h2>Lengths of the sequences</h2>{length_chart([length for batch in batches for length in batch])}",
+        f"<h1>{escape(sentence)}</h1>{lines}<h2>Step times</h2>{_bars(comparison)}{table}{_words(_ROW_WORDS)}",
+        f"<h2>Lengths of the sequences</h2>{length_chart([each for batch in comparison.batches for each in batch])}",
     ]
-    if ours.degrees:
+    if ours is not None:
         parts.append(f"<h2>GPUs that share a sequence, with Lengthwise</h2>{_degrees(ours)}")
-    parts += [_devices(row, answer.devices, most) for row in shown]
-    if details:
-        parts.append(_details(details, verdict, remarks))
+    parts += [_devices(name, found, comparison.scenario.devices, most) for name, found in shown]
+    if comparison.planners:
+        parts.append(_details(comparison, verdict, remarks))
     return html_page("Lengthwise: simulated steps", "".join(parts))
 
 
-def _bars(answer: Answer) -> str:
-    most = max((row.mean_seconds for row in answer.rows if row.step_seconds), default=1.0)
+def _bars(comparison: Comparison) -> str:
+    most = max((row.any_mesh.mean_seconds for row in comparison.rows if row.any_mesh), default=1.0)
     cells = []
-    for row in answer.rows:
-        kind = "ours" if row is answer.ours else "bar"
-        bar = bar_line(row.mean_seconds / most, kind) if row.step_seconds else ""
-        took = seconds(row.mean_seconds) if row.step_seconds else "does not fit"
-        cells.append(f"<tr><td>{escape(row.name)}</td><td class=line>{bar}</td><td>{escape(took)}</td></tr>")
+    for row in comparison.rows:
+        found, kind = row.any_mesh, "ours" if row is comparison.ours else "bar"
+        bar = bar_line(found.mean_seconds / most, kind) if found else ""
+        took = seconds(found.mean_seconds) if found else "does not fit"
+        cells.append(f"<tr><td>{escape(row.planner)}</td><td class=line>{bar}</td><td>{escape(took)}</td></tr>")
     return f"<table class=steps>{''.join(cells)}</table>"
-
-
-def _table(answer: Answer) -> str:
-    return html_table([HEADS, *answer_rows(answer)], wraps=True)
 
 
 def _words(words: Sequence[tuple[str, str]]) -> str:
     return "".join(f"<p class=key><b>{escape(word)}</b>: {escape(means)}</p>" for word, means in words)
 
 
-def _degrees(ours: WayRow) -> str:
-    cut = [point for point in ours.degrees if point[1] > 1]
-    whole = [point for point in ours.degrees if point[1] == 1]
+def degrees_of(found: Found) -> list[tuple[int, int]]:
+    """Return the different pairs of a sequence's tokens and its ranks in the first batch, ascending."""
+    plan = found.first_plan
+    pieces = (piece for microbatch in plan.microbatches for piece in microbatch.pieces)
+    return sorted({(plan.tokens[i], piece.degree) for piece in pieces for i in piece.sequences})
+
+
+def _degrees(found: Found) -> str:
+    pairs = degrees_of(found)
+    whole, cut = ([pair for pair in pairs if (pair[1] > 1) is is_cut] for is_cut in (False, True))
     shown = _spread(whole, _SHOWN_WHOLE) + _spread(cut, _SHOWN_CUT)
     labelled = [(float(x), float(y), f"{counted(x, 'token')} over {counted(y, 'GPU')}") for x, y in shown]
     chart = scatter_chart(
         labelled, title="GPUs that share a sequence", x_title="tokens of the sequence", y_title="GPUs"
     )
-    caption = f"First batch; {len(shown)} of {len(ours.degrees)} different pairs of length and GPUs are drawn."
+    caption = f"First batch; {len(shown)} of {len(pairs)} different pairs of length and GPUs are drawn."
     return f"{scrolling(chart)}<p class=key>{caption}</p>"
 
 
@@ -108,35 +116,33 @@ def _spread(points: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
     return [points[i] for i in np.linspace(0, len(points) - 1, min(len(points), most), dtype=int).tolist()]
 
 
-def _devices(row: WayRow, devices: int, most: float) -> str:
+def _devices(name: str, found: Found, devices: int, most: float) -> str:
     ranks = np.unique(np.linspace(0, devices - 1, min(devices, _SHOWN_RANKS), dtype=int)).tolist()
-    spans = [(f"GPU {rank}", _spans(row, rank, most)) for rank in ranks]
-    chart = span_chart(spans, title=f"GPUs over time, {row.name}", most=most)
-    shown = f"{len(ranks)} of {counted(devices, 'GPU')}, the first batch, {seconds(row.step_seconds[0])}"
+    rows = [(f"GPU {rank}", _joined(stretches(found.first_plan, found.first, rank), most)) for rank in ranks]
+    chart = stretch_chart(rows, title=f"GPUs over time, {name}", most=most)
+    shown = f"{len(ranks)} of {counted(devices, 'GPU')}, the first batch, {seconds(found.step_seconds[0])}"
     return (
-        f"<h2>GPUs over time: {escape(row.name)}</h2>{scrolling(chart)}"
+        f"<h2>GPUs over time: {escape(name)}</h2>{scrolling(chart)}"
         f"<p class=key>{escape(shown)}. "
         "Blue: whole sequences. Orange: parts of sequences that GPUs share. Empty: waiting for other GPUs, or for "
         "parameters and gradients.</p>"
     )
 
 
-def _spans(row: WayRow, rank: int, most: float) -> list[Span]:
+def _joined(found: Sequence[Stretch], most: float) -> list[Stretch]:
     """Join consecutive stretches of one kind without a visible gap."""
-    spans: list[Span] = []
-    for each in sorted((stretch for stretch in row.stretches if stretch.rank == rank), key=lambda each: each.start):
-        start = each.start
-        if spans and spans[-1].kind == each.kind and start - spans[-1].end < _GAP * most:
-            start = spans.pop().start
-        tip = f"{seconds(start)} to {seconds(each.end)}"
-        spans.append(Span(start=start, end=each.end, kind=each.kind, tip=tip))
-    return spans
+    joined: list[Stretch] = []
+    for start, end, kind in sorted(found):
+        if joined and joined[-1].kind == kind and start - joined[-1].end < _GAP * most:
+            start = joined.pop().start
+        joined.append(Stretch(start, end, kind))
+    return joined
 
 
-def _details(found: Sequence[Best], verdict: str, remarks: Sequence[str]) -> str:
+def _details(comparison: Comparison, verdict: str, remarks: Sequence[str]) -> str:
     tables = "".join(
         f"<h3>{escape(title)}</h3>{html_table(list(zip(COLUMNS, *result_rows(each), strict=True)), wraps=True)}"
-        for title, each in tables_of(found)
+        for title, each in tables_of(comparison.planners)
     )
     said = "".join(f"<p class=key>{escape(each)}</p>" for each in (verdict, *remarks))
     return f"<h2>Planners in detail</h2>{tables}{said}{_words(_DETAIL_WORDS)}"

@@ -1,4 +1,4 @@
-"""Plans side by side: what one step would take, as the cost model sees it."""
+"""Plans side by side: what one step would take by the cost model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plan_table(
     duration: Callable[[float], str] = seconds,
     chosen: Collection[str] = (),
 ) -> ColumnTable:
-    """Compare plans of a step, one column a planner; `chosen`: of recompute, offload, heads what planners chose."""
+    """Compare plans of a step, one column a planner; chosen: which of recompute, offload and heads planners chose."""
     scores = {name: score(plan, cost) for name, plan in plans.items()}
     bounds = {name: float(plan.notes["bound_seconds"]) for name, plan in plans.items()}
     rows = (
@@ -63,7 +63,7 @@ def _above(makespan_seconds: float, bound_seconds: float) -> str:
 
 
 def degree_table(plan: Plan) -> ColumnTable:
-    """List how many sequences and tokens are cut over how many ranks, powers of two together above 8."""
+    """List the sequences and tokens that each number of ranks shares; above 8 ranks by powers of two."""
     sequences, tokens = Counter[str](), Counter[str]()
     order: dict[str, int] = {}
     for microbatch in plan.microbatches:

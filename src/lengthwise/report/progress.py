@@ -1,4 +1,4 @@
-"""How far work is: one line that replaces itself on a terminal, a plain line every ten seconds anywhere else."""
+"""Progress: one line that replaces itself on a terminal, or a plain line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PARTS = re.compile(r"(\d+) of (\d+)")
 
 
 class LiveLine:
-    """Writes lines to `stream`, from any thread, in place of a live line; a failing stream ends the lines alone."""
+    """Writes lines to `stream`, from any thread, and a live line below them; a stream that fails ends only these."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -39,11 +39,11 @@ class LiveLine:
 
     @property
     def width(self) -> int | None:
-        """Columns of the terminal; None: the stream is none."""
+        """The columns of the terminal; None if the stream is not a terminal."""
         return shutil.get_terminal_size().columns if self._live else None
 
     def update(self, line: str) -> None:
-        """Show how far work is, in place of the live line before it; elsewhere where nothing was for a while."""
+        """Replace the live line; without a terminal, write it if nothing was written for ten seconds."""
         now = time.monotonic()
         since = self._updated_at if self._live else max(self._updated_at, self.written_at)
         if now - since < (_LIVE_SECONDS if self._live else _PLAIN_SECONDS):
@@ -58,7 +58,7 @@ class LiveLine:
                 self._put(f"{line}\n")
 
     def write(self, line: str) -> None:
-        """Write lines that stay."""
+        """Write lines that are not replaced."""
         with self._lock:
             self._erase()
             self._put("".join(f"{printable(each)}\n" for each in line.split("\n")))
@@ -90,7 +90,7 @@ class LiveLine:
 
 
 class PhaseLine:
-    """Shows the phase of work and its time so far and to come, from a thread, while nothing else is written."""
+    """Shows the phase of work, its time so far and the time left, from a thread, while nothing else is written."""
 
     def __init__(self, line: LiveLine) -> None:
         self._line, self._ended, self._thread = line, threading.Event(), None
@@ -98,7 +98,7 @@ class PhaseLine:
         self.silent_seconds = _SILENT_SECONDS  # before a phase is shown
 
     def note(self, phase: str) -> None:
-        """Go on to a phase, such as `step 3, microbatch 2 of 8`; the empty one ends the work."""
+        """Begin a phase, for example `step 3, microbatch 2 of 8`; an empty phase ends the work."""
         if not phase:
             self.close()
             return
@@ -112,7 +112,7 @@ class PhaseLine:
             self._thread.start()
 
     def close(self) -> None:
-        """Show nothing any more, until the next phase; no thread is left."""
+        """End the thread, and show nothing until the next phase."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -127,7 +127,7 @@ class PhaseLine:
 
 
 def phase_text(phase: str, seconds: float) -> str:
-    """Say how long a phase has taken, and how long its parts that are left may take."""
+    """Say how long a phase has taken, and how long its other parts may take."""
     parts, left = _PARTS.search(phase), ""
     if parts is not None and (done := int(parts[1]) - 1) > 0:
         left = f", about {clock(seconds / done * (int(parts[2]) - done))} left"
@@ -136,7 +136,7 @@ def phase_text(phase: str, seconds: float) -> str:
 
 @contextlib.contextmanager
 def showing(phase: str, stream: TextIO) -> Iterator[PhaseLine]:
-    """Show a phase of the block where it takes over two seconds."""
+    """Show the phase of a block that takes over two seconds."""
     phases = PhaseLine(LiveLine(stream))
     phases.note(phase)
     try:
@@ -146,7 +146,7 @@ def showing(phase: str, stream: TextIO) -> Iterator[PhaseLine]:
 
 
 def progress_line(line: LiveLine) -> Callable[[Progress], None]:
-    """Return what shows how far a preparation is, and how long it will still take."""
+    """Return a function that shows the progress of a preparation, and the time left."""
     start = time.monotonic()
 
     def show(now: Progress) -> None:

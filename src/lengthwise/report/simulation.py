@@ -1,6 +1,6 @@
-"""A simulation as tables for the terminal, as JSON for tools, and as plain sentences.
+"""A comparison as text: the answer in one sentence and five rows, planners in detail, and all figures as JSON.
 
-A planner has two entries where they differ: its best mesh that this engine runs, then the best of all.
+In detail a planner has two entries if they differ: its best mesh that this engine runs, then the best of all.
 """
 
 from __future__ import annotations
@@ -12,16 +12,143 @@ from typing import Any
 from lengthwise.core.names import counted
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.tables import ColumnTable
-from lengthwise.simulator import MODEL_ERROR, Best, Found, Gain, PlannerResult, gain_over, gain_text
+from lengthwise.simulator import LAYOUTS, MODEL_ERROR, OURS, Best, Comparison, Found, Gain, gain_over
+from lengthwise.simulator.rivals import BY_WORK
 
 SCHEMA = "lengthwise.simulation/1"
-OURS = "lengthwise"
+OUR_PLANNER = "lengthwise"
+MOST_MFU = 0.75  # of a device's peak: no training has been published above it
+HEADS = ("", "step", "ratio", "memory", "settings")
 COLUMNS = (
     "planner", "step time", "over best other", "of ideal", "median", "slowest", "tokens/s", "MFU", "idle", "exposed",
     "memory", "devices a rank", "ranks a ring", "heads split", "recomputes", "offloads", "tokens a rank",
     "trains today",
 )  # fmt: skip
-MOST_MFU = 0.75  # of a device's peak: no training has been published above it
+_NAME, _STEP, _RATIO, _MEMORY = 21, 9, 7, 7  # columns of the answer's table; settings take the rest
+_MOST = 80
+_KERNELS = {
+    "cudnn": "cuDNN (blocks from 32K) and FlashAttention-2 (packs, shorter blocks)",
+    "flash2": "FlashAttention-2",
+    "flash3": "FlashAttention-3",
+}
+_AGAIN = {"none": (), "layer": ("recompute all",), "all_but_attention": ("recompute MLP",)}
+
+
+def answer_sentence(comparison: Comparison, unit: str = "tokens") -> str:
+    """Say what a step takes with Lengthwise and the best other, if they can be told apart; `unit`: of lengths."""
+    scenario, batches, other = comparison.scenario, comparison.batches, comparison.best_other
+    tokens, longest = round(sum(map(sum, batches)) / len(batches)), tokens_text(comparison.longest)
+    where = f"{scenario.devices} x {scenario.hardware.name}, {tokens_text(tokens)} "
+    where += f"{'bytes' if unit == 'bytes' else 'tokens'} a step, longest sequence {longest}"
+    ours, theirs = comparison.ours.any_mesh, None if other is None else other.any_mesh
+    if ours is None:
+        if theirs is None:
+            return f"{where}: no method here can hold these sequences; the table gives the reasons."
+        took = f"{theirs.planner} takes {seconds(theirs.mean_seconds)}"
+        return f"{where}: Lengthwise cannot hold these sequences; {took}."
+    took = f"{where}: {seconds(ours.mean_seconds)} with {OURS}{' and `offload`' * (not comparison.auto)}"
+    if theirs is None:
+        return f"{took}; FSDP2 cannot hold these sequences here."
+    gain = _gain(theirs, ours)
+    best = f"the best otherwise takes {seconds(theirs.mean_seconds)} ({theirs.planner})"
+    if gain.is_equal:
+        return f"{took}; {best}: equal within the model's {100 * MODEL_ERROR:.0f} %."
+    if gain.ratio > 1:
+        return f"{took}; {best}: {gain.ratio:.2f}x as long."
+    return f"{took}; {best}: no gain, Lengthwise takes {1 / gain.ratio:.2f}x as long."
+
+
+def tokens_text(tokens: int) -> str:
+    """Write a number of tokens near a round binary one as that one: 1M, 64K; others in three digits."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if tokens >= size:
+            value = tokens / size
+            return f"{value:.0f}{unit}" if abs(value - round(value)) < 0.02 * value else f"{value:.1f}{unit}"
+    return str(tokens)
+
+
+def answer_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Write one row of `HEADS` for each way to train; one that does not fit has its name and the reason."""
+    ours, rows = comparison.ours.any_mesh, list[tuple[str, ...]]()
+    for row in comparison.rows:
+        if (found := row.any_mesh) is None:
+            assert row.refusal is not None, "what has no mesh was refused one"
+            rows.append((row.planner, f"does not fit: {row.refusal.got}"))
+            continue
+        ratio = f"{found.mean_seconds / ours.mean_seconds:.2f}x" if ours else ""
+        memory = f"{found.most('memory_bytes') / 1e9:.0f} GB"
+        rows.append((row.planner, seconds(found.mean_seconds), ratio, memory, settings_text(found)))
+    return rows
+
+
+def answer_table(comparison: Comparison) -> str:
+    """Write the table, at most 80 columns wide."""
+    lines = []
+    for name, *cells in (HEADS, *answer_rows(comparison)):
+        if len(cells) == 1:
+            line = f"{name:<{_NAME}}{cells[0]}"
+            line = line if len(line) <= _MOST else line.replace("longest sequence", "longest")
+        else:
+            step, ratio, memory, settings = cells
+            line = f"{name:<{_NAME}}{step:>{_STEP}}{ratio:>{_RATIO}}{memory:>{_MEMORY}}  {settings}".rstrip()
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _settings(found: Found) -> dict[str, Any]:
+    """Return how a way to train was run; what does not concern it is None."""
+    how, kind = found.mesh.lock_step, found.steps[0].recompute
+    return {
+        "recompute": kind,
+        "capacity_tokens": found.setting.capacities[kind],
+        "size": how and how.size,
+        "by_length": how.by_length if how and how.size else None,
+        "degree": how.degree if how and not how.size else None,
+        "sorted": how is not None and how.by_work,
+        "layout": None if how else found.mesh.layout,
+        "offloads": _offloads(found),
+    }
+
+
+def _offloads(found: Found) -> bool:
+    return found.most("most_offload") > 0
+
+
+def settings_text(found: Found) -> str:
+    """Say in a few words what a way to train was run with."""
+    how, kind = found.mesh.lock_step, found.steps[0].recompute
+    if how is None:
+        first = found.mesh.layout
+    elif how.size is not None:
+        first = f"{how.size} a GPU{', by length' * how.by_length}"
+    else:
+        packs = f"packs of {count(found.setting.capacities[kind])}"
+        first = f"rings of {how.degree}" if how.degree > 1 else packs
+    return ", ".join([first, *_AGAIN[kind], *(["offload"] * _offloads(found))])
+
+
+def answer_notes(comparison: Comparison) -> list[str]:
+    """Say what the figures are, and what they leave open."""
+    scenario, layouts = comparison.scenario, comparison.layouts
+    kernel = "" if scenario.cost else _KERNELS.get(scenario.hardware.kernel, scenario.hardware.kernel)
+    notes = [f"Simulated, not measured{f'; attention at the speed of {kernel}' * bool(kernel)}."]
+    fitting = [row.any_mesh for row in comparison.rivals if row.any_mesh is not None]
+    if any(found.planner == BY_WORK for found in fitting):
+        how = "batches sorted by work, so that like ones run at once; no trainer does that by itself"
+        notes.append(f"{BY_WORK}: {how}.")
+    rings = [found.planner for found in fitting if found.mesh.lock_step and found.mesh.lock_step.degree > 1]
+    if rings and scenario.shape.mixer_kept:
+        how = "priced as if a ring could cut layers with states or convolutions; no trainer on FSDP2 does that"
+        notes.append(f"{' and '.join(rings)}: {how}.")
+    took = [
+        f"{found.mesh.layout} {seconds(found.mean_seconds)}{' (with offload)' * _offloads(found)}"
+        for row in layouts
+        if (found := row.any_mesh) is not None
+    ]
+    if len(layouts) > 1 and took:
+        takes = f"takes {comparison.auto}" if comparison.auto else "finds room for none without offload"
+        notes.append(f"Layouts of Lengthwise: {', '.join(took)}; `shard: auto` {takes}.")
+    return notes
 
 
 def result_rows(found: Sequence[Found]) -> list[tuple[str, ...]]:
@@ -29,16 +156,16 @@ def result_rows(found: Sequence[Found]) -> list[tuple[str, ...]]:
     return [
         (
             each.planner,
-            seconds(each.result.mean_seconds),
-            gain_text(_gain(_best_other(each, found), each)) if len(found) > 1 else "no other",
-            percent(each.result.ideal_ratio),
-            seconds(each.result.percentile_seconds(50)),
-            seconds(each.result.percentile_seconds(100)),
-            count(each.result.tokens_per_second),
-            mfu_text(each.result.flops_ratio),
-            percent(each.result.mean("idle_ratio")),
-            percent(each.result.mean("exposed_ratio")),
-            _gigabytes(most_memory_bytes(each.result)),
+            seconds(each.mean_seconds),
+            str(_gain(_best_other(each, found), each)) if len(found) > 1 else "no other",
+            percent(each.ideal_ratio),
+            seconds(each.percentile_seconds(50)),
+            seconds(each.percentile_seconds(100)),
+            count(each.tokens_per_second),
+            mfu_text(each.flops_ratio),
+            percent(each.mean("idle_ratio")),
+            percent(each.mean("exposed_ratio")),
+            _gigabytes(each.most("memory_bytes")),
             *_mesh_cells(each),
             "yes" if each.trains else "no",
         )
@@ -47,32 +174,35 @@ def result_rows(found: Sequence[Found]) -> list[tuple[str, ...]]:
 
 
 def _best_other(found: Found, among: Sequence[Found]) -> Found:
-    """Return the shortest steps of the others; of one alone, its own."""
-    return min((each for each in among if each is not found), key=lambda each: each.result.mean_seconds, default=found)
+    """Return the planner of the shortest steps beside this one, or this one if it is alone."""
+    return min((each for each in among if each is not found), key=lambda each: each.mean_seconds, default=found)
+
+
+def _gain(other: Found, ours: Found) -> Gain:
+    return gain_over(other.step_seconds, ours.step_seconds)
 
 
 def mfu_text(ratio: float) -> str:
-    """Write a share of the peak, with a flag where no machine is known to reach it."""
+    """Write a share of the peak, with a flag if no machine is known to reach it."""
     return f"{percent(ratio)}{' (above what is known to be reached)' * (ratio > MOST_MFU)}"
 
 
 def _mesh_cells(found: Found) -> tuple[str, ...]:
     """Format the devices of a rank, then the most that any plan uses of the rest."""
-    steps, mesh = found.result.steps, found.mesh
-    degree = max(step.most_degree for step in steps)
-    heads, offload = max(step.most_heads for step in steps), max(step.most_offload for step in steps)
+    degree, heads, offload = (found.most(f"most_{name}") for name in ("degree", "heads", "offload"))
+    kinds, mesh = Counter(step.recompute for step in found.steps), found.mesh
+    many = {kind: f" ({counted(number, 'batch')})" * (len(kinds) > 1) for kind, number in kinds.items()}
     return (
         f"TP {mesh.tensor}, PP {mesh.cut.stages}" if mesh.devices > 1 else "1",
         f"up to {degree:,}" if degree > 1 else "1",
         f"up to {heads}" if heads > 1 else "no",
-        _kinds(found.result),
+        " and ".join(f"{kind}{number}" for kind, number in many.items()),
         f"up to {percent(offload)}" if offload else "no",
         " and ".join(f"{tokens:,}" for tokens in found.held_tokens.values()),
     )
 
 
-def mesh_text(found: Found) -> str:
-    """Say in a few words which mesh a planner took, and what it used on it."""
+def _mesh_text(found: Found) -> str:
     devices, ring, heads, recompute, offload, tokens = _mesh_cells(found)
     rings = f"rings of {ring}" if ring != "1" else "no sequence cut"
     words = [devices if found.mesh.devices > 1 else "one GPU a rank", rings, f"{tokens} tokens a rank"]
@@ -82,13 +212,8 @@ def mesh_text(found: Found) -> str:
     return ", ".join(words)
 
 
-def simulation_table(found: Sequence[Found], *, title: str) -> ColumnTable:
-    """Compare planners, one column each."""
-    return ColumnTable(rows=list(zip(COLUMNS, *result_rows(found), strict=True)), title=title)
-
-
 def tables_of(found: Sequence[Best]) -> list[tuple[str, list[Found]]]:
-    """Group planners as the engine runs them, then, where that is another, on the best mesh of each; with titles."""
+    """Group planners as the engine runs them, then, if they differ, on the best mesh of each; with titles."""
     today = [each.today for each in found if each.today is not None]
     tables = [("one step, mean of batches, as this version trains it (simulated, not measured)", today)]
     if any(each.only_planned for each in found):
@@ -100,19 +225,44 @@ def tables_of(found: Sequence[Best]) -> list[tuple[str, list[Found]]]:
 
 
 def simulation_tables(found: Sequence[Best]) -> list[ColumnTable]:
-    """Write `tables_of` for a terminal."""
-    return [simulation_table(each, title=title) for title, each in tables_of(found)]
+    """Write `tables_of` for a terminal, one column a planner."""
+    return [
+        ColumnTable(rows=list(zip(COLUMNS, *result_rows(each), strict=True)), title=title)
+        for title, each in tables_of(found)
+    ]
 
 
-def simulation_json(found: Sequence[Best], facts: dict[str, Any]) -> dict[str, Any]:
+def simulation_json(comparison: Comparison, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Write all figures, those of single batches too; ratios are of all ranks' time, times in seconds.
 
     planners: on the best mesh of each; trained_today: on the best that the engine of this version runs.
     """
+    found, scenario = comparison.planners, comparison.scenario
     planned = [each.any_mesh for each in found if each.any_mesh is not None]
     today = [each.today for each in found if each.today is not None]
+    rows = [(row, row.any_mesh) for row in comparison.rows]
+    answer = {
+        "sentence": answer_sentence(comparison, facts.get("lengths_in", "tokens")),
+        "kernel": "" if scenario.cost else scenario.hardware.kernel,
+        "layouts": {
+            name: row.any_mesh.step_seconds if row.any_mesh else row.refusal and row.refusal.got
+            for name, row in zip(LAYOUTS, comparison.layouts, strict=False)
+        },
+        "auto": comparison.auto or "",
+        "rows": [
+            {
+                "name": row.planner,
+                "step_seconds": way.step_seconds if way else [],
+                "memory_bytes": way.most("memory_bytes") if way else 0.0,
+                "settings": _settings(way) if way else None,
+                "refusal": row.refusal.got if row.refusal else "",
+            }
+            for row, way in rows
+        ],
+    }
     return {
         "schema": SCHEMA,
+        "answer": answer,
         **facts,
         "plans_tried": {each.planner: each.tried for each in found},
         "refused": {each.planner: str(each.refusal) for each in found if each.any_mesh is None},
@@ -122,49 +272,40 @@ def simulation_json(found: Sequence[Best], facts: dict[str, Any]) -> dict[str, A
 
 
 def _figures(found: Found, best_other: Found) -> dict[str, Any]:
-    result, mesh = found.result, found.mesh
+    mesh = found.mesh
+    most, of_steps = ("most_degree", "most_heads", "most_offload"), ("step_seconds", "loader_seconds", "bound_seconds")
     return {
         "tensor": mesh.tensor,
         "stages": mesh.cut.stages,
         "heads": mesh.heads,
         "offload": mesh.offload,
-        "capacities_tokens": dict(found.setting.capacities or {}),
+        "capacities_tokens": dict(found.setting.capacities),
         "trains_today": found.trains,
-        "most_degree": [step.most_degree for step in result.steps],
-        "most_heads": [step.most_heads for step in result.steps],
-        "most_offload": [step.most_offload for step in result.steps],
-        "step_seconds": [step.step_seconds for step in result.steps],
-        "loader_seconds": [step.loader_seconds for step in result.steps],
-        "mean_seconds": result.mean_seconds,
-        "p50_seconds": result.percentile_seconds(50),
-        "p99_seconds": result.percentile_seconds(99),
-        "bound_seconds": [step.bound_seconds for step in result.steps],
-        "tokens_per_second": result.tokens_per_second,
-        "mfu": result.flops_ratio,
-        "compute_ratio": result.mean("compute_ratio"),
-        "idle_ratio": result.mean("idle_ratio"),
-        "exposed_ratio": result.mean("exposed_ratio"),
-        "memory_bytes": most_memory_bytes(result),
-        "recompute": [step.recompute for step in result.steps],
-        "speedup_over_best_other": best_other.result.mean_seconds / result.mean_seconds,
-        "ideal_ratio": result.ideal_ratio,
+        **{name: [getattr(step, name) for step in found.steps] for name in (*most, *of_steps, "recompute")},
+        "mean_seconds": found.mean_seconds,
+        "p50_seconds": found.percentile_seconds(50),
+        "p99_seconds": found.percentile_seconds(99),
+        "tokens_per_second": found.tokens_per_second,
+        "mfu": found.flops_ratio,
+        **{name: found.mean(name) for name in ("compute_ratio", "idle_ratio", "exposed_ratio")},
+        "memory_bytes": found.most("memory_bytes"),
+        "speedup_over_best_other": best_other.mean_seconds / found.mean_seconds,
+        "ideal_ratio": found.ideal_ratio,
     }
-
-
-def most_memory_bytes(result: PlannerResult) -> float:
-    """Return the bytes of the fullest device in the fullest batch."""
-    return max(step.memory_bytes for step in result.steps)
 
 
 def remarks(
     found: Sequence[Best], *, device_bytes: float, names: Mapping[str, str], may_train: bool = True
 ) -> list[str]:
-    """Say who needs more memory than a device has, and who has no mesh; `names`: as of `LengthwiseError.render`."""
+    """Say which planners need more memory than a device has, and which have no mesh.
+
+    names: as of `LengthwiseError.render`. may_train: whether the engine runs any of the meshes.
+    """
     said = []
     full = [
         each.planner
         for each in found
-        if any(most_memory_bytes(one.result) > device_bytes for one in (each.today, each.any_mesh) if one)
+        if any(one.most("memory_bytes") > device_bytes for one in (each.today, each.any_mesh) if one)
     ]
     if full:
         said.append(
@@ -182,32 +323,14 @@ def remarks(
     return said
 
 
-def _kinds(result: PlannerResult) -> str:
-    batches = Counter(step.recompute for step in result.steps)
-    return " and ".join(
-        f"{kind} ({counted(number, 'batch')})" if len(batches) > 1 else kind for kind, number in batches.items()
-    )
-
-
 def _gigabytes(quantity_bytes: float) -> str:
     return f"{quantity_bytes / 1e9:.1f} GB"
 
 
-def shown_of(found: Sequence[Best]) -> list[Found]:
-    """Return the plans to look at: of our planner what it trains today, of all others their best, ours last."""
-    name = _our_name(found)
-    others = [each.any_mesh for each in found if each.planner != name]
-    ours = [_ours(each) for each in found if each.planner == name]
-    return [each for each in (*others, *ours) if each is not None]
-
-
-def _our_name(found: Sequence[Best]) -> str:
-    names = [each.planner for each in found if each.any_mesh is not None]
-    return OURS if OURS in names else names[-1]
-
-
-def _ours(best: Best) -> Found | None:
-    return best.today or best.any_mesh
+def our_planner(found: Sequence[Best]) -> Best:
+    """Return the planner that the others are compared with: lengthwise, or the last that has a mesh."""
+    fitting = [each for each in found if each.any_mesh is not None]
+    return next((each for each in fitting if each.planner == OUR_PLANNER), fitting[-1])
 
 
 def closing_sentences(
@@ -218,7 +341,7 @@ def closing_sentences(
     not_compared: Sequence[str] = (),
     unit: str = "tokens",
 ) -> str:
-    """Say what a step takes with our planner (or the last), as it trains today, and what it saves over the best other.
+    """Say what a step takes with our planner as it trains today, and what it saves over the best other.
 
     Args:
         found: by planner.
@@ -227,29 +350,25 @@ def closing_sentences(
         not_compared: planners of the usual comparison that were left out of this one.
         unit: what lengths were counted in.
     """
-    name = _our_name(found)
-    best = next(each for each in found if each.planner == name)
-    ours = _ours(best)
+    best = our_planner(found)
+    name, ours = best.planner, best.shown
     assert ours is not None, f"{name} was chosen because it has a mesh"
     caveat = f"Simulated, not measured{'; lengths in bytes, not tokens' * (unit == 'bytes')}."
     runs = "which this version trains" if ours.trains else "planned only: this version does not train it"
-    step = f"On {devices} a step takes {seconds(ours.result.mean_seconds)} with {name}"
-    step += f" ({mesh_text(ours)}; {runs}), {percent(ours.result.ideal_ratio)} of the ideal"
-    others = [each.any_mesh for each in found if each.planner != name and each.any_mesh is not None]
+    step = f"On {devices} a step takes {seconds(ours.mean_seconds)} with {name}"
+    step += f" ({_mesh_text(ours)}; {runs}), {percent(ours.ideal_ratio)} of the ideal"
+    others = [each.any_mesh for each in found if each is not best and each.any_mesh is not None]
     if not others:
         return f"{step}. {caveat}"
-    other = min(others, key=lambda each: each.result.mean_seconds)
-    gain = _gain(other, ours)
-    what = f"{seconds(other.result.mean_seconds)} with {other.planner}, the best other plan ({mesh_text(other)})"
+    other = min(others, key=lambda each: each.mean_seconds)
+    what = f"{seconds(other.mean_seconds)} with {other.planner}, the best other plan ({_mesh_text(other)})"
     only = " All planners used one mesh; another mesh may be better for either planner." * one_mesh
     only += f" Not compared: {', '.join(not_compared)}; they may be better than {other.planner}." * bool(not_compared)
-    also = _planned_sentence(best, ours, other)
-    return f"{step}, and {what}. {_verdict(name, other.planner, gain)}{also}{only} {caveat}"
-
-
-def _gain(other: Found, ours: Found) -> Gain:
-    pair = ([step.step_seconds for step in each.result.steps] for each in (other, ours))
-    return gain_over(*pair)
+    planned, also = best.only_planned, ""
+    if planned is not None and planned is not ours and not _gain(ours, planned).is_equal:
+        time = f"{seconds(planned.mean_seconds)} with {name} ({_mesh_text(planned)})"
+        also = f" Planned only, not trained by this version: {time}, {_gain(other, planned)} over that plan."
+    return f"{step}, and {what}. {_verdict(name, other.planner, _gain(other, ours))}{also}{only} {caveat}"
 
 
 def _verdict(name: str, other: str, gain: Gain) -> str:
@@ -261,13 +380,3 @@ def _verdict(name: str, other: str, gain: Gain) -> str:
         return f"{name} does not help here: {other} needs {percent(1 - gain.ratio)} fewer GPU hours ({error})."
     saved = f"{percent(1 - 1 / gain.ratio)} fewer GPU hours"
     return f"The same training needs {saved} ({gain.ratio:.2f}x; {error})."
-
-
-def _planned_sentence(best: Best, ours: Found, other: Found) -> str:
-    """Say what our planner would gain on a mesh that cannot be trained yet, if above the error."""
-    planned = best.only_planned
-    if planned is None or planned is ours or _gain(ours, planned).is_equal:
-        return ""
-    gain = _gain(other, planned)
-    time = f"{seconds(planned.result.mean_seconds)} with {best.planner} ({mesh_text(planned)})"
-    return f" Planned only, not trained by this version: {time}, {gain_text(gain)} over that plan."

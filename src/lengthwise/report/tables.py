@@ -1,4 +1,4 @@
-"""Tables for terminals of any width: columns that do not fit beside each other stand below, and nothing is cut."""
+"""Tables for terminals of any width: columns that do not fit beside the others are printed below; none is cut."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GAP = 2  # columns of characters between two of the table
 
 
 def wrapped(text: str, width: int | None, indent: str = "") -> str:
-    """Break lines longer than `width` at words, the rest behind `indent`; None, as for a file: keep them whole."""
+    """Break lines longer than `width` at words, and indent the rest; width None, as for a file, keeps them whole."""
     if width is None:
         return text
     return "\n".join(
@@ -26,7 +26,7 @@ def wrapped(text: str, width: int | None, indent: str = "") -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnTable:
-    """Rows of text, headings first; the first column is to the left and repeated beside every group of columns."""
+    """Rows of text, headings first; the first column is aligned left and repeated beside every group of columns."""
 
     rows: Sequence[Sequence[str]]
     title: str | None = None
@@ -41,7 +41,7 @@ class ColumnTable:
 
 
 def column_groups(rows: Sequence[Sequence[str]], width: int) -> Iterator[range]:
-    """Deal the columns after the first into runs that fit into `width` characters with it, at least one in each."""
+    """Group the columns after the first so that each group fits `width` characters beside it, one at least."""
     widths = _widths(rows)
     first, room = 1, width - widths[0]
     for column in range(1, len(widths)):

@@ -28,7 +28,7 @@ from lengthwise.run.callbacks import Callback, TrainResult, call_back
 from lengthwise.run.evaluation import read_best
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
-from lengthwise.run.prepared import PreparedRun, Run, prepare, run_ranks
+from lengthwise.run.prepared_run import PreparedRun, Run, prepare, run_ranks
 from lengthwise.run.rank import train_rank
 from lengthwise.run.resume import Resume, find_resume, has_checkpoint, has_model, is_finished, torchrun_agent
 from lengthwise.run.stacks import FOLDER as STACKS

@@ -23,8 +23,7 @@ from lengthwise.config import RunConfig, load_config
 from lengthwise.core.errors import ConfigError, OutputError
 from lengthwise.core.files import whole_folder
 from lengthwise.data import Tokenizer, load_tokenizer
-from lengthwise.engine.lay import lay_parameters
-from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.parameters import Parameters, lay_parameters
 from lengthwise.engine.slices import Sharding
 from lengthwise.models import (
     DTYPES,

@@ -17,7 +17,7 @@ from lengthwise.cost.measured import measured_cost
 from lengthwise.cost.rank_speeds import STEPS, RanStep, rank_speeds
 from lengthwise.planner import PlanOptions
 from lengthwise.planner.service.step_planning import StepPlanning
-from lengthwise.profiler.profile import ProfileSettings, Trained, open_store, profile
+from lengthwise.profiler.rank_profiler import ProfileSettings, Trained, open_store, profile
 from lengthwise.report.figures import percent
 from lengthwise.run.job import MEASURING_SECONDS, Job
 

@@ -12,9 +12,9 @@ from lengthwise.comm.devices import call_apart
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.measurements import Measurements
 from lengthwise.models import check_buildable, check_model_config, find_model
-from lengthwise.profiler.profile import ProfileSettings, open_store, profile
+from lengthwise.profiler.rank_profiler import ProfileSettings, open_store, profile
 from lengthwise.run.launch import launch, threads_of_each
-from lengthwise.run.prepared import count_used_gpus, quiet_libraries
+from lengthwise.run.prepared_run import count_used_gpus, quiet_libraries
 
 _TIMEOUT_SECONDS = 600.0
 

@@ -20,8 +20,8 @@ from lengthwise.engine.activations import WHOLE_MODEL, Offloading, start_offload
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.objective import NextToken, Objective
 from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.pipeline import Pipeline
 from lengthwise.engine.small_pass import Casting, Seen
+from lengthwise.engine.stage_messages import Pipeline
 from lengthwise.engine.step import RankResult, StepContext, run_part
 from lengthwise.models import Computing, DropoutKey, choose_mixers, choose_model_kernel, text_config, whole_model
 from lengthwise.models.adapter import attending_by_plan

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from lengthwise.config import MEASURE_AT_START, MEASURE_NOTHING, TrainingSettings
 from lengthwise.config.problems import find_problems
-from lengthwise.config.settings import Attention, Experts, FusedLayers, Heads, Recompute, Shard
+from lengthwise.config.setting_types import Attention, Experts, FusedLayers, Heads, Recompute, Shard
 from lengthwise.config.together import SESSION
 from lengthwise.core.errors import ConfigError
 from lengthwise.cost import Cost

@@ -19,7 +19,7 @@ from lengthwise.models import (
     whole_model,
     wrapped_layers,
 )
-from lengthwise.models.stages import PassedThrough
+from lengthwise.models.model_stage import PassedThrough
 
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -13,12 +13,11 @@ from lengthwise.comm import Mesh, Transport, broadcast_bytes, share_numbers
 from lengthwise.core.errors import ConfigError
 from lengthwise.cost import Cost, layer_shapes
 from lengthwise.cost.analytic import layer_flops, layer_seconds
-from lengthwise.engine.gathering import gather_to_first
 from lengthwise.models import text_config
 from lengthwise.program.stage_program import cut_layers
 from lengthwise.session.engine import Engine
 from lengthwise.session.loop_optimizer import LoopOptimizer
-from lengthwise.session.state_dict import GROUPS, STATE, whole_state
+from lengthwise.session.state_dict import GROUPS, STATE, gather_to_first, whole_state
 
 
 def check_replicas(ranks: int, stages: int) -> None:

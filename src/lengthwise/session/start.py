@@ -13,13 +13,12 @@ from lengthwise.comm import Transport, broadcast_bytes, from_first
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.names import counted
 from lengthwise.cost import Cost, check_host
-from lengthwise.engine.lay import lay_parameters
 from lengthwise.engine.memory import SMALLER_STATE, free_bytes, reporting_shortage
 from lengthwise.engine.optimizer import SlicedOptimizer
-from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.pipeline import Pipeline
+from lengthwise.engine.parameters import Parameters, lay_parameters
 from lengthwise.engine.placing import share_values
 from lengthwise.engine.slices import Sharding
+from lengthwise.engine.stage_messages import Pipeline
 from lengthwise.models import ModelStage, choose_layers
 from lengthwise.models.own_rows import OwnRows
 from lengthwise.models.weights import first_names, is_finite

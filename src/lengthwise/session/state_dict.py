@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,9 @@ from torch import Tensor
 from lengthwise.checkpoint.part import NOT_NEGATIVE
 from lengthwise.comm import Transport, from_first, share_names
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
-from lengthwise.engine.gathering import gather_to_first, set_master_weights
 from lengthwise.engine.optimizer import is_by_entry, plain_value
 from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.slices import gathered
 from lengthwise.engine.whole_optimizer import MEMBERS, kept_of
 from lengthwise.session.loop_optimizer import LoopOptimizer
 from lengthwise.session.misuse import is_number, is_whole, shown
@@ -66,6 +67,25 @@ def whole_state(optimizer: LoopOptimizer, transport: Transport) -> dict[str, Any
             if len(known):
                 found.setdefault(optimizer.numbers[parameters.names[place]], {})[key] = known[0].float()
     return {STATE: found, GROUPS: optimizer.plain_groups()}
+
+
+def gather_to_first(parameters: Parameters, shard: Tensor, transport: Transport) -> dict[str, Tensor]:
+    """Gather all ranks' shards, (entries,), to whole tensors by parameter on rank 0's host; {} on others. Collective.
+
+    It takes a bucket at a time.
+    """
+    found = gathered(parameters.layout, shard, transport, device=parameters.grad_shard.device)
+    if transport.rank:
+        deque(found, maxlen=0)
+        return {}
+    names, shapes = parameters.names, parameters.shapes
+    return {names[index]: each.view(shapes[index]).to("cpu", copy=True) for index, each in found}
+
+
+def _set_master_weights(parameters: Parameters, rank: int, place: int, whole: Tensor) -> None:
+    for run in parameters.layout.runs(rank):
+        if run.parameter == place:
+            parameters.master_weights[run.start : run.stop].copy_(whole[run.entry : run.entry + run.stop - run.start])
 
 
 def take_state(
@@ -114,7 +134,7 @@ def take_state(
             own = None if weights is None else weights[name]
             whole = _sent(own, entries, parameters, transport)
             if place is not None:
-                set_master_weights(parameters, rank, place, whole)
+                _set_master_weights(parameters, rank, place, whole)
     return sent["steps"]
 
 

@@ -14,7 +14,7 @@ from lengthwise.core.errors import ConfigError, MemoryShortage
 from lengthwise.core.names import counted
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost import Hardware, StepMemory, all_terms_cost, recompute_capacities
-from lengthwise.cost.sharding import LORA_RANK, lora_params, more_ranks
+from lengthwise.cost.shard_choice import LORA_RANK, lora_params, more_ranks
 from lengthwise.setup.resolve import Machine, TrainedModel, memory_of_settings, resolve
 
 _LORA_RATE = 2e-4
@@ -51,7 +51,7 @@ def first_settings(
     batch_tokens: the most tokens of a step. lengths: of a step, to time layouts; if None, memory alone decides.
 
     Raises:
-       ConfigError: not even adapters fit; it names the smallest power of two of ranks on which they do.
+        ConfigError: not even adapters fit; it names the smallest power of two of ranks on which they do.
     """
     models = _models(shape, hardware)
     whole, _ = (_memory(each, hardware, ranks) for each in models)
@@ -75,8 +75,8 @@ def first_settings(
     got = f"{held[0]:.0f} GB on each for the whole model under shard: zero3, {held[1]:.0f} GB with adapters"
     more = (n for n in more_ranks(ranks) if any(_fitting(each, hardware, n, longest_tokens) for each in models))
     enough = next(more, None)
-    remedy = f"{enough} of these are enough." if enough else "No number of these is enough."
-    raise ConfigError("--gpus", expected=expected, got=got, remedy=f"{remedy} Or take a smaller model.")
+    remedy = f"{enough} of them are enough." if enough else "No number of them is enough."
+    raise ConfigError("--gpus", expected=expected, got=got, remedy=f"{remedy} Or use a smaller model.")
 
 
 def _models(shape: ModelShape, hardware: Hardware) -> tuple[TrainedModel, TrainedModel]:

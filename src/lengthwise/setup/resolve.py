@@ -123,8 +123,8 @@ def resolve(
     margin: the share of its time by which another layout must be faster than the first that fits.
 
     Raises:
-       MemoryShortage: the model fits under no layout.
-       ConfigError: nodes do not divide the ranks.
+        MemoryShortage: the model fits under no layout.
+        ConfigError: nodes do not divide the ranks.
     """
     ranks, asked = machine.ranks, settings.shard
     node = ranks_of_node(settings.ranks_per_node, machine.here, ranks, is_asked=asked == "hybrid")

@@ -1,8 +1,8 @@
 """How long steps take with each layout of parameters: what `shard: auto` goes by, beside memory.
 
-A batch is planned and simulated as in training, once a layout that fits, which takes a second or less. Of more than
-`MOST_RANKS` ranks so many are planned, with their share of the batch, and costs of all: planning thousands of waves for
-512 ranks takes minutes.
+A batch is planned and simulated as in training, once for each layout that fits, which takes a second or less. If there
+are more than `MOST_RANKS` ranks, that many are planned, with their share of the batch and the costs of all: planning
+thousands of waves for 512 ranks takes minutes.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import RESERVED, Choice, Cost, StepMemory
 from lengthwise.cost.capacity import tokens_within
-from lengthwise.cost.sharding import LEAST_TOKENS, LayoutSeconds
+from lengthwise.cost.shard_choice import LEAST_TOKENS, LayoutSeconds
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner.service.step_planning import step_planning
-from lengthwise.simulator.step import simulate_plan
+from lengthwise.simulator.clocks import simulate_plan
 
 MOST_RANKS = 64
 _RANK_TOKENS, _LONGEST, _SEED = 16_384, 32_768, 0
 
 
 def usual_lengths(ranks: int, capacity_tokens: int | None = None) -> list[int]:
-    """Return the lengths that stand for data of which none are known: github's up to 32K, 16K tokens a rank.
+    """Return lengths for data that are not known: those of github up to 32K, 16K tokens a rank.
 
-    No longer than ranks hold together, of 2,048 tokens each where `capacity_tokens` is not given.
+    No sequence is longer than the ranks hold together, at 2,048 tokens each if `capacity_tokens` is not given.
     """
     longest = min(_LONGEST, ranks * (capacity_tokens or LEAST_TOKENS))
     return draw_lengths("github", ranks * _RANK_TOKENS, _SEED, longest_tokens=longest)
@@ -43,10 +43,10 @@ def layout_seconds(
     offload: str | float = "off",
     heads: str | int = "auto",
 ) -> LayoutSeconds:
-    """Return what plans and simulates a step of these lengths with a layout, and gives its seconds.
+    """Return a function that plans and simulates a step of these lengths with a layout, and returns its seconds.
 
     cost: of whole parameters on every rank. device_bytes: of one rank. kinds: of recomputation to choose from.
-    capacity_tokens: of a rank; None: what each layout leaves. offload: off, auto, or the ratio of a run file.
+    capacity_tokens: of a rank; None: what the layout leaves. offload: off, auto, or the ratio of a run file.
     """
     longest_first = sorted(lengths, reverse=True)
 

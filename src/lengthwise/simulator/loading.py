@@ -1,9 +1,9 @@
 """Loading: how long the processors of a node read and tokenize for one step, and how long ranks wait for it.
 
-    none     data is there: nothing is read
-    local    every device's process reads for itself: on a fixed mesh the whole sequences of its group, else the batch.
+    none     data is loaded already
+    local    the process of each device reads for itself: on a fixed mesh the sequences of its group, else the batch.
              Processes of a node share its processors (ByteScale, arXiv 2502.21231, section 7)
-    remote   servers beside the ranks read every sequence once, a node's share each
+    remote   servers beside the ranks read every sequence once, a share on each node
 
 The next batch is read while the present step computes.
 """
@@ -32,10 +32,11 @@ def loading_seconds(
     devices: int = 1,
     fixed_mesh: bool = False,
 ) -> float:
-    """Return how long the busiest node reads the sequences of `plan` for one step; `loader` is one of `LOADERS`.
+    """Return the seconds that the busiest node reads the sequences of a plan; loader: one of `LOADERS`.
 
-    cost: of ranks that share nodes, in stages, each on a node of its own. tokens_per_second: of one node. devices: of a
-    rank, each with a reading process. fixed_mesh: which rank takes which sequence is known before the plan.
+    cost: says how many ranks share a node, and how many stages a rank has, on nodes of their own. tokens_per_second: of
+    one node. devices: of a rank, each with a reading process. fixed_mesh: whether it is known before the plan which
+    rank takes which sequence.
 
     Raises:
         ConfigError: an unknown loader.
@@ -49,16 +50,16 @@ def loading_seconds(
         raise ConfigError("loader: tokens_per_second", expected="above 0", got=got, remedy="Give a loader's speed.")
     nodes, stages = -(-plan.ranks // cost.ranks_per_node), max(1, cost.stages)  # nodes of each stage
     if loader == "remote":
-        # What servers send on is not counted: 4 bytes a token, where a ring's are tens of thousands.
+        # What servers send is not counted: 4 bytes a token, while a ring sends tens of thousands.
         return sum(plan.tokens) / (nodes * stages) / tokens_per_second
-    # Where plans differ from step to step any sequence may become a process's own.
+    # If plans differ from step to step, a process may get any sequence.
     read = _group_tokens(plan) if fixed_mesh else np.full(plan.ranks, float(sum(plan.tokens)))
     of_nodes = np.bincount(np.arange(plan.ranks) // cost.ranks_per_node, weights=read, minlength=nodes)
     return float(of_nodes.max()) * (devices // stages) / tokens_per_second
 
 
 def waits_seconds(loads: Sequence[float], works: Sequence[float]) -> list[float]:
-    """Return the seconds that step i waits for data beyond the work of the step before, cyclically."""
+    """Return how long step i waits for data: its load beyond the work of step i - 1; step 0 follows the last."""
     return [max(0.0, load - works[number - 1]) for number, load in enumerate(loads)]
 
 

@@ -1,8 +1,9 @@
 """The best mesh of each planner, searched alike for all: what a competent user would have found by trying.
 
-On the batch of most work: every number of tensor-parallel devices that fits, at capacities halved until two in a row
-end no sooner; then twice the stages while that ends sooner. Those within 3 % of the best, two at most, run all batches.
-Hopeless meshes and kinds of recomputation are skipped. Three to thirty plans a planner.
+A search tries meshes on the batch of most work. Those within 3 % of the best, two at most, run all batches; hopeless
+meshes and kinds of recomputation are skipped. Of a named planner it tries every number of tensor-parallel devices that
+fits, at capacities halved until two in a row end no sooner; then twice the stages while that ends sooner: three to
+thirty plans. Of FSDP2 in lock-step and of layouts of parameters it tries the meshes that it is given.
 """
 
 from __future__ import annotations
@@ -16,35 +17,57 @@ from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.planner import PlanOptions, arithmetic_seconds, plan_recomputed, plan_step
-from lengthwise.simulator.meshes import Best, Found, Question, RankMesh, found_on
-from lengthwise.simulator.study import Setting, TooLarge, ideal_seconds
+from lengthwise.planner import PlanOptions, arithmetic_seconds, plan_step
+from lengthwise.simulator.found import Found, TooLarge, ideal_seconds, run_batches
+from lengthwise.simulator.meshes import RankMesh, Scenario, Setting
 
 _NEAR = 1.03  # of the best on one batch: run on all
 _MOST_NEAR = 2  # of them
-_FAR = 1.5  # times the best of the kinds of recomputation on that batch: not planned on the others
+_FAR = 1.25  # times the best of the kinds of recomputation on that batch: not planned on the others
 _PATIENCE = 2  # halvings in a row that may end no sooner
 _LEAST_SHARE = 1 / 64
 
 
-def _say_nothing(planner: str, mesh: RankMesh, tried: int) -> None:
-    """Report no progress."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The best that a planner can do: on the meshes that the engine runs, and on all; tried: plans made for it.
+
+    today, any_mesh: None where no such mesh holds these sequences; refusal, refusal_today: why the last one did not.
+    """
+
+    planner: str
+    today: Found | None = None
+    any_mesh: Found | None = None
+    tried: int = 0
+    refusal: LengthwiseError | None = None
+    refusal_today: LengthwiseError | None = None
+
+    @property
+    def only_planned(self) -> Found | None:
+        """The best mesh, if it is another than the best that the engine runs."""
+        is_other = self.any_mesh is not None and (self.today is None or self.any_mesh.mesh != self.today.mesh)
+        return self.any_mesh if is_other else None
+
+    @property
+    def shown(self) -> Found | None:
+        """The best that the engine runs, or the best of all if it runs none."""
+        return self.today or self.any_mesh
 
 
 def best_mesh(
     planner: str,
     batches: Sequence[Sequence[int]],
-    question: Question,
+    scenario: Scenario,
     *,
-    progress: Callable[[str, RankMesh, int], None] = _say_nothing,
+    progress: Callable[[str, RankMesh, int], None] = lambda *_: None,
 ) -> Best:
     """Search the best mesh of one planner; before each plan, call `progress` with how many were tried before."""
-    search = Search(planner=planner, batches=batches, question=question, progress=progress)
-    narrow = question.trained_today()
+    search = MeshSearch(planner=planner, batches=batches, scenario=scenario, progress=progress)
+    narrow = scenario.trained_today()
     both = [] if narrow is None else [search.best(narrow)]
     refusal_today = search.refusal
-    both.append(search.best(question))
-    found = sorted((each for each in both if each is not None), key=lambda each: each.result.mean_seconds)
+    both.append(search.best(scenario))
+    found = sorted((each for each in both if each is not None), key=lambda each: each.mean_seconds)
     return Best(
         planner=planner,
         today=next((each for each in found if each.trains), None),
@@ -56,34 +79,21 @@ def best_mesh(
 
 
 def refuse_unheld(found: Sequence[Best]) -> None:
-    """Raise the LengthwiseError of the last planner where none has a mesh that holds the sequences."""
+    """Raise the LengthwiseError of the last planner if none has a mesh that holds the sequences."""
     if all(each.any_mesh is None for each in found):
         refusal = found[-1].refusal
         assert refusal is not None, "a planner without a mesh was refused one"
         raise refusal
 
 
-def best_meshes(
-    planners: Sequence[str],
-    batches: Sequence[Sequence[int]],
-    question: Question,
-    *,
-    progress: Callable[[str, RankMesh, int], None] = _say_nothing,
-) -> list[Best]:
-    """Do `best_mesh` for each planner; LengthwiseError: none has a mesh that holds these sequences."""
-    found = [best_mesh(planner, batches, question, progress=progress) for planner in planners]
-    refuse_unheld(found)
-    return found
-
-
 @dataclass(slots=True, kw_only=True)
-class Search:
+class MeshSearch:
     """The tries of one planner; each mesh is planned once."""
 
     planner: str
     batches: Sequence[Sequence[int]]
-    question: Question
-    progress: Callable[[str, RankMesh, int], None] = _say_nothing
+    scenario: Scenario
+    progress: Callable[[str, RankMesh, int], None] = lambda *_: None
     first: dict[RankMesh, Found] = field(default_factory=dict)  # on the batch of most work
     finished: dict[RankMesh, Found] = field(default_factory=dict)
     left_out: set[RankMesh] = field(default_factory=set)  # refused, or their arithmetic takes longer than another step
@@ -92,69 +102,50 @@ class Search:
     refusal: LengthwiseError | None = None
     tried: int = 0
 
-    def best(self, question: Question) -> Found | None:
-        """Return the best of a question's meshes and of earlier ones; None: none holds the sequences."""
-        self._walk(question)
-        ordered = sorted(self.first, key=self._seconds)
-        near = [mesh for mesh in ordered[:_MOST_NEAR] if self._seconds(mesh) <= _NEAR * self._seconds(ordered[0])]
-        return min(map(self._finish, near), key=lambda each: each.result.mean_seconds, default=None)
-
-    def quickest(self, meshes: Iterable[RankMesh]) -> Found | None:
-        """Return the mesh whose plan of the batch of most work ends first by prediction; None: none holds them all."""
-        ends: dict[RankMesh, float] = {}
-        for mesh in meshes:
-            try:
-                ends[mesh] = self._predicted(mesh)
-            except (ConfigError, PlanError) as error:
-                self.refusal = error
-        for mesh in sorted(ends, key=ends.__getitem__):
-            try:
-                return self._finish(mesh, far=1.0)
-            except PlanError as error:
-                self.refusal = error
-        return None
-
-    def _predicted(self, mesh: RankMesh) -> float:
-        """Return the seconds of the batch of most work on a mesh that holds the longest sequence, as its plan says."""
-        setting, options = self.question.setting(mesh), replace(self.question.options(mesh), planner=self.planner)
-        heaviest, longest = self._heaviest(setting), max(map(max, self.batches))
-        options = replace(options, layers=self.question.shape.layers)
-        ends = [
-            float(
-                plan_recomputed(
-                    tokens, setting.cluster.ranks, setting.cost, setting.capacities or {}, options,
-                    plan_each=partial(self._plan, mesh),
-                ).notes["predicted_seconds"]
-            )
-            for tokens in (heaviest, *([[longest]] if longest > max(heaviest) else []))
-        ]  # fmt: skip
-        return ends[0]
-
-    def _seconds(self, mesh: RankMesh) -> float:
-        """Return the seconds of the batch of most work on a mesh; inf where it was not planned."""
-        return self.first[mesh].result.mean_seconds if mesh in self.first else inf
-
-    def _walk(self, question: Question) -> None:
-        for stages in question.stages:
-            for tensor in question.tensors:
-                if question.devices % (tensor * stages) == 0:
-                    self._halve(question.mesh(tensor, stages), question)
+    def best(self, scenario: Scenario) -> Found | None:
+        """Return the best of a scenario's meshes and of earlier ones; None: none holds the sequences."""
+        if scenario.only is not None:
+            return self.best_of([scenario.only])
+        for stages in scenario.stages:
+            for tensor in scenario.tensors:
+                if scenario.devices % (tensor * stages) == 0:
+                    self._halve(scenario.mesh(tensor, stages), scenario)
             if self.first:
                 break
         best = min(self.first, key=self._seconds, default=None)
         while best is not None:
             more = replace(best, cut=replace(best.cut, stages=2 * best.cut.stages))
-            is_within = more.cut.stages <= question.stages[-1] and question.devices % more.devices == 0
+            is_within = more.cut.stages <= scenario.stages[-1] and scenario.devices % more.devices == 0
             if is_within:
                 self._try(more)
             best = more if is_within and self._seconds(more) < self._seconds(best) else None
+        return self.best_of()
 
-    def _halve(self, mesh: RankMesh, question: Question) -> None:
+    def best_of(self, meshes: Iterable[RankMesh] = ()) -> Found | None:
+        """Return the best of these meshes and of earlier ones; None: none holds the sequences."""
+        for mesh in meshes:
+            self._try(mesh)
+        while self.first:
+            near = sorted(self.first, key=self._seconds)[:_MOST_NEAR]
+            near = [mesh for mesh in near if self._seconds(mesh) <= _NEAR * self._least]
+            if found := [each for each in map(self._finish, near) if each is not None]:
+                return min(found, key=lambda each: each.mean_seconds)
+        return None
+
+    def _seconds(self, mesh: RankMesh) -> float:
+        """Return the seconds of the batch of most work on a mesh; inf if it was not planned."""
+        return self.first[mesh].mean_seconds if mesh in self.first else inf
+
+    @property
+    def _least(self) -> float:
+        return min(map(self._seconds, self.first), default=inf)
+
+    def _halve(self, mesh: RankMesh, scenario: Scenario) -> None:
         """Try a mesh, then smaller capacities until several in a row end no sooner; too large ones do not count."""
         least, waited = inf, 0
         while waited < _PATIENCE and mesh.capacity_share >= _LEAST_SHARE:
             self._try(mesh)
-            if question.capacity_tokens is not None:
+            if scenario.capacity_tokens is not None:
                 return
             if mesh in self.first:
                 waited = 0 if self._seconds(mesh) < least else waited + 1
@@ -168,42 +159,46 @@ class Search:
         if mesh in self.first or mesh in self.left_out:
             return
         try:
-            setting = self.question.setting(mesh)
+            setting = self.scenario.setting(mesh)
             heaviest = self._heaviest(setting)
             longest = max(map(max, self.batches))
-            kinds = _worth_planning(heaviest, longest, setting, mesh, min(map(self._seconds, self.first), default=inf))
-            if not kinds:
+            worth = _worth_planning(heaviest, longest, setting, self._least)
+            if not worth.capacities:
                 self.left_out.add(mesh)
                 return
             self.progress(self.planner, mesh, self.tried)
             self.tried += 1
-            worth = replace(setting, capacities=kinds)
-            if longest > max(heaviest):
-                self._found_on(mesh, setting, [[longest]])  # refused where it is not held
-            self.first[mesh] = self._found_on(mesh, worth, [heaviest])
+            if longest > max(heaviest) and not mesh.lock_step:  # which `lock_steps` lists only if it holds the longest
+                self._run([[longest]], setting)  # refused where it is not held
+            self.first[mesh] = self._run([heaviest], worth)
         except (ConfigError, PlanError) as error:
             self.left_out.add(mesh)
             self.too_large |= {mesh} if isinstance(error, TooLarge) else set()
             if not isinstance(self.refusal, TooLarge):
                 self.refusal = error
 
-    def _finish(self, mesh: RankMesh, far: float = _FAR) -> Found:
-        if len(self.batches) == 1 and mesh in self.first:
+    def _finish(self, mesh: RankMesh) -> Found | None:
+        """Run all batches on a mesh; None: one of them does not fit, and the mesh is left out."""
+        if len(self.batches) == 1:
             return self.first[mesh]
-        if mesh not in self.finished:
-            self.progress(self.planner, mesh, self.tried)
-            setting = self.question.setting(mesh)
+        if mesh in self.finished:
+            return self.finished[mesh]
+        self.progress(self.planner, mesh, self.tried)
+        setting = self.scenario.setting(mesh)
+        for kinds in (self._with_near_kinds(setting), setting):  # another kind may hold what the near ones do not
             try:
-                self.finished[mesh] = self._found_on(mesh, self._with_near_kinds(mesh, setting, far), self.batches)
-            except PlanError:  # another kind may hold what these do not
-                self.finished[mesh] = self._found_on(mesh, setting, self.batches)
-        return self.finished[mesh]
+                return self.finished.setdefault(mesh, self._run(self.batches, kinds))
+            except PlanError as error:
+                self.refusal = error
+        del self.first[mesh]
+        self.left_out.add(mesh)
+        return None
 
     def _heaviest(self, setting: Setting) -> Sequence[int]:
         return max(self.batches, key=lambda tokens: ideal_seconds(tokens, setting))
 
-    def _found_on(self, mesh: RankMesh, setting: Setting, batches: Sequence[Sequence[int]]) -> Found:
-        return found_on(mesh, setting, self.planner, batches, self.question, partial(self._plan, mesh))
+    def _run(self, batches: Sequence[Sequence[int]], setting: Setting) -> Found:
+        return run_batches(self.planner, batches, setting, plan_each=partial(self._plan, setting.mesh))
 
     def _plan(self, mesh: RankMesh, tokens: Sequence[int], cluster: Cluster, cost: Cost, options: PlanOptions) -> Plan:
         """Plan a step on a mesh as `plan_step` does; the batch of most work once."""
@@ -213,34 +208,34 @@ class Search:
         plan = (mesh.lock_step or plan_step)(tokens, cluster, cost, options)
         if mesh not in self.first and not mesh.lock_step:  # the batch of most work, which comes again with all
             plans[key] = plan
+        elif mesh not in self.first and (seconds := float(plan.notes["predicted_seconds"])) >= self._least:
+            expected, remedy = f"a step under {self._least:.3g} s", "Use the settings that take less."
+            raise PlanError("settings", expected=expected, got=f"{seconds:.3g} s", remedy=remedy)
         return plan
 
-    def _with_near_kinds(self, mesh: RankMesh, setting: Setting, far: float) -> Setting:
+    def _with_near_kinds(self, setting: Setting) -> Setting:
         """Drop the kinds of recomputation that ended far later on the batch of most work."""
-        if len(setting.capacities or {}) == 1:
+        if len(setting.capacities) == 1:
             return setting
-        heaviest, offload = tuple(self._heaviest(setting)), self.question.options(mesh).offload
+        heaviest = tuple(self._heaviest(setting))
         ends = {
             options.recompute: float(plan.notes["predicted_seconds"])
-            for (tokens, _, options), plan in self.plans[mesh].items()
-            if tokens == heaviest and options.offload == offload
+            for (tokens, _, options), plan in self.plans[setting.mesh].items()
+            if tokens == heaviest and options.offload == setting.options.offload
         }
-        latest = far * min(ends.values())
-        kinds = {kind: held for kind, held in (setting.capacities or {}).items() if ends.get(kind, 0.0) <= latest}
+        latest = _FAR * min(ends.values())
+        kinds = {kind: held for kind, held in setting.capacities.items() if ends.get(kind, 0.0) <= latest}
         return replace(setting, capacities=kinds)
 
 
-def _worth_planning(
-    tokens: Sequence[int], longest_tokens: int, setting: Setting, mesh: RankMesh, least: float
-) -> dict[str, int]:
-    """Return the capacities of kinds that hold the longest sequence and may beat the best so far."""
-    capacities = setting.capacities or {}
-    holding = {
-        kind: held for kind, held in capacities.items()
-        if mesh.offload != "off" or setting.cluster.ranks * held >= longest_tokens
-    }  # fmt: skip
-    return {
+def _worth_planning(tokens: Sequence[int], longest_tokens: int, setting: Setting, least_seconds: float) -> Setting:
+    """Keep the kinds of recomputation that hold the longest sequence and may end before the best so far."""
+    ranks, capacities = setting.memory.ranks, setting.capacities
+    offloads = setting.mesh.offload != "off"
+    holding = {kind: held for kind, held in capacities.items() if offloads or ranks * held >= longest_tokens}
+    worth = {
         kind: held
         for kind, held in (holding or capacities).items()
-        if arithmetic_seconds(tokens, setting.cost, kind) < least * setting.cluster.ranks
+        if arithmetic_seconds(tokens, setting.cost, kind) < least_seconds * ranks
     }
+    return replace(setting, capacities=worth)

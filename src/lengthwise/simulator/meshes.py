@@ -1,17 +1,17 @@
-"""The meshes that a planner may be given, what is asked of them, and what was found on one.
+"""The meshes that a planner may be given, and what ranks of one hold and take.
 
-A mesh: devices of a rank (tensor x pipeline stages), how parameters lie over ranks, and the tokens of a rank; planners
+A mesh: devices of a rank (tensor x pipeline stages), how parameters lie over ranks, and the tokens of a rank. Planners
 choose the rest within it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError
+from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.core.shape import UNCUT, Cluster, LayerCut, ModelShape
+from lengthwise.core.shape import UNCUT, LayerCut, ModelShape
 from lengthwise.cost import (
     STEP_TOKENS,
     Cost,
@@ -22,22 +22,21 @@ from lengthwise.cost import (
     recompute_capacities,
     step_memory,
 )
-from lengthwise.cost.sharding import Shard
-from lengthwise.planner import PLANNING_SHARE, PlanOptions, PlanStep, options_of, plan_step
-from lengthwise.program import trains
+from lengthwise.cost.shard_choice import Shard
+from lengthwise.planner import PLANNING_SHARE, PlanOptions, options_of
+from lengthwise.planner.plan_options import DEFAULT
 from lengthwise.simulator.rivals import LockStep
-from lengthwise.simulator.study import PlannerResult, Setting, compare_planners
 
 _MOST_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMesh:
-    """Devices of a rank, `tensor` for each stage of its `cut`, and what it may do beside cutting sequences.
+    """Devices of a rank, `tensor` for each stage of its `cut`, and what planners may do beside cutting sequences.
 
-    capacity_share: of the tokens that fit by estimate. held: tokens of a rank by kinds of recomputation, in place of
-    what fits. heads, offload: as of `PlanOptions`. layout: of parameters over the ranks. lock_step: how FSDP2 runs, in
-    place of a planner.
+    capacity_share: of the tokens that fit by estimate. held: tokens of a rank by kind of recomputation, in place of
+    what fits. heads, offload: as in `PlanOptions`. layout: of the parameters over the ranks. lock_step: an FSDP2
+    planner, in place of a named one.
     """
 
     tensor: int = 1
@@ -51,25 +50,45 @@ class RankMesh:
 
     @property
     def devices(self) -> int:
-        """Of a rank."""
+        """The number of devices of a rank."""
         return self.tensor * self.cut.stages
 
     def __str__(self) -> str:
         rank = f"TP {self.tensor} x PP {self.cut.stages} devices a rank" if self.devices > 1 else "one device a rank"
         share = f", {self.capacity_share:g} of the tokens that fit" if self.capacity_share != 1 else ""
-        choices = [f"{name} {each}" for name, each in (("heads", self.heads), ("offload", self.offload))]
-        return f"{rank}{share}, {', '.join(choices)}"
+        return f"{rank}{share}, heads {self.heads}, offload {self.offload}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What is asked: a model on so many devices of a hardware, and the meshes that may be tried.
+class Setting:
+    """What ranks of a mesh hold and take, and how planners plan for them.
+
+    capacities: tokens of a rank by the kinds of recomputation that a step may choose. context_tokens: sizes the mesh of
+    planners with a fixed one. loader: of `simulator.loading.LOADERS`. must_fit: refuse plans that need more memory than
+    a device has. options: the planner's name and context are set for each step.
+    """
+
+    mesh: RankMesh = RankMesh()
+    memory: StepMemory
+    hardware: Hardware
+    cost: Cost
+    capacities: Mapping[str, int]
+    context_tokens: int = 1
+    loader: str = "none"
+    must_fit: bool = False
+    options: PlanOptions = DEFAULT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A model on a number of devices, and the meshes that planners may be given there.
 
     tensors, stages: of a rank, ascending. kinds: of recomputation, chosen for each step. capacity_tokens: of a rank
     (default: what fits); takes_capacity: whatever the estimate says. base: the mesh of one device, whose choices and
-    chunks of a stage all meshes have. cost: of ranks of one device, measured (default: by hardware). mode: of
-    `PlanOptions` (default: by stages and layout). context_tokens, loader: of `Setting`. adapters: parameters that train
-    in place of the model's own (LoRA); None: all train. offloads: the optimizer and its masters are on the host.
+    chunks of a stage all meshes have. only: the one mesh of all planners; None: search the best of each. cost: of ranks
+    of one device, measured (default: by hardware). mode: of `PlanOptions` (default: by stages and layout).
+    context_tokens, loader: of `Setting`. adapters: parameters that train in place of the model's own (LoRA); None: all
+    train. offloads: whether master weights and the optimizer's states are on the host.
     """
 
     shape: ModelShape
@@ -82,6 +101,7 @@ class Question:
     capacity_tokens: int | None = None
     takes_capacity: bool = False
     base: RankMesh = RankMesh(heads="auto", offload="auto")
+    only: RankMesh | None = None
     cost: Cost | None = None
     loader: str = "none"
     mode: str | None = None
@@ -89,33 +109,38 @@ class Question:
     offloads: bool = False
 
     def setting(self, mesh: RankMesh) -> Setting:
-        """Return what is simulated on a mesh.
+        """Return what ranks of a mesh hold and take.
 
         Raises:
-            ConfigError: no room beside weights and optimizer, or less than the given capacity, or a mesh that does not
-                fit model or node.
+            ConfigError: weights and optimizer leave no room, or less than the given capacity, or the mesh does not fit
+                model or node.
         """
-        memory = self.memory(mesh)
-        if mesh.held:
-            capacities = dict(mesh.held)
-        elif self.capacity_tokens is not None and self.takes_capacity:
-            capacities = dict.fromkeys(self.kinds, self.capacity_tokens)
+        memory, given = self.memory(mesh), self.capacity_tokens
+        takes_any = given is not None and self.takes_capacity
+        if mesh.held or takes_any:
+            capacities = dict(mesh.held) or dict.fromkeys(self.kinds, given or 0)
         else:
-            fitting = recompute_capacities(memory, self.hardware, kinds=self.kinds)
-            capacities = self._capacities(fitting, mesh)
+            capacities = self._capacities(recompute_capacities(memory, self.hardware, kinds=self.kinds), mesh)
         return Setting(
+            mesh=mesh,
             memory=memory,
             hardware=self.hardware,
             cost=self.cost_of(mesh),
-            cluster=Cluster(ranks=memory.ranks, capacity_tokens=max(capacities.values())),
+            capacities=capacities,
             context_tokens=self.context_tokens,
             loader=self.loader,
-            capacities=capacities,
-            must_fit=mesh.offload != "off" if mesh.held else self.capacity_tokens is None or not self.takes_capacity,
+            must_fit=mesh.offload != "off" if mesh.held else not takes_any,
+            options=options_of(
+                memory,
+                heads=mesh.heads,
+                offload=mesh.offload,
+                planning_share=PLANNING_SHARE,
+                **({"mode": self.mode} if self.mode else {}),
+            ),
         )
 
     def cost_of(self, mesh: RankMesh) -> Cost:
-        """Return the costs of ranks on a mesh, of FSDP2 with the head in its root unit."""
+        """Return the costs of ranks on a mesh; FSDP2 has the head in its root unit."""
         shape, tensor, stages = self.shape, mesh.tensor, mesh.cut.stages
         cost = self.cost or all_terms_cost(shape, self.hardware, tensor=tensor, stages=stages, adapters=self.adapters)
         return laid_cost(cost, self.memory(mesh), head_apart=mesh.lock_step is None)
@@ -123,38 +148,27 @@ class Question:
     def held(self, layout: Shard) -> dict[str, int]:
         """Return the tokens that a rank of one device holds, by kinds of recomputation that leave room; {}: none does.
 
-        A given capacity is taken with the kinds that leave so much, or, where none does, with all.
+        A given capacity is taken with the kinds that leave so much, or, if none does, with all.
         """
         try:
-            fitting = recompute_capacities(self.memory(RankMesh(layout=layout)), self.hardware, kinds=self.kinds)
+            return dict(replace(self, takes_capacity=False).setting(RankMesh(layout=layout)).capacities)
         except ConfigError:
-            fitting = {}
-        given = self.capacity_tokens
-        if given is None:
-            return fitting
-        return dict.fromkeys([kind for kind, held in fitting.items() if held >= given] or self.kinds, given)
+            return {} if self.capacity_tokens is None else dict.fromkeys(self.kinds, self.capacity_tokens)
 
     def _capacities(self, fitting: Mapping[str, int], mesh: RankMesh) -> dict[str, int]:
-        """Return the given capacity, or what the mesh fits, for each kind that leaves so much."""
-        if self.capacity_tokens is not None:
-            capacities = {kind: self.capacity_tokens for kind, held in fitting.items() if held >= self.capacity_tokens}
+        given = self.capacity_tokens
+        if given is not None:
+            capacities = {kind: given for kind, held in fitting.items() if held >= given}
             expected, remedy = "what fits beside weights and optimizer", "Give a smaller {capacity}."
-            wanted = self.capacity_tokens
         else:
             shared = {kind: int(held * mesh.capacity_share) for kind, held in fitting.items()}
             capacities = {kind: held // STEP_TOKENS * STEP_TOKENS for kind, held in shared.items()}
             capacities = {kind: held for kind, held in capacities.items() if held}
             expected, remedy = "what fits", "Use more devices a rank, or hardware with more memory."
-            wanted = STEP_TOKENS
         if not capacities:
-            most = max(fitting.values())
-            raise ConfigError("capacity", expected=f"{expected}: at most {most} tokens", got=str(wanted), remedy=remedy)
+            expected, got = f"{expected}: at most {max(fitting.values())} tokens", str(given or STEP_TOKENS)
+            raise ConfigError("capacity", expected=expected, got=got, remedy=remedy)
         return capacities
-
-    def options(self, mesh: RankMesh) -> PlanOptions:
-        """Return how steps are planned on a mesh: with the tries that training has."""
-        choices = {"heads": mesh.heads, "offload": mesh.offload, "planning_share": PLANNING_SHARE}
-        return options_of(self.memory(mesh), **choices, **({"mode": self.mode} if self.mode else {}))
 
     def memory(self, mesh: RankMesh) -> StepMemory:
         """Return what a device holds on a mesh."""
@@ -163,18 +177,18 @@ class Question:
         whole = step_memory(self.shape, self.hardware, ranks, tensor=mesh.tensor, cut=mesh.cut)
         return replace(whole, shard=mesh.layout, ranks_per_node=node, trained=self.adapters, offloads=self.offloads)
 
-    def trained_today(self) -> Question | None:
-        """Return the question with the meshes alone that the engine runs; None: there are none."""
+    def trained_today(self) -> Scenario | None:
+        """Return the scenario with the meshes alone that the engine runs; None: it runs none of them."""
         stages = tuple(stages for stages in self.stages if stages == 1 or self.mode in (None, "pipeline"))
         return replace(self, tensors=(1,), stages=stages) if 1 in self.tensors and stages else None
 
     def mesh(self, tensor: int, stages: int) -> RankMesh:
-        """Return a mesh with all that fits, and all that planners may choose."""
+        """Return a mesh with all tokens that fit, and all choices that planners may have."""
         return replace(self.base, tensor=tensor, cut=replace(self.base.cut, stages=stages))
 
 
 def powers_that_divide(devices: int, most: int) -> tuple[int, ...]:
-    """List 1, 2, 4, ... up to `most`, as far as they divide the devices."""
+    """List the powers of two up to `most` that divide the devices."""
     return tuple(each for each in (2**power for power in range(most.bit_length())) if devices % each == 0)
 
 
@@ -186,72 +200,3 @@ def tensors_to_try(shape: ModelShape, hardware: Hardware, devices: int) -> tuple
 def stages_to_try(shape: ModelShape, devices: int) -> tuple[int, ...]:
     """List numbers of pipeline stages of a rank: powers of two that divide layers and devices."""
     return tuple(p for p in powers_that_divide(devices, _MOST_STAGES) if shape.layers % p == 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A planner on its best mesh, all batches; `trains`: whether the engine of this version runs these plans."""
-
-    planner: str
-    mesh: RankMesh
-    setting: Setting
-    result: PlannerResult
-    trains: bool
-
-    @property
-    def held_tokens(self) -> dict[str, int]:
-        """The tokens that a rank holds with each kind of recomputation that its plans take."""
-        held, capacities = self.setting.cluster.capacity_tokens, self.setting.capacities or {}
-        return {step.recompute: capacities.get(step.recompute, held) for step in self.result.steps}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Best:
-    """The best that a planner can do: on the meshes that the engine runs, and on all; tried: plans made for it.
-
-    today, any_mesh: None where no such mesh holds these sequences; refusal, refusal_today: why the last one did not.
-    """
-
-    planner: str
-    today: Found | None
-    any_mesh: Found | None
-    tried: int
-    refusal: LengthwiseError | None = None
-    refusal_today: LengthwiseError | None = None
-
-    @property
-    def only_planned(self) -> Found | None:
-        """The best mesh, where it is another than the best that the engine runs."""
-        is_other = self.any_mesh is not None and (self.today is None or self.any_mesh.mesh != self.today.mesh)
-        return self.any_mesh if is_other else None
-
-
-def found_on(
-    mesh: RankMesh,
-    setting: Setting,
-    planner: str,
-    batches: Sequence[Sequence[int]],
-    question: Question,
-    plan_each: PlanStep | None = None,
-) -> Found:
-    """Run batches of one planner on one mesh, whose setting it is.
-
-    plan_each: as for `plan_recomputed` (default: the planner of the mesh).
-    """
-    options = question.options(mesh)
-    (result,) = compare_planners(
-        [planner], batches, setting, progress=lambda *_: None, options=options,
-        plan_each=plan_each or mesh.lock_step or plan_step,
-    )  # fmt: skip
-    features = frozenset[str]().union(*(step.features for step in result.steps))
-    runs = trains(features, tensor=mesh.tensor)
-    return Found(planner=planner, mesh=mesh, setting=setting, result=result, trains=runs)
-
-
-def on_one_mesh(mesh: RankMesh, planner: str, batches: Sequence[Sequence[int]], question: Question) -> Best:
-    """Run all batches of one planner where that is the only mesh there is."""
-    try:
-        found = found_on(mesh, question.setting(mesh), planner, batches, question)
-    except (ConfigError, PlanError) as error:
-        return Best(planner=planner, today=None, any_mesh=None, tried=1, refusal=error)
-    return Best(planner=planner, today=found if found.trains else None, any_mesh=found, tried=1)

@@ -1,7 +1,7 @@
-"""What each position of a piece does in one layer, as arrays: blocks of attention, and shards that travel.
+"""One layer of a piece as arrays by ring position: blocks of attention, and the shards that ranks send on.
 
-As `program.lower_microbatch`, against which tests hold it, in milliseconds instead of minutes. Sliding windows do not
-shorten a ring's way, and groups that split heads are one position.
+Tests compare it with `program.lower_microbatch`, which takes minutes for what takes milliseconds here. Sliding windows
+do not shorten a ring, and a group that splits heads is one position.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _EXACT = 2**62  # products below fit NumPy's whole numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceLayer:
-    """One piece in one layer; arrays go by ring position, each `heads` ranks, of stacked pieces by piece before that.
+    """One piece in one layer; entries are ring positions of `heads` ranks, after an axis of stacked pieces, if any.
 
     blocks: attention in seconds of one rank, forward and backward together, at [ring_step, position].
-    tokens: of the shard of each position, that its ranks hold or split the heads of.
+    tokens: of the shard of each position, whose ranks hold it or split its heads.
     held: tokens of one rank, for its linear work.
-    near: whether the way to the next position stays inside a node.
-    exchange: seconds of one rank's all-to-all, forward and backward together; states: of its sweeps of states.
+    near: whether the next position is in the same node.
+    exchange, states: seconds of one rank's all-to-all, and of its sweeps of states, forward and backward together.
     cut: seconds of one rank's scans beyond those of whole sequences.
     """
 
@@ -43,7 +43,7 @@ class PieceLayer:
 
     @property
     def positions(self) -> int:
-        """Positions of the ring."""
+        """The number of positions of the ring."""
         return self.tokens.shape[-1]
 
 
@@ -85,7 +85,7 @@ def stack_layers(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost
 def _layer(
     blocks: Floats, shards: Floats, ranks: NDArray[np.int64], heads: int, cost: Cost, sequences: Numbers
 ) -> PieceLayer:
-    """Collect what positions compute, hold and send; `blocks` are seconds of all layers and all ranks."""
+    """Collect what positions compute, hold and send; blocks: seconds of all layers and of all ranks of a position."""
     nodes = ranks.reshape(*shards.shape, heads) // cost.ranks_per_node
     own = np.all(nodes == nodes[..., :1], axis=-1)
     outside = min(cost.far.bytes_per_second, cost.uplink_bytes_per_second / cost.ranks_per_node)

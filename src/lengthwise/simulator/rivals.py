@@ -1,7 +1,7 @@
 """What most people train with today: FSDP2 in lock-step, with padding, packing, or rings of one size, as planners.
 
-Each is called as `plan_step` is and gives plans in waves, priced and simulated as all others are. Its settings are
-those that a user chooses once for a run, which `simulator.search` does.
+A `LockStep` is called as `plan_step` is, and its plans in waves are priced and simulated as all others are. A user
+chooses its settings once for a run; the search of meshes tries those that `lock_steps` lists.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from lengthwise.program.features import with_requires
 from lengthwise.program.ring_order import ring_order
 
 PADDED, PACKED, ONE_RING = "FSDP2, padded", "FSDP2, packed", "FSDP2, one ring size"
-RIVALS = (PADDED, PACKED, ONE_RING)
-_SEED = 0  # of the order in which a trainer comes to its packs
-_MORE_MICROBATCHES = (0, 1, 2, 4, 8)  # of packs, than the fewest that hold a batch
-_FILLED = 0.98  # of a pack, as packing whole sequences leaves it
+BY_WORK = "FSDP2, own sampler"  # packs, or rings of packs, of like work side by side
+RIVALS = (PADDED, PACKED, ONE_RING, BY_WORK)
+_SEED = 0  # of a trainer's shuffled order of packs
+_MORE_MICROBATCHES = (0, 1, 2, 4, 8)  # than the fewest that hold a batch
+_FILLED = 0.98  # share of a pack that whole sequences fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockStep:
     """A planner of microbatches that all ranks run side by side.
 
-    size, by_length: sequences of a microbatch, each padded to the longest of them; None: packs up to the capacity.
-    degree: ranks that share each microbatch; what it leaves over of all ranks has nothing to do. by_work: packs of most
-    attention run first, so that like ones run side by side; else in shuffled order.
+    size: sequences of a microbatch, each padded to the longest of them, in data order or `by_length`; None: packs up to
+    the capacity. degree: ranks that share a microbatch; ranks that it leaves over have nothing to do. by_work: packs of
+    most attention run first, so that like ones run side by side; else in shuffled order.
     """
 
     size: int | None = None
@@ -76,14 +77,14 @@ class LockStep:
 
 
 def padded(tokens: Sequence[int], size: int, *, by_length: bool) -> list[list[int]]:
-    """Make microbatches of `size` sequences, each padded to the longest of them; `by_length`: of like lengths."""
+    """Make microbatches of `size` sequences, each padded to its longest; by_length: sort sequences by length first."""
     ordered = sorted(tokens, reverse=True) if by_length else list(tokens)
     parts = [ordered[first : first + size] for first in range(0, len(ordered), size)]
     return [[max(part)] * len(part) for part in parts]
 
 
 def packed(tokens: Sequence[int], capacity_tokens: int) -> list[list[int]]:
-    """Pack whole sequences, longest first, each where it fits best; the packs come in the order of a shuffled set."""
+    """Pack whole sequences, longest first, each into the pack that it fits best; shuffle the packs."""
     room: list[tuple[int, int]] = []  # (tokens left, pack), ascending
     packs: list[list[int]] = []
     for length in sorted(tokens, reverse=True):
@@ -98,15 +99,16 @@ def packed(tokens: Sequence[int], capacity_tokens: int) -> list[list[int]]:
 
 
 def lock_steps(
-    name: str, batches: Sequence[Sequence[int]], ranks: int, capacities: Mapping[str, int], *, by_work: bool = False
+    name: str, batches: Sequence[Sequence[int]], ranks: int, capacities: Mapping[str, int]
 ) -> Iterator[tuple[str, int, LockStep]]:
     """List the settings of one of `RIVALS` that hold the longest sequence: recomputation, tokens of a rank, planner.
 
     Packs are so large that every rank has one in each microbatch. capacities: tokens of a rank, by recomputation.
     """
     longest, most_tokens = max(map(max, batches)), max(map(sum, batches))
-    degrees = [d for d in range(2, ranks + 1) if ranks % d == 0] if name == ONE_RING else [1]
-    for (kind, held), degree in product(capacities.items(), degrees):
+    divisors = [d for d in range(2, ranks + 1) if ranks % d == 0]
+    degrees = {ONE_RING: divisors, BY_WORK: [1, *divisors]}.get(name, [1])
+    for degree, (kind, held) in product(degrees, capacities.items()):
         least = -(-longest // degree)
         if least > held:
             continue
@@ -117,4 +119,4 @@ def lock_steps(
         fewest = -(-most_tokens // int(ranks * held * _FILLED))
         rooms = {int(most_tokens / _FILLED / ((fewest + more) * ranks)) for more in _MORE_MICROBATCHES}
         for room in sorted({held, *(max(least, each) for each in rooms if each <= held)}, reverse=True):
-            yield kind, room, LockStep(degree=degree, by_work=by_work)
+            yield kind, room, LockStep(degree=degree, by_work=name == BY_WORK)

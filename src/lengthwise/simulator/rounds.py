@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
-from lengthwise.cost import Choice, Cost, Pass
+from lengthwise.cost import Choice, Cost, PassShares
 from lengthwise.cost.links import Floats
 from lengthwise.simulator.piece_layers import PieceLayer, piece_layer, stack_layers
 
 _AT_ONCE = 2**21  # blocks of rings that are run side by side, 8 bytes each
-_NO_NODES = np.zeros((1, 1), dtype=np.int64)  # of rings that share no uplinks: never asked for
+_NO_NODES = np.zeros((1, 1), dtype=np.int64)  # for rings that share no uplinks, which do not read it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def microbatch_clocks(microbatch: Microbatch, tokens: Sequence[int], cost: Cost)
 
 
 def ring_clocks(microbatches: Sequence[Microbatch], tokens: Sequence[int], cost: Cost) -> list[MicrobatchClocks]:
-    """Run microbatches of one piece each, alike in degree, heads, offload and recomputation, on links of their own."""
+    """Run microbatches of one piece each, on links of their own; degree, heads, offload and recomputation are equal."""
     positions = microbatches[0].pieces[0].degree // microbatches[0].pieces[0].heads
     most = max(1, _AT_ONCE // positions**2)
     parts = (microbatches[first : first + most] for first in range(0, len(microbatches), most))
@@ -111,7 +111,9 @@ def _run(pieces: Sequence[_Placed], shape: tuple[int, ...], microbatch: Microbat
     }
 
 
-def _run_pass(pieces: Sequence[_Placed], clock: Floats, held: Floats, each: Pass, cost: Cost) -> tuple[Floats, Floats]:
+def _run_pass(
+    pieces: Sequence[_Placed], clock: Floats, held: Floats, each: PassShares, cost: Cost
+) -> tuple[Floats, Floats]:
     """Run all layers of one pass; return the clocks after it, and its arithmetic."""
     own = (each.linear * cost.linear_seconds * held + each.linear * cost.fixed_seconds) / cost.layers
     exchange, blocks = np.zeros_like(held), np.zeros_like(held)
@@ -133,7 +135,7 @@ def _run_pass(pieces: Sequence[_Placed], clock: Floats, held: Floats, each: Pass
 
 
 def _run_layer(rings: Sequence[_Ring], lone: Sequence[tuple[_Placed, Floats]], clock: Floats, cost: Cost) -> Floats:
-    """Run one layer: rings, and the blocks of pieces that need no other rank's keys."""
+    """Run the rings of one layer, and the blocks of pieces that need no keys of other ranks."""
     for step in range(max(ring.num_steps for ring in rings)):
         end = clock.copy()
         for piece, seconds in lone if step == 0 else ():
@@ -173,7 +175,7 @@ def _shared_seconds(rings: Sequence[_Ring], sends: Sequence[Floats], step: int, 
 class _Ring:
     """A ring in one layer of one pass: what each rank computes and sends at each ring step, at [..., position, 1]."""
 
-    def __init__(self, piece: _Placed, each: Pass, cost: Cost) -> None:
+    def __init__(self, piece: _Placed, each: PassShares, cost: Cost) -> None:
         layer, self.places, self.nodes = piece.layer, piece.places, piece.nodes
         self._keys, self._gradients = cost.forward.ring, each.ring - cost.forward.ring if each is cost.backward else 0.0
         self._positions = layer.positions
@@ -197,7 +199,7 @@ class _Ring:
         return payload + self._gradients * self._arrived(step - 1) if self._gradients and step >= 2 else payload
 
     def send_seconds(self, step: int) -> Floats:
-        """Return the seconds of each position's message; 0 where there is none."""
+        """Return the seconds of each position's message; 0 if it sends none."""
         payload = self.payload(step)
         return np.where(payload > 0, self.latency + payload / self._rate, 0.0)
 

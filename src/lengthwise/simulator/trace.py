@@ -1,13 +1,13 @@
-"""A timeline as a Chrome trace: JSON that chrome://tracing and ui.perfetto.dev open.
+"""A timeline to look at: the stretches of a rank, and a Chrome trace that chrome://tracing and ui.perfetto.dev open.
 
-Nodes are processes, stages of ranks threads, passes slices; gaps are waits. Of thousands of ranks some are shown: the
-first, the last to end, the one of least work, and some over the line.
+In a trace nodes are processes, stages of ranks threads, passes slices; gaps are waits. Of thousands of ranks some are
+shown: the first, the last to end, the one of least work, and some evenly over all ranks.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,25 @@ from lengthwise.core.timeline import Timeline
 
 _MICROSECONDS = 1e6
 _NAMED = 8  # sequences whose lengths a slice names
+
+
+class Stretch(NamedTuple):
+    """A stretch of a rank's time in seconds; `kind`: ring if it shares a sequence of the microbatch, else local."""
+
+    start: float
+    end: float
+    kind: str
+
+
+def stretches(plan: Plan, timeline: Timeline, rank: int) -> list[Stretch]:
+    """Return what a rank runs, a microbatch each, in the order of the timeline."""
+    found = []
+    for row in np.flatnonzero(timeline.rank == rank).tolist():
+        pieces = plan.microbatches[int(timeline.microbatch[row])].pieces
+        kind = "ring" if any(piece.degree > 1 and rank in piece.ranks for piece in pieces) else "local"
+        start = float(timeline.start[row])
+        found.append(Stretch(start, start + float(timeline.busy_seconds[row]), kind))
+    return found
 
 
 def chosen_ranks(timeline: Timeline, most: int) -> list[int]:

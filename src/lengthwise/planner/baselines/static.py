@@ -24,7 +24,7 @@ def plan_static(request: PlanRequest) -> list[Microbatch]:
     """Plan one step on the fixed mesh for `context_tokens`.
 
     Raises:
-       PlanError: a context that the cluster cannot hold, or a sequence longer than the context.
+        PlanError: a context that the cluster cannot hold, or a sequence longer than the context.
     """
     context = _context_tokens(request)
     clusters = [request.cluster]

@@ -16,8 +16,8 @@ from operator import attrgetter
 from lengthwise.core.held import held_tokens, rounding_tokens
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.planner.problem.effort import CHANGE_SECONDS
-from lengthwise.planner.problem.lengths import NEARLY
 from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.planner.problem.step_lengths import NEARLY
 from lengthwise.program.ring_order import interval_microbatch
 
 MOST_WORK = 300  # sequences x ranks; above it rules level better than tries

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lengthwise.planner.placement.line import Gaps
 from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.problem.effort import OPEN, TOLD_APART
-from lengthwise.planner.problem.lengths import NEARLY
+from lengthwise.planner.problem.step_lengths import NEARLY
 
 _PARTNERS = 4  # least busy ranks examined for one with room
 _COMPARED = 512  # sequences examined of a rank, evenly spaced: it limits memory, and a closer fit gains nothing
@@ -105,13 +105,13 @@ def level_ends(
     """Give the rest, longest first, to the rank that ends it first; return the packs and the makespan.
 
     Args:
-       free: when each rank is done with its rings.
-       short: the sequences, in seconds of a rank of speed 1.
-       capacity_tokens: tokens per pack.
-       launch_seconds: of each pack that is not beside a ring, on a rank of speed 1.
-       rooms: the rooms beside rings.
-       goal_seconds: a makespan that is early enough; later ones go through `level_by_swaps`.
-       speeds: of each rank (default: all 1).
+        free: when each rank is done with its rings.
+        short: the sequences, in seconds of a rank of speed 1.
+        capacity_tokens: tokens per pack.
+        launch_seconds: of each pack that is not beside a ring, on a rank of speed 1.
+        rooms: the rooms beside rings.
+        goal_seconds: a makespan that is early enough; later ones go through `level_by_swaps`.
+        speeds: of each rank (default: all 1).
     """
     left = short.left()
     ranks = [RankPacks(capacity_tokens, short.lengths[left[-1]] if left else 0) for _ in free]
@@ -255,12 +255,12 @@ def level_by_swaps(
     """Exchange sequences until the makespan is within `goal_seconds`, none helps, or `most_swaps` were made.
 
     Args:
-       loads: when each rank is done.
-       bins: of each rank, its packs; changed in place.
-       lengths, seconds: of the sequences, by the bins' indices.
+        loads: when each rank is done.
+        bins: of each rank, its packs; changed in place.
+        lengths, seconds: of the sequences, by the bins' indices.
 
     Returns:
-       The makespan.
+        The makespan.
     """
     ends = np.array(loads)
     for _ in range(most_swaps):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.planner.problem.effort import OPEN
-from lengthwise.planner.problem.lengths import ROUNDING
+from lengthwise.planner.problem.step_lengths import ROUNDING
 from lengthwise.planner.problem.topology import Extras, window_max, window_sum
 
 
@@ -165,10 +165,10 @@ def place_rings(
     """Place rings given as (sequence, degree, seconds with launch), in this order.
 
     Args:
-       rings: widest first.
-       ranks: of the line.
-       backfilled: whether to use holes that wider rings left.
-       extra_seconds: for a sequence and a degree, how much longer than `seconds` each place takes.
+        rings: widest first.
+        ranks: of the line.
+        backfilled: whether to use holes that wider rings left.
+        extra_seconds: for a sequence and a degree, how much longer than `seconds` each place takes.
     """
     line = RankLine(ranks)
     place = 0

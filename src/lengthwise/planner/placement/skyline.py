@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lengthwise.cost import Cost
 from lengthwise.planner.placement.line import PlacedRings, RankLine, at_place
-from lengthwise.planner.problem.lengths import NEARLY
+from lengthwise.planner.problem.step_lengths import NEARLY
 from lengthwise.planner.problem.topology import Topology
 
 

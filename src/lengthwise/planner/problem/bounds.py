@@ -18,8 +18,8 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import UNCUT, Cluster, LayerCut
 from lengthwise.cost import Cost
 from lengthwise.planner.problem.degrees import DegreeTable, cheapest_degrees
-from lengthwise.planner.problem.lengths import NEARLY, ROUNDING, read_tokens, refuse_unheld
 from lengthwise.planner.problem.speeds import at_mean_speed, read_speeds
+from lengthwise.planner.problem.step_lengths import NEARLY, ROUNDING, read_tokens, refuse_unheld
 from lengthwise.planner.problem.topology import Topology
 
 
@@ -36,17 +36,17 @@ def bound_seconds(
     """Return a lower bound of the makespan, in seconds, of all plans of these lengths.
 
     Args:
-       tokens: lengths of the sequences.
-       cluster: ranks and capacity; no offload.
-       cost: the costs that the plan is scored with.
-       lone_rings: every ring holds one sequence, over at least s / capacity ranks.
-       shared_launches: such a ring may share its microbatch, with no rank above the capacity.
-       whole_launches: also count launches as whole numbers on each rank, if rings hold one sequence.
-       speeds: of each rank (default: all 1).
+        tokens: lengths of the sequences.
+        cluster: ranks and capacity; no offload.
+        cost: the costs that the plan is scored with.
+        lone_rings: every ring holds one sequence, over at least s / capacity ranks.
+        shared_launches: such a ring may share its microbatch, with no rank above the capacity.
+        whole_launches: also count launches as whole numbers on each rank, if rings hold one sequence.
+        speeds: of each rank (default: all 1).
 
     Raises:
-       PlanError: a sequence that the cluster cannot hold.
-       ConfigError: invalid speeds.
+        PlanError: a sequence that the cluster cannot hold.
+        ConfigError: invalid speeds.
     """
     checked = read_tokens(tokens)
     refuse_unheld(checked, cluster)

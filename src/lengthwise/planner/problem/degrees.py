@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.planner.problem.lengths import ROUNDING, least_degrees_held
+from lengthwise.planner.problem.step_lengths import ROUNDING, least_degrees_held
 
 GROWTH_FLOOR_TOKENS = 4096  # growth stops here: attention blocks under 2K tokens run slower than the formula says
 _EVERY = 64  # the grid has all degrees up to here, above it steps of a 64th of the degree

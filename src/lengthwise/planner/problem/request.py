@@ -24,7 +24,7 @@ from lengthwise.planner.problem.degrees import (
     most_degrees,
     useful_degrees,
 )
-from lengthwise.planner.problem.lengths import ROUNDING
+from lengthwise.planner.problem.step_lengths import ROUNDING
 from lengthwise.planner.problem.topology import Extras, Topology
 
 

@@ -54,13 +54,13 @@ def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> S
     messages: m microbatches of t each end after t m + t (p - 1) / v.
 
     Args:
-       plan: of any planner.
-       cost: the costs of work.
-       speeds: of each rank (default: those of the plan's notes, else 1); a piece is as slow as its slowest rank.
+        plan: of any planner.
+        cost: the costs of work.
+        speeds: of each rank (default: those of the plan's notes, else 1); a piece is as slow as its slowest rank.
 
     Raises:
-       PlanError: a feature that these costs do not price.
-       ConfigError: invalid speeds.
+        PlanError: a feature that these costs do not price.
+        ConfigError: invalid speeds.
     """
     speeds = noted_speeds(plan) if speeds is None else read_speeds(speeds, plan.ranks)
     cut = replace(plan.cut, stages=_priced_stages(plan, cost))
@@ -194,6 +194,6 @@ def _priced_stages(plan: Plan, cost: Cost) -> int:
     """Return the pipeline stages of a rank; refuse a number that these costs do not price."""
     asked = plan.cut.stages
     if plan.schedule["kind"] == "pipeline" and cost.stages not in (0, asked):
-        expected, remedy = f"{cost.stages}, as in the costs", "Take costs of that many stages."
+        expected, remedy = f"{cost.stages}, as in the costs", "Use costs of that many stages."
         raise PlanError("plan: stages", expected=expected, got=str(asked), remedy=remedy)
     return cost.stages or asked

@@ -14,7 +14,7 @@ from typing import Any
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError, raise_problems
 from lengthwise.core.plan import Plan
 from lengthwise.cost import Cost
-from lengthwise.planner.problem.lengths import NAMED
+from lengthwise.planner.problem.step_lengths import NAMED
 
 _MOST_SPEED = 1e6  # the least speed is its inverse
 
@@ -23,8 +23,8 @@ def read_speeds(speeds: Sequence[float] | None, ranks: int) -> tuple[float, ...]
     """Return a speed for each of `ranks` ranks, or None if all are 1.
 
     Raises:
-       ConfigError: a wrong number of speeds, or a speed outside 1e-6 to 1e6.
-       Problems: several of these.
+        ConfigError: a wrong number of speeds, or a speed outside 1e-6 to 1e6.
+        Problems: several of these.
     """
     if speeds is None:
         return None
@@ -37,9 +37,11 @@ def read_speeds(speeds: Sequence[float] | None, ranks: int) -> tuple[float, ...]
         for rank in wrong[:NAMED]
     ]
     if len(wrong) > NAMED:
-        problems.append(refuse_speeds("speeds", "such numbers", f"{len(wrong) - NAMED} more that are not"))
+        problems.append(
+            refuse_speeds("speeds", "such numbers for all ranks", f"{len(wrong) - NAMED} more invalid ones")
+        )
     if len(listed) != ranks:
-        problems.append(refuse_speeds("speeds", f"{ranks}, one a rank", str(len(listed))))
+        problems.append(refuse_speeds("speeds", f"{ranks}, one per rank", str(len(listed))))
     raise_problems(problems)
     return None if all(value == 1 for value in listed) else tuple(float(value) for value in listed)
 
@@ -80,5 +82,5 @@ def _is_run(run: Any) -> bool:
 
 def refuse_speeds(where: str, expected: str, got: str) -> ConfigError:
     """Return the error for invalid speeds."""
-    remedy = "Give every rank a speed: 1 as fast as the costs say, 0.5 half as fast."
+    remedy = "Give every rank a speed: 1 is as fast as the costs say, 0.5 half as fast."
     return ConfigError(where, expected=expected, got=got, remedy=remedy)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lengthwise.core.held import held_at_most
 from lengthwise.cost import Cost
 from lengthwise.planner.problem.effort import TOLD_APART
-from lengthwise.planner.problem.lengths import NEARLY, ROUNDING
+from lengthwise.planner.problem.step_lengths import NEARLY, ROUNDING
 
 _LOST = 4  # weight of the time that fast ranks lose at a place; with 0, `halves` end 1.9 % further behind
 _ROUNDED = 2  # tokens by which a rank's two chunks may exceed its share
@@ -112,10 +112,10 @@ class Topology:
     """What the places of the line add to the seconds that `cost` gives a ring, its launch included.
 
     Args:
-       cost: of a rank of speed 1.
-       ranks: of the line.
-       speeds: of each rank, with mean 1; None if all are equal.
-       capacity_tokens: tokens per rank; shares stay within it.
+        cost: of a rank of speed 1.
+        ranks: of the line.
+        speeds: of each rank, with mean 1; None if all are equal.
+        capacity_tokens: tokens per rank; shares stay within it.
     """
 
     def __init__(self, cost: Cost, ranks: int, speeds: Sequence[float] | None = None, capacity_tokens: int = 0) -> None:

@@ -37,9 +37,9 @@ def bundle_rings(
     """Let rings of one degree share microbatches, within limits of tokens and seconds.
 
     Args:
-       rings: (sequence, its tokens, degree, seconds), widest first.
-       capacity_tokens: tokens of a rank in a microbatch.
-       most_seconds: of a bundle; a longer ring is alone.
+        rings: (sequence, its tokens, degree, seconds), widest first.
+        capacity_tokens: tokens of a rank in a microbatch.
+        most_seconds: of a bundle; a longer ring is alone.
     """
     bundles = [Bundle((), 0, 0, 0.0)]
     for sequence, tokens, degree, seconds in rings:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
 from lengthwise.planner.placement.line import at_place
-from lengthwise.planner.problem.lengths import NEARLY
 from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.planner.problem.step_lengths import NEARLY
 from lengthwise.planner.problem.topology import window_max
 from lengthwise.planner.schedules.microbatch_slots import COARSE, MicrobatchSlots
 from lengthwise.program.ring_order import interval_microbatch

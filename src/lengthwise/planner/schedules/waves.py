@@ -21,8 +21,8 @@ from lengthwise.cost import Cost
 from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.problem.degrees import DegreeTable
 from lengthwise.planner.problem.effort import FAR
-from lengthwise.planner.problem.lengths import ROUNDING
 from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.planner.problem.step_lengths import ROUNDING
 from lengthwise.program.ring_order import ring_order
 
 Floats = NDArray[np.float64]

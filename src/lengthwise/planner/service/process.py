@@ -58,8 +58,8 @@ class PlannerProcess:
         """Return (checked plan file, seconds) of one step.
 
         Raises:
-           LengthwiseError: planning raised it.
-           RankError: the process is gone.
+            LengthwiseError: planning raised it.
+            RankError: the process is gone.
         """
         with self._asking:
             try:

@@ -35,7 +35,7 @@ class StepPlanning:
         """Plan one step; `check_plan` accepts the plan.
 
         Raises:
-           LengthwiseError: there is no plan.
+            LengthwiseError: there is no plan.
         """
         held = self._held()
         if "none" in held:  # recomputing costs time, and pays only through a larger capacity

@@ -1,8 +1,8 @@
 """A plan and its costs -> the timeline of one step.
 
-A clock a rank walks the plan's order, as in `planner.score`, with pieces from their ring steps (`rounds`), interleaved
-1F1B (`program.stage_order`) and shared uplinks (`contention`). Not simulated: variance of kernels, congestion beyond
-the uplinks, activations and rings sharing a link, the order of copies on the host.
+Each rank has a clock that follows the plan's order, as in `planner.score`; pieces run by ring steps (`rounds`), stages
+by interleaved 1F1B (`program.stage_order`), and uplinks are shared (`contention`). Not simulated: variance of kernels,
+congestion beyond the uplinks, activations and rings that share a link, the order of copies on the host.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from lengthwise.simulator.rounds import MicrobatchClocks, microbatch_clocks, rin
 
 
 def simulate_plan(plan: Plan, cost: Cost) -> Timeline:
-    """Simulate one step of a plan of any planner; `waves` run in lock-step, and `cost` says how many stages a rank has.
+    """Simulate one step of a plan of any planner; `waves` run in lock-step. cost: says how many stages a rank has.
 
     Raises:
-        PlanError: another number of stages, shares with split heads, unequal speeds, or features that `cost` lacks.
+        PlanError: the plan has another number of stages than `cost`, shares with split heads, unequal speeds, or
+            features that `cost` does not price.
     """
     if not features_of(plan) <= SIMULATOR:
         expected, got = "ranks of one speed, all that is simulated", "a plan for unequal ranks"
@@ -109,7 +110,6 @@ def _run_stages(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks], *, stage
 
 
 def _rows(clocks: list[MicrobatchClocks]) -> dict[str, Any]:
-    """Join what does not depend on when microbatches run, an entry for each rank of each."""
     counts = [len(clock.ranks) for clock in clocks]
     return {
         "rank": np.array([rank for clock in clocks for rank in clock.ranks], dtype=np.int64),
@@ -121,7 +121,7 @@ def _rows(clocks: list[MicrobatchClocks]) -> dict[str, Any]:
 
 
 def _with_all_ranks(clocks: MicrobatchClocks, ranks: int) -> MicrobatchClocks:
-    """Add to a wave the ranks without work: they run its stages, too."""
+    """Add the ranks without work to a wave: they run its stages, too."""
 
     def spread(values: Floats) -> Floats:
         every = np.zeros(ranks)
@@ -133,11 +133,13 @@ def _with_all_ranks(clocks: MicrobatchClocks, ranks: int) -> MicrobatchClocks:
 
 
 def _all_clocks(plan: Plan, cost_of: Callable[[int], Cost]) -> list[MicrobatchClocks]:
-    """Run every microbatch from a common start at its own costs: lone pieces of one shape at once, equal others once.
+    """Run every microbatch from a common start, at its own costs.
+
+    Pieces of one shape that run alone are computed as one array; equal microbatches are computed once.
 
     Pieces of a microbatch that share neither ranks nor uplinks run as if they were alone.
     """
-    parts: list[tuple[int, Microbatch]] = []  # number of a microbatch, and what of it runs by itself
+    parts: list[tuple[int, Microbatch]] = []  # number of a microbatch, and pieces of it that run by themselves
     first: dict[object, int] = {}
     same: list[int] = []  # of each part, the first that is equal to it
     stacked: dict[object, list[int]] = {}
@@ -168,7 +170,7 @@ def _all_clocks(plan: Plan, cost_of: Callable[[int], Cost]) -> list[MicrobatchCl
 
 
 def _joined(parts: list[MicrobatchClocks]) -> MicrobatchClocks:
-    """Join pieces of a microbatch that ran apart, ranks ascending."""
+    """Join pieces of a microbatch that ran apart, by ascending ranks."""
     if len(parts) == 1:
         return parts[0]
     ranks = [rank for part in parts for rank in part.ranks]
@@ -179,7 +181,7 @@ def _joined(parts: list[MicrobatchClocks]) -> MicrobatchClocks:
 
 
 def _alike(microbatch: Microbatch, tokens: Sequence[int], cost: Cost) -> object:
-    """Return what a microbatch's clocks depend on: lengths, and its ranks' places relative to the first's node."""
+    """Return what the clocks of a microbatch depend on: lengths, and places of its ranks from its first node on."""
     base = min(microbatch.ranks) // cost.ranks_per_node * cost.ranks_per_node
     pieces = tuple(
         (tuple(rank - base for rank in p.ranks), tuple(tokens[i] for i in p.sequences), p.heads, p.shares)

@@ -1,7 +1,7 @@
 """Find, build and save models: `tiny`, a local Hugging Face folder, or a hub name.
 
-Configs are read without how to compute (attention, experts, fused layers), by which Hugging Face would load native
-code. Weights are loaded whole or drawn from the seed. Remote code is never run.
+Keys of configs that choose kernels (attention, experts, fused layers) are dropped, because Hugging Face would load
+native code by them. Weights are loaded whole or drawn from the seed. Remote code is never run.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from lengthwise.config.schema import TINY_MODEL
 from lengthwise.core.errors import ConfigError, LengthwiseError, OutputError, raise_problems
 from lengthwise.core.files import MOST_BYTES
-from lengthwise.core.hub import only_cached, why_only_cached
+from lengthwise.core.hub_access import only_cached, why_only_cached
 from lengthwise.cost import named_shape
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 from lengthwise.models.text_part import has_towers, left_alone, text_config, text_part, whole_model
 from lengthwise.models.weights import WEIGHTS_FILES, check_dtypes, check_finite, first_names, holds_weights
 
-# Experts one by one: Hugging Face's grouped products know no fp64 and round differently with the number of tokens.
+# Experts one by one: Hugging Face's grouped products do not support fp64, and round differently by number of tokens.
 EXPERTS = "eager"
 
-# What Hugging Face would take from a config.json to choose kernels, files of weights, and what else forward returns.
+# Keys of a config.json by which Hugging Face chooses kernels, files of weights, and results of forward.
 _ENGINE_KEYS = re.compile(
     r"_?(attn|experts|cache)_implementation(_internal|_autoset)?"
     r"|fusion_config|kernel_config|use_kernels|distributed_config|transformers_weights"
@@ -53,17 +53,17 @@ _ENGINE_KEYS = re.compile(
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
-_PARTS = re.compile(r"\w*(layers?|blocks?|experts|labels)")  # keys that say how many of them a model has
-_MOST_PARTS = 10_000  # some ten times the deepest model, and the most experts, known today
+_PARTS = re.compile(r"\w*(layers?|blocks?|experts|labels)")  # keys for numbers of parts
+_MOST_PARTS = 10_000  # about ten times the layers or experts of any model today
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Where a model comes from. `weights`: whether it has weights to load; else they are drawn from the seed.
+    """The source of a model. weights: whether to load its weights, or draw them from the seed.
 
-    config: of the whole model; `text`: of its text part, where that has a config of its own.
+    config: config of the whole model; `text` is its text part's, if that has its own.
     """
 
     name: str
@@ -72,17 +72,17 @@ class ModelSource:
 
     @property
     def text(self) -> Any:
-        """The config of what trains."""
+        """Config of the text part, which trains."""
         return text_config(self.config)
 
 
 def find_model(name: str, *, weights: Literal["load", "fresh"] | None = None) -> ModelSource:
-    """Read the config of `tiny`, of a folder, or of a hub name, and look whether its weights are there.
+    """Read the config of `tiny`, a folder or a hub name, and check whether there are weights.
 
-    weights: the key of the run file; None: load those that exist.
+    weights: the key of the run file. If None, existing weights are loaded.
 
     Raises:
-        ConfigError: no such model, a config that cannot be read, or weights that cannot be loaded whole.
+        ConfigError: there is no such model, its config cannot be read, or its weights cannot be loaded whole.
     """
     if name == TINY_MODEL:
         config, has_weights = tiny_config(), False
@@ -90,7 +90,7 @@ def find_model(name: str, *, weights: Literal["load", "fresh"] | None = None) ->
         config = _read_config(name)
         has_weights = weights != "fresh" and (not Path(name).is_dir() or holds_weights(Path(name)))
     if weights == "load" and not has_weights:
-        remedy = "Give a model with weights, or take `weights: load` out to draw them from the seed."
+        remedy = "Give a model with weights, or remove `weights: load` to draw them from the seed."
         raise ConfigError("weights", expected="weights to load", got=f"{name}, which has none", remedy=remedy)
     return ModelSource(name=name, config=config, weights=has_weights)
 
@@ -106,14 +106,14 @@ def _read_config(name: str) -> Any:
         return type(found).from_dict({**values, "model_type": found.model_type}, name_or_path=name)
     except LengthwiseError:
         raise
-    except Exception as error:  # a file from outside: transformers raises what its reading of a value happens to raise
+    except Exception as error:  # transformers may raise anything for values of a file
         if (Path(name) / "config.json").is_file():
             raise _refuse_config(f"{name}/config.json", error) from error
         raise _unreadable(name, error) from error
 
 
 def _refuse_odd_files(folder: Path) -> None:
-    """Refuse JSON files that are no plain files: Hugging Face would read a device without end."""
+    """Refuse JSON files that are not regular files, or too large: Hugging Face would read a device without end."""
     for path in sorted(folder.glob("*.json")):
         if path.exists() and not path.is_file():
             raise _refuse_config(str(path), "a device, a pipe or a folder", "a regular file")
@@ -122,7 +122,7 @@ def _refuse_odd_files(folder: Path) -> None:
 
 
 def _refuse_adapter(name: str, *, local_files_only: bool) -> None:
-    """Refuse a model with an adapter beside it: Hugging Face would load both and train neither as it is."""
+    """Refuse a model folder with an adapter: Hugging Face would load both."""
     found = find_adapter_config_file(name, local_files_only=local_files_only)
     if found is not None:
         expected, remedy = "a model without an adapter", "Give the base model, and the adapter by `lora.adapter`."
@@ -130,7 +130,7 @@ def _refuse_adapter(name: str, *, local_files_only: bool) -> None:
 
 
 def _refuse_endless(values: Any, name: str) -> None:
-    """Refuse numbers of parts, at any depth, that transformers would build for hours."""
+    """Refuse numbers of parts, at any depth, with which transformers would build for hours."""
     counts = {key: value for key, value in _entries(values) if isinstance(value, int) and _PARTS.fullmatch(key)}
     raise_problems(
         [
@@ -149,14 +149,14 @@ def _entries(values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _without_engine(values: Any) -> Any:
-    """Return a config.json without the keys that choose how to compute, at any depth."""
+    """Return a config.json without the keys that choose kernels, at any depth."""
     if isinstance(values, dict):
         return {key: _without_engine(value) for key, value in values.items() if not _ENGINE_KEYS.fullmatch(key)}
     return [_without_engine(value) for value in values] if isinstance(values, list) else values
 
 
 def tiny_config() -> LlamaConfig:
-    """Return the config of `tiny`, a Llama of about a million parameters over bytes, as `plan` knows it."""
+    """Return the config of `tiny`, a Llama of about a million parameters over bytes."""
     shape = named_shape("tiny")
     return LlamaConfig(
         vocab_size=shape.vocab,
@@ -173,14 +173,14 @@ def tiny_config() -> LlamaConfig:
 
 
 def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NAME, stored: bool = True) -> nn.Module:
-    """Build the model in fp32, or fp64 where its weights are: master weights are exact, flat buffers make it narrower.
+    """Build the model in fp32, or in fp64 if its weights are; flat buffers narrow it later.
 
-    Of a model with towers it is the text part (`models.text_part`). Without weights the parameters are drawn from
-    `seed`, the same on every rank and for every precision. stored: False leaves the parameters on the meta device, and
-    reads and draws nothing.
+    A model with towers is returned as its text part (`models.text_part`). Without weights the parameters are drawn from
+    `seed`, the same on every rank and for every precision. stored: if False, parameters stay on the meta device, and
+    nothing is read or drawn.
 
     Raises:
-        ConfigError: weights that cannot be read, or are not exactly those that the config asks for.
+        ConfigError: weights cannot be read, or are not exactly those of the config.
     """
     register_attention()
     of_text = {"text_config": attention} if has_towers(source.config) else attention
@@ -193,30 +193,29 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
         return text_part(made.train())
     if source.weights:
         return text_part(_load(source, **computing).train())
-    # The copy: Hugging Face writes the attention's name into the config, and one source may build several models.
+    # A copy, because Hugging Face writes into the config, and one source may build several models.
     config = copy.deepcopy(source.config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             made = _class_of(config).from_config(config, dtype=torch.float32, **computing)
             return text_part(made.train())
-        except (ValueError, RuntimeError) as error:  # how parameters are drawn: a spread that is NaN
+        except (ValueError, RuntimeError) as error:  # for example initializer_range is NaN
             raise _refuse_config(_where(config), error) from error
 
 
 def _class_of(config: Any) -> Any:
-    """Return transformers' class that builds the model of a config whole."""
     return AutoModelForMultimodalLM if has_towers(config) else AutoModelForCausalLM
 
 
 def check_weights(source: ModelSource) -> None:
-    """Raise what `build_model` would of weights, reading no tensor; without accelerate, left to rank 0."""
+    """Raise errors of weights as `build_model` does, without reading tensors; without accelerate do nothing."""
     if source.weights and is_accelerate_available():
         _load(source, device_map="meta")
 
 
 def weights_folder(name: str) -> Path:
-    """Return the folder of a model's weights: itself, or where the hub's files were put."""
+    """Return the folder of a model's weights: the given one, or the hub's cache."""
     if Path(name).is_dir():
         return Path(name)
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "local_files_only": only_cached(name)}
@@ -229,10 +228,10 @@ def _load(source: ModelSource, **options: Any) -> Any:
     try:
         loaded: Any = _class_of(source.config).from_pretrained(
             source.name,
-            config=copy.deepcopy(source.config),  # as read above: the file's own would choose attention
+            config=copy.deepcopy(source.config),  # the file's own config could choose kernels
             dtype=dtype,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are listed, and refused below with all others
+            ignore_mismatched_sizes=True,  # so that they are listed, and refused below with the others
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=only_cached(source.name),
@@ -250,19 +249,19 @@ def _load(source: ModelSource, **options: Any) -> Any:
 
 
 def _read_generation_config(model: Any, name: str) -> None:
-    """Give a model without storage the generation config of its folder, where there is one."""
+    """Read the generation config of a model on the meta device from its folder, if there is one."""
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(name, local_files_only=only_cached(name))
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Make parameters without storage inside the block."""
+    """Create parameters on the meta device inside the block."""
 
     def without_storage(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter:
         return parameter if parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
-    hook: Any = without_storage  # torch's annotation forgets that what it returns replaces the parameter
+    hook: Any = without_storage  # torch's annotation lacks the returned parameter
     handle = register_module_parameter_registration_hook(hook)
     try:
         yield
@@ -271,12 +270,13 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def build_skeleton(config: Any) -> Any:
-    """Build the model of a Hugging Face config without storage, at any size; ConfigError: it cannot be built.
+    """Build the model of a config on the meta device, at any size; a model with towers as its text part.
 
-    Of a model with towers it is the text part.
+    Raises:
+        ConfigError: it cannot be built.
     """
     try:
-        with torch.device("meta"):  # the copy: Hugging Face writes into the config
+        with torch.device("meta"):  # with a copy, because Hugging Face writes into the config
             made = _class_of(config).from_config(copy.deepcopy(config), experts_implementation=EXPERTS)
             return text_part(made)
     except Exception as error:  # the model's own code, with values from outside
@@ -284,10 +284,10 @@ def build_skeleton(config: Any) -> Any:
 
 
 def check_buildable(config: Any) -> int:
-    """Return how many parameters a config's model has.
+    """Return the number of parameters of a config's model.
 
     Raises:
-        ConfigError: it cannot be built, has no layer, word or head, or its heads do not fit each other.
+        ConfigError: it cannot be built, has no layer, token or head, or its heads do not fit each other.
     """
     where, whole, config = _where(config), config, text_config(config)
     for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
@@ -296,32 +296,32 @@ def check_buildable(config: Any) -> int:
             raise _refuse_config(f"{where}: {key}", str(value), "at least 1")
     heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     if heads and kv_heads and heads % kv_heads:
-        error = f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+        error = f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         raise _refuse_config(where, error)
     head_dim = getattr(config, "head_dim", None)
     if head_dim and head_dim % 2 and getattr(config, "rope_parameters", None):
-        raise _refuse_config(where, f"head_dim {head_dim} is odd, and rope turns pairs of entries")
+        raise _refuse_config(where, f"head_dim {head_dim} is odd, but RoPE rotates pairs of entries")
     return count_parameters(whole)
 
 
 def count_parameters(config: Any) -> int:
-    """Count the parameters of a config's model, or of its text part, tied ones once; no weights are made."""
+    """Count the parameters of a config's model, or of its text part, tied ones once, without making them."""
     return sum(parameter.numel() for parameter in build_skeleton(config).parameters())
 
 
 def _refuse_other_weights(name: str, loading: dict[str, Any]) -> None:
-    """Refuse missing and unused weights: Hugging Face only warns, and draws missing ones anew."""
+    """Refuse missing and unused weights: Hugging Face only warns, and draws missing ones."""
     kinds = {"missing": "missing_keys", "not in the model": "unexpected_keys", "of another shape": "mismatched_keys"}
     found = {kind: sorted(map(str, loading.get(key) or ())) for kind, key in kinds.items()}
     wrong = [f"{len(keys)} {kind} ({first_names(keys)})" for kind, keys in found.items() if keys]
     if wrong:
-        expected = "weights that are exactly those of config.json"
+        expected = "exactly the weights of config.json"
         remedy = "Give the config and the weights of one model; set `weights: fresh` to draw them from the seed."
         raise ConfigError(f"model {name}", expected=expected, got="; ".join(wrong), remedy=remedy)
 
 
 def plain_attention(source: ModelSource) -> str:
-    """Name Hugging Face's own attention to compare with: sdpa, or eager for models that lack it (sinks, softcaps)."""
+    """Return Hugging Face's attention to compare with: sdpa, or eager for models without it (sinks, softcaps)."""
     if has_towers(source.config):
         model: Any = build_skeleton(source.config).get_decoder()
     else:
@@ -330,9 +330,12 @@ def plain_attention(source: ModelSource) -> str:
 
 
 def save_model(model: Any, folder: Path) -> None:
-    """Write config and safetensors for `from_pretrained`, only tied ones shared; OutputError: it cannot be written.
+    """Write config and safetensors for `from_pretrained`; only tied tensors are shared.
 
     A text part is written with its whole model, whose towers take its dtype.
+
+    Raises:
+        OutputError: the folder cannot be written.
     """
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
     state, dtype = {}, next(model.parameters()).dtype
@@ -351,7 +354,11 @@ def save_model(model: Any, folder: Path) -> None:
 
 
 def copy_processor(model: Any, name: str, folder: Path) -> None:
-    """Copy what prepares images and sounds for a model with towers from `name` as it is; OutputError: it cannot be."""
+    """Copy the processor's files of a model with towers from `name`.
+
+    Raises:
+        OutputError: they cannot be read or written.
+    """
     if whole_model(model) is model:
         return
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "local_files_only": only_cached(name)}
@@ -365,7 +372,7 @@ def copy_processor(model: Any, name: str, folder: Path) -> None:
 
 
 def unwritable(folder: Path, what: str, error: Exception) -> OutputError:
-    """Make the error for a folder that `what` cannot be written to."""
+    """Return the error for a folder to which `what` cannot be written."""
     expected = f"a folder to write {what} to"
     return OutputError(str(folder), expected=expected, got=str(error), remedy="Free or repair the folder.")
 
@@ -378,7 +385,7 @@ def _unreadable(name: str, error: Exception) -> ConfigError:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, or its kind where it says nothing."""
+    """Return the first line of an error's message, or its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -1,13 +1,15 @@
-"""Gathers and reduces the units of a model while it runs: all ranks run the same waves, in `wave_order`.
+"""Gather and reduce the units of a model while it runs: all ranks run the same waves, in `wave_order`.
 
-A wave is one forward of the model, and its backward where one comes. Hooks of torch say which unit runs:
+A wave is one forward of the model, and its backward if there is one. Hooks of torch follow the units:
 
-- before the model: a new wave; before a layer, or a module outside of layers: forward enters its unit;
-- when backward has the gradient of a layer's output: backward enters that layer, before anything of it runs, also
-  before it is run again (`models.checkpointing`), which gathers nothing;
-- when a backward is done: what is left of the wave's calls, whichever units it did not come to.
+- before the model a new wave begins; before a layer, or a module outside of layers, forward enters its unit;
+- when backward has the gradient of a layer's output, it enters that layer: before any part of the layer runs, and
+before
+  it is recomputed (`models.checkpointing`), which gathers nothing;
+- at the end of a backward the remaining calls of the wave are posted, for units that it did not reach.
 
-The chunked loss runs the head any number of times: its unit stays from its forward to the end of its backward.
+The chunked loss runs the head any number of times, so the head's unit stays from its forward to the end of its
+backward.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from lengthwise.models.adapter import in_planned_forward
 
 
 class Waves:
-    """The units of a model on one rank, with the parts of each; hooks of the model do the rest."""
+    """The units of a model on one rank, with their parts; hooks of the model call it."""
 
     def __init__(
         self, model: nn.Module, units: Sequence[ModelUnit], parts: Sequence[Sequence[UnitPart]], transport: Transport
@@ -37,10 +39,10 @@ class Waves:
         self._forward, self._backward = forward_calls(kinds), backward_calls(kinds)
         self.is_off = False  # the model has whole parameters for now, and a rank runs it alone
         self._wave, self._is_backward = 0, False
-        self._entered = -1  # of the wave: the unit that forward is in; how many entries of backward
-        self._held: set[int] = set()  # gathered, or under way, and not freed
-        self._there: set[int] = set()  # of them those that were waited for
-        self._summed: UnitPart | None = None  # whose sum is under way
+        self._entered = -1  # in forward the current unit; in backward the number of units entered
+        self._held: set[int] = set()  # units gathered or being gathered, and not freed
+        self._there: set[int] = set()  # those of them whose values have arrived
+        self._summed: UnitPart | None = None  # the part that is being summed
         model.register_forward_pre_hook(lambda *_: self._begin())
         model.register_forward_hook(lambda *_: self._end_forward())
         for number, unit in enumerate(units):
@@ -48,13 +50,13 @@ class Waves:
                 module.register_forward_pre_hook(partial(self._enter, number))
             if unit.kind.again:
                 unit.enters[0].register_forward_hook(partial(self._await_gradient, number))
-            for part in parts[number] if not unit.kind.again else ():  # backward enters a layer before these are made
+            for part in parts[number] if not unit.kind.again else ():  # layers begin a backward by their outputs
                 for parameter in part.parameters if part.trains else ():
                     parameter.register_post_accumulate_grad_hook(self._begin_backward)
         self._connect()
 
     def _connect(self) -> None:
-        """Gather and sum a unit of each size, with no transfer beside: the first call may connect ranks. Collective."""
+        """Gather and sum a unit of each size before any transfer: the first call may connect ranks. Collective."""
         sizes = {part.size: part for of_unit in self._parts for part in of_unit}
         for part in sizes.values():
             part.gather(self._transport, None)
@@ -68,7 +70,7 @@ class Waves:
         self._free_from(0)
 
     def _begin(self) -> None:
-        """Begin a wave: what is left of one before, of which no backward came, goes."""
+        """Begin a wave; free the units of an earlier one without a backward."""
         if self.is_off:
             return
         self._refuse_alone()
@@ -76,10 +78,10 @@ class Waves:
         self._wave, self._entered, self._is_backward = self._wave + 1, -1, False
 
     def _enter(self, number: int, module: nn.Module, _inputs: object) -> None:
-        """Have the values of a unit before a module of it runs.
+        """Gather a unit's values before a module of it runs.
 
         Raises:
-            ModelRefused: they were freed: the model runs its units in another order.
+            ModelRefused: they were freed, as the model runs its units in another order.
         """
         if self.is_off or number in self._there:
             return
@@ -89,33 +91,29 @@ class Waves:
             self._refuse_alone()
             self._enter_forward(number)
         if number not in self._there:
-            where, expected = f"model {type(self._model).__name__}", "units that run once, in the order of the model"
+            where, expected = f"model {type(self._model).__name__}", "modules that run once, in the model's order"
             got = f"{self._units[number].kind.name} again, or late, by a {type(module).__name__}"
             raise ModelRefused(where, expected=expected, got=got, remedy="Set shard: zero1.")
 
     def _refuse_alone(self) -> None:
-        """Refuse a forward outside of planned steps, before this rank waits in a gather for the others.
-
-        Raises:
-            ModelRefused: it is one.
-        """
+        """Refuse a forward outside of planned steps, before this rank waits in a gather for the others."""
         if not in_planned_forward():
             where = f"forward of {type(self._model).__name__}"
             expected = "a forward inside a planned step, which all ranks run: parameters lie over the ranks"
             remedy = "Use the session's evaluate or token_values, or run the model inside its whole() on all ranks."
-            raise ModelRefused(where, expected=expected, got="one outside of a step", remedy=remedy)
+            raise ModelRefused(where, expected=expected, got="a forward outside of a step", remedy=remedy)
 
     def _enter_forward(self, number: int) -> None:
         for entered in range(self._entered + 1, number + 1):
             if entered and not self._units[entered - 1].kind.stays:
                 self._free(entered - 1)
-                torch.clear_autocast_cache()  # which would keep casts of all units to the step's end
+                torch.clear_autocast_cache()  # it would keep casts of all units to the step's end
             self._post(self._forward[entered], entered)
             self._wait(entered)
             self._entered = entered
 
     def _end_forward(self) -> None:
-        """Enter what is left, and free all that does not stay."""
+        """Enter the remaining units, and free all that do not stay."""
         if self.is_off:
             return
         self._enter_forward(len(self._units) - 1)
@@ -124,7 +122,7 @@ class Waves:
                 self._free(number)
 
     def _await_gradient(self, number: int, _module: nn.Module, _inputs: object, output: Any) -> None:
-        """Have backward enter a layer when it has the gradient of what the layer returned."""
+        """Let backward enter a layer when it has the gradient of the layer's output."""
         if self._is_backward:
             return
         hidden = output[0] if isinstance(output, (tuple, list)) else output
@@ -137,7 +135,7 @@ class Waves:
         assert number in self._there, f"backward of {self._units[number].kind.name} after that of a unit before it"
 
     def _begin_backward(self, _parameter: Tensor | None = None) -> None:
-        """See that the wave is finished when this backward is."""
+        """Finish the wave when this backward ends."""
         if not self._is_backward:
             self._is_backward, self._entered = True, 0
             engine: Any = torch.autograd.Variable._execution_engine
@@ -154,7 +152,7 @@ class Waves:
         self._add_sum()
 
     def _enter_next(self) -> None:
-        """Let backward enter the next unit: those after it are done."""
+        """Let backward enter the next unit, and free those after it."""
         entered, calls = self._backward[self._entered]
         self._free_from(entered + 1)
         self._post(calls, self._entered)
@@ -170,7 +168,7 @@ class Waves:
                 self._held.add(number)
                 part.gather(self._transport, key)
             elif part.trains:
-                self._add_sum()  # of one unit at a time there are gradients in the wide dtype
+                self._add_sum()  # only one unit at a time has gradients in the wide dtype
                 part.reduce(self._transport, key)
                 self._summed = part
 
@@ -185,7 +183,6 @@ class Waves:
         self._there.add(number)
 
     def _free_from(self, first: int) -> None:
-        """Free what is held of the units from `first` on: a few, and nothing again."""
         for number in sorted(each for each in self._held if each >= first):
             self._free(number)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from lengthwise.config.settings import Fraction, Settings
+from lengthwise.config.setting_types import Fraction, Settings
 from lengthwise.core.errors import ConfigError
 
 FRESH_RATE, LOADED_RATE, LOADED_WARMUP = 3e-4, 2e-5, 0.03  # of AdamW; for fine-tuning, as in TRL
@@ -61,7 +61,7 @@ REFUSED_NAMES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(_IN_8_BIT, _BLOCKS),
         **dict.fromkeys(("adamw_torch", "adamw_hf", "adamw_torch_fused"), "Here it is adamw"),
         **dict.fromkeys(("adagrad", "rmsprop", "nadam", "radam"), "A `Session` takes torch's own"),
-        "lbfgs": "It takes several forward passes a step, and a global history",
+        "lbfgs": "It takes several forward passes per step, and a global history",
     },
     "schedule": {"reduce_lr_on_plateau": _FOLLOWS_LOSS, "greedy": _FOLLOWS_LOSS},
     "precision": dict.fromkeys(("fp16", "float16", "half"), "Here it is bf16: fp16 needs a loss scale"),
@@ -77,8 +77,8 @@ class OptimizerConfig(Settings):
     lr: float | None = Field(
         default=None,
         ge=0,
-        description=f"peak learning rate, per step; default of adamw {LOADED_RATE:g} where weights are loaded, "
-        f"{LORA_RATE:g} under `lora`, {FRESH_RATE:g} where they are drawn",
+        description=f"the peak learning rate; default for adamw {LOADED_RATE:g} if weights are loaded, "
+        f"{LORA_RATE:g} under `lora`, {FRESH_RATE:g} for fresh weights",
     )
     betas: tuple[Fraction, Fraction] | None = Field(
         default=(0.9, 0.95),
@@ -90,15 +90,15 @@ class OptimizerConfig(Settings):
         default=1e-8, gt=0, description="added to the root of the second moment; default of adamw 1e-8"
     )
     weight_decay: float = Field(
-        default=0.1, ge=0, description="decay a step, on parameters of 2 or more dimensions; default of adamw 0.1"
+        default=0.1, ge=0, description="decay per step, of parameters with 2 or more dimensions; default of adamw 0.1"
     )
-    momentum: Fraction | None = Field(default=None, description="of sgd, from 0 to below 1; default 0")
+    momentum: Fraction | None = Field(default=None, description="momentum of sgd, from 0 to below 1; default 0")
     max_grad_norm: float | None = Field(
         default=1.0, gt=0, description="gradients are clipped to this global norm; null: no clipping; default 1.0"
     )
     offload: bool = Field(
         default=False,
-        description="keep master weights and states in the host's memory, and update there, at the CPU's speed; a GPU "
+        description="keeps master weights and states in host memory and updates them there, at the CPU's speed; a GPU "
         "then holds only parameters and gradients; default false",
     )
     schedule: (
@@ -116,17 +116,17 @@ class OptimizerConfig(Settings):
         | None
     ) = Field(
         default=None,
-        description="the learning rate, by transformers' names; default cosine where weights are loaded, constant "
-        "where they are drawn",
+        description="the learning-rate schedule, by transformers' names; default cosine if weights are loaded, "
+        "constant for fresh weights",
     )
     schedule_args: dict[str, float | str] | None = Field(
         default=None,
-        description="{min_lr_rate: 0.1}: other arguments of the schedule, by transformers' names; default: its own",
+        description="{min_lr_rate: 0.1}: further arguments of the schedule, by transformers' names; default: its own",
     )
     warmup_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] | None = Field(
         default=None,
         description="steps over which the learning rate grows from 0, or below 1 a share of all steps; default "
-        f"{LOADED_WARMUP:g} where weights are loaded and the schedule is not constant, else 0 (none)",
+        f"{LOADED_WARMUP:g} if weights are loaded and the schedule is not constant, else 0 (none)",
     )
 
     @model_validator(mode="before")
@@ -190,7 +190,7 @@ def _schedule_problems(values: Mapping[str, object], default_lr: float) -> list[
         got, remedy = ("both", "Take one out.") if ends else ("neither", "Add one, such as `min_lr_rate: 0.1`.")
         refuse("", "exactly one of `min_lr` and `min_lr_rate`", got, remedy)
     if name == "warmup_stable_decay" and "num_decay_steps" not in given:
-        refuse("num_decay_steps", "the steps of the decay", "none", "Add for example `num_decay_steps: 100`.")
+        refuse("num_decay_steps", "the number of steps of the decay", "none", "Add for example `num_decay_steps: 100`.")
     lr = default_lr if values.get("lr") is None else values["lr"]
     lowest = {"polynomial": ("lr_end", POLYNOMIAL_END), "cosine_with_min_lr": ("min_lr", None)}
     key, default = lowest.get(name, ("", None))

@@ -140,7 +140,7 @@ def test_costs_of_five_coefficients_simulate_what_they_can_price() -> None:
     plan = plan_step([20000, 512, 700, 8000], Cluster(ranks=4, capacity_tokens=8192), cost, PlanOptions(layers=32))
     assert simulate_plan(plan, cost).step_seconds == pytest.approx(score(plan, cost).makespan_seconds, rel=0.05)
     offloaded = replace(plan, microbatches=tuple(replace(each, offload=0.5) for each in plan.microbatches))
-    with pytest.raises(PlanError, match="offload: expected costs that tell what copies take"):
+    with pytest.raises(PlanError, match="offload: expected costs that price copies"):
         simulate_plan(offloaded, cost)
 
 

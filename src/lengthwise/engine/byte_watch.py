@@ -1,4 +1,4 @@
-"""What is there on the way of a pass, noted between marks: tensor by tensor, or by what a GPU's allocator says."""
+"""Records of the bytes in use during a pass, between marks: by tensor, or by a GPU's allocator."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from lengthwise.engine.live_bytes import LiveBytes
 
 Segment = list[tuple[object, int]]
-"""Operations and the bytes that there were after each, between two marks."""
+"""Operations between two marks, and the bytes in use after each."""
 
 
-class Watch(Protocol):
-    """Notes bytes between marks."""
+class ByteWatch(Protocol):
+    """Records bytes between marks."""
 
     segments: list[Segment]
     is_quiet: bool
@@ -25,7 +25,7 @@ class Watch(Protocol):
 
 
 class LiveWatch(LiveBytes):
-    """Notes what is alive after each operation."""
+    """Records the bytes of live tensors after each operation."""
 
     def __init__(self, *before: Tensor) -> None:
         super().__init__(*before)
@@ -48,24 +48,24 @@ class LiveWatch(LiveBytes):
 
 
 class CudaWatch:
-    """Notes the most bytes that were asked of the device's allocator between marks.
+    """Records the peak of bytes requested from the device's allocator between marks.
 
-    What was asked for, and not the blocks that were given: one of more than 1 MB may have 1 MB too many, which is as
-    much as a tensor of a small pass.
+    Requested bytes, not allocated blocks: a block of more than 1 MB may have 1 MB too many, as much as a tensor of a
+    small pass.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, is_torch = device, torch.cuda.get_allocator_backend() == "native"
-        self._counted = "requested_bytes.all" if is_torch else "allocated_bytes.all"  # which others do not count
+        self._counted = "requested_bytes.all" if is_torch else "allocated_bytes.all"  # others count no requests
         torch.cuda.synchronize(device)
-        torch.empty(1, device=device)  # has the allocator take back what streams have done with
+        torch.empty(1, device=device)  # lets the allocator reclaim blocks that streams have finished with
         torch.cuda.reset_peak_memory_stats(device)
         self._before = torch.cuda.memory_stats(device)[f"{self._counted}.current"]
         self.segments: list[Segment] = []
         self.is_quiet = False
 
     def __enter__(self) -> CudaWatch:
-        """Begin."""
+        """Return the watch, which has begun."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,7 +73,7 @@ class CudaWatch:
         self.mark()
 
     def mark(self) -> None:
-        """End a segment: its peak, and what is there at its end."""
+        """End a segment: note its peak and the bytes at its end."""
         held = torch.cuda.memory_stats(self._device)
         self.segments.append([(None, held[f"{self._counted}.{when}"] - self._before) for when in ("peak", "current")])
         torch.cuda.reset_peak_memory_stats(self._device)

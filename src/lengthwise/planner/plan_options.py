@@ -67,8 +67,8 @@ class PlanOptions:
         Without costs, options that depend on them are not checked.
 
         Raises:
-           ConfigError: an unknown name, a number out of range, or a combination that planner or costs do not support.
-           Problems: several of these.
+            ConfigError: an unknown name, a number out of range, or a combination that planner or costs do not support.
+            Problems: several of these.
         """
         problems = Collector()
         problems.attempt(self._refuse_names)
@@ -79,7 +79,7 @@ class PlanOptions:
         layers, share = read["layers"] or 1, self.planning_share
         if share is not None and not share >= 0:
             got, remedy = repr(share), "Leave it out for no limit."
-            problems.add(ConfigError("planning_share", expected="a number from 0", got=got, remedy=remedy))
+            problems.add(ConfigError("planning_share", expected="a number of at least 0", got=got, remedy=remedy))
         problems.attempt(partial(_refuse_choices, {"offload": self.offload, "heads": self.heads}, cost, layers, speeds))
         counts = {name: value for name, value in read.items() if name != "context_tokens"}
         if self.mode in MODES and None not in counts.values():
@@ -167,4 +167,4 @@ def _refuse_stages(options: PlanOptions, cost: Cost | None) -> None:
         raise ConfigError("stages", expected=expected, got=got, remedy="Use fewer of them.")
     if cost is not None and cost.stages not in (0, stages):
         expected = f"{cost.stages}, as in the costs"
-        raise ConfigError("stages", expected=expected, got=str(stages), remedy="Make costs of these stages.")
+        raise ConfigError("stages", expected=expected, got=str(stages), remedy="Use costs of this many stages.")

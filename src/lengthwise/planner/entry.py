@@ -15,31 +15,31 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Choices, Cost
 from lengthwise.planner.baselines.single_degree import PACKED_DP, refuse_cut
-from lengthwise.planner.options import CHOICES, DEFAULT, PlanOptions
+from lengthwise.planner.plan_options import CHOICES, DEFAULT, PlanOptions
 from lengthwise.planner.portfolio import choose_plan
 from lengthwise.planner.problem.bounds import has_lone_rings, shares_launches_only
-from lengthwise.planner.problem.lengths import read_tokens, refuse_unheld
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.speeds import at_mean_speed, speed_runs
+from lengthwise.planner.problem.step_lengths import read_tokens, refuse_unheld
 
 
 def plan_step(tokens: Sequence[int], cluster: Cluster, cost: Cost, options: PlanOptions = DEFAULT) -> Plan:
     """Plan one optimizer step.
 
     Args:
-       tokens: length of each sequence of the global batch, in tokens.
-       cluster: ranks, and the tokens that each holds in one microbatch.
-       cost: the costs of work; the plan notes their version.
-       options: how to plan.
+        tokens: length of each sequence of the global batch, in tokens.
+        cluster: ranks, and the tokens that each holds in one microbatch.
+        cost: the costs of work; the plan notes their version.
+        options: how to plan.
 
     Returns:
-       A plan with notes: planner, predicted_seconds (the makespan), bound_seconds, cost (the version of the costs), and
-       speeds if they are not all 1.
+        A plan with notes: planner, predicted_seconds (the makespan), bound_seconds, cost (their version), and
+        speeds if they are not all 1.
 
     Raises:
-       ConfigError: an argument of a wrong type, or an option that `PlanOptions.checked` refuses.
-       PlanError: no sequences, a length below 1, or sequences that the cluster cannot hold (all are named).
-       Problems: several of these.
+        ConfigError: an argument of a wrong type, or an option that `PlanOptions.checked` refuses.
+        PlanError: no sequences, a length below 1, or sequences that the cluster cannot hold (all are named).
+        Problems: several of these.
     """
     _refuse_mistaken(tokens=tokens, cluster=cluster, cost=cost, options=options)
     asked = options.checked(cluster.ranks, cost)
@@ -111,15 +111,15 @@ def plan_recomputed(
     Kinds whose arithmetic alone takes as long as the best plan so far are not planned.
 
     Args:
-       tokens: length of each sequence, in tokens.
-       ranks: number of ranks.
-       cost: the costs of work.
-       capacities: tokens that a rank holds, for each kind of recomputation to try.
-       options: for `plan_step`; their `recompute` is ignored.
-       plan_each: plans with one kind (default: `plan_step`).
+        tokens: length of each sequence, in tokens.
+        ranks: number of ranks.
+        cost: the costs of work.
+        capacities: tokens that a rank holds, for each kind of recomputation to try.
+        options: for `plan_step`; their `recompute` is ignored.
+        plan_each: plans with one kind (default: `plan_step`).
 
     Raises:
-       ConfigError, PlanError: from `plan_step`, with the kind of the largest capacity.
+        ConfigError, PlanError: from `plan_step`, with the kind of the largest capacity.
     """
     best: Plan | None = None
     least = inf

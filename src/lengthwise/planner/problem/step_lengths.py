@@ -31,7 +31,9 @@ def read_tokens(tokens: Sequence[int]) -> tuple[int, ...]:
                 remedy="Leave sequences without tokens out of the step.",
             )
     if len(tokens) == 0:
-        raise PlanError("tokens", expected="at least one sequence", got="none", remedy="Plan steps that hold data.")
+        raise PlanError(
+            "tokens", expected="at least one sequence", got="none", remedy="Plan only steps with sequences."
+        )
     return tuple(int(value) for value in tokens)
 
 

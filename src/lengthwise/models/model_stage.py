@@ -1,8 +1,9 @@
-"""One stage of a pipeline: a Hugging Face model with some of its decoder layers, run a chunk of them at a time.
+"""A stage of a pipeline: a Hugging Face model with some of its decoder layers, run one chunk at a time.
 
-Layers of other chunks pass hidden states through, so numbers, kinds and windows stay. What a later chunk received comes
-from the layer before it, whatever the model does to embeddings; earlier chunks have no norm and head. `check_stages`
-proves that a family does no more: with all layers passed through, the decoder must return what the first gave on.
+Layers of other chunks pass hidden states through, so that numbers, kinds and windows of layers stay. The hidden states
+that a later chunk received enter at the layer before it, whatever the model does to embeddings; earlier chunks have no
+norm and head. `check_stages` proves that a family has nothing else: with all layers passed through, the decoder must
+return the hidden states that entered at the first.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.core.shape import LayerCut
 from lengthwise.models.dropout import KeyedDropout
-from lengthwise.models.load import ModelSource, build_model
-from lengthwise.models.mixers import count_mixers
+from lengthwise.models.mixer_layers import count_mixers
+from lengthwise.models.model_source import ModelSource, build_model
 from lengthwise.models.own_rows import OwnRows, put_parameters
 from lengthwise.models.router import has_balance_loss, has_router
 from lengthwise.models.text_part import text_config, whole_model
@@ -33,9 +34,9 @@ _CHECKED_ROWS = 3
 
 
 class PassedThrough(nn.Module):
-    """In the place of a layer: gives hidden states back in the layer's form, and has its plain attributes.
+    """Stands in for a layer: returns its hidden states in the layer's form, and has the layer's plain attributes.
 
-    instead: hidden states that it gives on whatever comes in: those that the chunk after it received.
+    instead: hidden states to return in place of its input, those that the next chunk received.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -48,13 +49,13 @@ class PassedThrough(nn.Module):
         self.__dict__.update({name: value for name, value in kept.items() if not name.startswith("_")})
 
     def forward(self, hidden_states: Tensor, *_args: object, **_kwargs: object) -> Any:
-        """Return the hidden states; in a tuple, first, where the layer does."""
+        """Return the hidden states, as the first of a tuple if the layer returns one."""
         found = hidden_states if self.instead is None else self.instead
         return (found, *[None] * (self._entries - 1)) if self._entries else found
 
 
 def _entries_returned(kind: type[nn.Module]) -> int:
-    """Count the entries of the tuple that the forward of a layer returns; 0: it returns hidden states alone."""
+    """Return the length of the tuple that a layer's forward returns, or 0 if it returns hidden states alone."""
     steps = pairwise(dis.get_instructions(inspect.unwrap(kind.forward)))
     tuples = (
         before.arg or 0 for before, end in steps if (before.opname, end.opname) == ("BUILD_TUPLE", "RETURN_VALUE")
@@ -62,8 +63,8 @@ def _entries_returned(kind: type[nn.Module]) -> int:
     return max(tuples, default=0)
 
 
-class _Received(nn.Module):
-    """Stands in for the embedding: returns zeros in the shape of what the stage before sent, in no memory."""
+class _NoEmbedding(nn.Module):
+    """Stands in for the embedding: returns zeros in the shape of the received hidden states, without memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,31 +77,31 @@ class _Received(nn.Module):
 
 
 class _NoHead(nn.Module):
-    """In the place of a head that the last stage has: planned steps run no head there."""
+    """Stands in for the head on other stages than the last, where planned steps run no head."""
 
     def forward(self, *_args: object, **_kwargs: object) -> Tensor:
         raise _alone()
 
 
 def _alone() -> ModelRefused:
-    expected, got = "a forward inside of a planned step", "one of a stage, which has a part of the layers"
-    remedy = "Save the model, and load it whole."
+    expected, got = "a forward inside a planned step", "a forward of one stage, which has only some layers"
+    remedy = "Save the model, and load the whole of it."
     return ModelRefused("model in stages", expected=expected, got=got, remedy=remedy)
 
 
-class _Without(nn.Module):
-    """Stands in for the norm of another stage."""
+class _NoNorm(nn.Module):
+    """Stands in for the norm on other stages than the last."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
 
 
-class _Place:
-    """Where a module stands, so that another can replace it."""
+class _Slot:
+    """The places of a module in a model, so that another can replace it."""
 
     def __init__(self, model: nn.Module, module: nn.Module) -> None:
         parents = {id(parent): parent for each in (model, whole_model(model)) for parent in each.modules()}
-        self._places = [  # two of a head: in the text part and in the whole
+        self._places = [  # a head has two: in the text part and in the whole model
             (parent._modules, name)
             for parent in parents.values()
             for name, child in parent._modules.items()
@@ -117,7 +118,11 @@ class _Place:
 
 
 class _Parts:
-    """The parts of a causal language model, found by what they are, not by name; ModelRefused: it has others."""
+    """The parts of a causal language model, found by their kinds, not by name.
+
+    Raises:
+        ModelRefused: the model has other parts.
+    """
 
     def __init__(self, model: Any) -> None:
         self.decoder: nn.Module = model.get_decoder()
@@ -138,39 +143,40 @@ class _Parts:
             got = f"{len(lists)} lists of {number} layers, and beside them " + ", ".join(
                 [*(type(each).__name__ for each in others), *beside, *own]
             )
-            raise _refused(model, "a decoder of one list of layers, an embedding, a norm, and a head after it", got)
+            raise _refused(model, "a decoder with one list of layers, an embedding and a norm, and a head", got)
         self.layers, self.norm = lists[0], norms[0]
 
 
 def check_cut(config: Any, cut: LayerCut) -> None:
-    """Refuse more chunks than layers, and what `check_stages` refuses.
-
-    Raises:
-        ConfigError, ModelRefused: one of these.
-    """
+    """Refuse more chunks than layers, and models that `check_stages` refuses."""
     layers = text_config(config).num_hidden_layers
     if cut.chunks > layers:
         expected, got = f"stages x virtual of at most the {layers} layers", f"{cut.stages} x {cut.virtual}"
-        raise ConfigError("stages", expected=expected, got=got, remedy="Use fewer of them.")
+        raise ConfigError("stages", expected=expected, got=got, remedy="Lower stages or virtual.")
     check_stages(config)
 
 
 def check_stages(config: Any) -> None:
-    """Refuse (ModelRefused) a model whose forward is more than embedding, layers, norm and head."""
+    """Refuse a model whose forward is more than embedding, layers, norm and head.
+
+    Raises:
+        ModelRefused: it is.
+    """
     model: Any = build_model(ModelSource(name="", config=config, weights=False), seed=0, stored=False)
     if getattr(model.config, "num_kv_shared_layers", None):
-        raise _refused(model, "layers with keys of their own", "num_kv_shared_layers, whose keys stages do not pass on")
+        got = "num_kv_shared_layers: keys of other layers, which stages do not send"
+        raise _refused(model, "layers with keys of their own", got)
     parts = _Parts(model)
     if has_balance_loss(model.config) and not has_router(model, parts.layers[-1]):
         raise _refused(model, "a router in the last layer", "a balance loss, and a last layer without a router")
     passed = [PassedThrough(layer) for layer in parts.layers]
     for number, each in enumerate(passed):
         parts.layers[number] = each
-    received, norm, ran = _Received(), _Without(), list[nn.Module]()
+    received, norm, ran = _NoEmbedding(), _NoNorm(), list[nn.Module]()
     for each in (*passed, norm):
         each.register_forward_hook(lambda module, _given, _found: ran.append(module))
-    _Place(model, parts.norm).put(norm)
-    _Place(model, parts.embedding).put(received)
+    _Slot(model, parts.norm).put(norm)
+    _Slot(model, parts.embedding).put(received)
     received.hidden = torch.randn(1, _CHECKED_ROWS, _width(model), generator=torch.Generator().manual_seed(0))
     passed[0].instead = given = received.hidden
     ids = torch.zeros(1, _CHECKED_ROWS, dtype=torch.long)
@@ -180,15 +186,15 @@ def check_stages(config: Any) -> None:
             found = parts.decoder(input_ids=ids, position_ids=torch.arange(_CHECKED_ROWS)[None], use_cache=False)
         same = torch.equal(found.last_hidden_state, given)
         got = "a decoder that changes hidden states after its first layer, outside of its layers"
-    except Exception as error:  # noqa: BLE001 - the model's own code, with layers that are not its own
+    except Exception as error:  # noqa: BLE001 - the model's own code, with other layers
         same, got = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if drawing.calls:
-        raise _refused(model, "dropout inside of layers alone", "dropout of what the embedding gives, too")
+        raise _refused(model, "dropout only inside layers", "dropout after the embedding")
     if not same:
-        raise _refused(model, "a decoder that gives back what it is given once its layers are passed through", got)
+        raise _refused(model, "a decoder that changes hidden states only in its layers", got)
     if ran != [*passed, norm]:
         got = f"{len(ran)} runs of its {len(passed)} layers and one norm, or in another order"
-        raise _refused(model, "a decoder that runs each layer once, and its norm after them", got)
+        raise _refused(model, "a decoder that runs every layer once, and its norm after them", got)
 
 
 def _width(model: Any) -> int:
@@ -202,19 +208,20 @@ def _refused(model: Any, expected: str, got: str) -> ModelRefused:
 
 def _idle_stage(number: int, chunks: Sequence[range], stages: int) -> ConfigError:
     layers = ", ".join(str(layer) for chunk in chunks[number::stages] for layer in chunk)
-    expected, got = "parameters that train on every stage", f"none on stage {number}, of layers {layers}"
-    remedy = "Use fewer stages, or unfreeze, or put adapters on, something that each of them has."
+    expected, got = "trainable parameters on every stage", f"none on stage {number}, with layers {layers}"
+    remedy = "Use fewer stages, or unfreeze parameters or add adapters on that stage."
     return ConfigError("stages", expected=expected, got=got, remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Some layers of a model, which run in one go: where their inputs come from, and what they make.
+    """Some layers of a model that run in one go.
 
-    is_first: they run on ids; else on hidden states (1, rows, width). is_last: they make the loss; else hidden states.
-    num_layers: of a model in stages; None: all. layers_passed: of those that mix tokens, what the chunk does not run.
-    dropout_calls: of a forward before the chunk, by whether the model trains, once they are counted.
-    running: lets the model be this chunk inside a block, on hidden states; None: on ids.
+    is_first: whether the input are ids; otherwise hidden states (1, rows, width). is_last: whether the result is the
+    loss; otherwise hidden states. num_layers: number of layers, or None for all. layers_passed: number of layers that
+    mix tokens and that the chunk does not run. dropout_calls: dropout calls of a forward before the chunk, by whether
+    the model trains, once counted. running: makes the model this chunk inside a block, on hidden states, or on ids if
+    None.
     """
 
     number: int = 0
@@ -231,21 +238,21 @@ WHOLE = Chunk()
 
 
 class ModelStage:
-    """The chunks of a model that a stage has; what the others have is taken out of the model.
+    """A model reduced to the chunks of one stage.
 
-    chunks: the layers of each chunk of the whole model, of which stage s of p has s, s + p, .., its `own`.
-    trained: shapes of the parameters that train on each stage, by name; a tied head is the embedding's.
-    entries: (shape, dtype) of what each stage has of the state dict; dtype None: that of its parameters.
+    chunks: layers of every chunk of the whole model; stage s of p has the chunks s, s + p, ..., its `own`. trained:
+    shapes of the trainable parameters, by stage and name; a tied head belongs to the embedding. entries: (shape, dtype)
+    of the state dict's tensors, by stage and name; dtype is None for parameters.
 
     Raises:
-        ConfigError: a stage on which nothing trains, though something does on others.
+        ConfigError: nothing trains on this stage, though something does on others.
     """
 
     def __init__(self, model: Any, chunks: Sequence[range], *, stages: int, stage: int) -> None:
         self.model, self.stages, self.stage = model, stages, stage
         self.chunks, parts = chunks, _Parts(model)
-        self._parts, self._embedding, self._norm = parts, _Place(model, parts.embedding), _Place(model, parts.norm)
-        self._head = _Place(model, parts.head)
+        self._parts, self._embedding, self._norm = parts, _Slot(model, parts.embedding), _Slot(model, parts.norm)
+        self._head = _Slot(model, parts.head)
         self.own = {number: self._chunk(number) for number in range(len(chunks)) if number % stages == stage}
         stage_of_layer = {layer: number % stages for number, chunk in enumerate(chunks) for layer in chunk}
         modules = {0: [parts.embedding], stages - 1: [parts.norm, parts.head]}
@@ -255,8 +262,8 @@ class ModelStage:
         weight = parts.embedding.weight
         names = [name for name, each in model.named_parameters() if each is weight]
         if not names:
-            got = f"a {type(parts.embedding).__name__}, of which single rows train (peft's trainable_token_indices)"
-            raise _refused(model, "an input embedding of one weight", got)
+            got = f"a {type(parts.embedding).__name__} with single trainable rows (peft's trainable_token_indices)"
+            raise _refused(model, "an input embedding with one weight", got)
         self._embedding_name = names[0]
         self.num_parameters = sum(each.numel() for each in model.parameters())
         trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
@@ -265,7 +272,7 @@ class ModelStage:
         ]
         if trained and not all(self.trained):
             raise _idle_stage(self.trained.index({}), chunks, stages)
-        if has_balance_loss(model.config):  # now, while all layers of all chunks are in their places
+        if has_balance_loss(model.config):  # while all layers are in their places
             maybe_install_capturing_hooks(model.get_decoder())
         self._is_tied = getattr(parts.head, "weight", None) is getattr(parts.embedding, "weight", ())
         self.entries = [self._entries_of(modules[s]) for s in range(stages)]
@@ -275,15 +282,14 @@ class ModelStage:
             if stage_of_layer[number] != stage:
                 parts.layers[number] = self._passed[number]
                 self._removed[number] = layer.to("meta")
-        self._received = _Received()
+        self._received = _NoEmbedding()
         if stage > 0:
             self._embedding.put(self._received)
         if stage < stages - 1:
-            instead = ((self._norm, _Without()), (self._head, _NoHead()))
+            instead = ((self._norm, _NoNorm()), (self._head, _NoHead()))
             self._removed_ends = [(place, place.put(module).to("meta")) for place, module in instead]
 
     def _entries_of(self, modules: Sequence[nn.Module]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-        """Return `entries` of a stage with these modules."""
         names = {id(module): name for name, module in self.model.named_modules()}
         found: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {}
         for module in modules:
@@ -295,7 +301,7 @@ class ModelStage:
         return found
 
     def read_weights(self, rows: OwnRows) -> None:
-        """Give the parameters of this stage, which have no storage, the values of the model's files."""
+        """Read the values of this stage's parameters, which are on the meta device, from the model's files."""
         tied = self.tied_weight()
         given = dict(self.model.named_parameters())
         stored = {name: self._embedding_name if each is tied and self.stage else name for name, each in given.items()}
@@ -303,7 +309,7 @@ class ModelStage:
 
     @contextmanager
     def whole(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let the model of the first stage be whole inside the block, with these values of the other stages."""
+        """Make the first stage's model whole inside the block, with the values of the other stages."""
         layers = self._parts.layers
         for number, layer in self._removed.items():
             layers[number] = layer
@@ -324,7 +330,7 @@ class ModelStage:
                 module.to("meta")
 
     def tied_weight(self) -> nn.Parameter | None:
-        """Return the embedding on the first stage and the head on the last, where they are one; else None."""
+        """Return the tied weight: the embedding's on the first stage, the head's on the last, else None."""
         holders = {0: self._parts.embedding, self.stages - 1: self._parts.head}
         holder: Any = holders.get(self.stage) if self._is_tied else None
         return None if holder is None else holder.weight
@@ -359,7 +365,7 @@ class ModelStage:
         if self.stage == 0 and hidden is not None:
             swap(self._embedding.put, self._received)
         if self.stage == self.stages - 1 and not is_last:
-            swap(self._norm.put, _Without())
+            swap(self._norm.put, _NoNorm())
         before = None if is_first else self._passed[self.chunks[chunk].start - 1]
         self._received.hidden = hidden
         if before is not None:

@@ -1,4 +1,4 @@
-"""Planners compared: the figures of a study, its loaders, and gains with their error, by hand."""
+"""What a planner is found to take: figures of steps, loaders, traces, and gains with their error, by hand."""
 
 import itertools
 import json
@@ -19,32 +19,29 @@ from lengthwise.simulator import (
     Setting,
     chosen_ranks,
     chrome_trace,
-    compare_planners,
     gain_over,
-    gain_text,
     loading_seconds,
+    run_batches,
     simulate_plan,
     waits_seconds,
 )
-from lengthwise.simulator.study import ideal_seconds
+from lengthwise.simulator.found import ideal_seconds
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 SETTING = Setting(
     memory=step_memory(SHAPE, HARDWARE, 16),
     hardware=HARDWARE,
     cost=all_terms_cost(SHAPE, HARDWARE),
-    cluster=Cluster(ranks=16, capacity_tokens=8192),
+    capacities={"none": 8192},
     context_tokens=120_000,
+    options=PlanOptions(layers=32),
 )
-
-
-def _compare(planners, batches):
-    return compare_planners(planners, batches, SETTING, progress=lambda *_: None)
+CLUSTER = Cluster(ranks=16, capacity_tokens=8192)
 
 
 def test_study_of_uniform_sequences() -> None:
-    (result,) = _compare(["lengthwise"], [[8192] * 32])
-    plan = plan_step([8192] * 32, SETTING.cluster, SETTING.cost, PlanOptions(layers=32))
+    result = run_batches("lengthwise", [[8192] * 32], SETTING)
+    plan = plan_step([8192] * 32, CLUSTER, SETTING.cost, PlanOptions(layers=32))
     assert result.mean_seconds == simulate_plan(plan, SETTING.cost).step_seconds
     assert result.tokens_per_second == pytest.approx(32 * 8192 / result.mean_seconds)
     assert result.flops_ratio == pytest.approx(
@@ -60,7 +57,7 @@ def test_a_pipeline_keeps_no_more_microbatches_than_it_has(sequences: int, kept:
     cost = all_terms_cost(SHAPE, HARDWARE, stages=4)
     memory = step_memory(SHAPE, HARDWARE, 16, cut=LayerCut(stages=4))
     setting = replace(SETTING, cost=cost, memory=memory)
-    (result,) = compare_planners(["static"], [[8192] * sequences], setting, progress=lambda *_: None)
+    result = run_batches("static", [[8192] * sequences], setting)
     (step,) = result.steps
     assert step.memory_bytes == memory.state_bytes() + memory.microbatch_bytes(8192, kept=kept)
     assert step.memory_bytes == pytest.approx(memory.state_bytes() + kept * 8192 * memory.saved_bytes("none"), rel=0.08)
@@ -69,19 +66,18 @@ def test_a_pipeline_keeps_no_more_microbatches_than_it_has(sequences: int, kept:
 def test_study_compares_on_the_same_batches() -> None:
     rng = np.random.default_rng(0)
     batches = [[*rng.integers(10, 4000, 60).tolist(), 120_000 - seed] for seed in range(3)]
-    static, ours = _compare(["static", "lengthwise"], batches)
+    static, ours = (run_batches(planner, batches, SETTING) for planner in ("static", "lengthwise"))
     assert len(static.steps) == len(ours.steps) == 3
     assert [step.flops for step in static.steps] == [step.flops for step in ours.steps]
     assert ours.mean_seconds < static.mean_seconds
     assert 1 > ours.ideal_ratio > static.ideal_ratio
-    times = [step.step_seconds for step in ours.steps]
-    assert ours.percentile_seconds(50) == sorted(times)[1]
-    assert ours.percentile_seconds(100) == max(times)
+    assert ours.percentile_seconds(50) == sorted(ours.step_seconds)[1]
+    assert ours.percentile_seconds(100) == max(ours.step_seconds)
     assert ours.mean("idle_ratio") == pytest.approx(np.mean([step.idle_ratio for step in ours.steps]))
 
 
 def test_trace_shows_chosen_ranks_from_start_to_end() -> None:
-    plan = plan_step([50_000, 3000, 3000, 100], SETTING.cluster, SETTING.cost, PlanOptions(layers=32))
+    plan = plan_step([50_000, 3000, 3000, 100], CLUSTER, SETTING.cost, PlanOptions(layers=32))
     timeline = simulate_plan(plan, SETTING.cost)
     trace = json.loads(chrome_trace(plan, timeline, ranks_per_node=8, most_ranks=5))
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -107,7 +103,7 @@ def test_ideal_seconds_are_arithmetic_alone_spread_evenly() -> None:
     attention = 7 * 32 * 32 * 128 * (1000**2 + 10**2) / (peak * HARDWARE.attention_efficiency)
     ideal = ideal_seconds([1000, 10], replace(SETTING, memory=step_memory(SHAPE, HARDWARE, 16, tensor=4)))
     assert ideal == pytest.approx((linear + attention) / (16 * 4))
-    (result,) = _compare(["lengthwise"], [[1000, 10]])
+    result = run_batches("lengthwise", [[1000, 10]], SETTING)
     (step,) = result.steps
     assert step.ideal_seconds == pytest.approx(4 * ideal)
     slow = tuple(replace(step, ideal_seconds=ideal, step_seconds=times * ideal) for times in (2, 8))
@@ -168,6 +164,6 @@ def test_spread_over_batches_is_two_standard_errors_and_equal_is_written_as_equa
     """Ratio 1.25; residuals -0.5 and 0.5 seconds about it, of mean 4: 2 x 0.7071 / 4 / sqrt(2)."""
     gain = gain_over([4.5, 5.5], [4.0, 4.0], model_error=0.0)
     assert (gain.ratio, gain.high - gain.ratio) == pytest.approx((1.25, 0.25))
-    assert gain_text(gain_over([1.04], [1.0])) == "equal (1.04x)"
-    assert gain_text(gain_over([1.10], [1.0])) == "1.10x"
-    assert gain_text(gain_over([0.5], [1.0])) == "0.50x"
+    assert str(gain_over([1.04], [1.0])) == "equal (1.04x)"
+    assert str(gain_over([1.10], [1.0])) == "1.10x"
+    assert str(gain_over([0.5], [1.0])) == "0.50x"

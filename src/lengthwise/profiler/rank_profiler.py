@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,16 +23,15 @@ from lengthwise.attention import Block, BlockKernel, Saved
 from lengthwise.comm import Mesh, Transport, World, share_numbers
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.errors import MemoryShortage
-from lengthwise.core.measurements import Clock, Kind, Measurements, Precision, Sample
+from lengthwise.core.measurements import Clock, Measurements, Precision, Sample
 from lengthwise.core.shape import ModelShape
-from lengthwise.cost import shape_from_config
+from lengthwise.cost import logits_at_once, shape_from_config
 from lengthwise.cost.fit import fit_samples
-from lengthwise.cost.measured import base_cost, measured_model
+from lengthwise.cost.measured import base_cost
 from lengthwise.engine.batch import random_batch
-from lengthwise.engine.lay import lay_parameters
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.optimizer import SlicedOptimizer, sliced_optimizer
-from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.parameters import Parameters, lay_parameters
 from lengthwise.engine.slices import Sharding
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import (
@@ -44,21 +44,23 @@ from lengthwise.models import (
     compute_so,
     position_limit,
     score_cap,
+    token_loss,
 )
 from lengthwise.offload import ActivationStore, DiskStore, PinnedStore
-from lengthwise.profiler.model_ends import run_embedding, run_head
 from lengthwise.profiler.place import this_place
 from lengthwise.profiler.runs import (
     GPU_TIMES,
     SHORTEST_TOKENS,
     ProfiledRun,
     copy_runs,
+    end_samples,
     local_run,
     message_runs,
     packs_up_to,
     ring_runs,
+    sample_of,
 )
-from lengthwise.profiler.watch import Stopwatch, WatchedTransport
+from lengthwise.profiler.stopwatch import Stopwatch, WatchedTransport
 
 _LONGEST_SHARE = 1 / 25  # the most of all seconds that one run may take
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 25
@@ -101,7 +103,7 @@ def profile(
     from `source`. store: where activations are offloaded; if None, copies are not measured.
 
     Raises:
-       LengthwiseError: a rank was lost, or the samples give no costs.
+        LengthwiseError: a rank was lost, or the samples give no costs.
     """
     shape = shape_from_config(source.config.to_dict(), name=source.name)
     trained = trained or build(source, world, transport, settings.precision, settings.computing)
@@ -126,7 +128,7 @@ def profile(
     return Measurements(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         place=place,
-        model=measured_model(shape),
+        model=shape,
         precision=settings.precision,
         hardware=settings.hardware,
         fit=fit_samples(samples, base, launches_ahead=world.device.type == "cuda"),
@@ -208,7 +210,7 @@ class RankProfiler:
         shared = self._shared(mine.reshape(len(runs), rounds, 3))
         ends = self._shared(torch.tensor(end_took, dtype=torch.float64))
         clock = self._settings.clock
-        return [_sample(run, shared[:, number], clock) for number, run in enumerate(runs)] + _end_samples(ends, clock)
+        return [sample_of(run, shared[:, number], clock) for number, run in enumerate(runs)] + end_samples(ends, clock)
 
     def _has_time(self, rounds: int) -> bool:
         passed = time.perf_counter() - self._began
@@ -288,7 +290,7 @@ class RankProfiler:
     def _end_of_model(self, run: ProfiledRun) -> _Timed:
         """Time the embedding, or the head with its loss, forward and backward."""
         ids = torch.arange(run.lengths[0], device=self._world.device) % self._shape.vocab
-        work = partial(run_head if run.kind == "head" else run_embedding, self._model, ids)
+        work = partial(_run_head if run.kind == "head" else _run_embedding, self._model, ids)
         return lambda: (self._watch.seconds(work), 0.0, float("nan"))
 
     def _message(self, run: ProfiledRun) -> _Timed:
@@ -355,47 +357,18 @@ class RankProfiler:
         return everyone.view(self._world.world_size, *mine.shape).numpy()
 
 
-def _sample(run: ProfiledRun, took: np.ndarray, clock: Clock) -> Sample:
-    """Make the sample of a run from `took`, [ranks, rounds, (seconds, seconds waited, seconds of forward)]."""
-    if run.kind == "ring":
-        assert run.plan is not None, run
-        took = took[list(run.plan.microbatches[0].ranks)]
-    whole, waited, forward = np.moveaxis(took, 2, 0)
-    if run.kind in ("local", "block", "copy", "embedding", "head"):
-        return _of(run, _usual(whole, clock), whole, None if np.isnan(forward).any() else _usual(forward, clock))
-    if clock == "wall":
-        return _of(run, _usual(whole.max(axis=0), clock), whole)
-    # Waits beyond the shortest of all turns come from other work on the machine.
-    return _of(run, float((whole - waited).min(axis=1).max() + waited.min()), whole - waited)
+def _run_embedding(model: Any, ids: Tensor) -> None:
+    """Run the embedding of ids (tokens,) forward, and backward if it trains; gradients accumulate."""
+    found = model.get_input_embeddings()(ids[None])
+    if found.requires_grad:
+        found.backward(torch.ones_like(found))
 
 
-def _end_samples(ends: np.ndarray, clock: Clock) -> list[Sample]:
-    kinds: tuple[Kind, ...] = ("end_collectives", "end_update", "end_clear")
-    degree = len(ends)
-    return [
-        _of(ProfiledRun(kind=kind, degree=degree), _usual(ends[..., part].max(axis=0), clock), ends[..., part])
-        for part, kind in enumerate(kinds)
-        if kind != "end_collectives" or degree > 1
-    ]
-
-
-def _usual(seconds: np.ndarray, clock: Clock) -> float:
-    """Return the repeat that counts: other work adds to wall seconds, and slows single CPU seconds."""
-    return float(np.quantile(seconds, 0.25 if clock == "wall" else 0.0))
-
-
-def _of(run: ProfiledRun, seconds: float, repeats: np.ndarray, forward_seconds: float | None = None) -> Sample:
-    """Make a sample; `repeats`, [ranks, rounds], give its spread."""
-    seconds = max(seconds, 1e-9)
-    lower, upper = np.quantile(repeats, (0.25, 0.75))
-    return Sample(
-        kind=run.kind,
-        lengths=run.lengths,
-        degree=run.degree,
-        tier=run.tier,
-        num_bytes=run.num_bytes,
-        seconds=seconds,
-        forward_seconds=forward_seconds,
-        repeats=repeats.shape[1],
-        spread=float(upper - lower) / seconds,
-    )
+def _run_head(model: Any, ids: Tensor) -> None:
+    """Run head and loss of labels (tokens,) forward and backward, with as many logits at once as in training."""
+    head: Any = model.get_output_embeddings()
+    like, width = head.weight, head.weight.shape[-1]
+    words: int = model.config.vocab_size
+    for some in ids.split(logits_at_once(words, on_gpus=ids.is_cuda) // words or 1):
+        hidden = torch.randn(len(some), width, dtype=like.dtype, device=ids.device, requires_grad=True)
+        token_loss(head(hidden), some).backward()

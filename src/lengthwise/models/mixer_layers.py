@@ -1,9 +1,9 @@
 """Layers of Hugging Face models that mix tokens without attention, run by a plan.
 
 Transformers computes every gated delta rule, KDA, Mamba 2 and short convolution by a function of the modeling file, and
-hands it the keyword arguments of `forward`: the plan arrives there as it does in attention. The function is replaced by
-one that runs the plan where it is given, and is itself everywhere else. A function that a planned forward calls without
-the plan is refused: it would mix documents of a pack. What computes the spans of a plan is a kernel (`mixer_kernels`).
+passes it the keyword arguments of `forward`, so the plan arrives there as in attention. Each function is replaced by
+one that runs the plan if it gets one, and the original otherwise. A planned forward that calls a function without the
+plan is refused, because it would mix documents of a pack. Kernels (`mixer_kernels`) compute the spans of a plan.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from lengthwise.models.modules import modules_of
 from lengthwise.program import Mixing
 
 Kernels = Mapping[tuple[str, torch.dtype], MixerKernel]
-"""By transformers' function and the dtype of the tokens: what computes it, where that is not the function itself."""
+"""Kernels in place of transformers' functions, by function and dtype of the tokens."""
 
 
 def count_mixers(config: Any, layers: Sequence[int] | None = None) -> int:
-    """Count the layers that mix tokens, of a model or of some of its decoder layers: some have two, some none."""
+    """Count the layers that mix tokens in a model, or in some decoder layers, which may have two or none."""
     kinds = list(getattr(config, "layer_types", None) or ())
     if not kinds:
         return config.num_hidden_layers if layers is None else len(layers)
@@ -50,12 +50,12 @@ def count_mixers(config: Any, layers: Sequence[int] | None = None) -> int:
 
 
 def has_states(config: Any) -> bool:
-    """Return whether some layer has a state that runs through the whole sequence."""
+    """Return whether a layer has a state that runs through the whole sequence."""
     return any(kind in ("linear_attention", "hybrid") for kind in getattr(config, "layer_types", None) or ())
 
 
 def mixing_of(model: nn.Module) -> Mixing:
-    """Return what a model passes along sequences beside keys."""
+    """Return the states and halos that a model passes along sequences."""
     files = {module for module in _modeling_files(model) if any(hasattr(module, name) for name in _PLANNED)}
     if not files:
         return Mixing()
@@ -66,10 +66,10 @@ def mixing_of(model: nn.Module) -> Mixing:
 
 
 class DeltaRule:
-    """Gated delta rule and KDA: S_t = (I - beta k k') exp(g) S_(t-1) + beta k v', a state (heads, key, value) a span.
+    """Gated delta rule and KDA: S_t = (I - beta k k') exp(g) S_(t-1) + beta k v', a state (heads, key, value) per span.
 
-    Columns of a state do not mix. So the same function on values widened by zeros, from a state widened by I, gives
-    (outputs from zero | what reads a state before the span), and (b | a) as the last state.
+    Columns of a state do not mix. So the same function on values widened by zeros, from a state widened by I, returns
+    (outputs from zero | the reader of a state before the span), and (b | a) as the last state.
     """
 
     is_matrix = True

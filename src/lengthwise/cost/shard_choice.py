@@ -1,8 +1,8 @@
-"""How parameters lie over the ranks where nobody says it: of the layouts that leave room, the one that is fastest.
+"""The choice of a layout for `shard: auto`: the fastest that leaves room; and the costs of sharded ranks.
 
 Room is that of the formulas of `cost.memory`, and time is what the caller's plans take: nothing runs, and the same
-numbers give the same choice on every rank. Costs of ranks that have a part of the parameters: what a wave gathers and
-sums, and what the step's end does, on the host where the optimizer is there.
+numbers give the same choice on every rank. Costs of sharded ranks include what a wave gathers and sums and what the
+step's end does, on the host if the optimizer is there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lengthwise.cost.ending import Ending, Traffic
 from lengthwise.cost.memory import StepMemory
 from lengthwise.cost.terms import Cost
 
-LEAST_TOKENS = 2048  # of a rank, below which GEMMs are small and whole parameters are not worth their room
+LEAST_TOKENS = 2048  # per rank; with fewer, GEMMs are small and whole parameters are not worth their memory
 LORA_RANK = 16
 ZERO3_ALONE = "shard zero3 has no effect on one rank, which has all parameters"
 _MOST_RANKS = 12_288
@@ -31,12 +31,12 @@ _MOST_RANKS = 12_288
 
 Shard: TypeAlias = Literal["zero1", "hybrid", "zero3"]
 LayoutSeconds: TypeAlias = Callable[[StepMemory], float]
-"""Seconds of a step of ranks whose parameters lie as `StepMemory.shard` says; inf: it has no plan."""
+"""Returns the seconds of a step in a layout, inf if it has no plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardChoice:
-    """A layout, and why."""
+    """A sharding, and the reason for it."""
 
     shard: Shard
     why: str
@@ -59,20 +59,20 @@ def choose_shard(
     seconds: LayoutSeconds | None = None,
     margin: float = 0.0,
 ) -> ShardChoice:
-    """Return the fastest layout with which a rank holds `tokens` in a microbatch; on one rank zero1.
+    """Return the fastest layout in which a rank holds `tokens` in a microbatch; on one rank zero1.
 
-    Of equally fast ones the first of zero1, hybrid and zero3. Where none holds so many, the one that holds most. hybrid
-    only where `memory` names the ranks of a node, and there are several nodes.
-    device_bytes: of one rank; None: not known, and zero1 is taken. kinds: of recomputation that may be taken. offload:
-    the share that may be. keeps_whole: what allows zero1 alone. can_offload: whether the optimizer may be. seconds: of
-    a step with a layout; None: not known, and the first that fits is taken. margin: by which share others must be
-    faster than the first that fits.
+    Ties go to the first of zero1, hybrid and zero3. If no layout holds `tokens`, the one that holds most is taken.
+    hybrid needs `memory.ranks_per_node`, and several nodes.
+    device_bytes: of one rank; if None, unknown, zero1 is taken. kinds: of recomputation that may be taken. offload: the
+    largest ratio allowed. keeps_whole: the setting that allows only zero1, if any. can_offload: the optimizer may be
+    offloaded. seconds: times a step in a layout; if None, the first that fits is taken. margin: the share of time by
+    which others must be faster than the first that fits.
 
     Raises:
         MemoryShortage: no layout leaves room for 128 tokens.
     """
     if device_bytes is None:
-        return ShardChoice(shard="zero1", why="how much memory there is could not be found")
+        return ShardChoice(shard="zero1", why="the memory of a rank is not known")
     layouts: dict[Shard, StepMemory] = {shard: replace(memory, shard=shard) for shard in _shards(memory, keeps_whole)}
     room, ways = device_bytes * (1 - RESERVED), [Choice(recompute=kind, offload=offload) for kind in kinds]
     held: dict[Shard, int] = {
@@ -95,7 +95,7 @@ def choose_shard(
 
 
 def _shards(memory: StepMemory, keeps_whole: str | None) -> list[Shard]:
-    """List the layouts that differ here and may be taken, in the order in which they are preferred."""
+    """List the layouts that differ here and are allowed, in order of preference."""
     if memory.ranks == 1 or keeps_whole is not None:
         return ["zero1"]
     has_nodes = 1 < (memory.ranks_per_node or 1) < memory.ranks
@@ -123,19 +123,19 @@ def _seconds_text(seconds: float) -> str:
 
 
 def check_host(memory: StepMemory, ranks_here: int, free_bytes: float, *, key: str) -> None:
-    """Refuse an offloaded optimizer of all ranks of a machine that has less free; 0: how much is not known.
+    """Refuse an offloaded optimizer of all ranks of a machine with less free memory; `free_bytes` 0: not known.
 
-    key: that asks for it.
+    key: the setting that asks for it.
 
     Raises:
-        MemoryShortage: it is more.
+        MemoryShortage: the optimizer needs more.
     """
     needed = ranks_here * memory.host_bytes()
     if 0 < free_bytes < needed:
         raise MemoryShortage(
             key,
             expected=f"{needed / 1e9:.3g} GB of host memory, for the optimizer of {counted(ranks_here, 'rank')}",
-            got=f"{free_bytes / 1e9:.3g} GB that are free here",
+            got=f"{free_bytes / 1e9:.3g} GB free on this machine",
             remedy="Take it out, or use more machines.",
         )
 
@@ -145,19 +145,19 @@ def _kept(memory: StepMemory) -> str:
 
 
 def with_adapters(memory: StepMemory) -> StepMemory:
-    """Return what LoRA on all linear layers of attention and MLP holds."""
+    """Return the memory with LoRA on all linear layers of attention and MLP."""
     return replace(memory, trained=lora_params(memory.shape, LORA_RANK))
 
 
 def lora_params(shape: ModelShape, rank: int) -> int:
-    """Count the parameters of LoRA adapters of this rank on all linear layers of attention and MLP."""
+    """Return the number of parameters of LoRA adapters of this rank on all linear layers of attention and MLP."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sides = 2 * (shape.hidden + queries) + 2 * (shape.hidden + keys) + 3 * (shape.hidden + shape.intermediate)
     return shape.layers * rank * sides
 
 
 def more_ranks(ranks: int) -> list[int]:
-    """List twice as many ranks, and so on."""
+    """List twice as many ranks, four times as many, and so on."""
     found = [ranks * 2]
     while found[-1] * 2 <= _MOST_RANKS:
         found.append(found[-1] * 2)
@@ -192,7 +192,7 @@ def _nothing_fits(
         remedies.append(f"LoRA ({_parts(with_adapters(best))})")
     ranks = [n for n in more_ranks(whole.ranks) if fits(replace(whole, shard="zero3", ranks=n))]
     if ranks and keeps_whole is None:
-        remedies.append(f"{ranks[0]} ranks of as much memory each")
+        remedies.append(f"{ranks[0]} ranks with the same memory each")
     return MemoryShortage(
         f"model {whole.shape.name}",
         expected=f"room for {STEP_TOKENS} tokens on {counted(whole.ranks, 'rank')} of {device_bytes / 1e9:.3g} GB each",
@@ -209,10 +209,10 @@ def _parts(memory: StepMemory) -> str:
 
 
 def sharded_traffic(memory: StepMemory, cost: Cost, *, head_apart: bool = False) -> Traffic:
-    """Return what travels in a wave of a model of these states, over the links of `cost` and all `memory.ranks`.
+    """Return what travels in a wave of a sharded model, over the links of `cost` and all `memory.ranks`.
 
-    Parameters travel in the model's numbers, gradients in fp32; of what does not train there are no gradients.
-    head_apart: a head that is not tied to the embedding is a unit of its own, as ours is.
+    Parameters travel in the model's dtype, gradients in fp32; parameters that do not train have no gradients.
+    head_apart: a head that is not tied to the embedding is a unit of its own, as in our engine.
     """
     layer, rest = memory.layer_params()
     words = float(memory.shape.hidden * memory.shape.vocab)
@@ -220,7 +220,7 @@ def sharded_traffic(memory: StepMemory, cost: Cost, *, head_apart: bool = False)
     trains = 1.0 if memory.trained is None else memory.trained / (layer * memory.shape.layers)
     trains_rest = memory.trained is None
 
-    ending = Ending(reduced_bytes_per_second=cost.ending.reduced_bytes_per_second)  # where that was measured
+    ending = Ending(reduced_bytes_per_second=cost.ending.reduced_bytes_per_second)  # if that was measured
 
     def seconds(moved_bytes: float) -> float:
         return replace(cost, reduced_bytes=moved_bytes, ending=ending).step_end_seconds(memory.ranks)
@@ -237,10 +237,10 @@ def sharded_traffic(memory: StepMemory, cost: Cost, *, head_apart: bool = False)
 
 
 def sharded_cost(cost: Cost, memory: StepMemory, *, group: int | None = None, head_apart: bool = True) -> Cost:
-    """Return the costs of ranks whose parameters lie over groups of `group` ranks (None: all of `memory.ranks`).
+    """Return the costs of ranks whose parameters are sharded over `group` ranks (default: all of `memory.ranks`).
 
-    Over all there is nothing left to be summed at the step's end; copies of groups are, as whole parameters would be,
-    which all links of a node do together. head_apart: as of `sharded_traffic`.
+    Sharded over all ranks, nothing is left to reduce at the step's end. Copies of groups are reduced there, as whole
+    parameters would be, by all links of a node together. head_apart: see `sharded_traffic`.
     """
     ranks = memory.ranks
     over = ranks if group is None else min(group, ranks)
@@ -252,14 +252,14 @@ def sharded_cost(cost: Cost, memory: StepMemory, *, group: int | None = None, he
 
 
 def laid_cost(cost: Cost, memory: StepMemory, *, head_apart: bool = True) -> Cost:
-    """Return the costs of ranks whose parameters and optimizer lie as `memory` says; `head_apart`: our own layout."""
+    """Return the costs of ranks in the layout of `memory`; `head_apart`: see `sharded_traffic`."""
     return offloaded_cost(sharded_cost(cost, memory, group=memory.ranks_in_step, head_apart=head_apart), memory)
 
 
 def offloaded_cost(cost: Cost, memory: StepMemory) -> Cost:
-    """Return the costs of ranks whose optimizer is on the host, where `memory` says it is.
+    """Return the costs of ranks whose optimizer is on the host, if `memory` says it is.
 
-    At least: as if processors updated as fast as they read and write, and as a host exchanges with its devices.
+    A lower bound: it assumes that processors update as fast as they read and write, and as hosts exchange with devices.
     """
     if not memory.offloads:
         return cost

@@ -22,8 +22,8 @@ def check_plan(plan: Plan) -> None:
     """Check every rule of the plan file that `Plan.from_json` has not checked.
 
     Raises:
-       PlanError: one rule is broken; names microbatch, piece, rank or sequence.
-       Problems: several rules are broken.
+        PlanError: one rule is broken; names microbatch, piece, rank or sequence.
+        Problems: several rules are broken.
     """
     problems: list[LengthwiseError] = list(_header_problems(plan))
     for number, microbatch in enumerate(plan.microbatches):
@@ -77,7 +77,7 @@ def _piece_problems(plan: Plan, piece: Piece, where: str) -> Iterator[PlanError]
         yield _problem(where, f"heads that divide the {piece.degree} ranks", f"heads {piece.heads}")
     if piece.shares is not None:
         if len(piece.shares) != piece.degree:
-            yield _problem(where, f"{piece.degree} shares, one a rank", f"{len(piece.shares)} shares")
+            yield _problem(where, f"{piece.degree} shares, one per rank", f"{len(piece.shares)} shares")
         if not all(share >= 0 for share in piece.shares) or not 0 < sum(piece.shares) < float("inf"):
             yield _problem(where, "shares of 0 or more with a finite sum above 0", list(piece.shares))
 

@@ -76,7 +76,7 @@ def _placed(error: LengthwiseError, text: str, name: str, overrides: Sequence[st
 
 
 def _read_text(path: Path) -> str:
-    remedy = "Name a run file; the README has a first one."
+    remedy = "Give the path of a run file; the README has an example."
     try:
         return read_plain(path, most_bytes=_MOST_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -111,7 +111,9 @@ def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]
         values["measurements"] = _resolve("measurements", measurements, folder, problems, _FILE, words=words)
     output = values.get("output")
     if output == "":
-        problems.append(ConfigError("output", expected="a folder", got="''", remedy="Write for example runs/first."))
+        problems.append(
+            ConfigError("output", expected="a folder", got="''", remedy="Write for example `output: runs/first`.")
+        )
     elif isinstance(output, str | Path):
         values["output"] = _absolute(str(output), folder)
         wrong = _no_path(values["output"])
@@ -156,7 +158,7 @@ def _no_path(path: str) -> str | None:
     try:
         raw = os.fsencode(path)
     except UnicodeEncodeError:
-        return f"{path!r}, which no file system can write"
+        return f"{path!r}, which no file system can store"
     if b"\0" in raw:
         return f"{path!r}, with a NUL"
     longest = max(map(len, raw.split(b"/")))
@@ -207,7 +209,7 @@ def _write(values: dict[str, object], path: Sequence[str], value: object) -> Non
             target[step] = below
         if not isinstance(below, dict | list):
             prefix = ".".join(path[: depth + 1])
-            where, expected = f"overrides {'.'.join(path)}", f"`{prefix}` to have keys"
+            where, expected = f"overrides {'.'.join(path)}", f"keys in `{prefix}`"
             raise ConfigError(where, expected=expected, got=f"the value {below!r}", remedy=f"Set `{prefix}` itself.")
         target = below
 

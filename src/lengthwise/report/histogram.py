@@ -1,4 +1,4 @@
-"""How long the sequences of a data set are, and who carries the work."""
+"""Lengths of the sequences of a data set, summed by powers of two."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lengthwise.report.figures import count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthSummary:
-    """Counts in sequences and tokens; shares of the longest 1 % of sequences in tokens and in attention work (s^2)."""
+    """Counts in sequences and tokens; the share of the longest 1 % of sequences in tokens and attention work (s^2)."""
 
     num_sequences: int
     num_tokens: int
@@ -42,7 +42,7 @@ def summarize_lengths(lengths: Sequence[int] | np.ndarray) -> LengthSummary:
 
 
 def sum_by_power(lengths: Sequence[int] | np.ndarray) -> tuple[int, list[int], list[int]]:
-    """Return the first power of two p, and for each from it on the sequences of 2^p to 2^(p + 1) tokens, and theirs."""
+    """Return the least power p, and for p, p + 1, ... the sequences of 2^p to 2^(p + 1) tokens, and their tokens."""
     powers = np.frexp(np.asarray(lengths, dtype=np.float64))[1] - 1
     first = int(powers.min())
     sequences = np.bincount(powers - first)
@@ -51,14 +51,14 @@ def sum_by_power(lengths: Sequence[int] | np.ndarray) -> tuple[int, list[int], l
 
 
 def written_edges(first: int, bars: int, longest: int) -> tuple[list[str], list[str]]:
-    """Return the borders of bars of powers of two, the last one closed at the longest, and what each bar spans."""
+    """Return the borders of bars of powers of two, and what each bar spans; the last bar ends at the longest."""
     ends = [written_tokens(2**power) for power in range(first, first + bars)] + [written_tokens(longest)]
     spans = [low if low == high else f"{low} to {high}" for low, high in pairwise(ends)]
     return ends if ends[-1] != ends[-2] else [*ends[:-1], ""], spans
 
 
 def length_histogram(lengths: Sequence[int] | np.ndarray, *, width: int = 40) -> list[str]:
-    """Draw one line a power of two of length: dots for its sequences, hashes for the tokens in them."""
+    """Draw one line for each power of two of length: dots for its sequences, hashes for the tokens in them."""
     first, sequences, tokens = sum_by_power(lengths)
     most_tokens, most_sequences = max(tokens), max(sequences)
     half = max(8, (width - 1) // 2)

@@ -1,7 +1,10 @@
-"""What a rank that is a stage of a pipeline has beside its passes: its neighbours' messages, and calls of dropout.
+"""Hidden states between the stages of a pipeline: their messages, and the autograd graph of a chunk around them.
 
-Hidden states go on to the next chunk, gradients back to the one before. Messages of a turn are one grouped call; a pass
-waits for its message, which was posted turns ago, and from time to time this rank does for what it sent.
+Hidden states go to the next chunk, gradients back to the previous one. The messages of a turn are one grouped call; a
+pass waits for its message, which was posted turns ago, and a rank waits from time to time for what it has sent.
+
+The graph of a chunk holds neither its input nor its output until backward: a leaf or an output would keep hidden states
+on the device, while autograd saves what layers need, and the plan may offload that.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +22,11 @@ from lengthwise.comm import Mesh, Pending, SoloTransport
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import LayerCut
 from lengthwise.models import Chunk, KeyedDropout, ModelStage, run_chunk
+from lengthwise.offload import ActivationSaver
 from lengthwise.program import lower_plan
 from lengthwise.program.step_program import Message, Place, Turn
 
-UNWAITED_A_STAGE = 2  # grouped calls, of which a rank keeps what it sent
+UNWAITED_A_STAGE = 2  # grouped calls per stage whose sent tensors a rank keeps
 _ONE_TOKEN = Plan(
     ranks=1,
     layers=1,
@@ -34,7 +39,7 @@ _ONE_TOKEN = Plan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """Of which a rank is a stage: its part of the model, and its place."""
+    """A pipeline, seen from one of its ranks: its stage of the model, its place, and the cut of the layers."""
 
     stage: ModelStage
     mesh: Mesh
@@ -52,17 +57,17 @@ class Messages:
     _sent: deque[Pending] = field(default_factory=deque)
 
     def give(self, place: Place, is_forward: bool, hidden: Tensor) -> None:
-        """Keep what the pass at a place needs until it is sent there."""
+        """Keep the input of the pass at a place until it is sent there."""
         self._leaving[place, is_forward] = hidden
 
     def take(self, place: Place, is_forward: bool) -> Tensor:
-        """Wait for what the pass at a place needs."""
+        """Wait for the input of the pass at a place."""
         pending, hidden = self._arriving.pop((place, is_forward))
         pending.wait()
         return hidden
 
     def post(self, turn: Turn, room: Callable[[Message], Tensor]) -> None:
-        """Post the messages of a turn in one grouped call; room: makes what one is received in."""
+        """Post the messages of a turn in one grouped call. room: returns an empty tensor for a message."""
         self.mesh.world.phase = f"{self.name}, hidden states between stages at tick {turn.tick}"
         rank_of = self.mesh.rank_of_stage
         sends = [
@@ -75,7 +80,7 @@ class Messages:
         self._wait(UNWAITED_A_STAGE * self.mesh.stages)
 
     def end(self) -> None:
-        """Wait for all that was sent."""
+        """Wait for all sends."""
         self._wait(0)
 
     def _wait(self, most: int) -> None:
@@ -86,7 +91,7 @@ class Messages:
 def count_dropout_calls(
     model: nn.Module, mesh: Mesh, chunks: Mapping[int, Chunk], kernel: BlockKernel, device: torch.device
 ) -> None:
-    """Count the calls of dropout before each chunk, by one row through each, the first time. Collective."""
+    """Count the dropout calls before each chunk, once, by running one row through every chunk. Collective."""
     if all(model.training in each.dropout_calls for each in chunks.values()):
         return
     (program,) = lower_plan(_ONE_TOKEN, 0)
@@ -106,6 +111,62 @@ def count_dropout_calls(
 
 
 def empty_hidden(model: nn.Module, chunk: Chunk, rows: int) -> Tensor:
-    """Return room for the hidden states that a chunk takes or gives on, (1, rows, width)."""
+    """Return an empty tensor for hidden states of a chunk, (1, rows, width)."""
     like = next(model.parameters())
     return torch.empty(1, rows, chunk.width, dtype=like.dtype, device=like.device)
+
+
+@dataclass(slots=True, kw_only=True)
+class KeptForward:
+    """What a backward needs of its forward.
+
+    rows: rows of the forward. end: the loss, or a number whose backward takes the gradient of the sent hidden states
+    from `after`. before: receives the gradient of the received hidden states, or None if the input were ids.
+    router_logits: kept for the balance loss. router_share: this forward's part of that loss, once choices are counted.
+    """
+
+    rows: int
+    end: Tensor
+    after: list[Tensor]
+    before: list[Tensor] | None
+    router_logits: list[Tensor]
+    saver: ActivationSaver | None
+    router_share: Tensor | None = None
+
+
+class _GraphStart(torch.autograd.Function):
+    """Start of a graph at received hidden states, which it does not hold; their gradient goes into `gradients`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, _begin: Tensor, gradients: list[Tensor]) -> Tensor:
+        ctx.gradients = gradients
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        ctx.gradients.extend(gradients)
+        return None, None, None
+
+
+class _GraphEnd(torch.autograd.Function):
+    """End of a graph at hidden states to send, which it does not hold; their gradient comes from `gradients`."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, gradients: list[Tensor]) -> Tensor:
+        ctx.gradients = gradients
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradients.pop(), None
+
+
+def received(hidden: Tensor, gradients: list[Tensor]) -> Tensor:
+    """Return hidden states as the start of a graph, whose backward appends their gradient to `gradients`."""
+    begin = torch.empty(0, device=hidden.device, requires_grad=True)
+    return _GraphStart.apply(hidden, begin, gradients)  # type: ignore[return-value]
+
+
+def given_on(output: Tensor, gradients: list[Tensor]) -> Tensor:
+    """Return a number, (), whose backward takes the gradient of `output` from `gradients`."""
+    return _GraphEnd.apply(output, gradients)  # type: ignore[return-value]

@@ -1,0 +1,153 @@
+"""A comparison: what people use today, each at its own best settings, against Lengthwise.
+
+Without tensor parallelism or stages: FSDP2 with padding, with packing, and with one size of ring (`rivals`), packs in
+the order of a shuffled set or, with one's own sampler, sorted by work; and Lengthwise as it trains by default: with the
+layout that a run takes (hybrid as if all nodes ran in lock-step), microbatches as memory allows. All are planned,
+simulated and searched alike (`mesh_search`). A few seconds for 8 devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from lengthwise.core.errors import MemoryShortage, PlanError
+from lengthwise.cost import LayoutSeconds, choose_shard, wanted_tokens
+from lengthwise.cost.shard_choice import Shard
+from lengthwise.planner import arithmetic_seconds
+from lengthwise.simulator.layouts import MOST_RANKS, layout_seconds
+from lengthwise.simulator.mesh_search import Best, MeshSearch
+from lengthwise.simulator.meshes import RankMesh, Scenario
+from lengthwise.simulator.rivals import PACKED, PADDED, RIVALS, lock_steps
+
+OURS = "Lengthwise"
+LAYOUTS: tuple[Shard, ...] = ("zero1", "zero3", "hybrid")  # of parameters over the ranks
+
+Batches = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What was found for each way to train on the batches of a scenario; entry i of a batch: tokens of sequence i.
+
+    rivals: FSDP2 in each way that exists on these devices. layouts: Lengthwise with each layout, in the order of
+    `LAYOUTS`. auto: the layout that `shard: auto` takes; None: none fits without offload. planners: in detail.
+    """
+
+    scenario: Scenario
+    batches: Batches
+    rivals: tuple[Best, ...]
+    layouts: tuple[Best, ...]
+    auto: Shard | None = None
+    planners: tuple[Best, ...] = ()
+
+    @property
+    def ours(self) -> Best:
+        """Lengthwise with the layout that a run takes; if none fits without offload, the quickest with it."""
+        if self.auto:
+            return self.layouts[LAYOUTS.index(self.auto)]
+        quickest = min(self.layouts, key=_seconds)
+        return quickest if quickest.any_mesh else self.layouts[-1]
+
+    @property
+    def rows(self) -> tuple[Best, ...]:
+        """The ways to train, ours last."""
+        return (*self.rivals, self.ours)
+
+    @property
+    def best_other(self) -> Best | None:
+        """The quickest of the others, of equals in three digits the first; None: none fits."""
+        fitting = [row for row in self.rivals if row.any_mesh is not None]
+        return min(fitting, key=lambda row: float(f"{_seconds(row):.3g}"), default=None)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(map(max, self.batches))
+
+
+def compare(batches: Batches, scenario: Scenario) -> Comparison:
+    """Compare FSDP2 and Lengthwise on the same batches, each at its best settings."""
+    rivals = tuple(_rival(name, batches, scenario) for name in (RIVALS if scenario.devices > 1 else RIVALS[:2]))
+    layouts = tuple(compare_layouts(batches, scenario))
+    auto = auto_layout(batches, scenario, layouts)
+    return Comparison(scenario=scenario, batches=batches, rivals=rivals, layouts=layouts, auto=auto)
+
+
+def auto_layout(batches: Batches, scenario: Scenario, layouts: Sequence[Best]) -> Shard | None:
+    """Return the layout that a run of these batches takes by itself; None: none fits without offload.
+
+    A run goes by what its first batch takes, which `layouts` know; of many ranks it plans a share, as is done here.
+    """
+    found = [row.any_mesh for row in layouts if row.any_mesh is not None]
+    took = {each.mesh.layout: each.step_seconds[0] for each in found if not each.most("most_offload")}
+    longest, capacity, kinds = max(map(max, batches)), scenario.capacity_tokens, scenario.kinds
+    room, cost = scenario.hardware.device_bytes, scenario.cost_of(RankMesh())
+    seconds: LayoutSeconds = lambda memory: took.get(memory.shard, inf)  # noqa: E731
+    if scenario.devices > MOST_RANKS:
+        seconds = layout_seconds(batches[0], cost, room, kinds=kinds, capacity_tokens=capacity)
+    tokens = capacity or wanted_tokens(scenario.devices, longest=longest)
+    try:
+        shard = choose_shard(scenario.memory(RankMesh()), room, tokens=tokens, kinds=kinds, seconds=seconds).shard
+    except MemoryShortage:
+        return None
+    return shard if shard in took else None
+
+
+def compare_layouts(batches: Batches, scenario: Scenario) -> list[Best]:
+    """Run Lengthwise with each layout that exists here, in the order of `LAYOUTS`."""
+    is_node = scenario.devices <= scenario.cost_of(RankMesh()).ranks_per_node
+    rows: list[Best] = []
+    for layout in LAYOUTS[:1] if scenario.devices == 1 else LAYOUTS[:2] if is_node else LAYOUTS:
+        like = rows[-1].any_mesh if layout == "hybrid" else None  # which gathers in the same waves as zero3
+        rows.append(_ours(layout, batches, scenario, like=like and like.steps[0].recompute))
+    return rows
+
+
+def _rival(name: str, batches: Batches, scenario: Scenario) -> Best:
+    """Run one of `RIVALS` at its best settings."""
+    tries = lock_steps(name, batches, scenario.devices, _held_by_work(batches, scenario, "zero3"))
+    meshes = [RankMesh(layout="zero3", held=((kind, held),), lock_step=how) for kind, held, how in tries]
+    found = MeshSearch(planner=name, batches=batches, scenario=scenario).best_of(meshes)
+    cuts = name not in (PADDED, PACKED)
+    return Best(planner=name, any_mesh=found, refusal=None if found else _unheld(batches, scenario, "zero3", cuts=cuts))
+
+
+def _ours(layout: Shard, batches: Batches, scenario: Scenario, *, like: str | None = None) -> Best:
+    """Run Lengthwise with a layout, offloading only if nothing holds the sequences without.
+
+    like: the kind of recomputation that is taken if it holds them.
+    """
+    search = MeshSearch(planner="lengthwise", batches=batches, scenario=scenario)
+    held = tuple(_held_by_work(batches, scenario, layout).items())
+    first = tuple(each for each in held if each[0] == like)
+    for some, offload in ((first, "off"), (held, "off"), (held, "auto")):
+        mesh = RankMesh(layout=layout, held=some, heads="auto", offload=offload)
+        if some and (found := search.best_of([mesh])):
+            return Best(planner=OURS, any_mesh=found)
+    return Best(planner=OURS, refusal=_unheld(batches, scenario, layout, cuts=True))
+
+
+def _held_by_work(batches: Batches, scenario: Scenario, layout: Shard) -> dict[str, int]:
+    """Return the tokens that a rank holds, by recomputation, the kind of least arithmetic first."""
+    cost = scenario.cost_of(RankMesh(layout=layout))
+    held = scenario.held(layout).items()
+    return dict(sorted(held, key=lambda each: arithmetic_seconds(batches[0], cost, each[0])))
+
+
+def _unheld(batches: Batches, scenario: Scenario, layout: Shard, *, cuts: bool) -> PlanError:
+    """Say why no mesh of a layout holds these sequences; `cuts`: sequences are cut over all devices."""
+    longest, capacities = max(map(max, batches)), scenario.held(layout)
+    if not capacities:
+        states = scenario.memory(RankMesh(layout=layout)).state_bytes() / 1e9
+        got = f"no room beside {states:.0f} GB of parameters and states on each GPU"
+    else:
+        most = max(capacities.values())
+        got = f"all GPUs hold {scenario.devices * most:,}" if cuts else f"a GPU holds {most:,}"
+        got = f"longest sequence {longest:,}, {got}"
+    return PlanError("sequences", expected="room for all", got=got, remedy="Use more devices, or clip the sequences.")
+
+
+def _seconds(row: Best) -> float:
+    return inf if row.any_mesh is None else row.any_mesh.mean_seconds

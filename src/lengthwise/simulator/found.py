@@ -1,0 +1,235 @@
+"""A planner on a mesh: its plan of every batch, simulated; step times, how near the ideal they come, and memory.
+
+The ideal of a batch is its arithmetic in the largest blocks, spread evenly over all devices, with nothing to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lengthwise.core.errors import PlanError
+from lengthwise.core.plan import Plan
+from lengthwise.core.timeline import Timeline
+from lengthwise.cost import Choice, StepMemory, analytic_cost, step_flops
+from lengthwise.planner import PlanOptions, PlanStep, plan_recomputed, plan_step
+from lengthwise.program import features_of, trains
+from lengthwise.simulator.clocks import simulate_plan
+from lengthwise.simulator.loading import loading_seconds, waits_seconds
+from lengthwise.simulator.meshes import RankMesh, Setting
+
+
+class TooLarge(PlanError):  # noqa: N818 - the name says what happened
+    """A plan that needs more memory than a device has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedStep:
+    """One planner on one batch: times in seconds, ratios of all ranks' time, memory of the fullest device in bytes.
+
+    loader_seconds: what all ranks wait for data. bound_seconds: of the plan, without the step's end. ideal_seconds: of
+    the batch on these devices. recompute: the plan's kind. most_degree, most_heads, most_offload: of any piece or
+    microbatch. features: that the plan uses.
+    """
+
+    step_seconds: float
+    ideal_seconds: float
+    bound_seconds: float
+    loader_seconds: float
+    compute_ratio: float
+    exposed_ratio: float
+    idle_ratio: float
+    memory_bytes: float
+    num_tokens: int
+    flops: float
+    recompute: str
+    most_degree: int
+    most_heads: int
+    most_offload: float
+    features: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A planner on a mesh, whose `setting` it is: step i of batch i, plan and timeline of the first batch."""
+
+    planner: str
+    setting: Setting
+    steps: tuple[SimulatedStep, ...]
+    first_plan: Plan
+    first: Timeline
+
+    @property
+    def mesh(self) -> RankMesh:
+        """The mesh that the planner was given."""
+        return self.setting.mesh
+
+    @property
+    def trains(self) -> bool:
+        """Whether the engine of this version runs these plans."""
+        features = frozenset[str]().union(*(step.features for step in self.steps))
+        return trains(features, tensor=self.mesh.tensor)
+
+    @property
+    def held_tokens(self) -> dict[str, int]:
+        """The tokens that a rank holds with each kind of recomputation that its plans take."""
+        return {step.recompute: self.setting.capacities[step.recompute] for step in self.steps}
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Step times, one a batch."""
+        return [step.step_seconds for step in self.steps]
+
+    @property
+    def mean_seconds(self) -> float:
+        """Step time, mean over batches."""
+        return self.mean("step_seconds")
+
+    def percentile_seconds(self, percent: float) -> float:
+        """Return the step time that this percentage of the batches does not exceed."""
+        return float(np.percentile(self.step_seconds, percent))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second of all ranks together."""
+        return self.mean("num_tokens") / self.mean_seconds
+
+    @property
+    def flops_ratio(self) -> float:
+        """Model FLOPs, recomputation left out, over the peak of all devices: MFU."""
+        memory, peak = self.setting.memory, self.setting.hardware.peak_flops_per_second
+        return self.mean("flops") / self.mean_seconds / (memory.ranks * memory.devices * peak)
+
+    @property
+    def ideal_ratio(self) -> float:
+        """Ideal seconds of the batches over those of the steps: 1 where nothing is lost."""
+        return self.mean("ideal_seconds") / self.mean_seconds
+
+    def mean(self, name: str) -> float:
+        """Return the mean over batches of a field of `SimulatedStep`."""
+        return float(np.mean([getattr(step, name) for step in self.steps]))
+
+    def most(self, name: str) -> float:
+        """Return the largest value over batches of a field of `SimulatedStep`."""
+        return max(getattr(step, name) for step in self.steps)
+
+
+def run_batches(
+    planner: str, batches: Sequence[Sequence[int]], setting: Setting, *, plan_each: PlanStep = plan_step
+) -> Found:
+    """Plan and simulate every batch, the lengths of a step, after the one before it and the loading of its data.
+
+    plan_each: as for `plan_recomputed`.
+
+    Raises:
+        LengthwiseError: of `plan_step`; sequences longer than the context or than the cluster holds are named.
+        TooLarge: no plan of a batch fits the memory of a device.
+    """
+    options, is_static = replace(setting.options, planner=planner), planner == "static"
+    runs = [
+        _plan_and_simulate(
+            tokens,
+            setting,
+            replace(options, context_tokens=max(setting.context_tokens, *tokens) if is_static else None),
+            plan_each,
+        )
+        for tokens in batches
+    ]
+    loads = [
+        loading_seconds(
+            plan,
+            setting.loader,
+            setting.cost,
+            tokens_per_second=setting.hardware.loader_tokens_per_second,
+            devices=setting.memory.devices,
+            fixed_mesh=is_static,
+        )
+        for plan, _ in runs
+    ]
+    waits = waits_seconds(loads, [timeline.step_seconds for _, timeline in runs])
+    plans, timelines = [plan for plan, _ in runs], [run[1].delayed(wait) for run, wait in zip(runs, waits, strict=True)]
+    steps = tuple(_step(plan, timeline, setting) for plan, timeline in zip(plans, timelines, strict=True))
+    return Found(planner=planner, setting=setting, steps=steps, first_plan=plans[0], first=timelines[0])
+
+
+def _plan_and_simulate(
+    tokens: Sequence[int], setting: Setting, options: PlanOptions, plan_each: PlanStep
+) -> tuple[Plan, Timeline]:
+    """Plan and simulate one batch; where the plan must fit and does not, the better of two that might.
+
+    Capacities do not know that what a layer computes again cannot be offloaded; those two do one of both alone.
+    """
+
+    def simulated(kinds: Mapping[str, int], with_options: PlanOptions) -> tuple[Plan, Timeline]:
+        plan = plan_recomputed(tokens, setting.memory.ranks, setting.cost, kinds, with_options, plan_each=plan_each)
+        return plan, simulate_plan(plan, setting.cost)
+
+    capacities, most = setting.capacities, setting.hardware.device_bytes
+    first = simulated(capacities, options)
+    if not setting.must_fit or (needed := needed_bytes(*first, setting.memory)) <= most:
+        return first
+    again = {kind: held for kind, held in capacities.items() if kind != "none"}
+    ways = [({"none": capacities["none"]}, options)] if again and "none" in capacities else []
+    ways += [(again or capacities, replace(options, offload="off"))] if options.offload != "off" else []
+    fitting: list[tuple[Plan, Timeline]] = []
+    for kinds, with_options in ways:
+        try:
+            found = simulated(kinds, with_options)
+        except PlanError:
+            continue
+        if needed_bytes(*found, setting.memory) <= most:
+            fitting.append(found)
+    if not fitting:
+        remedy = "Use more devices a rank, a smaller {capacity}, or hardware with more memory."
+        expected, got = f"at most {most / 1e9:.1f} GB", f"{needed / 1e9:.1f} GB"
+        raise TooLarge("memory of a device", expected=expected, got=got, remedy=remedy)
+    return min(fitting, key=lambda each: each[1].step_seconds)
+
+
+def ideal_seconds(tokens: Sequence[int], setting: Setting) -> float:
+    """Return the arithmetic of a batch, in the largest blocks, spread evenly; with one device a rank, of the costs."""
+    memory = setting.memory
+    cost = analytic_cost(memory.shape, setting.hardware)
+    if memory.devices == 1:
+        compute = {"quadratic_seconds": setting.cost.quadratic_seconds, "linear_seconds": setting.cost.linear_seconds}
+        cost = replace(cost, **compute)
+    alone = cost.compute_seconds(np.array(tokens, dtype=np.int64))
+    return float(alone.sum()) / (memory.ranks * memory.devices)
+
+
+def _step(plan: Plan, timeline: Timeline, setting: Setting) -> SimulatedStep:
+    pieces = [piece for microbatch in plan.microbatches for piece in microbatch.pieces]
+    return SimulatedStep(
+        step_seconds=timeline.step_seconds,
+        ideal_seconds=ideal_seconds(plan.tokens, setting),
+        bound_seconds=float(plan.notes["bound_seconds"]),
+        loader_seconds=timeline.loader_seconds,
+        compute_ratio=timeline.compute_ratio,
+        exposed_ratio=timeline.exposed_ratio,
+        idle_ratio=timeline.idle_ratio,
+        memory_bytes=needed_bytes(plan, timeline, setting.memory),
+        num_tokens=sum(plan.tokens),
+        flops=step_flops(setting.memory.shape, plan.tokens),
+        recompute=plan.microbatches[0].recompute,
+        most_degree=max(piece.degree for piece in pieces),
+        most_heads=max(piece.heads for piece in pieces),
+        most_offload=max(microbatch.offload for microbatch in plan.microbatches),
+        features=features_of(plan),
+    )
+
+
+def needed_bytes(plan: Plan, timeline: Timeline, memory: StepMemory) -> float:
+    """Return the bytes of the fullest device: its states, and the most microbatches that it keeps at once."""
+    cut, first = memory.cut, timeline.stage == 0
+    rank, microbatch, held = timeline.rank[first], timeline.microbatch[first], timeline.held_tokens[first]
+    together = np.minimum(np.bincount(rank, weights=held > 0) / cut.virtual, cut.microbatches_kept)
+    kinds = np.array([each.recompute for each in plan.microbatches])[microbatch]
+    offload = np.array([each.offload for each in plan.microbatches])[microbatch]
+    largest = 0.0
+    for kind in np.unique(kinds).tolist():
+        tokens, ratio, kept = (each[kinds == kind] for each in (held, offload, together[rank]))
+        needed = memory.microbatch_bytes(tokens, Choice(recompute=kind, offload=ratio), kept=kept)
+        largest = max(largest, float(np.max(needed)))
+    return memory.state_bytes() + memory.gathered_bytes() + largest

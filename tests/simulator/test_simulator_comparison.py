@@ -1,0 +1,153 @@
+"""Ways to train, compared: each at settings that hold its sequences, none worse than its other settings."""
+
+from dataclasses import replace
+
+import pytest
+
+from lengthwise.cost import logits_at_once, named_hardware, named_shape
+from lengthwise.cost.shard_choice import Shard
+from lengthwise.report.simulation import answer_notes
+from lengthwise.simulator import (
+    LAYOUTS,
+    OURS,
+    Found,
+    RankMesh,
+    Scenario,
+    best_mesh,
+    compare,
+    compare_layouts,
+    stretches,
+)
+from lengthwise.simulator.layouts import layout_seconds
+from lengthwise.simulator.rivals import BY_WORK, ONE_RING, PACKED, PADDED, LockStep, lock_steps
+from tiers import more
+
+SHAPE, H100 = named_shape("qwen3-8b"), named_hardware("h100")
+BATCHES = [[30_000, *[2000] * 12, 700], [20_000, *[4000] * 6]]
+FEW = Scenario(shape=SHAPE, hardware=H100, devices=4)
+NODE = Scenario(shape=SHAPE, hardware=H100, devices=8)
+
+
+def run(
+    tokens: list[int], scenario: Scenario, layout: Shard, held: int, kind: str, how: LockStep | None = None
+) -> Found:
+    """Run one batch with FSDP2, or without `how` with Lengthwise."""
+    mesh = RankMesh(layout=layout, held=((kind, held),), heads="auto", lock_step=how)
+    found = best_mesh("FSDP2" if how else "lengthwise", [tokens], replace(scenario, only=mesh)).any_mesh
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Found]:
+    compared = compare(BATCHES, FEW)
+    assert compared.best_other in compared.rows[:-1]
+    return {row.planner: row.any_mesh for row in compared.rows if row.any_mesh}
+
+
+def test_comparison_has_each_way_at_settings_that_fit(rows) -> None:
+    assert list(rows) == [PADDED, PACKED, ONE_RING, BY_WORK, OURS]
+    for found in rows.values():
+        assert len(found.step_seconds) == 2
+        assert 0 < found.most("memory_bytes") <= H100.device_bytes
+        ends = [each.end for rank in range(4) for each in stretches(found.first_plan, found.first, rank)]
+        assert max(ends) <= found.step_seconds[0] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", [PADDED, more(PACKED), more(ONE_RING), BY_WORK])
+def test_a_rival_takes_the_best_of_all_its_settings(name: str) -> None:
+    """Each of them simulated: those that the search skips by the prediction of their plan are no better."""
+    compared, (batch, _) = compare(BATCHES[:1], FEW), BATCHES
+    (taken,) = (row.any_mesh for row in compared.rivals if row.planner == name)
+    tries = list(lock_steps(name, [batch], 4, FEW.held("zero3")))
+    seconds = [run(batch, FEW, "zero3", held, kind, how).mean_seconds for kind, held, how in tries]
+    assert len(set(seconds)) > 2
+    assert taken.mean_seconds == min(seconds)
+
+
+def test_sharded_ranks_of_ours_wait_for_gathers_too() -> None:
+    """On links a thousand times slower a step of zero3 takes longer than its computation by far."""
+    slow = replace(H100, node_link_bytes_per_second=H100.node_link_bytes_per_second / 1000)
+    quick, waiting = (run([8000] * 8, replace(NODE, hardware=each), "zero3", 32_768, "layer") for each in (H100, slow))
+    assert waiting.mean_seconds > 10 * quick.mean_seconds
+
+
+def test_our_row_is_the_layout_that_runs_take_which_is_the_fastest() -> None:
+    """Two nodes have three layouts. On one node a hybrid would be zero3."""
+    found = compare([[30_000, *[2000] * 16]], Scenario(shape=SHAPE, hardware=H100, devices=16, kinds=("layer",)))
+    assert [row.any_mesh.mesh.layout for row in found.layouts] == list(LAYOUTS)
+    assert found.ours.any_mesh.mean_seconds == min(row.any_mesh.mean_seconds for row in found.layouts)
+    assert found.ours.any_mesh.mesh.layout == found.auto == "zero3"  # zero1 fits, too, and takes longer
+    assert any("zero1 " in note and "`shard: auto` takes zero3" in note for note in answer_notes(found))
+
+
+def test_a_layout_takes_in_its_row_what_a_run_estimates_for_it() -> None:
+    """To the bit: `shard: auto` of a run and of the answer choose by the same seconds."""
+    scenario = Scenario(shape=SHAPE, hardware=H100, devices=16, kinds=("layer",))
+    estimated = layout_seconds(BATCHES[0], scenario.cost_of(RankMesh()), H100.device_bytes, kinds=scenario.kinds)
+    for row in compare_layouts(BATCHES[:1], scenario):
+        assert row.any_mesh.step_seconds[0] == estimated(row.any_mesh.setting.memory)
+
+
+def test_a_hybrid_recomputes_more_before_it_offloads() -> None:
+    """It takes the kind of zero3, in whose waves it gathers, unless that holds the sequences with offload alone."""
+    scenario = Scenario(shape=SHAPE, hardware=H100, devices=16)
+    least, most = (scenario.held(layout)["none"] for layout in ("hybrid", "zero3"))
+    assert least < most
+    rows = compare_layouts([[8 * (least + most)]], scenario)
+    (zero3,), (hybrid,) = (row.any_mesh.steps for row in rows[1:])
+    assert (zero3.recompute, zero3.most_offload) == ("none", 0)
+    assert hybrid.recompute != "none"
+    assert not hybrid.most_offload
+
+
+@pytest.mark.parametrize(
+    ("model", "attends"), [("granite-4.0-h-1b", False), ("lfm2-350m", False), ("qwen3-0.6b", True)]
+)
+def test_notes_say_whether_layers_do_anything_but_attend(model: str, attends: bool) -> None:
+    scenario = Scenario(shape=named_shape(model), hardware=H100, devices=2, kinds=("layer",))
+    found = compare([[4000, 2000]], scenario)
+    assert any("could cut layers with states" in note for note in answer_notes(found)) is not attends
+
+
+def test_our_row_is_what_a_run_takes_without_offload() -> None:
+    """Of 128K tokens a rank of eight has 16K, for which zero1 has room with offload alone, which runs must ask for."""
+    found = compare([[131_072, *[4000] * 50]], NODE)
+    zero1, zero3 = found.layouts
+    assert zero1.any_mesh.most("most_offload") > 0
+    assert found.auto == "zero3"
+    assert found.ours == zero3
+
+
+def test_simulated_ranks_hold_what_runs_hold() -> None:
+    """The loss of a run on GPUs makes 2,048 tokens at once, of large vocabularies more logits than on CPUs."""
+    memory = NODE.memory(RankMesh(layout="zero3"))
+    on_gpus, on_cpus = (logits_at_once(SHAPE.vocab, on_gpus=each) for each in (True, False))
+    assert memory.logits_at_once == on_gpus > on_cpus
+
+
+def test_comparison_says_what_a_gpu_holds_where_a_sequence_is_too_long() -> None:
+    found = compare([[200_000, 500]], NODE)
+    refusals = {row.planner: row.refusal and row.refusal.got for row in found.rows}
+    held = max(NODE.held("zero3").values())
+    assert refusals[PADDED] == refusals[PACKED] == f"longest sequence 200,000, a GPU holds {held:,}"
+    assert refusals[ONE_RING] == refusals[OURS] is None
+
+
+def test_comparison_of_a_model_that_fits_nowhere() -> None:
+    found = compare([[100]], Scenario(shape=named_shape("llama-70b"), hardware=H100, devices=2))
+    assert found.best_other is None
+    assert all("no room beside" in row.refusal.got for row in found.rows)
+
+
+def test_an_optimizer_on_the_host_makes_room_in_all_ways_and_takes_time() -> None:
+    large = Scenario(shape=named_shape("qwen3-32b"), hardware=H100, devices=8)
+    assert not large.held("zero3")
+    assert replace(large, offloads=True).held("zero3")
+    on_gpus = Scenario(shape=SHAPE, hardware=H100, devices=8)
+    on_host = replace(on_gpus, offloads=True)
+    seconds = 40 * SHAPE.total_params / 8 / (300e9 / 8)  # 40 bytes a parameter, at a device's share of host memory
+    for layout, how in (("zero3", LockStep(degree=4)), ("zero1", None), ("zero3", None)):
+        ran = [run(BATCHES[0], each, layout, 8192, "layer", how).steps[0] for each in (on_gpus, on_host)]
+        assert ran[1].step_seconds - ran[0].step_seconds == pytest.approx(seconds)
+        assert ran[1].memory_bytes < ran[0].memory_bytes
