@@ -186,7 +186,7 @@ def test_a_loss_that_raises_leaves_no_room_of_the_store_taken(tmp_path):
             with pytest.raises(ZeroDivisionError):
                 session.backward(ROWS, loss=lambda *_: 1 / 0)
         assert session.backward(ROWS).loss > 0
-        assert session.engine._offloading.store._places.end == 0
+        assert session.engine._offloading.store._room.end == 0
 
 
 @pytest.mark.parametrize("shard", ["zero1", "zero3"])
