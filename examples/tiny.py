@@ -1,6 +1,7 @@
 """What the examples train: a model, a tokenizer and data that any machine has, of very different lengths."""
 
 import random
+from typing import Any
 
 import datasets
 import torch
@@ -63,6 +64,28 @@ def pairs() -> datasets.Dataset:
     draw = random.Random(2)
     names = ("prompt", "chosen", "rejected")
     return datasets.Dataset.from_list([{name: _text(draw) for name in names} for _ in range(16)])
+
+
+def prompts() -> datasets.Dataset:
+    """Return what is to be completed: `prompt`."""
+    draw = random.Random(3)
+    return datasets.Dataset.from_list([{"prompt": _text(draw)} for _ in range(16)])
+
+
+def rollouts(texts: list[str], trainer: Any) -> dict[str, Any]:
+    """Return completions, few of them long: drawn by prompt and place, so that any number of ranks has the same."""
+    prompt_ids = [tokenizer()(text)["input_ids"] for text in texts]
+    completion_ids = []
+    for number, ids in enumerate(prompt_ids):
+        draw = random.Random(f"{ids} {number % trainer.num_generations} {trainer.state.global_step}")
+        length = draw.choice([3, 5, 8, 12, 20, 250])
+        completion_ids.append([*(draw.randrange(4, 260) for _ in range(length)), 1])
+    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
+
+
+def reward(completion_ids: list[list[int]], **_given: Any) -> list[float]:
+    """Return, of each completion, the share of its tokens that are in the first half of the words."""
+    return [sum(token < 130 for token in ids) / len(ids) for ids in completion_ids]
 
 
 def _text(draw: random.Random) -> str:

@@ -85,7 +85,7 @@ _HOMES = {
         "session": "Session StepResult",
         "run.api": "train verify",
         "run.callbacks": "Callback TrainResult",
-        "run.prepared": "Run",
+        "run.prepared_run": "Run",
         "run.verify": "VerifyReport",
     }.items()
     for name in names.split()

@@ -23,10 +23,12 @@ PAGES = {
     "lora": "trainer.md",
     "sft": "trainer.md",
     "dpo": "trainer.md",
+    "grpo": "trainer.md",
 }
 ADDED_LINES = 8
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated"),  # TRL and peft read it
+    pytest.mark.filterwarnings("ignore:You are using 'rollout_func'"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated"),
 ]
 

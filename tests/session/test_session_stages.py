@@ -86,6 +86,8 @@ def test_a_stage_gives_no_part_of_a_model_as_if_it_were_whole(tmp_path):
             ):
                 with pytest.raises(ModelRefused, match=said):
                     call()
+            with pytest.raises(LengthwiseError, match="layers are on several ranks"):
+                session.whole()
             session.save_pretrained(tmp_path / "whole")
 
     in_ranks(work, 2, tmp_path)

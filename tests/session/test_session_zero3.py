@@ -129,6 +129,8 @@ def test_a_whole_model_is_saved_and_what_needs_one_is_refused_at_once(tmp_path):
                 partial(model.load_state_dict, before),
                 partial(model.save_pretrained, tmp_path / "alone"),
             ]
+            with session.whole():  # ranks run it alone, one more often than the other
+                made = model.generate(prompt, max_new_tokens=2 + rank, do_sample=False)
             for call in calls if rank == 1 else ():  # on one rank: it waits for nobody
                 with pytest.raises(ModelRefused) as caught:
                     call()
@@ -140,12 +142,15 @@ def test_a_whole_model_is_saved_and_what_needs_one_is_refused_at_once(tmp_path):
         with pytest.raises(ModelRefused, match="parameters that another session has sharded"):
             Session(model, MOMENTUM(model.parameters()))
         with Session(small_model(tie_word_embeddings=True), capacity_tokens=64, shard="zero3") as frozen:
-            return before, said, loss, frozen.evaluate(steps_of()[0]).loss
+            return before, said, loss, frozen.evaluate(steps_of()[0]).loss, made
 
     found = in_ranks(in_double(work), 2, tmp_path)
-    before, _, loss, frozen = found[0]
+    before, _, loss, frozen, _ = found[0]
     assert loss == frozen == found[1][2]
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    for rank, (*_, made) in enumerate(found):
+        prompt = torch.tensor([[1, 2, 3]])
+        assert torch.equal(made, opened.generate(prompt, max_new_tokens=2 + rank, do_sample=False))
     assert all(torch.equal(each, before[name]) for name, each in opened.named_parameters())
     said = found[1][1]
     assert [each for each in said if "outside of a step" in each] == said[:2]

@@ -291,15 +291,34 @@ class Parameters:
 
         trained_only: whether only trained parameters are needed; the others may then be on the meta device.
         """
+        slices = [self._trained, *([] if trained_only else self._frozen)]
+        is_first = self._transport.rank == 0
+        with self._whole(slices, is_kept=is_first, device="cpu"), self.stage.whole(self._trained.dtype):
+            yield
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Give the model of every rank whole parameters inside the block, where it runs alone. Collective."""
+        with self._whole([self._trained, *self._frozen], is_kept=True, device=self.values.device):
+            if self._waves is not None:
+                self._waves.is_off = True
+            try:
+                yield
+            finally:
+                if self._waves is not None:
+                    self._waves.is_off = False
+
+    @contextmanager
+    def _whole(self, slices: Sequence[Slices], *, is_kept: bool, device: torch.device | str) -> Iterator[None]:
         self.published()
         self.free()
-        before, is_first = self._is_whole, self._transport.rank == 0
-        self._is_whole = self.keeps_values or is_first
-        slices = [self._trained, *([] if trained_only else self._frozen)]
+        before = self._is_whole
+        self._is_whole = self.keeps_values or is_kept
         try:
             with (
-                self.stage.whole(self._trained.dtype),
-                nullcontext() if self.keeps_values else whole_inside(self._model, slices, is_first=is_first),
+                nullcontext()
+                if self.keeps_values
+                else whole_inside(self._model, slices, is_kept=is_kept, device=device)
             ):
                 yield
         finally:

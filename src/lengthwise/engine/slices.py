@@ -282,18 +282,20 @@ def gathered(
 
 @contextmanager
 @torch.no_grad()
-def whole_inside(model: nn.Module, slices: Sequence[Slices], *, is_first: bool) -> Iterator[None]:
-    """Give rank 0's model whole parameters inside the block, in the compute dtype on the host. Collective.
+def whole_inside(
+    model: nn.Module, slices: Sequence[Slices], *, is_kept: bool, device: torch.device | str
+) -> Iterator[None]:
+    """Give the model whole parameters inside the block, in the compute dtype, where `is_kept`. Collective.
 
     They are gathered bucket by bucket; parameters that are not in `slices` are on the meta device.
     """
     before, made = dict(model.named_parameters()), dict[int, nn.Parameter]()
     for each in slices:
         for index, values in gathered(each.node, each.of_node, each.axes.node, dtype=each.dtype):
-            if is_first:
-                own, whole = before[each.names[index]], values.view(each.shapes[index]).to("cpu", copy=True)
+            if is_kept:
+                own, whole = before[each.names[index]], values.view(each.shapes[index]).to(device, copy=True)
                 made[id(own)] = nn.Parameter(whole, requires_grad=own.requires_grad)
-    for own in before.values() if is_first else ():
+    for own in before.values() if is_kept else ():
         left_out = torch.empty(own.shape, dtype=own.dtype, device="meta")
         made.setdefault(id(own), nn.Parameter(left_out, requires_grad=own.requires_grad))
     replace_parameters(model, made)

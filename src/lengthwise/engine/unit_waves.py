@@ -37,6 +37,7 @@ class Waves:
         self._model, self._units, self._parts, self._transport = model, units, parts, transport
         kinds = [unit.kind for unit in units]
         self._forward, self._backward = forward_calls(kinds), backward_calls(kinds)
+        self.is_off = False  # the model has whole parameters for now, and a rank runs it alone
         self._wave, self._is_backward = 0, False
         self._entered = -1  # in forward the current unit; in backward the number of units entered
         self._held: set[int] = set()  # units gathered or being gathered, and not freed
@@ -70,6 +71,8 @@ class Waves:
 
     def _begin(self) -> None:
         """Begin a wave; free the units of an earlier one without a backward."""
+        if self.is_off:
+            return
         self._refuse_alone()
         self.let_go()
         self._wave, self._entered, self._is_backward = self._wave + 1, -1, False
@@ -80,7 +83,7 @@ class Waves:
         Raises:
             ModelRefused: they were freed, as the model runs its units in another order.
         """
-        if number in self._there:
+        if self.is_off or number in self._there:
             return
         if self._is_backward:
             self._enter_backward(number)
@@ -97,8 +100,7 @@ class Waves:
         if not in_planned_forward():
             where = f"forward of {type(self._model).__name__}"
             expected = "a forward inside a planned step, which all ranks run: parameters lie over the ranks"
-            remedy = "Use the session's evaluate or token_values; to generate, give shard zero1 if the model fits, "
-            remedy += "or save the model and load it in another process."
+            remedy = "Use the session's evaluate or token_values, or run the model inside its whole() on all ranks."
             raise ModelRefused(where, expected=expected, got="a forward outside of a step", remedy=remedy)
 
     def _enter_forward(self, number: int) -> None:
@@ -112,6 +114,8 @@ class Waves:
 
     def _end_forward(self) -> None:
         """Enter the remaining units, and free all that do not stay."""
+        if self.is_off:
+            return
         self._enter_forward(len(self._units) - 1)
         for number, unit in enumerate(self._units):
             if not unit.kind.stays:

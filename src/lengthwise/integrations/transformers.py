@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from lengthwise.core.errors import ConfigError, raise_problems
+from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.integrations.arguments import (
     CALLABLES,
     WITH_PARTS,
@@ -93,6 +93,10 @@ class PlannedTrainerMixin(_Base):
     _refused: Mapping[str, Refusal] = {}
     """Refused arguments of a subclass of TrainingArguments, in the form of `REFUSED`."""
 
+    def _problems(self, arguments: Any) -> list[LengthwiseError]:
+        """Return what else cannot be kept: what more than one argument says."""
+        return []
+
     _library: Any = transformers.Trainer
     """The class whose loss divides by num_items_in_batch."""
 
@@ -130,6 +134,7 @@ class PlannedTrainerMixin(_Base):
         if "recompute" in self._session_options:
             return arguments
         problems = problems_of(arguments, callables=callables, refused=self._refused)
+        problems += self._problems(arguments)
         if arguments.use_liger_kernel and self._session_options.get("fused_layers") == "off":
             expected, remedy = "auto or liger beside use_liger_kernel", "Remove one of them."
             problems.append(ConfigError("fused_layers", expected=expected, got="off", remedy=remedy))
@@ -345,22 +350,25 @@ class PlannedTrainerMixin(_Base):
         self.model.eval()
         self.callback_handler.eval_dataloader = dataloader
         total = weight = examples = 0.0
-        updates = PlannedUpdates(session, checked(iter(dataloader)), rows_of=self._rows_of_update)
-        try:
-            while (found := updates.next(1)) is not None:
-                (batch,), planned = found
-                examples += batch.num_examples
-                if batch.num_loss_tokens:
-                    loss, counts = self._evaluate_batch(batch, planned)
-                    total, weight = total + loss, weight + counts
-                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        finally:
-            updates.close()
+        for num_examples, loss, counts in self._evaluated_batches(session, dataloader):
+            examples, total, weight = examples + num_examples, total + loss, weight + counts
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         if not weight:
             remedy = "Give labels that are not -100."
             raise ConfigError("eval_dataset", expected="a token with a label", got="none", remedy=remedy)
         metrics = {f"{metric_key_prefix}_loss": total / weight}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=int(examples))  # type: ignore[arg-type]
+
+    def _evaluated_batches(self, session: Session, dataloader: Any) -> Iterator[tuple[int, float, float]]:
+        """Yield of each batch how many examples it has, the sum of its losses, and how many these are."""
+        updates = PlannedUpdates(session, checked(iter(dataloader)), rows_of=self._rows_of_update)
+        try:
+            while (found := updates.next(1)) is not None:
+                (batch,), planned = found
+                evaluated = self._evaluate_batch(batch, planned) if batch.num_loss_tokens else (0.0, 0.0)
+                yield batch.num_examples, *evaluated
+        finally:
+            updates.close()
 
     def _evaluate_batch(self, batch: Examples, planned: Any) -> tuple[float, float]:
         """Return the sum of a batch's losses, and their number."""

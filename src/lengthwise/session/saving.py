@@ -119,6 +119,24 @@ class SavedSession:
             self._agree(f"saving after step {self.steps}")
         return parameters.whole_on_first(trained_only=saves_adapters_alone(self.model))
 
+    def whole(self) -> AbstractContextManager[None]:
+        """See that the model of every rank is whole inside the block, where it runs: to generate with it. Collective.
+
+        Where parameters are cut, a rank gathers all of them, and they are values of the block: changes are lost.
+
+        Raises:
+            ConfigError: a rank has some of the layers (`stages`).
+        """
+        parameters = self.engine.parameters
+        if self.engine.pipeline is not None:
+            remedy = "Leave stages out, or use whole_on_first."
+            expected, got = "a model that every rank can run alone", "one whose layers are on several ranks"
+            raise ConfigError("stages", expected=expected, got=got, remedy=remedy)
+        if parameters is None or not self.engine.is_cut:
+            return nullcontext()
+        self._agree(f"the whole model after step {self.steps}")
+        return parameters.whole()
+
     def _refuse_closed(self) -> None:
         if self._is_closed:
             raise ConfigError("session", expected="open", got="closed", remedy="Make another Session.")

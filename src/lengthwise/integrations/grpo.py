@@ -1,0 +1,340 @@
+"""TRL's `GRPOTrainer` and `RLOOTrainer` with planned steps.
+
+TRL generates, scores and normalizes, each rank its share of the prompts; every rank then gets the rows of all, as one
+batch. Whatever runs the model over whole sequences goes by a plan over these rows, without padding: old and reference
+log-probabilities, and the update.
+
+TRL's own loss is used as it is. It is a function of two numbers of every token, log-probability and entropy, and a step
+needs its gradient by them:
+
+- of a sum over tokens, while a microbatch runs: TRL's loss takes the microbatch's tokens for one row, and what a token
+  weighs in the whole loss comes from TRL's loss, too (`_weights_of_sum`). After the step TRL's loss of all tokens gives
+  loss and metrics, and its gradient must be the one that was used;
+- of any other (ratios of sequences, quantiles, an entropy bonus, RLOO, a loss of your own), after one more
+  forward by the same plan.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import trl
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor, nn
+
+from lengthwise.core.errors import ConfigError, DataError, LengthwiseError
+from lengthwise.integrations.arguments import OFF, Refusal
+from lengthwise.integrations.rollouts import OF_IMAGES, flat, joined, num_slots, planned_rows
+from lengthwise.integrations.token_losses import OFFLOADING, Answers, TokenLossMixin, called, field_of, ungathered
+from lengthwise.session import Session, StepResult
+
+_NUMBERS = ("log_probs", "entropy")
+_TOKEN_SUMS = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")  # loss types that are sums over tokens
+_OLD, _REFERENCE, _RATIO = "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"
+_SAMPLING = "sampling_per_token_logps"
+_UNEQUAL = 1e-3  # relative; rounding is far less
+_COLOCATED = "it would share each GPU with a step whose memory is measured without it"
+
+
+class RolloutMixin(TokenLossMixin):
+    """Trains on completions that TRL generates and scores, under a plan over those of all ranks."""
+
+    _refused: Mapping[str, Refusal] = {
+        "activation_offloading": OFFLOADING,
+        "use_transformers_continuous_batching": (OFF, "it would convert the model that the optimizer updates"),
+        "cast_lm_head_to_fp32": (OFF, "weights that train are of one dtype"),
+    }
+
+    _held: tuple[Mapping[str, Any], ...] = ()
+    """Batches of the update that is not complete."""
+
+    _own_draws: Tensor | None = None
+    """The state of this rank's random numbers, while all ranks have that of the first."""
+
+    def _problems(self, arguments: Any) -> list[LengthwiseError]:
+        problems = list[LengthwiseError]()
+        if getattr(arguments, "use_vllm", False) and arguments.vllm_mode != "server":
+            got, remedy = f"{arguments.vllm_mode}, but {_COLOCATED}", "Start a vLLM server, and set vllm_mode='server'."
+            problems.append(ConfigError("vllm_mode", expected="server", got=got, remedy=remedy))
+        if (stages := self._session_options.get("stages", 1)) != 1:
+            got = f"{stages}, but a rank has some of the layers, and generates with all"
+            problems.append(ConfigError("stages", expected="1", got=got, remedy="Give shard='zero3' in place of it."))
+        return problems
+
+    def _start_session(self, optimizer: Any) -> Session:
+        for each in self.reward_funcs:
+            if isinstance(each, nn.Module):  # this accelerator moves no model; its memory counts, too
+                each.to(self.args.device)
+        session = super()._start_session(optimizer)
+        most, own = session.longest_tokens - 1, self.max_completion_length  # a prompt has a token
+        if getattr(self, "rollout_func", None) is None and own is not None and own > most:
+            held = f"{session.world_size} x capacity_tokens {session.capacity_tokens}"
+            remedy = "Lower it, run on more ranks, or raise capacity_tokens."
+            expected = f"at most {most}, what the ranks hold of a completion and its prompt ({held})"
+            raise ConfigError("max_completion_length", expected=expected, got=str(own), remedy=remedy)
+        return session
+
+    # Its data: texts, which have no rows of tokens before generation.
+
+    def _collator(self, collate: Any) -> Any:
+        return collate
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """Return the prompts of the next update's batches."""
+        return [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)], None
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return 0, as TRL does: it counts no operations of prompts."""
+        return 0
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Count nothing: TRL counts tokens when it generates."""
+
+    # Generation.
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        with self._trained().whole():
+            return super()._generate(prompts)
+
+    def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
+        """Return TRL's columns of all ranks' completions, of which each rank made its share."""
+        rank, ranks = self.args.process_index, self.args.world_size
+        share, rest = divmod(len(inputs), ranks)
+        if rest:
+            remedy = "Give a number of prompts, times generations, that the ranks divide."
+            got = f"{len(inputs)} completions of a batch on {ranks} ranks"
+            raise DataError("dataset", expected="as many completions on every rank", got=got, remedy=remedy)
+        found = super()._generate_and_score_completions(inputs[rank * share : (rank + 1) * share])
+        if ranks > 1:
+            found = self._of_all(found)
+            self._own_draws = torch.get_rng_state()
+            of_first = [self._own_draws]
+            broadcast_object_list(of_first)  # TRL shuffles the rows, on all ranks alike
+            torch.set_rng_state(of_first[0])
+            self._log_sampling(found)
+        return found
+
+    def _of_all(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        parts = gather_object([{name: values.cpu() for name, values in own.items()}])
+        return {name: values.to(self.args.device) for name, values in joined(parts).items()}
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        found = super()._prepare_inputs(generation_batch)
+        if self._own_draws is not None and self.args.process_index:
+            torch.set_rng_state(self._own_draws)  # else ranks would sample alike from here on
+        self._own_draws = None
+        return found
+
+    def _log_sampling(self, batch: Mapping[str, Tensor]) -> None:
+        """Log means over the tokens of all ranks, as one process does; TRL's are means of the ranks' means."""
+        if _RATIO not in batch:
+            return
+        mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
+        apart = (batch[_OLD] - batch[_SAMPLING]).abs()
+        apart = apart[mask & ~apart.isnan()]
+        ratios = batch[_RATIO][mask] if batch[_RATIO].shape == mask.shape else batch[_RATIO].flatten()
+        kept = self._metrics["train" if self.model.training else "eval"]
+        for name, values, kinds in (
+            ("sampling_logp_difference", apart, ("mean", "max")),
+            ("importance_sampling_ratio", ratios, ("min", "mean", "max")),
+        ):
+            for kind in kinds:
+                value = getattr(values, kind)().item() if values.numel() else 0.0
+                kept[f"sampling/{name}/{kind}"][-1] = value
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **how: Any
+    ) -> Any:
+        """Return log-probabilities of this rank's completions, which all ranks compute by one plan."""
+        if isinstance(model, Answers):
+            answer = model()
+            return answer.log_probs, answer.entropy, None
+        if any(how.get(name) is not None for name in OF_IMAGES):
+            remedy = "Take the images out of the prompts."
+            raise DataError("dataset", expected="prompts of text", got="images", remedy=remedy)
+        names, columns = ("ids", "mask"), (input_ids, attention_mask)
+        own = {f"prompt_{name}": each[:, :-logits_to_keep] for name, each in zip(names, columns, strict=True)}
+        own |= {f"completion_{name}": each[:, -logits_to_keep:] for name, each in zip(names, columns, strict=True)}
+        every, rows = self._of_all(own), len(input_ids)
+        is_reference = self.ref_model is not None and model is self.ref_model
+        session = self._session_of_reference() if is_reference else self._session_of_model()
+        called_model = model if is_reference else self.model_wrapped
+        found = self._gathered(session, called_model, planned_rows([every]), _NUMBERS[:1], num_slots(every))
+        first = rows * self.args.process_index
+        logps = found["log_probs"].view(every["completion_mask"].shape)
+        return logps[first : first + rows, :logits_to_keep], None, None
+
+    # A step.
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Run the whole update at its last batch; return the loss of the update, 0 for the others."""
+        start, loss = time.perf_counter(), 0.0
+        self.model.train()
+        self._held = (*self._held, self._prepare_inputs(inputs))
+        self._step += 1
+        if self.accelerator.sync_gradients:
+            batches, self._held = self._held, ()
+            loss, self._last = self._update_by(batches)
+        self._current_train_step_time += time.perf_counter() - start
+        if self._step % self.current_gradient_accumulation_steps == 0:
+            self._metrics["train"]["step_time"].append(self._current_train_step_time)
+            self._current_train_step_time = 0.0
+        return torch.tensor(loss, device=self.args.device)
+
+    def _update_by(self, batches: Sequence[Mapping[str, Any]]) -> tuple[float, StepResult]:
+        rows, size = planned_rows(batches), sum(map(num_slots, batches))
+        if self._is_sum():
+            return self._update_of_sum(batches, rows, size)
+        planned = next(self._trained().batches([rows]))
+        numbers = self._gathered(self._session_of_model(), self.model_wrapped, planned, _NUMBERS, size)
+        loss, weights = self._loss(batches, torch.stack([numbers[name] for name in _NUMBERS]))
+        result = self._backward(planned, dict(zip(_NUMBERS, weights, strict=True)))
+        return loss, result
+
+    def _is_sum(self) -> bool:
+        """Return whether TRL's loss is a sum over tokens, with weights that do not depend on the model."""
+        return False
+
+    def _update_of_sum(self, batches: Sequence[Mapping[str, Any]], rows: Any, size: int) -> tuple[float, StepResult]:
+        names = [name for name in (_OLD, _REFERENCE, _RATIO) if name in batches[0]]
+        columns = {name: flat(batches, name) for name in ("advantages", *names)}
+        columns["weights"] = self._weights_of_sum(batches, size)
+        values = torch.zeros(3, size, dtype=self._wide, device=self.args.device)  # both numbers, the gradient
+
+        def share(_model: Any, inputs: dict[str, Any]) -> Tensor:
+            slots, found = called(self.model_wrapped, inputs)
+            assert found.label_mask is not None, "TRL's head gives it"
+            labelled = found.label_mask[0]
+            slots, log_probs = slots[labelled], field_of(found, "log_probs")[labelled]
+            if not len(slots):
+                return field_of(found, "log_probs").sum() * 0.0
+            own = torch.stack([log_probs, field_of(found, "entropy")[labelled]]).detach().to(self._wide)
+            weights = self._weights_of_some(own, {name: each[slots] for name, each in columns.items()})
+            values.index_add_(1, slots, torch.cat([own, weights[None]]))
+            return (log_probs * weights).sum()
+
+        result = self._trained().backward(rows, compute_loss=self._plain(share), normalizer=1.0)
+        numbers, used = self._trained().sum_over_ranks(values).split(2)
+        loss, exact = self._loss(batches, numbers)
+        apart = max((exact[0] - used[0]).abs().max().item(), exact[1].abs().max().item())
+        if apart > _UNEQUAL * exact.abs().max().item():
+            expected = f"the loss {self.loss_type} as a sum over tokens, as in TRL 1.16"
+            remedy = "Use the TRL that this version was tested with, or override _compute_loss by the same."
+            got = f"a gradient that differs from TRL's by {apart:.1e}"
+            raise ConfigError("loss_type", expected=expected, got=got, remedy=remedy)
+        return loss, result
+
+    # TRL's loss.
+
+    def _loss(self, batches: Sequence[Mapping[str, Any]], numbers: Tensor) -> tuple[float, Tensor]:
+        """Return TRL's loss of an update's batches, and its gradient by the numbers, (2, tokens); TRL logs metrics."""
+        leaf, first, ranks = numbers.detach().clone().requires_grad_(), 0, self.accelerator.num_processes
+        losses = list[Tensor]()
+        compute_loss: Any = self._compute_loss if self._is_sum() else self.compute_loss
+        with ungathered(self.accelerator), self._synchronized(), torch.enable_grad():
+            for number, batch in enumerate(batches):
+                self.accelerator.gradient_state._set_sync_gradients(number == len(batches) - 1)
+                last, shape = first + num_slots(batch), batch["completion_mask"].shape
+                fields = {name: each[first:last].view(shape) for name, each in zip(_NUMBERS, leaf, strict=True)}
+                # TRL divides by its part of the ranks' tokens; here one rank has all of them.
+                given = {**batch, **{name: batch[name] * ranks for name in ("num_items_in_batch",) if name in batch}}
+                losses.append(compute_loss(Answers(fields), given))
+                first = last
+        total = torch.stack(losses).sum()
+        if self.model.training and self.loss_is_scaled_for_ga is False:  # else TRL has divided it
+            total = total / self.current_gradient_accumulation_steps
+        (gradient,) = torch.autograd.grad(total, leaf)
+        return total.item(), gradient
+
+    @contextmanager
+    def _synchronized(self) -> Iterator[None]:
+        """Restore, after the block, whether this batch ends an update."""
+        kept = self.accelerator.sync_gradients
+        try:
+            yield
+        finally:
+            self.accelerator.gradient_state._set_sync_gradients(kept)
+
+    @contextmanager
+    def _unlogged(self, *, beta: float) -> Iterator[None]:
+        """Let TRL's loss run for its gradient alone inside the block, with another `beta`."""
+        kept, self._metrics["train"] = self._metrics["train"], defaultdict(list)
+        own, self.beta = self.beta, beta
+        try:
+            yield
+        finally:
+            self._metrics["train"], self.beta = kept, own
+
+    def _weights_of_sum(self, batches: Sequence[Mapping[str, Any]], size: int) -> Tensor:
+        """Return what each token weighs in TRL's loss, (size,): its gradient where advantages and ratios are 1.
+
+        That is on-policy, and without KL.
+        """
+        units = [
+            {name: torch.ones_like(each) if name in ("advantages", _RATIO) else each for name, each in batch.items()}
+            for batch in batches
+        ]
+        for unit in units:
+            unit.pop(_OLD, None)
+        with self._unlogged(beta=0.0):
+            return self._loss(units, torch.zeros(2, size, dtype=self._wide, device=self.args.device))[1][0]
+
+    def _weights_of_some(self, numbers: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+        """Return the gradient of TRL's loss of all tokens by the log-probabilities of some, (tokens,).
+
+        numbers: of these tokens, (2, tokens). columns: of the same. TRL's loss takes them for one row.
+        """
+        tokens, device = numbers.shape[1], numbers.device
+        nothing = torch.zeros(1, 0, dtype=torch.long, device=device)
+        ones = torch.ones(1, tokens, dtype=torch.long, device=device)
+        row = {"prompt_ids": nothing, "prompt_mask": nothing, "completion_ids": ones, "completion_mask": ones}
+        row["num_items_in_batch"] = torch.tensor(float(tokens), device=device)
+        row |= {name: each[None] for name, each in columns.items() if name != "weights"}
+        with self._unlogged(beta=self.beta):
+            gradient = self._loss([row], numbers)[1][0]
+        unit = self._weights_of_sum([row], tokens)
+        return gradient * columns["weights"] / unit
+
+    # Evaluation.
+
+    def _evaluated_batches(self, session: Session, dataloader: Any) -> Iterator[tuple[int, float, float]]:
+        """Yield of each batch how many completions it has, and its loss, which counts as one, as in TRL."""
+        for prompts in dataloader:
+            batch = self._prepare_inputs(prompts)
+            rows, size = planned_rows([batch]), num_slots(batch)
+            numbers = self._gathered(session, self.model_wrapped, rows, _NUMBERS, size)
+            yield len(prompts), self._loss([batch], torch.stack([numbers[name] for name in _NUMBERS]))[0], 1.0
+
+
+class GRPOTrainer(RolloutMixin, trl.GRPOTrainer):
+    """TRL's `GRPOTrainer` with planned steps; see `PlannedTrainerMixin`."""
+
+    def _is_sum(self) -> bool:
+        own = (getattr(each, "__func__", None) for each in (self.compute_loss, self._compute_loss))
+        return (
+            tuple(own) == (trl.GRPOTrainer.compute_loss, trl.GRPOTrainer._compute_loss)
+            and self.loss_type in _TOKEN_SUMS
+            and self.importance_sampling_level == "token"
+            and self.top_entropy_quantile >= 1.0
+            and not self._entropy_bonus_enabled
+            and self.off_policy_mask_threshold is None
+        )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        path = os.path.join(checkpoint or "", "entropy_ctrl_state.json")  # which TRL wrote
+        if self.use_adaptive_entropy and checkpoint is not None and os.path.isfile(path):
+            with open(path) as file:
+                state = json.load(file)
+            self.entropy_coef, self._last_world_entropy = state["entropy_coef"], state["last_world_entropy"]
+
+
+class RLOOTrainer(RolloutMixin, trl.RLOOTrainer):
+    """TRL's `RLOOTrainer` with planned steps; see `PlannedTrainerMixin`. Its loss takes one forward pass more."""

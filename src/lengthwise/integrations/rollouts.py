@@ -1,0 +1,91 @@
+"""Prompts and completions as TRL pads them, and as rows of a plan; those of all ranks as one batch.
+
+Numbers of tokens stand as in TRL's columns of completions, (rows, width) a batch, all batches in one vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lengthwise.core.errors import DataError
+from lengthwise.data import NO_LOSS
+from lengthwise.integrations.token_losses import SLOTS
+from lengthwise.session.row_batch import Row
+
+PROMPTS, COMPLETIONS = ("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")
+_PADDED_WITH_ONES = ("tool_mask",)
+OF_IMAGES = ("pixel_values", "image_grid_thw", "num_images", "token_type_ids", "mm_token_type_ids")
+
+
+def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the columns of all ranks' rows as one batch, in the order of ranks, padded to one width.
+
+    A column without dimensions has the same number on all ranks.
+    """
+    return {name: _joined(name, [part[name] for part in parts]) for name in parts[0]}
+
+
+def _joined(name: str, parts: Sequence[Tensor]) -> Tensor:
+    if parts[0].dim() == 0:
+        return parts[0]
+    if parts[0].dim() == 1:
+        return torch.cat(list(parts))
+    width, fill = max(part.shape[1] for part in parts), int(name in _PADDED_WITH_ONES)
+    lacking = [width - part.shape[1] for part in parts]
+    sides = [(each, 0) if name in PROMPTS else (0, each) for each in lacking]
+    return torch.cat([F.pad(part, side, value=fill) for part, side in zip(parts, sides, strict=True)])
+
+
+def num_slots(batch: Mapping[str, Tensor]) -> int:
+    """Return how many numbers a batch has, padding included."""
+    return batch["completion_mask"].numel()
+
+
+def planned_rows(batches: Sequence[Mapping[str, Tensor]]) -> list[Row]:
+    """Return the rows of a plan, with labels on completions alone, and where their predictions' numbers stand.
+
+    A completion that is masked as a whole has no row. If all are, one prompt without a label is the step.
+
+    Raises:
+        DataError: a prompt without a token, so that nothing predicts the first one of its completion.
+    """
+    found, first = list[Row](), 0
+    for batch in batches:
+        found += _rows(batch, first)
+        first += num_slots(batch)
+    if found:
+        return found
+    prompt = batches[0]["prompt_ids"][0][batches[0]["prompt_mask"][0].bool()].cpu().numpy()
+    return [{"input_ids": prompt, "labels": np.full(len(prompt), NO_LOSS), SLOTS: np.zeros(len(prompt), int)}]
+
+
+def _rows(batch: Mapping[str, Tensor], first: int) -> Iterator[Row]:
+    prompts, prompt_mask, completions, mask = (batch[name].cpu().numpy() for name in (*PROMPTS, *COMPLETIONS))
+    width = mask.shape[1]
+    for number, has_token in enumerate(mask.astype(bool)):
+        prompt, completion = prompts[number][prompt_mask[number].astype(bool)], completions[number][has_token]
+        if not len(completion):
+            continue
+        if not len(prompt):
+            remedy = "Give the tokenizer a token that begins a text, or leave the row out."
+            raise DataError("prompt", expected="at least one token", got="none", remedy=remedy)
+        labels = np.concatenate([np.full(len(prompt), NO_LOSS), completion])
+        # At each token the place of the one that it predicts; tokens of the prompt add 0 to the first place.
+        places = first + number * width + np.flatnonzero(has_token)
+        slots = np.concatenate([np.full(len(prompt) - 1, places[0]), places, places[-1:]])
+        yield {"input_ids": np.concatenate([prompt, completion]), "labels": labels, SLOTS: slots}
+
+
+def flat(batches: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
+    """Return a column of all batches' tokens, (tokens,); one of rows is repeated over the tokens of each."""
+    found = list[Tensor]()
+    for batch in batches:
+        values = batch[name] if batch[name].dim() > 1 else batch[name][:, None]
+        found.append(values.expand(batch["completion_mask"].shape).reshape(-1))
+    return torch.cat(found)

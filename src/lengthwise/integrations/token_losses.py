@@ -1,0 +1,154 @@
+"""TRL's losses that are functions of numbers of every token, log-probabilities for example: what they share.
+
+Models run by the plan, and their values of all tokens come to every rank in one vector. A row's column `slots` says
+where each token's prediction stands in it. Every rank runs TRL's loss, in which `Answers` stands for the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.trainer.utils import FusedCausalLMOutput
+
+from lengthwise.core.errors import ConfigError
+from lengthwise.integrations.arguments import OFF, Refusal
+from lengthwise.integrations.transformers import PlannedTrainerMixin
+from lengthwise.models import has_dropout
+from lengthwise.session import Session, StepResult
+from lengthwise.session.loss_checks import ShareInChunks
+
+SLOTS = "slots"
+OFFLOADING: Refusal = (OFF, "its hooks would see a plan's microbatches")
+
+
+class TokenLossMixin(PlannedTrainerMixin):
+    """Runs model and reference forward for values of every token, and the model backward by weights of these."""
+
+    _reference: Session | None = None
+
+    def _check_division(self) -> None:
+        """Accept a mean: TRL's loss gets all rows of a batch at once."""
+        refuse_balance(self)
+
+    def _takes_whole_logits(self) -> bool:
+        """Return False: TRL's head makes logits for some tokens and words at a time."""
+        return False
+
+    def _start_session(self, optimizer: Any) -> Session:
+        if self.ref_model is not None:  # its memory counts when the model is measured
+            self.ref_model.to(self.args.device)
+        return super()._start_session(optimizer)
+
+    def _session_of_model(self) -> Session:
+        session = self._trained()
+        if self.model.training and has_dropout(session.model):
+            remedy = "Leave disable_dropout at True, or set the model's dropout to 0."
+            expected = "no dropout, because the model runs twice"
+            raise ConfigError("disable_dropout", expected=expected, got="dropout", remedy=remedy)
+        return session
+
+    def _session_of_reference(self) -> Session:
+        if self._reference is None:
+            capacity = self._trained().capacity_tokens  # forward alone needs less
+            options = {**self._session_options, "recompute": "none", "capacity_tokens": capacity, "offload": None}
+            # Whole on each rank: it has no gradients and states.
+            options |= {"shard": "zero1", "ranks_per_node": None, "stages": 1, "virtual": 1}
+            reference = self.ref_model.to(self.args.device).requires_grad_(False)
+            self._reference = Session(reference, timeout_seconds=float(self.args.ddp_timeout), **options)
+        return self._reference
+
+    @property
+    def _wide(self) -> torch.dtype:
+        """The dtype of a token's numbers."""
+        return torch.float64 if self.model.dtype == torch.float64 else torch.float32
+
+    def _gathered(
+        self, session: Session, model: Any, planned: Any, names: Sequence[str], size: int
+    ) -> dict[str, Tensor]:
+        """Run a model forward by the plan; return the named values of all tokens, (size,) each, on every rank."""
+        device, wide = self.args.device, self._wide
+        sums = torch.zeros(len(names), size, dtype=wide, device=device)
+
+        def collect(_model: Any, inputs: dict[str, Any]) -> Tensor:
+            slots, found = called(model, inputs)
+            values = torch.stack([field_of(found, name).to(wide) for name in names])
+            sums.index_add_(1, slots, values)
+            return torch.zeros((), device=device)
+
+        session.evaluate(planned, compute_loss=self._plain(collect), normalizer=1.0)
+        session.sum_over_ranks(sums)
+        found = dict(zip(names, sums, strict=True))
+        return {name: values > 0.5 if name == "is_top1" else values for name, values in found.items()}
+
+    def _backward(self, planned: Any, weights: Mapping[str, Tensor]) -> StepResult:
+        """Run the model forward and backward by the plan. weights: of the named values of all tokens, (size,) each."""
+
+        def weighted(_model: Any, inputs: dict[str, Any]) -> Tensor:
+            slots, found = called(self.model_wrapped, inputs)
+            parts = [(field_of(found, name) * each[slots]).sum() for name, each in weights.items()]
+            return torch.stack(parts).sum()
+
+        return self._trained().backward(planned, compute_loss=self._plain(weighted), normalizer=1.0)
+
+    def _plain(self, compute_loss: Callable[[Any, dict[str, Any]], Tensor]) -> ShareInChunks:
+        """Return the loss without the session's autocast: accelerate has wrapped the model in one."""
+
+        def plain(model: Any, inputs: dict[str, Any]) -> Tensor:
+            with torch.autocast(self.args.device.type, enabled=False):
+                return compute_loss(model, inputs)
+
+        return ShareInChunks(plain)
+
+
+class Answers:
+    """Stands for a model in TRL's loss: returns values that were gathered before."""
+
+    def __init__(self, fields: Mapping[str, Tensor]) -> None:
+        self._fields = fields
+
+    def __call__(self, **_inputs: Any) -> FusedCausalLMOutput:
+        """Return these fields, whatever the inputs are."""
+        return FusedCausalLMOutput(**self._fields)
+
+
+def called(model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, FusedCausalLMOutput]:
+    """Return the slots of this rank's predictions, and the model's output for them."""
+    slots = inputs[SLOTS][0, :-1]
+    return slots, model(**{name: each for name, each in inputs.items() if name != SLOTS}, fused_lm_head=True)
+
+
+def field_of(found: FusedCausalLMOutput, name: str) -> Tensor:
+    """Return the named values of this rank's predictions, (predictions,)."""
+    values = getattr(found, name)
+    assert values is not None, "TRL asked its head for it"
+    return values[0]
+
+
+@contextmanager
+def ungathered(accelerator: Any) -> Iterator[None]:
+    """Make the accelerator's collectives return their argument, which is this rank's or the same on all ranks."""
+    names = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
+    kept = {name: getattr(accelerator, name) for name in names}
+    for name in names:
+        setattr(accelerator, name, lambda value, *_, **__: value)
+    try:
+        yield
+    finally:
+        for name, each in kept.items():
+            setattr(accelerator, name, each)
+
+
+def refuse_balance(trainer: Any) -> None:
+    """Refuse a loss that balances the routers of a mixture of experts.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    if trainer.aux_loss_enabled:
+        remedy = "Set router_aux_loss_coef to 0."
+        got = f"{trainer.router_aux_loss_coef:g}: the loss is a mean per microbatch, which depends on the plan"
+        raise ConfigError("router_aux_loss_coef", expected="0", got=got, remedy=remedy)

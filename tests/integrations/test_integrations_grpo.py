@@ -1,0 +1,185 @@
+"""GRPO on ranks gives what plain TRL gives in one process: weights and every logged number."""
+
+from functools import partial
+
+import pytest
+import torch
+
+pytest.importorskip("trl")  # an extra
+
+from grpo_runs import Plain, PlainRLOO, Planned, PlannedRLOO, Sampled, trained, with_tools
+from peft import LoraConfig
+from preferences import model
+from trainers import difference, in_trainers
+from transformers import AutoModelForCausalLM
+
+from lengthwise.core.errors import ConfigError, DataError, PlanError, Problems
+from tiers import more
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated"),  # TRL and peft read it
+    pytest.mark.filterwarnings("ignore:You are using 'rollout_func'"),
+]
+
+TIMES = ("runtime", "per_second", "step_time", "total_flos")
+OFF = {"num_iterations": 2, "max_steps": 3}
+LORA = {"peft_config": partial(LoraConfig, task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])}
+SERVER = {"use_vllm": True, "vllm_mode": "server"}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+TOKENS = {**SERVER, "vllm_importance_sampling_mode": "token_truncate"}
+CASES = {
+    "dapo, off-policy, KL, sampled elsewhere, over the ranks": {**TOKENS, **OFF, "beta": 0.1, "delta": 1.5},
+    "grpo, tools, evaluated": {"loss_type": "grpo", "tools": True, **EVALUATED},
+    "sequences, off-policy, quantile, bonus, adapters": {
+        **OFF,
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "top_entropy_quantile": 0.6,
+        "use_adaptive_entropy": True,
+        "entropy_coef": 0.1,
+        "entropy_target": 9.0,
+        "beta": 0.1,
+    },
+    "generated, over the ranks": {"temperature": 1.0, "generation_kwargs": {"do_sample": False}},
+    "rloo, off-policy, KL": {"rloo": True, "beta": 0.1, **OFF},
+    "dapo": {},
+    "bnpo, KL": {"loss_type": "bnpo", "beta": 0.1},
+    "grpo, a reference that follows": {
+        "loss_type": "grpo",
+        "beta": 0.1,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 2,
+        **OFF,
+    },
+    "dr_grpo, off-policy": {"loss_type": "dr_grpo", **OFF},
+    "cispo, off-policy": {"loss_type": "cispo", "epsilon_high": 1.05, **OFF},
+    "sapo, off-policy": {"loss_type": "sapo", **OFF},
+    "luspo, KL": {"loss_type": "luspo", "beta": 0.1},
+    "sequences": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "vespo, off-policy": {"loss_type": "vespo", **OFF},
+    "truncated masked": {"mask_truncated_completions": True, "loss_type": "grpo"},
+    "steps per generation": {"steps_per_generation": 4, "max_steps": 4, "rows": 24},
+    "sampled elsewhere, sequences": {**SERVER, "vllm_importance_sampling_mode": "sequence_mask"},
+    "off-policy mask": {**TOKENS, "off_policy_mask_threshold": 0.05, "loss_type": "grpo"},
+    "adapters, KL, over the ranks": {"beta": 0.1, **OFF},
+    "recomputed": {},
+}
+
+
+def compared(found, expected, *, tolerance=1e-5, weights=5e-6):
+    """Compare the weights and every logged number but times."""
+    assert len(found["logs"]) == len(expected["logs"])
+    for got, wanted in zip(found["logs"], expected["logs"], strict=True):
+        names = {name for name in wanted if not any(each in name for each in TIMES)}
+        assert names <= got.keys()
+        apart = {name: (got[name], wanted[name]) for name in names if got[name] != wanted[name]}
+        wrong = {n: (a, b) for n, (a, b) in apart.items() if abs(a - b) > tolerance * max(abs(b), 1e-3)}
+        assert not wrong
+    own, learned = (
+        {name.removeprefix("base_model.model."): each for name, each in run["weights"].items()}
+        for run in (expected, found)
+    )
+    if learned:
+        assert difference(learned, {name: own[name] for name in learned}) < weights
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return a folder with the model: TRL loads the reference from where the model came from."""
+    folder = tmp_path_factory.mktemp("model")
+    model(torch.float64).save_pretrained(folder)
+    return folder
+
+
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"), [*[(case, 2) for case in list(CASES)[:5]], *[more(case, 3) for case in CASES]]
+)
+def test_grpo_is_trls(case, ranks, tmp_path, saved):
+    config = dict(CASES[case])
+    how = {"rollout_func": with_tools} if config.pop("tools", False) else {}
+    how |= {name: make() for name, make in LORA.items()} if "adapters" in case else {}
+    plain, planned = (PlainRLOO, PlannedRLOO) if config.pop("rloo", False) else (Plain, Planned)
+    how |= {"rows": config.pop("rows", 12), "generates": "generated" in case, "config": config}
+
+    def work(ranks, kind, _rank):
+        # Plain checkpointing would run layers again outside of what keeps fp64.
+        config["activation_checkpointing"] = case == "recomputed" and kind is not plain
+        found = trained(kind, tmp_path / f"ranks{ranks}", ranks, loaded(saved), **how)
+        trainer = found.pop("trainer")
+        server = getattr(trainer, "vllm_generation", None)
+        sent = [] if server is None else server.weights
+        return {**found, "sent": sent, "draws": torch.get_rng_state().tolist()}
+
+    (expected,) = in_trainers(partial(work, 1, plain), 1, tmp_path)
+    options = {"capacity_tokens": 64, "shard": "zero3" if "over the ranks" in case else "auto"}
+    found = in_trainers(partial(work, ranks, partial(planned, **options)), ranks, tmp_path)
+    for each in found:
+        compared(each, expected)
+        assert each["sent"] == pytest.approx(expected["sent"], rel=1e-6)
+    assert found[0]["draws"] != found[1]["draws"]  # ranks sample alone, though they shuffle alike
+    assert any(log.get("ring_token_ratio") for log in found[0]["logs"]) or how["generates"]
+
+
+class Squared(Sampled):
+    """A loss of one's own: a function of TRL's, which is no sum over tokens."""
+
+    def compute_loss(self, model, inputs, *args, **how):
+        return super().compute_loss(model, inputs, *args, **how) ** 2
+
+
+@pytest.mark.parametrize("case", ["a loss of one's own", more("no token left")])
+def test_what_no_loss_type_is(case, tmp_path, saved):
+    """On one rank: a `compute_loss` of the user's, and a step whose completions are all masked."""
+    own, config = (Squared,) if "own" in case else (), {}
+    if not own:
+        config = {"mask_truncated_completions": True, "max_completion_length": 4, "weight_decay": 0.1}
+
+    def work(kind, name, **options):
+        mixed = type(kind.__name__, (*own, kind), {"cut": None if own else 1})
+        return trained(mixed, tmp_path / name, 1, loaded(saved), config=config, **options)
+
+    compared(work(Planned, "planned", capacity_tokens=128), work(Plain, "plain"))
+
+
+def test_a_loss_that_is_no_sum_after_all_is_refused(tmp_path, saved, monkeypatch):
+    monkeypatch.setattr(Planned, "_is_sum", lambda _: True)
+    with pytest.raises(ConfigError, match=r"loss_type: expected .* got a gradient that differs from TRL's"):
+        trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=128, config={"loss_type": "vespo", **OFF})
+
+
+def test_going_on_from_a_checkpoint_gives_the_same(tmp_path, saved):
+    """With an entropy bonus that adapts, whose state TRL keeps beside the session's."""
+    config = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0, "max_steps": 4}
+    config |= {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 1}
+    whole, again = (
+        trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=128, config=config, resume=resume)
+        for resume in (None, str(tmp_path / "checkpoint-2"))
+    )
+    names = {"loss", "grad_norm", "entropy", "entropy_coef", "reward"}
+    for found, expected in zip(again["logs"][:2], whole["logs"][2:4], strict=True):
+        assert [found[name] for name in names] == [expected[name] for name in names]
+    assert difference(again["weights"], whole["weights"]) == 0.0
+
+
+def test_what_generation_would_need_beside_a_plan_is_refused_in_one_message(tmp_path):
+    config = {"use_vllm": True, "use_transformers_continuous_batching": True, "cast_lm_head_to_fp32": True}
+    with pytest.raises(Problems) as raised:
+        trained(Planned, tmp_path, 1, model(), config=config, stages=2)
+    assert {each.where for each in raised.value.problems} == {"vllm_mode", "stages", *config} - {"use_vllm"}
+
+
+def test_rollouts_that_no_plan_takes_are_refused(tmp_path, saved):
+    def without_prompt(prompts, trainer):
+        made = with_tools(prompts, trainer)
+        return {**made, "prompt_ids": [[], *made["prompt_ids"][1:]]}
+
+    with pytest.raises(DataError, match="prompt: expected at least one token"):
+        trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=128, rollout_func=without_prompt)
+    with pytest.raises(ConfigError, match=r"max_completion_length: expected at most 59, .* got 61"):
+        trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=60)
+    with pytest.raises(PlanError, match=r"expected at most 64 tokens .* got sequence \d+ of \d+ tokens"):
+        trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=64)
