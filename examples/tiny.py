@@ -83,7 +83,7 @@ def rollouts(texts: list[str], trainer: Any) -> dict[str, Any]:
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
 
 
-def reward(completion_ids: list[list[int]], **_given: Any) -> list[float]:
+def reward(completion_ids: list[list[int]], **_given: Any) -> list[float | None]:
     """Return, of each completion, the share of its tokens that are in the first half of the words."""
     return [sum(token < 130 for token in ids) / len(ids) for ids in completion_ids]
 
