@@ -74,8 +74,8 @@ class Data:
     def run(self) -> int:
         """Run the command; return the exit status."""
         from lengthwise.data import load_dataset, load_tokenizer
+        from lengthwise.data.load import first_rows
         from lengthwise.data.prepared import prepared_with
-        from lengthwise.data.stream import first_rows
         from lengthwise.data.survey import survey
 
         problems = Collector()

@@ -132,14 +132,8 @@ class Prepare:
                 keys=[f"{asked.key}.{number}" for number in range(len(asked.sources))],
             )
             assert plan is not None, "any number of bytes is enough"
-            with worker_processes(self.workers or usable_cores()) as run:
-                made, was_there = prepare_folder(
-                    plan,
-                    out,
-                    run=run,
-                    overwrite=self.overwrite,
-                    on_progress=progress_line(line),
-                )
+            run, show = worker_processes(self.workers or usable_cores()), progress_line(line)
+            made, was_there = prepare_folder(plan, out, run=run, overwrite=self.overwrite, on_progress=show)
         except KeyboardInterrupt:
             line.close()
             raise KeyboardInterrupt("complete files stay; run the same command to continue") from None

@@ -18,7 +18,7 @@ import json
 import mmap
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,16 +29,12 @@ from lengthwise.core.errors import DataError
 from lengthwise.data.dataset import TOO_LONG, Held, write_protect
 from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest
 from lengthwise.data.prepared import Prepared, read_prepared, refuse
-from lengthwise.data.sources import printable_name
 from lengthwise.data.tokens import TokenRow
 
 UNREADABLE = "unreadable"
 KINDS = ("ids", "text", "pair", "chat", "empty", "bad", TOO_LONG, "refused", UNREADABLE)
 _LISTS = ("input_ids", "labels", "weights")
 _NO_IDS = np.empty(0, dtype=np.int32)
-_COLUMNS = (
-    "input_ids", "labels", "weights", "digest", "loss_tokens", "loss_weight", "largest_id", "kind", "error"
-)  # fmt: skip
 
 
 def schema() -> Any:
@@ -57,16 +53,14 @@ def schema() -> Any:
     return pa.schema(list(kinds.items()))
 
 
-def table_of(rows: Iterable[TokenRow], origin: int, names: Sequence[str] | None) -> Any:
-    """Return rows of one listing, whose number is `origin`, as a table of Arrow; names: of documents."""
+def table_of(rows: Sequence[TokenRow]) -> Any:
+    """Return rows as a table of Arrow."""
     import pyarrow as pa
 
-    found = list(zip(*map(_values, rows), strict=True)) or [()] * len(_COLUMNS)
-    columns: dict[str, Sequence[Any]] = dict(zip(_COLUMNS, found, strict=True))
-    number = len(columns["kind"])
-    columns["origin"] = [origin] * number
-    columns["name"] = [*map(printable_name, names or ()), *[None] * number][:number]
-    return pa.table([_column(columns[field.name], field.type) for field in schema()], schema=schema())
+    found = list(zip(*map(_values, rows), strict=True)) or [()] * len(schema())
+    return pa.table(
+        [_column(values, field.type) for values, field in zip(found, schema(), strict=True)], schema=schema()
+    )
 
 
 def _column(values: Sequence[Any], kind: Any) -> Any:
@@ -86,11 +80,11 @@ def _column(values: Sequence[Any], kind: Any) -> Any:
 
 def _values(row: TokenRow) -> tuple[Any, ...]:
     kind = KINDS.index(row.kind if row.is_row else UNREADABLE)
+    name, error = row.name if row.is_document else None, row.error
     if row.tokens is None:
-        error = row.error and json.dumps([row.error.where, row.error.expected, row.error.got, row.error.remedy])
-        return _NO_IDS, None, None, bytes(ROW_DIGEST_BYTES), 0, 0.0, 0, kind, error
-    digest = row_digest(*row.held)
-    return *row.held, digest, *row.losses, int(row.tokens.max()), kind, None
+        said = error and json.dumps([error.where, error.expected, error.got, error.remedy])
+        return _NO_IDS, None, None, row.digest, 0, 0.0, 0, kind, row.origin, name, said
+    return *row.held, row.digest, *row.losses, int(row.tokens.max()), kind, row.origin, name, None
 
 
 class Columns:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lengthwise.core.errors import DataError
 from lengthwise.data.arrow import ArrowRows
+from lengthwise.data.blocks import read_blocks
 from lengthwise.data.dataset import TOO_LONG, DatasetBuilder, Rows, StoredDataset, too_long
+from lengthwise.data.in_order import StreamOrder
 from lengthwise.data.prepared import ENCODING, Prepared, UsedTokenizer, is_prepared, read_prepared, refuse
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.sources import list_source
 from lengthwise.data.tokenizer import Tokenizer
-from lengthwise.data.tokens import BAD, REFUSED, token_rows
+from lengthwise.data.tokens import BAD, REFUSED, Tokenizing
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
@@ -42,9 +45,9 @@ def load_dataset(
     DataError where nothing is left to train on.
     """
     refusals, parts, bad = Refusals(), list[Rows](), list[DataError]()
-    builder, loaded = DatasetBuilder(), functools.cache(tokenizer)
-    for index, source in enumerate(sources):
-        where = f"{key}.{index}"
+    builder, loaded, keys = DatasetBuilder(), functools.cache(tokenizer), [f"{key}.{n}" for n in range(len(sources))]
+    tokenizing = Tokenizing(sources=sources, keys=keys, tokenizer=loaded, vocab_size=vocab_size)
+    for index, (source, where) in enumerate(zip(sources, keys, strict=True)):
         if source.path is not None and is_prepared(source.path):
             judge = loaded if check_tokenizer else None
             mapped = open_prepared(source, key=where, tokenizer=judge, vocab_size=vocab_size, report=refusals.add)
@@ -54,7 +57,7 @@ def load_dataset(
             continue
         for listing in list_source(source, refusals.add):
             builder.start_source(where, listing.label, listing.names, source.weight)
-            for row in token_rows(listing, source, where, tokenizer=loaded, vocab_size=vocab_size):
+            for row in (row for block in read_blocks(listing) for row in tokenizing.rows(replace(block, source=index))):
                 if row.kind == REFUSED:
                     assert row.error is not None, row
                     refusals.add(row.error)
@@ -75,6 +78,39 @@ def load_dataset(
         where = ", ".join(str(each.path or each.dataset or key) for each in sources)
         raise DataError(where, expected="at least one sequence to train on", got=got, remedy=remedy)
     return dataset
+
+
+def first_rows(
+    sources: Sequence[DataSource],
+    *,
+    tokenizer: Callable[[], Tokenizer],
+    vocab_size: int | None,
+    sequences: int | None,
+    tokens: int | None = None,
+    on_bad_row: Callable[[DataError], None] = lambda _error: None,
+) -> StoredDataset:
+    """Read the first rows of a stream: so many sequences, or so many tokens. DataError for a row that stops the run."""
+    builder, loaded, read, held = DatasetBuilder(), functools.cache(tokenizer), 0, 0
+    keys = [f"data.{number}" for number in range(len(sources))]
+    tokenizing = Tokenizing(sources=sources, keys=keys, tokenizer=loaded, vocab_size=vocab_size)
+    for row in (row for block in StreamOrder(sources).blocks() for row in tokenizing.rows(block)):
+        if row.kind == REFUSED:
+            assert row.error is not None, row
+            raise row.error
+        builder.start_source(keys[row.source], row.name, (row.name,))
+        if row.tokens is None:
+            if row.kind == BAD and row.error is not None:
+                on_bad_row(row.error)
+            builder.skip(row.kind)
+            continue
+        builder.add(row.tokens, row.labels, row.weights)
+        read, held = read + 1, held + len(row.tokens)
+        if read == sequences or (tokens is not None and held >= tokens):
+            break
+    if not read:
+        where, expected = "data", "at least one sequence to train on"
+        raise DataError(where, expected=expected, got="none", remedy="Add rows, or raise max_tokens.")
+    return builder.finish()
 
 
 def open_prepared(

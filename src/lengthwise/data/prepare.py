@@ -1,8 +1,8 @@
-"""Tokenize once: sources to a folder of Arrow files (`arrow`), by `datasets.map`, in the processes of the caller.
+"""Tokenize once: sources to a folder of Arrow files (`arrow`), in order, in the processes of the caller.
 
-Sources are cut into parts, and each file is one `map` over some of them. Work goes on in `OUT.unfinished`, which is
-renamed when all of it is on the disk. What a killed process leaves there is gone on with: files that are whole stay,
-provided that sources, settings and tokenizer are what they were. A second try ends with the same bytes.
+Work goes on in `OUT.unfinished`, which is renamed when all of it is on the disk. What a killed process leaves there is
+gone on with: files that are whole stay, each with the mark of the rows after it, provided that sources, settings and
+tokenizer are what they were. A second try ends with the same bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from lengthwise.core.files import sync, try_lock
 from lengthwise.data.arrow import KINDS, UNREADABLE, Columns, schema, table_of
 from lengthwise.data.dataset import TOO_LONG
 from lengthwise.data.digests import digest_of_rows
+from lengthwise.data.in_order import listed_blocks
 from lengthwise.data.prepared import (
     ENCODING,
     NAME,
@@ -38,18 +40,15 @@ from lengthwise.data.prepared import (
     read_prepared,
     write_description,
 )
-from lengthwise.data.refusals import Refusals, at_line
-from lengthwise.data.sources import PART_BYTES, Listing, cut_listing, list_source, printable_name
-from lengthwise.data.tokenizer import Tokenizer, load_tokenizer
-from lengthwise.data.tokens import BAD, EMPTY, REFUSED, token_rows
+from lengthwise.data.refusals import Refusals
+from lengthwise.data.sources import PART_BYTES, Listing, list_source
+from lengthwise.data.tokenizer import Tokenizer, tokenizer_of_process
+from lengthwise.data.tokens import BAD, EMPTY, REFUSED, Runner, Tokenizing, TokenRow
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
-Runner = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
-"""Calls a function with each of some tasks, in any order, perhaps in other processes; yields what it returns."""
-
-_FILES = 200  # Arrow files of a folder, about: training keeps all of them open
+_FILES = 50  # after so many, files are twice as large: training keeps all of them open
 _WORK, _PLAN = "work", "plan.json"
 _LOOK_SECONDS = 0.2
 _LEFT_OUT = (EMPTY, BAD, TOO_LONG)
@@ -74,6 +73,12 @@ class ToPrepare:
         made = None if self.tokenizer is None else asdict(self.tokenizer)
         values = [ENCODING, made, settings, self.vocab_size, self.files]
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+    @property
+    def tokenizing(self) -> Tokenizing:
+        """How rows become tokens."""
+        tokenizer = functools.partial(tokenizer_of_process, self.tokenizer_name)
+        return Tokenizing(sources=self.sources, keys=self.keys, tokenizer=tokenizer, vocab_size=self.vocab_size)
 
 
 def to_prepare(
@@ -227,14 +232,10 @@ def _unfinished(out: Path) -> Path:
 
 
 def _prepare(
-    plan: ToPrepare,
-    out: Path,
-    run: Runner,
-    on_progress: Callable[[Progress], None],
-    part_bytes: int,
+    plan: ToPrepare, out: Path, run: Runner, on_progress: Callable[[Progress], None], part_bytes: int
 ) -> Prepared:
     folder = _unfinished(out)
-    text = f"{plan.fingerprint()} {part_bytes}\n"
+    text = f"in order, {plan.fingerprint()} {part_bytes}\n"
     begun = folder / _WORK / _PLAN
     if not _is_whole(folder, plan):
         if not begun.is_file() or begun.read_text(encoding="utf-8") != text:
@@ -242,8 +243,7 @@ def _prepare(
             begun.parent.mkdir(parents=True)
             begun.with_suffix(".tmp").write_text(text, encoding="utf-8")
             begun.with_suffix(".tmp").replace(begun)
-        parts = _cut(plan, begun.parent, part_bytes)
-        paths = _write(folder, plan, parts, run, on_progress)
+        paths = _write(folder, plan, run, on_progress, part_bytes)
         for path in folder.iterdir():
             if path.is_file() and path not in paths:  # of a process that was killed
                 path.unlink()
@@ -265,105 +265,58 @@ def _is_whole(folder: Path, plan: ToPrepare) -> bool:
         return False
 
 
-def _cut(plan: ToPrepare, work: Path, part_bytes: int) -> list[tuple[int, Listing]]:
-    """Return all parts of all listings in order, with the number of the listing of each."""
-    problems, parts = list[DataError](), list[tuple[int, Listing]]()
-    for number, (_, listing) in enumerate(plan.listings):
-        try:
-            parts += [(number, part) for part in cut_listing(listing, part_bytes, work)]
-        except DataError as error:
-            problems.append(error)
-    raise_problems(problems)
-    return parts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileTask:
-    """A file to be written: parts with the number of the listing of each."""
-
-    path: Path
-    parts: tuple[tuple[int, Listing], ...]
-    plan: ToPrepare
-
-    def __str__(self) -> str:
-        """Say in words what is done, and with which files."""
-        listing = self.parts[0][1]
-        return f"writing {self.path.name} from {printable_name(listing.shown or listing.paths[0])}"
-
-
 def _write(
-    folder: Path,
-    plan: ToPrepare,
-    parts: Sequence[tuple[int, Listing]],
-    run: Runner,
-    on_progress: Callable[[Progress], None],
+    folder: Path, plan: ToPrepare, run: Runner, on_progress: Callable[[Progress], None], part_bytes: int
 ) -> list[Path]:
-    """Write the rows of all parts, some parts a file, unless they are there; return the files in order."""
-    import datasets  # noqa: F401 - here, so that forked processes have it
+    """Write all rows in order, after those of the files that are there; return the files."""
+    import pyarrow as pa
 
-    each, small = max(1, -(-len(parts) // _FILES)), replace(plan, files=())
-    tasks = [
-        FileTask(path=folder / f"rows-{number:06d}.arrow", parts=tuple(parts[first : first + each]), plan=small)
-        for number, first in enumerate(range(0, len(parts), each))
-    ]
-    missing = [task for task in tasks if not _noted(task.path).is_file()]
-    found = done = len(tasks) - len(missing)
-    on_progress(Progress(files_done=done, files_found=found, num_files=len(tasks)))
-    for _ in run(_write_file, missing):
-        done += 1
-        on_progress(Progress(files_done=done, files_found=found, num_files=len(tasks)))
-    return [task.path for task in tasks]
+    paths, mark, found = list[Path](), None, 0.0
+    sizes = iter([size for _, size, *_ in plan.files])
+    ends = [*accumulate((sum(islice(sizes, len(listing.paths))) for _, listing in plan.listings), initial=0)]
+
+    def share(row: TokenRow) -> float:
+        first, last = ends[row.origin : row.origin + 2]
+        return (first + row.share * (last - first)) / max(1, ends[-1])
+
+    while (noted := _noted(path := folder / f"rows-{len(paths):06d}.arrow")).is_file():
+        mark, found = json.loads(noted.read_text(encoding="utf-8"))
+        paths.append(path)
+    on_progress(Progress(done=found, found=found))
+    with contextlib.closing(plan.tokenizing.run(run, listed_blocks(plan.listings, mark))) as rows:
+        batches = _batches(rows, part_bytes)
+        for first in batches:
+            path, last = folder / f"rows-{len(paths):06d}.arrow", first[-1]
+            with path.open("wb") as file, pa.ipc.new_stream(file, schema()) as out:
+                for batch in chain([first], islice(batches, (1 << len(paths) // _FILES) - 1)):
+                    out.write_table(table_of(batch))
+                    last = batch[-1]
+                    on_progress(Progress(done=share(last), found=found))
+            sync(path)
+            noted = _noted(path)
+            noted.with_suffix(".tmp").write_text(json.dumps([last.mark, share(last)]), encoding="utf-8")
+            noted.with_suffix(".tmp").replace(noted)
+            sync(noted.parent)
+            paths.append(path)
+    return paths
+
+
+def _batches(found: Iterable[list[TokenRow]], part_bytes: int) -> Iterator[list[TokenRow]]:
+    """Put rows together, about so many bytes of tokens."""
+    rows, held = list[TokenRow](), 0
+    for some in found:
+        rows += some
+        held += sum(0 if row.tokens is None else row.tokens.nbytes for row in some)
+        if held >= part_bytes:
+            yield rows
+            rows, held = [], 0
+    if rows:
+        yield rows
 
 
 def _noted(path: Path) -> Path:
-    """Return the file that is there once `path` is whole and on the disk."""
+    """Return the file that is there once `path` is whole and on the disk, with the mark of the rows that follow."""
     return path.parent / _WORK / f"{path.name}.whole"
-
-
-def _write_file(task: FileTask) -> None:
-    import datasets
-
-    task.path.unlink(missing_ok=True)  # of a machine that lost power
-    table = datasets.Dataset.from_dict({"part": list(range(len(task.parts)))})
-    with _quiet(datasets):
-        table.map(
-            _part_table,
-            batched=True,
-            batch_size=1,
-            writer_batch_size=1 << 20,
-            remove_columns=["part"],
-            features=datasets.Features.from_arrow_schema(schema()),
-            fn_kwargs={"task": task},
-            cache_file_name=str(task.path),
-            new_fingerprint=task.path.stem,
-        )
-    sync(task.path)
-    _noted(task.path).touch()
-    sync(_noted(task.path).parent)
-
-
-@contextlib.contextmanager
-def _quiet(datasets: Any) -> Iterator[None]:
-    """Let `datasets` show no bars of its own inside the block."""
-    were = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not were:
-            datasets.enable_progress_bars()
-
-
-_loaded = functools.cache(load_tokenizer)
-
-
-def _part_table(batch: Any, task: FileTask) -> Any:
-    (number,), plan = batch["part"], task.plan
-    origin, listing = task.parts[number]
-    source = plan.listings[origin][0]
-    tokenizer = functools.partial(_loaded, plan.tokenizer_name)
-    rows = token_rows(listing, plan.sources[source], plan.keys[source], tokenizer=tokenizer, vocab_size=plan.vocab_size)
-    return table_of(rows, origin, listing.names)
 
 
 def _checked(plan: ToPrepare, columns: Columns) -> Prepared:
@@ -371,14 +324,9 @@ def _checked(plan: ToPrepare, columns: Columns) -> Prepared:
     kinds, origins = columns.numbers("kind"), columns.numbers("origin")
     is_row = kinds != KINDS.index(UNREADABLE)
     refusals, firsts = Refusals(), np.searchsorted(origins[is_row], np.arange(len(plan.listings)))
-    wrong = (KINDS.index(REFUSED), KINDS.index(UNREADABLE))
-    before = np.cumsum(is_row) - is_row  # rows before, of all
-    for row in np.flatnonzero(np.isin(kinds, wrong)).tolist():
+    for row in np.flatnonzero(np.isin(kinds, (KINDS.index(REFUSED), KINDS.index(UNREADABLE)))).tolist():
         where, expected, got, remedy = json.loads(columns.text(row, "error") or "")
-        error = DataError(where, expected=expected, got=got, remedy=remedy)
-        if is_row[row] and plan.listings[origins[row]][1].names is None:  # parts count from their first
-            error = at_line(error, int(before[row] - firsts[origins[row]] + 1))
-        refusals.add(error)
+        refusals.add(DataError(where, expected=expected, got=got, remedy=remedy))
     refusals.raise_all(_together(plan))
     if tuple(_found(path) for _, listing in plan.listings for path in listing.paths) != plan.files:
         remedy = "Let whatever writes it finish, then start again."

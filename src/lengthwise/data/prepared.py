@@ -73,11 +73,10 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a preparation is: files of all, of which some were there from an earlier try."""
+    """How much of the sources was prepared, from 0 to 1. found: by an earlier try."""
 
-    files_done: int
-    files_found: int
-    num_files: int
+    done: float
+    found: float
 
 
 _READER = TypeAdapter(Prepared)

@@ -10,17 +10,6 @@ _SHOWN = 20
 _LINE = re.compile(r":\d+$")  # of a row's place in its file
 
 
-def at_line(error: DataError, line: int) -> DataError:
-    """Return the error of a row that was counted from the start of a part, with the row's line in its file."""
-    where = where_at(error.where, line)
-    return DataError(where, expected=error.expected, got=error.got, remedy=error.remedy)
-
-
-def where_at(where: str, line: int) -> str:
-    """Return the place of a row with this line in place of that in its part."""
-    return f"{_LINE.sub('', where)}:{line}"
-
-
 class Refusals:
     """Collect errors: one of each kind with how many there are, the first few kinds, and a count of all others."""
 

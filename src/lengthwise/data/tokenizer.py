@@ -6,6 +6,7 @@ is not needed.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -248,6 +249,12 @@ def load_tokenizer(name: str) -> Tokenizer:
     if not vocab:
         raise _refuse(f"a tokenizer at {name}", "an empty vocabulary")
     return HuggingFaceTokenizer(name=name, eos_id=loaded.eos_token_id, tokenizer=loaded)
+
+
+@functools.cache
+def tokenizer_of_process(name: str) -> Tokenizer:
+    """Load a tokenizer once a process."""
+    return load_tokenizer(name)
 
 
 def _as_numbers(ids: Iterable[int]) -> str:

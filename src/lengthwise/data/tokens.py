@@ -5,16 +5,17 @@ Everything that reads data makes its rows here, whether they stay in memory, are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lengthwise.core.errors import DataError
+from lengthwise.data.blocks import Block, Blocks, together
 from lengthwise.data.dataset import NO_LOSS, TOO_LONG, Held, sum_of_weights, too_long
-from lengthwise.data.rows import RawRow
-from lengthwise.data.sources import Listing, read_rows
+from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest
+from lengthwise.data.rows import RawRow, RowParser
 from lengthwise.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -22,14 +23,18 @@ if TYPE_CHECKING:
 
 BAD, EMPTY, REFUSED = "bad", "empty", "refused"
 
+Runner = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
+"""Calls a function with each of some tasks, perhaps in other processes; yields what it returns, in order: `map`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRow:
     """A row as it is trained on, or why it is not.
 
-    `kind`: ids, text, pair or chat; of a row without tokens `empty`, `bad` or TOO_LONG where its source leaves such
-    rows out, REFUSED where the row stops the run. `error`: what is wrong with it. `labels` None: they are the tokens,
-    `weights` None: 1 where there is a loss. `is_row` False: the error is of the file.
+    kind: ids, text, pair or chat; of a row without tokens `empty`, `bad` or TOO_LONG where its source leaves such
+    rows out, REFUSED where the row stops the run. error: what is wrong with it. labels: None if they are the tokens.
+    weights: None if 1 where there is a loss. is_row: False if the error is of the file. name: where the row is.
+    digest: of what it holds (`digests`). mark: as of its `Block`, whose last row it is; None for other rows.
     """
 
     kind: str
@@ -38,6 +43,13 @@ class TokenRow:
     weights: np.ndarray | None = None
     error: DataError | None = None
     is_row: bool = True
+    is_document: bool = False
+    name: str = ""
+    digest: bytes = bytes(ROW_DIGEST_BYTES)
+    source: int = 0
+    origin: int = 0
+    share: float = 1.0
+    mark: Any = None
 
     @property
     def held(self) -> Held:
@@ -53,78 +65,89 @@ class TokenRow:
         return losses, float(losses) if weights is None else sum_of_weights(weights)
 
 
-def token_rows(
-    listing: Listing,
-    source: DataSource,
-    key: str,
-    *,
-    tokenizer: Callable[[], Tokenizer],
-    vocab_size: int | None,
-) -> Iterator[TokenRow]:
-    """Read the rows of a listing and tokenize them, in order; one for each row, and one for each error of a file.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenizing:
+    """How rows become tokens: the sources with the config path of each, the tokenizer, and the model's `vocab_size`.
 
-    `tokenizer` is called for every text.
+    tokenizer: called for every text. vocab_size: None if ids of any size are taken.
     """
-    of_files = list[DataError]()
-    for row in read_rows(listing, vocab_size, of_files.append):
-        yield token_row(row, source, key, tokenizer=tokenizer, vocab_size=vocab_size)
-    for error in of_files:
-        yield TokenRow(kind=REFUSED, error=error, is_row=False)
 
+    sources: Sequence[DataSource]
+    keys: Sequence[str]
+    tokenizer: Callable[[], Tokenizer]
+    vocab_size: int | None
 
-def token_row(
-    row: RawRow | DataError,
-    source: DataSource,
-    key: str,
-    *,
-    tokenizer: Callable[[], Tokenizer],
-    vocab_size: int | None,
-) -> TokenRow:
-    """Tokenize a row of a source, whose config path is `key`."""
-    try:
-        if isinstance(row, DataError):
-            raise row
-        has_ids = row.ids is not None or row.empty
-        tokens, labels = (row.ids, row.labels) if has_ids else _encode(row, tokenizer, vocab_size)
-    except DataError as error:
-        return TokenRow(kind=BAD if source.bad_rows == "skip" else REFUSED, error=error)
-    if tokens is None or not len(tokens):
-        if source.empty == "skip":
-            return TokenRow(kind=EMPTY)
-        got = row.empty or "text without a single token"
-        remedy = f"Take it out, or {{skip_empty|set {key}.empty: skip}} to leave such rows out."
-        error = DataError(row.where, expected="a row with tokens", got=got, remedy=remedy)
-        return TokenRow(kind=REFUSED, error=error)
-    if source.max_tokens is not None and len(tokens) > source.max_tokens:
-        error = too_long(row.where, len(tokens), source.max_tokens, key)
-        return TokenRow(kind=TOO_LONG if source.too_long == "skip" else REFUSED, error=error)
-    kind = "ids" if row.ids is not None else "chat" if row.chat is not None else "pair" if row.pair else "text"
-    labels = None if labels is None or np.array_equal(labels, tokens) else labels
-    return TokenRow(kind=kind, tokens=tokens, labels=labels, weights=row.weights)
+    def run(self, run: Runner, blocks: Iterator[Block]) -> Generator[list[TokenRow]]:
+        """Tokenize blocks in order, some at a time, in the processes of a runner."""
+        yield from run(self.all_rows, together(blocks))
 
+    def all_rows(self, blocks: Blocks) -> list[TokenRow]:
+        """Tokenize blocks; rows have their digests."""
+        return [
+            row if row.tokens is None else replace(row, digest=row_digest(*row.held))
+            for block in blocks
+            for row in self.rows(block)
+        ]
 
-def _encode(
-    row: RawRow, tokenizer: Callable[[], Tokenizer], vocab_size: int | None
-) -> tuple[np.ndarray, np.ndarray | None]:
-    loaded, labels = tokenizer(), None
-    try:
-        if row.python is not None:
-            tokens = loaded.encode_python(row.python)
-        elif row.chat is not None:
-            tokens, labels = loaded.encode_chat(row.chat)
-        elif row.pair is not None:
-            tokens, labels = loaded.encode_pair(*row.pair)
-        else:
-            assert row.text is not None, row
-            tokens = loaded.encode(row.text)
-    except ValueError as error:  # a lone surrogate, which JSON can spell, or a Python file that lies about its encoding
-        remedy = "Correct the text."
-        if row.chat is not None:
-            remedy = "Set {tokenizer|`tokenizer`} to one with a chat template for such chats, or correct the row."
-        got = f"{error}"
-        raise DataError(row.where, expected="text that can be encoded", got=got, remedy=remedy) from None
-    if vocab_size is not None and len(tokens) and int(tokens.max()) >= vocab_size:
-        got = f"id {int(tokens.max())} from tokenizer {loaded.name}"
-        remedy = "Set {tokenizer|`tokenizer`} to the one this model was made with."
-        raise DataError(row.where, expected=f"ids below the model's {vocab_size}", got=got, remedy=remedy)
-    return tokens, labels
+    def rows(self, block: Block) -> Iterator[TokenRow]:
+        """Tokenize the rows of a block in order."""
+        of_block = {"source": block.source, "origin": block.origin, "share": block.share}
+        if block.kind == "error":
+            error = block.content
+            yield TokenRow(kind=REFUSED, error=error, is_row=False, name=block.shown, mark=block.mark, **of_block)
+            return
+        source, key, found = self.sources[block.source], self.keys[block.source], None
+        of_block["is_document"] = block.name is not None
+        for number, row in enumerate(block.rows(RowParser(self.vocab_size)), start=block.first):
+            if found is not None:
+                yield found
+            name = f"{block.label}:{number}" if block.name is None else block.name
+            found = replace(self._row(row, source, key), name=name, **of_block)
+        if found is not None:
+            yield replace(found, mark=block.mark)
+
+    def _row(self, row: RawRow | DataError, source: DataSource, key: str) -> TokenRow:
+        try:
+            if isinstance(row, DataError):
+                raise row
+            has_ids = row.ids is not None or row.empty
+            tokens, labels = (row.ids, row.labels) if has_ids else self._encode(row)
+        except DataError as error:
+            return TokenRow(kind=BAD if source.bad_rows == "skip" else REFUSED, error=error)
+        if tokens is None or not len(tokens):
+            if source.empty == "skip":
+                return TokenRow(kind=EMPTY)
+            got = row.empty or "text without a single token"
+            remedy = f"Take it out, or {{skip_empty|set {key}.empty: skip}} to leave such rows out."
+            error = DataError(row.where, expected="a row with tokens", got=got, remedy=remedy)
+            return TokenRow(kind=REFUSED, error=error)
+        if source.max_tokens is not None and len(tokens) > source.max_tokens:
+            error = too_long(row.where, len(tokens), source.max_tokens, key)
+            return TokenRow(kind=TOO_LONG if source.too_long == "skip" else REFUSED, error=error)
+        kind = "ids" if row.ids is not None else "chat" if row.chat is not None else "pair" if row.pair else "text"
+        labels = None if labels is None or np.array_equal(labels, tokens) else labels
+        return TokenRow(kind=kind, tokens=tokens, labels=labels, weights=row.weights)
+
+    def _encode(self, row: RawRow) -> tuple[np.ndarray, np.ndarray | None]:
+        loaded, labels = self.tokenizer(), None
+        try:
+            if row.python is not None:
+                tokens = loaded.encode_python(row.python)
+            elif row.chat is not None:
+                tokens, labels = loaded.encode_chat(row.chat)
+            elif row.pair is not None:
+                tokens, labels = loaded.encode_pair(*row.pair)
+            else:
+                assert row.text is not None, row
+                tokens = loaded.encode(row.text)
+        except ValueError as error:  # a lone surrogate, which JSON can spell, or a Python file of another encoding
+            remedy = "Correct the text."
+            if row.chat is not None:
+                remedy = "Set {tokenizer|`tokenizer`} to one with a chat template for such chats, or correct the row."
+            got = f"{error}"
+            raise DataError(row.where, expected="text that can be encoded", got=got, remedy=remedy) from None
+        if self.vocab_size is not None and len(tokens) and int(tokens.max()) >= self.vocab_size:
+            got = f"id {int(tokens.max())} from tokenizer {loaded.name}"
+            remedy = "Set {tokenizer|`tokenizer`} to the one this model was made with."
+            raise DataError(row.where, expected=f"ids below the model's {self.vocab_size}", got=got, remedy=remedy)
+        return tokens, labels

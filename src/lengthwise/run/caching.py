@@ -77,16 +77,15 @@ class DataCache:
         folder, line = self.folder / plan.fingerprint()[:32], LiveLine(sys.stderr)
         begin = f"{key} is prepared once, into {folder} (another folder, or off: {VARIABLE})"
         try:
-            with worker_processes(usable_cores(), timeout_seconds=self.timeout_seconds) as run:
-                prepare_folder(
-                    plan,
-                    folder,
-                    run=run,
-                    overwrite=True,  # of one that is damaged
-                    wait_seconds=self.timeout_seconds,
-                    on_start=lambda: line.write(begin),
-                    on_progress=progress_line(line),
-                )
+            prepare_folder(
+                plan,
+                folder,
+                run=worker_processes(usable_cores(), timeout_seconds=self.timeout_seconds),
+                overwrite=True,  # of one that is damaged
+                wait_seconds=self.timeout_seconds,
+                on_start=lambda: line.write(begin),
+                on_progress=progress_line(line),
+            )
         except OutputError as error:
             remedy = f"Make room, name another folder with {VARIABLE}, or set it to off: data is then read into memory."
             expected = "a folder for prepared data"

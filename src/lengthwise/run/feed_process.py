@@ -1,7 +1,7 @@
-"""The process of a `Reader`: it answers the ranks of its node at a socket, whose number and folder it is given.
+"""The process of a `Feed`: it answers the ranks of its node at a socket, with some processes that tokenize for it.
 
-Its input is the pickled `StreamSpec`, then nothing: the end of that, when whoever started it ends, ends this process.
-Only the user may enter the folder, so pickles are safe; it goes once all ranks have connected.
+Its input is the pickled `FeedSpec`, then nothing: the end of that, when whoever started it ends, ends this process.
+Only the user may enter the socket's folder, so pickles are safe.
 """
 
 from __future__ import annotations
@@ -18,22 +18,18 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 from lengthwise.core.errors import LengthwiseError, RankError
-from lengthwise.data.reader import Reader, StreamSpec
-
-LINES = ("lengths", "slices")
-"""The connections of each rank: who waits for lengths keeps nobody from slices."""
+from lengthwise.data.feed import Feed, FeedSpec
+from lengthwise.run.workers import worker_processes
 
 
-def _main(number: int, folder: str) -> None:
-    spec: StreamSpec = pickle.load(sys.stdin.buffer)  # noqa: S301 - of the process that started this one
-    reader = Reader(spec)
+def _main(number: int, processes: int, folder: str) -> None:
+    spec: FeedSpec = pickle.load(sys.stdin.buffer)  # noqa: S301 - of the process that started this one
+    feed = Feed(spec, worker_processes(processes, start="spawn"))
     threading.Thread(target=_end_with_input, args=(sys.stdin.buffer, folder), daemon=True).start()
     with socket.socket(fileno=number) as listening:
-        for _ in range(spec.clients * len(LINES)):
+        while True:
             connection = Connection(listening.accept()[0].detach())
-            threading.Thread(target=_serve, args=(reader, connection), daemon=True).start()
-    shutil.rmtree(folder, ignore_errors=True)
-    threading.Event().wait()
+            threading.Thread(target=_serve, args=(feed, connection), daemon=True).start()
 
 
 def _end_with_input(pipe: BinaryIO, folder: str) -> None:
@@ -42,20 +38,20 @@ def _end_with_input(pipe: BinaryIO, folder: str) -> None:
     os._exit(0)
 
 
-def _serve(reader: Reader, connection: Connection) -> None:
+def _serve(feed: Feed, connection: Connection) -> None:
     """Answer requests in their order; they are taken in meanwhile, so who asks never waits for who reads answers."""
     requests: SimpleQueue[tuple[str, tuple[Any, ...]] | None] = SimpleQueue()
     threading.Thread(target=_take, args=(connection, requests), daemon=True).start()
     while (request := requests.get()) is not None:
         method, arguments = request
         try:
-            answer = getattr(reader, method)(*arguments)
+            answer = getattr(feed, method)(*arguments)
         except LengthwiseError as error:
             answer = error
         except Exception as error:  # noqa: BLE001 - a mistake of ours, for whoever asked
             traceback.print_exc()
             got, remedy = f"{type(error).__name__}: {error}", "This is a defect of lengthwise: please report it."
-            answer = RankError("reader of the stream", expected="an answer", got=got, remedy=remedy)
+            answer = RankError("the feed", expected="an answer", got=got, remedy=remedy)
         try:
             connection.send(answer)
         except OSError:  # whoever asked is gone
@@ -71,4 +67,4 @@ def _take(connection: Connection, requests: SimpleQueue[tuple[str, tuple[Any, ..
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), sys.argv[2])
+    _main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,172 @@
+"""Which row of which feed comes next: the order in which a run takes rows that come while it trains.
+
+Rows of a block of a stream are ordered as those of data that is read at the start, so a block as large as the stream
+makes the same batches. `remote` feeds read by themselves in the order of all rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from lengthwise.data.feed import FedRow, Start, place_of, row_number
+from lengthwise.data.sampler import Position, epoch_order
+from lengthwise.data.sources import Listing
+
+
+@dataclass(slots=True)
+class Turn:
+    """A row that came: its id in the run, its number in its feed. is_weighed: a row of its step has weights."""
+
+    id: int
+    feed: int
+    number: int
+    row: FedRow
+    is_weighed: bool = False
+
+
+Take = Callable[[Sequence[tuple[int, int, int]]], list[tuple[list[FedRow], bool]]]
+"""Takes of some feeds (feed, number of the first, how many) rows; returns them, and whether their epoch ends."""
+
+
+class Turns(Protocol):
+    """An order of the rows of all feeds."""
+
+    def attach(self, identities: Sequence[list[Any]]) -> tuple[Any, ...]:
+        """Take what the feeds say of their rows; return it for the data's digest."""
+        ...
+
+    def begin(self, start: Position) -> None:
+        """Go to where a step begins."""
+        ...
+
+    def begins(self, epoch: int, place: int) -> list[tuple[Start, int]]:
+        """Return for each feed where it reads the rows of a step that begins here, and the first of these rows."""
+        ...
+
+    def position(self, epoch: int, place: int) -> Position:
+        """Return what `begin` takes."""
+        ...
+
+    def rows(self, epoch: int, place: int, most: int, take: Take) -> Iterator[tuple[int, Turn]]:
+        """Yield (place, row) to the end of an epoch; ask for `most` rows at once, if the order allows."""
+        ...
+
+
+class BlockTurns:
+    """`Turns` of one feed, in blocks of so many rows that are shuffled unless they are single; ids are numbers."""
+
+    def __init__(self, block: int, *, seed: int) -> None:
+        self._block, self._seed = block, seed
+        self._marks = deque[tuple[int, Any]]()  # (row, mark): the last at or before where the next step begins first
+
+    def attach(self, identities: Sequence[list[Any]]) -> tuple[Any, ...]:
+        """Take the identity of the stream."""
+        return (identities[0] if identities else None,)
+
+    def begin(self, start: Position) -> None:
+        """Read from the mark, if it is of blocks that are no smaller; else from the epoch's first row."""
+        epoch, place = start[:2]
+        found = json.loads(start[2]) if len(start) > 2 else None
+        read_from, mark = (found["place"], found["mark"]) if isinstance(found, dict) else (0, None)  # a list: of before
+        at = (read_from, mark) if read_from <= self._first_of(place) else (0, None)
+        self._marks = deque([(row_number(epoch, at[0]), at[1])])
+
+    def begins(self, epoch: int, place: int) -> list[tuple[Start, int]]:
+        """Return the last mark at or before the block, and the block's first row."""
+        needed = row_number(epoch, self._first_of(place))
+        while len(self._marks) > 1 and self._marks[1][0] <= needed:
+            self._marks.popleft()
+        number, mark = self._marks[0]
+        return [((*place_of(number), mark), needed)]
+
+    def position(self, epoch: int, place: int) -> Position:
+        """Return the place with its mark."""
+        [((_, read_from, mark), _)] = self.begins(epoch, place)
+        return (epoch, place, json.dumps({"place": read_from, "mark": mark})) if place else (epoch, 0)
+
+    def rows(self, epoch: int, place: int, most: int, take: Take) -> Iterator[tuple[int, Turn]]:
+        """Yield rows block after block."""
+        ends = False
+        while not ends:
+            first, number = self._first_of(place), row_number(epoch, self._first_of(place))
+            [(came, ends)] = take([(0, number, most if self._block == 1 else self._block)])
+            self._marks.extend((number + at + 1, row.mark) for at, row in enumerate(came) if row.mark is not None)
+            if ends:
+                self._marks.append((row_number(epoch + 1, 0), None))
+            order = np.arange(first, first + len(came))
+            if self._block > 1:
+                order = epoch_order(order, seed=self._seed, epoch=epoch)
+            for at in order[place - first :].tolist():
+                row = row_number(epoch, at)
+                yield place, Turn(id=row, feed=0, number=row, row=came[at - first])
+                place += 1
+
+    def _first_of(self, place: int) -> int:
+        return place - place % self._block
+
+
+class HashTurns:
+    """`Turns` of feeds that read by themselves in the order of all rows; an id is the number of a row over all.
+
+    parts: of each feed.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Listing]], *, seed: int) -> None:
+        self._parts, self._seed, self.num_rows = parts, seed, 0
+
+    def attach(self, identities: Sequence[list[Any]]) -> tuple[Any, ...]:
+        """Count the rows."""
+        counts = [sum(rows for rows, _ in parts) for parts in identities]
+        self._firsts, self._marks, line = np.cumsum([0, *counts]).tolist(), list[tuple[int, int]](), 0
+        for first, parts, counted in zip(self._firsts, self._parts, identities, strict=False):
+            self._marks.append((first, line))
+            for part, (rows, _) in zip(parts, counted, strict=True):
+                line = rows + (line if part.goes_on else 0)
+        self.num_rows = self._firsts[-1]
+        return [digest for parts in identities for _, digest in parts], []
+
+    def begin(self, start: Position) -> None:
+        """Do nothing: a place says all."""
+
+    def begins(self, epoch: int, place: int) -> list[tuple[Start, int]]:
+        """Return the place in each feed's own order."""
+        places = (
+            [int(np.searchsorted(own, place)) for own in self._order(epoch)[2]] if place else [0] * len(self._marks)
+        )
+        return [((epoch, own, mark), row_number(epoch, own)) for own, mark in zip(places, self._marks, strict=True)]
+
+    def position(self, epoch: int, place: int) -> Position:
+        """Return the place."""
+        return epoch, place
+
+    def rows(self, epoch: int, place: int, most: int, take: Take) -> Iterator[tuple[int, Turn]]:
+        """Yield rows by their hash, some of all feeds at a time."""
+        order, feeds, own = self._order(epoch)
+        while place < len(order):
+            which = feeds[place : place + most]
+            asked = [
+                (feed, row_number(epoch, int(np.searchsorted(own[feed], place))), int(np.count_nonzero(which == feed)))
+                for feed in np.unique(which).tolist()
+            ]
+            came = {
+                feed: enumerate(rows, start=number)
+                for (feed, number, _), (rows, _) in zip(asked, take(asked), strict=True)
+            }
+            for feed in which.tolist():
+                number, row = next(came[feed])
+                yield place, Turn(id=int(order[place]), feed=feed, number=number, row=row)
+                place += 1
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019 - one a run
+    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Return the rows of an epoch in their order, the feed of each, and the places of each feed's rows."""
+        order = epoch_order(np.arange(self.num_rows), seed=self._seed, epoch=epoch)
+        feeds = np.searchsorted(self._firsts, order, side="right") - 1
+        return order, feeds, [np.flatnonzero(feeds == feed) for feed in range(len(self._marks))]
