@@ -32,13 +32,13 @@ class Block:
     """Rows of a source that were read together.
 
     kind, content: `lines` with their line ends, an Arrow stream (`table`), rows as `values` by column or an error, the
-    bytes of a document (`text`, `python`), or why a file cannot be read (`error`). label, shown: the file in names of
-    rows and in messages. first: the number of the first row in its file, from 1. offset: the first byte of `lines`.
-    name: of a document. share: how much of its file was read. mark: where the file's next rows begin; None: nowhere.
-    source, origin: the numbers of the source and of its listing.
+    bytes of a document (`text`, `python`), why a file cannot be read (`error`), or nothing at the `end` of an epoch.
+    label, shown: the file in names of rows and in messages. first: the number of the first row in its file, from 1.
+    offset: the first byte of `lines`. name: of a document. share: how much of its file was read. mark: where the next
+    rows of the file begin, if there are any. source, origin: the numbers of the source and of its listing.
     """
 
-    kind: Literal["lines", "table", "values", "text", "python", "error"]
+    kind: Literal["lines", "table", "values", "text", "python", "error", "end"]
     content: Any
     label: str
     shown: str
@@ -89,7 +89,7 @@ def together(blocks: Iterator[Block]) -> Iterator[Blocks]:
     for block in blocks:
         found.append(block)
         held += block.num_bytes
-        if held >= BLOCK_BYTES:
+        if held >= BLOCK_BYTES or block.kind == "end":
             yield Blocks(found)
             found, held = [], 0
     if found:

@@ -15,7 +15,7 @@ import os
 import secrets
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lengthwise.core.errors import DataError, LengthwiseError
+from lengthwise.data.blocks import Block
 from lengthwise.data.dataset import Held, plain_weights
 from lengthwise.data.in_order import Order
 from lengthwise.data.tokenizer import tokenizer_of_process
-from lengthwise.data.tokens import REFUSED, Runner, Tokenizing, TokenRow
+from lengthwise.data.tokens import END, REFUSED, Runner, Tokenizing, TokenRow
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
@@ -239,26 +240,18 @@ class Feed:
     def _read(self, epoch: int, place: int, mark: Any) -> None:
         """Read epoch after epoch; whatever ends that is for those who wait for rows."""
         error: LengthwiseError | None = None
-        tokenizing, order = self._spec.tokenizing, self._spec.order
         try:
-            while True:
-                with closing(tokenizing.run(self._run, order.blocks(epoch, place, mark))) as found:
-                    for row in (row for rows in found for row in rows):
-                        if not row.is_row:
-                            assert row.error is not None, row
-                            raise row.error
-                        if not self._add(row_number(epoch, place), row):
-                            return
-                        place += 1
-                if not place:
-                    raise DataError("data", expected="at least one row", got="none", remedy="Add rows.")
-                with self._turn:
-                    if self._is_over:
+            with closing(self._spec.tokenizing.run(self._run, self._blocks(epoch, place, mark))) as found:
+                for row in (row for rows in found for row in rows):
+                    if row.error is not None and not row.is_row:
+                        raise row.error
+                    if row.kind == END:
+                        going_on = self._end(epoch, place)
+                        epoch, place = epoch + 1, 0
+                    else:
+                        going_on, place = self._add(row_number(epoch, place), row), place + 1
+                    if not going_on:
                         return
-                    self._ends[epoch] = place
-                    epoch, place = epoch + 1, 0
-                    self._next = row_number(epoch, 0)
-                    self._turn.notify_all()
         except LengthwiseError as raised:
             error = raised
         except Exception as raised:  # noqa: BLE001 - of disks and of other libraries, of many kinds
@@ -269,6 +262,25 @@ class Feed:
             if not self._is_over:
                 self._error = error
                 self._turn.notify_all()
+
+    def _blocks(self, epoch: int, place: int, mark: Any) -> Iterator[Block]:
+        """Read epoch after epoch."""
+        while True:
+            block = None
+            for block in self._spec.order.blocks(epoch, place, mark):
+                yield block
+            if block is None and not place:
+                raise DataError("data", expected="at least one row", got="none", remedy="Add rows.")
+            yield Block(kind="end", content=None, label="", shown=self._spec.name)
+            epoch, place = epoch + 1, 0
+
+    def _end(self, epoch: int, place: int) -> bool:
+        """Note where an epoch ends; False: nobody needs more."""
+        with self._turn:
+            if not self._is_over:
+                self._ends[epoch], self._next = place, row_number(epoch + 1, 0)
+                self._turn.notify_all()
+            return not self._is_over
 
     def _add(self, number: int, row: TokenRow) -> bool:
         """Keep a row, then wait until there is room for the next; False: nobody needs more."""

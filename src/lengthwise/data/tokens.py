@@ -21,7 +21,7 @@ from lengthwise.data.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
-BAD, EMPTY, REFUSED = "bad", "empty", "refused"
+BAD, EMPTY, REFUSED, END = "bad", "empty", "refused", "end"
 
 Runner = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
 """Calls a function with each of some tasks, perhaps in other processes; yields what it returns, in order: `map`."""
@@ -33,8 +33,8 @@ class TokenRow:
 
     kind: ids, text, pair or chat; of a row without tokens `empty`, `bad` or TOO_LONG where its source leaves such
     rows out, REFUSED where the row stops the run. error: what is wrong with it. labels: None if they are the tokens.
-    weights: None if 1 where there is a loss. is_row: False if the error is of the file. name: where the row is.
-    digest: of what it holds (`digests`). mark: as of its `Block`, whose last row it is; None for other rows.
+    weights: None if 1 where there is a loss. is_row: False for an error of a file, and for the END of an epoch. name:
+    where the row is. digest: of what it holds (`digests`). mark: of its block, if it is the last row there.
     """
 
     kind: str
@@ -92,9 +92,9 @@ class Tokenizing:
     def rows(self, block: Block) -> Iterator[TokenRow]:
         """Tokenize the rows of a block in order."""
         of_block = {"source": block.source, "origin": block.origin, "share": block.share}
-        if block.kind == "error":
-            error = block.content
-            yield TokenRow(kind=REFUSED, error=error, is_row=False, name=block.shown, mark=block.mark, **of_block)
+        if block.kind in ("error", "end"):
+            kind, error = (REFUSED, block.content) if block.kind == "error" else (END, None)
+            yield TokenRow(kind=kind, error=error, is_row=False, name=block.shown, mark=block.mark, **of_block)
             return
         source, key, found = self.sources[block.source], self.keys[block.source], None
         of_block["is_document"] = block.name is not None

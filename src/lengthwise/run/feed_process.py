@@ -6,6 +6,7 @@ Only the user may enter the socket's folder, so pickles are safe.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import shutil
@@ -14,8 +15,7 @@ import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
-from typing import Any, BinaryIO
+from typing import Any
 
 from lengthwise.core.errors import LengthwiseError, RankError
 from lengthwise.data.feed import Feed, FeedSpec
@@ -25,45 +25,32 @@ from lengthwise.run.workers import worker_processes
 def _main(number: int, processes: int, folder: str) -> None:
     spec: FeedSpec = pickle.load(sys.stdin.buffer)  # noqa: S301 - of the process that started this one
     feed = Feed(spec, worker_processes(processes, start="spawn"))
-    threading.Thread(target=_end_with_input, args=(sys.stdin.buffer, folder), daemon=True).start()
+    threading.Thread(target=_end_with_input, args=(folder,), daemon=True).start()
     with socket.socket(fileno=number) as listening:
         while True:
             connection = Connection(listening.accept()[0].detach())
-            threading.Thread(target=_serve, args=(feed, connection), daemon=True).start()
+            threading.Thread(target=_answer, args=(feed, connection), daemon=True).start()
 
 
-def _end_with_input(pipe: BinaryIO, folder: str) -> None:
-    pipe.read()
+def _end_with_input(folder: str) -> None:
+    sys.stdin.buffer.read()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
-def _serve(feed: Feed, connection: Connection) -> None:
-    """Answer requests in their order; they are taken in meanwhile, so who asks never waits for who reads answers."""
-    requests: SimpleQueue[tuple[str, tuple[Any, ...]] | None] = SimpleQueue()
-    threading.Thread(target=_take, args=(connection, requests), daemon=True).start()
-    while (request := requests.get()) is not None:
-        method, arguments = request
+def _answer(feed: Feed, connection: Connection) -> None:
+    """Answer one request."""
+    with connection, contextlib.suppress(EOFError, OSError):  # whoever asked is gone
+        method, arguments = connection.recv()
         try:
-            answer = getattr(feed, method)(*arguments)
+            answer: Any = getattr(feed, method)(*arguments)
         except LengthwiseError as error:
             answer = error
         except Exception as error:  # noqa: BLE001 - a mistake of ours, for whoever asked
             traceback.print_exc()
             got, remedy = f"{type(error).__name__}: {error}", "This is a defect of lengthwise: please report it."
             answer = RankError("the feed", expected="an answer", got=got, remedy=remedy)
-        try:
-            connection.send(answer)
-        except OSError:  # whoever asked is gone
-            return
-
-
-def _take(connection: Connection, requests: SimpleQueue[tuple[str, tuple[Any, ...]] | None]) -> None:
-    try:
-        while True:
-            requests.put(connection.recv())
-    except (EOFError, OSError):
-        requests.put(None)
+        connection.send(answer)
 
 
 if __name__ == "__main__":

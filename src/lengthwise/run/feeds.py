@@ -18,8 +18,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,11 @@ from lengthwise.data.fed import FedDataset
 from lengthwise.data.feed import FeedSpec
 from lengthwise.run.workers import usable_cores
 
-_START_SECONDS = 60.0  # more for its first answer: it imports, and looks for files
-_LOOK_SECONDS = 0.1  # whether it has ended
+_START_SECONDS = 60.0  # more for the first answer of a process: it imports, and looks for files
 _MOST_PATH_BYTES = 100  # of a socket: 107 on Linux, 103 on macOS
 _SOON_SECONDS, _ENDS = 20.0, 3  # a process that ends so soon, so often in a row, is not started again
 _MOST_PROCESSES = 16  # that tokenize: 20 to 50 MB/s of text, which is more than steps take
 _GONE = "See what it printed, and whether the machine ran out of memory; then go on from the newest checkpoint."
-
-_LINES = ("rows", "slices")
-"""The connections of each rank: who waits for rows keeps nobody from slices."""
 
 
 def tokenizing_processes(ranks: int, cores: int) -> int:
@@ -111,7 +107,6 @@ class _Process:
 
     def __init__(self, path: Path, spec: FeedSpec, processes: int) -> None:
         self._path, self._spec, self._processes = path, pickle.dumps(spec), processes
-        self._connections = spec.clients * len(_LINES)
         self._turn, self._is_over = threading.Lock(), False
         self.status: int | None = None  # of the last end
 
@@ -120,7 +115,7 @@ class _Process:
         try:
             self._listening = socket.socket(socket.AF_UNIX)
             self._listening.bind(str(self._path))
-            self._listening.listen(self._connections)  # from now on whoever connects waits for the process
+            self._listening.listen(socket.SOMAXCONN)  # from now on whoever connects waits for the process
             self._begin()
         except BaseException:
             self._close()
@@ -172,44 +167,46 @@ class _Process:
 
 
 class _Client:
-    """`FeedClient` of a process of this node."""
+    """`FeedClient` of a process of this node: a connection and a thread a request."""
 
     def __init__(self, path: Path, transport: Transport, timeout_seconds: float, process: _Process | None) -> None:
         self._path, self._transport, self._seconds, self._process = path, transport, timeout_seconds, process
-        self._turn, self._lines = threading.Lock(), dict[str, _Line]()
 
     def __call__(self, method: str, *arguments: Any) -> Callable[[], Any]:
-        line = self._line("slices" if method == "slices" else "rows", None)
-        return partial(self._answer, line, line.ask((method, arguments)), (method, arguments))
+        found: Future[Any] = Future()
+        threading.Thread(target=self._ask, args=(found, (method, arguments)), daemon=True).start()
+        return found.result
 
-    def _line(self, name: str, broken: _Line | None) -> _Line:
-        """Return the connection of this name, another one than that which is broken."""
-        with self._turn:
-            found = self._lines.get(name)
-            if found is None or found is broken:
-                try:
-                    found = self._lines[name] = _Line(name, Client(str(self._path), "AF_UNIX"))
-                except OSError:
-                    raise self.gone() from None
-            return found
+    def _ask(self, found: Future[Any], request: tuple[str, tuple[Any, ...]]) -> None:
+        try:
+            answer = self._answer(request)
+        except BaseException as error:  # noqa: BLE001 - for the rank that waits
+            found.set_exception(error)
+        else:
+            found.set_result(answer)
 
-    def _answer(self, line: _Line, number: int | None, request: tuple[str, tuple[Any, ...]]) -> Any:
-        end, is_new = time.monotonic() + self._seconds, not line.has_answered
-        end += _START_SECONDS * is_new
+    def _answer(self, request: tuple[str, tuple[Any, ...]]) -> Any:
+        """Return the answer of the process, or of the next one if it ends."""
+        is_new = request[0] == "describe"
+        end = time.monotonic() + self._seconds + _START_SECONDS * is_new
         while True:
             try:
-                answer = line.answer(number, end - time.monotonic())
-                break
-            except TimeoutError:
-                remedy = "Check that the process runs and its disk or network answers, or raise {timeout_seconds}."
-                raise self._error(f"rows within {self._seconds:g} s", "none", remedy) from None
+                with Client(str(self._path), "AF_UNIX") as connection:
+                    connection.send(request)
+                    if not connection.poll(max(0.0, end - time.monotonic())):
+                        remedy = (
+                            "Check that the process runs and its disk or network answers, or raise {timeout_seconds}."
+                        )
+                        raise self._error(f"rows within {self._seconds:g} s", "none", remedy)
+                    answer = connection.recv()
+            except (FileNotFoundError, ConnectionRefusedError):
+                raise self.gone() from None
             except (EOFError, OSError):
-                line = self._line(line.name, line)
-                number = line.ask(request)
                 end, is_new = end + _START_SECONDS * (not is_new), True
-        if isinstance(answer, LengthwiseError):
-            raise answer
-        return answer
+                continue
+            if isinstance(answer, LengthwiseError):
+                raise answer
+            return answer
 
     def gone(self) -> LengthwiseError:
         """Return the error that its process has ended; how, on the rank that started it."""
@@ -222,35 +219,3 @@ class _Client:
     def _error(self, expected: str, got: str, remedy: str, kind: type[LengthwiseError] = RankError) -> LengthwiseError:
         where = f"rank {self._transport.rank}, {self._transport.phase}, waiting for the feed of the stream"
         return kind(where, expected=expected, got=got, remedy=remedy)
-
-
-class _Line:
-    """A connection whose answers come in the order of the requests."""
-
-    def __init__(self, name: str, connection: Any) -> None:
-        self.name, self.has_answered, self._connection = name, False, connection
-        self._asking, self._waiting = threading.Lock(), threading.Lock()
-        self._asked = self._received = 0
-        self._answers = dict[int, Any]()
-
-    def ask(self, request: tuple[str, tuple[Any, ...]]) -> int | None:
-        """Send a request; return its number, None if nobody reads it."""
-        with self._asking:
-            try:
-                self._connection.send(request)
-            except OSError:
-                return None
-            self._asked += 1
-            return self._asked - 1
-
-    def answer(self, number: int | None, seconds: float) -> Any:
-        """Return an answer. EOFError or OSError: the other side is gone; TimeoutError."""
-        if number is None:
-            raise EOFError
-        with self._waiting:
-            while self._received <= number:
-                if not self._connection.poll(max(0.0, seconds)):
-                    raise TimeoutError
-                self._answers[self._received] = self._connection.recv()
-                self._received, self.has_answered = self._received + 1, True
-            return self._answers.pop(number)
