@@ -89,23 +89,6 @@ class Dataset(Protocol):
         ...
 
 
-class NumberedRows:
-    """What every `Dataset` here has beside the protocol: its rows counted, and their numbers checked."""
-
-    __slots__ = ()
-    lengths: np.ndarray
-
-    @property
-    def num_rows(self) -> int:
-        """All rows, with those left out."""
-        return len(self.lengths)
-
-    def check_row(self, row: int) -> None:
-        """Raise IndexError for a row that there is none of, numbers below 0 included."""
-        if not 0 <= row < self.num_rows:
-            raise IndexError(f"row {row} of {self.num_rows}")
-
-
 def write_protect(*arrays: np.ndarray | None) -> None:
     """Make arrays read-only."""
     for values in arrays:
@@ -163,7 +146,7 @@ class Rows(Protocol):
         ...
 
 
-class StoredDataset(NumberedRows):
+class StoredDataset:
     """A `Dataset` of rows that are here, wherever each of its parts lies; beside these 24 bytes a row, if many."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
@@ -181,6 +164,11 @@ class StoredDataset(NumberedRows):
         )
         self.skipped: Mapping[str, int] = sum((Counter(each.skipped) for each in parts), Counter())
         write_protect(self.lengths, self.loss_tokens, self.loss_weights, self.ids)
+
+    @property
+    def num_rows(self) -> int:
+        """All rows, with those left out."""
+        return len(self.lengths)
 
     def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return views of ids and labels of tokens [start, stop) of a row, int32 [stop - start] each."""
@@ -232,7 +220,8 @@ class StoredDataset(NumberedRows):
         return part.source_key(within)
 
     def _place(self, row: int) -> tuple[Rows, int]:
-        self.check_row(row)
+        if not 0 <= row < self.num_rows:
+            raise IndexError(f"row {row} of {self.num_rows}")
         number = bisect.bisect_right(self._firsts, row) - 1
         return self._parts[number], row - self._firsts[number]
 

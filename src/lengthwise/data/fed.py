@@ -226,12 +226,8 @@ class FedDataset:
         for step in reversed(self._slices):
             if (found := step.find(row, start, stop)) is not None:
                 return found
-        if not self._slices:
-            self._slices.append(_Slices())
-        self._slices[-1].take_in(self._ask_slices([(row, 0, int(self.lengths[row]))]))
-        found = self._slices[-1].find(row, start, stop)
-        assert found is not None, f"tokens {start} to {stop} of row {row}, of {self.lengths[row]}"
-        return found
+        self.read_ahead([(row, 0, int(self.lengths[row]))])
+        return self._slice(row, start, stop)
 
     def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and labels of tokens [start, stop) of a row, int32 [stop - start] each; wait for them."""
@@ -304,11 +300,6 @@ class _Slices:
         for row, start, stop in spans:
             self._of_row.setdefault(row, []).append((start, stop, place, answer))
             place += stop - start
-
-    def take_in(self, other: _Slices) -> None:
-        """Add the slices of another request."""
-        for row, spans in other._of_row.items():
-            self._of_row.setdefault(row, []).extend(spans)
 
     def find(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
         """Return ids, labels and weights of tokens [start, stop) of a row, if they were asked for; wait for them."""

@@ -25,7 +25,8 @@ import numpy as np
 from lengthwise.core.errors import DataError, LengthwiseError
 from lengthwise.data.blocks import Block
 from lengthwise.data.dataset import Held, plain_weights
-from lengthwise.data.in_order import Order
+from lengthwise.data.in_order import StreamOrder
+from lengthwise.data.numbered import HashOrder
 from lengthwise.data.tokenizer import tokenizer_of_process
 from lengthwise.data.tokens import END, REFUSED, Runner, Tokenizing, TokenRow
 
@@ -57,7 +58,7 @@ class FeedSpec:
     """All that a feed is made of. name: in messages. sources: of the run. clients: how many ranks ask it."""
 
     name: str
-    order: Order
+    order: StreamOrder | HashOrder
     sources: tuple[DataSource, ...]
     tokenizer_name: str
     vocab_size: int | None

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lengthwise.core.errors import DataError
 from lengthwise.data.blocks import Block, read_blocks
@@ -28,23 +28,6 @@ _KINDS = {"json": r"\.jsonl?(\.gz|\.zst)?", "parquet": r"\.parquet", "arrow": r"
 _BLOCK_ROWS, _MARK_ROWS = 16, 256  # of the library: copying its state costs more than a row does
 
 
-class Order(Protocol):
-    """An order of rows that begins anew every epoch."""
-
-    @property
-    def identity(self) -> list[Any]:
-        """What differs where the rows may differ. DataError, or Problems: they cannot be read."""
-        ...
-
-    def blocks(self, epoch: int, place: int, mark: Any) -> Iterator[Block]:
-        """Read an epoch from a place on, which has this mark; a later epoch begins at place 0 with the same mark."""
-        ...
-
-    def close(self) -> None:
-        """Close the files."""
-        ...
-
-
 def listed_blocks(listings: Sequence[tuple[int, Listing]], mark: Any = None) -> Iterator[Block]:
     """Read listings, each with the number of its source, from a mark on; a mark is (listing, mark in it)."""
     first, inner = mark or (0, None)
@@ -56,7 +39,7 @@ def listed_blocks(listings: Sequence[tuple[int, Listing]], mark: Any = None) -> 
 
 
 class StreamOrder:
-    """`Order` of streams: all rows of one source after the other. A mark is (source, mark in it)."""
+    """All rows of streams, one source after the other. A mark is (source, mark in it)."""
 
     def __init__(self, sources: Sequence[DataSource]) -> None:
         self._sources = sources
@@ -75,11 +58,11 @@ class StreamOrder:
 
     @property
     def identity(self) -> list[Any]:
-        """What differs where the rows may differ, without reading them."""
+        """What differs where the rows may differ, without reading them. DataError, or Problems: no stream."""
         return [each.identity for each in self._streams]
 
     def blocks(self, epoch: int = 0, place: int = 0, mark: Any = None) -> Iterator[Block]:
-        """Read from a mark on; None: from the first row."""
+        """Read from a mark on, or from the first row at place 0."""
         del epoch
         first, inner = (mark if place else None) or (0, None)
         for number, stream in enumerate(self._streams[first:], start=first):

@@ -21,7 +21,7 @@ from lengthwise.data.prepared import ENCODING, Prepared, UsedTokenizer, is_prepa
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.sources import list_source
 from lengthwise.data.tokenizer import Tokenizer
-from lengthwise.data.tokens import BAD, REFUSED, Tokenizing
+from lengthwise.data.tokens import BAD, REFUSED, Tokenizing, TokenRow
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
@@ -47,6 +47,11 @@ def load_dataset(
     refusals, parts, bad = Refusals(), list[Rows](), list[DataError]()
     builder, loaded, keys = DatasetBuilder(), functools.cache(tokenizer), [f"{key}.{n}" for n in range(len(sources))]
     tokenizing = Tokenizing(sources=sources, keys=keys, tokenizer=loaded, vocab_size=vocab_size)
+
+    def note(error: DataError) -> None:
+        bad[:] = bad or [error]
+        on_bad_row(error)
+
     for index, (source, where) in enumerate(zip(sources, keys, strict=True)):
         if source.path is not None and is_prepared(source.path):
             judge = loaded if check_tokenizer else None
@@ -61,13 +66,8 @@ def load_dataset(
                 if row.kind == REFUSED:
                     assert row.error is not None, row
                     refusals.add(row.error)
-                elif row.tokens is None:
-                    builder.skip(row.kind)
                 else:
-                    builder.add(row.tokens, row.labels, row.weights)
-                if row.kind == BAD and row.error is not None:
-                    bad[1:] = [row.error]  # the first and the last
-                    on_bad_row(row.error)
+                    _take(row, builder, note)
     refusals.raise_all(key)
     dataset = StoredDataset([*parts, builder.rows()] if builder.num_rows or not parts else parts)
     if not len(dataset.ids):
@@ -98,12 +98,9 @@ def first_rows(
             assert row.error is not None, row
             raise row.error
         builder.start_source(keys[row.source], row.name, (row.name,))
+        _take(row, builder, on_bad_row)
         if row.tokens is None:
-            if row.kind == BAD and row.error is not None:
-                on_bad_row(row.error)
-            builder.skip(row.kind)
             continue
-        builder.add(row.tokens, row.labels, row.weights)
         read, held = read + 1, held + len(row.tokens)
         if read == sequences or (tokens is not None and held >= tokens):
             break
@@ -111,6 +108,15 @@ def first_rows(
         where, expected = "data", "at least one sequence to train on"
         raise DataError(where, expected=expected, got="none", remedy="Add rows, or raise max_tokens.")
     return builder.finish()
+
+
+def _take(row: TokenRow, builder: DatasetBuilder, on_bad_row: Callable[[DataError], None]) -> None:
+    if row.tokens is None:
+        builder.skip(row.kind)
+    else:
+        builder.add(*row.held)
+    if row.kind == BAD and row.error is not None:
+        on_bad_row(row.error)
 
 
 def open_prepared(

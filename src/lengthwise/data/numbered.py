@@ -10,11 +10,11 @@ import bisect
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -30,7 +30,7 @@ _LINE_END = 10
 
 
 class HashOrder:
-    """`Order` of some parts of all sources, that of all rows of the run. A mark is (rows before, lines before).
+    """Some parts of all sources, in the order of all rows of the run. A mark is (rows before, lines before).
 
     Rows before: of the run, before these. Lines before: of the file that the first part is of. parts: each with the
     number of its source.
@@ -40,7 +40,7 @@ class HashOrder:
         self._parts, self._seed = parts, seed
 
     @cached_property
-    def _rows(self) -> list[RowsByNumber]:
+    def _rows(self) -> list[_Documents | _Lines | _Table]:
         return [numbered(part) for _, part in self._parts]
 
     @property
@@ -67,19 +67,7 @@ class HashOrder:
             each.close()
 
 
-class RowsByNumber(Protocol):
-    """Rows that are read by their number, from 0; digest: SHA-256 of the files' bytes."""
-
-    num_rows: int
-    digest: str
-    close: Callable[[], None]
-
-    def block(self, number: int, line: int) -> Block:
-        """Read a row, or what is wrong with it; line: its number in its file, from 1."""
-        ...
-
-
-def numbered(listing: Listing) -> RowsByNumber:
+def numbered(listing: Listing) -> _Documents | _Lines | _Table:
     """Find the rows of a listing, or of a part of a file of lines. DataError for a file that cannot be read."""
     if listing.names is not None:
         return _Documents(listing)
@@ -105,7 +93,7 @@ class _Documents:
         self.num_rows, self.digest = len(self._files), found.hexdigest()
 
     def close(self) -> None:
-        """Do nothing: no file stays open."""
+        pass
 
     def block(self, number: int, line: int) -> Block:
         one = replace(self._listing, names=(self._names[number],))

@@ -11,7 +11,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -35,43 +35,19 @@ Take = Callable[[Sequence[tuple[int, int, int]]], list[tuple[list[FedRow], bool]
 """Takes of some feeds (feed, number of the first, how many) rows; returns them, and whether their epoch ends."""
 
 
-class Turns(Protocol):
-    """An order of the rows of all feeds."""
-
-    def attach(self, identities: Sequence[list[Any]]) -> tuple[Any, ...]:
-        """Take what the feeds say of their rows; return it for the data's digest."""
-        ...
-
-    def begin(self, start: Position) -> None:
-        """Go to where a step begins."""
-        ...
-
-    def begins(self, epoch: int, place: int) -> list[tuple[Start, int]]:
-        """Return for each feed where it reads the rows of a step that begins here, and the first of these rows."""
-        ...
-
-    def position(self, epoch: int, place: int) -> Position:
-        """Return what `begin` takes."""
-        ...
-
-    def rows(self, epoch: int, place: int, most: int, take: Take) -> Iterator[tuple[int, Turn]]:
-        """Yield (place, row) to the end of an epoch; ask for `most` rows at once, if the order allows."""
-        ...
-
-
 class BlockTurns:
-    """`Turns` of one feed, in blocks of so many rows that are shuffled unless they are single; ids are numbers."""
+    """The rows of one feed, in blocks of so many that are shuffled unless they are single; an id is a number."""
 
     def __init__(self, block: int, *, seed: int) -> None:
         self._block, self._seed = block, seed
         self._marks = deque[tuple[int, Any]]()  # (row, mark): the last at or before where the next step begins first
 
     def attach(self, identities: Sequence[list[Any]]) -> tuple[Any, ...]:
-        """Take the identity of the stream."""
+        """Take what the feeds say of their rows; return it for the digest of the data."""
         return (identities[0] if identities else None,)
 
     def begin(self, start: Position) -> None:
-        """Read from the mark, if it is of blocks that are no smaller; else from the epoch's first row."""
+        """Go to where a step begins: read from the mark, or from the first row if it is of larger blocks."""
         epoch, place = start[:2]
         found = json.loads(start[2]) if len(start) > 2 else None
         read_from, mark = (found["place"], found["mark"]) if isinstance(found, dict) else (0, None)  # a list: of before
@@ -79,7 +55,7 @@ class BlockTurns:
         self._marks = deque([(row_number(epoch, at[0]), at[1])])
 
     def begins(self, epoch: int, place: int) -> list[tuple[Start, int]]:
-        """Return the last mark at or before the block, and the block's first row."""
+        """Return for each feed where it reads the rows of a step that begins here, and the first of these rows."""
         needed = row_number(epoch, self._first_of(place))
         while len(self._marks) > 1 and self._marks[1][0] <= needed:
             self._marks.popleft()
@@ -87,12 +63,12 @@ class BlockTurns:
         return [((*place_of(number), mark), needed)]
 
     def position(self, epoch: int, place: int) -> Position:
-        """Return the place with its mark."""
+        """Return what `begin` takes."""
         [((_, read_from, mark), _)] = self.begins(epoch, place)
         return (epoch, place, json.dumps({"place": read_from, "mark": mark})) if place else (epoch, 0)
 
     def rows(self, epoch: int, place: int, most: int, take: Take) -> Iterator[tuple[int, Turn]]:
-        """Yield rows block after block."""
+        """Yield (place, row) to the end of an epoch, block after block; take `most` at once if blocks are single."""
         ends = False
         while not ends:
             first, number = self._first_of(place), row_number(epoch, self._first_of(place))
@@ -113,7 +89,7 @@ class BlockTurns:
 
 
 class HashTurns:
-    """`Turns` of feeds that read by themselves in the order of all rows; an id is the number of a row over all.
+    """The rows of feeds that read by themselves in the order of all rows; an id is the number of a row over all.
 
     parts: of each feed.
     """
@@ -122,7 +98,7 @@ class HashTurns:
         self._parts, self._seed, self.num_rows = parts, seed, 0
 
     def attach(self, identities: Sequence[list[Any]]) -> tuple[Any, ...]:
-        """Count the rows."""
+        """Count the rows; return the digests of their files."""
         counts = [sum(rows for rows, _ in parts) for parts in identities]
         self._firsts, self._marks, line = np.cumsum([0, *counts]).tolist(), list[tuple[int, int]](), 0
         for first, parts, counted in zip(self._firsts, self._parts, identities, strict=False):
@@ -136,18 +112,18 @@ class HashTurns:
         """Do nothing: a place says all."""
 
     def begins(self, epoch: int, place: int) -> list[tuple[Start, int]]:
-        """Return the place in each feed's own order."""
+        """Return the place in each feed's own order, and the number of its row."""
         places = (
             [int(np.searchsorted(own, place)) for own in self._order(epoch)[2]] if place else [0] * len(self._marks)
         )
         return [((epoch, own, mark), row_number(epoch, own)) for own, mark in zip(places, self._marks, strict=True)]
 
     def position(self, epoch: int, place: int) -> Position:
-        """Return the place."""
+        """Return what `begin` takes."""
         return epoch, place
 
     def rows(self, epoch: int, place: int, most: int, take: Take) -> Iterator[tuple[int, Turn]]:
-        """Yield rows by their hash, some of all feeds at a time."""
+        """Yield (place, row) to the end of an epoch; take `most` of all feeds at once."""
         order, feeds, own = self._order(epoch)
         while place < len(order):
             which = feeds[place : place + most]
@@ -170,3 +146,7 @@ class HashTurns:
         order = epoch_order(np.arange(self.num_rows), seed=self._seed, epoch=epoch)
         feeds = np.searchsorted(self._firsts, order, side="right") - 1
         return order, feeds, [np.flatnonzero(feeds == feed) for feed in range(len(self._marks))]
+
+
+Turns: TypeAlias = BlockTurns | HashTurns
+"""An order of the rows of all feeds."""

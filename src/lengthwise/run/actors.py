@@ -104,6 +104,7 @@ def _begin(dataset: FedDataset, actors: list[Any], ranks: int, *, local: bool) -
 
     for number, spec in enumerate(dataset.specs):
         options = {"name": f"{name}-{number}", "namespace": name, "max_restarts": -1, "max_task_retries": -1}
+        options["max_concurrency"] = 2 * ranks  # a rank that waits for rows keeps no other from slices
         actors.append(ray.remote(num_cpus=1)(Feed).options(**options).remote(replace(spec, clients=ranks)))
     environment = {each: os.environ[each] for each in _OF_ALL_RANKS if each in os.environ}
     return {"address": ray.get_runtime_context().gcs_address, "name": name, "environment": environment}
