@@ -279,7 +279,7 @@ def test_a_feed_that_ends_is_named_once_whatever_is_answered_late_and_files_that
         lines(tmp_path, [{"text": "abd"}] * 99)
         client.end()
         dataset.read_ahead([(row, 0, 3)])
-        with pytest.raises(DataError, match="stay as"):
+        with pytest.raises(DataError, match="do not change"):
             dataset.read(row, 0, 3)
 
 

@@ -199,7 +199,7 @@ def test_prepare_of_a_file_that_changes_meanwhile_is_refused(tmp_path):
         with sources[0].path.open("a") as file:
             file.write('{"text": "more"}\n')
 
-    with pytest.raises(DataError, match="stay as they are"):
+    with pytest.raises(DataError, match="do not change"):
         prepare(sources, tmp_path / "out", run=changing)
 
 

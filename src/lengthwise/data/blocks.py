@@ -1,7 +1,7 @@
-"""Files read in order, as blocks of rows that are not parsed yet: what a process is given to tokenize.
+"""Files read in order, as blocks of rows that are not parsed yet. Processes that tokenize parse them.
 
-A block is about 64 KB of lines, a few hundred rows of a table, or one document. It carries a mark, from which the rows
-after it can be read without those before.
+A block is about 64 KB of lines, 256 rows of a table, or one document. It carries a mark, from which to read the next
+rows.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Block:
 
     @property
     def num_bytes(self) -> int:
-        """How large the content is, about."""
+        """Bytes of the content, about."""
         if isinstance(self.content, bytes):
             return len(self.content)
         return sum(len(line) for line in self.content) if self.kind == "lines" else BLOCK_BYTES // 16
 
     def rows(self, parser: RowParser) -> Iterator[RawRow | DataError]:
-        """Parse the rows, an error in place of a bad one."""
+        """Yield the parsed rows, with an error in place of a bad one."""
         if self.kind in ("text", "python"):
             yield _document(self.content, self.shown, python=self.kind == "python")
         elif self.kind == "lines":
@@ -74,17 +74,17 @@ class Block:
 
 
 class Blocks(tuple[Block, ...]):
-    """Blocks that are tokenized together."""
+    """Blocks that one task tokenizes."""
 
     __slots__ = ()
 
     def __str__(self) -> str:
-        """Say in words what is done."""
+        """Describe the task, for messages."""
         return f"tokenizing {self[0].shown} from row {self[0].first} on"
 
 
 def together(blocks: Iterator[Block]) -> Iterator[Blocks]:
-    """Put small blocks together."""
+    """Group small blocks."""
     found, held = list[Block](), 0
     for block in blocks:
         found.append(block)
@@ -112,9 +112,9 @@ def _document(raw: bytes, where: str, *, python: bool) -> RawRow | DataError:
 
 
 def read_blocks(listing: Listing, mark: Sequence[int] | None = None) -> Iterator[Block]:
-    """Read a listing from a mark on; a file that is wrong is a block of kind `error`.
+    """Read a listing from a mark on; a wrong file becomes a block of kind `error`.
 
-    mark: of lines the first byte and the rows before it; of a table, and of documents, how many were read.
+    mark: (first byte, rows before it) of lines; twice the number of rows read of a table or of documents.
     """
     first, before = mark or (0, 0)
     if listing.names is None:
@@ -133,7 +133,7 @@ def read_blocks(listing: Listing, mark: Sequence[int] | None = None) -> Iterator
 
 
 def _raw(path: Path) -> bytes:
-    """Return the bytes of a document. DataError for what cannot be read, and for rows of JSON."""
+    """Return the bytes of a document. DataError if it cannot be read, or has rows of JSON."""
     with open_source(path, rows=False) as file:
         raw = file.read()
     if path.name.endswith(".json") and _ROWS_OF_JSON.match(raw[:HEAD]):
@@ -172,7 +172,7 @@ def empty_file(listing: Listing) -> DataError:
 
 
 def _skip(file: BufferedReader, num_bytes: int) -> None:
-    """Go on after so many bytes, of what is packed those that are in it."""
+    """Skip bytes; unpacked ones of a packed file."""
     if file.seekable():
         file.seek(num_bytes)
         return

@@ -1,8 +1,8 @@
-"""Rows that feeds tokenize while they are trained on: their lengths become known as batches need them.
+"""The dataset of rows that feeds tokenize during training: lengths become known as batches need them.
 
-Numbers, names and order of the rows are those of the same sources read at the start; rows that are left out are dropped
-in passing, so the batches are the same. The longest row is not known before, so sources say it: `max_tokens`. A rank
-asks feeds (`feed`) for the next rows, and for the slices that it computes once a step is planned.
+Names and order of rows, and so the batches, are the same as if the sources were read at the start. The longest row is
+not known in advance, so sources give `max_tokens`. A rank asks feeds (`feed`) for the next rows, and for its slices
+once a step is planned.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from lengthwise.config import DataSource, RunConfig
     from lengthwise.config.sections import GlobalBatch
 
-STEPS_KEPT = 4  # of slices: of the step that runs, of those that are planned, and of one that is planned meanwhile
-_ROWS_AT_ONCE = 64  # that are asked for at least, where a step has as many rows as fit
+STEPS_KEPT = 4  # whose slices are kept: the running step, the planned ones, and one that is being planned
+_ROWS_AT_ONCE = 64  # to ask for, if steps are by tokens
 
 
 def streamed(sources: Sequence[DataSource], *, seed: int, tokenizer_digest: str, **of_tokenizer: Any) -> FedDataset:
-    """Return the dataset of streams, one feed; of_tokenizer: `tokenizer_name`, `vocab_size` of its spec."""
+    """Return the dataset of streams, from one feed. of_tokenizer: `tokenizer_name` and `vocab_size` of its spec."""
     spec = FeedSpec(name="the stream", order=StreamOrder(sources), sources=tuple(sources), **of_tokenizer)
     return FedDataset([spec], BlockTurns(int(sources[0].streaming), seed=seed), tokenizer_digest=tokenizer_digest)
 
@@ -51,9 +51,9 @@ def divided(
     part_bytes: int = PART_BYTES,
     **of_tokenizer: Any,
 ) -> FedDataset:
-    """Return the dataset of `remote` sources, as many feeds a source as its `remote` says and its files allow.
+    """Return the dataset of `remote` sources, with up to `remote` feeds a source, as its files allow.
 
-    of_tokenizer: as for `streamed`. Raises DataError for what cannot be found or is tokens already; Problems for more.
+    of_tokenizer: as for `streamed`. Raises DataError, or Problems, for missing files and prepared data.
     """
     refusals, specs, parts_of_feeds = Refusals(), list[FeedSpec](), list[list[Listing]]()
     for index, source in enumerate(sources):
@@ -75,10 +75,10 @@ def divided(
 
 
 class FedDataset:
-    """A `Dataset` of the rows of the last steps and of what was asked for beyond them, by their ids.
+    """A `Dataset` of the rows of the last steps and of rows read beyond them, by their ids. Empty before `attach`.
 
-    It has none before `attach`. tokenizer_digest: of what makes tokens of texts; "" if none loads. skipped: rows that
-    were left out so far. on_restart: gets a line when a feed was started again.
+    tokenizer_digest: "" if no tokenizer loads. skipped: rows left out so far, by kind. on_restart: gets a line when a
+    feed was started again.
     """
 
     weights = ((0, 1.0),)  # an epoch takes every row once
@@ -97,9 +97,9 @@ class FedDataset:
         self.loss_weights: Any = _Column(self._rows, "loss_weight")
 
     def attach(self, clients: Sequence[FeedClient], number: int = 0) -> None:
-        """Ask these clients from now on, one for each spec. DataError, or Problems, for rows that cannot be read.
+        """Ask these clients from now on, one for each spec. number: of this rank among the ranks that ask a feed.
 
-        number: of this rank among the clients of each feed.
+        Raises DataError, or Problems, if rows cannot be read.
         """
         self._clients, self._number, problems = clients, number, Collector()
         answers = [problems.attempt(wait) for wait in [client("describe") for client in clients]]
@@ -110,14 +110,14 @@ class FedDataset:
 
     @property
     def left_out(self) -> str:
-        """How many rows of which kind were left out so far, in words."""
+        """The rows left out so far, in words."""
         return ", ".join(f"{number} {kind}" for kind, number in self.skipped.items())
 
     def batches(self, asked: GlobalBatch, start: Position = (0, 0)) -> Iterator[Batch]:
-        """Yield batches without end from a place in an epoch's order on, those of `Batches`.
+        """Yield the batches that `Batches` would, without end, from a position on.
 
         Raises:
-            DataError: a row of the batch stops the run, or none of its tokens has a loss.
+            DataError: a row stops the run, or no token of a batch has a loss.
         """
         (epoch, place), step = start[:2], 0
         self._turns.begin(start)
@@ -138,7 +138,7 @@ class FedDataset:
             epoch, place = epoch + 1, 0
 
     def _cut(self, epoch: int, place: int, asked: GlobalBatch) -> Iterator[tuple[list[Turn], tuple[int, int]]]:
-        """Yield the rows of each step of an epoch from a place in its order on, and where the next one begins."""
+        """Yield the rows of every step of an epoch from a place on, and where the next step begins."""
         taken, used = list[Turn](), 0
         for at, turn in self._turns.rows(epoch, place, asked.sequences or _ROWS_AT_ONCE, self._ask):
             row = turn.row
@@ -162,7 +162,7 @@ class FedDataset:
             yield taken, (epoch + 1, 0)
 
     def _take(self, turns: list[Turn]) -> None:
-        """Note the rows of a new step, and let those of an old one go."""
+        """Note the rows of a new step, and drop the rows of the oldest one."""
         if any(turn.row.is_weighed for turn in turns):
             for turn in turns:
                 turn.is_weighed = True
@@ -188,9 +188,9 @@ class FedDataset:
         return self._clients[feed]("rows", self._number, *self._begins[0][feed], first, most)
 
     def _checked(self, feed: int, answer: tuple[str, Any]) -> Any:
-        """Return what a feed answers; say when it was started again, and refuse one whose files changed meanwhile.
+        """Return the answer of a feed; report a new start of the feed, and refuse changed files.
 
-        Answers from before its end may be read after those of its new start.
+        Answers of the old start may be read after answers of the new one.
         """
         born, found = answer
         if born not in self._starts[feed]:
@@ -198,7 +198,7 @@ class FedDataset:
             self.on_restart(f"{name} ended and was started again; it reads on from where it was")
             if self._clients[feed]("describe")()[1] != self._identities[feed]:
                 remedy = "Let whatever writes it finish, then start again."
-                raise DataError(name, expected="files that stay as they are", got="a change", remedy=remedy)
+                raise DataError(name, expected="files that do not change", got="a change", remedy=remedy)
             self._starts[feed].add(born)
         return found
 
@@ -208,7 +208,7 @@ class FedDataset:
             raise no_loss("data", rows)
 
     def read_ahead(self, spans: Sequence[Span]) -> None:
-        """Ask for the slices of a step, one request a feed, without waiting for them."""
+        """Ask every feed for its slices of a step, without waiting for them."""
         cut = [(row, start, min(stop, int(self.lengths[row]))) for row, start, stop in spans]
         self._slices.append(self._ask_slices([each for each in cut if each[1] < each[2]]))
 
@@ -237,7 +237,7 @@ class FedDataset:
         return self._slice(row, start, stop)[:2]
 
     def read_weights(self, row: int, start: int, stop: int) -> np.ndarray | None:
-        """Return what the losses of tokens [start, stop) of a row weigh, float32 [stop - start]; None: all 0 or 1."""
+        """Return the loss weights of tokens [start, stop) of a row, float32 [stop - start]; None if all are 0 or 1."""
         if not self._rows[row].is_weighed:
             return None
         start, stop, _ = slice(start, stop).indices(self._row(row).length)
@@ -248,11 +248,11 @@ class FedDataset:
 
     @property
     def ids(self) -> np.ndarray:
-        """The rows that are known, int64."""
+        """The known rows, int64."""
         return np.array([*self._rows], dtype=np.int64)
 
     def digest(self) -> bytes:
-        """Return 32 bytes that differ where files, settings or tokenizer do; before `attach`, without the files."""
+        """Return a digest of files, settings and tokenizer, 32 bytes; before `attach`, without the files."""
         known = {"max_tokens", "too_long", "empty", "bad_rows"}
         sources = enumerate(self.specs[0].sources)
         settings = {f"data.{number}": source.model_dump(mode="json", include=known) for number, source in sources}
@@ -260,7 +260,7 @@ class FedDataset:
         return hashlib.sha256(json.dumps(values).encode()).digest()
 
     def name(self, row: int) -> str:
-        """Return where a row is: `train.jsonl:3`, `org/name:train:3`, or the file's path inside its folder."""
+        """Return the place of a row: `train.jsonl:3`, `org/name:train:3`, or the path of a document."""
         return self._row(row).name
 
     def source_key(self, row: int) -> str:
@@ -274,7 +274,7 @@ class FedDataset:
 
 
 class _Column:
-    """A number of each row, asked for as of an array."""
+    """One number of every row, indexed as an array."""
 
     def __init__(self, rows: Mapping[int, Turn], name: str) -> None:
         self._rows, self._name = rows, name
@@ -289,20 +289,20 @@ class _Column:
 
 
 class _Slices:
-    """`TokenSlices` that were asked for together; they are waited for when the first of them is read."""
+    """The slices of one request to every feed; the first read of a feed's slices waits for them."""
 
     def __init__(self) -> None:
         self._of_row = dict[int, list[tuple[int, int, int, Callable[[], TokenSlices]]]]()
 
     def add(self, spans: Sequence[Span], wait: Callable[[], TokenSlices]) -> None:
-        """Note slices that `wait` returns, in the order of their spans."""
+        """Add the spans of one feed. wait: returns their slices in the same order."""
         answer, place = functools.cache(wait), 0
         for row, start, stop in spans:
             self._of_row.setdefault(row, []).append((start, stop, place, answer))
             place += stop - start
 
     def find(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
-        """Return ids, labels and weights of tokens [start, stop) of a row, if they were asked for; wait for them."""
+        """Return ids, labels and weights of tokens [start, stop) of a row; None if they were not asked for."""
         for first, last, place, answer in self._of_row.get(row, ()):
             if first <= start and stop <= last:
                 found, cut = answer(), slice(place + start - first, place + stop - first)
@@ -312,7 +312,7 @@ class _Slices:
 
 
 def longest_rows(sources: Sequence[DataSource]) -> StoredDataset:
-    """Return a dataset of one row a source, of its `max_tokens`: what forecasts and limits know of rows that come."""
+    """Return a dataset of one row of `max_tokens` for every source, for forecasts and limits."""
     builder = DatasetBuilder()
     for index, source in enumerate(sources):
         assert source.max_tokens is not None, "the run file's rules ask for it"
@@ -323,7 +323,7 @@ def longest_rows(sources: Sequence[DataSource]) -> StoredDataset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FedSteps:
-    """The steps of rows that feeds bring. known: of each source the longest row that it may have."""
+    """The steps of rows from feeds. known: the longest row that every source may have."""
 
     dataset: FedDataset
     known: StoredDataset
@@ -344,13 +344,13 @@ class FedSteps:
         return longest * (asked.sequences or 1) if asked.tokens is None else max(longest, asked.tokens)
 
     def after(self, step: int, position: Position | None) -> Iterator[Batch]:
-        """Yield what follows the first `step` steps, which are gone through where `position` is None."""
+        """Yield the steps after the first `step`; if `position` is None, read these again."""
         passed = 0 if position else step
         found = self.dataset.batches(self.config.global_batch, position or (0, 0))
         return islice(found, passed, passed + self.num_steps - step)
 
     def drawn_lengths(self, most: int) -> np.ndarray:
-        """Return the longest that rows may have."""
+        """Return the longest lengths that rows may have."""
         return self.known.lengths[:most]
 
     def check_losses(self) -> None:
@@ -358,4 +358,4 @@ class FedSteps:
 
 
 Steps: TypeAlias = Batches | FedSteps
-"""Which sequences each step of a run takes, and what of them is known before the first."""
+"""The sequences of every step of a run."""

@@ -1,9 +1,9 @@
 """A feed: reads and tokenizes rows in order, ahead of the ranks that ask it, and keeps them until no rank needs them.
 
-It runs in a process of each node for a stream, in actors of Ray for `remote` data. A thread reads; it stops once it is
-`ahead_bytes` beyond the last row that was asked for. A row's number is its epoch, then its place in the feed's order.
-Every request says where its rank's oldest step begins, so a feed that is started again reads on from there: what it
-holds is no state, and its end costs nothing.
+It runs in a process of each node for a stream, in actors of Ray for `remote` data. A thread reads ahead, up to
+`ahead_bytes` beyond the last row that a rank asked for. The number of a row is its epoch, then its place in the order
+of the feed. Every request says where the oldest step of its rank begins, so a feed that is started again reads on from
+there, and the end of a feed costs nothing.
 
 Memory: the rows of the steps that run or are planned, `ahead_bytes` beyond them, and a block.
 """
@@ -44,7 +44,7 @@ Start = tuple[int, int, Any]
 
 
 def row_number(epoch: int, place: int) -> int:
-    """Return the number of the row at a place in an epoch: larger than those of all before, the place in epoch 0."""
+    """Return the number of the row at a place in an epoch; numbers increase, and equal places in epoch 0."""
     return epoch << _PLACE_BITS | place
 
 
@@ -55,7 +55,7 @@ def place_of(number: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedSpec:
-    """All that a feed is made of. name: in messages. sources: of the run. clients: how many ranks ask it."""
+    """The settings of a feed. name: for messages. sources: of the run. clients: the number of ranks that ask it."""
 
     name: str
     order: StreamOrder | HashOrder
@@ -75,9 +75,9 @@ class FeedSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FedRow:
-    """A row that was read, without its tokens. length: 0 if it is left out, `kind` says why; error: it stops the run.
+    """A row without its tokens. length: 0 if it is left out, for the reason `kind`. error: stops the run.
 
-    source: which of the sources it is of. digest: of what it holds. mark: where the next row begins, if it has one.
+    source: its number. digest: of ids, labels and weights. mark: where the next row begins, if one was taken there.
     """
 
     name: str
@@ -93,7 +93,7 @@ class FedRow:
 
     @staticmethod
     def of(row: TokenRow) -> FedRow:
-        """Return what is known of a row."""
+        """Return a row without its tokens."""
         of_row: dict[str, Any] = {"name": row.name, "source": row.source, "kind": row.kind, "mark": row.mark}
         if row.tokens is None:
             return FedRow(**of_row, error=row.error if row.kind == REFUSED else None)
@@ -112,7 +112,7 @@ class FedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSlices:
-    """Ids, labels and weights of spans, one after the other, (tokens,); None: labels are the ids, weights 0 and 1."""
+    """Concatenated ids, labels (None if the ids) and weights (None if 0 or 1) of spans, (tokens,)."""
 
     ids: np.ndarray
     labels: np.ndarray | None
@@ -138,9 +138,9 @@ class TokenSlices:
 
 
 class Feed:
-    """Serves ranks, each of which asks for rows in order, and says which it still needs.
+    """Serves the ranks of a node or a run; every rank asks for rows in order.
 
-    born: differs from one start of the same feed to the next. run: tokenizes blocks, here or in other processes.
+    born: differs between starts of the same feed. run: tokenizes blocks, here or in other processes.
     """
 
     def __init__(self, spec: FeedSpec, run: Runner = map) -> None:
@@ -149,7 +149,7 @@ class Feed:
         self._turn = threading.Condition()
         self._rows = OrderedDict[int, tuple[FedRow, Held | None]]()
         self._ahead, self._ahead_bytes = deque[tuple[int, int]](), 0  # rows beyond `_wanted`, with their bytes
-        self._first: int | None = None  # what was read first
+        self._first: int | None = None  # the number of the row that was read first
         self._next = self._wanted = 0
         self._ends = dict[int, int]()
         self._needed, self._least = dict[int, int](), 0  # of each client; of all
@@ -157,15 +157,15 @@ class Feed:
         self._reading: threading.Thread | None = None  # another thread ends
 
     def describe(self) -> tuple[str, list[Any]]:
-        """Return `born`, and what differs where the rows may differ. DataError, or Problems: they cannot be read."""
+        """Return `born`, and the identity of the rows. DataError, or Problems, if they cannot be read."""
         with self._turn:  # one rank makes it for all: from Python 3.12 on a cached property has no lock
             return self.born, self._spec.order.identity
 
     def rows(self, client: int, start: Start, needed: int, first: int, most: int) -> tuple[str, FedRows]:
         """Return `born`, and at most `most` rows from number `first` on; fewer if their epoch ends.
 
-        start: where the first row that this client may still ask for begins to be read, which is row `needed`.
-        Raises what ends the rows early.
+        needed: the first row that this client may still ask for. start: where to begin to read for it. Raises the error
+        that ends the rows early.
         """
         epoch, place = place_of(first)
         with self._turn:
@@ -184,7 +184,7 @@ class Feed:
             return self.born, FedRows(rows=[self._rows[number][0] for number in numbers], ends=ends)
 
     def slices(self, start: Start, spans: Sequence[Span]) -> tuple[str, TokenSlices]:
-        """Return `born`, and tokens of rows whose lengths were given, and that are still needed."""
+        """Return `born`, and tokens of rows that were returned by `rows` and are still needed."""
         last = max(number for number, _, _ in spans)
         with self._turn:
             self._begin(start)
@@ -197,7 +197,7 @@ class Feed:
 
     @property
     def held_bytes(self) -> int:
-        """What the rows take that are held, about."""
+        """Bytes of the rows in memory, about."""
         with self._turn:
             return sum(_bytes_of(held) for _, held in self._rows.values())
 
@@ -211,7 +211,7 @@ class Feed:
         self._spec.order.close()
 
     def _begin(self, start: Start) -> None:
-        """Read from a place on, unless it was read: a feed that was started again may be asked for later rows first."""
+        """Read from a place on, unless it was read; after a new start, a rank may ask for later rows first."""
         number = row_number(*start[:2])
         if self._first is not None and self._first <= number:
             return
@@ -222,7 +222,7 @@ class Feed:
         self._reading.start()
 
     def _forget(self) -> None:
-        """Let rows go that no client needs."""
+        """Drop rows that no client needs."""
         if len(self._needed) == self._spec.clients:
             self._least = min(self._needed.values())
             while self._rows and (number := next(iter(self._rows))) < self._least:
@@ -239,7 +239,7 @@ class Feed:
         return self._reading is not threading.current_thread()
 
     def _read(self, epoch: int, place: int, mark: Any) -> None:
-        """Read epoch after epoch; whatever ends that is for those who wait for rows."""
+        """Read epoch after epoch; keep the error that ends it for the ranks that wait."""
         error: LengthwiseError | None = None
         try:
             with closing(self._spec.tokenizing.run(self._run, self._blocks(epoch, place, mark))) as found:
@@ -276,7 +276,7 @@ class Feed:
             epoch, place = epoch + 1, 0
 
     def _end(self, epoch: int, place: int) -> bool:
-        """Note where an epoch ends; False: nobody needs more."""
+        """Note where an epoch ends; return False if no more rows are needed."""
         with self._turn:
             if not self._is_over:
                 self._ends[epoch], self._next = place, row_number(epoch + 1, 0)
@@ -284,7 +284,7 @@ class Feed:
             return not self._is_over
 
     def _add(self, number: int, row: TokenRow) -> bool:
-        """Keep a row, then wait until there is room for the next; False: nobody needs more."""
+        """Keep a row, then wait for room for the next; return False if no more rows are needed."""
         held = None if row.tokens is None else row.held
         size, may_go_on = _bytes_of(held), self._may_go_on
         with self._turn:
@@ -307,9 +307,9 @@ class Feed:
 
 
 def _bytes_of(held: Held | None) -> int:
-    """Return what a row takes in memory, about; None: one without tokens."""
+    """Return the bytes of a row in memory, about. held: None if it has no tokens."""
     return _ROW_BYTES + sum(each.nbytes for each in held or () if each is not None)
 
 
 FeedClient = Callable[..., Callable[[], Any]]
-"""Calls a method of a feed, by name; returns what waits for its answer, `born` first."""
+"""Calls a method of a feed by name; returns a function that waits for the answer, (born, ...)."""

@@ -1,7 +1,7 @@
-"""Sources read from the first row to the last, from any mark on: what is prepared, and what a stream reads.
+"""Sources read in order from any mark on, for preparing and for streams.
 
-Files of this machine are read as any source is, so rows, names and errors are the same; a dataset of a hub and a URL
-are read by the `datasets` library, whose state is the mark. A mark is what JSON holds.
+Files of this machine are read by `blocks`; datasets of a hub and URLs by the `datasets` library, whose state is the
+mark. Marks are values of JSON.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from lengthwise.data.sources import Listing, open_source, printable_name, raw_li
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
-_EDGE_BYTES = 1 << 16  # of a file's begin and end, by which it is known again
+_EDGE_BYTES = 1 << 16  # of the begin and end of a file, for its digest
 _KINDS = {"json": r"\.jsonl?(\.gz|\.zst)?", "parquet": r"\.parquet", "arrow": r"\.arrow"}  # by the end of a URL
 _BLOCK_ROWS, _MARK_ROWS = 16, 256  # of the library: copying its state costs more than a row does
 
 
 def listed_blocks(listings: Sequence[tuple[int, Listing]], mark: Any = None) -> Iterator[Block]:
-    """Read listings, each with the number of its source, from a mark on; a mark is (listing, mark in it)."""
+    """Read listings, given with the number of their source, from a mark on; a mark is (listing, mark in it)."""
     first, inner = mark or (0, None)
     for number, (source, listing) in enumerate(listings[first:], start=first):
         for block in read_blocks(listing, inner):
@@ -58,7 +58,7 @@ class StreamOrder:
 
     @property
     def identity(self) -> list[Any]:
-        """What differs where the rows may differ, without reading them. DataError, or Problems: no stream."""
+        """Values that differ if the rows may differ. DataError, or Problems, for sources that are no stream."""
         return [each.identity for each in self._streams]
 
     def blocks(self, epoch: int = 0, place: int = 0, mark: Any = None) -> Iterator[Block]:
@@ -71,7 +71,7 @@ class StreamOrder:
             inner = None
 
     def close(self) -> None:
-        """Do nothing: files are closed when they were read."""
+        """Do nothing: reading closes its files."""
 
 
 class _Files:
@@ -86,7 +86,7 @@ class _Files:
 
 
 def _content(path: Path, listing: Listing) -> list[Any]:
-    """Return the size of a file, and of a file of rows the digest of its begin and end; its time differs by node."""
+    """Return the size of a file, and the digest of the begin and end of a file of rows; times differ by node."""
     if listing.names is not None:
         return [path.stat().st_size]
     with open_source(path), path.open("rb") as file:

@@ -1,7 +1,7 @@
-"""Sources to a dataset: read, check, tokenize and count every row once, and report the bad ones together.
+"""Sources to a dataset: read, check, tokenize and count every row once, and report bad rows together.
 
-Rows of one file that are refused for the same reason are one line with a count. Cost: one pass over the files. What
-`lengthwise prepare` wrote is opened as it is, and its tokens stay on the disk.
+Rows of a file that are refused for the same reason are one line with a count. Prepared data is mapped, and its tokens
+stay on the disk.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ def load_dataset(
 ) -> StoredDataset:
     """Read all rows of all sources, in order.
 
-    `tokenizer` is called once, when the first text is met: rows of ids need none. `vocab_size` is the model's; None
-    leaves ids unchecked. `key` is the config path of the sources, for messages. `check_tokenizer` False takes prepared
-    sources of whatever tokenizer, for who asks for lengths alone. `on_bad_row` gets why a row is left out of a source
-    with `bad_rows: skip`. Raises DataError for one bad row of others, Problems for more (the first 20 and a count),
-    DataError where nothing is left to train on.
+    tokenizer: called once, for the first text. vocab_size: the model's; if None, ids are not checked. key: the config
+    path of the sources, for messages. check_tokenizer: False allows prepared sources of any tokenizer. on_bad_row: gets
+    the error of each row that `bad_rows: skip` leaves out.
+
+    Raises:
+        DataError: a bad row (Problems for several: the first 20 kinds and a count), or no row to train on.
     """
     refusals, parts, bad = Refusals(), list[Rows](), list[DataError]()
     builder, loaded, keys = DatasetBuilder(), functools.cache(tokenizer), [f"{key}.{n}" for n in range(len(sources))]
@@ -89,7 +90,7 @@ def first_rows(
     tokens: int | None = None,
     on_bad_row: Callable[[DataError], None] = lambda _error: None,
 ) -> StoredDataset:
-    """Read the first rows of a stream: so many sequences, or so many tokens. DataError for a row that stops the run."""
+    """Read the first `sequences` rows or `tokens` tokens of a stream. DataError for a row that stops the run."""
     builder, loaded, read, held = DatasetBuilder(), functools.cache(tokenizer), 0, 0
     keys = [f"data.{number}" for number in range(len(sources))]
     tokenizing = Tokenizing(sources=sources, keys=keys, tokenizer=loaded, vocab_size=vocab_size)
@@ -127,9 +128,10 @@ def open_prepared(
     vocab_size: int | None,
     report: Callable[[DataError], None],
 ) -> ArrowRows | None:
-    """Open the prepared folder that a source names; what it cannot serve is reported, and None returned.
+    """Open the prepared folder of a source; report the reasons and return None if the run cannot use it.
 
-    `tokenizer` is called where some rows were texts; None takes those of any. `vocab_size` None: ids of any size.
+    tokenizer: called if some rows were texts; if None, any tokenizer is allowed. vocab_size: if None, ids are not
+    checked.
     """
     assert source.path is not None, "prepared data has a path"
     folder, refused = source.path, list[DataError]()
@@ -172,7 +174,7 @@ def _other_tokenizer(folder: Path, made: Prepared, its: UsedTokenizer, tokenizer
 
 
 def _other_limits(folder: Path, made: Prepared, source: DataSource, dataset: ArrowRows, key: str) -> list[DataError]:
-    """Return what a source asks for and preparing has left out, and rows that the source does not take."""
+    """Return errors for rows that preparing left out and the source allows, and for rows that the source refuses."""
     limits = [each.get("max_tokens") for each in made.sources]
     least = min((limit for limit in limits if isinstance(limit, int)), default=None)
     left_out = made.skipped.get(TOO_LONG, 0)

@@ -1,7 +1,7 @@
-"""The rows of files by number: one pass finds where each begins, and then any of them is read alone.
+"""Rows of files by number: one pass finds the start of every row, then any row is read alone.
 
-Lines are read from the open file, tables where they are mapped. What is packed, gzip, Zstandard and Parquet, is written
-once to an unnamed file beside other temporary ones, which ends with its process. Cost: 8 bytes of memory a line.
+Lines are read from the open file, tables are mapped. gzip, Zstandard and Parquet are first written to an unnamed
+temporary file, which ends with its process. Memory: 8 bytes a line.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _LINE_END = 10
 class HashOrder:
     """Some parts of all sources, in the order of all rows of the run. A mark is (rows before, lines before).
 
-    Rows before: of the run, before these. Lines before: of the file that the first part is of. parts: each with the
-    number of its source.
+    Rows before: those of the run before these parts. Lines before: those of the first part's file before it. parts:
+    with the number of their source.
     """
 
     def __init__(self, parts: Sequence[tuple[int, Listing]], *, seed: int) -> None:
@@ -45,7 +45,7 @@ class HashOrder:
 
     @property
     def identity(self) -> list[Any]:
-        """Return of each part how many rows it has, and the SHA-256 of its files' bytes. DataError as `numbered`."""
+        """Number of rows and SHA-256 of the bytes of every part. DataError if a file cannot be read."""
         return [[each.num_rows, each.digest] for each in self._rows]
 
     def blocks(self, epoch: int, place: int, mark: Any) -> Iterator[Block]:
@@ -162,7 +162,7 @@ class _Lines:
 class _Table:
     def __init__(self, listing: Listing) -> None:
         self._listing = listing
-        self._file = listing.root.open("rb")  # what is mapped is this one, also where another takes its name
+        self._file = listing.root.open("rb")  # the mapped file, even if another takes its name
         self._identity = _identity(os.fstat(self._file.fileno()))
         try:
             self._batches = mapped_batches(self._file, listing.shown)
@@ -184,7 +184,7 @@ class _Table:
 
 def _copied(blocks: Iterator[bytes]) -> BinaryIO:
     """Return an unnamed file of these blocks."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - it stays open as long as its rows are read
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - it stays open for its rows
     for block in blocks:
         file.write(block)
     file.flush()
@@ -197,4 +197,4 @@ def _identity(status: os.stat_result) -> tuple[int, int, int]:
 
 def _changed(path: Path) -> DataError:
     remedy = "Let whatever writes it finish, then start again."
-    return DataError(printable_name(path), expected="a file that stays as it is", got="a change", remedy=remedy)
+    return DataError(printable_name(path), expected="a file that does not change", got="a change", remedy=remedy)

@@ -1,8 +1,7 @@
 """Tokenize once: sources to a folder of Arrow files (`arrow`), in order, in the processes of the caller.
 
-Work goes on in `OUT.unfinished`, which is renamed when all of it is on the disk. What a killed process leaves there is
-gone on with: files that are whole stay, each with the mark of the rows after it, provided that sources, settings and
-tokenizer are what they were. A second try ends with the same bytes.
+`OUT.unfinished` is renamed to `OUT` once all files are on the disk. A second try keeps the finished files of a killed
+one, if sources, settings and tokenizer are the same, goes on at the mark of the last one, and ends with the same bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _OF_RUNS = {"weight", "remote", "streaming"}  # settings of a source that change
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToPrepare:
-    """All that decides what is prepared: sources with the config path of each, their listings, and the tokenizer."""
+    """Sources with their config paths and listings, and the tokenizer: all that decides the prepared rows."""
 
     sources: tuple[DataSource, ...]
     keys: tuple[str, ...]
@@ -90,12 +89,11 @@ def to_prepare(
     vocab_size: int | None = None,
     least_bytes: int = 0,
 ) -> ToPrepare | None:
-    """Find all files of all sources; None where they have less than `least_bytes` together.
+    """Find all files of all sources; return None if they have fewer than `least_bytes` together.
 
-    Raises DataError, or Problems, for what is not there or is prepared already.
-
-    `keys`: the config path of each source, for messages; None: data.0 and so on. `vocab_size`: rows with larger ids are
-    bad; None: with none. `tokenizer` loads the one of that name; where it does not load, a text is an error.
+    tokenizer: loads the tokenizer of that name; if it raises ConfigError, a text is an error later. keys: config paths
+    of the sources; if None, data.0 and so on. vocab_size: rows with larger ids are bad; if None, ids are not checked.
+    Raises DataError, or Problems, for missing files, prepared data, streams and weights.
     """
     keys = [f"data.{number}" for number in range(len(sources))] if keys is None else keys
     problems, listings = list[DataError](), list[tuple[int, Listing]]()
@@ -147,13 +145,13 @@ def prepare_folder(
     on_progress: Callable[[Progress], None] = lambda _progress: None,
     part_bytes: int = PART_BYTES,
 ) -> tuple[Prepared, bool]:
-    """Prepare sources into the folder `out`; return what it is, and whether it was there already, the same.
+    """Prepare sources into the folder `out`; return its description, and whether the same folder was there already.
 
-    `wait_seconds`: how long to wait for another process that prepares it and does not get on; None: not at all.
-    `run` calls functions in other processes; the default calls them here.
+    run: tokenizes in other processes, or here. wait_seconds: how long to wait for another process that prepares the
+    folder without progress; if None, a folder that is being prepared is an error.
 
     Raises:
-        LengthwiseError: sources that cannot be read, all bad rows together; a folder that holds something else, is
+        LengthwiseError: sources cannot be read, with all bad rows together; or the folder holds something else, is
             being written by another process, or cannot be written.
     """
     out = Path(os.path.abspath(out))
@@ -166,7 +164,7 @@ def prepare_folder(
         if held is None:
             return read_prepared(out), True
         try:
-            if _is_there(out, plan, overwrite=overwrite):  # whoever held it before
+            if _is_there(out, plan, overwrite=overwrite):  # by the process that held the lock
                 return read_prepared(out), True
             on_start()
             return _prepare(plan, out, run, on_progress, part_bytes), False
@@ -180,7 +178,7 @@ def prepare_folder(
 
 
 def _hold(lock: Path, out: Path, plan: ToPrepare, wait_seconds: float | None) -> Any:
-    """Return the lock, held; None: another process has prepared it meanwhile."""
+    """Return the lock once this process holds it; None if another process has prepared the folder meanwhile."""
     seen, still = set[Any](), 0.0
     while isinstance(held := try_lock(lock), str):
         if wait_seconds is None:
@@ -199,7 +197,7 @@ def _hold(lock: Path, out: Path, plan: ToPrepare, wait_seconds: float | None) ->
 
 
 def _is_there(out: Path, plan: ToPrepare, *, overwrite: bool) -> bool:
-    """Return whether the same is there, whole; OutputError for anything else, unless it may be overwritten."""
+    """Return whether the same data is there and whole; OutputError for anything else, unless it may be overwritten."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
     if not is_prepared(out):
@@ -218,9 +216,9 @@ def _is_there(out: Path, plan: ToPrepare, *, overwrite: bool) -> bool:
 
 
 def files_in(folder: Path) -> set[Any]:
-    """Return what differs whenever something in a folder was written: sizes and times of its files."""
+    """Return sizes and times of the files in a folder, which show progress."""
     found = set[Any]()
-    with contextlib.suppress(FileNotFoundError):  # it is at its end
+    with contextlib.suppress(FileNotFoundError):  # it was renamed
         for path in folder.rglob("*"):
             status = path.stat()
             found.add((path, status.st_size, status.st_mtime_ns))
@@ -245,7 +243,7 @@ def _prepare(
             begun.with_suffix(".tmp").replace(begun)
         paths = _write(folder, plan, run, on_progress, part_bytes)
         for path in folder.iterdir():
-            if path.is_file() and path not in paths:  # of a process that was killed
+            if path.is_file() and path not in paths:  # left by a killed process
                 path.unlink()
         write_description(folder, _checked(plan, Columns(paths)), schema(), work=folder / _WORK)
     shutil.rmtree(folder / _WORK, ignore_errors=True)
@@ -258,7 +256,7 @@ def _prepare(
 
 
 def _is_whole(folder: Path, plan: ToPrepare) -> bool:
-    """Return whether an earlier process has only not renamed it."""
+    """Return whether an earlier process has finished the folder without renaming it."""
     try:
         return (folder / NAME).is_file() and read_prepared(folder).fingerprint == plan.fingerprint()
     except DataError:
@@ -268,7 +266,7 @@ def _is_whole(folder: Path, plan: ToPrepare) -> bool:
 def _write(
     folder: Path, plan: ToPrepare, run: Runner, on_progress: Callable[[Progress], None], part_bytes: int
 ) -> list[Path]:
-    """Write all rows in order, after those of the files that are there; return the files."""
+    """Write all rows in order, after those of finished files; return all files."""
     import pyarrow as pa
 
     paths, mark, found = list[Path](), None, 0.0
@@ -302,7 +300,7 @@ def _write(
 
 
 def _batches(found: Iterable[list[TokenRow]], part_bytes: int) -> Iterator[list[TokenRow]]:
-    """Put rows together, about so many bytes of tokens."""
+    """Group rows to at least `part_bytes` of tokens."""
     rows, held = list[TokenRow](), 0
     for some in found:
         rows += some
@@ -315,12 +313,12 @@ def _batches(found: Iterable[list[TokenRow]], part_bytes: int) -> Iterator[list[
 
 
 def _noted(path: Path) -> Path:
-    """Return the file that is there once `path` is whole and on the disk, with the mark of the rows that follow."""
+    """Return the path of the note that `path` is whole, with the mark of the rows that follow."""
     return path.parent / _WORK / f"{path.name}.whole"
 
 
 def _checked(plan: ToPrepare, columns: Columns) -> Prepared:
-    """Return what was prepared; raise what is wrong with it, all bad rows together."""
+    """Return the description of the prepared rows; raise an error for all bad rows together."""
     kinds, origins = columns.numbers("kind"), columns.numbers("origin")
     is_row = kinds != KINDS.index(UNREADABLE)
     refusals, firsts = Refusals(), np.searchsorted(origins[is_row], np.arange(len(plan.listings)))
@@ -330,7 +328,7 @@ def _checked(plan: ToPrepare, columns: Columns) -> Prepared:
     refusals.raise_all(_together(plan))
     if tuple(_found(path) for _, listing in plan.listings for path in listing.paths) != plan.files:
         remedy = "Let whatever writes it finish, then start again."
-        raise DataError(_together(plan), expected="files that stay as they are", got="a change", remedy=remedy)
+        raise DataError(_together(plan), expected="files that do not change", got="a change", remedy=remedy)
     counts = {name: int(number) for name, number in zip(KINDS, np.bincount(kinds, minlength=len(KINDS)), strict=True)}
     skipped = {name: counts[name] for name in _LEFT_OUT if counts[name]}
     if len(kinds) == sum(skipped.values()):
@@ -359,12 +357,12 @@ def _checked(plan: ToPrepare, columns: Columns) -> Prepared:
 
 
 def _together(plan: ToPrepare) -> str:
-    """Return what messages call all sources: `data` of data.0 and data.1, the key of a single one."""
+    """Return the name of all sources in messages: `data` for data.0 and data.1, the key of a single one."""
     return plan.keys[0] if len(plan.keys) == 1 else plan.keys[0].rpartition(".")[0]
 
 
 def _found(path: Path) -> tuple[str, int, int, int]:
-    """Return what tells whether a file is another than it was: of one that is not there, whoever reads it says so."""
+    """Return the fingerprint of a file; reading reports a missing file."""
     try:
         status = path.stat()
     except OSError:

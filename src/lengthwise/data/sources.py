@@ -1,7 +1,7 @@
-"""Data sources to rows: JSON lines, tables, datasets, folders of text, the Python standard library.
+"""Data sources to files of rows: JSON lines, tables, datasets, folders of text, the Python standard library.
 
-Files are read in a fixed order, one row in memory at a time. Bad rows are reported and reading goes on, so that a user
-corrects them all at once. A listing may be cut into parts, which are read in any order by any process.
+A source is a list of `Listing`s, in a fixed order. Wrong files are reported together, so that a user corrects them at
+once.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from lengthwise.data.tables import (
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
-PART_BYTES = 16 << 20  # of source files: what a process has in memory at a time
-# Not the library itself: its tests, and what is installed or compiled beside it.
+PART_BYTES = 16 << 20  # of tokens or source files
+# tests, and packages installed or compiled beside the library
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 _ENDINGS_OF_ROWS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")  # of files in a folder
@@ -48,10 +48,10 @@ Report = Callable[[DataError], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """Rows in order: a file of rows, or documents.
+    """A file of rows, or documents in order.
 
-    `names` are files below `root`, one row each; None where `root` is a file of rows. `part`: which of its lines: those
-    that begin in bytes [first, last); None: all rows.
+    names: documents below `root`; None if `root` is a file of rows. part: the lines that begin in bytes [first, last)
+    of `root`; None if all.
     """
 
     root: Path
@@ -67,7 +67,7 @@ class Listing:
 
     @property
     def goes_on(self) -> bool:
-        """Whether other parts of the file are before this one."""
+        """Whether the part does not begin at the start of its file."""
         return self.part is not None and self.part[0] > 0
 
     @property
@@ -81,7 +81,7 @@ class Listing:
 
 
 def list_source(source: DataSource, report: Report) -> list[Listing]:
-    """Find the files of a source, sorted by their path inside it: one listing a file of rows, or one of documents."""
+    """Find the files of a source, sorted by path: one listing for each file of rows, or one of all documents."""
     if source.python_stdlib:
         root, label = Path(sysconfig.get_paths()["stdlib"]), "python_stdlib"
         names = [name for name in _walk(root, _STDLIB_LEFT_OUT, report) if name.endswith(".py")]
@@ -110,7 +110,7 @@ def list_source(source: DataSource, report: Report) -> list[Listing]:
 
 
 def raw_listings(source: DataSource, key: str, word: str, report: Report) -> list[Listing]:
-    """Find the files of a source whose rows are read while a run trains, by the key `word`; tokens are reported."""
+    """Find the files of a source that a run reads while it trains; report prepared data. word: the key that asks so."""
     if source.path is not None and is_prepared(source.path):
         remedy = f"Take `{word}` out: it has ids, which are read from the disk as they are needed."
         report(DataError(key, expected=f"raw rows, for `{word}`", got="prepared data", remedy=remedy))
@@ -163,7 +163,7 @@ def is_table(file: BufferedReader) -> bool:
 
 
 def parts_of(listing: Listing, most_bytes: int) -> list[Listing]:
-    """Cut plain lines and documents into parts of about so many bytes; a table, and what is packed, is one part."""
+    """Cut plain lines and documents into parts of about `most_bytes`; a table or packed file is one part."""
     if listing.names is not None:
         sizes = [path.stat().st_size for path in listing.paths]
         return [replace(listing, names=listing.names[first:last]) for first, last in _spans(sizes, most_bytes)]
@@ -176,7 +176,7 @@ def parts_of(listing: Listing, most_bytes: int) -> list[Listing]:
 
 
 def _spans(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Cut a list of sizes into runs of about so many bytes."""
+    """Cut a list of sizes into runs of about `most` bytes."""
     first = held = 0
     for number, size in enumerate(sizes):
         held += size
@@ -187,9 +187,9 @@ def _spans(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def open_source(path: Path, *, rows: bool = True) -> Iterator[BufferedReader]:
-    """Open a regular file to read it whole; DataError for what the system refuses, and for a change meanwhile.
+    """Open a regular file to read it whole; DataError if the system refuses, or if the file changes meanwhile.
 
-    `rows`: tables are taken too, and gzip and Zstandard are read as what is in them.
+    rows: allow tables, and unpack gzip and Zstandard.
     """
     shown = printable_name(path)
     try:
@@ -216,7 +216,7 @@ def open_source(path: Path, *, rows: bool = True) -> Iterator[BufferedReader]:
     if (before.st_ino, before.st_size, before.st_mtime_ns) != (after.st_ino, after.st_size, after.st_mtime_ns):
         got = f"a change ({before.st_size} bytes before, {after.st_size} after)"
         remedy = "Let whatever writes it finish, then start again."
-        raise DataError(shown, expected="a file that stays as it is", got=got, remedy=remedy)
+        raise DataError(shown, expected="a file that does not change", got=got, remedy=remedy)
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
@@ -225,5 +225,5 @@ def _unreadable(path: Path, error: OSError) -> DataError:
 
 
 def printable_name(name: str | Path) -> str:
-    """Return a name for messages, which are UTF-8; names of files need not be."""
+    """Return a file name as UTF-8, for messages."""
     return str(name).encode("utf-8", "backslashreplace").decode("utf-8")

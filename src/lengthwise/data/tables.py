@@ -1,7 +1,7 @@
 """Rows of columnar files, as plain values: Parquet, Arrow, and folders that `datasets.save_to_disk` wrote.
 
-pyarrow reads them; it comes in with the first such file. A batch of rows is in memory at a time. A table may be read
-from a row on: what is before it in its row group is read, too, and dropped.
+pyarrow is imported with the first table. One batch of rows is in memory at a time. A table may be read from a row on:
+rows before it in its row group are read and dropped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_saved_dataset(folder: Path) -> bool:
 def saved_files(folder: Path) -> list[Path]:
     """Return the Arrow files of a saved dataset, in order.
 
-    Raises DataError for several splits in one, and for a list of files that cannot be read or leads elsewhere.
+    Raises DataError for several splits in one folder, and for a list of files that cannot be read or leads elsewhere.
     """
     where = str(folder)
     if not os.path.isfile(folder / _STATE):
@@ -81,7 +81,7 @@ def _streamed(batch: Any) -> bytes:
 
 
 def rows_of_table(content: bytes, where: str, first: int) -> Iterator[dict[str, Any] | DataError]:
-    """Yield the rows of an Arrow stream, each a value a column; an error for one that is no text.
+    """Yield the rows of an Arrow stream as values by column; an error for a row that is no UTF-8.
 
     first: the number of the first of them in its file, from 1.
     """
@@ -96,7 +96,7 @@ def rows_of_table(content: bytes, where: str, first: int) -> Iterator[dict[str, 
 
 
 def mapped_batches(file: BufferedReader, where: str) -> list[Any]:
-    """Return all batches of an open table, mapped; those of Parquet from a temporary file that they are written to.
+    """Return all batches of an open table, mapped; Parquet is first copied to a temporary Arrow file.
 
     Raises DataError for a file that is broken or has no rows.
     """
@@ -125,7 +125,7 @@ def mapped_batches(file: BufferedReader, where: str) -> list[Any]:
 
 
 def row_of(batch: Any, place: int, where: str) -> dict[str, Any] | DataError:
-    """Return a row of a batch, a value a column, or an error where one is no text; `where` is its place."""
+    """Return a row of a batch as values by column, or an error if it is no UTF-8. where: its place, for the error."""
     try:
         return batch.slice(place, 1).to_pylist()[0]
     except UnicodeDecodeError as error:
@@ -135,7 +135,7 @@ def row_of(batch: Any, place: int, where: str) -> dict[str, Any] | DataError:
 
 @contextmanager
 def unpacked(file: BufferedReader, where: str) -> Iterator[BufferedReader]:
-    """Read an open file of Zstandard as what is in it; DataError where it is broken or cut."""
+    """Unpack an open file of Zstandard; DataError if it is broken or cut."""
     import pyarrow as pa
 
     try:
@@ -157,8 +157,8 @@ def _batches(file: BufferedReader, head: bytes, first: int) -> Iterator[tuple[An
 
 
 def _batches_from(file: BufferedReader, head: bytes, first: int) -> tuple[int, Iterator[Any], Callable[..., float]]:
-    """Return the row of the first batch, the batches from one at or before row `first` on, and what says how much of
-    the file it is up to a row and batch.
+    """Return the row of the first batch, the batches from one at or before row `first` on, and a function of (row,
+    batch) that returns the share of the file up to there.
     """
     import pyarrow as pa
     from pyarrow import parquet

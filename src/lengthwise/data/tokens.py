@@ -1,6 +1,6 @@
-"""Rows to rows of tokens: tokenized, cut off from what their source leaves out, and counted.
+"""Rows to rows of tokens: tokenized, checked against the settings of their source, and counted.
 
-Everything that reads data makes its rows here, whether they stay in memory, are written to a folder, or are sent.
+Everything that reads data makes its rows here, to keep them in memory, to write them to a folder, or to feed them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 BAD, EMPTY, REFUSED, END = "bad", "empty", "refused", "end"
 
 Runner = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
-"""Calls a function with each of some tasks, perhaps in other processes; yields what it returns, in order: `map`."""
+"""Calls a function with every task, perhaps in other processes, and yields the results in order, as `map` does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRow:
-    """A row as it is trained on, or why it is not.
+    """A row of tokens, or the reason why it has none.
 
-    kind: ids, text, pair or chat; of a row without tokens `empty`, `bad` or TOO_LONG where its source leaves such
-    rows out, REFUSED where the row stops the run. error: what is wrong with it. labels: None if they are the tokens.
-    weights: None if 1 where there is a loss. is_row: False for an error of a file, and for the END of an epoch. name:
-    where the row is. digest: of what it holds (`digests`). mark: of its block, if it is the last row there.
+    kind: ids, text, pair or chat; EMPTY, BAD or TOO_LONG if its source leaves it out; REFUSED if it stops the run.
+    error: of a bad row. labels: None if they are the tokens. weights: None if all are 0 or 1. is_row: False for an
+    error of a file, and for the END of an epoch. name: its place. digest: of ids, labels and weights. mark: of its
+    block, for the last row there.
     """
 
     kind: str
@@ -53,13 +53,13 @@ class TokenRow:
 
     @property
     def held(self) -> Held:
-        """What is kept of a row with tokens."""
+        """Ids, labels and weights of a row with tokens."""
         assert self.tokens is not None, self
         return self.tokens, self.labels, self.weights
 
     @property
     def losses(self) -> tuple[int, float]:
-        """How many tokens of a row with tokens have a loss, and what these weigh together."""
+        """Loss tokens of a row with tokens, and the sum of their weights."""
         ids, labels, weights = self.held
         losses = len(ids) - 1 if labels is None else int(np.count_nonzero(labels[1:] != NO_LOSS))
         return losses, float(losses) if weights is None else sum_of_weights(weights)
@@ -67,9 +67,9 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizing:
-    """How rows become tokens: the sources with the config path of each, the tokenizer, and the model's `vocab_size`.
+    """How rows become tokens. keys: config paths of the sources. tokenizer: called for every text.
 
-    tokenizer: called for every text. vocab_size: None if ids of any size are taken.
+    vocab_size: the model's; if None, ids are not checked.
     """
 
     sources: Sequence[DataSource]
@@ -78,11 +78,11 @@ class Tokenizing:
     vocab_size: int | None
 
     def run(self, run: Runner, blocks: Iterator[Block]) -> Generator[list[TokenRow]]:
-        """Tokenize blocks in order, some at a time, in the processes of a runner."""
+        """Tokenize blocks in order, by a runner."""
         yield from run(self.all_rows, together(blocks))
 
     def all_rows(self, blocks: Blocks) -> list[TokenRow]:
-        """Tokenize blocks; rows have their digests."""
+        """Return the rows of blocks, with digests."""
         return [
             row if row.tokens is None else replace(row, digest=row_digest(*row.held))
             for block in blocks
@@ -90,7 +90,7 @@ class Tokenizing:
         ]
 
     def rows(self, block: Block) -> Iterator[TokenRow]:
-        """Tokenize the rows of a block in order."""
+        """Yield the rows of a block in order, without digests."""
         of_block = {"source": block.source, "origin": block.origin, "share": block.share}
         if block.kind in ("error", "end"):
             kind, error = (REFUSED, block.content) if block.kind == "error" else (END, None)

@@ -1,7 +1,7 @@
-"""Which row of which feed comes next: the order in which a run takes rows that come while it trains.
+"""The order in which a run takes the rows of feeds.
 
-Rows of a block of a stream are ordered as those of data that is read at the start, so a block as large as the stream
-makes the same batches. `remote` feeds read by themselves in the order of all rows.
+The rows of a block of a stream are shuffled as stored rows are, so a block as large as the stream gives the same
+batches. Feeds of `remote` data read in the order of all rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lengthwise.data.sources import Listing
 
 @dataclass(slots=True)
 class Turn:
-    """A row that came: its id in the run, its number in its feed. is_weighed: a row of its step has weights."""
+    """A row of a feed. id: in the run. number: in its feed. is_weighed: whether a row of its step has weights."""
 
     id: int
     feed: int
@@ -32,22 +32,22 @@ class Turn:
 
 
 Take = Callable[[Sequence[tuple[int, int, int]]], list[tuple[list[FedRow], bool]]]
-"""Takes of some feeds (feed, number of the first, how many) rows; returns them, and whether their epoch ends."""
+"""Returns rows of (feed, first number, how many), and whether their epoch ends."""
 
 
 class BlockTurns:
-    """The rows of one feed, in blocks of so many that are shuffled unless they are single; an id is a number."""
+    """The rows of one feed, shuffled in blocks of `block` rows; 1 keeps their order. Ids are row numbers."""
 
     def __init__(self, block: int, *, seed: int) -> None:
         self._block, self._seed = block, seed
-        self._marks = deque[tuple[int, Any]]()  # (row, mark): the last at or before where the next step begins first
+        self._marks = deque[tuple[int, Any]]()  # (row, mark); the first is the last at or before the next step
 
     def attach(self, identities: Sequence[list[Any]]) -> tuple[Any, ...]:
-        """Take what the feeds say of their rows; return it for the digest of the data."""
+        """Take the identities of the feeds; return the values that go into the digest of the data."""
         return (identities[0] if identities else None,)
 
     def begin(self, start: Position) -> None:
-        """Go to where a step begins: read from the mark, or from the first row if it is of larger blocks."""
+        """Go to a position: read from its mark, or from the first row if the mark lies inside a block."""
         epoch, place = start[:2]
         found = json.loads(start[2]) if len(start) > 2 else None
         read_from, mark = (found["place"], found["mark"]) if isinstance(found, dict) else (0, None)  # a list: of before
@@ -55,7 +55,7 @@ class BlockTurns:
         self._marks = deque([(row_number(epoch, at[0]), at[1])])
 
     def begins(self, epoch: int, place: int) -> list[tuple[Start, int]]:
-        """Return for each feed where it reads the rows of a step that begins here, and the first of these rows."""
+        """Return for every feed where to read the rows of a step that begins here, and the number of the first row."""
         needed = row_number(epoch, self._first_of(place))
         while len(self._marks) > 1 and self._marks[1][0] <= needed:
             self._marks.popleft()
@@ -63,7 +63,7 @@ class BlockTurns:
         return [((*place_of(number), mark), needed)]
 
     def position(self, epoch: int, place: int) -> Position:
-        """Return what `begin` takes."""
+        """Return the position of a place."""
         [((_, read_from, mark), _)] = self.begins(epoch, place)
         return (epoch, place, json.dumps({"place": read_from, "mark": mark})) if place else (epoch, 0)
 
@@ -89,7 +89,7 @@ class BlockTurns:
 
 
 class HashTurns:
-    """The rows of feeds that read by themselves in the order of all rows; an id is the number of a row over all.
+    """The rows of feeds that read in the order of all rows. An id is the number of a row over all sources.
 
     parts: of each feed.
     """
@@ -109,17 +109,17 @@ class HashTurns:
         return [digest for parts in identities for _, digest in parts], []
 
     def begin(self, start: Position) -> None:
-        """Do nothing: a place says all."""
+        """Do nothing: the place suffices."""
 
     def begins(self, epoch: int, place: int) -> list[tuple[Start, int]]:
-        """Return the place in each feed's own order, and the number of its row."""
+        """Return the place in the order of every feed, and the number of its row."""
         places = (
             [int(np.searchsorted(own, place)) for own in self._order(epoch)[2]] if place else [0] * len(self._marks)
         )
         return [((epoch, own, mark), row_number(epoch, own)) for own, mark in zip(places, self._marks, strict=True)]
 
     def position(self, epoch: int, place: int) -> Position:
-        """Return what `begin` takes."""
+        """Return the position of a place."""
         return epoch, place
 
     def rows(self, epoch: int, place: int, most: int, take: Take) -> Iterator[tuple[int, Turn]]:
@@ -142,7 +142,7 @@ class HashTurns:
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 - one a run
     def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Return the rows of an epoch in their order, the feed of each, and the places of each feed's rows."""
+        """Return the rows of an epoch in order, their feeds, and for every feed the places of its rows."""
         order = epoch_order(np.arange(self.num_rows), seed=self._seed, epoch=epoch)
         feeds = np.searchsorted(self._firsts, order, side="right") - 1
         return order, feeds, [np.flatnonzero(feeds == feed) for feed in range(len(self._marks))]

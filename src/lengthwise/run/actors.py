@@ -1,8 +1,7 @@
 """Feeds of `remote` data as actors of Ray: rank 0 makes them, and every rank asks them.
 
-Where RAY_ADDRESS names a Ray that runs, actors are there; else rank 0 starts a local one, which ends with the run.
-Actors belong to rank 0. One that dies is started again by Ray, and what it was asked is asked again. Ray trusts its
-network: docs/data.md.
+If RAY_ADDRESS names a running Ray, actors start there; else rank 0 starts a local Ray, which ends with the run. Actors
+belong to rank 0. Ray starts a killed actor again, and repeats its requests. Ray trusts its network: docs/data.md.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def serving(
     say: Callable[[str], None],
     ending: contextlib.ExitStack,
 ) -> Iterator[None]:
-    """Let actors feed `dataset` inside the block. Collective. Nothing is left to `ending`: Ray ends its own.
+    """Let actors feed `dataset` inside the block. Collective. `ending` is not needed: Ray ends its actors.
 
     Raises:
         LengthwiseError: Ray or an actor does not start, or files cannot be read.
@@ -79,7 +78,7 @@ def serving(
 
 
 def _is_connected() -> bool:
-    """Whether this process uses Ray already; a rank imports it once it knows how to."""
+    """Whether this process uses Ray already."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
 
@@ -92,7 +91,7 @@ def _disconnect() -> None:
 
 
 def _begin(dataset: FedDataset, actors: list[Any], ranks: int, *, local: bool) -> dict[str, Any]:
-    """Connect to Ray, or start it, and make the actors, which end with their handles; return where they are found."""
+    """Connect to Ray, or start it, and make the actors, which end with their handles; return how ranks find them."""
     name = f"lengthwise-{secrets.token_hex(8)}"
     if local:
         address = os.environ.get("RAY_ADDRESS")

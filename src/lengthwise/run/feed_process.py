@@ -1,7 +1,7 @@
-"""The process of a `Feed`: it answers the ranks of its node at a socket, with some processes that tokenize for it.
+"""The process of a `Feed`: it answers the ranks of its node at a socket, and starts processes that tokenize.
 
-Its input is the pickled `FeedSpec`, then nothing: the end of that, when whoever started it ends, ends this process.
-Only the user may enter the socket's folder, so pickles are safe.
+Its input is the pickled `FeedSpec`; it ends when the input ends, with the rank that started it. Only the user may enter
+the folder of the socket, so pickles are safe.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def _end_with_input(folder: str) -> None:
 
 def _answer(feed: Feed, connection: Connection) -> None:
     """Answer one request."""
-    with connection, contextlib.suppress(EOFError, OSError):  # whoever asked is gone
+    with connection, contextlib.suppress(EOFError, OSError):  # the rank that asked is gone
         method, arguments = connection.recv()
         try:
             answer: Any = getattr(feed, method)(*arguments)
         except LengthwiseError as error:
             answer = error
-        except Exception as error:  # noqa: BLE001 - a mistake of ours, for whoever asked
+        except Exception as error:  # noqa: BLE001 - a defect of ours, for the rank that asked
             traceback.print_exc()
             got, remedy = f"{type(error).__name__}: {error}", "This is a defect of lengthwise: please report it."
             answer = RankError("the feed", expected="an answer", got=got, remedy=remedy)

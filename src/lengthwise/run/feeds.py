@@ -1,8 +1,8 @@
-"""The feed of a stream beside the ranks of each node, and how a rank asks it.
+"""The feed of a stream in a process of every node, and how ranks ask it.
 
-The first rank of a node starts a process, which ends with it, and starts it again if it ends; the others find its
-socket by a name that rank 0 draws. A request whose answer does not come is asked again of the new process. All nodes
-read the same stream: ranks agree on its files, and on the digests of all rows of each step.
+The first rank of a node starts the process, and starts it again if it ends; other ranks find its socket by a name that
+rank 0 draws. A rank repeats a request that the end of the process interrupts. All nodes read the same stream: ranks
+agree on its files, and on the digest of the rows of every step.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from lengthwise.run.workers import usable_cores
 _START_SECONDS = 60.0  # more for the first answer of a process: it imports, and looks for files
 _MOST_PATH_BYTES = 100  # of a socket: 107 on Linux, 103 on macOS
 _SOON_SECONDS, _ENDS = 20.0, 3  # a process that ends so soon, so often in a row, is not started again
-_MOST_PROCESSES = 16  # that tokenize: 20 to 50 MB/s of text, which is more than steps take
+_MOST_PROCESSES = 16  # that tokenize: 20 to 50 MB/s of text, more than steps take
 _GONE = "See what it printed, and whether the machine ran out of memory; then go on from the newest checkpoint."
 
 
 def tokenizing_processes(ranks: int, cores: int) -> int:
-    """Return how many processes of a node tokenize: half of the cores that ranks and feed leave; one: the feed."""
+    """Return the number of tokenizing processes of a node: half of its free cores; 1 means the feed itself."""
     return max(1, min((cores - ranks - 1) // 2, _MOST_PROCESSES))
 
 
@@ -56,8 +56,8 @@ def feeding(
 ) -> Iterator[None]:
     """Let a process of each node feed `dataset` inside the block. Collective.
 
-    ending: ends the process. It should be the last that a rank with an error ends: other ranks that miss the process
-    fail, too, and whoever watches gives this rank a few seconds then to report why.
+    ending: ends the process. A rank with an error should close it last: other ranks fail without the process, and the
+    launcher then gives this rank a few seconds to report its error.
 
     Raises:
         LengthwiseError: a process does not start, or the stream cannot be read.
@@ -94,15 +94,15 @@ def feeding(
 
 
 def socket_path(name: str) -> Path:
-    """Return where ranks of a node meet: in a folder of TMPDIR, or of /tmp where that is too long for a socket."""
+    """Return the socket of a node: in a folder of TMPDIR, or of /tmp if that path is too long."""
     path = Path(tempfile.gettempdir(), name, "socket")
     return path if len(os.fsencode(path)) <= _MOST_PATH_BYTES else Path("/tmp", name, "socket")  # noqa: S108 - 0700
 
 
 class _Process:
-    """A process that answers at a socket inside the block, and is started again there when it ends.
+    """A process that answers at a socket inside the block, and is started again if it ends.
 
-    Ranks that connect meanwhile wait for the next one, as the socket stays. OSError if it cannot start.
+    The socket stays, so ranks that connect meanwhile wait for the next process. OSError if it cannot start.
     """
 
     def __init__(self, path: Path, spec: FeedSpec, processes: int) -> None:
@@ -115,7 +115,7 @@ class _Process:
         try:
             self._listening = socket.socket(socket.AF_UNIX)
             self._listening.bind(str(self._path))
-            self._listening.listen(socket.SOMAXCONN)  # from now on whoever connects waits for the process
+            self._listening.listen(socket.SOMAXCONN)  # from now on ranks that connect wait for the process
             self._begin()
         except BaseException:
             self._close()
@@ -150,7 +150,7 @@ class _Process:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it ended so often that it was given up."""
+        """Whether it is not started again."""
         return self._is_over
 
     def _close(self) -> None:
@@ -167,7 +167,7 @@ class _Process:
 
 
 class _Client:
-    """`FeedClient` of a process of this node: a connection and a thread a request."""
+    """`FeedClient` of the process of this node; every request has its connection and its thread."""
 
     def __init__(self, path: Path, transport: Transport, timeout_seconds: float, process: _Process | None) -> None:
         self._path, self._transport, self._seconds, self._process = path, transport, timeout_seconds, process
@@ -186,7 +186,7 @@ class _Client:
             found.set_result(answer)
 
     def _answer(self, request: tuple[str, tuple[Any, ...]]) -> Any:
-        """Return the answer of the process, or of the next one if it ends."""
+        """Return the answer of the process; if it ends, of the next one."""
         is_new = request[0] == "describe"
         end = time.monotonic() + self._seconds + _START_SECONDS * is_new
         while True:
@@ -209,7 +209,7 @@ class _Client:
             return answer
 
     def gone(self) -> LengthwiseError:
-        """Return the error that its process has ended; how, on the rank that started it."""
+        """Return the error for an ended process; the rank that started it knows how it ended."""
         if self._process is None:  # the rank that started it knows why, or has an error of its own
             return self._error("rows", "a closed connection: its process has ended", _GONE, kind=TransferError)
         status = self._process.status or 0

@@ -1,7 +1,7 @@
-"""Processes that tokenize: their answers come in order, and the end of one costs nothing. They end with their parent.
+"""Processes that tokenize: results come in order, and the end of a process costs nothing. They end with their parent.
 
-One that has a task and does nothing for a time, as a stopped one or one whose disk does not answer, is an error. Linux
-says whether it does anything; elsewhere it is waited for.
+A process that makes no progress at its task for a time, because it is stopped or its disk does not answer, is an error.
+Linux shows progress; elsewhere the parent waits.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from lengthwise.core.errors import RankError
 from lengthwise.core.processes import end_with_parent, kill_workers, let_threads_end
 from lengthwise.data.tokens import Runner
 
-_AT_ONCE = 4  # tasks a process has at hand: that it works on, the next ones, and those that wait for an earlier one
+_AT_ONCE = 4  # tasks a process: running, next, or finished and waiting for an earlier one
 _STUCK_SECONDS, _LOOK_SECONDS = 120.0, 1.0
 _IDLE = -1
-_ENDS = 3  # of processes at one task, before it is given up
+_ENDS = 3  # of processes at one task, after which it is an error
 
-_at: Any = None  # in a worker: its process id and the number of its task, in memory that its parent sees
+_at: Any = None  # in a worker: process id and number of its task, in memory shared with its parent
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def worker_processes(
     number: int, *, timeout_seconds: float = _STUCK_SECONDS, start: Literal["fork", "spawn"] = "fork"
 ) -> Runner:
-    """Return what runs tasks in so many processes, and yields results in order; one: in this one.
+    """Return a runner that computes tasks in `number` processes; 1 means in this process.
 
-    timeout_seconds: how long a process may do nothing at its task before it is named in a RankError. start: `fork` from
-    a process of one thread alone. An error of a task ends all of them.
+    timeout_seconds: a process without progress for so long is a RankError. start: `fork` needs a process of one thread.
+    An error of a task ends all processes.
     """
     if number == 1:
         return map
@@ -70,7 +70,7 @@ class _Task:
 
 
 class _Pool:
-    """Processes with their tasks; how long one did nothing is a sum of short times between looks, as this process may
+    """Processes with their tasks. Time without progress is a sum of short times between looks, because this process may
     have been stopped as well.
     """
 
@@ -91,14 +91,14 @@ class _Pool:
         self._pool = ProcessPoolExecutor(self._number, mp_context=self._context, initializer=_start, initargs=arguments)
 
     def submit(self, task: _Task, waiting: Iterable[_Task]) -> None:
-        """Begin a task, after those that wait."""
+        """Begin a task."""
         try:
             task.future = self._pool.submit(_do, task.function, task.place, task.content)
         except BrokenProcessPool:
             self._begin_again(waiting)
 
     def result(self, waiting: deque[_Task]) -> Any:
-        """Wait for the first of some tasks, and take it from them."""
+        """Remove the first task, and return its result."""
         first = waiting[0]
         while True:
             try:
@@ -121,7 +121,7 @@ class _Pool:
                 self._begin_again(waiting)
 
     def _begin_again(self, waiting: Iterable[_Task]) -> None:
-        """Start all processes again, since the end of one is that of the others, with all tasks that have no result."""
+        """Start processes again for all tasks without a result; the end of one process has ended the pool."""
         self.close()
         self._begin()
         for task in waiting:
@@ -130,7 +130,7 @@ class _Pool:
                 task.future = self._pool.submit(_do, task.function, task.place, task.content)
 
     def _refuse_stuck(self, waiting: Iterable[_Task]) -> None:
-        """Raise RankError for a process that has done nothing at its task for longer than the time-out."""
+        """Raise RankError for a process without progress at its task for longer than the time-out."""
         now = time.monotonic()
         spent, self._last = min(now - self._last, 2 * _LOOK_SECONDS), now
         for number, (process, place) in enumerate(self._places):
@@ -146,13 +146,13 @@ class _Pool:
                 raise RankError("tokenizing", expected=expected, got="none", remedy=remedy)
 
     def close(self) -> None:
-        """End all processes where they stand."""
+        """Kill all processes."""
         kill_workers(self._pool)
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _activity(process: int) -> str:
-    """Return what differs whenever a process has done anything: times and page faults; always, where none are shown."""
+    """Return times and page faults of a process, which change with its progress."""
     try:
         return Path(f"/proc/{process}/stat").read_text()
     except OSError:
