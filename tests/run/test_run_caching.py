@@ -5,14 +5,13 @@ import os
 import signal
 import time
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given
 
 import lengthwise
-from data.stores import DOCUMENTS, FILES, PART_BYTES, content, load, prepare, write_sources
+from data.stores import DOCUMENTS, FILES, PART_BYTES, content, load, prepare, small_blocks, write_sources
 from data.test_data_hub import hub  # noqa: F401 - a fixture
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError, OutputError, RankError
@@ -58,7 +57,7 @@ def small_parts(monkeypatch):
     """Cut what is prepared into parts of 200 bytes, and prepare in this process."""
 
     def prepare(*args, **options):
-        with patch("lengthwise.data.blocks.BLOCK_BYTES", PART_BYTES):
+        with small_blocks():
             return original(*args, **{**options, "run": map}, part_bytes=PART_BYTES)
 
     original = caching.prepare_folder

@@ -83,13 +83,13 @@ class Blocks(tuple[Block, ...]):
         return f"tokenizing {self[0].shown} from row {self[0].first} on"
 
 
-def together(blocks: Iterator[Block]) -> Iterator[Blocks]:
+def together(blocks: Iterator[Block], task_bytes: int) -> Iterator[Blocks]:
     """Group small blocks."""
     found, held = list[Block](), 0
     for block in blocks:
         found.append(block)
         held += block.num_bytes
-        if held >= BLOCK_BYTES or block.kind == "end":
+        if held >= task_bytes or block.kind == "end":
             yield Blocks(found)
             found, held = [], 0
     if found:

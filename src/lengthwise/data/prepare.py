@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, chain, islice
 from pathlib import Path
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
 _FILES = 50  # after so many, files are twice as large: training keeps all of them open
+_TASK_BYTES = 1 << 20  # of source files, for a batch of Arrow
 _WORK, _PLAN = "work", "plan.json"
 _LOOK_SECONDS = 0.2
 _LEFT_OUT = (EMPTY, BAD, TOO_LONG)
@@ -273,43 +274,40 @@ def _write(
     sizes = iter([size for _, size, *_ in plan.files])
     ends = [*accumulate((sum(islice(sizes, len(listing.paths))) for _, listing in plan.listings), initial=0)]
 
-    def share(row: TokenRow) -> float:
-        first, last = ends[row.origin : row.origin + 2]
-        return (first + row.share * (last - first)) / max(1, ends[-1])
+    def progress(last: TokenRow) -> Progress:
+        first, end = ends[last.origin : last.origin + 2]
+        return Progress(done=(first + last.share * (end - first)) / max(1, ends[-1]), found=found)
 
     while (noted := _noted(path := folder / f"rows-{len(paths):06d}.arrow")).is_file():
         mark, found = json.loads(noted.read_text(encoding="utf-8"))
         paths.append(path)
     on_progress(Progress(done=found, found=found))
-    with contextlib.closing(plan.tokenizing.run(run, listed_blocks(plan.listings, mark))) as rows:
-        batches = _batches(rows, part_bytes)
-        for first in batches:
-            path, last = folder / f"rows-{len(paths):06d}.arrow", first[-1]
+    with contextlib.closing(
+        plan.tokenizing.run(run, listed_blocks(plan.listings, mark), _packed, _TASK_BYTES)
+    ) as tables:
+        while (first := next(tables, None)) is not None:
+            path, held, most = folder / f"rows-{len(paths):06d}.arrow", 0, part_bytes << len(paths) // _FILES
             with path.open("wb") as file, pa.ipc.new_stream(file, schema()) as out:
-                for batch in chain([first], islice(batches, (1 << len(paths) // _FILES) - 1)):
-                    out.write_table(table_of(batch))
-                    last = batch[-1]
-                    on_progress(Progress(done=share(last), found=found))
+                for table, last in chain([first], tables):
+                    out.write_table(table)
+                    mark, now = last.mark, progress(last)
+                    on_progress(now)
+                    held += table.nbytes
+                    if held >= most:
+                        break
             sync(path)
             noted = _noted(path)
-            noted.with_suffix(".tmp").write_text(json.dumps([last.mark, share(last)]), encoding="utf-8")
+            noted.with_suffix(".tmp").write_text(json.dumps([mark, now.done]), encoding="utf-8")
             noted.with_suffix(".tmp").replace(noted)
             sync(noted.parent)
             paths.append(path)
     return paths
 
 
-def _batches(found: Iterable[list[TokenRow]], part_bytes: int) -> Iterator[list[TokenRow]]:
-    """Group rows to at least `part_bytes` of tokens."""
-    rows, held = list[TokenRow](), 0
-    for some in found:
-        rows += some
-        held += sum(0 if row.tokens is None else row.tokens.nbytes for row in some)
-        if held >= part_bytes:
-            yield rows
-            rows, held = [], 0
-    if rows:
-        yield rows
+def _packed(rows: list[TokenRow]) -> tuple[Any, TokenRow]:
+    """Return the table of rows, and the last of them without its tokens."""
+    last = rows[-1]
+    return table_of(rows), TokenRow(kind=last.kind, origin=last.origin, share=last.share, mark=last.mark)
 
 
 def _noted(path: Path) -> Path:

@@ -6,13 +6,14 @@ Everything that reads data makes its rows here, to keep them in memory, to write
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lengthwise.core.errors import DataError
-from lengthwise.data.blocks import Block, Blocks, together
+from lengthwise.data.blocks import BLOCK_BYTES, Block, Blocks, together
 from lengthwise.data.dataset import NO_LOSS, TOO_LONG, Held, sum_of_weights, too_long
 from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest
 from lengthwise.data.rows import RawRow, RowParser
@@ -27,7 +28,7 @@ Runner = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
 """Calls a function with every task, perhaps in other processes, and yields the results in order, as `map` does."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TokenRow:
     """A row of tokens, or the reason why it has none.
 
@@ -65,6 +66,12 @@ class TokenRow:
         return losses, float(losses) if weights is None else sum_of_weights(weights)
 
 
+def _placed(row: TokenRow, block: Block, name: str) -> TokenRow:
+    row.source, row.origin, row.share, row.name = block.source, block.origin, block.share, name
+    row.is_document, row.mark = block.name is not None, None if row.is_row else block.mark
+    return row
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizing:
     """How rows become tokens. keys: config paths of the sources. tokenizer: called for every text.
@@ -77,34 +84,39 @@ class Tokenizing:
     tokenizer: Callable[[], Tokenizer]
     vocab_size: int | None
 
-    def run(self, run: Runner, blocks: Iterator[Block]) -> Generator[list[TokenRow]]:
-        """Tokenize blocks in order, by a runner."""
-        yield from run(self.all_rows, together(blocks))
+    def run(
+        self,
+        run: Runner,
+        blocks: Iterator[Block],
+        pack: Callable[[list[TokenRow]], Any] = list,
+        task_bytes: int = BLOCK_BYTES,
+    ) -> Generator[Any]:
+        """Tokenize blocks in order, by a runner, some a task; yield what `pack` makes of the rows of every task."""
+        yield from run(partial(self._packed, pack), together(blocks, task_bytes))
 
-    def all_rows(self, blocks: Blocks) -> list[TokenRow]:
-        """Return the rows of blocks, with digests."""
-        return [
-            row if row.tokens is None else replace(row, digest=row_digest(*row.held))
-            for block in blocks
-            for row in self.rows(block)
-        ]
+    def _packed(self, pack: Callable[[list[TokenRow]], Any], blocks: Blocks) -> Any:
+        rows = [row for block in blocks for row in self.rows(block)]
+        for row in rows:
+            if row.tokens is not None:
+                row.digest = row_digest(*row.held)
+        return pack(rows)
 
     def rows(self, block: Block) -> Iterator[TokenRow]:
         """Yield the rows of a block in order, without digests."""
-        of_block = {"source": block.source, "origin": block.origin, "share": block.share}
         if block.kind in ("error", "end"):
             kind, error = (REFUSED, block.content) if block.kind == "error" else (END, None)
-            yield TokenRow(kind=kind, error=error, is_row=False, name=block.shown, mark=block.mark, **of_block)
+            found = TokenRow(kind=kind, error=error, is_row=False)
+            yield _placed(found, block, block.shown)
             return
         source, key, found = self.sources[block.source], self.keys[block.source], None
-        of_block["is_document"] = block.name is not None
         for number, row in enumerate(block.rows(RowParser(self.vocab_size)), start=block.first):
             if found is not None:
                 yield found
             name = f"{block.label}:{number}" if block.name is None else block.name
-            found = replace(self._row(row, source, key), name=name, **of_block)
+            found = _placed(self._row(row, source, key), block, name)
         if found is not None:
-            yield replace(found, mark=block.mark)
+            found.mark = block.mark
+            yield found
 
     def _row(self, row: RawRow | DataError, source: DataSource, key: str) -> TokenRow:
         try:
